@@ -20,6 +20,7 @@ from meshwright.cost.compute import op_time
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Factors
 from meshwright.describe.config import load_cluster
+from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
 from meshwright.lower.op import Op
 
@@ -282,7 +283,7 @@ def test_shares_of_a_gpu_are_recovered() -> None:
 
     for size in (2**20, 2**26, 2**30):
         op = Op("copy", "other", "memory", bytes=np.array([2.0 * size]))
-        add("copy", float(op_time(known, "bf16", "flash", op)[0]), 2.0 * size, "byte", {"bytes": size}, "fp32")
+        add("copy", float(op_time(known, "bf16", Stack(), op)[0]), 2.0 * size, "byte", {"bytes": size}, "fp32")
     for m in (4096, 8192):
         traffic = np.array([2.0 * 3 * m * m])
         op = Op(
@@ -293,7 +294,7 @@ def test_shares_of_a_gpu_are_recovered() -> None:
             bytes=traffic,
             shape=tuple(map(np.array, (1.0, m, m, m))),
         )
-        add("gemm", float(op_time(known, "bf16", "flash", op)[0]), 2.0 * m**3, "FLOP", {"m": m, "n": m, "k": m}, "bf16")
+        add("gemm", float(op_time(known, "bf16", Stack(), op)[0]), 2.0 * m**3, "FLOP", {"m": m, "n": m, "k": m}, "bf16")
     for seq in (4096, 8192):
         work = 7.0 * 16 * seq**2 * 128
         op = Op(
@@ -304,7 +305,7 @@ def test_shares_of_a_gpu_are_recovered() -> None:
             shape=tuple(map(np.array, (16.0, seq, seq, 128.0))),
         )
         shape = {"batch": 1, "heads": 16, "seq": seq, "width": 128}
-        add("attention", float(op_time(known, "bf16", "flash", op)[0]), work, "FLOP", shape, "bf16")
+        add("attention", float(op_time(known, "bf16", Stack(), op)[0]), work, "FLOP", shape, "bf16")
     bench = Bench(ranks=(RankInfo(rank=0, host="a", device="NVIDIA H200"),), device=tuple(points))
     result = calibrate([bench])
     found = result.cluster.accelerator.efficiency

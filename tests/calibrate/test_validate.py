@@ -5,7 +5,7 @@ import csv
 import numpy as np
 import pytest
 
-from meshwright.calibrate import rows, validate
+from meshwright.calibrate import outcomes, rows, validate
 from meshwright.errors import MeshwrightError
 
 BASE = {
@@ -50,7 +50,7 @@ def test_a_complete_row_needs_no_assumption():
 def test_a_row_that_lacks_a_required_value_is_refused_with_the_reason(changes, word):
     c = rows.case(row(**changes))
     assert word in c.refused
-    assert validate.predict_row(row(**changes)).prediction is None
+    assert outcomes.predict_row(row(**changes)).prediction is None
 
 
 def test_assumptions_are_listed():
@@ -64,14 +64,14 @@ def test_unpublished_recompute_is_the_least_that_fits():
     large = row(
         layers="64", hidden="6144", ffn_hidden="24576", heads="48", kv_heads="48", micro_batch="8", recompute_mode=""
     )
-    outcome = validate.predict_row(large)
-    assert any(a == "recompute: full" for a in outcome.case.assumed)
-    small = validate.predict_row(row(recompute_mode=""))
+    outcome = outcomes.predict_row(large)
+    assert any(a.startswith("recompute: full of ") and a.endswith("layers per stage") for a in outcome.case.assumed)
+    small = outcomes.predict_row(row(recompute_mode=""))
     assert any(a == "recompute: none" for a in small.case.assumed)
 
 
 def outcome(predicted, measured, **changes):
-    o = validate.predict_row(row(step_time_s=str(measured), **changes))
+    o = outcomes.predict_row(row(step_time_s=str(measured), **changes))
     scale = predicted / o.prediction.step_time_s
     fields = {k: getattr(o.prediction, k) * scale for k in ("step_time_s", "step_time_low_s", "step_time_high_s")}
     object.__setattr__(o, "prediction", type(o.prediction)(**{**o.prediction.__dict__, **fields}))
@@ -113,8 +113,8 @@ def test_macro_average_counts_sources_not_rows():
 
 
 def test_memory_is_compared_as_its_source_measured_it():
-    outside = validate.predict_row(row(memory_gib="20", notes="nvidia-smi snapshot"))
-    inside = validate.predict_row(row(memory_gib="20", notes="torch peak"))
+    outside = outcomes.predict_row(row(memory_gib="20", notes="nvidia-smi snapshot"))
+    inside = outcomes.predict_row(row(memory_gib="20", notes="torch peak"))
     assert outside.memory_error > inside.memory_error
 
 
@@ -123,9 +123,9 @@ def test_all_well_known_runs_can_be_read():
 
     famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv"))))
     assert len(famous) == 12
-    outcomes = validate.predict_rows(famous)
-    assert not [o.refused for o in outcomes if o.refused]
-    assert np.median([abs(o.error) for o in outcomes]) < 0.5
+    found = outcomes.predict_rows(famous)
+    assert not [o.refused for o in found if o.refused]
+    assert np.median([abs(o.error) for o in found]) < 0.5
 
 
 @pytest.mark.parametrize("content", [b"", b"a,b\n1,2\n", b"\xff\xfe\x00bad", b"row_id,file\n1,2\n"])
@@ -152,8 +152,7 @@ def test_odd_cells_never_raise(tmp_path):
         writer = csv.DictWriter(file, list(BASE))
         writer.writeheader()
         writer.writerows(odd)
-    outcomes = validate.predict_rows(rows.read(path))
-    assert len(outcomes) == len(odd)
+    assert len(outcomes.predict_rows(rows.read(path))) == len(odd)
 
 
 def test_the_page_of_well_known_runs_has_a_row_for_each(tmp_path, capsys):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from meshwright.cost.closing import HOST_RATE
-from meshwright.cost.phase import HIDEABLE
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
@@ -19,7 +18,9 @@ WORK = Workload(batch=8, seq=4096)
 def costed(rate=25e9, **fields):
     plan = Plan(**{"tp": 8, "sp": True, **fields})
     cluster = CLUSTER.but(accelerator=CLUSTER.accelerator.but(host_bandwidth=rate))
-    program = step_program(MODEL, plan, WORK, catalog.load("stacks", "default").but(launch=1e-9))
+    program = step_program(
+        MODEL, plan, WORK, catalog.load("stacks", "default").but(launch=1e-9, collective_launch=1e-9)
+    )
     return program, step_cost(program, cluster, every_rank=True)
 
 
@@ -34,7 +35,7 @@ def test_copies_up_are_paid_and_copies_down_hidden_behind_forward(recompute):
     program, slow = costed(1e8, offload="activations", recompute=recompute)
     one_way = saved_bytes(program) / 1e8
     forward = sum(float(x[0]) for p, x in slow.times["dense", "F"].parts.items() if p not in ("offload", "tp"))
-    hidden = HIDEABLE * forward * MODEL.layers * 8
+    hidden = program.batch.stack.hides * forward * MODEL.layers * 8
     assert float(slow.exposed["offload"][0]) == pytest.approx(2 * one_way - hidden, rel=1e-9)
     program, fast = costed(1e12, offload="activations", recompute=recompute)
     up = saved_bytes(program) / 1e12

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from lower.cases import COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, plans, stack
 from meshwright.cost import pipeline
+from meshwright.cost.band import band
 from meshwright.cost.estimate import estimate
-from meshwright.cost.phase import AXIS_OF, HIDEABLE
-from meshwright.cost.predict import BAND, bound_by, cost_of, predict
+from meshwright.cost.phase import AXIS_OF
+from meshwright.cost.predict import bound_by, cost_of, predict
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
@@ -78,7 +79,7 @@ def test_compute_hides_one_stream_at_a_time():
     for t in times:
         hidden = sum(one(t.comm[axis] - t.parts[axis]) for axis in t.comm)
         work = sum(one(seconds) for part, seconds in t.parts.items() if part not in (*axes, "interference"))
-        assert hidden <= HIDEABLE * work * (1 + 1e-9)
+        assert hidden <= Stack().hides * work * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -304,7 +305,9 @@ def test_prediction_states_its_denominators():
     assert result.tokens_per_s == pytest.approx(64 * 8192 / result.step_time_s)
     assert "989" in result.mfu_denominator
     assert result.assumed == ["nothing"]
-    assert (result.step_time_low_s, result.step_time_high_s) == pytest.approx([result.step_time_s * b for b in BAND])
+    assert (result.step_time_low_s, result.step_time_high_s) == pytest.approx(
+        [result.step_time_s * b for b in band(Stack(), result.exposed_s)]
+    )
     assert 0.25 < result.mfu < 0.65
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.calibrate.outcomes import predict_rows
 from meshwright.calibrate.rows import read
-from meshwright.calibrate.validate import predict_rows
 from meshwright.cost.estimate import estimate
 from meshwright.describe.layout import Layout
 from meshwright.describe.legality.choices import free_values, word_values

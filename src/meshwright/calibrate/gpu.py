@@ -18,6 +18,7 @@ import numpy as np
 from meshwright.calibrate.points import DevicePoint
 from meshwright.cost.compute import op_time
 from meshwright.describe.cluster import DTYPE_BYTES, Accelerator
+from meshwright.describe.stack import Stack
 from meshwright.lower.op import Op
 
 BIG = 0.1  # share of the largest work
@@ -70,6 +71,6 @@ def share_of(point: DevicePoint, device: Accelerator, name: str) -> float:
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         priced = device.but(efficiency=device.efficiency.but(**{name: middle}))
-        slower = float(np.max(op_time(priced, point.dtype, "flash", op))) > point.median_s
+        slower = float(np.max(op_time(priced, point.dtype, Stack(), op))) > point.median_s
         low, high = (middle, high) if slower else (low, middle)
     return (low + high) / 2

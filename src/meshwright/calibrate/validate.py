@@ -15,61 +15,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.rows import Case, case, number
-from meshwright.cost.predict import prediction as describe
-from meshwright.cost.step import step_cost
-from meshwright.describe.result import Prediction
-from meshwright.lower.step import step_program
+from meshwright.calibrate.outcomes import Outcome
 
 STALLED = 1.3  # two runs of one configuration whose times differ by more than this factor: one of them stalled
 NOT_FOR_TIME = ("megatron_lm_golden_values",)  # sources scored for memory only
-
-
-@dataclass
-class Outcome:
-    """One published run and its prediction, or the reason why it cannot be predicted."""
-
-    case: Case
-    prediction: Prediction | None = None
-    refused: str = ""
-
-    @property
-    def error(self) -> float | None:
-        """Signed relative error of step time."""
-        if self.prediction is None or not self.case.step_time:
-            return None
-        return self.prediction.step_time_s / self.case.step_time - 1
-
-    @property
-    def memory_error(self) -> float | None:
-        """Signed relative error of peak memory. A framework's allocator does not count the driver's context; nvidia-smi
-        does."""
-        p, measured = self.prediction, self.case.memory
-        if p is None or p.memory_gib is None or not measured:
-            return None
-        includes_context = "nvidia-smi" in self.case.row.get("notes", "")
-        hidden = 0.0 if includes_context else max(s["context"] for s in p.memory_by_stage)
-        return (p.memory_gib - hidden) / measured - 1
-
-    @property
-    def pair_ratio(self) -> float | None:
-        return number(self.case.row.get("pair_ratio"))
-
-    def as_dict(self) -> dict[str, Any]:
-        p = self.prediction
-        out: dict[str, Any] = {
-            "row_id": self.case.row_id,
-            "assumed": self.case.assumed,
-            "refused": self.refused or None,
-        }
-        keys = ("step_time_s", "step_time_low_s", "step_time_high_s", "memory_gib", "fits")
-        return out | {k: getattr(p, k) if p else None for k in keys}
 
 
 @dataclass
@@ -93,40 +47,6 @@ class Score:
 
     def as_dict(self) -> dict[str, Any]:
         return self.__dict__.copy()
-
-
-def predict_row(row: dict[str, str]) -> Outcome:
-    """Predict one row. If the row does not state its recompute, the least recompute that fits is assumed."""
-    c = case(row)
-    if c.refused:
-        return Outcome(c, refused=c.refused)
-    assert c.model
-    assert c.cluster
-    assert c.plan
-    assert c.workload
-    options = [c.plan.recompute] if row.get("recompute_mode") else ["none", "selective", "full"]
-    for mode in options:
-        plan = c.plan.but(recompute=mode)
-        cost = step_cost(step_program(c.model, plan, c.workload, c.stack), c.cluster)
-        result = describe(cost, c.model, c.cluster, plan, c.workload, c.stack, c.assumed)
-        if result.fits or mode == options[-1]:
-            break
-    if len(options) > 1:
-        c.assumed = [a if not a.startswith("recompute") else f"recompute: {mode}" for a in c.assumed]
-        if not result.fits:
-            plan = c.plan.but(recompute="none")
-            cost = step_cost(step_program(c.model, plan, c.workload, c.stack), c.cluster)
-            result = describe(cost, c.model, c.cluster, plan, c.workload, c.stack, c.assumed)
-    return Outcome(c, result)
-
-
-def predict_rows(rows: Iterable[dict[str, str]], progress: Callable[[], None] | None = None) -> list[Outcome]:
-    out = []
-    for row in rows:
-        out.append(predict_row(row))
-        if progress:
-            progress()
-    return out
 
 
 def score(outcomes: list[Outcome]) -> Score:
@@ -157,7 +77,8 @@ def score(outcomes: list[Outcome]) -> Score:
             if o.error is not None
         ]
         s.inside_band = float(np.mean(inside))
-        s.spearman, s.regret = ranking(usable)
+        scored = [o for o in usable if o.error is not None]
+        s.spearman, s.regret = ranking(scored, np.array([o.prediction.step_time_s for o in scored if o.prediction]))
     memory = [abs(o.memory_error) for o in outcomes if o.memory_error is not None]
     if memory:
         s.memory_median = float(np.median(memory))
@@ -191,22 +112,21 @@ def group_key(o: Outcome) -> tuple[str, ...]:
     )
 
 
-def ranking(outcomes: list[Outcome]) -> tuple[float | None, float | None]:
-    """Mean Spearman and mean regret over groups of at least three configurations of one problem. Repeated runs of one
-    configuration count once, by their median."""
+def ranking(outcomes: list[Outcome], predicted: np.ndarray) -> tuple[float | None, float | None]:
+    """Mean Spearman and mean regret of the predicted seconds over groups of at least three configurations of one problem. Repeated runs of
+    one configuration count once, by their median."""
     groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for o in outcomes:
-        if o.error is not None:
-            configuration = o.prediction.step_time_s, o.case.plan.title()  # type: ignore[union-attr]
-            groups[group_key(o)][configuration].append(o.case.step_time)  # type: ignore[arg-type]
+    for o, seconds in zip(outcomes, predicted, strict=True):
+        configuration = float(seconds), o.case.plan.title()  # type: ignore[union-attr]
+        groups[group_key(o)][configuration].append(o.case.step_time)  # type: ignore[arg-type]
     rhos, regrets = [], []
     for runs in groups.values():
         if len(runs) < 3:
             continue
         pairs = [(configuration[0], np.median(times)) for configuration, times in runs.items()]
-        predicted, measured = np.array(pairs, dtype=float).T
-        regrets.append(measured[predicted.argmin()] / measured.min() - 1)
-        ranks = [np.argsort(np.argsort(x)).astype(float) for x in (predicted, measured)]
+        by_model, measured = np.array(pairs, dtype=float).T
+        regrets.append(measured[by_model.argmin()] / measured.min() - 1)
+        ranks = [np.argsort(np.argsort(x)).astype(float) for x in (by_model, measured)]
         if ranks[0].std() and ranks[1].std():
             rhos.append(float(np.corrcoef(ranks[0], ranks[1])[0, 1]))
     return (float(np.mean(rhos)) if rhos else None), (float(np.mean(regrets)) if regrets else None)

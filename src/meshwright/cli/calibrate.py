@@ -1,4 +1,4 @@
-"""`meshwright calibrate`: a cluster file from the results of `bench`."""
+"""`meshwright calibrate`: a cluster file from the results of `bench`, or a stack file from measured runs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,62 @@ import typer
 
 def command(
     files: list[str] = typer.Argument(None, metavar="BENCH.json…", help="Results of `meshwright bench --json FILE`."),
-    out: str = typer.Option("", "--out", "-o", metavar="FILE", help="Write the cluster file, for --cluster FILE."),
+    out: str = typer.Option("", "--out", "-o", metavar="FILE", help="Write the cluster or stack file."),
     expect: str = typer.Option(
         "", "--expect", metavar="NAME", help="The cluster this should be. Default: the catalog's closest."
     ),
-    name: str = typer.Option("", "--name", help="The name of the calibrated cluster. Default: measured."),
+    name: str = typer.Option("", "--name", help="The name of the calibrated cluster or stack. Default: measured."),
+    runs: str = typer.Option(
+        "",
+        "--runs",
+        metavar="FILE",
+        help="Fit the numbers of all stacks to a CSV of runs; `published`: those that come along.",
+    ),
+    from_run: list[str] = typer.Option(
+        [],
+        "--from-run",
+        metavar="RUN",
+        help="A run folder, or a plan file with --tokens-per-s: adjusts the stack to it.",
+    ),
+    tokens_per_s: list[str] = typer.Option(
+        [], "--tokens-per-s", metavar="N", help="Measured tokens per second of all devices, one for each plan file."
+    ),
+    memory: list[str] = typer.Option(
+        [], "--memory", metavar="SIZE", help="Measured peak memory per device, such as 61GiB."
+    ),
+    stack: str = typer.Option("", "--stack", help="The stack to adjust. Default: the run's."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Fit latency and bandwidth of every level, and factors of the collectives, to measured points.
+    """Fit constants to measurements: of links and collectives, of all stacks, or of the stack of a run.
 
-    Prints a verdict for each level against the catalog: normal, or slow by a factor with likely causes. The cluster file
-    stands wherever a catalog name of a cluster may stand: --cluster FILE."""
+    With BENCH.json: latency and bandwidth of every level; prints a verdict for each level against the catalog: normal, or slow by a factor
+    with likely causes. The file stands for --cluster FILE. With --from-run: the numbers of a stack, by Bayes' rule from what is known of
+    it and what was measured. The file stands for --stack FILE. With --runs: the numbers of all stacks of the catalog, from published runs."""
+    from meshwright.cli.output import writable
+    from meshwright.errors import MeshwrightError
+
+    writable(out)
+    given = [bool(files), bool(runs), bool(from_run)]
+    if sum(given) > 1:
+        raise MeshwrightError(
+            "MW-CLI-003", "BENCH.json, --runs and --from-run cannot be combined", fix="run calibrate once for each"
+        )
+    if runs:
+        fit_stacks(runs, out, as_json)
+    elif from_run:
+        adjust_stack(from_run, tokens_per_s, memory, stack, name, out, as_json)
+    else:
+        fit_cluster(files or [], expect, name, out, as_json)
+
+
+def fit_cluster(files: list[str], expect: str, name: str, out: str, as_json: bool) -> None:
+    """Fit a cluster to bench results."""
     from meshwright.calibrate.calibration import calibrate
     from meshwright.calibrate.points import Bench
-    from meshwright.cli.output import writable
     from meshwright.describe.files import write_text
     from meshwright.view.tables import show, show_json
 
-    writable(out)
-    result = calibrate([Bench.read(file) for file in files or []], expect, name)
+    result = calibrate([Bench.read(file) for file in files], expect, name)
     if out:
         write_text(out, result.to_toml())
     if as_json:
@@ -36,3 +73,62 @@ def command(
     show(page(result))
     if out:
         print(f"cluster written to {out}: use --cluster {out}")
+
+
+def fit_stacks(runs: str, out: str, as_json: bool) -> None:
+    """Fit the numbers of all stacks to a table of runs, and show how they predict sources that were left out."""
+    from meshwright.calibrate import bands as band_rules
+    from meshwright.calibrate import fit_file, left_out, published, rows
+    from meshwright.calibrate.outcomes import predict_rows
+    from meshwright.cli.output import patient
+    from meshwright.describe.files import write_text
+    from meshwright.view import left_out as view
+    from meshwright.view.tables import show, show_json
+
+    table = published.runs() if runs == "published" else list(rows.read(runs))
+    with patient("fitting"):
+        found = left_out.leave_out(predict_rows(table, respond=left_out.responds))
+    bands = band_rules.bands(found)
+    if out:
+        write_text(out, fit_file.to_toml(found.fit, bands))
+    scores = left_out.scores(found)
+    overall = left_out.macro_scores(scores)
+    if as_json:
+        show_json(
+            {
+                "overall": overall,
+                "sources": {name: s.as_dict() for name, s in scores.items()},
+                "bands": {level: band.__dict__ for level, band in bands.items()},
+                "stacks": fit_file.stack_numbers(found.fit),
+            }
+        )
+        return
+    show(view.table(scores, overall), "", view.bands_table(bands), "", view.stacks_table(found.fit))
+    if out:
+        print(f"numbers written to {out}")
+
+
+def adjust_stack(
+    from_run: list[str],
+    tokens_per_s: list[str],
+    memory: list[str],
+    stack: str,
+    name: str,
+    out: str,
+    as_json: bool,
+) -> None:
+    """Adjust a stack to measured runs of the user."""
+    from meshwright.calibrate.from_run import adjusted, measured_runs
+    from meshwright.describe.files import write_text
+    from meshwright.view.from_run import page
+    from meshwright.view.tables import show, show_json
+
+    result = adjusted(measured_runs(from_run, tokens_per_s, memory, stack), name)
+    if out:
+        write_text(out, result.to_toml())
+    if as_json:
+        show_json(result.as_dict())
+        return
+    show(page(result))
+    if out:
+        print(f"stack written to {out}: use --stack {out}")

@@ -48,6 +48,9 @@ def command(
     allow: list[str] = typer.Option(
         [], "--allow", metavar="FIELD=A,B", help="Widen the search: --allow grad_dtype=bf16, --allow overlap=dp+tp."
     ),
+    robust: bool = typer.Option(
+        False, "--robust", help="Take the plan with the best worst case instead of the fastest."
+    ),
     headroom: str = typer.Option("5%", "--memory-headroom", help="Share of the memory to leave free."),
     case: str = typer.Option(
         "", "--case", metavar="NAME", help="A published training, estimated: gpt3, llama3-405b, mixtral, …"

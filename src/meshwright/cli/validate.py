@@ -27,71 +27,57 @@ COLUMNS = (
 
 
 def command(
-    runs: str = typer.Argument("", help="A CSV file of published runs."),
+    runs: str = typer.Argument("", help="A CSV file of runs. Default: the published runs that come with Meshwright."),
     failed: str = typer.Option("", "--failed", help="A CSV file of runs that ran out of memory or crashed."),
     by: str = typer.Option("source", "--by", help="Columns to group by, such as source,model,gpus,stack."),
     headline: bool = typer.Option(False, "--headline", help="Twelve well-known runs, the wrong predictions included."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
-    html: str = typer.Option("", "--html", help="Write a page with a scatter plot to this file."),
+    html: str = typer.Option("", "--html", help="Write a page with figures to this file."),
+    markdown: str = typer.Option("", "--markdown", help="Write the tables of docs/accuracy.md to this file."),
 ) -> None:
-    """Compare predictions with published runs and show the errors by source."""
-    import json
+    """Compare predictions with published runs and show the errors by source, also of sources that the fit has not seen."""
     from importlib.resources import files
 
-    from rich.console import Console
-    from rich.progress import Progress
+    from meshwright.calibrate import rows
+    from meshwright.calibrate.accuracy import assess
+    from meshwright.cli.output import patient, writable
+    from meshwright.errors import unknown
+    from meshwright.view.tables import show, show_json
 
-    from meshwright.calibrate import rows, validate
-    from meshwright.cli.output import writable
-    from meshwright.errors import MeshwrightError, unknown
-
-    writable(html)
+    writable(html, markdown)
     columns = [c.strip() for c in by.split(",") if c.strip()]
     for column in columns:
         if column not in COLUMNS:
             raise unknown("MW-VAL-004", "column", column, COLUMNS, "--by {}")
-    if not runs and not headline:
-        raise MeshwrightError("MW-VAL-005", "there are no runs to compare with", fix="give RUNS.csv or --headline")
-    chosen = list(rows.read(runs)) if runs else []
     famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv")))) if headline else []
-    crashed = list(rows.read(failed)) if failed else []
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=as_json or len(chosen) + len(crashed) < 150
-    ) as progress:
-        task = progress.add_task("predicting", total=len(chosen) + len(famous) + len(crashed))
-        outcomes, headlines, lost = (
-            validate.predict_rows(part, lambda: progress.advance(task)) for part in (chosen, famous, crashed)
-        )
-    scores = {name: validate.score(part) for name, part in validate.by(outcomes, columns).items()}
-    sources = {name: validate.score(part) for name, part in validate.by(outcomes, ["source"]).items()}
-    overall = validate.macro(sources)
-    recall = validate.recall(lost)
-    if recall is not None:
-        overall["recall_failed"] = recall
+    chosen, crashed = chosen_rows(runs, failed, headline)
+    with patient("predicting") as progress:
+        found = assess(chosen, famous, crashed, progress)
     if html:
         from meshwright.describe.files import write_text
         from meshwright.view.validate_html import page
 
-        write_text(html, page(outcomes, headlines))
+        write_text(html, page(found))
+    if markdown:
+        from meshwright.describe.files import write_text
+        from meshwright.view.accuracy_markdown import document
+
+        write_text(markdown, document(found))
     if as_json:
-        out = {
-            "overall": overall,
-            "sources": {n: s.as_dict() for n, s in sources.items()},
-            "rows": [o.as_dict() for o in (*outcomes, *headlines)],
-        }
-        print(json.dumps(out))
+        show_json(found.as_dict())
         return
     from meshwright.view import validate as view
-    from meshwright.view.tables import console as standard_output
 
-    console = standard_output()
-    if outcomes:
-        console.print(view.table(scores, overall, by))
-        console.print(view.refusals(outcomes))
-    if recall is not None:
-        console.print(
-            f"{100 * recall:.0f}% of {len(lost)} failed runs are predicted not to fit in memory "
-            "(the failed runs include crashes for other reasons)"
-        )
-    if headlines:
-        console.print(view.headline_table(headlines))
+    show(*view.page(found, columns, by))
+
+
+def chosen_rows(runs: str, failed: str, headline: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The runs to compare with, and those that failed. Without a file: the published ones, or none if only the well-known runs are asked."""
+    from meshwright.calibrate import published, rows
+
+    crashed = list(rows.read(failed)) if failed else []
+    if runs:
+        return list(rows.read(runs)), crashed
+    if headline:
+        return [], crashed
+    return published.runs(), crashed or published.failed()

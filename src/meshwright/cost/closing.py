@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
-from meshwright.cost.phase import AXIS_OF, HIDEABLE, RankTime, unit_overlap
+from meshwright.cost.phase import AXIS_OF, RankTime, unit_overlap
 from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.describe.stack import Stack
 from meshwright.lower import sync
@@ -28,7 +28,7 @@ def closing_time(
     reduce, gather, compress, update, last, hooks = (np.zeros(b.n) for _ in range(6))
     after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # reductions that wait for the data-parallel ones
     for op in ops:
-        seconds = network.time(op) if op.axis else compute.memory_time(device, op)
+        seconds = network.time(op) if op.axis else compute.memory_time(device, op) * b.stack.elementwise
         if b.stack.unit_launch and op.part in DATA_PARALLEL and op.axis:
             hooks = hooks + op.count * np.where(in_units(b, op.part), b.stack.unit_launch, 0.0)
         if op.kind == "host":
@@ -47,11 +47,11 @@ def closing_time(
     rounds = np.where(b.reduce_each, np.maximum(b.microbatches, 1.0), 1.0)
     blocks = np.any(b.zero >= 1) and not unit_overlap(b.stack)
     overlaps = b.overlap["dp"] * np.where(in_units(b, "dense"), 0.0, 1.0) if blocks else b.overlap["dp"]
-    window = HIDEABLE * (slow.i + slow.w) * overlaps * rounds
+    window = b.stack.hides * (slow.i + slow.w) * overlaps * rounds
     hidden = np.minimum(reduce, window)
     tail = np.maximum(last - (reduce - hidden), 0.0)
     exposed = reduce - hidden + tail + b.stack.compute_slowdown * hidden
-    late = gather - np.minimum(gather, HIDEABLE * slow.f * overlaps)
+    late = gather - np.minimum(gather, b.stack.hides * slow.f * overlaps)
     exposed = exposed + late + compress + hooks
     return {
         **after,
@@ -67,8 +67,8 @@ def closing_time(
 def _on_device(b: Batch, device: Accelerator, op: Op) -> Array:
     """Seconds of an optimizer operation without its launches: a pass over the states, or the products of Muon."""
     if op.kind == "gemm":
-        return compute.gemm_time(device, op.dtype or b.workload.precision, op)
-    return compute.update_time(device, op)
+        return compute.gemm_time(device, op.dtype or b.workload.precision, op) / b.stack.products
+    return compute.update_time(device, op) * b.stack.elementwise
 
 
 def _update_time(b: Batch, op: Op, seconds: Array) -> Array:

@@ -244,14 +244,14 @@ def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> Choice:
 
 
 class Network:
-    """Times of the library's collectives on a cluster, for a batch of plans."""
+    """Times of the library's collectives on a cluster, for a batch of plans, at the stack's share of the library's rates."""
 
     def __init__(self, cluster: Cluster, batch: Batch) -> None:
         self.cluster, self.batch = cluster, batch
         self._groups: dict[str, Group] = {}
         self._has_peers: dict[str, Array] = {}
         self._curves: dict[tuple[str, str], list[Curve]] = {}
-        self._times: dict[tuple[str, str, int], tuple[Array, Array]] = {}
+        self._times: dict[tuple[str, str, int, float], tuple[Array, Array]] = {}
         top = len(cluster.levels) - 1
         self.outside = [cluster.device_bandwidth(k) for k in range(1, top + 1)] or [cluster.device_bandwidth(0)]
 
@@ -269,7 +269,7 @@ class Network:
 
     def time(self, op: Op) -> Array:
         """Seconds of one occurrence of a collective or a send. Operations that share their message array are timed once."""
-        key = (op.collective, op.axis, id(op.message_bytes))
+        key = (op.collective, op.axis, id(op.message_bytes), op.copies)
         if key not in self._times:
             self._times[key] = (self._time(op), op.message_bytes)  # the reference to the array prevents reuse of its id
         return self._times[key][0]
@@ -308,6 +308,13 @@ class Network:
         group = self.group(axis)
         return group.nodes[group.of_plan]
 
+    def distinct_share(self, op: Op) -> Array:
+        """The share of the copies of tokens that a deduplicated dispatch sends: one to each distinct unit (node, or rank inside one node)
+        that has experts of the token. k copies reach N(1 − (1 − 1/N)^k) of N units."""
+        nodes, k = self.nodes(op.axis), op.copies
+        units = np.where(nodes > 1, np.ceil(nodes), self.batch.size(op.axis))
+        return units * (1 - (1 - 1 / np.maximum(units, 1.0)) ** k) / k
+
     def _curves_of(self, op: Op) -> list[Curve]:
         key = (op.collective, op.axis)
         if key not in self._curves:
@@ -316,8 +323,11 @@ class Network:
 
     def _time(self, op: Op) -> Array:
         first, *alternatives = self._curves_of(op)
-        n, root = op.message_bytes, np.sqrt(op.message_bytes)
+        n = op.message_bytes
+        if op.copies > 1 and self.batch.stack.dispatch == "deduplicated":
+            n = n * self.distinct_share(op)
+        root = np.sqrt(n)
         best = first.time(n, root) * self._has_peers[op.axis]
         for curve in alternatives:
             best = curve.improve(n, root, best)
-        return best
+        return best / self.batch.stack.network

@@ -12,6 +12,9 @@ hidden behind the larger, and t₀ the start-up time of a kernel. On 375 H100 sh
 Attention sustains a smaller share and needs long sequences: e · s / (s + 700). The scan of a linear mixer: `scan_time`. All other
 operations (norms, activations, residuals, the optimizer) are memory-bound: t = t₀ + bytes / (share · bandwidth).
 
+These are rates of a device in benchmarks. A stack reaches `products` and `attention_rate` of the rates of products and attention, and its
+memory-bound operations take `elementwise` times as long (`describe.stack`).
+
 A CPU has no tiles and no ramp (`tile` = 1, `sequence_half` = 0), and its exponentials are not hidden: each element of a softmax or an
 activation takes `exponential` longer. `calibrate.machine` measures these for the machine at hand.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.cluster import Accelerator
+from meshwright.describe.stack import Stack
 from meshwright.lower.op import Array, Op
 
 
@@ -77,13 +81,13 @@ def host_copy_time(device: Accelerator, op: Op) -> Array:
     return op.bytes / device.host_bandwidth
 
 
-def op_time(device: Accelerator, precision: str, kernel: str, op: Op) -> Array:
-    """Seconds on the compute stream of one occurrence of an operation."""
+def op_time(device: Accelerator, precision: str, stack: Stack, op: Op) -> Array:
+    """Seconds on the compute stream of one occurrence of an operation, at the rates that the stack reaches."""
     dtype = op.dtype or precision
     if op.kind == "gemm":
-        return gemm_time(device, dtype, op)
+        return gemm_time(device, dtype, op) / stack.products
     if op.kind == "attention":
-        return attention_time(device, dtype, op, kernel)
+        return attention_time(device, dtype, op, stack.attention) / stack.attention_rate
     if op.kind == "scan":
-        return scan_time(device, dtype, op)
-    return host_copy_time(device, op) if op.kind == "host" else memory_time(device, op)
+        return scan_time(device, dtype, op) / stack.attention_rate
+    return host_copy_time(device, op) if op.kind == "host" else memory_time(device, op) * stack.elementwise

@@ -91,7 +91,7 @@ def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
 
 def _recomputed_layer(program: StepProgram) -> Array:
     """With full recompute: the saved tensors of one layer, in memory while its backward runs."""
-    return np.where(program.batch.recompute == 2, program.transient, 0.0)
+    return np.where(program.batch.reruns_layers, program.transient, 0.0)
 
 
 def working_memory(program: StepProgram, held: StageBlocks) -> Array:

@@ -38,7 +38,6 @@ AXIS_OF = {  # group of an operation → axis under which its time is reported
 }
 TIMED_AS = {"F": "F", "I": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that are timed together
 SPLIT_ONLY = ("S", "G")  # phases of a split backward
-HIDEABLE = 0.85  # share of compute that can hide communication
 GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
 
 
@@ -91,7 +90,7 @@ def phase_time(
             to_host = to_host + (copied if op.name == TO_HOST else 0.0)
             t.host = t.host + op.count * op.launches * stack.launch
             continue
-        seconds = op.count * compute.op_time(device, b.workload.precision, stack.attention, op)
+        seconds = op.count * compute.op_time(device, b.workload.precision, stack, op)
         t.parts[op.part] = t.parts.get(op.part, 0.0) + seconds
         t.host = t.host + op.count * op.launches * launch_time(stack, op.kind)
         t.flops = t.flops + op.count * op.flops
@@ -99,8 +98,8 @@ def phase_time(
         if op.kind in ("attention", "tile"):
             core = core + seconds
     t.busy = work
-    t.left = left = HIDEABLE * work if main is None else main.left  # compute hides one stream at a time
-    room = {"tp": HIDEABLE * (work - core), "cp": HIDEABLE * core, "ep": left, "dp": left}
+    t.left = left = stack.hides * work if main is None else main.left  # compute hides one stream at a time
+    room = {"tp": stack.hides * (work - core), "cp": stack.hides * core, "ep": left, "dp": left}
     if main is not None:
         room = dict.fromkeys(room, left)
     for axis in b.overlap:  # in a fixed order, independent of the other plans of the batch

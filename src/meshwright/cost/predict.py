@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from meshwright.cost.band import band
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
@@ -14,12 +17,6 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 from meshwright.units import format_flops
-
-# Quantiles of measured / predicted over published runs that were not used to choose a constant (docs/accuracy.md).
-BAND = (0.80, 1.45)
-# A device that was never measured has the median shares of the measured ones (`describe.cluster.Efficiency`). Its true shares may be
-# their best in matrix products (0.74 instead of 0.66) or their worst in attention (0.18 instead of 0.25): the band is wider by these ratios.
-UNMEASURED_BAND = (BAND[0] * 0.66 / 0.74, BAND[1] * 0.25 / 0.18)
 
 
 def cost_of(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack) -> StepCost:
@@ -44,26 +41,32 @@ def prediction(
     workload: Workload,
     stack: Stack,
     assumed: list[str] | None = None,
+    at: int = 0,
 ) -> Prediction:
-    time = float(cost.time[0])
+    """The prediction of the plan at index `at` of a costed batch."""
+
+    def one(values: Any) -> float:
+        return float(np.broadcast_to(values, cost.program.batch.n)[at])
+
+    time = one(cost.time)
     peak = cluster.accelerator.peak_for(workload.precision)
-    exposed = {part: float(np.broadcast_to(s, 1)[0]) for part, s in cost.exposed.items()}
-    memory = [{part: float(np.broadcast_to(x, 1)[0]) / GIB for part, x in parts.items()} for parts in cost.memory]
-    total = float(cost.peak_memory[0])
+    exposed = {part: one(s) for part, s in cost.exposed.items()}
+    memory = [{part: one(x) / GIB for part, x in parts.items()} for parts in cost.memory]
+    total = one(cost.peak_memory)
     source = cluster.accelerator.efficiency.source
-    band = BAND if cluster.accelerator.efficiency.measured else UNMEASURED_BAND
+    low, high = band(stack, exposed, cluster.accelerator.efficiency.measured)
     return Prediction(
         step_time_s=time,
-        step_time_low_s=time * band[0],
-        step_time_high_s=time * band[1],
+        step_time_low_s=time * low,
+        step_time_high_s=time * high,
         exposed_s={part: s for part, s in exposed.items() if s},
-        hidden_s=hidden_communication(cost, exposed),
-        busy_s={stream: float(np.broadcast_to(s, 1)[0]) for stream, s in cost.busy.items()},
+        hidden_s=hidden_communication(cost, exposed, at),
+        busy_s={stream: one(s) for stream, s in cost.busy.items()},
         memory_gib=total / GIB,
         memory_by_stage=memory,
-        traffic_bytes={axis: float(np.broadcast_to(x, 1)[0]) for axis, x in cost.traffic.items() if np.any(x)},
+        traffic_bytes={axis: one(x) for axis, x in cost.traffic.items() if one(x)},
         mfu=seconds_at_peak(model, cluster, plan, workload) / time,
-        hfu=float(np.broadcast_to(cost.flops, 1)[0]) / (time * peak),
+        hfu=one(cost.flops) / (time * peak),
         mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {workload.precision} of {cluster.accelerator.name}",
         tokens_per_s=samples_per_step(model, workload) / time,
         bound_by=bound_by(exposed),
@@ -106,12 +109,12 @@ COMMUNICATION = {
 }
 
 
-def hidden_communication(cost: StepCost, exposed: dict[str, float]) -> dict[str, float]:
+def hidden_communication(cost: StepCost, exposed: dict[str, float], at: int = 0) -> dict[str, float]:
     """Seconds of communication of the slowest rank behind compute, by axis: what its collectives take, less what is exposed."""
     out = {}
     for axis in COMMUNICATION:
         total = cost.busy.get(f"comm:{axis}", 0.0) + (cost.reduce if axis == "dp" else 0.0)
-        hidden = float(np.broadcast_to(total, 1)[0]) - exposed.get(axis, 0.0)
+        hidden = float(np.broadcast_to(total, cost.program.batch.n)[at]) - exposed.get(axis, 0.0)
         if hidden > 0:
             out[axis] = hidden
     return out

@@ -29,6 +29,7 @@ NAMED = {
     "cluster.accelerator": "accelerators",
     "cluster.levels.link": "links",
 }
+FILE_SECTIONS = {"clusters": "cluster", "stacks": "stack"}  # sections that a file with only that section can give
 PATHS = {"data": data.PATHS, "run": run.PATHS}  # fields that hold paths, by section
 POSITION = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
 
@@ -104,8 +105,8 @@ class Draft:
         self._clear_origins(self.tables.pop(section, None), section)
 
     def _table_of(self, place: str, name: Any, path: str, source: Source, folder: Path = HERE) -> dict[str, Any]:
-        """The table of a catalog name. A model may also be the path of a Hugging Face config.json, a cluster the path of a TOML
-        file with a [cluster], such as `meshwright calibrate` writes."""
+        """The table of a catalog name. A model may also be the path of a Hugging Face config.json, a cluster or a stack the
+        path of a TOML file with a [cluster] or a [stack], such as `meshwright calibrate` writes."""
         kind = NAMED.get(place, "")
         if not kind or not isinstance(name, str):
             raise MeshwrightError(
@@ -113,8 +114,8 @@ class Draft:
                 f"[{path}] cannot start from {shown(name)}",
                 why="The catalog has no entries for this table" if not kind else "A name is a string",
             )
-        if self.files and kind == "clusters" and name.endswith(".toml"):
-            return self._cluster_of_file(folder / name)
+        if self.files and kind in FILE_SECTIONS and name.endswith(".toml"):
+            return self._section_of_file(FILE_SECTIONS[kind], folder / name)
         if self.files and kind == "models" and (name.endswith(".json") or (folder / name / "config.json").is_file()):
             table, origin = hf.read(str(folder / name)).as_dict(), str(folder / name)
         else:
@@ -124,20 +125,21 @@ class Draft:
         self.origins[f"{path}.name"] = source.at(path)
         return table
 
-    def _cluster_of_file(self, path: Path) -> dict[str, Any]:
-        """The table [cluster] of another file; the origins of its values are lines of that file."""
+    def _section_of_file(self, section: str, path: Path) -> dict[str, Any]:
+        """The table of a section of another file; the origins of its values are lines of that file."""
         other = Draft()
         other.reading = self.reading
         other.merge_file(path)
-        if "cluster" not in other.tables:
+        if section not in other.tables:
+            example = {"cluster": "dgx-h100", "stack": "torchtitan"}[section]
             raise MeshwrightError(
                 "MW-CONF-002",
-                f"'{path}' has no [cluster]",
-                why="A cluster file is a TOML file with that section",
-                fix='[cluster]\nextends = "dgx-h100"',
+                f"'{path}' has no [{section}]",
+                why=f"A {section} file is a TOML file with that section",
+                fix=f'[{section}]\nextends = "{example}"',
             )
-        table = other.resolved("cluster")
-        self.origins.update({leaf: origin for leaf, origin in other.origins.items() if leaf.startswith("cluster.")})
+        table = other.resolved(section)
+        self.origins.update({leaf: origin for leaf, origin in other.origins.items() if leaf.startswith(f"{section}.")})
         return table
 
     def _overlay(self, base: dict[str, Any], given: dict[str, Any], path: str, source: Source) -> None:

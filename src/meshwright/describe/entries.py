@@ -20,8 +20,29 @@ def tables(kind: str) -> dict[str, dict[str, Any]]:
     """All entries of a kind by name, with `extends` inside the file resolved."""
     if kind not in KINDS:
         raise unknown("MW-CAT-001", "catalog", kind, KINDS)
-    raw = tomllib.loads(files("meshwright.describe").joinpath("catalog", f"{kind}.toml").read_text("utf-8"))
-    return {name: _resolved(name, raw) for name in raw}
+    raw = _written(kind)
+    found = {name: _resolved(name, raw) for name in raw}
+    if kind == "stacks":
+        found = {name: {**entry, **fitted()["stacks"].get(name, {})} for name, entry in found.items()}
+    return found
+
+
+@cache
+def fitted() -> dict[str, Any]:
+    """The numbers of stacks and the bands of predictions that `meshwright calibrate --runs` fitted to published runs."""
+    text = files("meshwright.describe").joinpath("catalog", "fit.toml").read_text("utf-8")
+    return {"stacks": {}, "bands": {}} | tomllib.loads(text)
+
+
+@cache
+def _written(kind: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files("meshwright.describe").joinpath("catalog", f"{kind}.toml").read_text("utf-8"))
+
+
+def base_of(kind: str, name: str) -> str:
+    """The entry at the root of what an entry extends; an entry that extends nothing is its own base."""
+    extended = _written(kind)[name].get("extends")
+    return base_of(kind, extended) if extended else name
 
 
 def _resolved(name: str, raw: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -40,6 +40,33 @@ class Stack(Described):
     step_overhead: Seconds = Field(
         default=5e-3, description="host time of one step outside the model: data, logging, loop"
     )
+    products: float = Field(
+        default=1.0,
+        gt=0,
+        le=2,
+        description="rate of matrix products over what the device sustains in benchmarks (1: as benchmarked)",
+    )
+    attention_rate: float = Field(
+        default=1.0,
+        gt=0,
+        le=2,
+        description="rate of attention kernels over what the device sustains in benchmarks (1: as benchmarked)",
+    )
+    elementwise: float = Field(
+        default=1.0,
+        gt=0,
+        le=20,
+        description="time of memory-bound operations over that of one pass at the device's copy rate for each kernel of `fused`",
+    )
+    network: float = Field(
+        default=1.0,
+        gt=0,
+        le=2,
+        description="rate of collectives during a step over what the library reaches in benchmarks (1: as benchmarked)",
+    )
+    hides: float = Field(
+        default=0.85, ge=0, le=1, description="share of compute behind which overlapped communication can run"
+    )
     asynchronous: bool = Field(
         default=True,
         description="the host runs ahead of the device; false where the host computes (CPU): their times add up",
@@ -52,11 +79,19 @@ class Stack(Described):
     attention: Literal["flash", "fused", "stored"] = Field(
         default="flash", description="flash: recomputes the softmax; fused: vendor's flash; stored: keeps the scores"
     )
+    dispatch: Literal["all-to-all", "deduplicated"] = Field(
+        default="all-to-all",
+        description="deduplicated: a token is sent to another node once, for all its experts there (DeepEP), not once for each expert",
+    )
     tiled_context: bool = Field(
         default=False,
         description="ring and all-gather attention run in tiles of torch operators: no fused kernel returns the log-sum-exp",
     )
     overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication overlaps with compute")
+    selective: Literal["attention", "operators"] = Field(
+        default="attention",
+        description="what `recompute = selective` recomputes: the core of attention, or all but attention and every second product (torchtitan)",
+    )
     early_stop: bool = Field(
         default=True, description="recompute stops as soon as backward has the tensors it needs, as in torch"
     )
@@ -88,11 +123,24 @@ class Stack(Described):
     compute_slowdown: float = Field(
         default=0.1, ge=0, lt=1, description="share of compute lost while communication runs"
     )
+    saved: float = Field(
+        default=1.0,
+        gt=0,
+        le=10,
+        description="bytes that the layers save for backward over those of the tensors that their operations need",
+    )
     allocator_slack: float = Field(default=0.06, ge=0, le=1, description="reserved but unused share of live memory")
     context: Bytes = Field(default=1.2e9, description="driver context, libraries and workspaces per device")
     communicator: Bytes = Field(default=0.25e9, description="buffers per communicator and device")
     can: Abilities = Field(
         default=Abilities(), description="what the framework can run; the planner searches only that"
+    )
+    evidence: Literal["typical", "published", "calibrated"] = Field(
+        default="typical",
+        description="what the numbers are from: other stacks, published runs of this stack, or the user's runs (`meshwright calibrate --from-run`)",
+    )
+    covariance: tuple[float, ...] = Field(
+        default=(), description="of the calibrated numbers, row by row (`calibrate.response`)", max_length=64
     )
     source: str = ""
 

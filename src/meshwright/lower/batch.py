@@ -80,6 +80,8 @@ class Batch:
         self.schedules = [
             (SCHEDULES[c], np.flatnonzero((self.schedule == c) & (self.pp > 1))) for c in np.unique(self.schedule)
         ]
+        # Plans whose backward has all tensors of one layer in memory while it recomputes some of them.
+        self.reruns_layers = (self.recompute == 2) | ((self.recompute == 1) & (stack.selective == "operators"))
         self.splits = np.isin(self.schedule, SPLIT) & (self.pp > 1)  # backward is split into I and W
         # Ranks agree on the scales of fp8 products, and in a split backward once more for the gradients of the weights.
         self.scales = workload.precision == "fp8" and stack.shared_scales

@@ -3,7 +3,7 @@
 Parameters are those of `describe.sharding`, as the fullest rank holds them: a column split keeps rows/tp (never
 less than one KV head), a row split columns/tp, experts copies/ep of width/expert_tp, everything else is whole. Saved tensors follow
 the same splits; `full` recompute keeps only each layer's input (2·T·h bytes, sharded with sequence parallelism), `selective` drops
-what the attention core can recompute.
+what the attention core can recompute, or keeps the outputs of attention and of every second product (`Stack.selective`).
 """
 
 from __future__ import annotations
@@ -170,11 +170,25 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
     if drops := attention_dropout.computed_masks(b, block.kind):
         add("norm", b.tokens / b.seq_split * attention_dropout.TOKEN_BYTES * drops)
+    if b.stack.saved != 1 and block.kind in b.model.kinds:
+        out = {part: size * b.stack.saved for part, size in out.items()}
     if block.kind in b.model.kinds and recompute:
+        if b.stack.selective == "operators" and np.any(b.recompute == 1):
+            selective = b.recompute == 1
+            out = {part: np.where(selective, 0.0, size) for part, size in out.items()}
+            add("operators", np.where(selective, _saved_outputs(b, block, element), 0.0))
         full = b.recompute == 2
         out = {part: np.where(full, 0.0, size) for part, size in out.items()}
         add("input", np.where(full, b.tokens * b.model.hidden * element / b.seq_split, 0.0))
     return out
+
+
+def _saved_outputs(b: Batch, block: Block, element: float) -> Array:
+    """Bytes that selective recompute by operators keeps of a layer: its input, the output of attention, every second product's output."""
+    split = {"column": b.tp, "keys": b.tp, "experts": b.tp, "experts-row": b.tp}
+    outputs = sum((linear.uses * linear.d_out / split.get(linear.style, b.seq_split) for linear in block.linears), 0.0)
+    core = block.attention.heads * block.attention.v / b.tp if block.attention else 0.0
+    return b.tokens * element * (b.model.hidden / b.seq_split + core + outputs / 2)
 
 
 def _width(b: Batch, s: Saved, element: float) -> Array:

@@ -74,7 +74,9 @@ class LayerLowering:
             Op(name, part, "memory", count, bytes=size * passes, launches=launches, exponentials=exponentials)
         )
 
-    def collective(self, phase: str, name: str, part: str, kind: str, axis: str, n: Array, count: Array) -> None:
+    def collective(
+        self, phase: str, name: str, part: str, kind: str, axis: str, n: Array, count: Array, copies: float = 1.0
+    ) -> None:
         op = Op(
             name,
             part,
@@ -84,6 +86,7 @@ class LayerLowering:
             axis=axis,
             message_bytes=n,
             stream=f"comm:{axis}",
+            copies=copies,
         )
         self.phases.setdefault(phase, []).append(op)
 
@@ -397,7 +400,8 @@ class LayerLowering:
         return self.phases
 
     def recomputed(self, last: str) -> None:
-        """Add what backward recomputes: all of forward under `full`, the attention core under `selective`.
+        """Add what backward recomputes: all of forward under `full`, the attention core under `selective` (or, by the stack, everything but
+        the core and every second product).
 
         Where the stack stops early, two exchanges are not repeated. Forward is rerun only until backward has what it needs, so the
         exchange after the `last` product is left out (unless a norm after it needs its result); and the input that is gathered for the
@@ -407,10 +411,13 @@ class LayerLowering:
         spared = {"attention-in", "linear-in", "ffn-in", "shared-in"}
         if self.m.norms_per_layer < 4 or self.m.kind == "mlp":
             spared.add(last)
+        by_operator, products = self.b.stack.selective == "operators", 0
         for op in self.phases["F"]:
             if self.b.stack.early_stop and op.axis == "tp" and op.name in spared:
                 continue
             core = op.name in ("core", "scores", "softmax", "values", "tiles", "tile-softmax")
-            reruns = full + (selective if core else 0.0)
+            products += op.kind == "gemm" and not core
+            kept = core or op.collective == "reduce_scatter" or (op.kind == "gemm" and products % 2 == 1)
+            reruns = full + (selective if (not kept if by_operator else core) else 0.0)
             if present(reruns):
                 self.phases["R"].append(replace(op, name=f"{op.name}-again", count=op.count * reruns))

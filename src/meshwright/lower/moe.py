@@ -20,6 +20,7 @@ from meshwright.lower.layer import LayerLowering
 from meshwright.lower.op import Array
 
 COUNT_BYTES = 8.0
+ROUTE_LAUNCHES, PERMUTE_LAUNCHES = 20.0, 8.0
 
 
 def experts(low: LayerLowering) -> None:
@@ -29,8 +30,8 @@ def experts(low: LayerLowering) -> None:
     # Tokens this rank routes: its part of the sequence under sequence parallelism, else its slice of the tp group's tokens.
     own = b.tokens / b.tp
     low.gemm("router", "router", own, m.experts, m.hidden, dtype=low.wide)
-    low.memory("F", "route", "router", own * m.experts * 4, 4, 6)
-    low.memory("I", "route-grad", "router", own * m.experts * 4, 4, 6)
+    low.memory("F", "route", "router", own * m.experts * 4, 4, ROUTE_LAUNCHES)
+    low.memory("I", "route-grad", "router", own * m.experts * 4, 4, ROUTE_LAUNCHES)
     wide = max(4.0, e)
     if m.router.aux or m.router.z:  # loads and token counts, of all tokens in flight or of each sequence
         on = (b.size("stage") > 1) * 1.0
@@ -41,14 +42,14 @@ def experts(low: LayerLowering) -> None:
         low.collective("F", "gather-scores", "router", "all_gather", "stage", own * stage * m.experts * wide, stage > 1)
     if m.expert_hidden:
         low.gemm("latent-down", "latent", own, m.expert_hidden, m.hidden)
-    copies = own * m.top_k * m.router.travelling * m.routed_width * e
+    sent_copies = m.top_k * m.router.travelling
+    copies = own * sent_copies * m.routed_width * e
     _permute(low, copies)
     with_ep = (b.ep > 1) * 1.0
     with_etp = (b.etp > 1) * 1.0
     for phase in ("F", "I"):
-        low.collective(
-            phase, "dispatch" if phase == "F" else "combine-grad", "experts", "all_to_all", "ep", copies, with_ep
-        )
+        name = "dispatch" if phase == "F" else "combine-grad"
+        low.collective(phase, name, "experts", "all_to_all", "ep", copies, with_ep, copies=sent_copies)
         low.collective(phase, "expert-gather", "experts", "all_gather", "expert_tp", copies * b.etp, with_etp)
     # The numbers of copies are exchanged first.
     low.collective("F", "counts", "experts", "all_to_all", "ep", COUNT_BYTES * m.experts, with_ep)
@@ -56,9 +57,8 @@ def experts(low: LayerLowering) -> None:
     _experts(low, own * m.top_k * b.etp * m.router.busiest(b.workload.imbalance))
     for phase in ("F", "I"):
         low.collective(phase, "expert-scatter", "experts", "reduce_scatter", "expert_tp", copies * b.etp, with_etp)
-        low.collective(
-            phase, "combine" if phase == "F" else "dispatch-grad", "experts", "all_to_all", "ep", copies, with_ep
-        )
+        name = "combine" if phase == "F" else "dispatch-grad"
+        low.collective(phase, name, "experts", "all_to_all", "ep", copies, with_ep, copies=sent_copies)
     _permute(low, copies)
     if m.expert_hidden:
         low.gemm("latent-up", "latent", own, m.hidden, m.expert_hidden)
@@ -74,8 +74,8 @@ def experts(low: LayerLowering) -> None:
 
 def _permute(low: LayerLowering, size: Array) -> None:
     """Sort token copies by expert, or back: a read and a write."""
-    low.memory("F", "permute", "experts", size, 2, 3)
-    low.memory("I", "permute-grad", "experts", size, 2, 3)
+    low.memory("F", "permute", "experts", size, 2, PERMUTE_LAUNCHES)
+    low.memory("I", "permute-grad", "experts", size, 2, PERMUTE_LAUNCHES)
 
 
 def _experts(low: LayerLowering, tokens: Array) -> None:

@@ -47,6 +47,7 @@ class Op:
     message_bytes: Array = 0.0  # n, the full unsharded buffer
     stream: str = "compute"
     launches: Array = 1.0
+    copies: float = 1.0  # of each token in the message of an expert dispatch: the experts of a token
     selected_from: Array = 0.0  # elements of which a top-k keeps the largest
     exponentials: Array = 0.0  # elements through exp, erf or tanh; those of attention follow from its shape
 

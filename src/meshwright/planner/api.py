@@ -33,6 +33,7 @@ def plan(
     line: str | float = "",
     top: int = 10,
     common: bool = False,
+    robust: bool = False,
     progress: Progress | None = None,
     **question: Any,
 ) -> Result:
@@ -41,6 +42,7 @@ def plan(
     `nodes`, `gpus`, `batch`, `seq`, `tokens`, `stack` and `settings` describe the training (`question.read` has their types);
     `fix={"tp": 8}`, `most={"pp": 4}`, `least`, `without=["zero3"]`, `allow` constrain the search; `headroom="10%"` is memory to leave free.
     `mtbf="3h"`, `checkpoint="60s"`, `restart="5min"` add the time lost to failures; `sites=2, line="100Gb/s"` the cost of several such clusters.
+    `robust`: take the plan with the best worst case (the lowest upper edge of its band) instead of the fastest.
     `common`: search the common plans only, for a first answer in less than a second (`search.common_plans`).
     """
     request = read(model, cluster, **question)
@@ -50,6 +52,8 @@ def plan(
     failures = goodput.read_reliability(world, mtbf, checkpoint, restart) if mtbf or checkpoint or restart else None
     between = line_rate(sites, line)
     result = run(request, top, progress)
+    if robust:
+        result = with_best_worst_case(result)
     return replace(result, reliability=failures, line=between, sites=sites)
 
 
@@ -72,6 +76,14 @@ def run(question: Question, top: int = 10, progress: Progress | None = None) -> 
         assumed=question.assumed,
         top=max(1, top),
     )
+
+
+def with_best_worst_case(result: Result) -> Result:
+    """The result with the leader whose band has the lowest upper edge as its winner."""
+    best = result.robust[0]
+    leaders = [best, *(c for c in result.ranking.leaders if c is not best)]
+    ranking = replace(result.ranking, best=best, leaders=leaders)
+    return replace(result, config=replace(result.config, plan=best.plan), ranking=ranking, worst_case=True)
 
 
 def line_rate(sites: int, line: str | float) -> float:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from meshwright.cost.band import indistinguishable
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
@@ -81,6 +82,7 @@ class Result:
     seconds: float
     assumed: list[str] = field(default_factory=list)
     top: int = 10
+    worst_case: bool = False  # the winner is the plan with the best worst case
     reliability: Reliability | None = None  # failures and checkpoints, where given
     sites: int = 0  # number of clusters, 0: one …
     line: float = 0.0  # … and bytes/s of the line between them
@@ -108,7 +110,9 @@ class Result:
 
     @property
     def choice(self) -> str:
-        """Why the winner was taken although another plan is up to 1% faster; empty where it is the fastest."""
+        """Why the winner was taken although another plan is faster; empty where it is the fastest."""
+        if self.worst_case:
+            return why.worst_case_choice(self.ranking.best, self.ranking.fastest)
         return why.choice(self.ranking.best, self.ranking.fastest)
 
     @cached_property
@@ -128,6 +132,16 @@ class Result:
             for c in self.ranking.leaders[1 : self.top]
         ]
         return [(self.ranking.best, self.prediction), *rest]
+
+    @cached_property
+    def ties(self) -> list[bool]:
+        """Which leaders the cost model cannot tell apart from the winner: their measured order may be the other way round."""
+        return [indistinguishable(self.prediction.exposed_s, p.exposed_s) for _, p in self.leaders]
+
+    @cached_property
+    def robust(self) -> tuple[Candidate, Prediction]:
+        """The leader with the best worst case: the lowest upper edge of its band."""
+        return min(self.leaders, key=lambda leader: leader[1].step_time_high_s)
 
     @cached_property
     def why_not(self) -> list[why.WhyNot]:
@@ -190,10 +204,12 @@ class Result:
                     "title": c.plan.title(),
                     "strategy": c.strategy,
                     "closed_form_s": c.closed,
+                    "tied_with_winner": tie,
                     **p.as_dict(),
                 }
-                for c, p in self.leaders
+                for (c, p), tie in zip(self.leaders, self.ties, strict=True)
             ],
+            "robust": {"plan": self.robust[0].plan.as_dict(), "step_time_high_s": self.robust[1].step_time_high_s},
             "strategies": {
                 self.ranking.best.strategy: {
                     "fits": True,

@@ -26,7 +26,7 @@ from meshwright.planner.search.branch_and_bound import Progress
 from meshwright.planner.search.common_plans import best_common_plan
 from meshwright.units import format_count, parse_count
 
-OPTIONS = ("mtbf", "checkpoint", "restart", "sites", "line", "top")  # of `plan`, for the chosen size alone
+OPTIONS = ("mtbf", "checkpoint", "restart", "sites", "line", "top", "robust")  # of `plan`, for the chosen size alone
 MOST_GPUS = 2**17
 BETWEEN = 8  # parts into which the last doubling is divided
 BEYOND = 1  # sizes of the curve after the first that meets the target

@@ -72,7 +72,7 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
                 seconds = one(
                     network.time(op)
                     if op.axis
-                    else compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack.attention, op)
+                    else compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack, op)
                 )
                 total += times * one(op.count) * seconds
                 table.add_row(

@@ -121,20 +121,22 @@ def leaders(r: Result) -> Table:
     ):
         table.add_column(name, justify=side, no_wrap=name != "plan")  # type: ignore[arg-type]
     best = r.prediction.step_time_s
-    for k, (c, p) in enumerate(r.leaders, 1):
+    for k, ((c, p), tie) in enumerate(zip(r.leaders, r.ties, strict=True), 1):
         style = "bold" if k == 1 else ""
         table.add_row(
             str(k),
             Text(short(c.plan), style),
             Text(format_seconds(p.step_time_s, 4), style),
-            f"{100 * (p.step_time_s / best - 1):+.1f}%",
+            f"{100 * (p.step_time_s / best - 1):+.1f}%{'≈' if tie and k > 1 else ' '}",
             f"{100 * (p.mfu or 0):.1f}%",
             f"{p.memory_gib:.1f}",
         )
     low, high = (100 * x / best - 100 for x in (r.prediction.step_time_low_s, r.prediction.step_time_high_s))
     memory = " to ".join(f"{100 * x - 100:+.0f}%" for x in why.MEMORY_BAND)
     table.caption, table.caption_justify = f"every step {low:+.0f}% to {high:+.0f}%, memory {memory}", "left"
-    if r.choice:
+    if any(r.ties[1:]):
+        table.caption += "; ≈: cannot be told apart from the first by this model"
+    if r.choice and not r.worst_case:
         table.caption += (
             "; of plans within 1% of the fastest, the one with the most free memory and the simplest layout comes first"
         )

@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
 from meshwright.cost.estimate import Estimate, Simulation
-from meshwright.cost.phase import AXIS_OF, HIDEABLE
+from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
 from meshwright.lower.op import Op
@@ -115,7 +115,9 @@ class Filler:
 
     def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[Piece]) -> float:
         ops = self.e.program.blocks.get((block, phase), [])
-        room = HIDEABLE * sum(one(op.count) * self.seconds(op) for op in ops if not op.axis and op.kind != "host")
+        room = self.e.stack.hides * sum(
+            one(op.count) * self.seconds(op) for op in ops if not op.axis and op.kind != "host"
+        )
         for op in ops:
             length = one(op.count) * self.seconds(op)
             if length <= 0:
@@ -137,7 +139,7 @@ class Filler:
     def seconds(self, op: Op) -> float:
         if op.axis:
             return one(self.network.time(op))
-        return one(compute.op_time(self.e.cluster.accelerator, self.e.workload.precision, self.e.stack.attention, op))
+        return one(compute.op_time(self.e.cluster.accelerator, self.e.workload.precision, self.e.stack, op))
 
 
 def choose_detail(e: Estimate, walked: WalkedStep) -> str:

@@ -8,8 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.calibrate.validate import Outcome, Score
+from meshwright.calibrate.accuracy import Accuracy
+from meshwright.calibrate.outcomes import Outcome
+from meshwright.calibrate.validate import Score, by, score
 from meshwright.units import format_seconds
+from meshwright.view import left_out
 
 COLUMNS = (
     *("rows", "refused", "not scored", "bias", "median", "MAPE", "p90", "in band"),
@@ -36,6 +39,27 @@ def cells(s: Score) -> list[str]:
         rho,
         *map(percent, (s.regret, s.memory_median, s.false_alarms)),
     ]
+
+
+def page(found: Accuracy, columns: list[str], title: str) -> list[RenderableType]:
+    """Everything that `validate` prints: the runs with the catalog's numbers, sources left out, failed runs, well-known runs."""
+    parts: list[RenderableType] = []
+    if found.outcomes:
+        scores = (
+            found.sources if columns == ["source"] else {n: score(p) for n, p in by(found.outcomes, columns).items()}
+        )
+        parts += [table(scores, found.overall, title), refusals(found.outcomes)]
+    if found.unseen:
+        parts += ["", left_out.table(found.unseen, found.unseen_overall), "", left_out.bands_table(found.bands)]
+    if "recall_failed" in found.overall:
+        parts += [
+            "",
+            f"{100 * found.overall['recall_failed']:.0f}% of {len(found.failed)} failed runs are predicted not to fit in memory "
+            "(the failed runs include crashes for other reasons)",
+        ]
+    if found.headlines:
+        parts.append(headline_table(found.headlines))
+    return parts
 
 
 def table(scores: dict[str, Score], overall: dict[str, float], title: str = "source") -> Table:

@@ -11,7 +11,9 @@ import math
 import string
 from collections.abc import Iterable, Sequence
 
-from meshwright.calibrate.validate import Outcome, by, macro, not_scored, score
+from meshwright.calibrate.accuracy import Accuracy
+from meshwright.calibrate.outcomes import Outcome
+from meshwright.calibrate.validate import by, macro, not_scored, score
 from meshwright.units import format_seconds
 from meshwright.view.validate import COLUMNS, HEADLINE_COLUMNS, cells, headline_cells, percent
 
@@ -30,9 +32,10 @@ td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #eee}td:firs
 """
 
 
-def page(outcomes: list[Outcome], headlines: list[Outcome]) -> str:
+def page(found: Accuracy) -> str:
     """The page about published runs, about the well-known ones, or about both."""
-    shown = [*outcomes, *headlines]
+    headlines = found.headlines
+    shown = [*found.outcomes, *headlines]
     scores = {name: score(part) for name, part in by(shown, ["source"]).items()}
     overall = macro(scores)
     colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(sorted(scores))}

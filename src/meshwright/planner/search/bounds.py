@@ -95,7 +95,7 @@ def kernel(space: Space, rows: Table) -> Table:
     layers = [np.broadcast_to(sum(program.saved[kind].values()), b.n) for kind in kinds]
     layer = np.maximum.reduce(layers)
     lighter = sum(counts[kind] * b.pp * (layer - size) for kind, size in zip(kinds, layers, strict=True))
-    recompute_bytes = np.where(b.recompute == 2, program.transient, 0.0)
+    recompute_bytes = np.where(b.reruns_layers, program.transient, 0.0)
     kept = slack * ~b.offload_activations
     return Table(
         f=mean.f * b.pp,

@@ -1,0 +1,102 @@
+"""Write the published runs that come with the package: `src/meshwright/calibrate/published.csv.xz`.
+
+    python benchmarks/publish_rows.py RUNS.csv FAILED.csv H200.jsonl
+
+Every row gets the licence of its source. The measurements of one H200 (`train` lines of H200.jsonl) become rows: the shapes are those of
+Llama-3.2 1B and 3B with an untied head, found by their number of parameters.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import lzma
+import sys
+from pathlib import Path
+
+TARGET = Path(__file__).parents[1] / "src" / "meshwright" / "calibrate" / "published.csv.xz"
+PAPER = "facts of a paper"
+LICENCES = {
+    "ultrascale_playbook": "Apache-2.0 (huggingface/nanotron)",
+    "ultrascale_playbook_failed": "Apache-2.0 (huggingface/nanotron)",
+    "vtrain_ground_truth": f"{PAPER}; its artifact has no licence file (VIA-Research/vTrain)",
+    "nvidia_dgxc_benchmarking": "LICENSE of NVIDIA/dgxc-benchmarking",
+    "megatron_bridge_perf_summary": "LICENSE of NVIDIA-NeMo/Megatron-Bridge",
+    "megatron_lm_golden_values": "LICENSE of NVIDIA/Megatron-LM",
+    "llm_foundry": "Apache-2.0 (mosaicml/llm-foundry)",
+    "bigscience_bloom": "Apache-2.0 (bigscience-workshop/bigscience)",
+    "dlperf_v100_gpt": "LICENSE of Oneflow-Inc/DLPerf",
+    "h200_single_gpu": "our own measurements, the licence of Meshwright",
+}
+SHAPES = {"1b": (16, 2048, 8192, 32, 8), "3b": (28, 3072, 8192, 24, 8)}  # layers, hidden, ffn, heads, kv heads
+
+
+def h200_rows(path: str) -> list[dict[str, str]]:
+    """The training runs on one H200 as rows; runs in fp8 by hand-written casts are left out: no stack has them."""
+    found = []
+    for number, line in enumerate(Path(path).read_text("utf-8").splitlines()):
+        run = json.loads(line)
+        if run["what"] != "train" or "fp8" in run["name"]:
+            continue
+        layers, hidden, ffn, heads, kv_heads = SHAPES[run["shape"]]
+        found.append(
+            {
+                "file": "h200_single_gpu",
+                "tier": "1",
+                "row_id": f"h200_single_gpu-{number:02d}",
+                "stack": "torch-compile" if "compile" in run["name"] else "torch-eager",
+                "task": "pretrain",
+                "zero": "0",
+                "recompute_mode": "none",
+                "dtype": "bf16",
+                "schedule": "none",
+                "source": "our own runs on one H200",
+                "model": f"Llama-3.2 {run['shape'].upper()} untied",
+                "params": str(run["params"]),
+                **dict(zip(("layers", "hidden", "ffn_hidden", "heads", "kv_heads"), map(str, (layers, hidden, ffn, heads, kv_heads)), strict=True)),
+                "vocab": "128256",
+                "seq_len": str(run["S"]),
+                "gpu_type": "H200",
+                "gpus": "1",
+                "tp": "1",
+                "sp": "0",
+                "cp": "1",
+                "pp": "1",
+                "dp": "1",
+                "zero_fsdp": "pure bf16" if "bf16 params" in run["name"] else "fp32 parameters, autocast",
+                "micro_batch": str(run["B"]),
+                "global_batch": str(run["B"]),
+                "flash_attn": "fused (cuDNN)" if "cudnn" in run["name"] else "1",
+                "step_time_s": f"{run['step_ms'] / 1e3:.6g}",
+                "memory_gib": f"{run['peak_gib']:.6g}",
+                "notes": f"{run['name']}; torch's peak of allocated memory",
+            }
+        )  # fmt: skip
+    return found
+
+
+def main(runs: str, failed: str, h200: str) -> None:
+    rows: list[dict[str, str]] = []
+    names: list[str] = []
+    for path in (runs, failed):
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            names = names or list(reader.fieldnames or [])
+            rows += list(reader)
+    rows += h200_rows(h200)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [*names, "licence"], restval="", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        clean = {k: " ".join((v or "").split()) for k, v in row.items()}
+        writer.writerow({**clean, "licence": LICENCES.get(row["file"], PAPER)})
+    TARGET.write_bytes(lzma.compress(out.getvalue().encode("utf-8"), preset=9 | lzma.PRESET_EXTREME))
+    print(f"{len(rows)} rows, {TARGET.stat().st_size} bytes: {TARGET}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        main(*sys.argv[1:])
+    else:
+        print("publish_rows: needs RUNS.csv, FAILED.csv and H200.jsonl as its arguments")

@@ -1,0 +1,74 @@
+"""Bands from the residuals of left-out sources, by what is known of the stack.
+
+    typical      no other source has runs of the stack
+    published    another source has runs of the stack
+    calibrated   five runs of the source itself were seen
+
+For each, the 5% and 95% quantiles of ln(measured / predicted) / w, with w the width of `cost.band`. Sources have equal weight. The coverage
+of a source is computed with quantiles from the other sources only, so it is that of an unseen source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.calibrate.left_out import LeftOut
+from meshwright.cost.band import width
+
+LEVELS = ("typical", "published", "calibrated")
+INSIDE = 0.90
+
+
+@dataclass(frozen=True)
+class Band:
+    """The quantiles of one level, and how its bands do on left-out sources: the share of runs inside, and the median half-width."""
+
+    low: float
+    high: float
+    coverage: float
+    half_width: float
+    runs: int
+
+
+def bands(left_out: LeftOut) -> dict[str, Band]:
+    """The bands of all levels."""
+    runs = left_out.runs
+    widths = np.array([width(o.prediction.exposed_s) if o.prediction else 1.0 for o in runs])
+    sources = np.array([o.source for o in runs])
+    named = left_out.named
+    found = {}
+    for level in LEVELS:
+        if level == "calibrated":
+            residual, chosen = left_out.calibrated, np.isfinite(left_out.calibrated)
+        else:
+            residual, chosen = -left_out.source, named if level == "published" else ~named
+        found[level] = _band(residual[chosen] / widths[chosen], widths[chosen], sources[chosen])
+    return found
+
+
+def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray) -> Band:
+    low, high = edges(scaled, sources)
+    inside = []
+    for name in sorted(set(sources)):
+        others = sources != name
+        limits = edges(scaled[others], sources[others]) if others.any() else (low, high)
+        part = scaled[~others]
+        inside.append(float(np.mean((part >= -limits[0]) & (part <= limits[1]))))
+    half = (np.exp(high * widths) - np.exp(-low * widths)) / 2
+    return Band(low, high, float(np.mean(inside)), macro_median(half, sources), len(scaled))
+
+
+def edges(scaled: np.ndarray, sources: np.ndarray) -> tuple[float, float]:
+    """−5% and 95% quantiles, in which every source has the same weight."""
+    names, count = np.unique(sources, return_counts=True)
+    weight = 1 / count[np.searchsorted(names, sources)]
+    order = np.argsort(scaled)
+    share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
+    low, high = np.interp([(1 - INSIDE) / 2, (1 + INSIDE) / 2], share, scaled[order])
+    return max(float(-low), 0.02), max(float(high), 0.02)
+
+
+def macro_median(values: np.ndarray, sources: np.ndarray) -> float:
+    return float(np.mean([np.median(values[sources == name]) for name in sorted(set(sources))]))

@@ -1,0 +1,50 @@
+"""The file of fitted numbers (`describe/catalog/fit.toml`): the numbers of every stack of the catalog, and the bands of predictions.
+
+A stack with published runs has the mean of its posterior; a stack without has the typical numbers. Stacks on CPUs are measured on the
+machine itself, so they have no entry.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.calibrate.bands import Band
+from meshwright.calibrate.response import fields_of
+from meshwright.calibrate.stack_fit import Fit
+from meshwright.describe import catalog
+from meshwright.describe.entries import base_of
+
+NOTE = "# Written by `meshwright calibrate --runs`: do not edit by hand.\n"
+ON_CPU = ("gloo-cpu",)
+
+
+def stack_numbers(fit: Fit) -> dict[str, dict[str, float | str]]:
+    """The fitted fields of every stack of the catalog."""
+    families = {leaf.family for leaf in fit.leaves}
+    found: dict[str, dict[str, float | str]] = {}
+    for name in catalog.names("stacks"):
+        if name in ON_CPU:
+            continue
+        base = base_of("stacks", name)
+        known = base in families
+        x = (fit.family(base) if known else fit.population()).mean
+        found[name] = {**rounded(x), "evidence": "published" if known else "typical"}
+    return found
+
+
+def rounded(x: np.ndarray) -> dict[str, float]:
+    """The fields of these coordinates, to three digits."""
+    return {name: float(f"{float(value):.3g}") for name, value in fields_of(x).items()}
+
+
+def to_toml(fit: Fit, bands: dict[str, Band]) -> str:
+    lines = [NOTE]
+    for level, band in bands.items():
+        lines.append(f"[bands.{level}]\nlow = {band.low:.4f}\nhigh = {band.high:.4f}\n")
+    for name, fields in stack_numbers(fit).items():
+        lines.append(f"[stacks.{name}]")
+        lines += [
+            f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value!r}" for key, value in fields.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)

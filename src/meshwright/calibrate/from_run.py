@@ -1,0 +1,185 @@
+"""A stack adjusted to measured runs of the user: what is known of the stack is the prior of Bayes' rule.
+
+    prior        the stack's numbers in another source (`stack_fit`): wide for the typical stack, narrower for one with published runs; for a
+                 stack file of an earlier calibration its own distribution, so that runs can be added one at a time
+    likelihood   the measured step times, with the noise and the robust weights of `stack_fit`: one odd run moves little
+    memory       the allocator's slack moves by half of what the measured peak differs, within its limits
+
+The result is a stack with the posterior means and their covariance. Every command accepts its file as --stack FILE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.calibrate.response import NUMBERS, Response, fields_of, grid, numbers_of, step_times
+from meshwright.calibrate.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, Normal, evidence
+from meshwright.cost.predict import predict
+from meshwright.describe.config import Config, configure, load
+from meshwright.describe.result import GIB
+from meshwright.describe.run_folder import is_run, read_json
+from meshwright.describe.stack import Stack
+from meshwright.errors import MeshwrightError
+from meshwright.units import parse_bytes
+
+LEAST_SLACK, MOST_SLACK = 0.0, 0.5
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run of the user: its configuration, its step time in seconds, and its peak memory in bytes if known."""
+
+    name: str
+    config: Config
+    step_time: float
+    memory: float = 0.0
+
+
+@dataclass(frozen=True)
+class Adjusted:
+    """The stack before and after, and each run with its predictions by both."""
+
+    before: Stack
+    after: Stack
+    runs: tuple[MeasuredRun, ...]
+    predicted_before: tuple[float, ...]
+    predicted_after: tuple[float, ...]
+
+    def to_toml(self) -> str:
+        import tomli_w
+
+        return tomli_w.dumps({"stack": self.after.as_dict()})
+
+    def as_dict(self) -> dict[str, Any]:
+        runs = zip(self.runs, self.predicted_before, self.predicted_after, strict=True)
+        return {
+            "stack": self.after.as_dict(),
+            "runs": [
+                {"run": run.name, "measured_s": run.step_time, "before_s": old, "after_s": new}
+                for run, old, new in runs
+            ],
+        }
+
+
+def measured_runs(
+    paths: Sequence[str], tokens_per_s: Sequence[str], memory: Sequence[str], stack: str
+) -> list[MeasuredRun]:
+    """The runs of run folders and of plan files with typed measurements, in the given order."""
+    typed, sizes, found = list(tokens_per_s), list(memory), []
+    for path in paths:
+        folder = Path(path)
+        if folder.is_dir():
+            found.append(_of_folder(folder, stack))
+            continue
+        if not typed:
+            raise MeshwrightError(
+                "MW-CALIB-003",
+                f"'{path}' is not a run folder, and no --tokens-per-s is given for it",
+                why="A plan file says what ran, not how fast",
+                fix=f"--from-run {path} --tokens-per-s 41000",
+            )
+        config = configure(folder, stack=stack).check()
+        rate = _positive(typed.pop(0), "--tokens-per-s")
+        size = float(parse_bytes(sizes.pop(0))) if sizes else 0.0
+        found.append(MeasuredRun(folder.name, config, config.workload.tokens_per_step / rate, size))
+    if typed or sizes:
+        raise MeshwrightError(
+            "MW-CALIB-003",
+            "there are more measurements than plan files",
+            why="Each --tokens-per-s and --memory belongs to one --from-run PLAN.toml",
+            fix="give one --from-run for each",
+        )
+    return found
+
+
+def _of_folder(folder: Path, stack: str) -> MeasuredRun:
+    """The run of a folder that `meshwright train` wrote."""
+    measurement = folder / "measurement.json"
+    if not is_run(folder) or not measurement.is_file():
+        raise MeshwrightError(
+            "MW-CALIB-003",
+            f"'{folder}' has no measurement.json",
+            why="Only a finished run folder of `meshwright train` has a measured step time",
+            fix="--from-run runs/NAME of a finished run",
+        )
+    table = read_json(measurement)
+    seconds = table.get("step_time_s") if isinstance(table, dict) else None
+    if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds <= 0:
+        raise MeshwrightError("MW-CALIB-003", f"measurement.json of '{folder}' has no step_time_s")
+    config = configure(folder / "plan.toml", stack=stack) if stack else load(folder / "plan.toml")
+    return MeasuredRun(folder.name, config, float(seconds))
+
+
+def _positive(text: str, option: str) -> float:
+    try:
+        value = float(text.replace(",", ""))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise MeshwrightError("MW-CALIB-003", f"{option} {text} is not a positive number", fix=f"{option} 41000")
+    return value
+
+
+def prior_of(stack: Stack) -> Normal:
+    """What is known of a stack before its runs are seen."""
+    spread = BETWEEN_SOURCES if stack.evidence == "published" else BETWEEN_SOURCES + BETWEEN_STACKS
+    if stack.evidence == "calibrated" and len(stack.covariance) == len(NUMBERS) ** 2:
+        spread = np.array(stack.covariance).reshape(len(NUMBERS), -1)
+    return Normal.of(numbers_of(stack), spread)
+
+
+def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
+    """The stack of the runs, adjusted to them."""
+    stack = runs[0].config.stack
+    other = next((run for run in runs if run.config.stack.name != stack.name), None)
+    if other is not None:
+        raise MeshwrightError(
+            "MW-CALIB-004",
+            f"the runs have different stacks: {stack.name} and {other.config.stack.name}",
+            why="A calibration adjusts one stack",
+            fix=f"--stack {stack.name}",
+        )
+    points = grid()
+    response = Response.of([_times(run, stack, points) for run in runs])
+    measured = np.log([run.step_time for run in runs])
+    prior = prior_of(stack)
+    posterior = prior * evidence(response, measured, prior)
+    fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(posterior.mean).items()}
+    after = stack.but(
+        **fields,
+        name=name or f"{stack.name}-calibrated",
+        evidence="calibrated",
+        covariance=tuple(float(f"{x:.6g}") for x in posterior.covariance.ravel()),
+        allocator_slack=_slack(runs, stack),
+        source=f"{stack.name}, adjusted to {len(runs)} measured run{'s' * (len(runs) > 1)}",
+    )
+    before, new = ([float(_times(run, s, numbers_of(s)[None])[0]) for run in runs] for s in (stack, after))
+    return Adjusted(stack, after, tuple(runs), tuple(before), tuple(new))
+
+
+def _times(run: MeasuredRun, stack: Stack, x: np.ndarray) -> np.ndarray:
+    c = run.config
+    return step_times(c.model, c.cluster, [c.plan] * len(x), c.workload, stack, x)
+
+
+def _slack(runs: Sequence[MeasuredRun], stack: Stack) -> float:
+    """The allocator's slack, moved half of the way to what the measured peaks show."""
+    found = []
+    for run in runs:
+        if run.memory:
+            c = run.config
+            parts = predict(c.model, c.cluster, c.plan, c.workload, stack).memory_by_stage
+            fullest = max(parts, key=lambda stage: sum(stage.values()))
+            live = sum(fullest[part] for part in ("activations", "gathered", "working"))
+            excess = run.memory / GIB - sum(x for part, x in fullest.items() if part != "slack")
+            found.append(excess / live if live else stack.allocator_slack)
+    if not found:
+        return stack.allocator_slack
+    middle = (stack.allocator_slack + float(np.median(found))) / 2
+    return float(f"{min(max(middle, LEAST_SLACK), MOST_SLACK):.4g}")

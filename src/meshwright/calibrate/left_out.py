@@ -1,0 +1,193 @@
+"""Predictions of runs whose source the fit has not seen: the honest accuracy of the cost model.
+
+    source left out     the stack's numbers from other sources only; a stack that no other source uses is the typical stack
+    after k rows        then k runs of the source are seen (Bayes' rule), and the others predicted; the mean over several draws
+    model left out      the numbers from the runs of all other models of the source as well
+
+Errors are |predicted / measured − 1|, macro-averaged over sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshwright.calibrate.outcomes import Outcome
+from meshwright.calibrate.response import Response
+from meshwright.calibrate.rows import Case, number
+from meshwright.calibrate.stack_fit import Fit, Leaf, Normal, evidence, fit
+from meshwright.calibrate.validate import NOT_FOR_TIME, STALLED, ranking, stalled
+from meshwright.describe import catalog
+from meshwright.describe.entries import base_of
+
+SEEN = (1, 2, 5)  # runs of a source that a calibration sees
+DRAWS = 12
+
+
+@dataclass
+class LeftOut:
+    """ln predicted − ln measured of every run, by what was known; the runs are those of `runs`."""
+
+    runs: list[Outcome]
+    fit: Fit
+    source: np.ndarray
+    model: np.ndarray
+    fitted: np.ndarray
+    calibrated: np.ndarray  # ln measured − ln predicted after the most runs that a calibration sees, in one draw
+    named: np.ndarray  # whether another source has runs of the same stack
+    after: dict[int, np.ndarray] = field(default_factory=dict)  # rows seen → mean over draws of |error| of each run
+
+    def by_source(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        names = np.array([o.source for o in self.runs])
+        return {name: values[names == name] for name in sorted(set(names))}
+
+
+@dataclass(frozen=True)
+class SourceScore:
+    """The errors of one source that the fit has not seen; shares, not percent."""
+
+    runs: int
+    bias: float
+    median: float
+    p90: float
+    after: dict[int, float]
+    model: float
+    regret: float | None
+    stack_known: bool  # another source has runs of most of its stacks
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def scores(left_out: LeftOut) -> dict[str, SourceScore]:
+    """The scores of every source."""
+    sources = np.array([o.source for o in left_out.runs])
+    found = {}
+    for name in sorted(set(sources)):
+        at = np.flatnonzero(sources == name)
+        runs, size = [left_out.runs[k] for k in at], np.abs(np.expm1(left_out.source[at]))
+        predicted = np.exp(left_out.source[at]) * np.array([o.case.step_time for o in runs])
+        found[name] = SourceScore(
+            len(at),
+            float(np.median(np.expm1(left_out.source[at]))),
+            float(np.median(size)),
+            float(np.quantile(size, 0.9)),
+            {count: median_or_nan(values[at]) for count, values in left_out.after.items()},
+            float(np.median(np.abs(np.expm1(left_out.model[at])))),
+            ranking(runs, predicted)[1],
+            bool(left_out.named[at].mean() > 0.5),
+        )
+    return found
+
+
+def median_or_nan(values: np.ndarray) -> float:
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else math.nan
+
+
+def macro_scores(found: dict[str, SourceScore]) -> dict[str, float]:
+    """The means over sources; a source with too few runs for a calibration counts in none of those columns."""
+
+    def mean(values: Iterable[float | None]) -> float:
+        known_values = [v for v in values if v is not None and math.isfinite(v)]
+        return float(np.mean(known_values)) if known_values else math.nan
+
+    parts = list(found.values())
+    return {
+        "median": mean(s.median for s in parts),
+        "p90": mean(s.p90 for s in parts),
+        "bias": mean(s.bias for s in parts),
+        **{f"after_{count}": mean(s.after[count] for s in parts) for count in SEEN},
+        "model": mean(s.model for s in parts),
+        "regret": mean(s.regret for s in parts),
+    }
+
+
+def responds(c: Case) -> bool:
+    """Whether the response of a run is needed: its step time is published, and not that of a stalled run."""
+    ratio = number(c.row.get("pair_ratio"))
+    return bool(c.step_time) and c.row.get("file", "") not in NOT_FOR_TIME and (ratio is None or ratio <= STALLED)
+
+
+def usable(outcomes: list[Outcome]) -> list[Outcome]:
+    """The runs whose step time is scored and whose response is known."""
+    repeated = {o.source for o in outcomes if o.pair_ratio is not None}
+    return [
+        o
+        for o in outcomes
+        if o.error is not None and o.times is not None and o.source not in NOT_FOR_TIME and not stalled(o, repeated)
+    ]
+
+
+def leaves_of(runs: list[Outcome]) -> list[Leaf]:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for k, o in enumerate(runs):
+        groups.setdefault((o.source, o.case.stack.name), []).append(k)
+    return [Leaf(source, stack, family_of(stack, source), np.array(ks)) for (source, stack), ks in groups.items()]
+
+
+def family_of(stack: str, source: str) -> str:
+    """The stack whose numbers a stack shares: the one that it extends. An unknown stack shares them with no other."""
+    if stack not in catalog.names("stacks") or stack == "default":
+        return f"unknown stack of {source}"
+    return base_of("stacks", stack)
+
+
+def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
+    runs = usable(outcomes)
+    response = Response.of([o.times for o in runs if o.times is not None])
+    measured = np.log([o.case.step_time or np.nan for o in runs])
+    leaves = leaves_of(runs)
+    found = fit(response, measured, leaves)
+    n = len(runs)
+    after = {k: np.full(n, np.nan) for k in SEEN}
+    source, model, fitted, unknown = (np.zeros(n) for _ in range(4))
+    out = LeftOut(runs, found, source, model, fitted, unknown * np.nan, np.zeros(n, dtype=bool), after)
+    random = np.random.default_rng(seed)
+    for leaf in leaves:
+        prior = found.source(leaf)
+        part, truth = response.take(leaf.runs), measured[leaf.runs]
+        out.named[leaf.runs] = any(a.family == leaf.family and a.source != leaf.source for a in leaves)
+        out.source[leaf.runs] = part.log_time(prior.mean) - truth
+        out.fitted[leaf.runs] = part.log_time(posterior(part, truth, prior).mean) - truth
+        models = np.array([shape_key(runs[k]) for k in leaf.runs])
+        for name in sorted(set(models)):
+            seen, unseen = models != name, models == name
+            x = posterior(part.take(seen), truth[seen], prior).mean
+            out.model[leaf.runs[unseen]] = part.take(unseen).log_time(x) - truth[unseen]
+        for count in SEEN:
+            out.after[count][leaf.runs], out.calibrated[leaf.runs] = _after(part, truth, prior, count, random)
+    return out
+
+
+def posterior(response: Response, measured: np.ndarray, prior: Normal) -> Normal:
+    return prior * evidence(response, measured, prior)
+
+
+def _after(
+    response: Response, measured: np.ndarray, prior: Normal, seen: int, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean |error| of each run over draws of `seen` other runs, and ln measured − ln predicted in the last draw that did not see it. NaN
+    where there are too few runs."""
+    n = len(measured)
+    total, count, last = np.zeros(n), np.zeros(n), np.full(n, np.nan)
+    for _ in range(DRAWS if n > seen else 0):
+        chosen = np.zeros(n, dtype=bool)
+        chosen[random.choice(n, seen, replace=False)] = True
+        x = posterior(response.take(chosen), measured[chosen], prior).mean
+        unseen = ~chosen
+        error = response.take(unseen).log_time(x) - measured[unseen]
+        last[unseen] = -error
+        total[unseen] += np.abs(np.expm1(error))
+        count[unseen] += 1
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan), last
+
+
+def shape_key(o: Outcome) -> str:
+    """What "model" means where a model is left out: its hidden size and its layers."""
+    model = o.case.model
+    return "" if model is None else f"{model.hidden}x{model.layers}x{model.experts}"

@@ -1,0 +1,67 @@
+"""What the free text of a row says of its stack and its schedule, where the columns cannot express it.
+
+    DualPipe                     the schedule `dualpipev`, and DeepSeek's own stack
+    interleaved, degree unknown  the schedule `interleaved`, with one layer for each virtual stage where the layers divide
+    a table of MegaScale         the stack `megascale`; the tables of the same paper for Megatron-LM keep theirs
+    FSDP without a named stack   the stack `fsdp`: PyTorch's library with its defaults
+
+A reading is used only if the resulting plan is legal.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from meshwright.calibrate.rows import Case
+from meshwright.describe import catalog
+from meshwright.errors import MeshwrightError
+
+MOST_VIRTUAL = 12
+
+
+def apply_readings(c: Case) -> Case:
+    """The case with what its free text says; as it was, if there is nothing to read or the result is not legal."""
+    if c.refused or c.plan is None or c.model is None or c.workload is None:
+        return c
+    stack, plan_changes = _stack_name(c), _schedule(c)
+    if stack is None and not plan_changes:
+        return c
+    new_stack = c.stack if stack is None else catalog.load("stacks", stack)
+    if c.row["flash_attn"]:
+        new_stack = new_stack.but(attention=c.stack.attention)
+    plan = c.plan.but(**plan_changes) if plan_changes else c.plan
+    try:
+        plan.check(c.model, c.workload, c.cluster)
+    except MeshwrightError:
+        return c
+    c.plan, c.stack = plan, new_stack
+    return c
+
+
+def _text(c: Case) -> str:
+    return " ".join(c.row[name] for name in ("source", "table", "zero_fsdp", "recompute", "notes"))
+
+
+def _stack_name(c: Case) -> str | None:
+    text = _text(c)
+    if "DualPipe" in text:
+        return "hai-llm"
+    if "MegaScale" in c.row["table"]:
+        return "megascale"
+    known = c.row["stack"] in catalog.names("stacks")
+    return "fsdp" if not known and re.search(r"\bfsdp|fully.shard", text, re.IGNORECASE) else None
+
+
+def _schedule(c: Case) -> dict[str, Any]:
+    assert c.plan is not None
+    assert c.model is not None
+    text, pp = _text(c), c.plan.pp
+    if pp < 2 or c.plan.schedule == "interleaved":
+        return {}
+    if "DualPipe" in text:
+        return {"schedule": "dualpipev", "virtual": 2}
+    if "interleaving (degree not" in text and c.model.layers % pp == 0:
+        chunks = [v for v in range(2, MOST_VIRTUAL + 1) if c.model.layers // pp % v == 0]
+        return {"schedule": "interleaved", "virtual": chunks[-1]} if chunks else {}
+    return {}

@@ -1,0 +1,146 @@
+"""How the predicted step time of published runs responds to the numbers of their stacks: costed once, then interpolated.
+
+A fit needs the step times of a thousand runs for hundreds of values of the stack's numbers. Each run is lowered once, as a batch of
+equal plans in which the numbers of the stack differ from plan to plan, and costed in one pass. Between these points
+
+    t(x) = t(x₀)·( 1 + Σ (exp(q_p) − 1) ),      q_p = a_p(x₀)·d_p + c_p(x₀)·d_p²,   d_p = x_p − centre_p
+
+The parts of a step add up, and so do the seconds that each number adds. ln t is interpolated in x₀ = ln launch, by parabolas through three
+neighbours of `LAUNCHES`: a run that is bound by its host does not respond to the rates of its device, so every other number has a
+response for each launch time. The numbers, as coordinates that grow with the step time:
+
+    launch        ln of the host seconds of an operator; a collective takes `COLLECTIVE` operators
+    products      −ln of the rate of matrix products over the benchmarked rate
+    attention     −ln of the rate of attention kernels over the benchmarked rate
+    elementwise   ln of the time of memory-bound operations over one pass per kernel
+    network       −ln of the rate of collectives over the benchmarked rate
+    exposed       logit of the share of compute that hides no communication (1 − hides)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.cost.step import step_cost
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.lower.step import step_program
+
+NUMBERS = ("launch", "products", "attention", "elementwise", "network", "exposed")
+COLLECTIVE = 2.0  # operators whose host time the issue of one collective takes
+LAUNCHES = np.log(np.geomspace(1.5e-6, 160e-6, 9))
+CENTRE = np.array([np.log(20e-6), 0.1, 0.1, 0.2, 0.2, np.log(0.25 / 0.75)])
+STEP = np.array([0.0, 0.2, 0.3, 0.4, 0.4, 0.8])  # distance of the costed points from the centre
+
+
+def numbers_of(stack: Stack) -> np.ndarray:
+    """The numbers of a stack as coordinates."""
+    open_share = np.clip(1 - stack.hides, 1e-3, 1 - 1e-3)
+    return np.array(
+        [
+            np.log(max(stack.launch, 1e-7)),
+            -np.log(stack.products),
+            -np.log(stack.attention_rate),
+            np.log(stack.elementwise),
+            -np.log(stack.network),
+            np.log(open_share / (1 - open_share)),
+        ]
+    )
+
+
+def fields_of(x: np.ndarray) -> dict[str, np.ndarray]:
+    """The fields of a stack with these coordinates (last axis: the numbers)."""
+    launch = np.exp(x[..., 0])
+    return {
+        "launch": launch,
+        "collective_launch": COLLECTIVE * launch,
+        "products": np.exp(-x[..., 1]),
+        "attention_rate": np.exp(-x[..., 2]),
+        "elementwise": np.exp(x[..., 3]),
+        "network": np.exp(-x[..., 4]),
+        "hides": 1 / (1 + np.exp(x[..., 5])),
+    }
+
+
+def with_numbers(stack: Stack, x: np.ndarray) -> Stack:
+    """The stack with the numbers of these coordinates, rounded to four digits."""
+    return stack.but(**{name: float(f"{value:.4g}") for name, value in fields_of(x).items()})
+
+
+def grid() -> np.ndarray:
+    """The costed points: every launch time, with each other number at its centre, below it and above it."""
+    moves = [np.zeros(len(NUMBERS))]
+    for p in range(1, len(NUMBERS)):
+        for sign in (-1.0, 1.0):
+            move = np.zeros(len(NUMBERS))
+            move[p] = sign * STEP[p]
+            moves.append(move)
+    points = CENTRE + np.array(moves)[None, :, :] * np.ones((len(LAUNCHES), 1, 1))
+    points[:, :, 0] = LAUNCHES[:, None]
+    return points.reshape(-1, len(NUMBERS))
+
+
+def step_times(
+    model: Model, cluster: Cluster, plans: Sequence[Plan], workload: Workload, stack: Stack, x: np.ndarray
+) -> np.ndarray:
+    """Predicted seconds of each plan with the coordinates in the same row of `x`."""
+    varied = stack.model_copy(update=fields_of(x))  # arrays over the batch in the place of numbers
+    program = step_program(model, plans, workload, varied)
+    return np.broadcast_to(step_cost(program, cluster).time, len(x))
+
+
+@dataclass
+class Response:
+    """The responses of several runs: arrays over runs and launch times (and numbers)."""
+
+    base: np.ndarray  # ln seconds
+    slope: np.ndarray
+    curve: np.ndarray
+
+    @classmethod
+    def of(cls, times: Sequence[np.ndarray]) -> Response:
+        """From the seconds of each run at the points of `grid`."""
+        logs = np.log(np.array(times)).reshape(len(times), len(LAUNCHES), -1)
+        base = logs[:, :, 0]
+        low, high = (logs[:, :, first::2] - base[:, :, None] for first in (1, 2))
+        step = STEP[1:]
+        return cls(base, (high - low) / (2 * step), (high + low) / (2 * step**2))
+
+    def take(self, rows: np.ndarray) -> Response:
+        return Response(self.base[rows], self.slope[rows], self.curve[rows])
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def log_time(self, x: np.ndarray) -> np.ndarray:
+        """ln of the predicted seconds of each run; `x` are coordinates of all runs, or one row for each run."""
+        return self.with_gradient(x)[0]
+
+    def with_gradient(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`log_time`, and its derivative by each number: (runs,) and (runs, numbers)."""
+        x = np.broadcast_to(x, (len(self), len(NUMBERS)))
+        spacing = LAUNCHES[1] - LAUNCHES[0]
+        at = (x[:, 0] - LAUNCHES[0]) / spacing
+        middle = np.clip(np.round(at).astype(int), 1, len(LAUNCHES) - 2)
+        u = np.clip(at - middle, -1.5, 1.5)
+        weights = (u * (u - 1) / 2, 1 - u * u, u * (u + 1) / 2)
+        changes = (u - 0.5, -2 * u, u + 0.5)
+        move = np.clip(x[:, 1:] - CENTRE[1:], -2 * STEP[1:], 2 * STEP[1:])
+        runs = np.arange(len(self))
+        value, gradient = np.zeros(len(self)), np.zeros((len(self), len(NUMBERS)))
+        for k in range(3):
+            near = middle + k - 1
+            slope, bend = self.slope[runs, near], self.curve[runs, near] * move
+            factor = np.exp((slope + bend) * move)
+            total = np.maximum(1 + (factor - 1).sum(axis=1), 0.05)
+            point = self.base[runs, near] + np.log(total)
+            value += weights[k] * point
+            gradient[:, 0] += changes[k] / spacing * point
+            gradient[:, 1:] += (weights[k] / total)[:, None] * factor * (slope + 2 * bend)
+        return value, gradient

@@ -1,0 +1,66 @@
+"""The band of a predicted step time: how far measured times of runs that the fit has not seen are from their predictions.
+
+    low, high = t · exp(−q_low · w),  t · exp(q_high · w)        w² = 1 + (5 · share of communication)² + (3.5 · share of the host)²
+
+The width w grows with what is least certain: exposed communication, and time in which the device waits for its host. The quantiles q depend
+on what is known of the stack (`Stack.evidence`): nothing (`typical`), published runs of the same stack (`published`), or runs of the user
+(`calibrated`). `meshwright calibrate --runs` computes them from the residuals of left-out sources, so that each band holds 90% of the runs.
+A device that was never measured has a wider band: its shares of peak may be the best or the worst of the measured ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from meshwright.describe.entries import fitted
+from meshwright.describe.result import AXES
+from meshwright.describe.stack import Stack
+
+COMMUNICATION_DOUBT, HOST_DOUBT = 5.0, 3.5
+PLAN_DOUBT = 0.02
+PART_DOUBTS = (0.35, 0.25, 0.10)  # of communication, host and bubble: the noise of `calibrate.stack_fit`
+NINE_OF_TEN = 1.28  # standard deviations
+# A device that was never measured has the median shares of the measured ones (`describe.cluster.Efficiency`). Its true shares may be
+# their best in matrix products (0.74 instead of 0.66) or their worst in attention (0.18 instead of 0.25).
+UNMEASURED = (0.66 / 0.74, 0.25 / 0.18)
+
+
+def width(exposed: Mapping[str, float]) -> float:
+    """The width of the band of a step relative to that of a step that only computes."""
+    communication, host, _ = shares(exposed)
+    return math.sqrt(1 + (COMMUNICATION_DOUBT * communication) ** 2 + (HOST_DOUBT * host) ** 2)
+
+
+def shares(exposed: Mapping[str, float]) -> tuple[float, float, float]:
+    """The shares of a step: exposed communication, waiting for the host, idle in the pipeline."""
+    total = max(sum(exposed.values()), 1e-30)
+    communication = sum(exposed.get(axis, 0.0) for axis in AXES)
+    return communication / total, exposed.get("host", 0.0) / total, exposed.get("bubble", 0.0) / total
+
+
+def difference_doubt(a: Mapping[str, float], b: Mapping[str, float]) -> float:
+    """The standard deviation of ln(t_a / t_b) of two plans of one training. What is wrong for both plans cancels: left are `PLAN_DOUBT` of any
+    two plans, and what the plans do not share of communication, host time and pipeline idling."""
+    parts = zip(PART_DOUBTS, shares(a), shares(b), strict=True)
+    return math.sqrt(PLAN_DOUBT**2 + sum((doubt * (x - y)) ** 2 for doubt, x, y in parts))
+
+
+def indistinguishable(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
+    """Whether the measured order of two plans may be the other way round in more than one of ten cases."""
+    difference = abs(math.log(max(sum(a.values()), 1e-30) / max(sum(b.values()), 1e-30)))
+    return difference < NINE_OF_TEN * difference_doubt(a, b)
+
+
+def quantiles(evidence: str) -> tuple[float, float]:
+    """q_low and q_high of what is known of a stack."""
+    table = fitted()["bands"][evidence]
+    return float(table["low"]), float(table["high"])
+
+
+def band(stack: Stack, exposed: Mapping[str, float], measured_device: bool = True) -> tuple[float, float]:
+    """Factors on the predicted step time: the band holds nine of ten measured times."""
+    w = width(exposed)
+    low, high = quantiles(stack.evidence)
+    edges = UNMEASURED if not measured_device else (1.0, 1.0)
+    return math.exp(-low * w) * edges[0], math.exp(high * w) * edges[1]
