@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := train,web,dev
 
-.PHONY: setup demo test lint bench soak pages clean
+.PHONY: setup demo test lint bench soak pages docs wheel clean
 
 setup: $(STAMP)
 
@@ -16,20 +16,33 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
-# One line a step; a step that fails stops the demo. Its pages are left in demo-output/.
+# A line for each step; a step that fails stops the demo. Its pages are left in demo-output/.
 DEMO := demo-output
+MW := $(BIN)/meshwright
 demo: setup
-	rm -rf $(DEMO) && mkdir $(DEMO)
-	$(BIN)/meshwright show all-reduce --ranks 4 --values
-	$(BIN)/meshwright plan llama3-70b --cluster dgx-h100 --nodes 8 --batch 512 --seq 8192 --top 3 --html $(DEMO)/plan.html --out $(DEMO)/plan.toml
-	$(BIN)/meshwright estimate --plan examples/llama3-70b-64xh100.toml
-	$(BIN)/meshwright verify examples/demo-dp2-tp2.toml --out $(DEMO)/dp2-tp2/proof.json
-	$(BIN)/meshwright train examples/demo-dp2-tp2.toml --steps 200 --out $(DEMO)/dp2-tp2
-	$(BIN)/meshwright estimate --plan $(DEMO)/dp2-tp2/plan.toml
-	$(BIN)/meshwright verify examples/demo-pp2-shard2.toml --out $(DEMO)/pp2-shard2/proof.json
-	$(BIN)/meshwright train examples/demo-pp2-shard2.toml --steps 200 --out $(DEMO)/pp2-shard2
-	$(BIN)/meshwright simulate $(DEMO)/pp2-shard2/plan.toml --trace $(DEMO)/pp2-shard2/trace.json --html $(DEMO)/pp2-shard2/timeline.html
-	$(BIN)/meshwright report $(DEMO)/dp2-tp2 $(DEMO)/pp2-shard2 --html $(DEMO)/summary.html
+	@rm -rf $(DEMO) && mkdir $(DEMO)
+	@echo "== 1/8  a ring all-reduce, step by step"
+	$(MW) show all-reduce --ranks 4 --values
+	@echo "== 2/8  the best plan for Llama 3 70B on 64 H100 (no GPU is needed)"
+	$(MW) plan llama3-70b --cluster dgx-h100 --nodes 8 --batch 512 --seq 8192 --top 3 --html $(DEMO)/plan.html --out $(DEMO)/plan.toml
+	@echo "== 3/8  what a given plan costs"
+	$(MW) estimate --plan examples/llama3-70b-64xh100.toml
+	@echo "== 4/8  proof: data and tensor parallelism train what one device trains (4 processes, about 10 s)"
+	$(MW) verify examples/demo-dp2-tp2.toml --out $(DEMO)/dp2-tp2/proof.json
+	@echo "== 5/8  train it, and compare with the prediction (measures this machine first, about a minute)"
+	$(MW) train examples/demo-dp2-tp2.toml --steps 200 --out $(DEMO)/dp2-tp2
+	$(MW) estimate --plan $(DEMO)/dp2-tp2/plan.toml
+	@echo "== 6/8  proof: a pipeline with ZeRO-3"
+	$(MW) verify examples/demo-pp2-shard2.toml --out $(DEMO)/pp2-shard2/proof.json
+	@echo "== 7/8  train it"
+	$(MW) train examples/demo-pp2-shard2.toml --steps 200 --out $(DEMO)/pp2-shard2
+	@echo "== 8/8  pages: its step as a timeline, and a report about both runs"
+	$(MW) simulate $(DEMO)/pp2-shard2/plan.toml --trace $(DEMO)/pp2-shard2/trace.json --html $(DEMO)/timeline.html
+	$(MW) report $(DEMO)/dp2-tp2 $(DEMO)/pp2-shard2 --html $(DEMO)/summary.html
+	@echo "== done. Open these pages in a browser:"
+	@echo "   $(DEMO)/plan.html       the plan for 64 H100, with all views"
+	@echo "   $(DEMO)/timeline.html   one step of the pipeline"
+	@echo "   $(DEMO)/summary.html    both runs: curves, proofs, predicted and measured"
 
 # Bytecode is kept even where the environment forbids it: tests start many processes that import the same files.
 test: export PYTHONDONTWRITEBYTECODE =
@@ -44,8 +57,9 @@ lint: setup
 # Tests of drawn examples, of which the soak draws many more than the daily run.
 DRAWN := tests/describe/test_fuzz.py tests/describe/test_layout.py tests/cost/test_cost_step.py tests/test_units.py
 
+# Every benchmark, printed as a comparison; writes docs/performance.md.
 bench: setup
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	PYTHONPATH=docs/generate $(BIN)/python -m performance
 
 soak: setup
 	$(BIN)/python -m pytest -m slow --timeout 1800
@@ -60,5 +74,12 @@ pages: setup
 	$(BIN)/python -m meshwright.view.cases docs/cases
 	$(BIN)/python -m meshwright.view.goodput docs/past-one-cluster.md
 
+# The site opens from site/index.html, without a server. Building it needs no network once mkdocs-material is installed.
+docs: setup
+	$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS),docs]"
+	PYTHONPATH=docs/generate $(BIN)/python -m reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html, or with its search: $(PYTHON) -m http.server --bind 127.0.0.1 --directory site"
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output site dist docs/reference

@@ -59,7 +59,7 @@ def main() -> None:
     for algorithm in ("direct", "pairwise", "bruck", "two-level"):
         line("all-to-all", algorithm, 128, nodes_of_eight(128), "nodes of 8")
     line("all-to-all", "pairwise", 128, nodes_of_eight(128, oversubscription=4.0), "uplinks 4:1 (events)")
-    line("all-reduce", "two-level", 256, nodes_of_eight(256, ports=2), "2 cards a node (events)")
+    line("all-reduce", "two-level", 256, nodes_of_eight(256, ports=2), "2 cards per node (events)")
     spent, _ = timed(lambda: compare("all-reduce", nodes_of_eight(64), 64))
     print(f"compare: all algorithms of all-reduce at 11 sizes on 64 ranks: {spent:.2f} s")
 

@@ -52,3 +52,15 @@ def test_the_site_lists_every_page():
     assert [
         page for page in sorted(pages) if f"'{page}'" not in nav and "cases/" not in page and "reference/" not in page
     ] == []
+
+
+def test_the_page_of_benchmarks_keeps_the_sections_that_did_not_run():
+    from performance import INTRODUCTION, merged, purpose, scripts, section
+
+    first, second = scripts()[:2]
+    page = merged("", {second: section(second, "old", 1.0, 0)})
+    page = merged(page, {first: section(first, "new", 2.0, 1)})
+    assert page.startswith(INTRODUCTION)
+    assert page.index("new") < page.index("old")
+    assert "exit code 1" in page
+    assert all(purpose(name) for name in scripts())

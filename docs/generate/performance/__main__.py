@@ -1,0 +1,12 @@
+"""`python -m performance [NAME …]`: run benchmarks, all by default, and write their sections of docs/performance.md."""
+
+import sys
+
+from performance import PAGE, merged, run, scripts
+
+failed = []
+for name in sys.argv[1:] or scripts():
+    code, text = run(name)
+    PAGE.write_text(merged(PAGE.read_text("utf-8"), {name: text}), "utf-8")
+    failed += [name] if code else []
+sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
