@@ -71,6 +71,7 @@ soak: setup
 pages: setup
 	PYTHONPATH=docs/generate $(BIN)/python -m figures --write docs/figures.md
 	PYTHONPATH=docs/generate $(BIN)/python -m blocks
+	PYTHONPATH=docs/generate $(BIN)/python -m picture
 	$(BIN)/python -m meshwright.view.cases docs/cases
 	$(BIN)/python -m meshwright.view.goodput docs/past-one-cluster.md
 

@@ -45,3 +45,24 @@ def test_legends_are_readable_without_colour() -> None:
     assert len(set(FILL.values())) == len(FILL) == len(COLOURS)
     plain = re.sub(r"\[.*?\]", "", legend())
     assert all(f"{2 * fill} {kind}" in plain for kind, fill in FILL.items())
+
+
+def test_the_picture_shows_what_the_command_prints() -> None:
+    """After a change: make pages"""
+    import html
+
+    from picture import FILE, lines
+
+    text = html.unescape(FILE.read_text("utf-8")).replace("\u00a0", " ")
+    drawn = re.sub(r"\s+", "", re.sub(r"<[^>]+>", "", text.partition('clip-path="url(#estimate-clip-terminal)">')[2]))
+    assert re.sub(r"\s+", "", "".join(lines())) in drawn
+    assert str(FILE.relative_to(ROOT)) in TEXT
+    assert "@font-face" not in text
+
+
+def test_the_misses_are_those_of_the_page_of_accuracy() -> None:
+    accuracy = (ROOT / "docs" / "accuracy.md").read_text("utf-8")
+    rows = re.findall(r"^\| .* \| [\d,]+ \w+ \| ([\d.]+ s) \| ([\d.]+ s) \|", TEXT, re.MULTILINE)
+    assert len(rows) >= 8
+    for measured, predicted in rows:
+        assert re.search(rf"  {re.escape(measured)} +{re.escape(predicted)}  ", accuracy), (measured, predicted)
