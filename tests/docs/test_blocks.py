@@ -57,7 +57,7 @@ def test_every_block_has_a_language_that_is_checked() -> None:
 
 def test_blocks_without_a_language_contain_no_commands() -> None:
     commands = r"^\s*(?:\$ )?(?:meshwright|torchrun|mpirun|srun|make|pip) [a-z-]"
-    assert [str(b) for b in of("", "text") if re.search(commands, b.text, re.MULTILINE)] == []
+    assert [str(b) for b in of("") if re.search(commands, b.text, re.MULTILINE)] == []
 
 
 def commands(label: str | None = None) -> Iterator[tuple[Block, str, str]]:
