@@ -138,6 +138,26 @@ def verify(
     return prove(load(source, set=set), ranks=ranks, steps=steps, seed=seed, device=device, backend=backend)
 
 
+def run_settings(
+    steps: int | None = None,
+    seed: int | None = None,
+    learning_rate: float | None = None,
+    save_every: int | None = None,
+    start_from: str | Path = "",
+    profile_steps: int | None = None,
+) -> list[str]:
+    """Options of a run as settings of its run file; those that are not given are left to the file."""
+    given: dict[str, Any] = {
+        "run.steps": steps,
+        "run.seed": seed,
+        "optimizer.learning_rate": learning_rate,
+        "checkpoint.every": save_every,
+        "run.start_from": json.dumps(str(start_from)) if start_from else None,
+        "run.profile_steps": profile_steps,
+    }
+    return [f"{path}={value}" for path, value in given.items() if value is not None]
+
+
 def train(
     source: Any = "",
     *,
@@ -176,10 +196,7 @@ def train(
 
     if resume is not None:
         source, out = source or plan_of_run(Path(resume)), resume
-    given: dict[str, Any] = {"run.steps": steps, "run.seed": seed, "optimizer.learning_rate": learning_rate}
-    given["checkpoint.every"] = save_every
-    given["run.start_from"] = json.dumps(str(start_from)) if start_from else None
-    config = load(source, set=[*set, *(f"{path}={value}" for path, value in given.items() if value is not None)])
+    config = load(source, set=[*set, *run_settings(steps, seed, learning_rate, save_every, start_from)])
     steps, seed = config.run.steps, config.run.seed
     if shrink:
         from meshwright.proof.shrink import small_config

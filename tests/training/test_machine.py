@@ -87,8 +87,9 @@ def test_resident_memory_has_the_unit_of_its_system(monkeypatch, platform, size)
     ],
 )
 def test_a_small_copy_keeps_the_axes_and_fits(overrides):
-    config = load(LARGE, overrides)
+    config = load(LARGE, [*overrides, "run.steps=7", "optimizer.warmup=3"])
     small, changes = small_config(config)
+    assert (small.run, small.optimizer) == (config.run, config.optimizer)
     assert small.plan.world <= 8
     assert [small.plan.tp > 1, small.plan.pp > 1, small.plan.cp > 1, small.plan.ep > 1] == [
         config.plan.tp > 1,

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
 from meshwright.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.describe.config import Config
+    from meshwright.training.measurement import Training
 
 
 def command(
@@ -86,24 +92,16 @@ def command(
     It starts one process for each rank on this machine; under torchrun, srun or mpirun it is one of their ranks (docs/launching.md).
     The text is that of [data] in the run file; without it, the source code of Python's standard library. Exit code 1 if the
     loss becomes NaN or infinite, 3 if the run does not fit on this machine."""
-    import json
     import os
     import time
-    from functools import partial
 
     from meshwright import api
-    from meshwright.cli.output import patient, writable
-    from meshwright.training.page import page
     from meshwright.training.placement import placement
     from meshwright.training.run import plan_of_run
-    from meshwright.view.tables import show, show_json
-    from meshwright.view.watch import progress_display
+    from meshwright.view.tables import show
 
-    if start_from is not None:
-        settings = [*settings, f"run.start_from={json.dumps(str(start_from))}"]
-    settings = settings if profile is None else [*settings, f"run.profile_steps={profile}"]
     place = placement(os.environ)
-    chief = place is None or place.rank == 0  # the other ranks of a launcher print nothing
+    reports = place is None or place.rank == 0  # the other ranks of a launcher print nothing
     plan = plan or (plan_of_run(resume) if resume is not None else None)
     if plan is None:
         raise MeshwrightError(
@@ -111,32 +109,21 @@ def command(
         )
     if out is not None and resume is not None and out != resume:
         raise MeshwrightError("MW-CLI-005", "--out and --resume name two folders", fix=f"--resume {resume}")
-    config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
+    options = api.run_settings(steps, seed, learning_rate, save_every, start_from or "", profile)
+    config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=[*settings, *options])
     if shrink:
         from meshwright.proof.shrink import small_config
 
         config, changes = small_config(config.check_trainable(), device)
-        if chief and not as_json:
+        if reports and not as_json:
             show(*(f"[dim]{change}[/]" for change in changes))
     folder = resume or out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if dry_run:
-        from meshwright.training.dry_run import dry_run as check_run
-
-        given = {"run.steps": steps, "run.seed": seed, "checkpoint.every": save_every}
-        config = api.load(config, set=[f"{path}={value}" for path, value in given.items() if value is not None])
-        found = check_run(config, config.run.steps, config.run.seed, device, backend, folder)
-        if found is not None and as_json:
-            show_json(dict(found))
-        elif found is not None:
-            show(*(f"{what:<14} {result}" for what, result in found), "Nothing was written.")
+        check_only(config, device, backend, folder, as_json)
         return
     run = partial(
         api.train,
         config,
-        steps=steps,
-        seed=seed,
-        learning_rate=learning_rate,
-        save_every=save_every,
         resume=resume,
         device=device,
         backend=backend,
@@ -144,9 +131,33 @@ def command(
         calibrate=calibrate or recalibrate,
         recalibrate=recalibrate,
     )
-    if not chief:
+    if reports:
+        train_and_show(run, config.run.steps, folder, trace, as_json)
+    else:
         run()
-        return
+
+
+def check_only(config: Config, device: str, backend: str, folder: Path, as_json: bool) -> None:
+    """Print what `--dry-run` checked; of a launcher's ranks only the first one prints."""
+    from meshwright.training.dry_run import dry_run
+    from meshwright.view.tables import show, show_json
+
+    found = dry_run(config, config.run.steps, config.run.seed, device, backend, folder)
+    if found is not None and as_json:
+        show_json(dict(found))
+    elif found is not None:
+        show(*(f"{what:<14} {result}" for what, result in found), "Nothing was written.")
+
+
+def train_and_show(
+    run: Callable[..., Training | None], steps: int, folder: Path, trace: Path | None, as_json: bool
+) -> None:
+    """Train, show progress and then the result, and write the trace. Exit code 1 if the loss became NaN or infinite."""
+    from meshwright.cli.output import patient, writable
+    from meshwright.training.page import page
+    from meshwright.view.tables import show, show_json
+    from meshwright.view.watch import progress_display
+
     writable(folder / "measurement.json", make=True)
     writable(trace)
     with kept_after_interruption(folder):
@@ -156,7 +167,7 @@ def command(
             assert training is not None, "rank 0 has the result"
             show_json(training.as_dict())
         else:
-            with progress_display(steps or config.run.steps, folder) as display:
+            with progress_display(steps, folder) as display:
                 training = run(announce=display.announce)
             assert training is not None, "rank 0 has the result"
             show(page(training, str(folder)))

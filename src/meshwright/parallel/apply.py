@@ -49,7 +49,7 @@ from meshwright.parallel.expert.dispatch import place_experts
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import fp8, fp8_grouped
 from meshwright.parallel.numerics.precision import Masters, at_least_single, masters_of
-from meshwright.parallel.pieces import Piece, cut_to_boxes, initialise, materialise, pieces_of, plain_piece
+from meshwright.parallel.pieces import Piece, PlainPieces, cut_to_boxes, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_products
 from meshwright.parallel.recompute import memory_of, recompute_plan
 from meshwright.parallel.tensor import split as tensor
@@ -174,37 +174,21 @@ class Parallel:
         elif ends and self.mesh.ends is not None:
             distributed.all_reduce(ends[0], group=self.mesh.ends)
 
+    @cached_property
+    def _to_update(self) -> Masters | PlainPieces:
+        return PlainPieces(self.pieces) if self.masters is None else self.masters
+
     @property
     def updated(self) -> list[Piece]:
         """What the optimizer updates: the masters, or the pieces as plain tensors where there are none."""
-        if self.masters is not None:
-            return self.masters.pieces
-        for piece, plain in self._shards:  # `fully_shard` moves a shard that it pads, in the first forward
-            plain.parameter.data = piece.local.detach()
-        return self._plain_pieces
-
-    @cached_property
-    def _plain_pieces(self) -> list[Piece]:
-        return [plain_piece(p) for p in self.pieces]
-
-    @property
-    def _shards(self) -> list[tuple[Piece, Piece]]:
-        return [(p, plain) for p, plain in zip(self.pieces, self._plain_pieces, strict=True) if plain is not p]
+        return self._to_update.pieces
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around a step of the optimizer: what it updates gets the gradients, and then the model gets what it updated."""
-        if self.masters is not None:
-            self.masters.take_gradients()
-            yield
-            self.masters.give_parameters()
-            return
-        for piece, plain in zip(self.pieces, self.updated, strict=True):
-            if plain is not piece:
-                plain.parameter.grad = None if piece.parameter.grad is None else piece.gradient
+        self._to_update.take_gradients()
         yield
-        for _, plain in self._shards:
-            plain.parameter.grad = None
+        self._to_update.give_parameters()
 
     def balance_experts(self, updated: bool = True) -> dict[str, float]:
         """After the update: move balancing biases by the step's load, unless the update was skipped. Returns the metrics of the load."""

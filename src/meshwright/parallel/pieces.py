@@ -56,9 +56,36 @@ class Piece:
         return box_of(full, self.start, self.local.shape)
 
 
+class PlainPieces:
+    """What the optimizer updates where there are no masters: the pieces, with the local shard of a DTensor as a plain parameter that shares
+    its memory. torch takes several times as long to run an operator on a DTensor as on its shard."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.plain = [plain_piece(p) for p in pieces]
+        self.shards = [(p, plain) for p, plain in zip(pieces, self.plain, strict=True) if plain is not p]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        self._share_memory()
+        return self.plain
+
+    def take_gradients(self) -> None:
+        self._share_memory()
+        for piece, plain in self.shards:
+            plain.parameter.grad = None if piece.parameter.grad is None else piece.gradient
+
+    def _share_memory(self) -> None:
+        """Once more, because `fully_shard` moves a shard that it pads, in the first forward."""
+        for piece, plain in self.shards:
+            plain.parameter.data = piece.local.detach()
+
+    def give_parameters(self) -> None:
+        """The parameters share the memory of what was updated. Gradients are let go: the model frees them too."""
+        for _, plain in self.shards:
+            plain.parameter.grad = None
+
+
 def plain_piece(piece: Piece) -> Piece:
-    """The piece with its local shard as a plain parameter that shares its memory, if it is a DTensor: torch takes several times as
-    long to run an operator on a DTensor as on its shard."""
     if not isinstance(piece.parameter, DTensor):
         return piece
     shard = nn.Parameter(piece.local.detach(), requires_grad=piece.parameter.requires_grad)

@@ -7,6 +7,8 @@ so that its prediction is for the machine it runs on.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
@@ -37,5 +39,13 @@ def small_config(config: Config, device: str = "cpu", ranks: int = RANKS) -> tup
     else:
         cluster, stack = config.cluster, config.stack
     plan = small.plan.but(order=small.order)
-    copy = Config(model, cluster.with_gpus(world), stack, small.workload, plan, data=config.data)
+    copy = replace(
+        config,
+        model=model,
+        cluster=cluster.with_gpus(world),
+        stack=stack,
+        workload=small.workload,
+        plan=plan,
+        origins={},
+    )
     return copy.check(), small.changes
