@@ -169,7 +169,7 @@ def main() -> None:
     deadline = time.monotonic() + 60 * options.minutes
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         [
-            "meshwright.training.preload",
+            "meshwright.training.launch.preload",
             "meshwright.training.checkpoint.resume",
             "meshwright.training.checkpoint.background",
         ]

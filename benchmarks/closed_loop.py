@@ -92,8 +92,8 @@ def rank_main(job: dict[str, Any]) -> None:
     """Run the device test, or all plans one after the other, and print results as JSON lines from rank 0."""
     import torch
 
-    from meshwright.training.join import joined
-    from meshwright.training.placement import placement
+    from meshwright.training.launch.join import joined
+    from meshwright.training.launch.placement import placement
 
     torch.set_num_threads(1)
     place = placement(os.environ)
@@ -151,7 +151,7 @@ def run_plan(name: str, context: Any, job: dict[str, Any]) -> dict[str, Any]:
     from meshwright.parallel.numerics.precision import DTYPES
     from meshwright.training.data.corpus import Corpus
     from meshwright.training.loop import Trainer
-    from meshwright.training.sleeping import SleepingDevice, device_of
+    from meshwright.training.measure.sleeping import SleepingDevice, device_of
 
     config = config_of(name, "laptop")
     parallel = apply(
@@ -240,7 +240,7 @@ def predicted(config: Any, machine: Any, compute: str) -> tuple[float, dict[str,
 
 def sleeping_accelerator(measured: Any, peak: float) -> Any:
     """The measured device with products and attention that sleep."""
-    from meshwright.training.sleeping import device_of
+    from meshwright.training.measure.sleeping import device_of
 
     update = measured.efficiency.update
     shares = device_of(peak).efficiency.but(update=update, source=measured.efficiency.source)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.training import launch
+from meshwright.training.launch import local
 
 NODES, PER_NODE, RATE = 4, 2, 200e6 / 8
 HOST_LEAD_S, NODES_LEAD_S = 0.005, 0.1  # a broadcast reaches all ranks within this time
@@ -89,7 +89,7 @@ def show(label: str, times: dict[str, float]) -> None:
 def run_host(chosen: argparse.Namespace) -> None:
     print(f"one host; aim {AIMS['host']}")
     for ranks in chosen.ranks:
-        results = launch.run("__main__:on_host", ranks, chosen.mib, chosen.repeats)[0]
+        results = local.run("__main__:on_host", ranks, chosen.mib, chosen.repeats)[0]
         for mib, times in zip(chosen.mib, results, strict=True):
             show(f"{ranks} ranks, {mib:g} MiB", times)
 

@@ -25,7 +25,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
 from meshwright.lower.op import sent
-from meshwright.training import launch
+from meshwright.training.launch import local
 from meshwright.units import format_decimal_bytes
 
 NAMES = ("none", "fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
@@ -108,7 +108,7 @@ def main() -> None:
     exact, plain = 0.0, dict[str, float]()
     for name in NAMES:
         gamma, sizes = spent(name, elements, options.device)
-        loss = launch.run("__main__:train", options.ranks, name, options.steps, silence=600)[0]
+        loss = local.run("__main__:train", options.ranks, name, options.steps, silence=600)[0]
         if name == "none":
             exact, plain = loss, sizes
         ratio = {key: plain[key] / sizes[key] for key in sizes}

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe.model import Model
-from meshwright.training import launch
+from meshwright.training.launch import local
 
 MODEL = Model(name="bench", hidden=384, layers=4, heads=6, ffn=1024, vocab=512)
 ROWS, SEQ = 4, 256  # much compute per byte, because gloo's sums use the same cores
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    results = launch.run("__main__:work", options.ranks, options.rounds, silence=600)
+    results = local.run("__main__:work", options.ranks, options.rounds, silence=600)
     print(
         "milliseconds, medians       compute  backward    comm │  added by ours   late  torch │ bound  share of comm hidden by ours, torch"
     )

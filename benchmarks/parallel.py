@@ -31,7 +31,7 @@ import numpy as np
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.training import launch
+from meshwright.training.launch import local
 
 MODEL = Model(name="bench", hidden=128, layers=4, heads=4, ffn=384, vocab=512)
 CASES = {"ddp": "replicate", "zero3": "shard", "tp": "tp", "1f1b": "pp"}
@@ -182,7 +182,7 @@ SIDES = {"ours": our_step, "plain": plain_step}
 def work(context: Any, case: str, pairs: int) -> dict[str, Any]:
     import torch
 
-    from meshwright.training.observe import COLLECTIVES
+    from meshwright.training.measure.observe import COLLECTIVES
 
     sides = {name: make(case, context, MODEL) for name, make in SIDES.items()}
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -250,7 +250,7 @@ def interval(ours: np.ndarray, plain: np.ndarray) -> tuple[float, float, float]:
 
 
 def print_time(case: str, ranks: int, pairs: int) -> None:
-    results = launch.run("__main__:work", ranks, case, pairs, silence=600)
+    results = local.run("__main__:work", ranks, case, pairs, silence=600)
     times = {name: np.max([r["times"][name] for r in results], axis=0) for name in SIDES}
     ratio, low, high = interval(times["ours"], times["plain"])
     medians = " against ".join(f"{1e3 * np.median(times[name]):.1f}" for name in SIDES)
@@ -264,7 +264,7 @@ def print_time(case: str, ranks: int, pairs: int) -> None:
 
 
 def print_memory(case: str, ranks: int) -> None:
-    ours, plain = (max(launch.run("__main__:hold", ranks, case, side, silence=600)) for side in SIDES)
+    ours, plain = (max(local.run("__main__:hold", ranks, case, side, silence=600)) for side in SIDES)
     print(f"{case:<6} {ours / plain:.3f}× of peak memory, {ours / 1e6:.0f} against {plain / 1e6:.0f} MB")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe.config import Config
-from meshwright.training import launch
+from meshwright.training.launch import local
 
 MODEL = {"hidden": 256, "layers": 4, "heads": 4, "ffn": 512, "vocab": 256}
 EXPERTS = {**MODEL, "experts": 4, "top_k": 2, "expert_ffn": 256}
@@ -41,7 +41,7 @@ def work(context: Any, config: Config, pairs: int) -> tuple[list[float], list[fl
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
-    from meshwright.training.record_comm import CommRecorder
+    from meshwright.training.measure.record_comm import CommRecorder
 
     parallel = apply(config.model, config.plan, config.workload, context.rank)
     trainer = Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0))
@@ -67,7 +67,7 @@ def empty_call(trainer: Any, times: int = 2000) -> float:
     import torch
     from torch import distributed
 
-    from meshwright.training.record_comm import CommRecorder
+    from meshwright.training.measure.record_comm import CommRecorder
 
     class Handle:
         def wait(self) -> None:
@@ -111,7 +111,7 @@ def main() -> None:
         degrees = {axis: chosen.ranks if n == 2 and axis != "zero" else n for axis, n in plan.items()}
         fp32 = {"param_dtype": "fp32", "master": False}
         config = Config.from_parts(model, "laptop", "gloo-cpu", WORKLOAD, {**fp32, **degrees})
-        results = launch.run("__main__:work", chosen.ranks, config, chosen.pairs, silence=120.0)
+        results = local.run("__main__:work", chosen.ranks, config, chosen.pairs, silence=120.0)
         plain, recorded, calls, each = results[0]
         step = float(np.median(plain))
         differences = np.array(recorded) - np.array(plain)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe.config import Config
-from meshwright.training import launch
+from meshwright.training.launch import local
 
 MODEL = {"hidden": 128, "layers": 4, "heads": 4, "ffn": 512, "vocab": 256}
 LIMIT, SAVE_LIMIT = 0.03, 0.05
@@ -85,9 +85,9 @@ def work(context: Any, config: Config, pairs: int, block: int, every: int, folde
     from meshwright.training.data.samples import training_samples
     from meshwright.training.folder import RunFolder, StepWriter
     from meshwright.training.loop import Trainer
-    from meshwright.training.measurement import predicted
-    from meshwright.training.metrics import Metrics
-    from meshwright.training.record_comm import CommRecorder
+    from meshwright.training.measure.measurement import predicted
+    from meshwright.training.measure.metrics import Metrics
+    from meshwright.training.measure.record_comm import CommRecorder
 
     parallel = apply(config.model, config.plan, config.workload, context.rank)
     samples = training_samples(config, 0)
@@ -190,7 +190,7 @@ def main() -> None:
     config = Config.from_parts(MODEL, "laptop", "gloo-cpu", workload, plan)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (config, chosen.pairs, chosen.block, chosen.every, folder)
-        found = launch.run("__main__:work", chosen.ranks, *arguments, silence=150.0)
+        found = local.run("__main__:work", chosen.ranks, *arguments, silence=150.0)
     times, losses = found[0]["times"], found[0]["losses"]
     both = min(len(side) for side in losses.values())
     largest = max(abs(a - b) for a, b in zip(losses["bare"][:both], losses["trainer"][:both], strict=True))

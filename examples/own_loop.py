@@ -9,11 +9,11 @@ import sys
 import meshwright as mw
 from meshwright.parallel.apply import apply
 from meshwright.training.data.samples import training_samples
-from meshwright.training.join import joined
+from meshwright.training.launch.join import joined
+from meshwright.training.launch.placement import placement
 from meshwright.training.loop import Trainer
 from meshwright.training.optimizer.norm import clip, counted_squares
 from meshwright.training.optimizer.schedule import set_learning_rate
-from meshwright.training.placement import placement
 
 config = mw.load(sys.argv[1])
 with joined(placement(os.environ)) as here:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.training import launch
+from meshwright.training.launch import local
 
-launch.PRELOAD += ["meshwright.proof.trace", "meshwright.training.worker"]
-launch.PRELOAD += [
+local.PRELOAD += ["meshwright.proof.trace", "meshwright.training.worker"]
+local.PRELOAD += [
     "transformers.models.llama.modeling_llama"
 ]  # seconds in every rank otherwise; ignored where it is missing
 SILENCE_S = 25.0
@@ -37,4 +37,4 @@ def run(
     **options: Any,
 ) -> list[Any]:
     target = f"{work.__module__}:{work.__qualname__}"
-    return launch.run(target, world, *args, silence=silence, group_timeout=group_timeout, **options)
+    return local.run(target, world, *args, silence=silence, group_timeout=group_timeout, **options)

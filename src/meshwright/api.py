@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.user_module.module import ParallelModule
     from meshwright.planner.result import Result
     from meshwright.proof.prove import Proof
-    from meshwright.training.measurement import Training
+    from meshwright.training.measure.measurement import Training
     from meshwright.training.records import StepRecord
 
 
@@ -189,9 +189,9 @@ def train(
     """
     import os
 
-    from meshwright.training import calibration
+    from meshwright.training.launch.placement import placement
     from meshwright.training.machine import resolve_device
-    from meshwright.training.placement import placement
+    from meshwright.training.measure import calibration
     from meshwright.training.run import check, plan_of_run, run_training
 
     if resume is not None:

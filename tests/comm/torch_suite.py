@@ -64,9 +64,9 @@ def load(backend: str) -> Any:
 def names() -> list[str]:
     """All tests, in the order of the file; read in another process, because PyTorch's module changes settings of torch and the
     environment when it is imported."""
-    from meshwright.training import launch
+    from meshwright.training.launch import local
 
-    return launch.run(f"{read_names.__module__}:read_names", 1)[0]
+    return local.run(f"{read_names.__module__}:read_names", 1)[0]
 
 
 def read_names(context: Any) -> list[str]:
@@ -135,7 +135,7 @@ def run_one(
 def run(tests: list[str], backend: str = "meshwright", show: bool = False) -> dict[str, tuple[str, str]]:
     """Run tests and return their states: failed if it failed on any rank."""
     from meshwright.errors import MeshwrightError
-    from meshwright.training import launch
+    from meshwright.training.launch import local
 
     found: dict[str, dict[int, tuple[str, str]]] = {}
     left = list(tests)
@@ -153,7 +153,7 @@ def run(tests: list[str], backend: str = "meshwright", show: bool = False) -> di
 
         with tempfile.TemporaryDirectory() as folder:
             try:
-                launch.run(
+                local.run(
                     f"{work.__module__}:work",
                     WORLD,
                     left,

@@ -15,7 +15,7 @@ from meshwright.lower.compressed import factor_sizes
 from meshwright.lower.compression_memory import buffer_bytes
 from meshwright.parallel.numerics.compress.compressors import make_compressor
 from meshwright.parallel.numerics.compress.scatter import columns_of, width_of
-from meshwright.training.observe import LiveBytes
+from meshwright.training.measure.observe import LiveBytes
 from meshwright.training.run import run_training
 
 # One matrix has nearly all values: PowerSGD's copy of its largest matrix is counted as a copy of the message.

@@ -25,7 +25,7 @@ def trained(context, plan, workload, every, steps):
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
-    from meshwright.training.observe import Observer
+    from meshwright.training.measure.observe import Observer
 
     parallel = apply(MODEL, plan.but(average_every=every), workload, context.rank, dtype=torch.float64)
     trainer = Trainer(parallel, RandomSamples(MODEL, workload.seq, 0), Optimizer(learning_rate=0.5, warmup=1))

@@ -463,7 +463,7 @@ def train_all(context: Any, jobs: list[Job]) -> list[Any]:
     from torch import distributed
 
     from meshwright.proof.trace import record_one
-    from meshwright.training.rank import resolve
+    from meshwright.training.launch.rank import resolve
 
     if jobs[0].prepare:
         resolve(jobs[0].prepare)()

@@ -8,8 +8,8 @@ import torch
 
 import ranks
 from meshwright.describe.config import Config
-from meshwright.training.communication import Others, busiest, by_rank, common, length, parts_of_step, union
-from meshwright.training.lowered_names import LoweredNames
+from meshwright.training.measure.communication import Others, busiest, by_rank, common, length, parts_of_step, union
+from meshwright.training.measure.lowered_names import LoweredNames
 from meshwright.training.records import CommEvent, RankReport, RecordedStep
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 32, "tied": False}
@@ -112,7 +112,7 @@ def report_of(context, trainer, steps):
 
 def slow_rank(context, made, seconds):
     """Rank 1 sleeps before each forward."""
-    from meshwright.training.record_comm import CommRecorder
+    from meshwright.training.measure.record_comm import CommRecorder
 
     trainer = trainer_of(context, made)
     scope = trainer.parallel.microbatch_scope
@@ -140,7 +140,7 @@ def test_a_rank_that_sleeps_shows_as_exposed_on_the_other():
 
 def computing_meanwhile(context, made, backend):
     """Every rank computes until its gradients are summed, and only then waits for them."""
-    from meshwright.training.record_comm import CommRecorder
+    from meshwright.training.measure.record_comm import CommRecorder
 
     trainer = trainer_of(context, made)
     finish, (buckets,) = trainer.parallel.finish_gradients, trainer.parallel.reductions
@@ -181,8 +181,8 @@ PLANS = [
 
 def recorded_and_observed(context, cases):
     """What recorder and observer count in the same step, for each plan."""
-    from meshwright.training.observe import Observer
-    from meshwright.training.record_comm import CommRecorder
+    from meshwright.training.measure.observe import Observer
+    from meshwright.training.measure.record_comm import CommRecorder
 
     out = []
     for made in cases:
@@ -211,7 +211,7 @@ def functional(context):
     """A DTensor that is gathered: torch issues a functional collective, and waits when the result is used."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    from meshwright.training.record_comm import CommRecorder
+    from meshwright.training.measure.record_comm import CommRecorder
 
     trainer = trainer_of(context, config(replicate=2))
     mesh = trainer.parallel.mesh.device_mesh

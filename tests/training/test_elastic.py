@@ -14,8 +14,8 @@ import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import lock_of, read_about, read_events, read_steps
 from meshwright.errors import MeshwrightError
-from meshwright.training import elastic
-from meshwright.training.failure import RankFailure, failure_of, write_failure
+from meshwright.training.launch import elastic
+from meshwright.training.launch.failure import RankFailure, failure_of, write_failure
 from meshwright.training.run import run_training
 
 
@@ -23,9 +23,9 @@ def enter(folder):
     """Join as a rank of a run does, with its failures in the folder and short timeouts."""
     import torch
 
-    from meshwright.training.join import Meeting, join
-    from meshwright.training.placement import placement
-    from meshwright.training.rank import prepare_local_rank, redirect_output
+    from meshwright.training.launch.join import Meeting, join
+    from meshwright.training.launch.placement import placement
+    from meshwright.training.launch.rank import prepare_local_rank, redirect_output
 
     place = placement(os.environ)
     redirect_output(str(folder / f"rank-{place.rank}.log"), append=True)

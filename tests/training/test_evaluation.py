@@ -38,7 +38,7 @@ def losses(context, made):
     from meshwright.training.data.samples import training_samples, validation_samples
     from meshwright.training.evaluation import Evaluation
     from meshwright.training.loop import Trainer
-    from meshwright.training.record_comm import CommRecorder
+    from meshwright.training.measure.record_comm import CommRecorder
 
     out = []
     for config, evaluated in made:

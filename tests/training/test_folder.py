@@ -27,7 +27,7 @@ from meshwright.describe.run_folder import (
 from meshwright.errors import MeshwrightError
 from meshwright.training.faults.damage import set_disk_full
 from meshwright.training.folder import RunFolder, check_unused, git_state
-from meshwright.training.measurement import predicted
+from meshwright.training.measure.measurement import predicted
 from meshwright.training.records import StepRecord
 
 CONFIG = Config.from_parts(

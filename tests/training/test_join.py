@@ -7,9 +7,9 @@ import time
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.training import join
-from meshwright.training.join import FailedElsewhere, Meeting, check_devices, device_of, joined
-from meshwright.training.placement import Placement, first_host, placement
+from meshwright.training.launch import join
+from meshwright.training.launch.join import FailedElsewhere, Meeting, check_devices, device_of, joined
+from meshwright.training.launch.placement import Placement, first_host, placement
 
 
 def free_port():

@@ -11,7 +11,7 @@ import pytest
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.training.failure import RankFailure
+from meshwright.training.launch.failure import RankFailure
 
 
 def add_ranks(context, start):
@@ -136,12 +136,12 @@ def test_ranks_end_with_their_parent():
 def test_an_interrupted_start_says_nothing_and_leaves_nothing():
     """A terminal sends Ctrl-C to every process, and the one that ranks are forked from imports torch for seconds."""
     code = (
-        "import signal, sys, tempfile; from meshwright.cli import exit_code_of; from meshwright.training import launch\n"
+        "import signal, sys, tempfile; from meshwright.cli import exit_code_of; from meshwright.training.launch import local\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which what runs in the background ignores
         "make = tempfile.mkdtemp\n"
         "def told(**where): made = make(**where); print(made, flush=True); return made\n"
         "tempfile.mkdtemp = told\n"
-        "sys.exit(exit_code_of(lambda: launch.run('test_launch:hang_on_one', 2), False))"
+        "sys.exit(exit_code_of(lambda: local.run('test_launch:hang_on_one', 2), False))"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -196,7 +196,7 @@ def test_a_forkserver_that_is_gone_is_told(monkeypatch):
         raise EOFError("unexpected EOF")
 
     monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", start)
-    monkeypatch.setattr("meshwright.training.launch.GRACE_S", 0.0)
+    monkeypatch.setattr("meshwright.training.launch.local.GRACE_S", 0.0)
     with pytest.raises(MeshwrightError, match="MW-RANK-003"):
         ranks.run(1, add_ranks, 10)
 

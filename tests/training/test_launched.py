@@ -23,7 +23,7 @@ from meshwright.comm.emulate.topology import INTERFACE, Topology, address, names
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import read_about, read_steps
 from meshwright.errors import MeshwrightError
-from meshwright.training import launch
+from meshwright.training.launch import local
 from meshwright.training.run import run_training
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 256}
@@ -70,8 +70,8 @@ def run(folder, variables, work, *args, seconds=60.0):
         context.Process(target=as_rank, args=(each, str(output), work, *args), daemon=True)
         for each, output in zip(variables, outputs, strict=True)
     ]
-    with launch.main_hidden(unless=False):
-        launch.ensure_forkserver(__name__)
+    with local.main_hidden(unless=False):
+        local.ensure_forkserver(__name__)
         for process in processes:
             process.start()
     deadline = time.monotonic() + seconds
@@ -250,7 +250,7 @@ def test_two_agents_of_torchrun_restart_their_ranks(tmp_path):
     """Both agents start their rank again in a new group, in the store that the agents keep."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from meshwright.training.elastic import quiet
+    from meshwright.training.launch.elastic import quiet
 
     port, results = free_port(), {}
 
@@ -269,7 +269,7 @@ def test_two_agents_of_torchrun_restart_their_ranks(tmp_path):
         )
         results[number] = elastic_launch(settings, rank_of_agent)(tmp_path, config(replicate=2))
 
-    launch.ensure_forkserver(__name__)
+    local.ensure_forkserver(__name__)
     with quiet():
         threads = [threading.Thread(target=agent, args=(number,), daemon=True) for number in range(2)]
         for thread in threads:

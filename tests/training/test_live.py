@@ -12,7 +12,7 @@ from rich.console import Console
 
 from meshwright.describe.config import Config
 from meshwright.training.folder import RunFolder, StepWriter
-from meshwright.training.measurement import predicted
+from meshwright.training.measure.measurement import predicted
 from meshwright.training.records import StepRecord
 from meshwright.view.live import LiveRun, line_of, picture
 from meshwright.view.sparkline import sparkline

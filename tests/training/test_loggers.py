@@ -17,7 +17,7 @@ from meshwright.describe.run_folder import read_events
 from meshwright.errors import MeshwrightError
 from meshwright.training.folder import RunFolder
 from meshwright.training.loggers import OPEN, Logging, check_loggers, flat, stable_name
-from meshwright.training.measurement import predicted
+from meshwright.training.measure.measurement import predicted
 from meshwright.training.records import StepRecord
 
 CONFIG = Config.from_parts(

@@ -11,9 +11,9 @@ from meshwright import api
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.comm.bench import interference
 from meshwright.comm.bench.interference import Moment, busy_seconds
-from meshwright.training import calibration
-from meshwright.training.calibration import Interference
-from meshwright.training.measurement import LoadWatch
+from meshwright.training.measure import calibration
+from meshwright.training.measure.calibration import Interference
+from meshwright.training.measure.measurement import LoadWatch
 from meshwright.training.run import run_training
 from synthetic_machine import measurement
 
@@ -90,11 +90,11 @@ def test_a_process_that_is_ending_is_no_load(monkeypatch):
 
 def test_a_prediction_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config, made = api.load(DEMO), kept()
-    monkeypatch.setattr("meshwright.training.measurement.busy_cores", lambda idle: 0.0)
+    monkeypatch.setattr("meshwright.training.measure.measurement.busy_cores", lambda idle: 0.0)
     quiet = LoadWatch(config, made)
     assert quiet.prediction.step_time_s == pytest.approx(quiet.idle_s)
     assert any("measured on this machine" in line for line in quiet.prediction.assumed)
-    monkeypatch.setattr("meshwright.training.measurement.busy_cores", lambda idle: 1.0)
+    monkeypatch.setattr("meshwright.training.measure.measurement.busy_cores", lambda idle: 1.0)
     loaded = LoadWatch(config, made)
     assert loaded.idle_s == pytest.approx(quiet.idle_s)
     assert loaded.prediction.step_time_s == pytest.approx(1.25 * quiet.idle_s, rel=0.02)  # 4 of 5 processes on 2 cores

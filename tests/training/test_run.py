@@ -12,7 +12,7 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
-from meshwright.training.measurement import Training, measure, predicted
+from meshwright.training.measure.measurement import Training, measure, predicted
 from meshwright.training.page import page, percent
 from meshwright.training.records import RankReport, StepRecord
 from meshwright.training.run import run_training

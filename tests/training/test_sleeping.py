@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from meshwright.cost.compute import attention_time, gemm_time
 from meshwright.lower.op import Op
-from meshwright.training.sleeping import SleepingDevice, device_of
+from meshwright.training.measure.sleeping import SleepingDevice, device_of
 
 
 def test_products_take_their_time_and_their_shape() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 import ranks
 from meshwright.describe.config import Config
+from meshwright.training.measure.timeline import both_steps
 from meshwright.training.records import RankReport
-from meshwright.training.timeline import both_steps
 from meshwright.view import timeline as file_format
 from trace_format import problems
 
@@ -39,7 +39,7 @@ def traced(context, cases):
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
-    from meshwright.training.trace_step import trace_step
+    from meshwright.training.measure.trace_step import trace_step
 
     out = []
     for made in cases:

@@ -13,10 +13,10 @@ import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.training.failure import RankFailure
 from meshwright.training.faults import watchdog as module
 from meshwright.training.faults.heartbeat import HeartbeatFolder, Operation
 from meshwright.training.faults.watchdog import UNKNOWN_S, Watchdog
+from meshwright.training.launch.failure import RankFailure
 from meshwright.training.records import CommEvent, RecordedStep, StepRecord
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=33)
@@ -184,7 +184,7 @@ def hanging(context, folder, kind):
     from meshwright.parallel.apply import apply
     from meshwright.training.faults.inject import Fault, Injector
     from meshwright.training.loop import Trainer
-    from meshwright.training.record_comm import CommRecorder
+    from meshwright.training.measure.record_comm import CommRecorder
 
     module.CONFIRM_S, module.FAST_BEAT_S, module.TICK_S = 1.0, 0.1, 0.05
     trainer = Trainer(apply(MODEL, Plan(tp=2), WORKLOAD, context.rank, dtype=torch.float64), Tokens())

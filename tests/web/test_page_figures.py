@@ -40,10 +40,7 @@ def subject() -> Subject:
 def visit(page: Any, name: str) -> None:
     """Show another view of the same state, and wait until its search is complete."""
     page.evaluate("async (name) => (await import('meshwright/state.js')).set('page.view', name)", name)
-    until(
-        page,
-        f"location.hash.includes('view={name}') && document.querySelector('#view[aria-busy=false] .body > *') !== null",
-    )
+    page.locator(f"#view[data-view={name}][aria-busy=false] .body > *").first.wait_for()
 
 
 @pytest.mark.parametrize(("phone", "dark"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])

@@ -43,7 +43,7 @@ def command(
     sweep = sweep_of(backends, operations, smallest, largest, budget)
     wait = max(parse_seconds(timeout), 1.0)
     writable(json_file, html)
-    from meshwright.training.placement import placement
+    from meshwright.training.launch.placement import placement
 
     place = None if ranks else placement(os.environ)
     chief = place is None or place.rank == 0
@@ -63,9 +63,9 @@ def measured(
 
     from meshwright.comm.bench.run import Collector, bench_rank
     from meshwright.errors import MeshwrightError
-    from meshwright.training.failure import lost_connection
-    from meshwright.training.join import connection_failed, joined
-    from meshwright.training.launch import run as launch
+    from meshwright.training.launch.failure import lost_connection
+    from meshwright.training.launch.join import connection_failed, joined
+    from meshwright.training.launch.local import run as launch
     from meshwright.training.machine import available_memory, gpu_count
 
     sweep = replace(sweep, memory_bytes=available_memory() / 2)

@@ -16,7 +16,7 @@ from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
     from meshwright.describe.config import Config
-    from meshwright.training.measurement import Training
+    from meshwright.training.measure.measurement import Training
 
 
 def command(
@@ -96,7 +96,7 @@ def command(
     import time
 
     from meshwright import api
-    from meshwright.training.placement import placement
+    from meshwright.training.launch.placement import placement
     from meshwright.training.run import plan_of_run
     from meshwright.view.tables import show
 

@@ -28,7 +28,7 @@ from meshwright.proof.fold import AXES, order_matters, single_axis
 from meshwright.proof.records import Job, Trace
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import SmallCopy, small_copies
-from meshwright.training import launch
+from meshwright.training.launch import local
 
 TARGET = "meshwright.proof.trace:record"
 SILENCE_S = 120.0
@@ -131,7 +131,7 @@ def compare_doubles(alone: Job, one: Trace, many: list[Trace], device: str) -> A
 
 
 def run(job: Job, device: str) -> list[dict[str, Trace]]:
-    return launch.run(
+    return local.run(
         TARGET, job.plan.world, job, silence=SILENCE_S, group_timeout=SILENCE_S / 2, device=device, backend=job.backend
     )
 

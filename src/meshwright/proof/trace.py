@@ -24,10 +24,10 @@ from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
 from meshwright.training.data.random_tokens import RandomSamples
 from meshwright.training.hooks import Hook
+from meshwright.training.launch.rank import RankContext, resolve
 from meshwright.training.loop import Trainer
-from meshwright.training.observe import Observer
+from meshwright.training.measure.observe import Observer
 from meshwright.training.optimizer.groups import role_of
-from meshwright.training.rank import RankContext, resolve
 from meshwright.training.records import StepRecord
 
 # A plan whose gradients are not finite must be compared, not stopped.

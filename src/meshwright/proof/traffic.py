@@ -32,7 +32,7 @@ from meshwright.parallel.data.zero import ShardedGradients
 from meshwright.parallel.numerics.compress.sparse import Threshold
 from meshwright.proof.expert_traffic import routed
 from meshwright.proof.records import Amount, Row
-from meshwright.training.observe import canonical
+from meshwright.training.measure.observe import canonical
 from meshwright.training.records import Observed
 
 ROUTED, PASSED = "routing depends on the tokens", "the number of values above the threshold depends on the gradients"

@@ -1,1 +1,1 @@
-"""Run a plan: the training step and its loop, data, optimizer, measurement, and the start of local processes."""
+"""Run a plan: the training step and its loop, data, optimizer, checkpoints, faults, what is measured, and how ranks start."""

@@ -46,9 +46,9 @@ from meshwright.training.data.random_tokens import RandomSamples
 from meshwright.training.fake_routing import balanced_routing
 from meshwright.training.folder import check_unused
 from meshwright.training.job import Job
-from meshwright.training.join import Meeting
+from meshwright.training.launch.join import Meeting
+from meshwright.training.launch.placement import placement
 from meshwright.training.loop import Trainer
-from meshwright.training.placement import placement
 from meshwright.training.run import check_world, make_job
 from meshwright.units import format_bytes
 

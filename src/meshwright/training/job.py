@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.describe.config import Config
-from meshwright.training.measurement import LoadWatch
+from meshwright.training.measure.measurement import LoadWatch
 
 
 class Attempt(NamedTuple):

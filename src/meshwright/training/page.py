@@ -10,7 +10,7 @@ from rich.text import Text
 
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.result import MEASURED_PARTS, Difference, part_label
-from meshwright.training.measurement import Training, predicted
+from meshwright.training.measure.measurement import Training, predicted
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
 from meshwright.view.live import expert_balance
 from meshwright.view.sparkline import sparkline

@@ -23,14 +23,14 @@ from meshwright.describe.config import Config
 from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, is_run
 from meshwright.errors import MeshwrightError
 from meshwright.planner.resize import plan_for_world
-from meshwright.training import launch
 from meshwright.training.data.sources import check_data
 from meshwright.training.faults.inject import VARIABLE
 from meshwright.training.folder import check_unused
 from meshwright.training.job import Job
+from meshwright.training.launch import local
+from meshwright.training.launch.placement import placement
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
-from meshwright.training.measurement import LoadWatch, Training, conclude_interrupted
-from meshwright.training.placement import placement
+from meshwright.training.measure.measurement import LoadWatch, Training, conclude_interrupted
 from meshwright.training.records import StepRecord
 
 TARGET = "meshwright.training.worker:local_rank"
@@ -68,7 +68,7 @@ def run_training(
     with kept_or_temporary(folder) as path:
         if place is None:
             return run_here(prepare(path, config.plan.world, False), listen, config.run.restarts if folder else 0)
-        from meshwright.training.launched import train_launched
+        from meshwright.training.launch.launched import train_launched
 
         return train_launched(place, prepare, path, listen)
 
@@ -140,7 +140,7 @@ def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
     if folder is not None:
         yield folder
         return
-    path = Path(tempfile.mkdtemp(prefix="meshwright-", dir=launch.memory_folder()))
+    path = Path(tempfile.mkdtemp(prefix="meshwright-", dir=local.memory_folder()))
     try:
         yield path
     finally:
@@ -149,9 +149,9 @@ def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
 
 def run_here(job: Job, listen: Listen | None, restarts: int) -> Training:
     """Train on ranks of this machine. The steps until an interruption or a failure are measured too."""
-    with launch.main_hidden(unless=False):
-        launch.ensure_forkserver(TARGET.partition(":")[0])  # it imports torch while this process does
-    from meshwright.training import elastic
+    with local.main_hidden(unless=False):
+        local.ensure_forkserver(TARGET.partition(":")[0])  # it imports torch while this process does
+    from meshwright.training.launch import elastic
 
     reader = StepReader(job.folder, listen)
     job.folder.mkdir(parents=True, exist_ok=True)

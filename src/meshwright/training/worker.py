@@ -40,23 +40,23 @@ from meshwright.training.checkpoint.resume import resume
 from meshwright.training.data.samples import training_samples, validation_samples
 from meshwright.training.deterministic import deterministic_kernels
 from meshwright.training.evaluation import Evaluation
-from meshwright.training.failure import failure_of, write_failure
 from meshwright.training.faults.guard import Guard
 from meshwright.training.folder import RunFolder, StepWriter
 from meshwright.training.hooks import Hook
 from meshwright.training.job import Attempt, Job
-from meshwright.training.join import GROUP_TIMEOUT_S, Meeting, join
+from meshwright.training.launch.failure import failure_of, write_failure
+from meshwright.training.launch.join import GROUP_TIMEOUT_S, Meeting, join
+from meshwright.training.launch.placement import placement
+from meshwright.training.launch.rank import RankContext, end_with_parent, prepare_local_rank, redirect_output
 from meshwright.training.loggers import Logging
 from meshwright.training.loop import Trainer
-from meshwright.training.measurement import Training, conclude
-from meshwright.training.metrics import Metrics
-from meshwright.training.placement import placement
-from meshwright.training.profile import Profiler
-from meshwright.training.rank import RankContext, end_with_parent, prepare_local_rank, redirect_output
-from meshwright.training.rank_report import rank_report
-from meshwright.training.record_comm import CommRecorder
+from meshwright.training.measure.measurement import Training, conclude
+from meshwright.training.measure.metrics import Metrics
+from meshwright.training.measure.profile import Profiler
+from meshwright.training.measure.rank_report import rank_report
+from meshwright.training.measure.record_comm import CommRecorder
+from meshwright.training.measure.reports import gather_reports
 from meshwright.training.records import StepRecord
-from meshwright.training.reports import gather_reports
 from meshwright.training.start import initial_weights
 
 AHEAD = 2  # steps whose batches are prepared in advance

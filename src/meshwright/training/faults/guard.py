@@ -20,7 +20,6 @@ from torch import distributed
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.background import Saver
 from meshwright.training.checkpoint.resume import resume
-from meshwright.training.failure import Failure, write_failure
 from meshwright.training.faults.heartbeat import HeartbeatFolder, host_name
 from meshwright.training.faults.inject import Injector, read_faults
 from meshwright.training.faults.preemption import StopFile, StopKey, StopOnSignal, StopRequests, default_store
@@ -30,9 +29,10 @@ from meshwright.training.faults.watchdog import Watchdog
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook
 from meshwright.training.job import Job
+from meshwright.training.launch.failure import Failure, write_failure
+from meshwright.training.launch.rank import RankContext
 from meshwright.training.loop import Trainer
-from meshwright.training.rank import RankContext
-from meshwright.training.record_comm import CommRecorder
+from meshwright.training.measure.record_comm import CommRecorder
 from meshwright.training.records import StepRecord
 
 

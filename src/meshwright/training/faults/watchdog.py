@@ -28,7 +28,6 @@ from statistics import median
 from typing import Any, Protocol
 
 from meshwright.errors import MeshwrightError
-from meshwright.training.communication import length, union
 from meshwright.training.faults.diagnose import Verdict, diagnose
 from meshwright.training.faults.flight import write_flight_record
 from meshwright.training.faults.heartbeat import (
@@ -42,6 +41,7 @@ from meshwright.training.faults.heartbeat import (
 )
 from meshwright.training.faults.slow import slow_ranks
 from meshwright.training.hooks import Hook
+from meshwright.training.measure.communication import length, union
 from meshwright.training.records import RecordedStep, StepRecord
 
 TICK_S = 0.25

@@ -67,6 +67,7 @@ function frame() {
   shown?.view.leave?.();
   const body = h("div", { class: "body" });
   clear(parts.view).append(h("h2", { id: "title" }, view.title), h("p", { class: "sentence" }, (view.sentence ?? "").split("`").map((text, i) => (i % 2 ? h("code", null, text) : text))), body);
+  parts.view.dataset.view = view.name;
   shown = { view, body };
   return shown;
 }

@@ -22,7 +22,8 @@ from torch import distributed
 
 from meshwright.describe.run_folder import rank_log
 from meshwright.errors import MeshwrightError
-from meshwright.training.failure import (
+from meshwright.training.job import Attempt, Job
+from meshwright.training.launch.failure import (
     INTERNAL_ERROR,
     FailedElsewhere,
     Failure,
@@ -33,10 +34,9 @@ from meshwright.training.failure import (
     root_cause,
     write_failure,
 )
-from meshwright.training.job import Attempt, Job
-from meshwright.training.join import GROUP_TIMEOUT_S, Meeting, join
-from meshwright.training.measurement import Training, conclude_interrupted
-from meshwright.training.placement import Placement
+from meshwright.training.launch.join import GROUP_TIMEOUT_S, Meeting, join
+from meshwright.training.launch.placement import Placement
+from meshwright.training.measure.measurement import Training, conclude_interrupted
 from meshwright.training.worker import Listen, train
 
 GRACE_S = 1.0  # for other ranks to write their failures

@@ -25,7 +25,7 @@ from typing import Any
 
 from meshwright.describe.config import Config
 from meshwright.describe.result import Prediction
-from meshwright.training.lowered_names import LoweredNames
+from meshwright.training.measure.lowered_names import LoweredNames
 from meshwright.training.records import CommEvent, RankReport, RecordedStep
 
 VERSION = 1

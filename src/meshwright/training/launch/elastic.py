@@ -3,7 +3,7 @@
 The agent of torch elastic starts the processes with the variables that torchrun sets, so a rank joins here as it does under
 torchrun (`join`). It notices within a tenth of a second that a process has ended, and ends the others. What is added here:
 
-    forkserver   ranks are forked from the server of `launch`, which has imported torch: 0.3 s instead of 10
+    forkserver   ranks are forked from the server of `local`, which has imported torch: 0.3 s instead of 10
     attempts     each has a new agent with a new store, and may have another number of ranks. The restart of torchrun keeps its store,
                  in which new ranks find the addresses of processes that have ended
     root cause   the agent names the first ended process that it finds; here the failures of all ranks are compared (`failure`)
@@ -38,8 +38,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from meshwright.describe.run_folder import rank_log
-from meshwright.training import launch
-from meshwright.training.failure import (
+from meshwright.training.job import Attempt
+from meshwright.training.launch import local
+from meshwright.training.launch.failure import (
     INTERNAL_ERROR,
     Failure,
     error_of,
@@ -47,8 +48,7 @@ from meshwright.training.failure import (
     remove_failures,
     root_cause,
 )
-from meshwright.training.job import Attempt
-from meshwright.training.rank import resolve
+from meshwright.training.launch.rank import resolve
 
 MONITOR_S = 0.1
 GRACE_S = 1.0  # after a failure that may be a consequence, the time for its cause to appear
@@ -94,7 +94,7 @@ def run_attempt(
     target: str, world: int, args: tuple, folder: Path, poll: Callable[[], None]
 ) -> tuple[dict[int, Any], list[Failure]]:
     """Start ranks and wait until all have returned (their results), or until one has failed and all have ended (the failures)."""
-    files = Path(tempfile.mkdtemp(prefix="meshwright-", dir=launch.memory_folder()))
+    files = Path(tempfile.mkdtemp(prefix="meshwright-", dir=local.memory_folder()))
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint="127.0.0.1:0",
@@ -148,13 +148,13 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         before = {number: signal.getsignal(number) for number in HANDLED}
-        with launch.main_hidden(unless=False):
-            launch.ensure_forkserver(self.module)
+        with local.main_hidden(unless=False):
+            local.ensure_forkserver(self.module)
             try:
                 pids = super()._start_workers(worker_group)
             except (EOFError, OSError) as error:
                 time.sleep(GRACE_S)  # if Ctrl-C ended the forkserver, it is about to arrive here too
-                raise launch.forkserver_ended() from error
+                raise local.forkserver_ended() from error
         started = {process.pid: process for process in multiprocessing.active_children()}
         self.processes = [started[pids[rank]] for rank in sorted(pids)]
         if threading.current_thread() is threading.main_thread():
@@ -201,7 +201,7 @@ class Agent(LocalElasticAgent):
         if not self.found and not written:  # it ended after the last look, and the agent has ended the others
             self._note_exits()
         died = [
-            Failure(rank, "died", f"{launch.exit_name(code)}\n{launch.last_lines(self.folder / rank_log(rank))}", at)
+            Failure(rank, "died", f"{local.exit_name(code)}\n{local.last_lines(self.folder / rank_log(rank))}", at)
             for rank, (code, at) in self.found.items()
             if rank not in written
         ]

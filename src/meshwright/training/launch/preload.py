@@ -18,7 +18,7 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor
 
-import meshwright.training.rank
+import meshwright.training.launch.rank
 
 torch.set_num_threads(1)
 

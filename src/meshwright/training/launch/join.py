@@ -28,10 +28,10 @@ from torch import distributed
 
 from meshwright.comm.bench.session import host_name
 from meshwright.errors import MeshwrightError, listed
-from meshwright.training.failure import FailedElsewhere
+from meshwright.training.launch.failure import FailedElsewhere
+from meshwright.training.launch.placement import Placement
+from meshwright.training.launch.rank import RankContext
 from meshwright.training.machine import gpu_count, resolve_backend, resolve_device
-from meshwright.training.placement import Placement
-from meshwright.training.rank import RankContext
 
 JOIN_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 600.0

@@ -32,7 +32,7 @@ from meshwright.comm.backend.group import MeshwrightGroup
 from meshwright.training.faults.heartbeat import Operation, operation_key
 from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
-from meshwright.training.observe import axes_by_group, groups_of
+from meshwright.training.measure.observe import axes_by_group, groups_of
 from meshwright.training.records import CommEvent, RecordedStep, StepRecord
 
 KEPT_STEPS = 64  # the last ones of a run: memory stays bounded
@@ -157,7 +157,7 @@ class CommRecorder(Hook):
         self.keys: dict[tuple[str, str, int], str] = {}
         self.clock: Any = HostClock()
         if torch.device(trainer.parallel.mesh.device).type == "cuda":
-            from meshwright.training.device_clock import DeviceClock
+            from meshwright.training.measure.device_clock import DeviceClock
 
             self.clock = DeviceClock()
         self.steps: deque[RecordedStep] = deque(maxlen=KEPT_STEPS)

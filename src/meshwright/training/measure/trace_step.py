@@ -18,7 +18,7 @@ from meshwright.parallel.pipeline import Stage
 from meshwright.parallel.recompute import is_recomputing
 from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
-from meshwright.training.record_comm import CommRecorder
+from meshwright.training.measure.record_comm import CommRecorder
 from meshwright.training.records import Interval, StepRecord, TracedStep
 
 TRACED_STEPS = 3

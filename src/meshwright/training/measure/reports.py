@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 
 from meshwright.comm.bench.session import host_name
-from meshwright.training.rank import RankContext
+from meshwright.training.launch.rank import RankContext
 from meshwright.training.records import CommEvent, Interval, RankReport, RecordedStep, TracedStep
 
 MOST_STEPS = 512  # recorded steps of all ranks together

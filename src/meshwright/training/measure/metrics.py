@@ -20,9 +20,9 @@ from meshwright.describe.config import Config
 from meshwright.describe.result import GIB
 from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
-from meshwright.training.lowered_names import LoweredNames
 from meshwright.training.machine import peak_resident_bytes
-from meshwright.training.record_comm import CommRecorder
+from meshwright.training.measure.lowered_names import LoweredNames
+from meshwright.training.measure.record_comm import CommRecorder
 from meshwright.training.records import RecordedStep, StepRecord
 
 

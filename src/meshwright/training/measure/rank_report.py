@@ -13,14 +13,14 @@ import torch
 from meshwright.cost.step import TRAFFIC_AXIS
 from meshwright.lower.op import sent
 from meshwright.parallel.expert.balance import kept_copies
+from meshwright.training.launch.rank import RankContext
 from meshwright.training.loop import Trainer
-from meshwright.training.lowered_names import AXES
 from meshwright.training.machine import peak_resident_bytes
-from meshwright.training.observe import Observer
-from meshwright.training.rank import RankContext
-from meshwright.training.record_comm import CommRecorder
+from meshwright.training.measure.lowered_names import AXES
+from meshwright.training.measure.observe import Observer
+from meshwright.training.measure.record_comm import CommRecorder
+from meshwright.training.measure.trace_step import trace_steps
 from meshwright.training.records import RankReport
-from meshwright.training.trace_step import trace_steps
 
 PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which its bytes are predicted
 

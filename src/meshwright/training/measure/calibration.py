@@ -23,7 +23,7 @@ from meshwright.calibrate.machine import IDLE_SHARE, MEASURED, VERSION, MachineM
 from meshwright.comm.bench.interference import usable_cores
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
-from meshwright.training import launch
+from meshwright.training.launch import local
 from meshwright.units import format_seconds
 
 TARGET = "meshwright.comm.bench.machine:calibrate_rank"
@@ -105,7 +105,7 @@ def machine_measurement(
         return found
     if listen is not None:
         listen("calibrating this machine")
-    results = launch.run(
+    results = local.run(
         TARGET,
         ranks,
         silence=SILENCE_S,

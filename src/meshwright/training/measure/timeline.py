@@ -20,8 +20,8 @@ from typing import Any
 from meshwright.cost.estimate import estimate
 from meshwright.describe.config import Config
 from meshwright.programs.pipelines.program import Action
-from meshwright.training.communication import Others
-from meshwright.training.lowered_names import ONCE, Lowered, LoweredNames, narrowed
+from meshwright.training.measure.communication import Others
+from meshwright.training.measure.lowered_names import ONCE, Lowered, LoweredNames, narrowed
 from meshwright.training.records import CommEvent, Interval, RankReport, TracedStep
 from meshwright.view.simulate import CLOSING, spans
 from meshwright.view.timeline import as_json

@@ -21,9 +21,9 @@ from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.describe.run_folder import RUN, read_steps
 from meshwright.describe.shown import Shown
-from meshwright.training import communication, timeline
-from meshwright.training.calibration import Interference, with_this_machine
 from meshwright.training.folder import RunFolder
+from meshwright.training.measure import communication, timeline
+from meshwright.training.measure.calibration import Interference, with_this_machine
 from meshwright.training.records import RankReport, StepRecord
 from meshwright.units import format_flops, format_seconds
 from meshwright.view.timeline import both_steps

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.training.failure import INTERNAL_ERROR, Failure, error_of
+from meshwright.training.launch.failure import INTERNAL_ERROR, Failure, error_of
 from meshwright.training.machine import resolve_backend, resolve_device
 
-PRELOAD = ["meshwright.training.preload"]
+PRELOAD = ["meshwright.training.launch.preload"]
 RENDEZVOUS_BYTES = 2**24  # the store and the logs of a rendezvous fit into this
 GRACE_S = 1.0  # after the first failure, the time the other ranks have to report theirs
 
@@ -120,7 +120,7 @@ def _start(
     backend: str,
 ) -> Rank:
     context = multiprocessing.get_context("forkserver")
-    from meshwright.training.rank import main
+    from meshwright.training.launch.rank import main
 
     ours, theirs = context.Pipe()
     log = logs / f"rank-{index}.log"
