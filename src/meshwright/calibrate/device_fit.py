@@ -7,7 +7,8 @@ prediction what it meant in the fit. On a CPU, where the host computes, one oper
 
 The fits go part by part, each with the constants of the part before, weighted by 1/t so that small and large operations have equal weight:
 
-    norms, activations, residuals, RoPE, loss   → launch, bandwidth, exponential
+    norms, activations, residuals, RoPE, loss   → launch, bandwidth, exponential; then for each of them a factor on its host time and
+                                                  one on its bytes: torch runs some in more operators and passes than we count
     linear layers                               → product_launch, rate of products
     attention                                   → attention_launch, rate of attention
     attention in tiles of torch operators       → tile_launch
@@ -20,7 +21,7 @@ An update has a separate rate: it works in place, while other operators allocate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +57,8 @@ class DeviceFit(NamedTuple):
     update_launch: float
     update_byte: float
     unit_launch: float
+    elementwise_launch: dict[str, float]  # factors on the host time of norm, activation, …
+    elementwise: dict[str, float]  # factors on the seconds of their bytes and exponentials
     residuals: dict[str, float]  # by kind, the median of |fitted / measured − 1|
 
 
@@ -164,7 +167,9 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
         ("attention",), ("launches", "flops"), {"bytes": byte, "exponentials": exponential}
     )
     single = Single(launch, byte, exponential, product, flop, attention, attention_flop)
-    host, device = mixed_factors(by_kind.get("mixed", []), single)
+    factors = {part: two_factors(by_kind.get(part, []), single) for part in PARTS}
+    single = single._replace(factors=factors)
+    host, device = two_factors(by_kind.get("mixed", []), single)
     residuals["mixed"] = max(abs(host - 1), abs(device - 1))
     tile = launch
     if "tile" in by_kind:
@@ -188,6 +193,8 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
         update,
         update_byte,
         unit,
+        {part: factors[part][0] for part in PARTS},
+        {part: factors[part][1] for part in PARTS},
         residuals,
     )
 
@@ -202,6 +209,9 @@ class Single(NamedTuple):
     flop: float
     attention: float
     attention_flop: float
+    factors: Mapping[
+        str, tuple[float, float]
+    ] = {}  # of norm, activation, …: on the host time, on bytes and exponentials
 
     def seconds(self, op: Op) -> tuple[float, float]:
         """What the host and the arithmetic and memory of an operation take."""
@@ -209,14 +219,15 @@ class Single(NamedTuple):
         exponentials = op.shape[0] * op.shape[1] * op.shape[2] if op.kind == "attention" else op.exponentials
         flop = self.attention_flop if op.kind == "attention" else self.flop
         work = op.flops * flop + op.bytes * self.byte + exponentials * self.exponential
-        return float(np.sum(op.count * host)), float(np.sum(op.count * work))
+        of_host, of_work = self.factors.get(op.elementwise, (1.0, 1.0))
+        return float(np.sum(op.count * host)) * of_host, float(np.sum(op.count * work)) * of_work
 
 
-def mixed_factors(points: Sequence[DevicePoint], single: Single) -> tuple[float, float]:
-    """How much longer the host, and arithmetic and memory, take where different operations follow each other: 1 without such points.
+def two_factors(points: Sequence[DevicePoint], single: Single) -> tuple[float, float]:
+    """How much longer than `single` says the host, and arithmetic and memory, take in these points: 1 without points. Of a chain of
+    different operations it is what caches cost: a chain of one operation keeps its code and its data there, a training step does not.
 
-    A chain of one operation keeps its code and its data in the caches; a training step does not. Both factors are pulled weakly towards 1,
-    since few points determine them."""
+    Both factors are pulled weakly towards 1, since few points determine them."""
     if not points:
         return 1.0, 1.0
     rows = [[sum(x) for x in zip(*(single.seconds(op) for op in lowered(point)), strict=True)] for point in points]

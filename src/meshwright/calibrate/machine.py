@@ -8,6 +8,8 @@ Times are seconds in which one process computed. `sharing` processes per core ta
 
 from __future__ import annotations
 
+from statistics import median
+
 import numpy as np
 from pydantic import Field
 
@@ -20,16 +22,14 @@ from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Effic
 from meshwright.describe.stack import Stack
 from meshwright.programs.collectives.formulas import FORMULAS, Shape, Terms
 
-VERSION = 4
+VERSION = 5
 MEASURED = "measured on this machine"
 IDLE_SHARE = 0.10  # a machine is idle if other processes use less than this share of its cores
 ACCELERATOR = "cpu"
 ACTION_LAUNCHES = (
     40.0  # host work of one action of a pipeline schedule, in launches: torch's stages are written in Python
 )
-FUNCTION_LAUNCHES = (
-    2.0  # of a collective inside a layer, around what it adds: its autograd function is written in Python
-)
+SIZES = (2**10, 2**16, 2**20)  # bytes of the measured collectives
 STEP_LAUNCHES = 100.0  # launches of a step outside model and optimizer: reading the batch, counting tokens, records
 ALPHA, BANDWIDTH = 1e-4, 1e9  # of a link that factors scale to the measured one
 LARGEST_LOSS = 0.99  # of compute while communication runs: where no core is free, nothing is gained by overlap
@@ -38,7 +38,7 @@ MOST_RATE = 1e15  # a fitted term that is not above zero costs nothing: this man
 
 
 class AddedTime(Described):
-    """What one collective adds to a loop of computations."""
+    """What one collective adds to a layer, beyond the autograd function that contains it."""
 
     operation: str = Field(description="all-reduce, all-gather, …, or point-to-point")
     ranks: int = Field(ge=2, description="ranks of a group")
@@ -59,6 +59,7 @@ class MachineMeasurement(Described):
     overlap_cost: float = Field(
         default=1.0, ge=0, le=1, description="seconds that a hidden second of communication costs"
     )
+    function_s: Seconds = Field(default=0.0, ge=0, description="host time of an autograd function around a collective")
     seconds: float = Field(default=0.0, ge=0, description="how long it took")
     operations: tuple[DevicePoint, ...] = ()
     collectives: tuple[AddedTime, ...] = ()
@@ -91,6 +92,7 @@ def accelerator(fit: DeviceFit, sharing: float, source: str, dtypes: dict[str, f
         tile=1.0,
         sequence_half=0.0,
         exponential=fit.exponential * sharing,
+        elementwise=fit.elementwise,
         selection=fit.selection * sharing,
         source=source,
     )
@@ -105,6 +107,7 @@ def stack(fit: DeviceFit, sharing: float, plain: Stack, source: str) -> Stack:
         product_launch=fit.product_launch * sharing,
         attention_launch=fit.attention_launch * sharing,
         tile_launch=fit.tile_launch * sharing,
+        elementwise_launch=fit.elementwise_launch,
         update_launch=fit.update_launch * sharing,
         unit_launch=fit.unit_launch * sharing,
         action=ACTION_LAUNCHES * fit.launch * sharing,
@@ -123,7 +126,7 @@ def collectives(measured: MachineMeasurement, slower: float) -> tuple[Link, Coll
     """
     link = Link(name="loopback", alpha=ALPHA, bandwidth=BANDWIDTH, source=source_of(measured))
     plain = Collectives(call=0.0, call_across=0.0, chunk=0.0, peer=0.0, pair_loss=0.0, source=source_of(measured))
-    fitted, peer = {}, 0.0
+    fitted, peer, wait = {}, 0.0, waits(measured)
     for operation in dict.fromkeys(x.operation for x in measured.collectives):
         points = [x for x in measured.collectives if x.operation == operation]
         terms = [formula_terms(operation, x.ranks) for x in points]
@@ -131,7 +134,8 @@ def collectives(measured: MachineMeasurement, slower: float) -> tuple[Link, Coll
             (1.0, x.ranks if operation == "all-to-all" else t.alpha * ALPHA, t.beta * x.bytes / BANDWIDTH)
             for x, t in zip(points, terms, strict=True)
         ]
-        seconds = np.array([undisturbed_seconds(measured, x) * slower for x in points])
+        waited = [wait[operation == "point-to-point", x.ranks] for x in points]
+        seconds = np.array([(x.cpu_s * measured.sharing + w) * slower for x, w in zip(points, waited, strict=True)])
         call, latency, size = nonnegative_fit(np.array(columns, dtype=float), seconds, seconds).tolist()
         if operation == "all-to-all":
             peer, latency = latency, 0.0
@@ -145,11 +149,16 @@ def formula_terms(operation: str, ranks: int) -> Terms:
     return FORMULAS[operation, algorithm][1](Shape(float(ranks), 1.0, 1.0, float(ranks)))
 
 
-def undisturbed_seconds(measured: MachineMeasurement, x: AddedTime) -> float:
-    """Seconds of a collective without other processes. On a busy machine the clock ran too long: a collective takes at least what its
-    ranks compute, and otherwise the part of the clock that other processes left."""
+def waits(measured: MachineMeasurement) -> dict[tuple[bool, int], float]:
+    """Seconds that a rank waits in a collective while no rank computes for it, by (point-to-point, ranks): what the clock says beyond the
+    computing of ranks that share cores. It depends on the scheduler and varies much from one measurement to the next, so it is the median
+    over operations and sizes. On a busy machine the clock ran too long: other processes left only a part of it."""
     left = 1.0 - min(measured.busy_cores / measured.cores, 0.9) if not measured.is_idle else 1.0
-    return max(x.cpu_s * measured.sharing, x.wall_s * left)
+    found: dict[tuple[bool, int], list[float]] = {}
+    for x in measured.collectives:
+        waited = x.wall_s * left - x.cpu_s * measured.sharing
+        found.setdefault((x.operation == "point-to-point", x.ranks), []).append(max(waited, 0.0))
+    return {kind: median(values) for kind, values in found.items()}
 
 
 def source_of(measured: MachineMeasurement) -> str:
@@ -184,7 +193,7 @@ def calibrated(
         found = found.but(levels=(level.but(link=link),), collectives=shares)
     lost = LARGEST_LOSS if measured.sharing > 1 else min(measured.overlap_cost, LARGEST_LOSS)
     return found, stack(fit, stretch, plain, source).but(
-        overlap=("dp",), compute_slowdown=lost, collective_launch=FUNCTION_LAUNCHES * fit.launch * stretch
+        overlap=("dp",), compute_slowdown=lost, collective_launch=measured.function_s * stretch
     )
 
 

@@ -66,7 +66,9 @@ def memory_time(device: Accelerator, op: Op) -> Array:
     """Seconds of a memory-bound operation; the start-up time t₀ counts for at most four of its kernels."""
     eff = device.efficiency
     seconds = eff.floor * np.minimum(op.launches, 4.0) + op.bytes / (eff.memory * device.memory_bandwidth)
-    return seconds + op.exponentials * eff.exponential if eff.exponential else seconds
+    if eff.exponential:
+        seconds = seconds + op.exponentials * eff.exponential
+    return seconds * eff.elementwise.get(op.elementwise, 1.0) if eff.elementwise else seconds
 
 
 def update_time(device: Accelerator, op: Op) -> Array:

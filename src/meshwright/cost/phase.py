@@ -92,7 +92,7 @@ def phase_time(
             continue
         seconds = op.count * compute.op_time(device, b.workload.precision, stack, op)
         t.parts[op.part] = t.parts.get(op.part, 0.0) + seconds
-        t.host = t.host + op.count * op.launches * launch_time(stack, op.kind)
+        t.host = t.host + op.count * op.launches * launch_time(stack, op)
         t.flops = t.flops + op.count * op.flops
         work = work + seconds
         if op.kind in ("attention", "tile"):
@@ -156,10 +156,12 @@ def unit_overlap(stack: Stack) -> float:
     return 1.0 if stack.asynchronous else 0.0
 
 
-def launch_time(stack: Stack, kind: str) -> float:
-    """Host seconds of one launch of a kind of operation."""
+def launch_time(stack: Stack, op: Op) -> float:
+    """Host seconds of one launch of an operation."""
+    if op.elementwise:
+        return stack.launch * stack.elementwise_launch.get(op.elementwise, 1.0)
     of_kind = {"gemm": stack.product_launch, "attention": stack.attention_launch, "tile": stack.tile_launch}
-    return of_kind.get(kind, 0.0) or stack.launch
+    return of_kind.get(op.kind, 0.0) or stack.launch
 
 
 def collective_launch(stack: Stack, op: Op) -> float:

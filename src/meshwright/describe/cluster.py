@@ -74,6 +74,10 @@ class Efficiency(Described):
         default=0.0,
         description="time of one exp, erf or tanh of an activation or a softmax, where it is not hidden (CPU)",
     )
+    elementwise: dict[str, float] = Field(
+        default_factory=dict,
+        description="seconds of a norm, activation, residual, rotation or loss over those of its bytes at `memory`; default 1",
+    )
     source: str = PRIOR
 
     @property

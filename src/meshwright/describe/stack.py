@@ -35,6 +35,10 @@ class Stack(Described):
     unit_launch: Seconds = Field(
         default=0.0, description="host time of one gather or reduction of a ZeRO unit; 0: collective_launch"
     )
+    elementwise_launch: dict[str, float] = Field(
+        default_factory=dict,
+        description="host time of a norm, activation, residual, rotation or loss over that of its launches; default 1",
+    )
     collective_launch: Seconds = Field(default=20e-6, description="host time to issue one collective")
     action: Seconds = Field(default=0.0, description="host time of one action of a pipeline schedule")
     step_overhead: Seconds = Field(

@@ -49,10 +49,9 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
     logits = b.tokens * m.padded_vocab / b.tp
     fused = "loss" in low.fused
     launches = 2 if fused else 8 + SPLIT_LOSS_LAUNCHES * low.with_tp * (not b.stack.asynchronous)
-    low.memory("F", "loss", "head", logits, low.element + (0 if fused else 18), launches, exponentials=logits)
-    low.memory(
-        "I", "loss-grad", "head", logits, 2 * low.element + (0 if fused else 10), 1 if fused else 5, exponentials=logits
-    )
+    passes = (low.element, 2 * low.element) if fused else (low.element + 18, 2 * low.element + 10)
+    low.memory("F", "loss", "head", logits, passes[0], launches, exponentials=logits, elementwise="loss")
+    low.memory("I", "loss-grad", "head", logits, passes[1], 1 if fused else 5, exponentials=logits, elementwise="loss")
     wide = b.tokens * max(4.0, low.element)
     low.collective("F", "loss-maximum", "head", "all_reduce", "tp", wide, low.with_tp)
     low.collective(

@@ -68,10 +68,20 @@ class LayerLowering:
         launches: Array,
         count: Array = 1.0,
         exponentials: Array = 0.0,
+        elementwise: str = "",
     ) -> None:
         """Add a memory-bound operation: `passes` reads or writes of `size` bytes."""
         self.phases[phase].append(
-            Op(name, part, "memory", count, bytes=size * passes, launches=launches, exponentials=exponentials)
+            Op(
+                name,
+                part,
+                "memory",
+                count,
+                bytes=size * passes,
+                launches=launches,
+                exponentials=exponentials,
+                elementwise=elementwise,
+            )
         )
 
     def collective(
@@ -163,16 +173,17 @@ class LayerLowering:
     def norm(self, name: str, width: int | None = None) -> None:
         size = self.row_tokens * (width or self.m.hidden) * self.element
         fused = "norm" in self.fused
-        self.memory("F", name, "norm", size, 2 if fused else 6, 1 if fused else 5)
-        self.memory("I", f"{name}-grad", "norm", size, 4 if fused else 10, 2 if fused else 8)
+        self.memory("F", name, "norm", size, 2 if fused else 6, 1 if fused else 5, elementwise="norm")
+        self.memory("I", f"{name}-grad", "norm", size, 4 if fused else 10, 2 if fused else 8, elementwise="norm")
 
     def residual(self, name: str) -> None:
         """Bias, dropout and the residual addition."""
         size = self.row_tokens * self.m.hidden * self.element
         fused = "bias-dropout" in self.fused
         extra = 0 if fused else int(self.m.dropout) * 2 + int(self.m.out_bias or self.m.ffn_bias)
-        self.memory("F", name, "norm", size, 3 + (0.5 if self.m.dropout else 0) + 2 * extra, 1 + extra)
-        self.memory("I", f"{name}-grad", "norm", size, 2 + (0.5 if self.m.dropout else 0) + 2 * extra, 1 + extra)
+        more = (0.5 if self.m.dropout else 0) + 2 * extra
+        self.memory("F", name, "norm", size, 3 + more, 1 + extra, elementwise="residual")
+        self.memory("I", f"{name}-grad", "norm", size, 2 + more, 1 + extra, elementwise="residual")
         self.drop(name, "norm", size, "I")
 
     def drop(self, name: str, part: str, size: Array, backward: str) -> None:
@@ -237,7 +248,8 @@ class LayerLowering:
             fused = "rope" in self.fused
             tensors = 2 if self.b.stack.separate_projections else 1
             for phase in ("F", "I"):
-                self.memory(phase, "rope", "attention", size, 2 if fused else 6, tensors * (1 if fused else 6))
+                passes, launches = (2, tensors) if fused else (6, 6 * tensors)
+                self.memory(phase, "rope", "attention", size, passes, launches, elementwise="rotation")
         if self.m.qk_norm:
             self.memory("F", "qk-norm", "norm", size, 2, 2)
             self.memory("I", "qk-norm-grad", "norm", size, 4, 4)
@@ -344,6 +356,7 @@ class LayerLowering:
             inputs + 1 if fused else 2 * inputs + 2,
             1 if fused else inputs + 1,
             exponentials=exponentials,
+            elementwise="activation",
         )
         self.memory(
             "I",
@@ -353,6 +366,7 @@ class LayerLowering:
             2 * inputs + 1 if fused else 4 * inputs + 2,
             1 if fused else 2 * inputs + 1,
             exponentials=exponentials,
+            elementwise="activation",
         )
 
     def shared_scales(self) -> None:

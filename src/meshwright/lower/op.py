@@ -50,6 +50,7 @@ class Op:
     copies: float = 1.0  # of each token in the message of an expert dispatch: the experts of a token
     selected_from: Array = 0.0  # elements of which a top-k keeps the largest
     exponentials: Array = 0.0  # elements through exp, erf or tanh; those of attention follow from its shape
+    elementwise: str = ""  # norm | activation | residual | rotation | loss: what a calibration measures separately
 
 
 @dataclass

@@ -1,15 +1,16 @@
-"""What a collective costs between computations, where ranks share cores and caches: seconds added to a loop of fixed operations.
+"""What a collective costs in a layer, where ranks share cores and caches: seconds added to a fixed chain of operations.
 
-A collective timed in a loop without computation is too fast to predict a training step.
-In a step every rank computes between two collectives: its partner
-arrives late, a waiting rank must be woken, and returns to a core whose caches hold another rank's data. So each rank runs
+A collective timed in a loop without computation is too fast to predict a training step. In a step every rank computes about a millisecond
+between two collectives: its partner arrives late, a waiting rank must be woken, and returns to a core whose caches hold another rank's
+data. So each rank runs the same chain of layers, forward and backward (`device.mixed_call`),
 
-    compute, collective, compute, collective, …        against        compute, compute, …
+    without anything between its operations          seconds₀
+    with an autograd function that does nothing      seconds₁     seconds₁ − seconds₀ : what the function costs
+    with a collective in that function               seconds₂     seconds₂ − seconds₁ : what the collective costs
 
-with the same fixed operations (small linear layers, norms, attention, …, forward and backward, one after the other so that each finds the
-caches filled by the others). The difference is the cost of a collective. All ranks take part: in groups of two at the same time, then in
-one group of all. The clock runs until the last rank has finished: where ranks share cores, one may compute to its end before another
-begins, and their mean would be too short without collectives and right with them.
+All ranks take part: in groups of two at the same time, then in one group of all. The clock runs until the last rank has finished: where
+ranks share cores, one may compute to its end before another begins, and their mean would be too short without collectives and right with
+them.
 
 `measure_overlap` overlaps computation with a long all-reduce: how much longer the two take together than the computation.
 """
@@ -24,88 +25,115 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.autograd.function import once_differentiable
 
-from meshwright.calibrate.machine import AddedTime
+from meshwright.calibrate.machine import SIZES, AddedTime
 from meshwright.comm.bench.backends import BACKENDS, Adapter, do_nothing, rounded
-from meshwright.comm.bench.device import attention_call, linear_call, part_call
+from meshwright.comm.bench.device import mixed_call, unchanged
 
-SIZES = (1024, 2**20)  # bytes
-LOOPS = 5  # their median counts
-PASSES = 2  # over the fixed computations, in one loop
+TOKENS, WIDTH, SEQUENCES = 256, 64, 4  # of the chain: about a millisecond of a slow core between two collectives
+ROUNDS = 2  # of the chain, with two collectives each
+PASSES = 2  # over the chain, in one loop
+LOOPS = 3  # their median counts
+REPEATS = 3  # in each loop, of the chain without collectives: a function takes 1% of it
+SHORTEST_S = 1e-6  # what a collective adds at least
 OVERLAP_BYTES = 4 * 2**20
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point")
 
 Call = Callable[[], object]
 
 
-def fixed_computations(passes: int = 1) -> list[Call]:
-    """Two computations of some milliseconds for each pass, of small operations through autograd. No operation follows itself, and each pass
-    has other weights: after a switch to another process an operation finds cold caches, as in a step."""
-    f32, out = torch.float32, list[Call]()
-    for _ in range(passes):
-        parts = {
-            name: part_call(name, f32, 256, 64, chain=1) for name in ("norm", "rotation", "residual", "activation")
-        }
-        small, wide, narrow = (linear_call(f32, 256, n, k, chain=1) for n, k in ((64, 64), (192, 64), (64, 192)))
-        first = [parts["norm"], small, parts["rotation"], wide, parts["residual"]]
-        second = [narrow, parts["activation"], attention_call(f32, 2, 4, 64, 16, chain=1)]
-        out += [partial(run_all, first), partial(run_all, second)]
-    return out
+class _Between(torch.autograd.Function):
+    """A call in the forward or in the backward of a tensor, with the copies that the strategies make around their collectives."""
 
-
-def run_all(calls: Sequence[Call]) -> None:
-    for call in calls:
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Call, in_backward: bool) -> torch.Tensor:
+        ctx.call = call if in_backward else None
+        if in_backward:
+            return x.view_as(x)
         call()
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.call is None:
+            return gradient, None, None
+        gradient = gradient.clone()
+        ctx.call()
+        return gradient, None, None
 
 
-def seconds(computations: list[Call], after_each: Call = do_nothing) -> tuple[float, float]:
-    """Seconds of one computation and what follows it: on the clock until the last rank has finished, and in which the threads of a rank
-    computed (mean)."""
-    calls = len(computations)
+Layers = Callable[[Call | None], Call]
+
+
+def fixed_layers() -> Layers:
+    """A chain of layers, forward and backward, with a call in autograd functions between its operations, or without functions."""
+    run = mixed_call(torch.float32, TOKENS, WIDTH, ROUNDS, SEQUENCES)
+
+    def layers(call: Call | None) -> Call:
+        def between(x: torch.Tensor, in_backward: bool) -> torch.Tensor:
+            return _Between.apply(x, call, in_backward)
+
+        return partial(run, unchanged if call is None else between)
+
+    return layers
+
+
+def seconds(calls: Sequence[Call]) -> tuple[float, float]:
+    """Seconds of some calls: on the clock until the last rank has finished, and in which the threads of a rank computed (mean)."""
     distributed.barrier()
     cpu, start = time.process_time(), time.perf_counter()
-    for compute in computations:
-        compute()
-        after_each()
+    for call in calls:
+        call()
     wall, used = (
         torch.tensor(x, dtype=torch.float64) for x in (time.perf_counter() - start, time.process_time() - cpu)
     )
     distributed.all_reduce(wall, distributed.ReduceOp.MAX)
     distributed.all_reduce(used)
-    return float(wall) / calls, float(used) / distributed.get_world_size() / calls
+    return float(wall), float(used) / distributed.get_world_size()
 
 
-def measure_collectives(rank: int, world: int, backend: str = "gloo") -> list[AddedTime]:
-    """Seconds that each collective adds between computations, on groups of two ranks and on all of them."""
-    computations = fixed_computations(PASSES)
-    seconds(computations)  # warm-up
+def measure_collectives(rank: int, world: int, backend: str = "gloo") -> tuple[list[AddedTime], float]:
+    """Seconds that each collective adds in a layer, on groups of two ranks and on all of them; and those of an autograd function."""
+    layers = fixed_layers()
+    seconds([layers(None)] * PASSES)  # warm-up
     groups = {tuple(range(i, i + 2)) for i in range(0, world - 1, 2)}
     pairs = [BACKENDS[backend](ranks, torch.device("cpu")) for ranks in sorted(groups)]
     adapters = [next((pair for pair in pairs if rank in pair.ranks), pairs[0])]
     if world > 2:
         adapters.append(BACKENDS[backend](tuple(range(world)), torch.device("cpu")))
-    found = []
+    found, functions = [], []
     for adapter in adapters:
-        for operation in OPERATIONS:
-            if operation == "point-to-point" and len(adapter.ranks) > 2:
-                continue
-            found += added_times(computations, adapter, operation, rank)
-    return found
+        times, function = added_times(layers, adapter, rank)
+        found += times
+        functions.append(function)
+    return found, min(functions)
 
 
-def added_times(computations: list[Call], adapter: Adapter, operation: str, rank: int) -> list[AddedTime]:
-    """What one collective of each size adds to a loop of computations; a transfer between two ranks counts one way."""
-    sizes = [rounded(size, len(adapter.ranks)) for size in SIZES]
-    calls = [call_of(adapter, operation, size, rank) for size in sizes]
+def added_times(layers: Layers, adapter: Adapter, rank: int) -> tuple[list[AddedTime], float]:
+    """What one collective of each kind and size adds in a layer, and what the function around it takes. A transfer between two ranks
+    counts one way."""
+    ranks, count = len(adapter.ranks), 2 * ROUNDS * PASSES
+    operations = [x for x in OPERATIONS if ranks == 2 or x != "point-to-point"]
+    cases = [(operation, rounded(size, ranks)) for operation in operations for size in SIZES]
+    calls = [call_of(adapter, operation, size, rank) for operation, size in cases]
     for call in calls:
         call()
-    ways = 2 if operation == "point-to-point" else 1
-    loops = [[seconds(computations, call) for call in (do_nothing, *calls)] for _ in range(LOOPS)]
+    runs = [layers(None), layers(do_nothing)] * REPEATS + [layers(call) for call in calls]
+    loops = [[seconds([run] * PASSES) for run in runs] for _ in range(LOOPS)]
+    times_of = list(zip(*loops, strict=True))  # by run
+    plain, function = ([x for times in times_of[k : 2 * REPEATS : 2] for x in times] for k in (0, 1))
     found = []
-    for i, size in enumerate(sizes, start=1):
-        wall, cpu = (max(median(loop[i][k] - loop[0][k] for loop in loops), 1e-6) / ways for k in (0, 1))
-        found.append(AddedTime(operation=operation, ranks=len(adapter.ranks), bytes=size, wall_s=wall, cpu_s=cpu))
-    return found
+    for (operation, size), times in zip(cases, times_of[2 * REPEATS :], strict=True):
+        ways = count * (2 if operation == "point-to-point" else 1)
+        wall, cpu = (max(middle(times, k) - middle(function, k), 0.0) / ways + SHORTEST_S for k in (0, 1))
+        found.append(AddedTime(operation=operation, ranks=ranks, bytes=size, wall_s=wall, cpu_s=cpu))
+    return found, max(middle(function, 1) - middle(plain, 1), 0.0) / count
+
+
+def middle(times: Sequence[tuple[float, float]], k: int) -> float:
+    return median(x[k] for x in times)
 
 
 def call_of(adapter: Adapter, operation: str, size: int, rank: int) -> Call:
@@ -120,7 +148,7 @@ def call_of(adapter: Adapter, operation: str, size: int, rank: int) -> Call:
 
 def measure_overlap() -> float:
     """Seconds that a hidden second of communication costs: 0 if computation hides all of it, 1 if nothing is gained."""
-    computations = fixed_computations()
+    layers = fixed_layers()(None)
     buffer = torch.zeros(OVERLAP_BYTES // 4)
     running: list[Any] = []
 
@@ -133,12 +161,7 @@ def measure_overlap() -> float:
     def exchange() -> None:
         distributed.all_reduce(buffer)
 
-    loops = [
-        (seconds([begin, *computations, finish])[0], seconds([exchange, *computations])[0], seconds(computations)[0])
-        for _ in range(LOOPS)
-    ]
-    n = len(computations)
-    overlapped, serial, computing = (
-        median(loop[k] for loop in loops) * (n + extra) for k, extra in ((0, 2), (1, 1), (2, 0))
-    )
+    runs = [[begin, layers, finish], [exchange, layers], [layers]]
+    loops = [[seconds(run)[0] for run in runs] for _ in range(LOOPS)]
+    overlapped, serial, computing = (median(loop[k] for loop in loops) for k in range(3))
     return min(max((overlapped - computing) / max(serial - computing, 1e-9), 0.0), 1.0)

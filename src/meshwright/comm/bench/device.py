@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import distributed, nn
@@ -123,7 +123,8 @@ def cpu_cases(dtype: torch.dtype) -> Iterator[Case]:
         shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
         yield Case("attention", shape, 2, attention_call(dtype, batch, heads, seq, width))
     for tokens, width in MIXED:
-        yield Case("mixed", {"tokens": float(tokens), "width": float(width)}, CHAIN, mixed_call(dtype, tokens, width))
+        mixed = partial(mixed_call(dtype, tokens, width), unchanged)
+        yield Case("mixed", {"tokens": float(tokens), "width": float(width)}, CHAIN, mixed)
     for batch, heads, seq, width in TILES:
         tile = tile_call(dtype, batch, heads, seq, width)
         sizes = {"batch": float(batch), "heads": float(heads), "seq": float(seq), "width": float(width)}
@@ -202,14 +203,30 @@ def linear_call(dtype: torch.dtype, m: int, n: int, k: int, chain: int = CHAIN) 
     return run
 
 
-def mixed_call(dtype: torch.dtype, tokens: int, width: int, chain: int = CHAIN) -> Call:
+class Between(Protocol):
+    """What `mixed_call` does between two operations: in the forward of the given tensor, or in its backward."""
+
+    def __call__(self, x: torch.Tensor, in_backward: bool) -> torch.Tensor: ...
+
+
+def unchanged(x: torch.Tensor, in_backward: bool) -> torch.Tensor:
+    return x
+
+
+def mixed_call(
+    dtype: torch.dtype, tokens: int, width: int, chain: int = CHAIN, sequences: int = 1
+) -> Callable[[Between], None]:
     """Forward and backward of a chain in which no operation follows itself: each finds caches, and branches of the processor, that other
     operations have used, and weights that nothing has read since the last call. One round is
 
         norm · linear to 2·width · rotation of heads of 16 · residual · attention of heads of 16 · linear back · SiLU and product · residual
+
+    The call gets what happens before the first linear layer (in backward) and after the second (in forward), where tensor parallelism
+    communicates.
     """
-    x = torch.randn(1, tokens, width, dtype=dtype, requires_grad=True)
-    start = torch.randn(1, tokens, width, dtype=dtype)
+    shape = (sequences, tokens // sequences, width)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    start = torch.randn(shape, dtype=dtype)
     norms = [nn.RMSNorm(width, dtype=dtype) for _ in range(chain)]
     widen = [nn.Linear(width, 2 * width, bias=False, dtype=dtype) for _ in range(chain)]
     narrow = [nn.Linear(2 * width, width, bias=False, dtype=dtype) for _ in range(chain)]
@@ -217,13 +234,13 @@ def mixed_call(dtype: torch.dtype, tokens: int, width: int, chain: int = CHAIN) 
         layer.weight.grad = torch.zeros_like(layer.weight)
     rotate = _rotation(tokens, 2 * width, dtype)
 
-    def run() -> None:
+    def run(between: Between) -> None:
         y = x
         for norm, first, second in zip(norms, widen, narrow, strict=True):
-            z = first(norm(y))
+            z = first(between(norm(y), in_backward=True))
             heads = (rotate(z) + z).unflatten(-1, (-1, 16)).transpose(1, 2)
             mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-            back = second(mixed.transpose(1, 2).flatten(2))
+            back = between(second(mixed.transpose(1, 2).flatten(2)), in_backward=False)
             y = y + F.silu(back) * back
         y.backward(start)
 

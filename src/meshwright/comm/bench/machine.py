@@ -49,14 +49,16 @@ def calibrate_rank(context: Context) -> dict[str, Any]:
     report("timing operations")
     ranks = Synchronization(barrier=distributed.barrier, agree=mean)
     points = measure_device(context.device, ranks, budget_s=BUDGET_S, rank=context.rank)
-    collectives, overlap = [], 0.0
+    collectives, function, overlap = [], 0.0, 0.0
     if context.world > 1:
         report("timing collectives")
-        collectives = [x.as_dict() for x in measure_collectives(context.rank, context.world)]
+        added, function = measure_collectives(context.rank, context.world)
+        collectives = [x.as_dict() for x in added]
         overlap = measure_overlap()  # meaningless where ranks outnumber cores: `calibrate.machine` then assumes 1
     return {
         "operations": [p.as_dict() for p in points],
         "collectives": collectives,
+        "function_s": function,
         "overlap_cost": mean([overlap])[0],
         "busy_cores": Moment.read().busy_cores_since(start, context.world * mean([time.process_time() - own])[0]),
         "seconds": time.monotonic() - start.wall,
