@@ -54,9 +54,20 @@ def synthetic(factor: float = 1.0) -> list[DevicePoint]:
 def measurement(
     ranks: int = 4, cores: float = 2.0, busy: float = 0.0, wall: float = 1e-3, cpu: float = 3e-4
 ) -> MachineMeasurement:
+    """`wall` and `cpu`: seconds that a short collective of two ranks adds, on the clock and of a rank's threads."""
+    sharing = max(1.0, ranks / cores)
+    wait = wall - sharing * cpu
+
+    def computed(size: int, n: int) -> float:
+        return cpu * size / 2 + n * 3e-10
+
     added = [
         AddedTime(
-            operation=name, ranks=size, bytes=n, wall_s=wall * size / 2 + n * 1e-9, cpu_s=cpu * size / 2 + n * 3e-10
+            operation=name,
+            ranks=size,
+            bytes=n,
+            wall_s=sharing * computed(size, n) + wait * size / 2,
+            cpu_s=computed(size, n),
         )
         for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point")
         for size in sorted({2, ranks if name != "point-to-point" else 2})

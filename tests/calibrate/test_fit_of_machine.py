@@ -53,12 +53,55 @@ def test_what_a_call_takes_does_not_grow_with_the_ranks() -> None:
     added = []
     for ranks, size in ((2, 1024), (2, 2**20), (4, 1024), (4, 2**20)):
         terms = machine.formula_terms("all-reduce", ranks)
-        wall = 6e-4 + terms.alpha * 2e-5 + terms.beta * size * 1e-9
-        added.append({"operation": "all-reduce", "ranks": ranks, "bytes": size, "wall_s": wall, "cpu_s": 1e-6})
+        both = terms.alpha * 2e-5 + terms.beta * size * 1e-9  # seconds in which two ranks on a core compute
+        added.append(
+            {"operation": "all-reduce", "ranks": ranks, "bytes": size, "wall_s": 6e-4 + both, "cpu_s": both / 2}
+        )
     cluster = calibrated(measurement().but(collectives=added)).cluster
     factors = cluster.collectives.factor("all-reduce")
     assert factors.call == pytest.approx(6e-4, rel=1e-3)
     assert factors.latency * machine.ALPHA == pytest.approx(2e-5, rel=1e-3)
+
+
+def test_one_long_wait_does_not_change_the_others() -> None:
+    """The clock of one collective ran too long: the wait of a rank is the median over operations and sizes."""
+    plain = measurement()
+    first, *others = (x.as_dict() for x in plain.collectives)
+    disturbed = plain.but(collectives=[{**first, "wall_s": 10 * first["wall_s"]}, *others])
+    assert machine.waits(disturbed) == pytest.approx(machine.waits(plain))
+
+
+def test_each_elementwise_operation_has_its_own_factors() -> None:
+    """Norms that take three times as long as their operators and bytes say are predicted so; others as before."""
+    points = [p.but(median_s=3 * p.median_s, high_s=3 * p.median_s) if p.kind == "norm" else p for p in synthetic()]
+    fit = device_fit.fit_device(points)
+    names = ("launch", "byte", "exponential", "product_launch", "flop", "attention_launch", "attention_flop")
+    factors = {part: (fit.elementwise_launch[part], fit.elementwise[part]) for part in device_fit.PARTS}
+    single = device_fit.Single(*(getattr(fit, name) for name in names), factors)
+    for p in points:
+        if p.kind in device_fit.PARTS:
+            assert sum(sum(single.seconds(op)) for op in device_fit.lowered(p)) == pytest.approx(p.median_s, rel=0.15)
+    without = single._replace(factors={})
+    norm = next(p for p in points if p.kind == "norm")
+    assert sum(sum(without.seconds(op)) for op in device_fit.lowered(norm)) < 0.8 * norm.median_s
+
+
+def test_hooks_of_units_run_in_every_micro_batch() -> None:
+    """What fully_shard does around a unit that is gathered already counts once for each micro-batch."""
+    units = [
+        point(kind, {"units": 4.0}, t)
+        for kind, t in (("plain-units", 1e-3), ("held-units", 5e-3), ("sharded-units", 8e-3))
+    ]
+    fit = device_fit.fit_device([*synthetic(), *units])
+    assert fit.unit_hooks == pytest.approx(1e-3)
+    assert fit.unit_launch == pytest.approx(2.5e-4)
+    plan = {"replicate": 1, "tp": 1, "pp": 2, "shard": 2, "zero": 3, "schedule": "1f1b"}
+    machine_with = measurement().but(operations=[*(p.as_dict() for p in (*synthetic(), *units))])
+    config = calibrated(machine_with, **plan)
+    free = replace(config, stack=config.stack.but(unit_hooks=0.0))
+    batches = config.plan.microbatches(config.workload)
+    layers = config.model.layers // 2
+    assert seconds(config) - seconds(free) >= 0.9 * batches * layers * config.stack.unit_hooks
 
 
 def test_operations_in_mixed_order_raise_the_constants() -> None:

@@ -14,7 +14,7 @@ The fits go part by part, each with the constants of the part before, weighted b
     attention in tiles of torch operators       → tile_launch
     top-k                                       → selection
     different operations in one chain           → factors on all of these: caches hold what other operations left
-    optimizer; ZeRO units                       → update_launch, update_byte, unit_launch
+    optimizer; ZeRO units                       → update_launch, update_byte, unit_launch, unit_hooks
 
 An update has a separate rate: it works in place, while other operators allocate their results.
 """
@@ -57,6 +57,7 @@ class DeviceFit(NamedTuple):
     update_launch: float
     update_byte: float
     unit_launch: float
+    unit_hooks: float
     elementwise_launch: dict[str, float]  # factors on the host time of norm, activation, …
     elementwise: dict[str, float]  # factors on the seconds of their bytes and exponentials
     residuals: dict[str, float]  # by kind, the median of |fitted / measured − 1|
@@ -176,10 +177,11 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
         (tile,) = solve(("tile",), ("launches",), {"flops": flop, "bytes": byte, "exponentials": exponential})
     selections = [p.median_s / p.shape["elements"] for p in by_kind.get("top-k", [])]
     update, update_byte = solve(("optimizer",), ("launches", "bytes"), {})
-    unit = 0.0
+    unit = hooks = 0.0
     if "sharded-units" in by_kind:
-        with_units, without = (by_kind[kind][0] for kind in ("sharded-units", "plain-units"))
-        unit = max(with_units.median_s - without.median_s, 0.0) / (with_units.shape["units"] * UNIT_COLLECTIVES)
+        plain, held, exchanged = (by_kind[kind][0] for kind in ("plain-units", "held-units", "sharded-units"))
+        hooks = max(held.median_s - plain.median_s, 0.0) / held.shape["units"]
+        unit = max(exchanged.median_s - held.median_s, 0.0) / (exchanged.shape["units"] * UNIT_COLLECTIVES)
     return DeviceFit(
         launch * host,
         byte * device,
@@ -193,6 +195,7 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
         update,
         update_byte,
         unit,
+        hooks,
         {part: factors[part][0] for part in PARTS},
         {part: factors[part][1] for part in PARTS},
         residuals,

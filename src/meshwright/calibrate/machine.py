@@ -110,6 +110,7 @@ def stack(fit: DeviceFit, sharing: float, plain: Stack, source: str) -> Stack:
         elementwise_launch=fit.elementwise_launch,
         update_launch=fit.update_launch * sharing,
         unit_launch=fit.unit_launch * sharing,
+        unit_hooks=fit.unit_hooks * sharing,
         action=ACTION_LAUNCHES * fit.launch * sharing,
         step_overhead=STEP_LAUNCHES * fit.update_launch * sharing,
         source=source,

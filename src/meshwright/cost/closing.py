@@ -6,13 +6,12 @@ import numpy as np
 
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
-from meshwright.cost.phase import AXIS_OF, RankTime, unit_overlap
+from meshwright.cost.phase import AXIS_OF, RankTime, in_units, unit_overlap
 from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.describe.stack import Stack
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
-from meshwright.lower.gradients import sharded
 from meshwright.lower.op import Array, Op, StepProgram
 from meshwright.lower.stages import StageBlocks, rank_blocks
 from meshwright.lower.traffic import DATA_PARALLEL
@@ -83,11 +82,6 @@ def _compress_time(stack: Stack, device: Accelerator, op: Op) -> Array:
     """Seconds of compressing besides its memory traffic: selecting, and the host's launches where the host computes."""
     host = 0.0 if stack.asynchronous or op.axis else op.launches * (stack.update_launch or stack.launch)
     return host + op.selected_from * device.efficiency.selection
-
-
-def in_units(b: Batch, group: str) -> Array:
-    """Which plans of the batch shard the parameters of a group in units (`fully_shard`)."""
-    return sharded(b, group) & b.units
 
 
 def host_update_time(b: Batch, device: Accelerator, elements: Array) -> Array:

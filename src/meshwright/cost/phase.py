@@ -23,6 +23,8 @@ from meshwright.cost import compute
 from meshwright.cost.collective import Network
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.stack import Stack
+from meshwright.lower.batch import Batch
+from meshwright.lower.gradients import sharded
 from meshwright.lower.offload import TO_HOST
 from meshwright.lower.op import Array, Op, StepProgram
 from meshwright.lower.stages import StageBlocks
@@ -162,6 +164,18 @@ def launch_time(stack: Stack, op: Op) -> float:
         return stack.launch * stack.elementwise_launch.get(op.elementwise, 1.0)
     of_kind = {"gemm": stack.product_launch, "attention": stack.attention_launch, "tile": stack.tile_launch}
     return of_kind.get(op.kind, 0.0) or stack.launch
+
+
+def in_units(b: Batch, group: str) -> Array:
+    """Which plans of the batch shard the parameters of a group in units (`fully_shard`)."""
+    return sharded(b, group) & b.units
+
+
+def unit_hooks(b: Batch, phase: str) -> Array:
+    """Host seconds of the hooks around a block's forward or backward, which run also where nothing is gathered or reduced."""
+    if not b.stack.unit_hooks or phase not in ("F", "I"):
+        return 0.0
+    return np.where(in_units(b, "dense"), b.stack.unit_hooks / 2 / b.wrap, 0.0)
 
 
 def collective_launch(stack: Stack, op: Op) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.cost.closing import closing_time, fullest_rank, largest_sums
 from meshwright.cost.collective import Network
 from meshwright.cost.memory import memory
-from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, TIMED_AS, PhaseTime, RankTime, phase_time, rank_time
+from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, TIMED_AS, PhaseTime, RankTime, phase_time, rank_time, unit_hooks
 from meshwright.cost.pipeline import ramp
 from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
@@ -81,6 +81,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     for (block, phase), ops in program.blocks.items():
         main = times[block, latest[block]] if phase in SPLIT_ONLY else None
         times[block, phase] = phase_time(program, cluster, network, ops, main)
+        times[block, phase].host = times[block, phase].host + unit_hooks(b, phase)
         if TIMED_AS[phase] == "I":
             latest[block] = phase
     boundary_op = program.sync.get("boundary-F", [None])[0]

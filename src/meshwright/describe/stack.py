@@ -35,6 +35,9 @@ class Stack(Described):
     unit_launch: Seconds = Field(
         default=0.0, description="host time of one gather or reduction of a ZeRO unit; 0: collective_launch"
     )
+    unit_hooks: Seconds = Field(
+        default=0.0, description="host time of the hooks of a ZeRO unit in one forward and backward, gathered or not"
+    )
     elementwise_launch: dict[str, float] = Field(
         default_factory=dict,
         description="host time of a norm, activation, residual, rotation or loss over that of its launches; default 1",

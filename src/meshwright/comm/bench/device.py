@@ -26,7 +26,7 @@ from meshwright.comm.bench.timing import LEAST_SAMPLES, MOST_SAMPLES, Synchroniz
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 CHAIN = 4  # operations of one kind in a row
-UNIT_PARAMETERS = 6  # of a ZeRO unit; a transformer layer has 6 to 9
+UNIT_PARAMETERS = 9  # of a ZeRO unit: as many as a transformer layer with gated FFN and without biases
 SMALL, MIDDLE, LARGE = {"tokens": 4, "width": 16}, {"tokens": 128, "width": 64}, {"tokens": 512, "width": 256}
 PARTS = ("norm", "activation", "residual", "rotation", "loss")
 LINEARS = ((64, 32, 32), (64, 64, 64), (256, 64, 64), (256, 64, 192), (128, 64, 512), (512, 256, 256), (256, 512, 512))
@@ -333,18 +333,22 @@ def update_call(values: list[torch.Tensor], fused: bool | None = None) -> Call:
 
 
 def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """The gathers and reductions of ZeRO units, of a few parameters each."""
+    """ZeRO units of a few parameters each: with their gathers and reductions, with hooks alone, and the same modules without ZeRO."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     # A slice of a larger mesh, as with pipeline or tensor parallelism: torch compares meshes in every operator.
     mesh = init_device_mesh("cpu", (1, distributed.get_world_size()), mesh_dim_names=("stage", "shard"))["shard"]
-    units, plain = (nn.Sequential(*(small_unit(dtype) for _ in range(CHAIN))) for _ in range(2))
-    for unit in units:
-        fully_shard(unit, mesh=mesh)
+    units, held, plain = (nn.Sequential(*(small_unit(dtype) for _ in range(CHAIN))) for _ in range(3))
+    for sharded, reshard in ((units, True), (held, False)):
+        for unit in sharded:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(units, mesh=mesh)
+    kept = fully_shard(held, mesh=mesh, reshard_after_forward=False)
     x, start = torch.randn(1, 16, 16, dtype=dtype), torch.randn(1, 16, 16, dtype=dtype)
-    for kind, module in (("sharded-units", units), ("plain-units", plain)):
+    kept.set_reshard_after_backward(False)  # a micro-batch that neither gathers nor reduces
+    kept.set_requires_gradient_sync(False)
+    for kind, module in (("sharded-units", units), ("held-units", held), ("plain-units", plain)):
         yield Case(kind, {"units": CHAIN}, 1, partial(forward_backward, module, x, start))
 
 
