@@ -12,7 +12,7 @@ TOLERANCE = 0.005
 SMALL = {"lecture-mlp", "nano", "tiny", "mini", "tiny-gpt", "tiny-moe", "tiny-mla"}
 # Their makers tell the active count to two digits only, so 0.5% cannot be asked: ours must round or cut off to it.
 TWO_DIGITS = {
-    "deepseek-v2", "deepseek-v2-lite", "deepseek-v3.2", "kimi-k2", "qwen2-57b-a14b", "qwen3-30b-a3b", "qwen3-235b-a22b",
+    "deepseek-v2", "deepseek-v2-lite", "deepseek-v3.2", "deepseek-v4-flash", "kimi-k2", "qwen2-57b-a14b", "qwen3-30b-a3b", "qwen3-235b-a22b",
     "nemotron-3-nano", "nemotron-3-super", "nemotron-3-ultra", "jamba-1.5-mini", "jamba-1.5-large", "glm-4.5", "glm-4.5-air",
 }  # fmt: skip
 

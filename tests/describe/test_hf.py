@@ -142,6 +142,12 @@ ORACLE = {
     "bamba": [
         GROUPED | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24},
     ],
+    "deepseek_v4": [
+        {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 24,
+         "qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 20, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "hc_mult": 3,
+         "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+         "mlp_layer_types": ["moe"] * 3, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ],
     "mamba2": [MAMBA2_ALONE, MAMBA2_ALONE | TIED | {"use_conv_bias": False, "n_groups": 4}],
 }  # fmt: skip
 

@@ -34,7 +34,7 @@ def test_a_pattern_is_letters_or_words_and_repeats():
     assert layer_kinds("ME ME *-", 4) == ("linear-moe", "linear-moe", "dense", "linear-moe")
     assert PLAIN.but(pattern="*- *-").layer_kinds == PLAIN.layer_kinds
     assert PLAIN.but(pattern="*- *-").total == PLAIN.total
-    for bad in ("MX", "-M -M", "M* M*", "*EE *"):
+    for bad in ("MX", "-M -M", "M* M*", "*EE *", "  "):
         with pytest.raises(MeshwrightError, match="MW-MODEL-010"):
             layer_kinds(bad, 4)
 
@@ -45,7 +45,8 @@ def test_a_pattern_is_letters_or_words_and_repeats():
         {"pattern": "M-"}, {"pattern": "*E *-"}, {"linear": MAMBA}, {"pattern": "*- *-", "linear": MAMBA},
         {"pattern": "*E *-", "experts": 4, "top_k": 1, "expert_ffn": 32, "moe_every": 2}, {"index_heads": 4}, {"expert_hidden": 16},
         {"pattern": "M-", "linear": MAMBA.but(groups=3)}, {"pattern": "M-", "linear": {"kind": "mamba2", "heads": 4}},
-        {"index_heads": 4, "index_dim": 16, "index_top_k": 8, "window": 16},
+        {"index_heads": 4, "index_dim": 16, "index_top_k": 8, "window": 16}, {"pattern": "W-"}, {"attention": "compressed"},
+        {"attention": "compressed", "q_rank": 8, "head_dim": 8, "window": 4, "compressed": {"out_groups": 2, "out_rank": 4}, "pattern": "S-"},
     ],
 )  # fmt: skip
 def test_fields_that_contradict_the_pattern_are_refused(changes):
@@ -94,6 +95,19 @@ def test_linear_mixers_cost_the_same_at_any_length_and_sparse_attention_its_sele
     assert sparse.attended(65536) == pytest.approx(2048, rel=0.02)
     assert sparse.flops(131072)["attention-core"] < 0.5 * dense.flops(131072)["attention-core"]
     assert sparse.attended(1024) == dense.attended(1024)
+
+
+def test_compressed_attention_sees_its_window_and_what_it_compresses():
+    model, seq = load("models", "deepseek-v4-flash"), 65536
+    seen = {
+        kind: model.positions_of(model.blocks[f"{kind}-moe"].attention, seq)
+        for kind in ("window", "selected", "compressed")
+    }
+    near = 128 - 128**2 / (2 * seq)
+    selected = (2048 - 2048**2 / (2 * seq)) / 4
+    assert seen["window"] == pytest.approx((near, 0.0))
+    assert seen["selected"] == pytest.approx((near + selected, seq / 2 / 4))
+    assert seen["compressed"] == pytest.approx((near + seq / 2 / 128, seq / 2 / 128))
 
 
 def test_latent_experts_are_always_active_outside_the_latent():

@@ -131,6 +131,9 @@ def test_an_offered_fix_is_legal(case) -> None:
 
 LLAMA, MIXTRAL, MLP, COUNTS, _, LEARNED, ODD = MODELS
 PLAIN_MOE = ODD.but(shared_experts=0)
+COMPRESSED = LLAMA.but(
+    attention="compressed", q_rank=16, head_dim=16, kv_heads=1, window=8, compressed={"out_groups": 4, "out_rank": 8}, pattern="W-W-",
+)  # fmt: skip
 LINEAR = LLAMA.but(pattern="M-M*-", linear={"kind": "mamba2", "heads": 4, "head_dim": 16, "groups": 4, "state": 16})
 # The plan, model, workload and devices with which each rule is the first to break.
 EXAMPLES = {
@@ -152,6 +155,7 @@ EXAMPLES = {
     "TensorFitsKvHeads": ({"tp": 2, "replicate": 4}, LEARNED, {}),
     "LocalSgdNeedsDenseModel": ({"replicate": 8, "average_every": 4}, PLAIN_MOE, {}),
     "TensorDividesFfn": ({"tp": 2, "replicate": 4}, ODD, {}),
+    "TensorDividesOutputGroups": ({"tp": 8}, COMPRESSED, {}),
     "TensorDividesLinear": ({"tp": 8}, LINEAR, {}),
     "ContextDividesLinear": ({"cp": 8}, LINEAR, {}),
     "SequenceParallelDividesSequence": ({"tp": 8, "sp": True}, LLAMA, {"seq": 100}),

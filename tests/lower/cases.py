@@ -10,6 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from meshwright.describe import catalog
+from meshwright.describe.compressed import CompressedOptions
 from meshwright.describe.linear import LinearOptions
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -56,7 +57,31 @@ HYBRID = Model(
     expert_hidden=128,
     shared_experts=1,
 )
-MODELS = {"gpt": GPT, "gqa": GQA, "moe": MOE, "mla": MLA, "mlp": MLP, "hybrid": HYBRID}
+# The three kinds of compressed attention, and two residual streams.
+COMPRESSED = Model(
+    name="compressed",
+    attention="compressed",
+    hidden=256,
+    layers=8,
+    heads=8,
+    kv_heads=1,
+    head_dim=32,
+    q_rank=64,
+    window=16,
+    compressed=CompressedOptions(ratio=4, far_ratio=64, out_groups=8, out_rank=16),
+    index_heads=4,
+    index_dim=16,
+    index_top_k=32,
+    streams=2,
+    sinks=True,
+    pattern="W- SE CE S-",
+    ffn=704,
+    experts=8,
+    top_k=2,
+    expert_ffn=352,
+    vocab=4096,
+)
+MODELS = {"gpt": GPT, "gqa": GQA, "moe": MOE, "mla": MLA, "mlp": MLP, "hybrid": HYBRID, "compressed": COMPRESSED}
 STORED = Stack(name="stored", attention="stored")
 WORK = Workload(batch=64, seq=512)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lower.cases import COUNTS, GPT, GQA, MLA, MLP, MODELS, MOE, STORED, WORK, flops, lowered, one, plans
+from lower.cases import COUNTS, GPT, GQA, MLA, MODELS, MOE, STORED, WORK, flops, lowered, one, plans
 from meshwright.cost.memory import elements
 from meshwright.describe import catalog
 from meshwright.describe.stack import Stack
@@ -71,7 +71,7 @@ def test_attention_core_has_two_products_forward_and_five_backward(model):
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(NAMES))
 def test_splitting_preserves_the_total_flops(data, name):
-    """The tp · cp · dp shares of a micro-batch sum to its total, except operations that every tp rank repeats (MLA's latents)."""
+    """The tp · cp · dp shares of a micro-batch sum to its total, except operations that every tp rank repeats (latents)."""
     model = MODELS[name]
     plan = data.draw(plans(model))
     program = step_program(model, plan, WORK)
@@ -79,11 +79,11 @@ def test_splitting_preserves_the_total_flops(data, name):
     whole = total_flops(program, "FIW") * plan.tp * plan.cp
     expected = 3 * tokens * products(model, WORK.seq)
     assert whole >= expected * (1 - 1e-9)
-    if model.attention != "mla" or plan.tp == 1 or plan.sp:
+    if model.attention == "gqa" or plan.tp == 1 or plan.sp:
         assert whole == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("model", [GPT, GQA, MOE, MLA, MLP], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", MODELS.values(), ids=lambda m: m.name)
 @pytest.mark.parametrize("attention", ["flash", "stored"])
 def test_saved_bytes_of_one_rank_equal_those_of_the_model(model, attention):
     program = lowered(model, stack=Stack(attention=attention))

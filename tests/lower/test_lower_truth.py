@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lower.cases import GPT, GQA, HYBRID, MLA, MLP, MOE, plans
+from lower.cases import COMPRESSED, GPT, GQA, HYBRID, MLA, MLP, MOE, plans
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -34,6 +34,7 @@ MODELS = {
     "mla": MLA,
     "mlp": MLP,
     "hybrid": HYBRID,
+    "compressed": COMPRESSED,
 }
 SMALL = 1e5  # a bucket: many a stage
 LOSSY = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")

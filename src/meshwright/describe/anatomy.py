@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
+from meshwright.describe.compressed import compressed_part
 from meshwright.describe.linear import linear_part
 from meshwright.describe.shape import ModelShape
 from meshwright.describe.tensors import AttentionCore, Block, Linear, Saved, Vector, joined
@@ -153,8 +154,10 @@ def layer_block(m: ModelShape, kind: str) -> Block:
         layer = Linear("linear", "ffn", m.hidden, m.hidden, "column", m.ffn_bias)
         return Block("dense", (layer,), (), (Saved("activation-in", "ffn", m.hidden, "tensor"),))
     mixer, channel = m.parts_of(kind)
-    parts = [MIXERS[mixer](m)] if mixer else []
+    parts = [mixer_part(m, mixer)] if mixer else []
     parts += [CHANNELS[channel](m)] if channel else []
+    if m.streams > 1:
+        parts += [stream_part(m, name) for name, part in (("streams-1", mixer), ("streams-2", channel)) if part]
     names = layer_norms(m, kind)
     norms = Block(
         kind, (), tuple(norm(m, name) for name in names), tuple(s for name in names for s in norm_saved(m, name))
@@ -167,6 +170,24 @@ def layer_norms(m: ModelShape, kind: str) -> tuple[str, ...]:
     names = ("norm-1", "norm-2", "norm-3", "norm-4")[: m.norms_per_layer]
     mixer, channel = m.parts_of(kind)
     return names if mixer and channel else names[::2] if mixer else names[1::2]
+
+
+def mixer_part(m: ModelShape, mixer: str) -> Block:
+    if mixer == "linear":
+        return linear_part(m.linear, m.hidden)
+    if m.attention == "compressed":
+        index = m.index_heads, m.index_dim, m.index_top_k
+        return compressed_part(m.compressed, mixer, m.hidden, m.heads, m.head_width, m.q_rank, m.window, index)
+    return attention_part(m)
+
+
+def stream_part(m: ModelShape, name: str) -> Block:
+    """The weights with which a part reads from the residual streams, writes to them and mixes them (hyper-connections): n reading, n writing and
+    n² mixing weights for each token, from one product with all streams, with a base for each and three scales."""
+    weights = (2 + m.streams) * m.streams
+    product = Linear(name, "norm", m.residual_width, weights, "between", saves_input=False)
+    saved = Saved(f"{name}-in", "norm", m.residual_width, "sequence")
+    return Block("", (product,), (Vector(f"{name}-base", "norm", weights + 3),), (saved,))
 
 
 def attention_part(m: ModelShape) -> Block:
@@ -209,10 +230,6 @@ def experts_part(m: ModelShape) -> Block:
     return Block("", tuple(linears), tuple(vectors), tuple(saved))
 
 
-MIXERS: dict[str, Callable[[ModelShape], Block]] = {
-    "attention": attention_part,
-    "linear": lambda m: linear_part(m.linear, m.hidden),
-}
 CHANNELS: dict[str, Callable[[ModelShape], Block]] = {"ffn": ffn_part, "experts": experts_part}
 
 
@@ -232,9 +249,13 @@ def head_block(m: ModelShape) -> Block:
         return Block("head", ())
     project = Linear("head", "head", m.hidden, m.padded_vocab, "logits", copies=0 if m.tied else 1)
     vectors = [norm(m, "final-norm")] if m.final_norm else []
+    streams: tuple[Linear, ...] = ()
+    if m.streams > 1:  # the streams become one with a weight for each
+        streams = (Linear("streams-out", "norm", m.residual_width, m.streams, "between"),)
+        vectors.append(Vector("streams-out-base", "norm", m.streams + 1))
     # The loss needs the logits in fp32 and keeps their softmax for backward.
     saved = [*norm_saved(m, "final-norm"), Saved("logits", "head", m.padded_vocab, "tensor", 4)]
-    return Block("head", (project,), tuple(vectors), tuple(saved))
+    return Block("head", (project, *streams), tuple(vectors), tuple(saved))
 
 
 def mtp_block(m: ModelShape) -> Block:

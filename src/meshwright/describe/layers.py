@@ -14,8 +14,11 @@ both in every layer; hybrid models (Nemotron-H) give each layer only one of them
     experts                          experts          E
 
 A *linear* mixer has a state of fixed size instead of keys and values of all positions: Mamba, gated delta rule, lightning attention
-(`describe.linear`). `pattern` writes the kinds with the letters that Megatron and Nemotron use. Without spaces every letter is a layer
-("M-M*-"); with spaces every word is one ("ME ME ME *E"). A pattern shorter than the model is repeated.
+(`describe.linear`). Models with compressed attention (`describe.compressed`, DeepSeek-V4) have three more mixers: `window` (W) sees the
+nearest positions, `selected` (S) also some of the compressed ones, `compressed` (C) also all of the strongly compressed ones.
+
+`pattern` writes the kinds with the letters that Megatron and Nemotron use. Without spaces every letter is a layer ("M-M*-"); with spaces every
+word is one ("ME ME ME *E"). A pattern shorter than the model is repeated.
 """
 
 from __future__ import annotations
@@ -33,24 +36,31 @@ class LayerKind(NamedTuple):
     channel: str
 
 
+MIXERS = {"*": "attention", "M": "linear", "W": "window", "S": "selected", "C": "compressed"}
+CHANNELS = {"-": "ffn", "E": "experts"}
+ATTENTION = ("attention", "window", "selected", "compressed")  # mixers with softmax attention
+SUFFIXES = {"ffn": "-dense", "experts": "-moe", "": ""}
 KINDS = {
     "dense": LayerKind("attention", "ffn"),
     "moe": LayerKind("attention", "experts"),
     "attention": LayerKind("attention", ""),
-    "linear": LayerKind("linear", ""),
-    "linear-dense": LayerKind("linear", "ffn"),
-    "linear-moe": LayerKind("linear", "experts"),
+    **{
+        f"{mixer}{suffix}": LayerKind(mixer, channel)
+        for mixer in MIXERS.values()
+        if mixer != "attention"
+        for channel, suffix in SUFFIXES.items()
+    },
     "ffn": LayerKind("", "ffn"),
     "experts": LayerKind("", "experts"),
 }
-MIXERS = {"*": "attention", "M": "linear"}
-CHANNELS = {"-": "ffn", "E": "experts"}
 NAMES = {parts: name for name, parts in KINDS.items()}
 
 
 def layer_kinds(pattern: str, layers: int) -> tuple[str, ...]:
     """The kinds of `layers` layers in a repeated pattern."""
     words = pattern.split() if " " in pattern.strip() else list(pattern.strip())
+    if not words:
+        raise MeshwrightError("MW-MODEL-010", "pattern has no layer", valid=[*MIXERS, *CHANNELS])
     return tuple(islice(cycle([_kind(word, pattern) for word in words]), layers))
 
 
@@ -60,7 +70,7 @@ def _kind(word: str, pattern: str) -> str:
         raise MeshwrightError(
             "MW-MODEL-010",
             f"{word!r} in pattern {pattern[:60]!r} is not a layer",
-            why="A layer is a mixer (* attention, M linear), a channel part (- FFN, E experts), or a mixer followed by a channel part",
-            valid=["*", "M", "-", "E", "*-", "*E", "M-", "ME"],
+            why="A layer is a mixer, a channel part (- FFN, E experts), or a mixer followed by a channel part",
+            valid=[*MIXERS, *CHANNELS, *(mixer + channel for mixer in MIXERS for channel in CHANNELS)],
         )
     return NAMES[LayerKind(MIXERS.get(word[0], ""), CHANNELS.get(word[-1], ""))]

@@ -18,6 +18,7 @@ import numpy as np
 from meshwright.describe import anatomy
 from meshwright.describe.shape import ModelShape, Published
 from meshwright.describe.shape_checks import MOST_LAYERS
+from meshwright.describe.tensors import AttentionCore
 
 __all__ = ["MOST_LAYERS", "Model", "Published"]
 
@@ -35,10 +36,21 @@ class Model(ModelShape):
         width = self.index_top_k or self.window
         if not width or width >= seq:
             return full
-        # Token t sees min(t, w): the average over s is w − w²/2s.
-        near = width - width**2 / (2 * seq) if self.causal and halve_causal else float(width)
+        near = _seen(width, seq, self.causal and halve_causal)
         seeing_all = 0.0 if self.index_top_k else self.full_count / max(self.attention_count, 1)
         return full * seeing_all + near * (1 - seeing_all)
+
+    def positions_of(self, core: AttentionCore, seq: float, halve_causal: bool = True) -> tuple[float, float]:
+        """Mean positions that a token attends to in a layer with this core, and those from which an indexer selects them."""
+        candidates = self.candidates(seq, halve_causal)
+        if not core.window:
+            return self.attended(seq, halve_causal), candidates
+        halves = self.causal and halve_causal
+        seen = _seen(core.window, seq, halves)
+        if not core.ratio:
+            return seen, 0.0
+        far = _seen(core.selected * core.ratio, seq, halves) if core.selected else candidates
+        return seen + far / core.ratio, candidates / core.ratio
 
     def candidates(self, seq: float, halve_causal: bool = True) -> float:
         """Mean positions that a token may attend to: those before it in a causal model."""
@@ -85,12 +97,11 @@ class Model(ModelShape):
         if self.kind == "counts":
             return {"all": self.given_flops}
         out: dict[str, float] = {}
-        positions = self.attended(seq, halve_causal)
         for times, block in self._over_blocks():
             for linear in block.linears:
                 out[linear.part] = out.get(linear.part, 0.0) + times * linear.flops
             if block.attention:
-                core = block.attention.flops(positions, self.candidates(seq, halve_causal))
+                core = block.attention.flops(*self.positions_of(block.attention, seq, halve_causal))
                 out["attention-core"] = out.get("attention-core", 0.0) + times * core
             if block.linear:
                 out["linear-core"] = out.get("linear-core", 0.0) + times * block.linear.flops
@@ -127,7 +138,7 @@ class Model(ModelShape):
         if self.kind == "mlp":
             return f"{self.layers} square layers of {self.hidden}"
         text = f"{self.layers} layers{self._describe_kinds()}, hidden {self.hidden}"
-        if self.has_part("attention"):
+        if self.has_attention_layers:
             text += f", {self.heads} heads"
             if self.attention == "mla":
                 text += f" (MLA, latent {self.kv_rank})"
@@ -153,3 +164,9 @@ class Model(ModelShape):
 
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, **super().as_dict()}
+
+
+def _seen(width: float, seq: float, causal: bool) -> float:
+    """Mean positions in a window of `width`. Token t of a causal sequence sees min(t, w): the average over s is w − w²/2s."""
+    width = min(width, seq)
+    return width - width**2 / (2 * seq) if causal else float(width)

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from meshwright.describe import layers as layer_patterns
 from meshwright.describe import shape_checks
 from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
+from meshwright.describe.compressed import CompressedOptions
 from meshwright.describe.linear import LinearOptions
 from meshwright.describe.rope import RopeOptions
 from meshwright.describe.router import RouterOptions
@@ -102,7 +103,7 @@ class ModelShape(Described):
     attention_scale_by_layer: bool = Field(
         default=False, description="scores of layer i, counted from 0, are also divided by i + 1 (GPT-2)"
     )
-    attention: Literal["gqa", "mla"] = "gqa"
+    attention: Literal["gqa", "mla", "compressed"] = "gqa"
     q_rank: Whole = 0
     kv_rank: Whole = 0
     rope_dim: Whole = Field(
@@ -120,10 +121,14 @@ class ModelShape(Described):
     index_top_k: Whole = Field(default=0, description="sparse attention: positions that each query attends to")
     pattern: str = Field(
         default="",
-        description="kinds of the layers, repeated: * attention, M linear mixer, - FFN, E experts; every letter is a "
+        description="kinds of the layers, repeated: * attention, M linear mixer, W, S, C compressed attention, - FFN, E experts; every letter is a "
         'layer ("M-M*-"), with spaces every word ("ME ME *E"); default: attention with FFN or experts in every layer',
     )
     linear: LinearOptions = LinearOptions()
+    compressed: CompressedOptions = CompressedOptions()
+    streams: Size = Field(
+        default=1, description="residual streams that layers read and write with learned weights (hyper-connections)"
+    )
     mtp_layers: Whole = Field(
         default=0, description="multi-token prediction: modules of one layer and a second loss after the last layer"
     )
@@ -262,7 +267,16 @@ class ModelShape(Described):
         return sum(map(self.has_attention, range(self.layers)))
 
     def has_attention(self, layer: int) -> bool:
-        return layer_patterns.KINDS[self.layer_kinds[layer]].mixer == "attention"
+        return layer_patterns.KINDS[self.layer_kinds[layer]].mixer in layer_patterns.ATTENTION
+
+    @cached_property
+    def has_attention_layers(self) -> bool:
+        return any(self.parts_of(kind).mixer in layer_patterns.ATTENTION for kind in self.kinds)
+
+    @property
+    def residual_width(self) -> int:
+        """Width of all residual streams: what passes between layers and stages."""
+        return self.streams * self.hidden
 
     def layer_count(self, kind: str) -> int:
         return self.layer_kinds.count(kind)

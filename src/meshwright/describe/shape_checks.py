@@ -123,10 +123,25 @@ def _check_pattern(m: Shape) -> None:
             why="The pattern already says which layers have experts",
             fix="--set model.dense_layers=0 --set model.moe_every=1",
         )
-    for part, present, field in (("experts", m.experts, "experts"), ("linear", m.linear.kind, "linear.kind")):
+    compressed, o = m.attention == "compressed", m.compressed
+    near = compressed and m.q_rank and m.head_dim and m.window and o.out_groups and o.out_rank
+    if compressed and not (near and m.pattern and not m.has_part("attention")):
+        raise MeshwrightError(
+            "MW-MODEL-004",
+            "attention=compressed needs q_rank, head_dim, window, compressed.out_groups and out_rank, and a pattern of W, S and C layers",
+        )
+    if compressed and (m.heads * m.head_dim) % o.out_groups:
+        raise MeshwrightError("MW-MODEL-004", f"{o.out_groups} groups do not divide {m.heads} heads × {m.head_dim}")
+    for part, present, field in (
+        ("experts", m.experts, "experts"),
+        ("linear", m.linear.kind, "linear.kind"),
+        ("window", compressed, "attention=compressed"),
+        ("selected", compressed and o.ratio and m.index_heads, "compressed.ratio and index_heads"),
+        ("compressed", compressed and o.far_ratio, "compressed.far_ratio"),
+    ):
         if m.has_part(part) and not present:
             raise MeshwrightError("MW-MODEL-010", f"pattern {m.pattern[:60]!r} needs model.{field}")
-        if present and not m.has_part(part) and (m.pattern or part == "linear"):
+        if present and not m.has_part(part) and ((m.pattern and part == "experts") or part == "linear"):
             raise MeshwrightError("MW-MODEL-010", f"model.{field} is set, but no layer of the pattern has it")
     if m.linear.kind:
         m.linear.check()
@@ -139,5 +154,5 @@ def _check_sparse_attention(m: Shape) -> None:
     sizes = (m.index_heads, m.index_dim, m.index_top_k)
     if any(sizes) and not all(sizes):
         raise MeshwrightError("MW-MODEL-010", "sparse attention needs index_heads, index_dim and index_top_k above 0")
-    if m.index_heads and m.window:
+    if m.index_heads and m.window and m.attention != "compressed":
         raise MeshwrightError("MW-MODEL-010", "sparse attention with a window", fix="--set model.window=0")

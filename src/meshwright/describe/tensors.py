@@ -71,6 +71,9 @@ class AttentionCore:
     qk: int
     v: int
     index: int = 0
+    window: int = 0  # compressed attention: positions seen as they are
+    ratio: int = 0  # compressed attention: positions that become one
+    selected: int = 0  # compressed attention: compressed positions that the indexer selects; 0: all
 
     def flops(self, positions: float, candidates: float = 0.0) -> float:
         """Forward, per token that attends to `positions` others out of `candidates`: QKᵀ and PV, and the indexer's scores."""

@@ -8,7 +8,7 @@ their maximum and sum over the ranks. The logits are the largest tensor of many 
 from __future__ import annotations
 
 from meshwright.lower.layer import LayerLowering
-from meshwright.lower.layer_kinds import CHANNELS, MIXERS
+from meshwright.lower.layer_kinds import parts
 from meshwright.lower.op import Op
 
 SPLIT_LOSS_LAUNCHES = (
@@ -43,6 +43,10 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
         return low.phases
     if not m.vocab:
         return low.phases
+    if m.streams > 1:
+        low.gemm("streams-out", "norm", low.row_tokens, m.streams, m.residual_width)
+        low.memory("F", "join-streams", "norm", low.row_tokens * m.residual_width * low.element, 1 + 1 / m.streams, 2)
+        low.memory("I", "join-streams-grad", "norm", low.row_tokens * m.residual_width * low.element, 2, 2)
     low.norm("final-norm")
     low.enter_columns("head", m.hidden)
     low.gemm("logits", "head", b.tokens, m.padded_vocab / b.tp, m.hidden, dtype=low.wide)
@@ -72,9 +76,7 @@ def multi_token_prediction(low: LayerLowering) -> dict[str, list[Op]]:
     low.gemm("mtp-join", "mtp", b.tokens, m.hidden / b.tp, 2 * m.hidden)
     low.collective("F", "mtp-out", "mtp", "all_gather", "tp", low.message(m.hidden), low.with_tp * ~b.sp)
     low.collective("F", "mtp-out", "mtp", "all_to_all", "tp", low.message(m.hidden), low.with_sp)
-    mixer, channel = m.parts_of("mtp")
-    MIXERS[mixer](low)
-    CHANNELS[channel](low)
+    parts(low)
     low.shared_scales()
     head(low)
     low.phases["R"] = []

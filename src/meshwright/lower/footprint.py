@@ -179,7 +179,7 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
             add("operators", np.where(selective, _saved_outputs(b, block, element), 0.0))
         full = b.recompute == 2
         out = {part: np.where(full, 0.0, size) for part, size in out.items()}
-        add("input", np.where(full, b.tokens * b.model.hidden * element / b.seq_split, 0.0))
+        add("input", np.where(full, b.tokens * b.model.residual_width * element / b.seq_split, 0.0))
     return out
 
 

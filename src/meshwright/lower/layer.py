@@ -177,7 +177,10 @@ class LayerLowering:
         self.memory("I", f"{name}-grad", "norm", size, 4 if fused else 10, 2 if fused else 8, elementwise="norm")
 
     def residual(self, name: str) -> None:
-        """Bias, dropout and the residual addition."""
+        """Bias, dropout and the residual addition; with several residual streams also their mixing."""
+        if self.m.streams > 1:
+            self.streams(name)
+            return
         size = self.row_tokens * self.m.hidden * self.element
         fused = "bias-dropout" in self.fused
         extra = 0 if fused else int(self.m.dropout) * 2 + int(self.m.out_bias or self.m.ffn_bias)
@@ -185,6 +188,14 @@ class LayerLowering:
         self.memory("F", name, "norm", size, 3 + more, 1 + extra, elementwise="residual")
         self.memory("I", f"{name}-grad", "norm", size, 2 + more, 1 + extra, elementwise="residual")
         self.drop(name, "norm", size, "I")
+
+    def streams(self, name: str) -> None:
+        """Hyper-connections around a part: all n streams are read for the weights and again for the part's input; its output is written to all
+        of them, which are mixed. Backward reads and writes both twice."""
+        m, size = self.m, self.row_tokens * self.m.residual_width * self.element
+        self.gemm(f"{name}-weights", "norm", self.row_tokens, (2 + m.streams) * m.streams, m.residual_width)
+        self.memory("F", name, "norm", size, 4 + 2 / m.streams, 4)
+        self.memory("I", f"{name}-grad", "norm", size, 8 + 4 / m.streams, 8)
 
     def drop(self, name: str, part: str, size: Array, backward: str) -> None:
         """Add the pass of a dropout whose mask is computed."""
@@ -260,7 +271,7 @@ class LayerLowering:
         core = self.block.attention
         assert core is not None
         seq = float(b.workload.seq)
-        positions = m.attended(seq) if b.stack.attention != "stored" else m.attended(seq, halve_causal=False)
+        positions, _ = m.positions_of(core, seq, b.stack.attention != "stored")
         if attention_dropout.is_tiled(b):
             for phase, ops in attention_dropout.core_ops(b, core, heads, positions).items():
                 self.phases[phase] += ops

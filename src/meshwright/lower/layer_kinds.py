@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meshwright.lower.compressed_attention import compressed_attention
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.linear import linear_mixer
 from meshwright.lower.moe import experts
@@ -14,14 +15,22 @@ def layer(low: LayerLowering) -> dict[str, list[Op]]:
     """The operations of one layer, by phase."""
     if low.m.kind == "mlp":
         return low.square()
+    last = parts(low)
+    low.shared_scales()
+    low.recomputed(last)
+    return low.phases
+
+
+def parts(low: LayerLowering) -> str:
+    """Add the mixer and the channel part of a layer; return the name of its last exchange."""
     mixer, channel = low.m.parts_of(low.block.kind)
-    if mixer:
-        MIXERS[mixer](low)
+    if mixer == "linear":
+        linear_mixer(low)
+    elif mixer:
+        compressed_attention(low) if low.m.attention == "compressed" else low.attention()
     if channel:
         CHANNELS[channel](low)
-    low.shared_scales()
-    low.recomputed(f"{channel or mixer}-out")
-    return low.phases
+    return f"{channel or ('linear' if mixer == 'linear' else 'attention')}-out"
 
 
 def feed_forward(low: LayerLowering) -> None:
@@ -33,5 +42,4 @@ def feed_forward(low: LayerLowering) -> None:
     low.residual("ffn-residual")
 
 
-MIXERS: dict[str, Callable[[LayerLowering], None]] = {"attention": LayerLowering.attention, "linear": linear_mixer}
 CHANNELS: dict[str, Callable[[LayerLowering], None]] = {"ffn": feed_forward, "experts": experts}

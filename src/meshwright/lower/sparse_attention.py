@@ -24,19 +24,20 @@ def select_positions(low: Lowering, core: AttentionCore) -> None:
     for linear in low.block.linears:
         if linear.name.startswith("index_"):
             low.gemm(linear.name, "attention", low.row_tokens, linear.d_out, linear.d_in)
-    keys = b.tokens * b.cp * m.index_dim * low.element
+    keys = b.tokens * b.cp * m.index_dim * low.element / max(core.ratio, 1)
     low.collective("F", "gather-index-keys", "attention", "all_gather", "cp", keys, (b.cp > 1) * 1.0)
     low.collective("I", "scatter-index-grad", "attention", "reduce_scatter", "cp", keys, (b.cp > 1) * 1.0)
     # Each tensor-parallel rank scores a share of the queries and gathers the positions that the others selected.
     seq, own = float(b.workload.seq), b.tokens / b.tp
-    candidates = m.candidates(seq)
+    attended, candidates = m.positions_of(core, seq)
     scores = own * candidates * SCORE_BYTES
-    shape = (b.microbatch * m.index_heads, seq / b.cp / b.tp, seq, float(m.index_dim))
+    shape = (b.microbatch * m.index_heads, seq / b.cp / b.tp, seq / max(core.ratio, 1), float(m.index_dim))
     flops = 2.0 * own * core.index * candidates
     low.phases["F"].append(Op("index-scores", "attention", "attention", 1.0, flops, scores, shape, low.wide))
     low.phases["F"].append(Op("index-select", "attention", "memory", 1.0, bytes=3 * scores, launches=2.0))
     selected = b.tokens * m.index_top_k * SCORE_BYTES
     low.collective("F", "gather-selected", "attention", "all_gather", "tp", selected, low.with_tp)
-    learned = 2.0 * flops * m.attended(seq) / candidates
-    moved = 4 * own * m.attended(seq) * SCORE_BYTES
+    chosen = min(attended, candidates)
+    learned = 2.0 * flops * chosen / candidates
+    moved = 4 * own * chosen * SCORE_BYTES
     low.phases["I"].append(Op("index-scores-grad", "attention", "attention", 1.0, learned, moved, shape, low.wide))

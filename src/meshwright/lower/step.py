@@ -118,7 +118,7 @@ def _share_of_unit(program: StepProgram, kind: str, load: gradients.Load) -> Arr
 def _add_boundary(program: StepProgram, element: float) -> None:
     """Add the messages between stages. They belong to no block: a stage sends once, for any number of layers."""
     batch = program.batch
-    n = batch.tokens * batch.model.hidden * element / batch.seq_split
+    n = batch.tokens * batch.model.residual_width * element / batch.seq_split
     on = (batch.pp > 1) * 1.0
     for phase in ("F", "I"):
         program.sync[f"boundary-{phase}"] = [

@@ -28,6 +28,9 @@ WORDS = {
     "recompute": "recompute",
     "ffn": "FFN",
     "head": "head and loss",
+    "linear": "linear mixers",
+    "latent": "latent projections",
+    "mtp": "multi-token prediction",
 }
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "acts", "working": "work"}
 KIND = {

@@ -18,7 +18,7 @@ EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilo
 # Defaults of the configuration classes, where they differ from that of a Model, 1e-5.
 EPSILON = dict.fromkeys(
     ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-     "gemma", "gemma2", "qwen3_next", "jamba",
+     "gemma", "gemma2", "qwen3_next", "jamba", "deepseek_v4",
      "gemma3_text", "granite", "smollm3"), 1e-6,
 )  # fmt: skip
 # A key that changes the mathematics unless it has this value, and what it does.

@@ -6,6 +6,7 @@
     minimax                `layer_types`, or `attn_type_list` with 1 for attention; experts in all layers
     bamba                  `attn_layer_indices`; an FFN in all layers
     mamba2                 linear mixers alone
+    deepseek_v4            `layer_types`, or `compress_ratios`: 0 for a window, 4 for selected and 128 for strongly compressed positions
 
 Each becomes a `pattern` of the Model (`describe.layers`).
 """
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.describe.hf.config import Config, shown
-from meshwright.describe.hf.parts import attention_bias, decoder, plain_activation, predicted_tokens
+from meshwright.describe.hf.parts import attention_bias, decoder, gated_activation, plain_activation, predicted_tokens
 from meshwright.describe.hf.router import deepseek_router, softmax_router
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.errors import MeshwrightError
@@ -34,6 +35,7 @@ EXPERT_KEYS = (
     "moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group", "topk_group", "n_routed_experts", "n_shared_experts",
     "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "moe_latent_size", "moe_shared_expert_overlap",
 )  # fmt: skip
+COMPRESSED = {"sliding_attention": "W", "compressed_sparse_attention": "S", "heavily_compressed_attention": "C"}
 LETTERS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
 }  # fmt: skip
@@ -232,6 +234,78 @@ def mamba2(c: Config) -> dict[str, Any]:
     }
 
 
+def deepseek_v4(c: Config) -> dict[str, Any]:
+    """Compressed attention in three kinds of layers, several residual streams, experts in all layers."""
+    layers, rates = c.number("num_hidden_layers", 43, most=MOST_LAYERS), c.get("compress_rates")
+    near, far = 4, 128
+    if isinstance(rates, dict):
+        table = Config(c.family, rates, c.notes)
+        near, far = table.number("compressed_sparse_attention", 4), table.number("heavily_compressed_attention", 128)
+    words, ratios = c.many("layer_types", str), c.many("compress_ratios", int)
+    if words is None and ratios is None:
+        raise MeshwrightError("MW-HF-005", "the deepseek_v4 config lacks 'layer_types'", why="It has no default")
+    found = (
+        [COMPRESSED.get(word, "") for word in words]
+        if words
+        else [{0: "W", near: "S", far: "C"}.get(r, "") for r in ratios or ()]
+    )
+    found = found[:layers]
+    if "" in found:
+        raise MeshwrightError(
+            "MW-HF-007", "a layer of this deepseek_v4 config has an unknown kind of attention", valid=COMPRESSED
+        )
+    top_k = c.number("num_experts_per_tok", 6)
+    width = c.number("moe_intermediate_size", 2048)
+    predicted_tokens(c)
+    c.covered(
+        "mlp_layer_types",
+        "num_hash_layers",
+        "hc_sinkhorn_iters",
+        "hc_eps",
+        "scoring_func",
+        "partial_rotary_factor",
+        "topk_method",
+    )
+    c.covered(
+        "router_aux_loss_coef", "expert_dtype", "mlp_bias", "attention_bias", "num_key_value_heads", "norm_topk_prob"
+    )
+    return {
+        "attention": "compressed",
+        "hidden": c.number("hidden_size", 4096),
+        "layers": layers,
+        "heads": c.number("num_attention_heads", 64),
+        "kv_heads": 1,
+        "head_dim": c.number("head_dim", 512),
+        "rope_dim": c.number("qk_rope_head_dim", 64, least=0),
+        "q_rank": c.number("q_lora_rank", 1024),
+        "window": c.number("sliding_window", 128),
+        "compressed": {
+            "ratio": near,
+            "far_ratio": far,
+            "out_groups": c.number("o_groups", 8),
+            "out_rank": c.number("o_lora_rank", 1024),
+        },
+        "index_heads": c.number("index_n_heads", 64),
+        "index_dim": c.number("index_head_dim", 128),
+        "index_top_k": c.number("index_topk", 512),
+        "streams": c.number("hc_mult", 4),
+        "sinks": True,
+        "pattern": compact([f"{mixer}E" for mixer in found]),
+        "experts": c.number("n_routed_experts", 256),
+        "top_k": top_k,
+        "expert_ffn": width,
+        "shared_experts": c.number("n_shared_experts", 1, least=0),
+        "balance_bias": True,
+        "router": {"scale": c.decimal("routed_scaling_factor", 1.5)},
+        "swiglu_limit": c.decimal("swiglu_limit", 10.0),
+        "activation": gated_activation(c, "silu"),
+        "vocab": c.number("vocab_size", 129280),
+        "max_positions": c.number("max_position_embeddings", 0, least=0),
+        "tied": c.flag("tie_word_embeddings", False),
+    }
+
+
 HYBRIDS: dict[str, Callable[[Config], dict[str, Any]]] = {
     "nemotron_h": nemotron_h, "qwen3_next": qwen3_next, "jamba": jamba, "minimax": minimax, "bamba": bamba, "mamba2": mamba2,
+    "deepseek_v4": deepseek_v4,
 }  # fmt: skip

@@ -91,7 +91,7 @@ class MlpHasNoSequence(Rule):
 def tensor_degrees(p: Case) -> list[int]:
     """Tensor-parallel degrees that this model accepts, by these same rules."""
     m = p.model
-    split = m.hidden if m.kind == "mlp" else m.heads if m.has_part("attention") else m.linear.heads
+    split = m.hidden if m.kind == "mlp" else m.heads if m.has_attention_layers else m.linear.heads
     found = np.array([d for d in divisors(split) if d <= MOST_DEGREE])
     alone = Case({**p.fields, "tp": found, "expert_tp": p.fields["expert_tp"] * 0}, m)
     broken = np.zeros(len(found), bool)
@@ -112,7 +112,7 @@ class TensorDividesHeads(Rule):
     @staticmethod
     def broken(p: Case) -> Flag:
         m = p.model
-        if m.kind == "counts" or not m.has_part("attention"):
+        if m.kind == "counts" or not m.has_attention_layers:
             return False
         return (m.hidden if m.kind == "mlp" else m.heads) % p.tp != 0
 
@@ -130,7 +130,7 @@ class TensorFitsKvHeads(Rule):
     @staticmethod
     def broken(p: Case) -> Flag:
         m = p.model
-        return (m.kind == "transformer") & m.has_part("attention") & neither_divides(m.kv_groups, p.tp)
+        return (m.kind == "transformer") & m.has_attention_layers & neither_divides(m.kv_groups, p.tp)
 
     @staticmethod
     def explain(p: Case) -> Problem:
@@ -157,6 +157,21 @@ class TensorDividesFfn(Rule):
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {m.name}", "Each rank holds whole columns")
 
 
+class TensorDividesOutputGroups(Rule):
+    code = "MW-PLAN-004"
+    needs = ("model",)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        groups = p.model.compressed.out_groups
+        return (groups % p.tp != 0) if groups else False
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        groups = p.model.compressed.out_groups
+        return cannot_split(p, f"tp={p.tp} does not divide {groups} groups of the output projection of {p.model.name}")
+
+
 class TensorDividesLinear(Rule):
     code = "MW-PLAN-004"
     needs = ("model",)
@@ -173,7 +188,13 @@ class TensorDividesLinear(Rule):
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {p.model.name}", "A state belongs to one rank")
 
 
-TENSOR_RULES: tuple[type[Rule], ...] = (TensorDividesHeads, TensorFitsKvHeads, TensorDividesFfn, TensorDividesLinear)
+TENSOR_RULES: tuple[type[Rule], ...] = (
+    TensorDividesHeads,
+    TensorFitsKvHeads,
+    TensorDividesFfn,
+    TensorDividesOutputGroups,
+    TensorDividesLinear,
+)
 
 
 class SequenceParallelDividesSequence(Rule):
@@ -237,7 +258,7 @@ class UlyssesDividesHeads(Rule):
     @staticmethod
     def broken(p: Case) -> Flag:
         m = p.model
-        if m.kind != "transformer" or not m.has_part("attention"):
+        if m.kind != "transformer" or not m.has_attention_layers:
             return False
         uneven = (m.heads // p.tp % p.cp != 0) | neither_divides(local_keys(p), p.cp)
         return (p.cp > 1) & (p.cp_kind == ULYSSES) & uneven
@@ -295,6 +316,7 @@ MODEL_RULES: tuple[type[Rule], ...] = (
     TensorFitsKvHeads,
     LocalSgdNeedsDenseModel,
     TensorDividesFfn,
+    TensorDividesOutputGroups,
     TensorDividesLinear,
     SequenceParallelDividesSequence,
     ContextDividesSequence,

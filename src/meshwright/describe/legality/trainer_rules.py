@@ -50,6 +50,8 @@ def unsupported_parts(m: Model) -> list[str]:
         f"norms_per_layer={m.norms_per_layer}": m.norms_per_layer not in (2, 4),
         f"layers of the kinds {', '.join(m.kinds)} (pattern)": bool(m.pattern),
         f"linear mixers ({m.linear.kind})": bool(m.linear.kind),
+        "attention=compressed": m.attention == "compressed",
+        f"{m.streams} residual streams (streams)": m.streams > 1,
         "sparse attention (index_heads)": bool(m.index_heads),
         "an output gate of attention (output_gate)": m.output_gate,
         "multi-token prediction (mtp_layers)": bool(m.mtp_layers),

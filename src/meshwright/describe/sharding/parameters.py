@@ -34,19 +34,31 @@ FLAT = {  # vectors that are one flat parameter: convolutions and decays of line
     "scan-norm": "linear.norm",
     "index-norm": "attention.index_norm",
     "sinks": "attention.sinks",
+    "compress-bias": "attention.compress_bias",
+    "compress-norm": "attention.compress_norm",
+    "index-bias": "attention.index_bias",
+    "streams-1-base": "mixer_streams_base",
+    "streams-2-base": "channel_streams_base",
+    "streams-out-base": "head.streams_base",
 }
+STREAMS = {"streams-1": "mixer_streams", "streams-2": "channel_streams", "streams-out": "head.streams"}
 # The modules of a block in the order in which the network registers them.
 ORDER = (
     "embedding.tokens", "embedding.positions", "embedding.norm",
-    "mtp.hidden_norm", "mtp.embedding_norm", "mtp.join", "linear", "attention_norm",
+    "mtp.hidden_norm", "mtp.embedding_norm", "mtp.join", "linear", "mixer_streams", "mixer_streams_base", "attention_norm",
     "linear.in", "linear.conv", "linear.steps", "linear.steps_norm", "linear.rate", "linear.decay", "linear.norm", "linear.out",
     "attention.q_a", "attention.q_a_norm", "attention.kv_a", "attention.kv_a_norm",
     "attention.q", "attention.k", "attention.v", "attention.q_norm", "attention.k_norm", "attention.sinks",
-    "attention.index_q", "attention.index_k", "attention.index_norm", "attention.index_weights", "attention.gate", "attention.o",
-    "attention.heads.q", "attention.heads.q_b", "attention.heads.kv_b", "attention.heads.o", "ffn_norm",
+    "attention.q_b", "attention.kv", "attention.compress_kv", "attention.compress_gate", "attention.compress_bias", "attention.compress_norm",
+    "attention.index_kv", "attention.index_gate", "attention.index_bias", "attention.index_q", "attention.index_k",
+    "attention.index_norm", "attention.index_weights", "attention.gate",
+    "attention.o_a", "attention.o",
+    "attention.heads.q", "attention.heads.q_b", "attention.heads.kv_b", "attention.heads.o",
+    "channel_streams", "channel_streams_base", "ffn_norm",
     "moe.router", "moe.latent_down", "moe.experts.gate", "moe.experts.up", "moe.experts.down",
     "moe.latent_up", "moe.shared.gate", "moe.shared.up", "moe.shared.down", "moe.shared_scale",
-    "ffn.gate", "ffn.up", "ffn.down", "attention_post_norm", "ffn_post_norm", "mtp.norm", "head.norm", "head.project",
+    "ffn.gate", "ffn.up", "ffn.down", "attention_post_norm", "ffn_post_norm", "mtp.norm",
+    "head.streams", "head.streams_base", "head.norm", "head.project",
 )  # fmt: skip
 
 
@@ -131,6 +143,8 @@ def module_styles(model: Model) -> tuple[tuple[str, str], ...]:
 
 def module_of(model: Model, linear: Linear) -> str:
     """The module of a block that holds a matrix."""
+    if linear.name in STREAMS:
+        return STREAMS[linear.name]
     if linear.part == "attention":
         in_heads = model.attention == "mla" and linear.style != "between"
         return f"attention.heads.{linear.name}" if in_heads else f"attention.{linear.name}"
