@@ -11,7 +11,7 @@ Six corrections of the estimate, for what a plan cannot express:
     resharding  FSDP in a pipeline that frees weights after each forward holds those of two layers, not of the stage
 
 Where parts of the model are not counted (towers for images, other layers than attention), the peak is a lower bound: it can show that a recipe does
-not fit, never that it does. A recipe fits if 2.5% of the memory stays free.
+not fit, never that it does. A recipe fits if 5% of the memory stays free, as `plan` demands of its winner.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshwright.cost.estimate import estimate
+from meshwright.cost.recompute import USABLE_MEMORY
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.workload import FP8
@@ -29,7 +30,6 @@ from meshwright.interop.problems import Problem
 from meshwright.interop.reading import Reading
 
 ADAPTER_BYTES = 12.0
-RESERVE = 0.025  # share of the memory that is lost to fragments and to buffers of libraries
 UNFUSED_BYTES = 8.0  # of a logit, beyond a fused loss
 EIGHT_BIT_SHARE = 0.75  # of 16-bit activations, where half of them are kept in 8 bits
 GIB = 2.0**30
@@ -63,7 +63,7 @@ def fit(reading: Reading) -> Fit:
     stages = [_stage(parts, share, reading) for parts in result.prediction.memory_by_stage]
     stages[-1] += _unfused_loss(reading)
     peak = max(stages)
-    if peak <= (1 - RESERVE) * limit:
+    if peak <= USABLE_MEMORY * limit:
         return Fit(None if reading.shape.partial else True, peak)
     what = f"{peak:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB"
     why = "It does not fit in memory" if peak > limit else "Too little memory stays free for fragments and peaks"

@@ -21,7 +21,8 @@ ALIASES = {
     "llama3.3-70b": "llama3.1-70b", "llama3-405b": "llama3.1-405b", "qwen2-72b": "qwen2.5-72b", "qwen2-7b": "qwen2.5-7b",
     "qwen2-1.5b": "qwen2.5-1.5b", "qwen2-0.5b": "qwen2.5-0.5b", "qwq-32b": "qwen2.5-32b", "phi-4": "phi4-14b", "deepseek-v3-671b": "deepseek-v3",
     "deepseek-v3.1": "deepseek-v3", "deepseek-r1": "deepseek-v3", "nemotron4-340b": "nemotron-4-340b", "nemotron4-15b": "nemotron-4-15b",
-    "kimi-k2.5": "kimi-k2",
+    "kimi-k2.5": "kimi-k2", "nemotron-3-nano-30b-a3b": "nemotron-3-nano", "nemotron-3-super-120b-a12b": "nemotron-3-super",
+    "nemotron-3-ultra-550b-a55b": "nemotron-3-ultra", "ai21-jamba-1.5-large": "jamba-1.5-large", "glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5",
 }  # fmt: skip
 HARDWARE = (
     (r"gb300", "gb300-nvl72"), (r"gb200", "gb200-nvl72"), (r"b300", "dgx-b300"), (r"b200", "dgx-b200"), (r"h200", "dgx-h200"),

@@ -21,6 +21,7 @@ from meshwright.interop.stages import pattern_layers
 HYBRID = re.compile(
     r"nemotron.?h|nemotron.{0,3}3|nemotron.?nano|jamba|falcon.?h1|qwen3.?next|qwen3[._]?5|qwen3\.[68]|kimi.?linear|mamba|granite.?4|minimax.?m1|ling.?2\.5"
 )
+QWEN_HYBRID = re.compile(r"qwen3[._]?[5-9](?!\d)")
 DIVISIBLE = 2**7 * 3 * 5 * 7  # a multiple of the usual degrees
 # Names of a shape in torchtitan's model packages, in Hugging Face configs, and plain ones.
 PLAIN = Table(
@@ -92,6 +93,8 @@ def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None) ->
     _llama_width(given, fields)
     _moe_layers(given, fields)
     stated = set(fields)
+    if QWEN_HYBRID.search(name.lower()) and fields.get("hidden"):
+        fields |= _gated_delta(fields)
     enough = {"layers", "hidden", "heads", "vocab"} <= stated and bool({"ffn", "expert_ffn"} & stated)
     if fields.get("layers") and "experts" not in fields and enough and fields.get("ffn"):
         stated.add("experts")
@@ -151,6 +154,19 @@ def _llama_width(given: Facts, fields: Facts) -> None:
     width = int(given["ffn_factor"] * base) if given.get("ffn_factor") else base
     unit = int(given.get("ffn_multiple") or 1)
     fields["ffn"] = -(-width // unit) * unit
+
+
+def _gated_delta(fields: Facts) -> Facts:
+    """Qwen3.5 and its successors: three layers of gated delta rule for each of attention, as in Qwen3-Next."""
+    channel = "E" if fields.get("experts") else "-"
+    heads = 32 if fields["hidden"] < 3072 else 64
+    mixer = {"kind": "gated-delta", "heads": heads, "head_dim": 128, "groups": 16, "state": 128, "conv": 4, "chunk": 64}
+    return {
+        "pattern": f"M{channel} M{channel} M{channel} *{channel}",
+        "linear": mixer,
+        "qk_norm": True,
+        "output_gate": True,
+    }
 
 
 def _moe_layers(given: Facts, fields: Facts) -> None:

@@ -173,7 +173,7 @@ GPT_NEOX = Framework(
             Key("optimizer.type", "optimizer", match=OPTIMIZERS),
             Key("attention_config", "state_space", match=(("mamba|rwkv", True), (".", False)), was=("attention-config",)),
         ),
-        no_effect=(*SHARED, r"^(?!.*(parallel|batch_size|zero_optimization\.stage|precision))",),
+        no_effect=(*SHARED, r"^(?!.*(parallel_size|batch_size|zero_optimization\.stage|precision))",),
         derive=_neox,
     ),
 )  # fmt: skip
