@@ -112,3 +112,37 @@ def test_a_report_opens_from_disk_and_compares_runs(open_page: Open, tmp_path: P
     shows(page, "second", "#view .legend")
     page.get_by_role("button", name="second").click()
     shows(page, "done", "#view .stats")
+
+
+TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+global_batch_size = 64
+seq_len = 8192
+[parallelism]
+tensor_parallel_degree = 4
+[metrics]
+log_freq = 10
+"""
+
+
+def test_a_dropped_settings_file_sets_the_inputs_and_settings_are_copied(
+    server: str, open_page: Open, tmp_path: Path
+) -> None:
+    page = open_page(server + "/" + SMALL, refused=True)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    settings = tmp_path / "llama.toml"
+    settings.write_text(TITAN, "utf-8")
+    page.locator("input[type=file]").nth(2).set_input_files(settings)
+    shows(page, "llama3-8b")
+    page.wait_for_function("() => location.hash.includes('torchtitan')")
+    page.select_option("#copy-settings", "megatron-lm")
+    page.wait_for_function(
+        "async () => (await navigator.clipboard.readText()).includes('--tensor-model-parallel-size 4')"
+    )
+    settings.write_text(TITAN.replace("tensor_parallel_degree = 4", "tensor_parallel_degree = 3"), "utf-8")
+    page.locator("input[type=file]").nth(2).set_input_files(settings)
+    shows(page, "MW-SET-001", "#inputs")

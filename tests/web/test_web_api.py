@@ -228,3 +228,12 @@ def test_one_broken_view_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatc
     ]
     illegal = {**PLAN_FILE, "plan": {"tp": 3}}
     assert next(tasks.views({"config": illegal, "views": ["verdict"]}))["error"]["code"] == "MW-PLAN-005"
+
+
+def test_settings_of_another_framework_both_ways(server: str) -> None:
+    titan = ask(server, "/api/text", PLAN_FILE)["settings"]["torchtitan"]
+    assert titan["error"] is None
+    back = ask(server, "/api/settings", {"lines": titan["text"].split("\n"), "name": "a.toml", "gpus": 16})
+    assert back["read"]["framework"] == "torchtitan"
+    assert back["config"]["plan"]["tp"] == PLAN_FILE["plan"]["tp"]
+    assert "model" not in back["config"]  # these settings do not name the model

@@ -53,6 +53,17 @@ def configure(
     )
 
 
+def sections(reading: Reading) -> dict[str, Any]:
+    """The sections of a plan file that settings describe; without [model] where they do not give its shape."""
+    raise_first(reading)
+    found: dict[str, Any] = {
+        "stack": reading.framework.stack,
+        "workload": reading.workload.as_dict(),
+        "plan": reading.plan.as_dict(),
+    }
+    return found | ({"model": model_part(reading, "the file")} if reading.shape.complete else {})
+
+
 def load_user_plan(path: str | Path, gpus: int) -> Plan:
     """The plan of a settings file, for a number of GPUs."""
     reading = read_settings(path, gpus=gpus)

@@ -6,6 +6,7 @@ POST /api/choices       the values of each plan field: legal, with what changes,
 POST /api/text          a plan file and a command to copy
 POST /api/model         a Hugging Face config.json to a [model] table
 POST /api/cluster       the lines of a TOML file to a [cluster] table
+POST /api/settings      the lines of a settings file of another framework to the sections of a plan file
 GET  /api/catalog       what the inputs offer
 GET  /api/runs          run folders (`web.runs`)
 """

@@ -25,7 +25,7 @@ from meshwright.web.worker import failure, to_line
 QUICK_LIMIT_S, SEARCH_LIMIT_S = 20.0, 180.0
 QUICK_WAITING, SEARCH_WAITING = 400, 16
 CACHE_BYTES = 64 * 2**20
-TASKS = ("estimate", "plan", "simulate", "show", "choices", "text", "model", "cluster")
+TASKS = ("estimate", "plan", "simulate", "show", "choices", "text", "model", "cluster", "settings")
 
 
 class Site:

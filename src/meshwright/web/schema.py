@@ -143,6 +143,24 @@ def paths() -> dict[str, Schema]:
     plan_question = {"anyOf": [ref("PlanFile"), plan_question]}
     lines = {"type": "array", "items": {"type": "string", "maxLength": MOST_LETTERS}}
     cluster_file = {"type": "object", "properties": {"lines": lines}}
+    settings_file = {
+        "type": "object",
+        "required": ["lines", "name"],
+        "properties": {
+            "lines": lines,
+            "name": {
+                "type": "string",
+                "maxLength": MOST_LETTERS,
+                "description": "of the file: its ending says its form",
+            },
+            "gpus": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": 10**9,
+                "description": "data parallelism takes what is left of them",
+            },
+        },
+    }
     return {
         "/api/estimate": post(
             "Predict step time, memory and traffic of one plan",
@@ -163,12 +181,21 @@ def paths() -> dict[str, Schema]:
             ref("PlanFile"),
             keys("fields", "problem"),
         ),
-        "/api/text": post("A plan file and a command to copy", ref("PlanFile"), keys("toml", "command")),
+        "/api/text": post(
+            "A plan file, a command and settings of other frameworks to copy",
+            ref("PlanFile"),
+            keys("toml", "command", "settings"),
+        ),
         "/api/model": post("A Hugging Face config.json as a [model] table", {"type": "object"}, keys("name")),
         "/api/cluster": post(
             "A cluster file, as its lines, as a [cluster] table",
             cluster_file,
             keys("cluster"),
+        ),
+        "/api/settings": post(
+            "Settings of another framework, as the lines of their file, as the sections of a plan file",
+            settings_file,
+            keys("config", "read"),
         ),
         "/api/catalog": get(
             "Models, clusters, stacks, schedules, fields, presets and views", keys("models", "clusters", "stacks")

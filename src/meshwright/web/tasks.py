@@ -76,10 +76,32 @@ def model(body: dict[str, Any]) -> Lines:
 
 def cluster(body: dict[str, Any]) -> Lines:
     """The [cluster] table of a TOML file such as `meshwright calibrate` writes, sent as its lines."""
-    lines = check_keys(body, ("lines",)).get("lines")
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise MeshwrightError("MW-WEB-005", "lines must be a list of texts", why="They are the lines of a TOML file")
+    lines = read_lines(check_keys(body, ("lines",)), "a TOML file")
     yield {"cluster": cluster_table("\n".join(lines))}
+
+
+def settings(body: dict[str, Any]) -> Lines:
+    """The sections of a plan file that settings of another framework describe, for a number of GPUs; and what was read of them."""
+    from meshwright.interop.configure import sections
+    from meshwright.interop.files import read_settings
+    from meshwright.view.settings import as_dict
+
+    check_keys(body, ("lines", "name", "gpus"))
+    name, gpus = body.get("name", ""), body.get("gpus", 0)
+    if not isinstance(name, str) or isinstance(gpus, bool) or not isinstance(gpus, int) or not 0 <= gpus <= 10**9:
+        raise MeshwrightError(
+            "MW-WEB-005", "name must be a text and gpus a whole number", valid=["lines", "name", "gpus"]
+        )
+    reading = read_settings(name, gpus=gpus, text="\n".join(read_lines(body, "a settings file")))
+    yield {"config": sections(reading), "read": as_dict(reading)}
+
+
+def read_lines(body: dict[str, Any], what: str) -> list[str]:
+    """The lines of a file in a body."""
+    lines = body.get("lines")
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise MeshwrightError("MW-WEB-005", "lines must be a list of texts", why=f"They are the lines of {what}")
+    return lines
 
 
 def catalog(body: dict[str, Any]) -> Lines:
@@ -163,6 +185,7 @@ TASKS: dict[str, Callable[[dict[str, Any]], Lines]] = {
     "text": text_of_plan,
     "model": model,
     "cluster": cluster,
+    "settings": settings,
     "show": show,
     "catalog": catalog,
 }

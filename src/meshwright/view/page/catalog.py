@@ -9,6 +9,7 @@ from meshwright.describe import catalog
 from meshwright.describe.config import CLASSES
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.schedules import RULES
+from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.units import format_bytes, format_count, format_rate
 from meshwright.view.page.presets import PRESETS
 from meshwright.view.page.registry import VIEWS
@@ -16,7 +17,7 @@ from meshwright.view.page.registry import VIEWS
 
 @cache
 def listing() -> dict[str, Any]:
-    """Models, clusters, accelerators, links and stacks by name; schedules; the fields of workload and plan; presets; views."""
+    """Models, clusters, accelerators, links and stacks by name; schedules; the fields of workload and plan; frameworks; presets; views."""
     return {
         "models": [model_line(name) for name in catalog.names("models")],
         "clusters": [cluster_line(name) for name in catalog.names("clusters")],
@@ -25,6 +26,7 @@ def listing() -> dict[str, Any]:
         "stacks": [stack_line(name) for name in catalog.names("stacks")],
         "schedules": [{"name": name, "about": rule.about, "virtual": rule.virtual} for name, rule in RULES.items()],
         "fields": {name: fields_of(name) for name in ("workload", "plan")},
+        "frameworks": [{"name": f.name, "title": f.title} for f in FRAMEWORKS.values()],
         "presets": PRESETS,
         "views": [{"name": v.name, "title": v.title, "kind": v.kind} for v in VIEWS.values()],
     }

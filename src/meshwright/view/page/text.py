@@ -1,4 +1,4 @@
-"""A configuration as text to copy: a plan file, and a command that estimates the same configuration."""
+"""A configuration as text to copy: a plan file, a command that estimates the same configuration, and settings of other frameworks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,29 @@ from typing import Any
 
 from meshwright.describe.config import Config
 from meshwright.describe.draft import leaves
+from meshwright.errors import MeshwrightError
+from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.write import settings_of
 
 FILE = "plan.toml"
 
 
-def texts(config: Config) -> dict[str, str]:
+def texts(config: Config) -> dict[str, Any]:
     """The plan file, and a command. The command needs the file where a section is not from the catalog."""
-    return {"toml": config.to_toml(), "command": command(config)}
+    return {"toml": config.to_toml(), "command": command(config), "settings": settings_texts(config)}
+
+
+def settings_texts(config: Config) -> dict[str, dict[str, Any]]:
+    """By framework: its settings for this plan, and the fields of the plan that they cannot express."""
+    out: dict[str, dict[str, Any]] = {}
+    for name, framework in FRAMEWORKS.items():
+        try:
+            written = settings_of(config, framework)
+        except MeshwrightError as error:
+            out[name] = {"text": "", "lost": [], "error": error.as_dict()}
+        else:
+            out[name] = {"text": written.text, "lost": list(written.inexpressible), "error": None}
+    return out
 
 
 def command(config: Config, name: str = "estimate") -> str:

@@ -11,7 +11,7 @@ let search = null; // the AbortController of a search that runs
 /** Build the buttons. */
 export function begin(element) {
   theme();
-  element.append(...(source.live ? [...best(), compare(), copy("Copy plan.toml", "toml"), copy("Copy command", "command")] : []), themeButton(), inputsButton());
+  element.append(...(source.live ? [...best(), compare(), copy("Copy plan.toml", "toml"), copy("Copy command", "command"), copySettings()] : []), themeButton(), inputsButton());
 }
 
 function best() {
@@ -72,6 +72,24 @@ function copy(label, key) {
       toast(error.error?.what ?? `Could not copy: ${error.message}`);
     }
   } }, label);
+}
+
+/** A menu of frameworks: choosing one copies its settings for the present plan. */
+function copySettings() {
+  const select = h("select", { id: "copy-settings", "aria-label": "Copy as settings of another framework", onchange: async () => {
+    const name = select.value, title = select.selectedOptions[0].textContent;
+    select.selectedIndex = 0;
+    try {
+      const found = (await source.text(state.config())).settings[name];
+      if (found.error) throw new source.Refusal(found.error);
+      await navigator.clipboard.writeText(found.text);
+      toast(`Copied: settings of ${title}${found.lost.length ? `; they cannot express ${found.lost.join(", ")}` : ""}`);
+    } catch (error) {
+      toast(error.error?.what ?? `Could not copy: ${error.message}`);
+    }
+  } }, h("option", { value: "" }, "Copy as … settings"));
+  source.catalog().then(({ frameworks }) => select.append(...frameworks.map(({ name, title }) => h("option", { value: name }, title))));
+  return select;
 }
 
 function theme(wanted) {

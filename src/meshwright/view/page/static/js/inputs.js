@@ -133,6 +133,19 @@ function workloadSection() {
     h("div", { class: "pair" }, follow(tokens, () => [workload("tokens") || ""])));
 }
 
+/** Take model, workload, stack and plan from settings of another framework; data parallelism takes the GPUs that are left. */
+async function openSettings(text, name) {
+  try {
+    const { config, read } = await source.settings(text, name, gpus());
+    state.update({ ...config, page: state.get().page });
+    const others = [["unknown", read.unknown], ["not modelled", read.not_modelled], ["without effect", read.no_effect]].filter(([, keys]) => keys.length);
+    toast(`${read.framework}: ${Object.keys(read.understood).length} keys read${others.map(([kind, keys]) => `, ${keys.length} ${kind}`).join("")}`);
+    clear(problems);
+  } catch (error) {
+    clear(problems).append(refusal(error.error ?? { code: "", what: `'${name}' could not be read`, why: String(error), valid: [], fix: "" }));
+  }
+}
+
 function planSection() {
   const overlap = AXES.map((axis) => {
     const box = check(axis, `overlap ${axis} communication with compute`, (on) => apply({ "plan.overlap": AXES.filter((a) => (a === axis ? on : overlaps().includes(a))) }));
@@ -148,7 +161,8 @@ function planSection() {
   const layers = entry("Layers of each stage, such as 7, 9, 9, 7", about("plan", "layers_per_stage"), (value) => apply({ "plan.layers_per_stage": (value?.match(/\d+/g) ?? []).map(Number) }), { type: "text", placeholder: "as even as possible" });
   const stageLayers = follow(layers, () => [[plan("layers_per_stage")].flat().join(", ")]);
   widgets.push(() => { stageLayers.hidden = plan("pp") === 1; });
-  return section("Plan", () => `${format.whole(choices?.world ?? gpus())} GPUs`, true,
+  const file = drop("Open settings of another framework", ".toml,.yaml,.yml,.json,.sh,.txt", openSettings);
+  return section("Plan", () => `${format.whole(choices?.world ?? gpus())} GPUs`, true, file,
     degree("tp", "Tensor parallel, tp"), flag("sp", "Sequence parallel, sp", needs(() => plan("tp") > 1, "(needs tp above 1)")),
     degree("pp", "Pipeline stages, pp"), pipeline,
     degree("shard", "Data parallel, sharded"), degree("replicate", "Data parallel, replicated"), degree("zero", "ZeRO stage"),

@@ -70,6 +70,7 @@ export const choices = (config, signal) => json("/api/choices", { body: config, 
 export const text = (config, signal) => json("/api/text", { body: config, signal });
 export const plan = (config, signal) => json("/api/plan", { body: config, signal });
 export const model = (table) => json("/api/model", { body: table });
+export const settings = (text, name, gpus) => json("/api/settings", { body: { lines: text.split("\n"), name, gpus } });
 export const cluster = (toml) => json("/api/cluster", { body: { lines: toml.split("\n") } });
 /** Whether there may be training runs: a server knows some, or `meshwright report` wrote them into the file. */
 export const hasRuns = live || Boolean(embedded.runs);
