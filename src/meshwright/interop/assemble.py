@@ -172,7 +172,7 @@ def _pipeline(facts: Facts, framework: Framework, layers: int | None, out: Assem
     elif schedule in ("gpipe", "naive", "zb-h1", "zb-h2"):
         virtual = 1
     out.problems += problems
-    ends = 2 if framework.ends_are_layers or facts.get("counts_embedding") else 0
+    ends = 2 if framework.ends_are_layers or facts.get("counts_embedding") or facts.get("scripted") else 0
     if (
         layers is not None and layers < virtual * out.plan["pp"] <= layers + ends
     ):  # the embedding or the head fills a stage alone

@@ -135,7 +135,10 @@ def _neox(facts: Facts) -> None:
     if facts.get("gated"):
         facts["model.activation"] = "swiglu"
         if facts.get("model.ffn"):
-            facts["model.ffn"] //= 3  # the width of all three projections
+            unit = facts.get("ffn_multiple") or 1
+            facts["model.ffn"] = (
+                -(-(facts["model.ffn"] // 3) // unit) * unit
+            )  # it is the width of all three projections
     else:
         facts["model.activation"] = "gelu"
 
@@ -156,6 +159,7 @@ GPT_NEOX = Framework(
                 ("num_kv_heads", "model.kv_heads"), ("intermediate_size", "model.ffn"), ("seq_length", "seq"),
                 ("max_position_embeddings", "model.max_positions"), ("make_vocab_size_divisible_by", "model.vocab_multiple"),
             )),
+            Key("mlp_multiple_of", "ffn_multiple", was=dashed("mlp_multiple_of")),
             Key("activation", "gated", match=(("swiglu|geglu|silu", True), (".", False))),
             Key("norm", "model.norm", words={"rmsnorm": "rmsnorm", "layernorm": "layernorm"}, default="layernorm"),
             Key("pos_emb", "model.positions", words={"rotary": "rope", "learned": "learned", "none": "none", "alibi": "alibi"}, was=("pos-emb",)),
