@@ -1,9 +1,19 @@
-"""Every declared dependency is used: imported by the code, its tests or benchmarks, or run as a tool."""
+"""Packaging: declared dependencies are used, planning needs none of the extras and runs on a Mac, releases install clean."""
+
+from __future__ import annotations
 
 import ast
+import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import warnings
+import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -28,15 +38,15 @@ DECLARED = {
 }
 
 
+IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import|import ([\w., ]+))", re.MULTILINE)
+
+
 def imported_packages() -> set[str]:
     found = set()
     for folder in ("src", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                if isinstance(node, ast.Import):
-                    found |= {alias.name.split(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    found.add(node.module.split(".")[0])
+            for module, several in IMPORT.findall(path.read_text("utf-8")):
+                found |= {name.split()[0].split(".")[0] for name in (module or several).split(",") if name.strip()}
     return found
 
 
@@ -50,3 +60,121 @@ def test_every_declared_dependency_is_imported_or_run() -> None:
 def test_constraints_name_declared_dependencies_only() -> None:
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     assert {name_of(line) for line in lines if line and not line.startswith("#")} <= DECLARED
+
+
+ABSENT = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Absent(MetaPathFinder):  # an environment without the extras
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+{platform}
+from meshwright.cli import main
+codes = []
+for words in {commands!r}:
+    try:
+        main(words)
+    except SystemExit as leaving:
+        codes.append(leaving.code)
+print("codes", codes, file=sys.stderr)
+"""
+EXTRA_PACKAGES = ("torch", "safetensors", "tokenizers", "pyarrow", "starlette", "uvicorn", "yaml", "transformers")
+PLANNING = [
+    ["estimate", "--plan", "examples/llama3-70b-64xh100.toml"],
+    ["plan", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--batch", "8", "--fix", "tp=2", "--without", "pp"],
+    ["simulate", "examples/demo-pp2-shard2.toml"],
+    ["show", "1f1b"],
+    ["launch", "examples/demo-pp2-shard2.toml", "--ray", "--out", "-"],
+    ["doctor"],
+    ["verify", "examples/demo-dp2-tp2.toml"],
+    ["train", "examples/demo-dp2-tp2.toml"],
+    ["bench"],
+    ["web"],
+]
+
+
+def without_extras(commands: list[list[str]], platform: str = "") -> tuple[list[int], str]:
+    """The exit codes and the errors of commands in a process in which no package of the extras can be imported."""
+    code = ABSENT.format(names=EXTRA_PACKAGES, commands=commands, platform=platform)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True, cwd=ROOT
+    )
+    return ast.literal_eval(done.stderr.rpartition("codes ")[2]), done.stderr
+
+
+def test_planning_needs_no_extra_and_other_commands_name_theirs() -> None:
+    codes, errors = without_extras(PLANNING)
+    assert codes == [0] * 6 + [2] * 4
+    assert errors.count('Fix: pip install "meshwright[train]"') == 3
+    assert 'Fix: pip install "meshwright[web]"' in errors
+
+
+MAC = """
+import os, platform, sysconfig
+sysconfig.get_config_vars()  # the standard library's own file of this platform
+sys.platform = "darwin"
+platform.system = lambda: "Darwin"
+for name in ("sched_getaffinity", "pidfd_open", "pidfd_send_signal", "memfd_create", "setns", "unshare"):
+    if hasattr(os, name):
+        delattr(os, name)
+"""
+
+
+def test_planning_runs_on_a_mac() -> None:
+    """The platform is faked: functions that macOS lacks are gone, and paths of Linux are not looked for."""
+    codes, errors = without_extras([PLANNING[0], PLANNING[4], ["doctor"], ["emulate", "up", "--nodes", "2"]], MAC)
+    assert codes == [0, 0, 0, 2]
+    assert "emulated clusters need Linux" in errors
+
+
+def test_the_files_of_a_release_agree() -> None:
+    version = PROJECT["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    for name in ("LICENSE", "CONTRIBUTING.md", "README.md"):
+        assert (ROOT / name).stat().st_size > 500
+
+
+@pytest.mark.slow
+def test_the_source_is_valid_for_newer_pythons() -> None:
+    """Syntax only: later versions are not tested."""
+    assert PROJECT["requires-python"] == ">=3.11"
+    for path in (ROOT / "src").rglob("*.py"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # an invalid escape is an error one day
+            compile(path.read_text("utf-8"), str(path), "exec", ast.PyCF_ONLY_AST)
+
+
+@pytest.mark.slow
+def test_wheel_and_source_install_into_an_empty_environment(tmp_path: Path) -> None:
+    """Needs an index of packages: skipped where none can be reached."""
+    copy = tmp_path / "source"
+    shutil.copytree(
+        ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "site", "__pycache__", "demo-output", "runs")
+    )
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], timeout=120, check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    made = subprocess.run(
+        [python, "-m", "pip", "install", "-q", "build"], capture_output=True, timeout=300, check=False
+    )
+    if made.returncode:
+        pytest.skip("no index of packages")
+    subprocess.run([python, "-m", "build", "-q", copy], timeout=300, check=True)
+    (wheel,), (source,) = (sorted((copy / "dist").glob(kind)) for kind in ("*.whl", "*.tar.gz"))
+    names = set(zipfile.ZipFile(wheel).namelist())
+    files = [p for p in (copy / "src" / "meshwright").rglob("*") if p.is_file() and p.suffix != ".pyc"]
+    assert [str(p) for p in files if str(p.relative_to(copy / "src")) not in names] == []
+    for package in (wheel, source):
+        subprocess.run([python, "-m", "pip", "install", "-q", "--force-reinstall", package], timeout=300, check=True)
+        done = subprocess.run(
+            [tmp_path / "env" / "bin" / "meshwright", "estimate", "llama3-8b", "--cluster", "dgx-h100", "--json"],
+            capture_output=True,
+            timeout=120,
+            check=True,
+            cwd=tmp_path,
+        )
+        assert json.loads(done.stdout)["world"] == 8

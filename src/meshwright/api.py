@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.version import require_torch
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -133,6 +135,7 @@ def verify(
     set: Sequence[str] = (),
 ) -> Proof:
     """Train a small copy of a plan on at most `ranks` local processes and on one device, and compare the two."""
+    require_torch("`verify`")
     from meshwright.proof.prove import prove
 
     return prove(load(source, set=set), ranks=ranks, steps=steps, seed=seed, device=device, backend=backend)
@@ -189,6 +192,7 @@ def train(
     """
     import os
 
+    require_torch("`train`")
     from meshwright.training.launch.placement import placement
     from meshwright.training.machine import resolve_device
     from meshwright.training.measure import calibration
@@ -242,6 +246,7 @@ def parallelize(
     `optimizer` makes a torch optimizer of (name, parameter) pairs; `loss(output, targets)` is a mean over samples, or a sum with
     `reduction="sum"`. `batch_first=False`: inputs are [sequence, batch, …]. docs/parallel.md shows each.
     """
+    require_torch("`parallelize`")
     from meshwright.parallel.user_module.parallelize import parallelize as apply_plan
 
     return apply_plan(

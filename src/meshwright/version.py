@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from meshwright.errors import MeshwrightError
+
 VERSION = "0.1.0"
 NEEDED = ("numpy", "pydantic", "typer", "rich", "tomli-w")
 EXTRAS = {
@@ -24,6 +26,25 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def missing_package(name: str, what: str) -> MeshwrightError:
+    """The error for something that needs a package of an extra which is not installed."""
+    extra = next((extra for extra, packages in EXTRAS.items() if name in packages), "train")
+    return MeshwrightError(
+        "MW-CLI-007",
+        f"the package {name} is not installed",
+        why=f"{what} needs the extra [{extra}]; planning does not",
+        fix=f'pip install "meshwright[{extra}]"',
+    )
+
+
+def require_torch(what: str) -> None:
+    """Raise if torch is not installed; it is not imported."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise missing_package("torch", what)
 
 
 def version_report() -> str:

@@ -31,10 +31,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from meshwright.errors import MeshwrightError, cannot_write, unknown
-from meshwright.version import version_report
+from meshwright.version import EXTRAS, missing_package, require_torch, version_report
 
 TRACEBACK = "MESHWRIGHT_TRACEBACK"  # set to 1: an internal error prints its traceback
 USAGE, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
+NEED_TORCH = ("verify", "train", "bench")
 # One character for one, so that columns stay aligned where a terminal's encoding lacks the original.
 REPLACEMENTS = {"x": "×✕✗", "+": "✓┼", ".": "·…•", ">": "→≥", "<": "←≤", "!": "≠", "~": "≈", "-": "−–—─━", "|": "│┃▏▎", "u": "µμ",
                 "a": "α", "#": "█▉▊▋▌▇▐▓", "=": "▆▅▍▒", "_": "▄▃▂▁", ":": "░", "^": "↑", "v": "↓"}  # fmt: skip
@@ -161,6 +162,8 @@ def run_command(name: str, arguments: list[str]) -> int:
     """Run one command and return its exit code; a usage error becomes a `MeshwrightError` like every other."""
     import typer
 
+    if name in NEED_TORCH and not {"--help", "-h"} & set(arguments):
+        require_torch(f"`meshwright {name}`")
     usage_error: Any = typer.BadParameter.__base__  # the base class of all parser errors; typer exports only this one
     try:
         code = build(name)(args=arguments, prog_name=f"meshwright {name}", standalone_mode=False)
@@ -189,6 +192,11 @@ def exit_code_of(run: Callable[[], object], as_json: bool) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
+        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in {name.replace("-", "_") for names in EXTRAS.values() for name in names}:
+            absent = missing_package(package, "This command")
+            print_error(absent, as_json)
+            return absent.exit_code
         if os.environ.get(TRACEBACK) == "1":
             raise
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
