@@ -126,7 +126,9 @@ for name in ("sched_getaffinity", "pidfd_open", "pidfd_send_signal", "memfd_crea
 
 def test_planning_runs_on_a_mac() -> None:
     """The platform is faked: functions that macOS lacks are gone, and paths of Linux are not looked for."""
-    codes, errors = without_extras([PLANNING[0], PLANNING[4], ["doctor"], ["emulate", "up", "--nodes", "2"]], MAC)
+    codes, errors = without_extras(
+        [PLANNING[0], PLANNING[4], ["doctor"], ["emulate", "up", "--nodes", "2", "--between", "1Gb/s,1ms"]], MAC
+    )
     assert codes == [0, 0, 0, 2]
     assert "emulated clusters need Linux" in errors
 

@@ -91,6 +91,20 @@ def test_the_cells_that_start_ranks_run(monkeypatch) -> None:
         assert len(str(result)) > 200
 
 
+def test_the_pages_of_results_exist() -> None:
+    """Pages are named by text, since they stand above their results."""
+    import meshwright.doctor
+    import meshwright.proof.result
+    import meshwright.training.measure.measurement
+    from meshwright.describe.shown import Shown, function_of
+
+    shown = {cls.__name__ for cls in Shown.__subclasses__()}
+    assert shown >= {"Config", "Estimate", "Simulation", "Proof", "Training", "Checkup"}
+    for cls in Shown.__subclasses__():
+        assert callable(function_of(cls.shown_by))
+        assert callable(function_of(cls.drawn_by))
+
+
 def test_a_training_and_a_proof_show_their_numbers() -> None:
     """The elements of the results that need ranks, with numbers of a made-up run."""
     from types import SimpleNamespace

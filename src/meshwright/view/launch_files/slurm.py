@@ -1,6 +1,6 @@
 """A batch script for Slurm.
 
-Our trainer reads Slurm's variables (`training.placement`), so one task is one rank: the address is the first host of the step, the
+Our trainer reads Slurm's variables (`training.launch.placement`), so one task is one rank: the address is the first host of the step, the
 port follows from the job's number, and a signal of Slurm reaches every rank. Other frameworks read torchrun's variables, so one task per node is
 torchrun.
 """
