@@ -93,11 +93,12 @@ def test_the_cells_that_start_ranks_run(monkeypatch) -> None:
 
 def test_the_pages_of_results_exist() -> None:
     """Pages are named by text, since they stand above their results."""
-    import meshwright.doctor
-    import meshwright.proof.result
-    import meshwright.training.measure.measurement
+    from importlib import import_module
+
     from meshwright.describe.shown import Shown, function_of
 
+    for name in ("doctor", "proof.result", "training.measure.measurement", "api", "cost.estimate"):
+        import_module(f"meshwright.{name}")
     shown = {cls.__name__ for cls in Shown.__subclasses__()}
     assert shown >= {"Config", "Estimate", "Simulation", "Proof", "Training", "Checkup"}
     for cls in Shown.__subclasses__():
