@@ -193,6 +193,7 @@ def train(
     import os
 
     require_torch("`train`")
+    from meshwright.training.folder import check_unused
     from meshwright.training.launch.placement import placement
     from meshwright.training.machine import resolve_device
     from meshwright.training.measure import calibration
@@ -212,6 +213,8 @@ def train(
     on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu" and backend in ("auto", "gloo")
     if calibrate and on_cpu and calibration.is_for_this_machine(config):
         check(config, steps, folder)
+        if folder is not None and resume is None:
+            check_unused(folder)
         machine = calibration.machine_measurement(config.plan.world, recalibrate=recalibrate, listen=announce)
     return run_training(
         config,

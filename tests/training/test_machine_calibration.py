@@ -11,6 +11,7 @@ from meshwright import api
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.comm.bench import interference
 from meshwright.comm.bench.interference import Moment, busy_seconds
+from meshwright.errors import MeshwrightError
 from meshwright.training.measure import calibration
 from meshwright.training.measure.calibration import Interference
 from meshwright.training.measure.measurement import LoadWatch
@@ -118,3 +119,12 @@ def test_a_run_records_the_load_during_its_steps(tmp_path: Path) -> None:
     assert (tmp_path / "interference.json").exists()
     assert training.as_dict()["interference"]["idle_s"] == seen.idle_s
     assert "measured on this machine" in (tmp_path / "plan.toml").read_text()
+
+
+def test_a_used_folder_is_refused_before_the_machine_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "steps.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    monkeypatch.setattr(calibration, "machine_measurement", lambda *a, **k: pytest.fail("measured"))
+    with pytest.raises(MeshwrightError, match="MW-FOLDER-002"):
+        api.train(DEMO, out=tmp_path)

@@ -184,9 +184,11 @@ def train_and_show(
 @contextmanager
 def kept_after_interruption(folder: Path) -> Iterator[None]:
     """If the run ends early, say on stderr where the measurement of its steps is."""
+    file = folder / "measurement.json"
+    before = file.stat().st_mtime_ns if file.exists() else None
     try:
         yield
     except BaseException:
-        if (folder / "measurement.json").exists():
+        if file.exists() and file.stat().st_mtime_ns != before:
             print(f"The steps until now were measured: {folder}", file=sys.stderr)
         raise
