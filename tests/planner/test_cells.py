@@ -61,3 +61,11 @@ def test_heads_that_do_not_divide_are_the_reason():
     (cell,) = [c for c in first if (c.tp, c.pp) == (64, 1)]
     assert cell.code == "MW-PLAN-004"
     assert "96 attention heads" in cell.reason
+
+
+def test_what_a_framework_cannot_run_is_the_reason():
+    """Megatron divides layers evenly over stages: four stages of six layers have no plan, and no search is needed to say so."""
+    space = read("tiny", "dgx-h100", gpus=8, batch=64, seq=1024, stack="megatron-core").space()
+    *_, last = cells(space)
+    reasons = {(c.tp, c.pp): c.reason for c in last}
+    assert "6 layers of tiny do not divide over pp" in reasons[1, 4]

@@ -106,7 +106,7 @@ def cells(space: Space, headroom: float = HEADROOM) -> Iterator[list[Cell]]:
     if len(promising):
         search.descend(0, promising)
     groups = best.groups(frames)
-    for cell in np.flatnonzero(np.isinf(best.time)):  # prove that no plan of these cells fits
+    for cell in np.intersect1d(np.flatnonzero(np.isinf(best.time)), groups):  # prove that no plan of these cells fits
         search.least_memory(frames.take(groups == cell))
     yield _all_cells(few, _found(few, best, simulate=True))
 
@@ -144,8 +144,11 @@ def _illegal(space: Space, tp: int, pp: int) -> Cell:
         words = f"tp {tp} × pp {pp} = {tp * pp:,} does not divide {world:,} GPUs"
         return Cell(tp, pp, None, False, "GPUs", words)
     experts = {"expert_tp": 1} if space.model.experts else {}
-    plan = space.simplest.but(tp=tp, pp=pp, replicate=world // (tp * pp), **experts)
-    error = legality.problem(legality.Case.of(plan, space.model, space.workload, space.cluster, space.stack))
+    schedules = space.choices.words["schedule"]
+    schedule = "1f1b" if "1f1b" in schedules else schedules[0]
+    plan = space.simplest.but(tp=tp, pp=pp, schedule=schedule, replicate=world // (tp * pp), **experts)
+    case = legality.Case.of(plan, space.model, space.workload, space.cluster, space.stack, framework=True)
+    error = legality.problem(case)
     if error is None:
         return Cell(tp, pp, None, False, "constraint", "excluded by the constraints of the question")
     return Cell(tp, pp, None, False, error.code, error.what)
