@@ -128,6 +128,7 @@ def slow_rank(context, made, seconds):
     return report_of(context, trainer, recorder.steps)
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_shows_as_exposed_on_the_other():
     made = config(replicate=2)
     fast, slow = by_rank(made, ranks.run(2, slow_rank, made, 0.1))
@@ -199,7 +200,7 @@ def recorded_and_observed(context, cases):
     return out
 
 
-@pytest.mark.parametrize("backend", ["gloo", "meshwright"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("meshwright", marks=pytest.mark.slow)])
 def test_every_collective_that_the_dispatcher_sees_is_recorded(backend):
     cases = [config(model, **plan) for model, plan in PLANS]
     for found in ranks.run(2, recorded_and_observed, cases, backend=backend):

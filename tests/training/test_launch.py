@@ -88,7 +88,7 @@ def test_our_own_errors_arrive_whole():
     assert (error.value.code, error.value.why, error.value.exit_code) == ("MW-TEST-001", "because", 3)
 
 
-@pytest.mark.parametrize(("silence", "group_timeout"), [(2.0, 60.0), (20.0, 2.0)])
+@pytest.mark.parametrize(("silence", "group_timeout"), [(2.0, 60.0), pytest.param(20.0, 2.0, marks=pytest.mark.slow)])
 def test_a_hung_rank_is_named_with_its_stack_and_killed(silence, group_timeout):
     """Noticed by silence or by its peers' timeouts; the sleeper is the root cause, not who waited for it."""
     pids = []

@@ -204,7 +204,7 @@ def train_until_rank_1_fails(plan, folder, how):
     train(plan, 10, folder)
 
 
-@pytest.mark.parametrize("how", ["raised", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("raised", marks=pytest.mark.slow), "killed"])
 def test_only_the_root_cause_of_a_failure_is_printed(tmp_path, how):
     """A rank that lost rank 1 prints nothing if rank 1 has reported the cause, and otherwise that a rank is lost."""
     port, folder = free_port(), tmp_path / "run"

@@ -50,7 +50,9 @@ def run_both(context: Any, file: str) -> tuple[str, list[tuple[float, float]]]:
     return printed.getvalue(), [(record.loss, record.gradient_norm) for record in records]
 
 
-@pytest.mark.parametrize("plan", [{"replicate": 2, "tp": 2}, {"pp": 2, "shard": 2, "zero": 2}])
+@pytest.mark.parametrize(
+    "plan", [pytest.param({"replicate": 2, "tp": 2}, marks=pytest.mark.slow), {"pp": 2, "shard": 2, "zero": 2}]
+)
 def test_it_trains_what_the_trainer_trains(plan: dict[str, int], tmp_path: Path) -> None:
     model = {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256}
     workload = {"batch": 8, "seq": 16, "precision": "fp32"}

@@ -141,6 +141,7 @@ def test_expert_traffic_is_compared_for_the_copies_that_were_kept():
     assert not any("upper bound" in words for words in predicted(replace(made, model=roomy)).assumed)
 
 
+@pytest.mark.slow
 def test_replicas_that_average_now_and_then_send_as_much_less():
     traffic = [run_training(config(replicate=2, average_every=n), 3) for n in (1, 4)]
     each, fourth = (training.measurement.traffic_bytes["dp"] for training in traffic)
@@ -148,6 +149,7 @@ def test_replicas_that_average_now_and_then_send_as_much_less():
     assert traffic[1].prediction.traffic_bytes["dp"] == pytest.approx(fourth, rel=0.01)
 
 
+@pytest.mark.slow
 def test_every_plan_learns_the_same():
     losses = [
         run_training(config(**plan), 4).measurement.loss for plan in ({}, {"replicate": 2}, {"pp": 2, "microbatch": 2})
@@ -156,6 +158,7 @@ def test_every_plan_learns_the_same():
         assert other == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_mlp_and_other_optimizers_train():
     for optimizer in ("sgd", "momentum", "adam"):
         shape = {"kind": "mlp", "hidden": 32, "layers": 3}

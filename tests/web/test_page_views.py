@@ -36,9 +36,7 @@ def violations(page: Any) -> list[str]:
 def go(page: Any, name: str) -> None:
     """Open a view from its link and wait until it is drawn."""
     page.evaluate("(name) => import('meshwright/state.js').then((s) => s.set('page.view', name))", name)
-    until(page, f"location.hash.includes('view={name}') || '{name}' === 'overview'")
-    settled(page)
-    page.locator("#view .body > *").first.wait_for()
+    page.locator(f"#view[data-view={name}][aria-busy=false] .body > *").first.wait_for()
 
 
 def wide(page: Any) -> bool:
@@ -58,7 +56,7 @@ def test_every_view_appears_on_desktop_and_phone(server: str, open_page: Open) -
         page.set_viewport_size(DESKTOP)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_frame_is_accessible(server: str, open_page: Open, dark: bool) -> None:
     page = open_page(server + "/" + SMALL, dark=dark)
     until(page, "document.querySelectorAll('.chips input').length > 0")

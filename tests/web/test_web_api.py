@@ -151,6 +151,7 @@ def test_errors_have_the_one_shape(server: str) -> None:
     assert CLIENT.get(server + "/api/estimate").status_code == 405
 
 
+@pytest.mark.slow
 def test_200_estimates_at_once(server: str) -> None:
     async def all_of_them() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=200)
