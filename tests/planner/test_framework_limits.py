@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from meshwright.describe import catalog, legality
+from meshwright.describe.config import Config
 from meshwright.describe.legality import Case
 from meshwright.describe.model import Model
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.planner.advice.lint.check import check
 from meshwright.planner.question import OWN_TRAINER, read, runs_in
 from meshwright.planner.search.space import Space
 
@@ -52,6 +54,19 @@ def test_the_plan_is_for_our_trainer_unless_a_framework_is_named() -> None:
 
 def test_the_default_stack_has_no_limits() -> None:
     assert not catalog.load("stacks", "default").can.framework
+
+
+def test_lint_reports_what_the_framework_cannot_run() -> None:
+    config = Config.from_parts(
+        "llama3-8b",
+        {"extends": "dgx-h100", "gpus": 8},
+        "megatron-core",
+        {"batch": 64},
+        {"pp": 8, "virtual": 2, "schedule": "zbv"},
+    )
+    found = [f for f in check(config) if f.code == "MW-PLAN-023"]
+    assert len(found) == 1
+    assert "Megatron-Core does not run the schedule zbv" in found[0].what
 
 
 @pytest.mark.parametrize("name", [n for n in catalog.names("stacks") if catalog.load("stacks", n).can.framework])

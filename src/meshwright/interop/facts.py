@@ -120,18 +120,30 @@ NUMBERS = {
     "bucket", "bucket_elements", "bucket_mb", "model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.head_dim",
     "model.ffn", "model.vocab", "model.experts", "model.top_k",
 }  # fmt: skip
+WHOLE = {  # from 0 up
+    "sequence_ranks", "recompute_layers", "adapters", "quantised", "ffn_multiple", "mtp", "encoder_layers", "nvlink_domain",
+    "model.vocab_multiple", "model.max_positions", "model.expert_ffn", "model.shared_experts", "model.shared_ffn", "model.dense_layers",
+    "model.moe_every", "model.q_rank", "model.kv_rank", "model.rope_dim", "model.nope_dim", "model.value_dim",
+}  # fmt: skip
+TEXTS = {"model", "flavor", "pattern", "dispatcher", "dispatcher_type", "recompute_method"}
 MOST = 2**40
 
 
-def valid_fact(fact: str, value: Any) -> bool:
-    """Whether a value can be that fact: numbers of `NUMBERS` are whole and from 1 up."""
-    if fact in NUMBERS:
-        return (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and value == int(value)
-            and 1 <= value <= MOST
-        )
+def fact_value(fact: str, value: Any) -> Any:
+    """The value of a fact in its type; None if it cannot be that fact: text for a number, a fraction, a number that is too large."""
+    if fact in NUMBERS or fact in WHOLE:
+        return _whole(value, 1 if fact in NUMBERS else 0)
     if fact == "shard":
-        return isinstance(value, int) and (value == -1 or 1 <= value <= MOST)
-    return True
+        return -1 if value == -1 else _whole(value, 1)
+    if fact == "ffn_factor":
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if number and 0 < value < MOST else None
+    if fact in TEXTS:
+        return value if isinstance(value, str | int) else None
+    return value
+
+
+def _whole(value: Any, least: int) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
+        return None
+    return int(value) if value == int(value) else None

@@ -57,7 +57,7 @@ def fit(reading: Reading) -> Fit:
     except MeshwrightError as error:
         return Fit(problems=[Problem(error.code, error.what, error.why, error.fix, "note")])
     limit = result.prediction.memory_limit_gib
-    share = kept_share(result.program, reading.shape.model, reading.facts, reading.framework.name)
+    share = kept_share(result.program, reading.shape.model, reading.facts)
     if reading.workload.precision in FP8 and reading.framework.splits_evenly:
         share *= EIGHT_BIT_SHARE
     stages = [_stage(parts, share, reading) for parts in result.prediction.memory_by_stage]

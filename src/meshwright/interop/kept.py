@@ -1,13 +1,12 @@
 """The share of saved activations that a framework's selective recompute keeps, by the modules that it names.
 
-The plan's `recompute = "selective"` recomputes attention's softmax only. Megatron-Core's `recompute_modules` and PyTorch's selective checkpointing
-of operators recompute more. With h the hidden size and f the width of an expert, an expert layer saves h + 3·f values per routed token: the input,
-gate and up, and their product.
+The plan's `recompute = "selective"` recomputes attention's softmax only, or what the stack says. Megatron-Core's `recompute_modules` names
+more. With h the hidden size and f the width of an expert, an expert layer saves h + 3·f values per routed token: the input, gate and up, and
+their product.
 
     layernorm      outputs of norms                         moe_act      the product of gate and up: f of h + 3·f
     mla_up_proj    queries, keys and values of latent attention, not their latents
     mlp            the dense FFN                            moe          router, experts and shared experts
-    operators      torchtitan: every second matrix product and attention's output are kept, tokens after the all-to-all too
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ ENDS = ("head", "embedding")
 PARTS = ("attention", "ffn", "norm", "router", "experts", "shared")
 
 
-def kept_share(program: StepProgram, model: Model, facts: Facts, framework: str) -> float:
+def kept_share(program: StepProgram, model: Model, facts: Facts) -> float:
     """Bytes that selective recompute keeps of the layers' saved activations, as a share of what the estimate counts."""
     if facts.get("recompute") != "selective":
         return 1.0
-    kept = _operators(model) if framework == "torchtitan" else _modules(model, facts.get("recompute_modules"))
+    kept = _modules(model, facts.get("recompute_modules"))
     total = left = 0.0
     for block, parts in program.saved.items():
         if block in ENDS:
@@ -40,10 +39,6 @@ def kept_share(program: StepProgram, model: Model, facts: Facts, framework: str)
             total += bytes_of
             left += bytes_of * kept.get(part, 1.0)
     return left / total if total else 1.0
-
-
-def _operators(model: Model) -> dict[str, float]:
-    return {"attention": 0.5, "ffn": 0.5, "shared": 0.5, "norm": 0.5, "experts": model.hidden / _expert_values(model)}
 
 
 def _modules(model: Model, named: Any) -> dict[str, float]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.interop.facts import FACTS, valid_fact
+from meshwright.interop.facts import FACTS, fact_value
 
 Facts = dict[str, Any]
 Settings = dict[str, Any]
@@ -54,7 +54,8 @@ class Key:
             return next((fact for pattern, fact in self.match if re.search(pattern, text, re.IGNORECASE)), INVALID)
         if self.words is not None:
             return INVALID
-        return value if valid_fact(self.fact, value) else INVALID
+        found = fact_value(self.fact, value)
+        return INVALID if found is None else found
 
     @property
     def writable(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.describe import catalog, legality
@@ -76,9 +76,18 @@ def understand(
     assembled = assemble(facts, framework, gpus, found.layers, found.experts)
     reading = Reading(framework, understood, assembled, found, hardware)
     reading.problems = [*assembled.problems, *check_facts(reading.facts, framework, assembled, found, hardware, merged)]
+    if framework.layout_in_code and not found.layers_stated:
+        reading.problems = [_less_certain(p) for p in reading.problems]
     if not reading.errors:
         reading.problems += _illegal(reading)
     return reading
+
+
+def _less_certain(problem: Problem) -> Problem:
+    """A division of layers that is only known by the model's name, in a framework whose code may set another one."""
+    if problem.code != "MW-SET-003":
+        return problem
+    return replace(problem, severity="warning", why=f"{problem.why}, unless its code sets a layout for this model")
 
 
 def _better_name(name: str, model: str) -> str:

@@ -23,6 +23,7 @@ HYBRID = re.compile(
 )
 QWEN_HYBRID = re.compile(r"qwen3[._]?[5-9](?!\d)")
 DIVISIBLE = 2**7 * 3 * 5 * 7  # a multiple of the usual degrees
+MANY_LAYERS = 2**6 * 3 * 5
 # Names of a shape in torchtitan's model packages, in Hugging Face configs, and plain ones.
 PLAIN = Table(
     keys=(
@@ -65,6 +66,7 @@ class Shape:
     complete: bool = False
     partial: bool = False  # parts of the model are not counted: what is computed is less than the truth
     source: str = ""
+    layers_stated: bool = False  # the number of layers is given, not known by the model's name only
     changed: bool = False  # the settings change numbers of the catalog's entry
 
     @property
@@ -112,7 +114,7 @@ def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None) ->
             stated & {"layers"},
             source="settings",
         )
-    return Shape(model, stated, enough, partial, "settings")
+    return Shape(model, stated, enough, partial, "settings", layers_stated="layers" in fields)
 
 
 def _agreeing_entry(entry: str, fields: Facts) -> str:
@@ -141,6 +143,7 @@ def _of_catalog(entry: str, fields: Facts, facts: Facts) -> Shape:
         set(Model.model_fields),
         complete=True,
         source=f"catalog {entry}",
+        layers_stated="layers" in fields,
         changed=bool(changes),
     )
 
@@ -181,7 +184,7 @@ def _moe_layers(given: Facts, fields: Facts) -> None:
 def _filled(fields: Facts) -> dict[str, Any]:
     """The fields of a model; what is missing takes a value that every degree divides."""
     out = {k: v for k, v in fields.items() if v is not None}
-    out["layers"] = out.get("layers") or DIVISIBLE
+    out["layers"] = out.get("layers") or MANY_LAYERS
     out["heads"] = out.get("heads") or DIVISIBLE
     if out.get("kv_heads") and "heads" not in fields:
         out["heads"] = out["kv_heads"] * DIVISIBLE

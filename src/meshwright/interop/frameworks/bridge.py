@@ -148,6 +148,7 @@ BRIDGE = Framework(
     table=TABLE,
     names=("NeMo",),
     splits_evenly=True,
+    layout_in_code=True,
     expert_tp="tp",
     comment="Megatron-Bridge settings; on its command line: model.tensor_model_parallel_size=8",
 )

@@ -24,6 +24,7 @@ class Framework:
         "--"  # flags name keys with this prefix removed; "": the keys of the table have the prefix themselves
     )
     splits_evenly: bool = False  # every stage has the same number of layers unless the settings name them
+    layout_in_code: bool = False  # settings are a program, which may set the pipeline's layout without a key
     ends_are_layers: bool = False  # the embedding and the head may fill a pipeline stage alone
     expert_tp: Literal["tp", "one"] = "one"  # inside experts where it is not set
     comment: str = ""  # the first line of a written file

@@ -21,7 +21,9 @@ from dataclasses import replace
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.walked import walk_step
+from meshwright.describe import legality
 from meshwright.describe.config import Config
+from meshwright.describe.legality import Case
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import Trial, fits, step
 from meshwright.planner.advice.lint.finding import SAVES, Finding, Seen
@@ -44,8 +46,18 @@ def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
     assert now is not None, "a legal plan has an estimate"
     seen = Seen(config, now, trial)
     found = [finding for rule in RULES if (finding := rule(seen)) is not None]
+    found += beyond_framework(config)
     rank = {"error": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda f: (rank[f.severity], -(f.cost_s or 0.0)))
+
+
+def beyond_framework(config: Config) -> list[Finding]:
+    """What the framework of the stack cannot run of the plan: its first broken rule."""
+    case = Case.of(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
+    error = legality.problem(case) if config.stack.can.framework else None
+    if error is None:
+        return []
+    return [Finding(error.code, "beyond the framework", "error", error.what, fix=error.fix)]
 
 
 def justify(findings: Iterable[Finding], winner: Estimate, alternatives: Sequence[Estimate] = ()) -> list[Finding]:
