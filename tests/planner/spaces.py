@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.linear import LinearOptions
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -28,7 +29,21 @@ MOE = Model(
     expert_ffn=256,
     dense_layers=1,
 )
-MODELS = {m.name: m for m in (DENSE, TIED, MOE)}
+HYBRID = Model(
+    name="hybrid",
+    hidden=256,
+    layers=6,
+    heads=8,
+    ffn=512,
+    vocab=1024,
+    pattern="M- ME *-",
+    linear=LinearOptions(kind="mamba2", heads=8, head_dim=64, groups=4, state=32, conv=4),
+    experts=4,
+    top_k=2,
+    expert_ffn=256,
+    mtp_layers=1,
+)
+MODELS = {m.name: m for m in (DENSE, TIED, MOE, HYBRID)}
 
 
 def cluster(gpus: int, memory: str = "", name: str = "dgx-a100", node: int = 4) -> Cluster:

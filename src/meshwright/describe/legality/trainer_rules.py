@@ -74,7 +74,12 @@ class TransformerHasParts(Rule):
         return Problem(
             f"{p.model.name} has {unsupported_parts(p.model)[0]}, which our transformer does not implement",
             why="It can be planned and costed, not trained",
-            valid=["positions=rope|learned|none", "norms_per_layer=2|4", "an even rotary width"],
+            valid=[
+                "attention (gqa or mla) with an FFN or experts in every layer",
+                "positions=rope|learned|none",
+                "norms_per_layer=2|4",
+                "an even rotary width",
+            ],
         )
 
 

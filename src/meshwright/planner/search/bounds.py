@@ -367,6 +367,8 @@ def of_schedules(space: Space, plans: Table) -> Table:
             looped and not space.stack.blocking_p2p
         ):  # blocking messages are part of every stage's time, so more stages cost more
             same = (v == 1) | ~(space.uneven(rows) | space.mixed | cut)
+            if space.model.pattern:  # of a hybrid all ranks are costed, and only some are sampled here
+                same &= rows.pp <= SAMPLED
             if RULES[name].splits:
                 same &= ~rows.twice
             total = formulas.makespan(name, rows.pp, rows.m, v, rows.f / v, rows.i / v, rows.w / v, rows.message)
