@@ -81,7 +81,10 @@ COMPRESSED = Model(
     expert_ffn=352,
     vocab=4096,
 )
-MODELS = {"gpt": GPT, "gqa": GQA, "moe": MOE, "mla": MLA, "mlp": MLP, "hybrid": HYBRID, "compressed": COMPRESSED}
+MTP = MOE.but(name="mtp", tied=False, mtp_layers=2)
+SPARSE = MLA.but(name="sparse", index_heads=4, index_dim=16, index_top_k=32)
+MODELS = {"gpt": GPT, "gqa": GQA, "moe": MOE, "mla": MLA, "mlp": MLP}
+ALL = MODELS | {m.name: m for m in (HYBRID, COMPRESSED, MTP, SPARSE)}  # with those that are not run
 STORED = Stack(name="stored", attention="stored")
 WORK = Workload(batch=64, seq=512)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lower.cases import COUNTS, GPT, GQA, MLA, MODELS, MOE, STORED, WORK, flops, lowered, one, plans
+from lower.cases import ALL, COUNTS, GPT, GQA, MLA, MOE, STORED, WORK, flops, lowered, one, plans
 from meshwright.cost.memory import elements
 from meshwright.describe import catalog
 from meshwright.describe.stack import Stack
@@ -12,7 +12,7 @@ from meshwright.describe.workload import Workload
 from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 
-NAMES = sorted(MODELS)
+NAMES = sorted(ALL)
 CATALOG = [
     "gpt3-175b",
     "llama2-70b",
@@ -40,9 +40,7 @@ def products(model, seq):
     return sum(n for part, n in model.flops(seq).items() if part not in ("attention-core", "linear-core"))
 
 
-@pytest.mark.parametrize(
-    "model", [*MODELS.values(), *(catalog.load("models", n) for n in CATALOG)], ids=lambda m: m.name
-)
+@pytest.mark.parametrize("model", [*ALL.values(), *(catalog.load("models", n) for n in CATALOG)], ids=lambda m: m.name)
 def test_forward_and_backward_products_are_three_times_the_forward_flops(model):
     program = lowered(model, Workload(batch=4, seq=512), microbatch=2)
     tokens = 2 * (512 if model.kind == "transformer" else 1)
@@ -72,7 +70,7 @@ def test_attention_core_has_two_products_forward_and_five_backward(model):
 @given(st.data(), st.sampled_from(NAMES))
 def test_splitting_preserves_the_total_flops(data, name):
     """The tp · cp · dp shares of a micro-batch sum to its total, except operations that every tp rank repeats (latents)."""
-    model = MODELS[name]
+    model = ALL[name]
     plan = data.draw(plans(model))
     program = step_program(model, plan, WORK)
     tokens = plan.microbatch * (WORK.seq if model.kind == "transformer" else 1)
@@ -83,7 +81,7 @@ def test_splitting_preserves_the_total_flops(data, name):
         assert whole == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=lambda m: m.name)
+@pytest.mark.parametrize("model", ALL.values(), ids=lambda m: m.name)
 @pytest.mark.parametrize("attention", ["flash", "stored"])
 def test_saved_bytes_of_one_rank_equal_those_of_the_model(model, attention):
     program = lowered(model, stack=Stack(attention=attention))
@@ -142,7 +140,7 @@ def test_kv_heads_are_copied_not_cut():
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from(NAMES))
 def test_parameters_of_all_ranks_sum_to_the_model_plus_copies(data, name):
-    model = MODELS[name]
+    model = ALL[name]
     plan = data.draw(plans(model))
     program = step_program(model, plan, WORK)
     dense = sum(one(elements(program, h)["dense"]) for h in held(program)) * plan.tp
@@ -151,8 +149,8 @@ def test_parameters_of_all_ranks_sum_to_the_model_plus_copies(data, name):
     assert experts == pytest.approx(parts.get("experts", 0))
     whole_dense = model.total - parts.get("experts", 0)
     extra = dense - whole_dense
-    # Repeated on every tp rank: norms, MLA's latents, routers, biases of row-split products; a tied head on another stage.
-    tied = model.tied and model.kind == "transformer" and plan.pp > 1
+    # Repeated on every tp rank: norms, MLA's latents, routers, biases of row-split products; the embedding on the last stage too.
+    tied = (model.tied or model.mtp_layers) and model.kind == "transformer" and plan.pp > 1
     copy = model.padded_vocab * model.hidden if tied else 0
     assert -1e-6 <= extra - copy <= (plan.tp - 1) * 0.25 * whole_dense
     if plan.tp == 1:
@@ -162,13 +160,15 @@ def test_parameters_of_all_ranks_sum_to_the_model_plus_copies(data, name):
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from(NAMES))
 def test_stages_hold_every_layer_once(data, name):
-    model = MODELS[name]
+    model = ALL[name]
     plan = data.draw(plans(model))
     program = step_program(model, plan, WORK)
     ranks = held(program)
     for kind in model.kinds:
         assert sum(one(h.counts[kind]) for h in ranks) == model.layer_count(kind)
     assert sum(one(h.counts["embedding"]) for h in ranks) == sum(one(h.counts["head"]) for h in ranks) == 1
+    for kind in model.mtp_kinds:
+        assert all(one(h.counts[kind]) == model.mtp_layers * one(h.counts["head"]) for h in ranks)
     by_stage = plan.stage_layers(model.layers)
     first = by_stage[0] + (by_stage[-1] if plan.schedule in ("zbv", "dualpipev") and plan.pp > 1 else 0)
     if plan.virtual == 1:

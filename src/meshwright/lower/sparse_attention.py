@@ -1,7 +1,8 @@
 """Sparse attention with an indexer (DeepSeek-V3.2): a cheap score of all positions selects those that each query attends to.
 
     forward    scores of all candidates 2·I·s FLOPs per token (I: width of all indexer heads), then a top-k that reads them
-    backward   the indexer learns from attention's own distribution over the selected positions: two products over these
+    backward   the indexer learns to rank positions as attention weighs them: two products of the same size (a kernel that computes them for
+               selected positions only does less)
 
 The indexer is whole on every tensor-parallel rank, because all ranks must select the same positions. Its keys are one head wide; context parallelism
 gathers them. Scores are computed in fp8 where the device has it; we price them in the workload's 16 bits, since recipes differ.
@@ -29,7 +30,7 @@ def select_positions(low: Lowering, core: AttentionCore) -> None:
     low.collective("I", "scatter-index-grad", "attention", "reduce_scatter", "cp", keys, (b.cp > 1) * 1.0)
     # Each tensor-parallel rank scores a share of the queries and gathers the positions that the others selected.
     seq, own = float(b.workload.seq), b.tokens / b.tp
-    attended, candidates = m.positions_of(core, seq)
+    _, candidates = m.positions_of(core, seq)
     scores = own * candidates * SCORE_BYTES
     shape = (b.microbatch * m.index_heads, seq / b.cp / b.tp, seq / max(core.ratio, 1), float(m.index_dim))
     flops = 2.0 * own * core.index * candidates
@@ -37,7 +38,6 @@ def select_positions(low: Lowering, core: AttentionCore) -> None:
     low.phases["F"].append(Op("index-select", "attention", "memory", 1.0, bytes=3 * scores, launches=2.0))
     selected = b.tokens * m.index_top_k * SCORE_BYTES
     low.collective("F", "gather-selected", "attention", "all_gather", "tp", selected, low.with_tp)
-    chosen = min(attended, candidates)
-    learned = 2.0 * flops * chosen / candidates
-    moved = 4 * own * chosen * SCORE_BYTES
-    low.phases["I"].append(Op("index-scores-grad", "attention", "attention", 1.0, learned, moved, shape, low.wide))
+    low.phases["I"].append(
+        Op("index-scores-grad", "attention", "attention", 1.0, 2.0 * flops, 2 * scores, shape, low.wide)
+    )
