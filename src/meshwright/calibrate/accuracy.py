@@ -8,7 +8,16 @@ from typing import Any
 
 from meshwright.calibrate import validate
 from meshwright.calibrate.bands import Band, bands
-from meshwright.calibrate.left_out import LeftOut, SourceScore, leave_out, macro_scores, responds, scores, usable
+from meshwright.calibrate.left_out import (
+    LeftOut,
+    SourceScore,
+    finite_or_none,
+    leave_out,
+    macro_scores,
+    responds,
+    scores,
+    usable,
+)
 from meshwright.calibrate.outcomes import Outcome, predict_rows
 
 
@@ -31,7 +40,7 @@ class Accuracy:
             "overall": self.overall,
             "sources": {name: s.as_dict() for name, s in self.sources.items()},
             "left_out": {
-                "overall": self.unseen_overall,
+                "overall": finite_or_none(self.unseen_overall),
                 "sources": {name: s.as_dict() for name, s in self.unseen.items()},
                 "bands": {level: band.__dict__ for level, band in self.bands.items()},
             },

@@ -60,7 +60,7 @@ class SourceScore:
     stack_known: bool  # another source has runs of most of its stacks
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return finite_or_none(asdict(self))
 
 
 def scores(left_out: LeftOut) -> dict[str, SourceScore]:
@@ -82,6 +82,14 @@ def scores(left_out: LeftOut) -> dict[str, SourceScore]:
             bool(left_out.named[at].mean() > 0.5),
         )
     return found
+
+
+def finite_or_none(table: dict[Any, Any]) -> dict[Any, Any]:
+    """The table with None for numbers that are NaN: JSON has no NaN."""
+    return {
+        key: finite_or_none(value) if isinstance(value, dict) else None if value != value else value
+        for key, value in table.items()
+    }
 
 
 def median_or_nan(values: np.ndarray) -> float:

@@ -96,7 +96,7 @@ def fit_stacks(runs: str, out: str, as_json: bool) -> None:
     if as_json:
         show_json(
             {
-                "overall": overall,
+                "overall": left_out.finite_or_none(overall),
                 "sources": {name: s.as_dict() for name, s in scores.items()},
                 "bands": {level: band.__dict__ for level, band in bands.items()},
                 "stacks": fit_file.stack_numbers(found.fit),

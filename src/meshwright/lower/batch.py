@@ -44,6 +44,13 @@ SCALE_BYTES, MX_BLOCK = 4.0, 32.0  # a scale of fp8 is a float32; one of mxfp8 i
 FLAGS = ("sp", "reshard", "prefetch", "master")
 
 
+def repeated(value: Any, at: np.ndarray) -> Any:
+    """The entries of a field at some indices."""
+    if isinstance(value, dict):
+        return {key: part[at] for key, part in value.items()}
+    return tuple(value[i] for i in at) if isinstance(value, tuple) else value[at]
+
+
 class Batch:
     """Plans as arrays. Build with `Batch.of(plans, ...)` or, for a search, straight from arrays."""
 
@@ -142,6 +149,19 @@ class Batch:
 
     @classmethod
     def of(cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack) -> Batch:
+        """The batch of some plans. A plan that is there several times (with other numbers of the stack) is read once."""
+        first = {id(plan): plan for plan in plans}
+        fields = cls._fields(list(first.values()), model, stack)
+        if len(first) < len(plans):
+            index = {key: k for k, key in enumerate(first)}
+            at = np.array([index[id(plan)] for plan in plans])
+            fields = {name: repeated(value, at) for name, value in fields.items()}
+        fields["some_recomputed"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
+        return cls(fields, model, workload, stack)
+
+    @staticmethod
+    def _fields(plans: Sequence[Plan], model: Model, stack: Stack) -> dict[str, Any]:
+        """The fields of plans as arrays."""
         fields: dict[str, Any] = {name: np.array([getattr(p, name) for p in plans], dtype=float) for name in INTEGERS}
         fields |= {name: np.array([getattr(p, name) for p in plans], dtype=bool) for name in FLAGS}
         fields["etp"] = np.array([p.etp for p in plans], dtype=float)
@@ -174,8 +194,7 @@ class Batch:
         wraps = [(p.wrap, p.wrap != 1 and model.kind != "counts" and max(p.stage_layers(model.layers))) for p in plans]
         fields["wrap"] = np.array([float(min(wrap or n, n)) if n else 1.0 for wrap, n in wraps])
         fields["one_unit"] = np.array([p.wrap == 0 for p in plans])
-        fields["some_recomputed"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
-        return cls(fields, model, workload, stack)
+        return fields
 
     def _wires(self) -> list[tuple[str, Any]]:
         """The ways in which gradients are sent, and where: a compression, or 16 bits where communication is narrower than gradients."""

@@ -188,7 +188,14 @@ def _with_recompute(
         kind: np.array(np.broadcast_to(count, batch.n), dtype=float) for kind, count in held.counts.items()
     }
     places = np.broadcast_to(held.rank if where is None else where, batch.n)
+    counted: dict[tuple[int, int], int] = {}  # a batch may have one plan several times: its first index
     for i, plan in batch.some_recomputed.items():
+        first = counted.setdefault((id(plan), int(places[i])), i)
+        if first != i:
+            for table in (held.recomputed, held.regathered or {}):
+                for kind in batch.model.kinds:
+                    table[kind][i] = table[kind][first]
+            continue
         edges = [0, *accumulate(plan.stage_layers(batch.model.layers))]
         here = [s for s in stages(plan, int(places[i])) if 0 <= s < plan.stages]
         for kind in batch.model.kinds:
