@@ -50,9 +50,10 @@ class Outcome:
 
     @property
     def memory_error(self) -> float | None:
-        """Signed relative error of peak memory, of the quantity that the source reports."""
+        """Signed relative error of peak memory, of the quantity that the source reports. None if the recompute is not published: it is
+        assumed by what fits, so the memory is not predicted."""
         p, measured = self.prediction, self.case.memory
-        if p is None or not measured:
+        if p is None or not measured or not self.case.row.get("recompute_mode"):
             return None
         return p.memory_as(memory_quantity(self.case.row.get("notes", ""))) / measured - 1
 

@@ -4,6 +4,8 @@
     interleaved, degree unknown  the schedule `interleaved`, with one layer for each virtual stage where the layers divide
     a table of MegaScale         the stack `megascale`; the tables of the same paper for Megatron-LM keep theirs
     FSDP without a named stack   the stack `fsdp`: PyTorch's library with its defaults
+    parameters in fp32, autocast no separate master weights; gradients in fp32
+    parameters in bf16 only      no master weights; gradients and states of the optimizer in bf16
 
 A reading is used only if the resulting plan is legal.
 """
@@ -24,7 +26,7 @@ def apply_readings(c: Case) -> Case:
     """The case with what its free text says; as it was, if there is nothing to read or the result is not legal."""
     if c.refused or c.plan is None or c.model is None or c.workload is None:
         return c
-    stack, plan_changes = _stack_name(c), _schedule(c)
+    stack, plan_changes = _stack_name(c), {**_schedule(c), **_precision(c)}
     if stack is None and not plan_changes:
         return c
     new_stack = c.stack if stack is None else catalog.load("stacks", stack)
@@ -51,6 +53,16 @@ def _stack_name(c: Case) -> str | None:
         return "megascale"
     known = c.row["stack"] in catalog.names("stacks")
     return "fsdp" if not known and re.search(r"\bfsdp|fully.shard", text, re.IGNORECASE) else None
+
+
+def _precision(c: Case) -> dict[str, Any]:
+    states = c.row["zero_fsdp"]
+    if "autocast" in states:
+        return {"param_dtype": "fp32", "grad_dtype": "fp32", "comm_dtype": "fp32", "master": False}
+    if "bf16 parameters and states" in states:
+        narrow = dict.fromkeys(("param_dtype", "grad_dtype", "comm_dtype", "state_dtype"), "bf16")
+        return {**narrow, "master": False}
+    return {}
 
 
 def _schedule(c: Case) -> dict[str, Any]:

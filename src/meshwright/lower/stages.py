@@ -192,9 +192,9 @@ def _with_recompute(
     for i, plan in batch.some_recomputed.items():
         first = counted.setdefault((id(plan), int(places[i])), i)
         if first != i:
-            for table in (held.recomputed, held.regathered or {}):
-                for kind in batch.model.kinds:
-                    table[kind][i] = table[kind][first]
+            for table in (held.recomputed, held.regathered):
+                for kind in batch.model.kinds if table else ():
+                    table[kind][i] = table[kind][first]  # type: ignore[index]
             continue
         edges = [0, *accumulate(plan.stage_layers(batch.model.layers))]
         here = [s for s in stages(plan, int(places[i])) if 0 <= s < plan.stages]
