@@ -51,8 +51,9 @@ def _stack_name(c: Case) -> str | None:
         return "hai-llm"
     if "MegaScale" in c.row["table"]:
         return "megascale"
-    known = c.row["stack"] in catalog.names("stacks")
-    return "fsdp" if not known and re.search(r"\bfsdp|fully.shard", text, re.IGNORECASE) else None
+    unknown = c.row["stack"] not in catalog.names("stacks")
+    sharded = c.plan is not None and c.plan.zero == 3
+    return "fsdp" if unknown and sharded and re.search(r"\bfsdp|fully.shard", text, re.IGNORECASE) else None
 
 
 def _precision(c: Case) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def _schedule(c: Case) -> dict[str, Any]:
         return {}
     if "DualPipe" in text:
         return {"schedule": "dualpipev", "virtual": 2}
-    if "interleaving (degree not" in text and c.model.layers % pp == 0:
+    if re.search(r"interleaving \(degree not", text) and c.model.layers % pp == 0:
         chunks = [v for v in range(2, MOST_VIRTUAL + 1) if c.model.layers // pp % v == 0]
         return {"schedule": "interleaved", "virtual": chunks[-1]} if chunks else {}
     return {}

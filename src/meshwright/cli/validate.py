@@ -33,7 +33,7 @@ def command(
     headline: bool = typer.Option(False, "--headline", help="Twelve well-known runs, the wrong predictions included."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     html: str = typer.Option("", "--html", help="Write a page with figures to this file."),
-    markdown: str = typer.Option("", "--markdown", help="Write the tables of docs/accuracy.md to this file."),
+    markdown: str = typer.Option("", "--markdown", help="Write the page docs/accuracy.md to this file."),
 ) -> None:
     """Compare predictions with published runs and show the errors by source, also of sources that the fit has not seen."""
     from importlib.resources import files
@@ -50,7 +50,7 @@ def command(
         if column not in COLUMNS:
             raise unknown("MW-VAL-004", "column", column, COLUMNS, "--by {}")
     famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv")))) if headline else []
-    chosen, crashed = chosen_rows(runs, failed, headline)
+    chosen, crashed = chosen_rows(runs, failed, headline and not markdown)
     with patient("predicting") as progress:
         found = assess(chosen, famous, crashed, progress)
     if html:
@@ -71,13 +71,13 @@ def command(
     show(*view.page(found, columns, by))
 
 
-def chosen_rows(runs: str, failed: str, headline: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def chosen_rows(runs: str, failed: str, only_headline: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The runs to compare with, and those that failed. Without a file: the published ones, or none if only the well-known runs are asked."""
     from meshwright.calibrate import published, rows
 
     crashed = list(rows.read(failed)) if failed else []
     if runs:
         return list(rows.read(runs)), crashed
-    if headline:
+    if only_headline:
         return [], crashed
     return published.runs(), crashed or published.failed()
