@@ -135,7 +135,7 @@ class Result:
 
     @cached_property
     def ties(self) -> list[bool]:
-        """Which leaders the cost model cannot tell apart from the winner: their measured order may be the other way round."""
+        """Which leaders that are as fast as the winner within the accuracy of the cost model: their measured order may be the other way round."""
         return [indistinguishable(self.prediction.exposed_s, p.exposed_s) for _, p in self.leaders]
 
     @cached_property

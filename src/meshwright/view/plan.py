@@ -135,7 +135,7 @@ def leaders(r: Result) -> Table:
     memory = " to ".join(f"{100 * x - 100:+.0f}%" for x in why.MEMORY_BAND)
     table.caption, table.caption_justify = f"every step {low:+.0f}% to {high:+.0f}%, memory {memory}", "left"
     if any(r.ties[1:]):
-        table.caption += "; ≈: cannot be told apart from the first by this model"
+        table.caption += "; ≈: as fast as the first within the accuracy of the model"
     if r.choice and not r.worst_case:
         table.caption += (
             "; of plans within 1% of the fastest, the one with the most free memory and the simplest layout comes first"
