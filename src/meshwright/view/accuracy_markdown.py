@@ -170,7 +170,7 @@ def residual_groups(left_out: LeftOut) -> dict[str, list[str]]:
 
 def _group_rows(label: str, groups: list[str], left_out: LeftOut) -> list[tuple[str, ...]]:
     names, error = np.array(groups), np.expm1(left_out.source)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in sorted(set(groups)):
         part = error[names == name]
         size = np.abs(part)
@@ -195,7 +195,7 @@ def headlines(found: Accuracy) -> str:
 
 
 def licences() -> str:
-    rows = [(name, text) for name, text in sorted(published.licences().items())]
+    rows = sorted(published.licences().items())
     note = f"\nScored for memory only: {', '.join(NOT_FOR_TIME)}.\n"
     lines = ["| source | licence |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows)]
     return "## Sources and licences\n\n" + "\n".join(lines) + "\n" + note
