@@ -115,10 +115,12 @@ def test_a_dead_rank_is_named_with_its_signal_and_stack(tmp_path):
     assert (tmp_path / "rank-1.log").exists()
 
 
-def test_ranks_end_with_their_parent():
-    """A parent killed outright cannot clean up: its ranks notice."""
+def test_ranks_end_with_their_parent(tmp_path):
+    """A parent killed outright cannot clean up: its ranks notice, and remove its temporary folder."""
     code = (
-        "import ranks, test_launch as t; ranks.run(2, t.hang_on_one, listen=lambda rank, pid: print(pid, flush=True))"
+        "import ranks, test_launch as t; from meshwright.training.launch import local\n"
+        f"local.memory_folder = lambda: {str(tmp_path)!r}\n"
+        "ranks.run(2, t.hang_on_one, listen=lambda rank, pid: print(pid, flush=True))"
     )
     path = os.pathsep.join(p for p in sys.path if p)
     parent = subprocess.Popen(
@@ -131,6 +133,7 @@ def test_ranks_end_with_their_parent():
     while time.monotonic() < deadline and not all(gone(p) for p in pids):
         time.sleep(0.05)
     assert all(gone(p) for p in pids)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_start_says_nothing_and_leaves_nothing():

@@ -19,6 +19,7 @@ from meshwright.training.folder import RunFolder
 from meshwright.training.loggers import OPEN, Logging, check_loggers, flat, stable_name
 from meshwright.training.measure.measurement import predicted
 from meshwright.training.records import StepRecord
+from meshwright.training.worker import closed_loggers
 
 CONFIG = Config.from_parts(
     {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256},
@@ -136,6 +137,14 @@ def test_a_logger_that_fails_is_dropped_and_training_continues(folder: RunFolder
     (event,) = read_events(folder.path)
     assert (event["kind"], event["step"], event["logger"]) == ("logger", 0, "mlflow")
     assert "ConnectionError: no answer" in event["text"]
+
+
+def test_loggers_are_closed_once_when_a_step_raises(folder: RunFolder, calls: list[tuple[Any, ...]]) -> None:
+    logging = Logging(("wandb",), 1, folder, CONFIG)
+    with pytest.raises(ZeroDivisionError), closed_loggers([logging]):
+        raise ZeroDivisionError
+    logging.finish(None)
+    assert [name for name, *_ in calls].count("wandb.finish") == 1
 
 
 def test_a_missing_or_unknown_logger_is_an_error_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

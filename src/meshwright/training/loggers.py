@@ -73,6 +73,10 @@ class Logging(Hook):
             self._call_or_drop(name, logger.log, record.step, values)
 
     def finish(self, trainer: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every logger, once."""
         for name, logger in list(self.loggers.items()):
             self._call_or_drop(name, logger.close)
         self.loggers.clear()

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -47,7 +45,7 @@ from meshwright.training.job import Attempt, Job
 from meshwright.training.launch.failure import failure_of, write_failure
 from meshwright.training.launch.join import GROUP_TIMEOUT_S, Meeting, join
 from meshwright.training.launch.placement import placement
-from meshwright.training.launch.rank import RankContext, end_with_parent, prepare_local_rank, redirect_output
+from meshwright.training.launch.rank import RankContext, prepare_local_rank, redirect_output
 from meshwright.training.loggers import Logging
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.measurement import Training, conclude
@@ -70,9 +68,6 @@ def local_rank(attempt: Attempt, job: Job) -> Training | None:
     stream = redirect_output(str(job.folder / rank_log(place.rank)), append=attempt.number > 0 or job.resume)
     faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
     prepare_local_rank()
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    end_with_parent(lambda: wait([parent.sentinel]))
     torch.set_num_threads(1)
     try:
         context = join(place, job.device, job.backend, GROUP_TIMEOUT_S, Meeting(place))
@@ -104,8 +99,9 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
             if saver is not None:
                 trainer.hooks.append(Checkpoints(saver, config.checkpoint.every))
             guard = Guard(context, job, trainer, recorder, folder)
-            for _ in guard.train(job.steps, saver):
-                pass
+            with closed_loggers(trainer.hooks):
+                for _ in guard.train(job.steps, saver):
+                    pass
         trainer.hooks.clear()
         reports = []
         if not trainer.stopped:
@@ -154,6 +150,17 @@ def writers_of(trainer: Trainer, config: Config, folder: RunFolder, listen: List
     if config.run.loggers:
         hooks.append(Logging(config.run.loggers, config.run.log_every, folder, config, trainer.step))
     return hooks
+
+
+@contextlib.contextmanager
+def closed_loggers(hooks: list[Hook]) -> Iterator[None]:
+    """Close the loggers also when a step raises: their packages write what they hold back."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            if isinstance(hook, Logging):
+                hook.close()
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ from meshwright.training.launch.failure import (
     remove_failures,
     root_cause,
 )
-from meshwright.training.launch.rank import resolve
+from meshwright.training.launch.rank import end_with_parent, resolve
 
 MONITOR_S = 0.1
 GRACE_S = 1.0  # after a failure that may be a consequence, the time for its cause to appear
@@ -110,7 +110,7 @@ def run_attempt(
                 role="rank",
                 local_world_size=world,
                 entrypoint=call,
-                args=(target, args),
+                args=(target, args, files),
                 rdzv_handler=get_rendezvous_handler(parameters),
                 max_restarts=0,
                 monitor_interval=MONITOR_S,
@@ -130,8 +130,11 @@ def run_attempt(
         shutil.rmtree(files, ignore_errors=True)
 
 
-def call(target: str, args: tuple) -> Any:
+def call(target: str, args: tuple, files: Path) -> Any:
     """The entry point of a rank."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_parent(lambda: wait([parent.sentinel]), files)
     return resolve(target)(*args)
 
 

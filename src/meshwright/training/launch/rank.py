@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import importlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
@@ -46,7 +48,7 @@ def main(
     backend: str,
     pipe: Connection,
 ) -> None:
-    parent = _prepare_process(log, pipe)
+    parent = _prepare_process(log, pipe, Path(store).parent)
     try:
         device = _join(rank, world, store, group_timeout, device, backend)
         context = RankContext(rank, world, device, lambda message: pipe.send(("message", message)))
@@ -68,7 +70,7 @@ def resolve(target: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
-def _prepare_process(log: str, pipe: Connection) -> threading.Thread:
+def _prepare_process(log: str, pipe: Connection, folder: Path) -> threading.Thread:
     """Redirect output to the log, and return the thread that ends this process when the parent closes the pipe."""
     try:
         stream = redirect_output(log)
@@ -81,7 +83,7 @@ def _prepare_process(log: str, pipe: Connection) -> threading.Thread:
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
 
-    return end_with_parent(parent_ended)
+    return end_with_parent(parent_ended, folder)
 
 
 def redirect_output(log: str, append: bool = False) -> int:
@@ -102,11 +104,13 @@ def prepare_local_rank() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 
-def end_with_parent(parent_ended: Callable[[], object]) -> threading.Thread:
-    """A thread that ends this process when `parent_ended` returns."""
+def end_with_parent(parent_ended: Callable[[], object], folder: Path) -> threading.Thread:
+    """A thread that ends this process when `parent_ended` returns. It removes the parent's temporary folder, because a parent that was
+    killed cannot."""
 
     def wait() -> None:
         parent_ended()
+        shutil.rmtree(folder, ignore_errors=True)
         # The destructor of a process group may wait for peers that have ended; the kernel closes its sockets at once.
         os._exit(0)
 
