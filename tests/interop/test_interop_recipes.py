@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find
+from meshwright.interop.keys import is_misspelling
 from meshwright.interop.recipes import Verdict, check, rows
 
 HERE = Path(__file__).parent
@@ -73,6 +74,21 @@ def test_mistakes_are_flagged_and_corrections_are_not(n: int) -> None:
     elif pair["mistake"]["n"] in FOUND_MEMORY:
         assert verdict(pair["before"]).fits is False
         assert verdict(pair["after"]).fits is not False
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "wrong"),
+    [
+        ("context_parapllel_size", "context_parallel_size", True),
+        ("distributed.tp_sise", "distributed.tp_size", True),
+        ("training.local_batchsize", "training.local_batch_size", True),
+        ("optimizer.exp_avg_sq_dtype", "optimizer.exp_avg_dtype", False),
+        ("converters.1.rank", "converters.0.rank", False),
+        ("tp", "pp", False),
+    ],
+)
+def test_misspellings(name: str, known: str, wrong: bool) -> None:
+    assert is_misspelling(name, known) is wrong
 
 
 def test_a_misspelt_key_is_unknown_and_matters() -> None:

@@ -20,6 +20,7 @@ from meshwright.interop.facts import FACTS, fact_value
 Facts = dict[str, Any]
 Settings = dict[str, Any]
 
+LEAST_LETTERS, MOST_WRONG_LETTERS = 6, 2
 # A key that no table names matters if it speaks of one of these.
 MATTERS = re.compile(
     r"para|degree|shard|replicat|pipeline|stage|virtual|micro|batch_?size|num_?tokens|seq_?len|max_length|context_len|recompute|"
@@ -98,6 +99,8 @@ class Table:
 
     def kind_of(self, name: str) -> str:
         """What an unlisted key is: "no effect", "not modelled", "unknown" (it could matter) or "ignored"."""
+        if any(is_misspelling(name, known) for known in self.names()):
+            return "unknown"
         for kind, patterns in (("no effect", self.no_effect), ("not modelled", self.not_modelled)):
             if any(re.search(pattern, name) for pattern in patterns):
                 return kind
@@ -163,6 +166,17 @@ def write_settings(table: Table, facts: Facts) -> tuple[Settings, list[str]]:
         elif not any(k.encode(fact) is not INVALID for k in table.keys if k.fact == key.fact and k is not key):
             inexpressible.append(key.fact)
     return out, inexpressible
+
+
+def is_misspelling(name: str, known: str) -> bool:
+    """Whether two names differ in one place only, by at most two letters: `context_parapllel_size`."""
+    if name == known or abs(len(name) - len(known)) > 1 or len(name) < LEAST_LETTERS:
+        return False
+    shorter = min(len(name), len(known))
+    start = next((i for i in range(shorter) if name[i] != known[i]), shorter)
+    end = next((i for i in range(shorter - start) if name[-1 - i] != known[-1 - i]), shorter - start)
+    parts = name[start : len(name) - end], known[start : len(known) - end]
+    return all(len(part) <= MOST_WRONG_LETTERS and not any(c.isdigit() for c in part) for part in parts)
 
 
 def plain(value: Any) -> Any:

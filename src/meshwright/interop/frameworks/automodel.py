@@ -121,6 +121,8 @@ TABLE = Table(
     not_modelled=(
         r"^compile\.|^model\.backend|^model\.attn_implementation|attn_implementation|^distributed\.moe|multimodal|mp_policy|async_tensor|enable_compile|prefetch",
         r"defer_fsdp|patch_is_packed|enable_fsdp2",
+        r"^(optimizer|packed_sequence|loss_fn|peft|quantization|profiling|kd_|clip_grad|callbacks|logger|comet|mlflow|model|parallelizer|autopipeline)[._]",
+        r"^distributed\.(?!.*_size)",
     ),
     derive=_derive,
     restate=_restate,

@@ -93,7 +93,10 @@ TABLE = Table(
         r"gradient_checkpointing_kwargs|max_steps|num_epochs|^special_tokens|^datasets|^wandb|_proc|^eval|^save|^val|^learning|^lr_|^warmup|^weight|^dataset",
         r"expert_parallel_(num|token)", r"^flash_attention$|attn_implementation|^fp8_enable|^trust|^tokenizer|^cosine|^strict|^shuffle|^output_dir|^seed",
     ),
-    not_modelled=(r"liger|compile|tiled_mlp|activation_offloading|flex_attn|^xformers|^sdp|^flash",),
+    not_modelled=(
+        r"^(lora|peft|relora|unfrozen|gptq|chat|reward|rl$|rl_|trl|kd_|vllm|group_by|multipack|accelerator_config|ddp_|hub|mlflow|comet|tokens|added|torch_|adam|optim_|"
+        r"max_|min_|noisy|neftune|early|hf_|local_|remove|train_on|use_|debug|dataloader|embeddings|expert|moe|scattermoe|sonicmoe|quant)",
+        r"liger|compile|tiled_mlp|activation_offloading|flex_attn|^xformers|^sdp|^flash",),
     derive=_derive,
     restate=restate_fsdp,
 )  # fmt: skip

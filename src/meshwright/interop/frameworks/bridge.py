@@ -134,6 +134,9 @@ TABLE = Table(
     ),
     not_modelled=(
         r"^comm_overlap", r"overlap|cuda_graph|attention_backend|grouped_gemm|deallocate|batch_p2p|offload|paged_stash|hybridep|double_buffer|moe_a2a",
+        # Other keys of sections whose keys that matter are in the table.
+        r"^(ddp|dist|optimizer|mixed_precision|comm_overlap|train|dataset|profiling|rng|logger|checkpoint|scheduler|peft|inference|straggler|ft)\.",
+        r"^model\.(?!.*(parallel_size|pipeline|recompute_|seq_length|num_layers|hidden_size|num_moe_experts|num_attention_heads|num_query_groups))",
         r"nccl_ub|num_buckets|communication_unit|outer_dp|manual_registration|fsdp_|megatron_fsdp|transpose_cache|reuse_grad|moe_|cp_partition|cutedsl",
     ),
     derive=_derive,

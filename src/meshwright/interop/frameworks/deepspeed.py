@@ -32,6 +32,7 @@ BLOCK = (
     Key("optimizer.type", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Muon": "muon"}, match=OPTIMIZERS),
 )  # fmt: skip
 NO_EFFECT = (
+    r"^zero_optimization\.(?!stage$|offload_(optimizer|param)\.device$)",
     r"^fp16\.|^bf16\.|^comms_config|^prescale|^gradient_(predivide|clipping)|^zero_allow|^zero_force|steps_per_print|wall_clock|^aio\.|^curriculum|^data_",
     r"^zero_optimization\.(stage3_|sub_group|contiguous|gather|allgather|reduce_scatter|overlap|round_robin|max_|ignore|elastic|load_from|offload_|zenflow)",
     r"^gradient_|^optimizer\.|^scheduler|^activation_checkpointing\.|^flops_profiler|^tensorboard|^wandb|^compression_training|^torch_autocast",

@@ -59,7 +59,7 @@ TABLE = Table(
         r"^model\.model_config\.", r"^general\.|^logging|^checkpoints|^data_stages|^lighteval|^profiler|^tokenizer|^model\.(init|make)",
         r"^optimizer\.(optimizer_factory|learning|weight|clip)", r"train_steps|val_check|limit_|^fp8\.", r"tp_recompute_allgather|moe_layer_recompute",
     ),
-    not_modelled=(r"tp_linear_async",),
+    not_modelled=(r"tp_linear_async", r"^(?!parallelism\.|tokens\.|optimizer\.zero)"),
     derive=_derive,
     restate=_restate,
 )  # fmt: skip

@@ -121,6 +121,7 @@ TABLE = Table(
     not_modelled=(
         r"compile", r"async_tensor_parallel", r"symm_mem", r"^optimizer", r"float8\.(enable_fsdp|precompute|force)", r"^float8\.", r"^quantize\.",
         r"^model_spec", r"cuda_graphs", r"early_step_in_backward", r"^experimental\.",
+        r"^(?!training\.|parallelism\.|activation_checkpoint|model\.)",  # other sections
     ),
     derive=_derive,
     restate=_restate,
