@@ -201,6 +201,12 @@ def exit_code_of(run: Callable[[], object], as_json: bool) -> int:
             raise
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             return stdout_failed(error)
+        if isinstance(error, OSError) and error.errno in BAD_PATH and error.filename:
+            refused = MeshwrightError(
+                "MW-CLI-008", f"cannot open '{str(error.filename)[:200]}'", why=error.strerror or ""
+            )
+            print_error(refused, as_json)
+            return refused.exit_code
         internal = MeshwrightError(
             "MW-CLI-001",
             f"internal error in Meshwright: {type(error).__name__}: {error}"[:500],
@@ -214,6 +220,7 @@ def exit_code_of(run: Callable[[], object], as_json: bool) -> int:
 
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+BAD_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES)  # of a path that the user gave
 
 
 def exit_status(leaving: SystemExit) -> int:
