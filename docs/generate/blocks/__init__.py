@@ -126,3 +126,28 @@ def rewritten(text: str, slow: bool = False) -> str:
         return f"{head}```console\n{''.join(parts)}```" if block.commands else m[0]
 
     return BLOCK.sub(replace, text)
+
+
+# Runs of docs/accuracy.md that the README shows: hits and misses, with the name of the GPUs that the page does not give.
+SHOWN_RUNS = {
+    "gpt3-175b-1536-a100": ("GPT-3 175B, Megatron-LM", "A100"), "gpt-1t-3072-a100": ("GPT 1T, Megatron-LM", "A100"),
+    "bloom-176b": ("BLOOM 176B", "A100"), "mt-nlg-530b": ("MT-NLG 530B", "A100"), "deepseek-v3": ("DeepSeek-V3", "H800"),
+    "mixtral-8x7b": ("Mixtral 8x7B", "H100"), "torchtitan-8b": ("Llama 3 8B, torchtitan", "H100"),
+    "llama3-405b-8k": ("Llama 3 405B", "H100"), "llama3-405b-16k": ("Llama 3 405B", "H100"),
+}  # fmt: skip
+MISSES = re.compile(r"(?<=<!-- misses: from docs/accuracy.md -->\n).*?(?=\n\n)", re.DOTALL)
+RUN_ROW = re.compile(
+    r"^\| ([\w.-]+) \| (\d+) GPUs: [^|]+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([-+\d.]+)% \|$", re.MULTILINE
+)
+
+
+def misses() -> str:
+    """The table of well-known runs in the README, from the rows of docs/accuracy.md."""
+    rows = {m[1]: m for m in RUN_ROW.finditer((ROOT / "docs" / "accuracy.md").read_text("utf-8"))}
+    lines = ["| run | GPUs | measured | predicted | band | error |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for key, (name, gpu) in SHOWN_RUNS.items():
+        m = rows[key]
+        error = f"{float(m[6]):+.0f}%".replace("-", "−")
+        error = f"**{error}**" if abs(float(m[6])) > 15 else error
+        lines.append(f"| {name} | {int(m[2]):,} {gpu} | {m[3]} | {m[4]} | {m[5]} | {error} |")
+    return "\n".join(lines)
