@@ -104,6 +104,7 @@ def test_plan_for_a_framework_writes_its_settings_and_compares(capsys, titan, tm
     found = document(capsys, "plan", *words, "--for", "torchtitan", "--write", str(out), "--compare", titan)
     assert found["runs_in"] == "torchtitan"
     assert found["compare"]["legal"]
+    assert found["settings"]["framework"] == "torchtitan"
     best = found["plans"][0]["plan"]
     again = document(capsys, "estimate", "llama3-8b", "--plan", str(out), "--cluster", "dgx-h100", "--gpus", "8")
     same = {name: value for name, value in best.items() if name not in ("bucket", "grad_dtype")}

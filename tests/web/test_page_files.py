@@ -13,7 +13,7 @@ from meshwright.training.folder import RunFolder
 from meshwright.training.records import StepRecord
 from meshwright.view.page.subject import Subject
 from meshwright.view.report import page as report
-from web.browser import fragment, shows
+from web.browser import fragment, shows, until
 
 Open = Callable[..., Any]
 SMALL = fragment(model="tiny", cluster={"extends": "dgx-h100", "gpus": 8}, workload__batch=64, workload__seq=1024,
@@ -138,11 +138,9 @@ def test_a_dropped_settings_file_sets_the_inputs_and_settings_are_copied(
     settings.write_text(TITAN, "utf-8")
     page.locator("input[type=file]").nth(2).set_input_files(settings)
     shows(page, "llama3-8b")
-    page.wait_for_function("() => location.hash.includes('torchtitan')")
+    until(page, "location.hash.includes('torchtitan')")
     page.select_option("#copy-settings", "megatron-lm")
-    page.wait_for_function(
-        "async () => (await navigator.clipboard.readText()).includes('--tensor-model-parallel-size 4')"
-    )
+    until(page, "navigator.clipboard.readText().then((text) => text.includes('--tensor-model-parallel-size 4'))")
     settings.write_text(TITAN.replace("tensor_parallel_degree = 4", "tensor_parallel_degree = 3"), "utf-8")
     page.locator("input[type=file]").nth(2).set_input_files(settings)
     shows(page, "MW-SET-001", "#inputs")

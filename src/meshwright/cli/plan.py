@@ -107,8 +107,13 @@ def command(
     compared = result.compare(user_plan.for_gpus(result.config.cluster.world)) if user_plan else None
     written = write(result, out, html, target if settings_file else None, settings_file)
     if as_json:
-        show_as_json(sizing or result, compared, result if guides else None)
+        show_as_json(sizing or result, compared, result if guides else None, user_plan.reading if user_plan else None)
         return
+    if user_plan and user_plan.reading:
+        from meshwright.view.settings import page
+        from meshwright.view.tables import show
+
+        show(page(user_plan.reading, compare))
     show_result(result, compared, Path(compare).name, guides, sizing)
     print("".join(f"{what} written to {where}\n" for what, where in written.items()), end="")
 
@@ -145,9 +150,9 @@ class UserPlan:
         from meshwright.describe.config import load_plan
         from meshwright.interop.files import is_settings_file, read_settings
 
-        self.path, self.plan = path, None
+        self.path, self.plan, self.reading = path, None, None
         if is_settings_file(path):
-            read_settings(path)  # raises now, not after the search
+            self.reading = read_settings(path)  # raises now, not after the search
         else:
             self.plan = load_plan(path)
 
@@ -179,11 +184,15 @@ def check_given(context: typer.Context) -> None:
             )
 
 
-def show_as_json(answer: Any, compared: Any, guided: Any) -> None:
-    """Print the result as JSON, with the comparison and the guides if requested."""
+def show_as_json(answer: Any, compared: Any, guided: Any, reading: Any = None) -> None:
+    """Print the result as JSON, with the comparison, the settings that were compared and the guides if requested."""
     from meshwright.view.tables import show_json
 
     out = answer.as_dict() | ({"compare": compared.as_dict()} if compared else {})
+    if reading:
+        from meshwright.view.settings import as_dict
+
+        out["settings"] = as_dict(reading)
     show_json(out | ({"guides": [c.as_dict() for c in recommended(guided)]} if guided else {}))
 
 
