@@ -234,7 +234,7 @@ class ModelShape(Described):
         """The kinds of blocks that have routed experts."""
         return tuple(kind for kind in (*self.kinds, *self.mtp_kinds) if self.parts_of(kind).channel == "experts")
 
-    @property
+    @cached_property
     def mtp_kinds(self) -> tuple[str, ...]:
         """The block of multi-token prediction, if the model has it."""
         return ("mtp",) if self.mtp_layers else ()
@@ -245,7 +245,11 @@ class ModelShape(Described):
 
     def has_part(self, part: str) -> bool:
         """Whether some layer has this mixer or channel part."""
-        return any(part in self.parts_of(kind) for kind in self.kinds)
+        return part in self._parts
+
+    @cached_property
+    def _parts(self) -> frozenset[str]:
+        return frozenset(part for kind in self.kinds for part in self.parts_of(kind))
 
     def sees_all(self, layer: int) -> bool:
         """Whether the queries of a layer, counted from 0, see all positions."""
