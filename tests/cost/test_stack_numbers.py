@@ -1,0 +1,126 @@
+"""The numbers and switches of a stack change the cost as their physics says; bands and ties follow from what is uncertain."""
+
+import math
+
+import numpy as np
+import pytest
+
+from meshwright import planner
+from meshwright.calibrate.outcomes import memory_quantity
+from meshwright.cost.band import band, difference_doubt, indistinguishable, width
+from meshwright.cost.collective import Network
+from meshwright.cost.memory import memory
+from meshwright.cost.step import step_cost
+from meshwright.describe import catalog
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.lower.stages import bounding_ranks
+from meshwright.lower.step import step_program
+
+DENSE, MOE = catalog.load("models", "llama3-8b"), catalog.load("models", "qwen3-30b-a3b")
+DGX = catalog.load("clusters", "dgx-h100").with_gpus(16)
+WORK = Workload(batch=32, seq=4096)
+IDLE = {"launch": 1e-9, "collective_launch": 1e-9, "step_overhead": 0.0}
+
+
+def cost(plan, model=DENSE, **fields):
+    return step_cost(step_program(model, plan, WORK, Stack(**{**IDLE, **fields})), DGX)
+
+
+def one(values):
+    return float(np.broadcast_to(values, 1)[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"), [("products", "gemm"), ("attention_rate", "attention"), ("elementwise", "memory")]
+)
+def test_a_rate_scales_the_time_of_its_operations(field, kind):
+    """At half of the rate (or twice the time) a micro-batch takes as much longer as its operations of that kind take."""
+    plan = Plan(replicate=16)
+    slow = {field: 2.0 if field == "elementwise" else 0.5}
+    base, changed = (step_cost(step_program(DENSE, plan, WORK, Stack(**IDLE, **f)), DGX) for f in ({}, slow))
+    ops = [op for ops in base.program.blocks.values() for op in ops if not op.axis and op.kind == kind]
+    assert ops
+    assert one(changed.time) > one(base.time)
+    for key in base.times:
+        mine = [op for op in base.program.blocks[key] if not op.axis and op.kind == kind]
+        if not mine:
+            assert one(changed.times[key].busy) == pytest.approx(one(base.times[key].busy))
+
+
+def test_collectives_take_the_share_of_the_network():
+    plan = Plan(replicate=2, tp=8, sp=True)
+    fast, slow = (cost(plan, network=share) for share in (1.0, 0.5))
+    assert one(slow.busy["comm:tp"]) == pytest.approx(2 * one(fast.busy["comm:tp"]))
+
+
+def test_a_deduplicating_dispatch_sends_a_token_once_to_each_node():
+    """k = 8 copies over two nodes reach 2(1 − 2⁻⁸) of them: a quarter of the copies."""
+    plan = Plan(replicate=16, ep=16)
+    program = step_program(MOE, plan, WORK, Stack(dispatch="deduplicated"))
+    op = next(op for op in program.blocks["moe", "F"] if op.name == "dispatch")
+    share = one(Network(DGX, program.batch).distinct_share(op))
+    assert share == pytest.approx(2 * (1 - 0.5**8) / 8)
+    plain, once = (cost(plan, MOE, dispatch=kind) for kind in ("all-to-all", "deduplicated"))
+    assert one(once.busy["comm:ep"]) < 0.6 * one(plain.busy["comm:ep"])
+
+
+def test_selective_recompute_by_operators_saves_less_and_recomputes_more():
+    plan = Plan(shard=16, zero=3, recompute="selective")
+    core, operators = (cost(plan, selective=kind) for kind in ("attention", "operators"))
+    kept = [sum(one(x) for x in c.program.saved["dense"].values()) for c in (core, operators)]
+    assert kept[1] < 0.7 * kept[0]
+    again = [sum(op.kind == "gemm" for op in c.program.blocks["dense", "R"]) for c in (core, operators)]
+    assert again == [0, 2]  # of qkv, o, up and down every second one
+    none = cost(plan.but(recompute="none"))
+    assert one(operators.time) > one(none.time)
+
+
+def test_a_stack_that_saves_more_needs_more_memory():
+    plan = Plan(replicate=16)
+    parts = []
+    for factor in (1.0, 1.5):
+        program = step_program(DENSE, plan, WORK, Stack(saved=factor))
+        parts.append(memory(program, bounding_ranks(program.batch)[0]))
+    head = one(sum(step_program(DENSE, plan, WORK, Stack()).saved["head"].values()))
+    layers = [one(p["activations"]) - head for p in parts]
+    assert layers[1] == pytest.approx(1.5 * layers[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("notes", "quantity"),
+    [("nvidia-smi snapshot", "used"), ("torch.cuda.max_memory_allocated", "allocated"), ("peak memory", "reserved")],
+)
+def test_memory_is_the_quantity_that_a_source_reports(notes, quantity):
+    assert memory_quantity(notes) == quantity
+    result = planner.plan("gpt2-xl", "dgx-h100", gpus=8, batch=64, seq=1024, common=True).prediction
+    assert result.memory_as("allocated") < result.memory_as("reserved") < result.memory_as("used")
+    assert result.memory_as("used") == pytest.approx(result.memory_gib)
+
+
+def test_a_band_is_wider_where_communication_or_the_host_dominate():
+    compute, network = {"ffn": 1.0}, {"ffn": 0.6, "tp": 0.4}
+    assert width(compute) == 1.0
+    assert width(network) == pytest.approx(math.sqrt(1 + 4))
+    assert width({"ffn": 0.6, "host": 0.4}) == pytest.approx(math.sqrt(1 + 1.96))
+    low, high = band(Stack(), network)
+    assert low < band(Stack(), compute)[0] < 1 < band(Stack(), compute)[1] < high
+    assert band(Stack(), compute, measured_device=False)[1] > band(Stack(), compute)[1]
+
+
+def test_plans_of_one_kind_are_ranked_more_finely_than_plans_of_two():
+    a, close, other = {"ffn": 1.0, "tp": 0.2}, {"ffn": 1.05, "tp": 0.21}, {"ffn": 1.25}
+    assert difference_doubt(a, close) < difference_doubt(a, other)
+    assert not indistinguishable(a, close)  # 5% slower in all parts
+    assert indistinguishable(a, other)  # 4% slower, but without communication
+
+
+def test_the_robust_plan_has_the_best_worst_case():
+    fields = {"gpus": 16, "batch": 64, "seq": 4096, "without": ["cp", "reorder", "recompute"]}
+    usual, robust = (planner.plan("llama3-8b", "dgx-h100", robust=flag, **fields) for flag in (False, True))
+    worst = [p.step_time_high_s for _, p in usual.leaders]
+    assert robust.prediction.step_time_high_s == pytest.approx(min(worst))
+    assert robust.plan in {c.plan for c, _ in usual.leaders}
+    assert usual.ties[0]
+    assert usual.as_dict()["robust"]["step_time_high_s"] == pytest.approx(min(worst))
