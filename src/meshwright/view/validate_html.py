@@ -15,6 +15,7 @@ from meshwright.calibrate.accuracy import Accuracy
 from meshwright.calibrate.outcomes import Outcome
 from meshwright.calibrate.validate import by, macro, not_scored, score
 from meshwright.units import format_seconds
+from meshwright.view.accuracy_figures import figures
 from meshwright.view.validate import COLUMNS, HEADLINE_COLUMNS, cells, headline_cells, percent
 
 PALETTE = (
@@ -48,6 +49,7 @@ def page(found: Accuracy) -> str:
     tables = rows_of(("source", *COLUMNS), ([name, *cells(s)] for name, s in sorted(scores.items())))
     if headlines:
         tables += f"<h2>Well-known runs</h2>{rows_of(HEADLINE_COLUMNS, map(headline_cells, headlines))}"
+    tables += figures(found)
     title = "Predicted and measured step time"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Meshwright: {title}</title><style>{STYLE}</style>'
