@@ -3,9 +3,8 @@
     python benchmarks/accuracy.py RUNS.csv
 
 Prints, for every source, the median absolute error of step time of a constant-MFU baseline and of the cost model as its parts are
-added, then the macro average over sources. "Left out": constants that were fitted to a source are replaced, for that source, by the
-values from other sources: the MFU of the baseline is the median of the other sources, and a stack whose host times were fitted to
-the source gets those of the default stack.
+added, then the macro average over sources; all with the catalog's numbers of the stacks. `meshwright validate` shows the errors of sources
+that the fit has not seen.
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ import sys
 import numpy as np
 
 from meshwright.calibrate import rows, validate
+from meshwright.calibrate.readings import apply_readings
 from meshwright.calibrate.rows import Case
 from meshwright.cost.step import step_cost
-from meshwright.describe import catalog
 from meshwright.lower.step import step_program
 
-SET_ON = {
-    "vtrain_ground_truth": "megatron-lm",
-    "ultrascale_playbook": "nanotron",
-}  # source → stack whose host times were fitted to it
 STEPS = ("compute", "+ communication", "+ pipeline bubble", "+ host floor", "+ once per step")
 COMMUNICATION = ("tp", "cp", "ep", "pp", "interference")
 
@@ -55,15 +50,14 @@ def utilisation(c: Case) -> float:
 def main(path: str) -> None:
     cases: dict[str, list[Case]] = {}
     for row in rows.read(path):
-        c = rows.case(row)
+        c = apply_readings(rows.case(row))
         ratio = rows.number(row.get("pair_ratio"))
         stalled = row["file"] == "ultrascale_playbook" and (ratio is None or ratio > validate.STALLED)
         if not c.refused and c.step_time and not stalled and row["file"] not in validate.NOT_FOR_TIME:
             cases.setdefault(row["file"], []).append(c)
     mfu = {source: float(np.median([utilisation(c) for c in group])) for source, group in cases.items()}
-    default = catalog.load("stacks", "default")
-    print("| source | rows | constant MFU | " + " | ".join(STEPS) + " | left out |")
-    print("| --- | ---: |" + " ---: |" * (len(STEPS) + 2))
+    print("| source | rows | constant MFU | " + " | ".join(STEPS) + " |")
+    print("| --- | ---: |" + " ---: |" * (len(STEPS) + 1))
     table = []
     for source, group in sorted(cases.items()):
         measured = np.array([c.step_time for c in group], dtype=float)
@@ -71,17 +65,7 @@ def main(path: str) -> None:
         flat = np.array([utilisation(c) for c in group]) * measured / others
         steps = np.array([cumulative(c) for c in group])
         errors = [np.median(np.abs(flat / measured - 1)), *np.median(np.abs(steps / measured[:, None] - 1), axis=0)]
-        left_out = errors[-1]
-        if source in SET_ON:
-            for c in group:
-                c.stack = c.stack.but(
-                    launch=default.launch,
-                    collective_launch=default.collective_launch,
-                    step_overhead=default.step_overhead,
-                )
-            again = np.array([cumulative(c)[-1] for c in group])
-            left_out = np.median(np.abs(again / measured - 1))
-        table.append([*errors, left_out])
+        table.append(errors)
         print(f"| {source} | {len(group)} | " + " | ".join(f"{100 * e:.1f}%" for e in table[-1]) + " |")
     print("| **macro average** | | " + " | ".join(f"**{100 * e:.1f}%**" for e in np.mean(table, axis=0)) + " |")
 

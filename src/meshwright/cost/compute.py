@@ -85,11 +85,25 @@ def host_copy_time(device: Accelerator, op: Op) -> Array:
 
 def op_time(device: Accelerator, precision: str, stack: Stack, op: Op) -> Array:
     """Seconds on the compute stream of one occurrence of an operation, at the rates that the stack reaches."""
+    return pace(stack, op) * device_time(device, precision, stack.attention, op)
+
+
+def pace(stack: Stack, op: Op) -> float:
+    """Seconds of an operation over those at benchmarked rates."""
+    if op.kind == "gemm":
+        return 1 / stack.products
+    if op.kind in ("attention", "scan"):
+        return 1 / stack.attention_rate
+    return 1.0 if op.kind == "host" else stack.elementwise
+
+
+def device_time(device: Accelerator, precision: str, kernel: str, op: Op) -> Array:
+    """Seconds of one occurrence of an operation at benchmarked rates."""
     dtype = op.dtype or precision
     if op.kind == "gemm":
-        return gemm_time(device, dtype, op) / stack.products
+        return gemm_time(device, dtype, op)
     if op.kind == "attention":
-        return attention_time(device, dtype, op, stack.attention) / stack.attention_rate
+        return attention_time(device, dtype, op, kernel)
     if op.kind == "scan":
-        return scan_time(device, dtype, op) / stack.attention_rate
-    return host_copy_time(device, op) if op.kind == "host" else memory_time(device, op) * stack.elementwise
+        return scan_time(device, dtype, op)
+    return host_copy_time(device, op) if op.kind == "host" else memory_time(device, op)

@@ -92,7 +92,8 @@ def phase_time(
             to_host = to_host + (copied if op.name == TO_HOST else 0.0)
             t.host = t.host + op.count * op.launches * stack.launch
             continue
-        seconds = op.count * compute.op_time(device, b.workload.precision, stack, op)
+        times = op.count * compute.pace(stack, op)  # mostly numbers: one array operation less
+        seconds = times * compute.device_time(device, b.workload.precision, stack.attention, op)
         t.parts[op.part] = t.parts.get(op.part, 0.0) + seconds
         t.host = t.host + op.count * op.launches * launch_time(stack, op)
         t.flops = t.flops + op.count * op.flops
