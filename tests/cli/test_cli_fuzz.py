@@ -63,8 +63,14 @@ def test_drawn_commands_end_with_a_documented_code(tmp_path, monkeypatch) -> Non
     assert offences(tmp_path, 30, 1, monkeypatch) == []
 
 
-def test_a_path_that_cannot_be_opened_is_bad_input(capsys) -> None:
-    for line in (["runs", "--json", "a" * 3000], ["plan", "a" * 3000, "--cluster", "laptop"]):
+def test_paths_and_tables_that_a_fuzz_found_are_bad_input(tmp_path, monkeypatch) -> None:
+    stop_before_work(monkeypatch)
+    for line in (
+        ["runs", "--json", "a" * 3000],
+        ["plan", "a" * 3000, "--cluster", "laptop"],
+        ["show", "all-reduce", "--html", "\x00"],
+        ["validate", "--markdown", str(tmp_path / "page.md")],  # without rows
+    ):
         code, printed = outcome(line)
         assert code == 2
         assert "MW-" in printed

@@ -172,8 +172,8 @@ def test_slow_blocks_run_and_have_the_shown_shape(block: Block, monkeypatch, tmp
         printed.cache_clear()  # the same command may run twice, in another folder
         found = run(command)
         assert not found.startswith("MW-"), found
-        if output.strip():
-            assert shape(found) == shape(output)
+        lines = iter([shape(line) for line in found.splitlines()])  # a page may leave lines out
+        assert [line for line in map(shape, output.splitlines()) if line and line not in lines] == []
 
 
 def test_an_output_is_written_by_the_same_code(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ def writable(*paths: str | Path | None, make: bool = False) -> None:
             file.open("a").close()
             if new:
                 file.unlink()
+        except ValueError:
+            raise MeshwrightError("MW-CLI-004", f"cannot write '{path}'", why="The name has a null byte") from None
         except OSError as error:
             if not make and not file.parent.exists():
                 why = f"The folder '{file.parent}' does not exist"

@@ -41,7 +41,7 @@ def command(
     from meshwright.calibrate import rows
     from meshwright.calibrate.accuracy import assess
     from meshwright.cli.output import patient, writable
-    from meshwright.errors import unknown
+    from meshwright.errors import MeshwrightError, unknown
     from meshwright.view.tables import show, show_json
 
     writable(html, markdown)
@@ -60,6 +60,11 @@ def command(
         write_text(html, page(found))
     if markdown:
         from meshwright.describe.files import write_text
+
+        if not found.sources:
+            raise MeshwrightError(
+                "MW-VAL-003", "no run can be compared", why="The tables of --markdown need at least one"
+            )
         from meshwright.view.accuracy_markdown import document
 
         write_text(markdown, document(found))
