@@ -110,10 +110,10 @@ def working_memory(program: StepProgram, held: StageBlocks) -> Array:
 
 
 def bucket_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """Two communication buckets; a small model does not fill one."""
+    """Two communication buckets, together no larger than all gradients."""
     b = program.batch
     gradients = sum(elements(program, held).values()) * b.comm_bytes
-    return np.where(b.dp > 1, 2 * np.minimum(np.minimum(b.bucket, 1e9), gradients), 0.0)
+    return np.where(b.dp > 1, np.minimum(2 * np.minimum(b.bucket, 1e9), gradients), 0.0)
 
 
 def _add_compression(program: StepProgram, held: StageBlocks, out: dict[str, Array]) -> None:
