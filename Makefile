@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := train,web,dev
 
-.PHONY: setup demo test lint bench soak pages docs wheel clean
+.PHONY: setup demo test lint bench soak pages docs clean
 
 setup: $(STAMP)
 

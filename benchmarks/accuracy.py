@@ -13,9 +13,9 @@ import sys
 
 import numpy as np
 
-from meshwright.calibrate import rows, validate
-from meshwright.calibrate.readings import apply_readings
-from meshwright.calibrate.rows import Case
+from meshwright.calibrate.runs import rows, validate
+from meshwright.calibrate.runs.readings import apply_readings
+from meshwright.calibrate.runs.rows import Case
 from meshwright.cost.step import step_cost
 from meshwright.lower.step import step_program
 

@@ -1,4 +1,4 @@
-"""Write the published runs that come with the package: `src/meshwright/calibrate/published.csv.xz`.
+"""Write the published runs that come with the package: `src/meshwright/calibrate/runs/published.csv.xz`.
 
     python benchmarks/publish_rows.py RUNS.csv FAILED.csv H200.jsonl
 
@@ -16,7 +16,7 @@ import lzma
 import sys
 from pathlib import Path
 
-TARGET = Path(__file__).parents[1] / "src" / "meshwright" / "calibrate" / "published.csv.xz"
+TARGET = Path(__file__).parents[1] / "src" / "meshwright" / "calibrate" / "runs" / "published.csv.xz"
 PAPER = "facts of a paper"
 LICENCES = {
     "ultrascale_playbook": "Apache-2.0 (huggingface/nanotron)",

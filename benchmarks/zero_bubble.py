@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from meshwright.calibrate import rows
+from meshwright.calibrate.runs import rows
 from meshwright.cost.step import step_cost
 from meshwright.cost.walked import walk_step
 from meshwright.describe.result import GIB

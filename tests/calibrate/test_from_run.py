@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from meshwright.calibrate.from_run import adjusted, measured_runs
+from meshwright.calibrate.runs.from_run import adjusted, measured_runs
 from meshwright.cli import main
 from meshwright.describe.config import configure
 from meshwright.errors import MeshwrightError

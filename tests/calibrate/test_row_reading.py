@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.calibrate import rows
-from meshwright.calibrate.row_model import Widths, catalog_entry
+from meshwright.calibrate.runs import rows
+from meshwright.calibrate.runs.row_model import Widths, catalog_entry
 from meshwright.describe import catalog
 from meshwright.describe.cards import accelerator_of
 

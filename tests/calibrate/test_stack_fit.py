@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from meshwright.calibrate import bands, fit_file, left_out, outcomes, published, stack_fit
-from meshwright.calibrate.left_out import leave_out
-from meshwright.calibrate.response import NUMBERS, Response, fields_of, grid, numbers_of, step_times, with_numbers
-from meshwright.calibrate.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, TYPICAL, UNCERTAIN, Normal, evidence
+from meshwright.calibrate.runs import bands, fit_file, left_out, outcomes, published, stack_fit
+from meshwright.calibrate.runs.left_out import leave_out
+from meshwright.calibrate.runs.response import NUMBERS, Response, fields_of, grid, numbers_of, step_times, with_numbers
+from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, TYPICAL, UNCERTAIN, Normal, evidence
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack

@@ -5,7 +5,7 @@ import csv
 import numpy as np
 import pytest
 
-from meshwright.calibrate import outcomes, rows, validate
+from meshwright.calibrate.runs import outcomes, rows, validate
 from meshwright.errors import MeshwrightError
 
 BASE = {
@@ -121,7 +121,7 @@ def test_memory_is_compared_as_its_source_measured_it():
 def test_all_well_known_runs_can_be_read():
     from importlib.resources import files
 
-    famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv"))))
+    famous = list(rows.read(str(files("meshwright.calibrate.runs").joinpath("headline.csv"))))
     assert len(famous) == 12
     found = outcomes.predict_rows(famous)
     assert not [o.refused for o in found if o.refused]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.calibrate.outcomes import predict_rows
-from meshwright.calibrate.rows import read
+from meshwright.calibrate.runs.outcomes import predict_rows
+from meshwright.calibrate.runs.rows import read
 from meshwright.cost.estimate import estimate
 from meshwright.describe.layout import Layout
 from meshwright.describe.legality.choices import free_values, word_values
@@ -233,7 +233,7 @@ def test_published_rows_are_those_of_the_cases(subjects):
 
 def test_published_runs_are_those_of_validate_headline(subjects):
     found = VIEWS["published"].data(subjects["dense"])
-    outcomes = predict_rows(read(str(files("meshwright.calibrate").joinpath("headline.csv"))))
+    outcomes = predict_rows(read(str(files("meshwright.calibrate.runs").joinpath("headline.csv"))))
     assert {run["run"]: run["ratio"] - 1 for run in found["runs"]} == pytest.approx(
         {o.case.row_id: o.error for o in outcomes}
     )

@@ -77,9 +77,9 @@ def fit_cluster(files: list[str], expect: str, name: str, out: str, as_json: boo
 
 def fit_stacks(runs: str, out: str, as_json: bool) -> None:
     """Fit the numbers of all stacks to a table of runs, and show how they predict sources that were left out."""
-    from meshwright.calibrate import bands as band_rules
-    from meshwright.calibrate import fit_file, left_out, published, rows
-    from meshwright.calibrate.outcomes import predict_rows
+    from meshwright.calibrate.runs import bands as band_rules
+    from meshwright.calibrate.runs import fit_file, left_out, published, rows
+    from meshwright.calibrate.runs.outcomes import predict_rows
     from meshwright.cli.output import patient
     from meshwright.describe.files import write_text
     from meshwright.view import left_out as view
@@ -118,7 +118,7 @@ def adjust_stack(
     as_json: bool,
 ) -> None:
     """Adjust a stack to measured runs of the user."""
-    from meshwright.calibrate.from_run import adjusted, measured_runs
+    from meshwright.calibrate.runs.from_run import adjusted, measured_runs
     from meshwright.describe.files import write_text
     from meshwright.view.from_run import page
     from meshwright.view.tables import show, show_json

@@ -38,8 +38,8 @@ def command(
     """Compare predictions with published runs and show the errors by source, also of sources that the fit has not seen."""
     from importlib.resources import files
 
-    from meshwright.calibrate import rows
-    from meshwright.calibrate.accuracy import assess
+    from meshwright.calibrate.runs import rows
+    from meshwright.calibrate.runs.accuracy import assess
     from meshwright.cli.output import patient, writable
     from meshwright.errors import MeshwrightError, unknown
     from meshwright.view.tables import show, show_json
@@ -49,7 +49,7 @@ def command(
     for column in columns:
         if column not in COLUMNS:
             raise unknown("MW-VAL-004", "column", column, COLUMNS, "--by {}")
-    famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv")))) if headline else []
+    famous = list(rows.read(str(files("meshwright.calibrate.runs").joinpath("headline.csv")))) if headline else []
     chosen, crashed = chosen_rows(runs, failed, headline and not markdown)
     with patient("predicting") as progress:
         found = assess(chosen, famous, crashed, progress)
@@ -78,7 +78,7 @@ def command(
 
 def chosen_rows(runs: str, failed: str, only_headline: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The runs to compare with, and those that failed. Without a file: the published ones, or none if only the well-known runs are asked."""
-    from meshwright.calibrate import published, rows
+    from meshwright.calibrate.runs import published, rows
 
     crashed = list(rows.read(failed)) if failed else []
     if runs:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from meshwright.calibrate.accuracy import Accuracy
-from meshwright.calibrate.bands import INSIDE
-from meshwright.calibrate.left_out import LeftOut
+from meshwright.calibrate.runs.accuracy import Accuracy
+from meshwright.calibrate.runs.bands import INSIDE
+from meshwright.calibrate.runs.left_out import LeftOut
 from meshwright.cost.band import shares
 
 WIDTH, ROW, LEFT, TOP, RIGHT = 760, 24, 250, 44, 60

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from meshwright.calibrate import published
-from meshwright.calibrate.accuracy import Accuracy
-from meshwright.calibrate.left_out import SEEN, LeftOut
-from meshwright.calibrate.stack_fit import FREEDOM, MOST_RUNS, NOISE
-from meshwright.calibrate.validate import NOT_FOR_TIME
+from meshwright.calibrate.runs import published
+from meshwright.calibrate.runs.accuracy import Accuracy
+from meshwright.calibrate.runs.left_out import SEEN, LeftOut
+from meshwright.calibrate.runs.stack_fit import FREEDOM, MOST_RUNS, NOISE
+from meshwright.calibrate.runs.validate import NOT_FOR_TIME
 from meshwright.cost.band import shares
 from meshwright.view.left_out import number_cells, percent
 from meshwright.view.validate import headline_cells
@@ -34,8 +34,9 @@ Constants of hardware come from measured products and collectives, from one H200
 what overlaps, its attention kernel, what selective recompute means, whether its dispatch removes duplicates) from its code and papers, and six
 numbers: host time of an operator; rates of matrix products, of attention and of collectives over their benchmarked rates; time of memory-bound
 operations over one pass per kernel; share of compute that hides communication. `meshwright calibrate --runs published` fits the numbers of all
-stacks at once (`calibrate/stack_fit.py`): population → stack → source, each level normal with a prior, errors of a run Student's t with {freedom:g}
-degrees of freedom and a scale of {noise:.0%} (more where communication or the host dominate). All runs of a source count as at most {most:g}.
+stacks at once (`calibrate/runs/stack_fit.py`): population → stack → source, each level normal with a prior, errors of a run
+Student's t with {freedom:g} degrees of freedom and a scale of {noise:.0%} (more where communication or the host dominate). All runs of a source
+count as at most {most:g}.
 Three shares of peak in the catalog (products of A100 and H100, flash attention of H100) were lowered by hand after the first scores and are still so:
 the fit works on top of them, so *source left out* does not remove what they owe to these runs. Switches, assumptions for unpublished settings and
 the scales of the priors were chosen while looking at left-out errors, and the bytes that nanotron saves were fitted to its own runs.

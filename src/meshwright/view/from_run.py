@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.calibrate.from_run import Adjusted
+from meshwright.calibrate.runs.from_run import Adjusted
 from meshwright.units import format_seconds
 from meshwright.view.tables import filled, heading
 

@@ -7,10 +7,10 @@ import math
 import numpy as np
 from rich.table import Table
 
-from meshwright.calibrate.bands import Band
-from meshwright.calibrate.left_out import SEEN, SourceScore
-from meshwright.calibrate.response import NUMBERS, fields_of
-from meshwright.calibrate.stack_fit import Fit
+from meshwright.calibrate.runs.bands import Band
+from meshwright.calibrate.runs.left_out import SEEN, SourceScore
+from meshwright.calibrate.runs.response import NUMBERS, fields_of
+from meshwright.calibrate.runs.stack_fit import Fit
 from meshwright.units import format_seconds
 
 COLUMNS = (

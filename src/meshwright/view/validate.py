@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.calibrate.accuracy import Accuracy
-from meshwright.calibrate.outcomes import Outcome
-from meshwright.calibrate.validate import Score, by, score
+from meshwright.calibrate.runs.accuracy import Accuracy
+from meshwright.calibrate.runs.outcomes import Outcome
+from meshwright.calibrate.runs.validate import Score, by, score
 from meshwright.units import format_seconds
 from meshwright.view import left_out
 

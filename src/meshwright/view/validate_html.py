@@ -11,9 +11,9 @@ import math
 import string
 from collections.abc import Iterable, Sequence
 
-from meshwright.calibrate.accuracy import Accuracy
-from meshwright.calibrate.outcomes import Outcome
-from meshwright.calibrate.validate import by, macro, not_scored, score
+from meshwright.calibrate.runs.accuracy import Accuracy
+from meshwright.calibrate.runs.outcomes import Outcome
+from meshwright.calibrate.runs.validate import by, macro, not_scored, score
 from meshwright.units import format_seconds
 from meshwright.view.accuracy_figures import figures
 from meshwright.view.validate import COLUMNS, HEADLINE_COLUMNS, cells, headline_cells, percent

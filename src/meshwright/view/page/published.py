@@ -9,8 +9,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from meshwright.calibrate.outcomes import Outcome, predict_rows
-from meshwright.calibrate.rows import read
+from meshwright.calibrate.runs.outcomes import Outcome, predict_rows
+from meshwright.calibrate.runs.rows import read
 from meshwright.describe.model import Model
 from meshwright.planner.cases import studies
 from meshwright.units import format_count, format_seconds
@@ -70,7 +70,7 @@ def shape(model: Model) -> list[int]:
 @cache
 def all_runs() -> tuple[dict[str, Any], ...]:
     """The runs of `headline.csv` that can be predicted, each with its measurement. They do not depend on what the page shows."""
-    path = files("meshwright.calibrate").joinpath("headline.csv")
+    path = files("meshwright.calibrate.runs").joinpath("headline.csv")
     return tuple(run_row(o) for o in predict_rows(read(str(path))) if o.error is not None)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.readings import apply_readings
-from meshwright.calibrate.response import grid, step_times
-from meshwright.calibrate.rows import Case, case, number
+from meshwright.calibrate.runs.readings import apply_readings
+from meshwright.calibrate.runs.response import grid, step_times
+from meshwright.calibrate.runs.rows import Case, case, number
 from meshwright.cost.memory import memory
 from meshwright.cost.predict import prediction
 from meshwright.cost.step import step_cost

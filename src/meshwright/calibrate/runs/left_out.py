@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.outcomes import Outcome
-from meshwright.calibrate.response import Response
-from meshwright.calibrate.rows import Case, number
-from meshwright.calibrate.stack_fit import Fit, Leaf, Normal, evidence, fit
-from meshwright.calibrate.validate import NOT_FOR_TIME, STALLED, ranking, stalled
+from meshwright.calibrate.runs.outcomes import Outcome
+from meshwright.calibrate.runs.response import Response
+from meshwright.calibrate.runs.rows import Case, number
+from meshwright.calibrate.runs.stack_fit import Fit, Leaf, Normal, evidence, fit
+from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, ranking, stalled
 from meshwright.describe import catalog
 from meshwright.describe.entries import base_of
 

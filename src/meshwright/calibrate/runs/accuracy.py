@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.calibrate import validate
-from meshwright.calibrate.bands import Band, bands
-from meshwright.calibrate.left_out import (
+from meshwright.calibrate.runs import validate
+from meshwright.calibrate.runs.bands import Band, bands
+from meshwright.calibrate.runs.left_out import (
     LeftOut,
     SourceScore,
     finite_or_none,
@@ -18,7 +18,7 @@ from meshwright.calibrate.left_out import (
     scores,
     usable,
 )
-from meshwright.calibrate.outcomes import Outcome, predict_rows
+from meshwright.calibrate.runs.outcomes import Outcome, predict_rows
 
 
 @dataclass

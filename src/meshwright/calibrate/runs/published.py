@@ -16,7 +16,7 @@ FAILED = "_failed"  # ending of the sources whose runs crashed or ran out of mem
 
 @cache
 def _rows() -> tuple[dict[str, str], ...]:
-    data = files("meshwright.calibrate").joinpath("published.csv.xz").read_bytes()
+    data = files("meshwright.calibrate.runs").joinpath("published.csv.xz").read_bytes()
     return tuple(csv.DictReader(lzma.decompress(data).decode("utf-8").splitlines()))
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.calibrate.bands import Band
-from meshwright.calibrate.response import fields_of
-from meshwright.calibrate.stack_fit import Fit
+from meshwright.calibrate.runs.bands import Band
+from meshwright.calibrate.runs.response import fields_of
+from meshwright.calibrate.runs.stack_fit import Fit
 from meshwright.describe import catalog
 from meshwright.describe.entries import base_of
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from meshwright.calibrate.rows import Case
+from meshwright.calibrate.runs.rows import Case
 from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError
 

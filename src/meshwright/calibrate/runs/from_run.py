@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.response import NUMBERS, Response, fields_of, grid, numbers_of, step_times
-from meshwright.calibrate.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, Normal, evidence
+from meshwright.calibrate.runs.response import NUMBERS, Response, fields_of, grid, numbers_of, step_times
+from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, Normal, evidence
 from meshwright.cost.predict import predict
 from meshwright.describe.config import Config, configure, load
 from meshwright.describe.result import GIB

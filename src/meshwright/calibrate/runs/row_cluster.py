@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from meshwright.calibrate.case import Case, integer, refusal
+from meshwright.calibrate.runs.case import Case, integer, refusal
 from meshwright.describe import catalog
 from meshwright.describe.cards import accelerator_of
 from meshwright.describe.cluster import Cluster

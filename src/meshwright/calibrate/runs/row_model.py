@@ -15,7 +15,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from meshwright.calibrate.case import Case, integer, number, refusal
+from meshwright.calibrate.runs.case import Case, integer, number, refusal
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError

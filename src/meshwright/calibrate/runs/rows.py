@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.calibrate.case import Case, number
-from meshwright.calibrate.row_cluster import read_cluster
-from meshwright.calibrate.row_model import read_model
-from meshwright.calibrate.row_plan import read_plan
+from meshwright.calibrate.runs.case import Case, number
+from meshwright.calibrate.runs.row_cluster import read_cluster
+from meshwright.calibrate.runs.row_model import read_model
+from meshwright.calibrate.runs.row_plan import read_plan
 from meshwright.describe import catalog
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.calibrate.response import NUMBERS, Response
+from meshwright.calibrate.runs.response import NUMBERS, Response
 
 NOISE = (
     0.07,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.calibrate.left_out import LeftOut
+from meshwright.calibrate.runs.left_out import LeftOut
 from meshwright.cost.band import width
 
 LEVELS = ("typical", "published", "calibrated")

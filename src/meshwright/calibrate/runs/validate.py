@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.outcomes import Outcome
+from meshwright.calibrate.runs.outcomes import Outcome
 
 STALLED = 1.3  # two runs of one configuration whose times differ by more than this factor: one of them stalled
 NOT_FOR_TIME = ("megatron_lm_golden_values",)  # sources scored for memory only

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.calibrate.case import Case, integer, refusal
+from meshwright.calibrate.runs.case import Case, integer, refusal
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 
