@@ -139,7 +139,7 @@ def run_batch(tmp_path: Path, job: Job, **environment: str) -> tuple[int, list[s
 
 def test_a_failed_attempt_is_continued_from_the_run_folder(tmp_path) -> None:
     run = str(tmp_path / "a run")
-    code, calls = run_batch(tmp_path, job_of(folder=run))
+    code, calls = run_batch(tmp_path, job_of(folder=run, save_every=25))
     first, second = f"{LARGE} --out {run}", f"--resume {run}"
     assert code == 0
     assert calls == [f"-m meshwright train {words} --save-every 25 over ib7" for words in (first, second)]
@@ -160,7 +160,7 @@ def test_attempts_are_bounded_and_the_exit_code_is_that_of_the_ranks(tmp_path) -
 
 
 def test_the_ray_file_calls_ray_and_our_trainer(monkeypatch, tmp_path) -> None:
-    text = LAUNCHERS["ray"].write(job_of(folder=str(tmp_path / "run")))
+    text = LAUNCHERS["ray"].write(job_of(folder=str(tmp_path / "run"), save_every=25))
     calls = {}
 
     def keeper(name):
