@@ -14,7 +14,7 @@ from meshwright import api
 from meshwright.describe.config import Config, load
 from meshwright.view.page.registry import CHEAP, SEARCH, VIEWS, View
 from meshwright.web import tasks
-from meshwright.web.jobs import Pool, Refused
+from meshwright.web.jobs import Job, Pool, Refused
 from web.running import CLIENT, run_async
 
 PLAN_FILE: dict[str, Any] = {
@@ -238,3 +238,23 @@ def test_settings_of_another_framework_both_ways(server: str) -> None:
     assert back["read"]["framework"] == "torchtitan"
     assert back["config"]["plan"]["tp"] == PLAN_FILE["plan"]["tp"]
     assert "model" not in back["config"]  # these settings do not name the model
+
+
+def test_a_worker_killed_with_its_last_message_on_the_way_is_replaced() -> None:
+    """A client leaves while the end of its answer is in the pipe: the answer can still be read, and the process is dead."""
+
+    async def second_answer() -> bytes:
+        pool = Pool("estimate", 1, 4, 30.0, finish=False)
+        await pool.start()
+        try:
+            (worker,) = pool.idle
+            job = Job(b"", "")
+            job.worker = worker
+            job.stop()
+            pool.idle.clear()
+            await pool._put_back(worker, alive=True)
+            return b"".join([line async for line in pool.lines("catalog", {})])
+        finally:
+            await pool.close()
+
+    assert run_async(second_answer())

@@ -43,6 +43,7 @@ class Worker:
     process: Any
     pipe: Connection
     key: str = ""
+    killed: bool = False
 
     def end(self) -> None:
         self.process.kill()
@@ -64,6 +65,7 @@ class Job:
     def stop(self) -> None:
         """End the work now: the pipe of a killed worker closes, which the reader of its messages sees."""
         if self.worker is not None:
+            self.worker.killed = True
             self.worker.process.kill()
 
     def expire(self) -> None:
@@ -167,7 +169,7 @@ class Pool:
         return worker
 
     async def _put_back(self, worker: Worker, alive: bool) -> None:
-        if alive and not self.closed:
+        if alive and not worker.killed and not self.closed:  # its last message may have been read after it was killed
             self.idle.append(worker)
             return
         await self._call(worker.end)
