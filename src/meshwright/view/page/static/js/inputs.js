@@ -12,7 +12,7 @@ const AXES = ["dp", "tp", "cp", "pp", "ep"];
 const ANY = (values) => values.map((value) => ({ value, legal: true, reason: "", changes: {} }));
 let catalog = null, choices = null, base = null, asked = null, timer = 0;
 const widgets = []; // functions that show the present state
-let form = null, problems = null;
+let form = null, problems = null, unread = null; // problems: of the present state; unread: why a file could not be read, until the next change
 
 const plan = (field) => state.get().plan[field] ?? catalog.fields.plan[field].default;
 const workload = (field) => state.get().workload[field] ?? catalog.fields.workload[field].default;
@@ -96,7 +96,7 @@ function modelSection() {
       const file = name.replace(/\.json$/, ""); // config.json names no model: then its architecture does
       mendAfter({ model: { ...table, name: /^config/.test(file) ? table.name : file } });
     } catch (error) {
-      clear(problems).append(refusal(error.error ?? { code: "", what: `'${name}' is not JSON`, why: String(error), valid: [], fix: "" }));
+      clear(unread).append(refusal(error.error ?? { code: "", what: `'${name}' is not JSON`, why: String(error), valid: [], fix: "" }));
     }
   });
   return section("Model", () => nameOf(state.get().model), true,
@@ -113,7 +113,7 @@ function clusterSection() {
       const { cluster } = await source.cluster(text);
       mendAfter({ cluster: typeof cluster === "string" ? { extends: cluster, gpus: gpus() } : { ...cluster, gpus: cluster.gpus || gpus() } });
     } catch (error) {
-      clear(problems).append(refusal(error.error ?? { code: "", what: `'${name}' could not be read`, why: String(error), valid: [], fix: "" }));
+      clear(unread).append(refusal(error.error ?? { code: "", what: `'${name}' could not be read`, why: String(error), valid: [], fix: "" }));
     }
   });
   const nodes = (n) => `${format.whole(n)} = ${n >= node() ? `${format.number(n / node())} × ${node()}` : "part of a node"}`;
@@ -142,7 +142,7 @@ async function openSettings(text, name) {
     toast(`${read.framework}: ${Object.keys(read.understood).length} keys read${others.map(([kind, keys]) => `, ${keys.length} ${kind}`).join("")}`);
     clear(problems);
   } catch (error) {
-    clear(problems).append(refusal(error.error ?? { code: "", what: `'${name}' could not be read`, why: String(error), valid: [], fix: "" }));
+    clear(unread).append(refusal(error.error ?? { code: "", what: `'${name}' could not be read`, why: String(error), valid: [], fix: "" }));
   }
 }
 
@@ -201,13 +201,14 @@ export async function begin(element) {
     return;
   }
   problems = h("div", { "aria-live": "polite" });
+  unread = h("div", { "aria-live": "polite" });
   try {
     catalog = await source.catalog();
   } catch (error) {
     form.append(refusal(error.error));
     return;
   }
-  form.append(presets(), problems, modelSection(), clusterSection(), workloadSection(), planSection());
+  form.append(presets(), problems, unread, modelSection(), clusterSection(), workloadSection(), planSection());
   show();
   ask();
 }
@@ -228,7 +229,7 @@ export function update() {
   asked?.abort();
   clearTimeout(timer);
   show();
-  if (!fresh()) clear(problems); // else only the view or its options changed
+  if (!fresh()) [problems, unread].forEach(clear); // else only the view or its options changed
 }
 
 /** The views have been answered: ask for the choices of the present state, unless they are known. */
