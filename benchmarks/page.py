@@ -105,7 +105,7 @@ def command_seconds() -> float:
 def measure(browser: Any, address: str, rounds: int) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     received: list[int] = []
-    page.on("response", lambda answer: received.append(len(answer.body())) if answer.request.method == "GET" else None)
+    page.on("requestfinished", lambda asked: received.append(asked.sizes()["responseBodySize"]))
     start = time.perf_counter()
     page.goto(f"{address}/#{fragment('memory', LARGE)}")
     page.wait_for_selector(READY, timeout=60_000)

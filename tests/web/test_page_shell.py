@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from web.browser import fragment, settled, shows, until
+from web.browser import READY, fragment, settled, shows, until
 
 Open = Callable[..., Any]
 SMALL = fragment(model="tiny", cluster={"extends": "dgx-h100", "gpus": 8}, workload__batch=64, workload__seq=1024,
@@ -172,3 +172,15 @@ def test_the_first_load_is_small(server: str, open_page: Open) -> None:
         "performance.getEntries().filter((e) => 'decodedBodySize' in e && !e.name.includes('/api/')).map((e) => e.decodedBodySize)"
     )
     assert sum(sizes) < 300_000
+
+
+def test_the_first_load_is_small_and_asks_for_nothing_twice(server: str, open_page: Open) -> None:
+    page = open_page("about:blank", ready="")
+    finished: list[Any] = []
+    page.on("requestfinished", lambda request: finished.append(request))
+    page.goto(server + "/" + SMALL)
+    page.wait_for_selector(READY)
+    settled(page)
+    asked = [request.url for request in finished if request.method == "GET"]
+    assert len(asked) == len(set(asked)), asked
+    assert sum(request.sizes()["responseBodySize"] for request in finished) < 300_000

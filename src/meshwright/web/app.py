@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -40,7 +42,7 @@ class Site:
         api = Api(self.pools, Cache(CACHE_BYTES), RunFolders(runs))
         return [
             Route("/", self.index),
-            Route("/static/{path:path}", static),
+            Route("/static/{path:path}", static, middleware=[Middleware(GZipMiddleware)]),
             Route("/api/views", api.views, methods=["POST"]),
             *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in TASKS),
             Route("/api/catalog", api.catalog, methods=["GET"]),

@@ -65,7 +65,9 @@ export async function views({ config, views: names, options, compare }, signal, 
   }
 }
 
-export const catalog = () => (live ? json("/api/catalog") : Promise.resolve(embedded.catalog));
+let loaded = null;
+/** The catalog, asked for once: inputs and actions both need it. */
+export const catalog = () => (loaded ??= live ? json("/api/catalog") : Promise.resolve(embedded.catalog));
 export const choices = (config, signal) => json("/api/choices", { body: config, signal });
 export const text = (config, signal) => json("/api/text", { body: config, signal });
 export const plan = (config, signal) => json("/api/plan", { body: config, signal });
