@@ -147,3 +147,17 @@ def format_flops(value: float, digits: int = 3) -> str:
 
 def format_count(value: float, digits: int = 3) -> str:
     return _scaled(value, [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")], digits).replace(" ", "")
+
+
+def format_value(value: float, unit: str) -> str:
+    """A value of a measurement or prediction with its unit: s, GiB, bytes, tokens/s, or another one."""
+    match unit:
+        case "s":
+            return format_seconds(value)
+        case "GiB":
+            return format_bytes(value * 2**30)
+        case "bytes":
+            return format_decimal_bytes(value)
+        case "tokens/s":
+            return f"{format_count(value)} /s"
+    return f"{value:.3g} {unit}"

@@ -11,7 +11,7 @@ from rich.text import Text
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.result import MEASURED_PARTS, Difference, part_label
 from meshwright.training.measure.measurement import Training, predicted
-from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
+from meshwright.units import format_decimal_bytes, format_seconds, format_value
 from meshwright.view.live import expert_balance
 from meshwright.view.sparkline import sparkline
 from meshwright.view.tables import filled, heading
@@ -113,16 +113,3 @@ def percent(error: float) -> str:
     if not isfinite(error):
         return "—"
     return f"{100 * error:+.0f}%" if abs(error) >= 0.005 else "0%"
-
-
-def format_value(value: float, unit: str) -> str:
-    match unit:
-        case "s":
-            return format_seconds(value)
-        case "GiB":
-            return format_bytes(value * 2**30)
-        case "bytes":
-            return format_decimal_bytes(value)
-        case "tokens/s":
-            return f"{format_count(value)} /s"
-    return f"{value:.3g} {unit}"

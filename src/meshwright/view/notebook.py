@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.cost.estimate import Estimate, Simulation
 from meshwright.describe.config import Config
 from meshwright.programs.pipelines.program import KIND_NAMES
-from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
+from meshwright.units import format_decimal_bytes, format_seconds, format_value
 from meshwright.view import plan_html
 from meshwright.view.config import values
 from meshwright.view.pipelines import colour
@@ -152,8 +152,8 @@ def training_html(training: Any) -> str:
     rows = [
         (
             escape(d.what),
-            value_in(d.predicted, d.unit),
-            value_in(d.measured, d.unit),
+            escape(format_value(d.predicted, d.unit)),
+            escape(format_value(d.measured, d.unit)),
             f"{100 * d.error:+.0f}%" if isfinite(d.error) else "–",
         )
         for d in training.differences
@@ -161,19 +161,6 @@ def training_html(training: Any) -> str:
     head = f"<section><h2>{escape(training.config.model.name)}</h2><div class=title>{escape(training.config.plan.title())}</div>{shown}</section>"
     compared = section("Prediction and measurement", table(["", ">predicted", ">measured", ">error"], rows))
     return element(head, section("Loss", curve_svg(m.loss)), compared)
-
-
-def value_in(value: float, unit: str) -> str:
-    match unit:
-        case "s":
-            return format_seconds(value)
-        case "GiB":
-            return format_bytes(value * 2**30)
-        case "bytes":
-            return format_decimal_bytes(value)
-        case "%":
-            return f"{value:.1f}%"
-    return f"{format_count(value)} {escape(unit)}"
 
 
 def curve_svg(numbers: Sequence[float], height: int = 160) -> str:
