@@ -16,17 +16,28 @@ import yaml
 from launch_schemas import SKY_TASK, TRAIN_JOB, TRAINING_RUNTIME
 
 from meshwright.cli import main
+from meshwright.describe import catalog
 from meshwright.describe.config import load
 from meshwright.errors import MeshwrightError
+from meshwright.interop.files import detect, parse
+from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.keys import flags, read_facts
+from meshwright.interop.names import catalog_model
+from meshwright.interop.reading import understand
+from meshwright.interop.shapes import shape_of
+from meshwright.interop.write import settings_of
 from meshwright.view.launch_files import LAUNCHERS
+from meshwright.view.launch_files.frameworks import PROGRAMS, TORCHTITAN_MODELS
 from meshwright.view.launch_files.job import Job, make_job
-from meshwright.view.launch_files.program import PROGRAMS, Program
+from meshwright.view.launch_files.megatron import model_words
+from meshwright.view.launch_files.program import Program
 
 ROOT = Path(__file__).parents[2]
 LARGE, SMALL = "examples/llama3-70b-64xh100.toml", "examples/demo-dp2-tp2.toml"
 
 
 def job_of(plan: str = LARGE, *settings: str, **options) -> Job:
+    options = {"framework": "meshwright", **options}
     return make_job(load(ROOT / plan, list(settings)), plan, typed="meshwright launch", **options)
 
 
@@ -225,7 +236,7 @@ def test_the_interval_of_checkpoints_is_the_file_s_or_half_an_hour() -> None:
 
 
 def test_the_command_writes_a_file_and_keeps_one_that_was_changed(tmp_path, monkeypatch, capsys) -> None:
-    words = ["launch", str(ROOT / LARGE), "--slurm"]
+    words = ["launch", str(ROOT / LARGE), "--slurm", "--for", "meshwright"]
     monkeypatch.chdir(tmp_path)
 
     def code_of(*more: str) -> int:
@@ -244,3 +255,107 @@ def test_the_command_writes_a_file_and_keeps_one_that_was_changed(tmp_path, monk
     assert code_of("--ray") == 2
     assert code_of("--out", "-") == 0
     assert capsys.readouterr().out.endswith(file.read_text())
+
+
+# For each framework that we can start: what must change in the large plan so that it can run it.
+CHANGES = {
+    "megatron-lm": (),
+    "torchtitan": ("plan.zero=3",),
+    "deepspeed": ("plan.pp=1", "plan.shard=8", "plan.sp=false", "plan.recompute=full"),
+    "nanotron": ("plan.recompute=full",),
+    "automodel": ("plan.zero=3", "plan.recompute=full"),
+    "axolotl": ("plan.pp=1", "plan.shard=8", "plan.sp=false", "plan.recompute=full", "plan.zero=3", "workload.batch=8"),
+}
+
+
+def words_of(job: Job) -> list[str]:
+    """The words after torchrun's own in a launch file, as its shell builds them; the settings are written on the way."""
+    lines = LAUNCHERS["torchrun"].write(job).splitlines()
+    assert lines[-1].startswith("exec torchrun")
+    script = "\n".join([*lines[:-1], "printf '%s\\n' \"${words[@]}\""])
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, "HEAD": "x"},
+        text=True,
+        capture_output=True,
+        timeout=20,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_launch_file_holds_the_settings_of_the_plan(name, tmp_path) -> None:
+    """Run the part of the script that writes the settings, read them back with the reader of the framework, and compare the plan."""
+    job = job_of(LARGE, *CHANGES[name], framework=name, folder=str(tmp_path / "it's a run"))
+    assert set(PROGRAMS) == {"meshwright", *CHANGES}
+    framework, words = FRAMEWORKS[name], words_of(job)
+    if job.program.file:
+        settings, _ = parse(Path(job.folder, job.program.file))
+        assert detect(settings, False) is framework
+        assert words[-1] == str(Path(job.folder, job.program.file))
+        assert [p.name for p in Path(job.folder).iterdir()] == [job.program.file]
+    else:
+        settings = flags(words)
+    back = understand(framework, settings, gpus=64, model="llama3-70b", shape=None)
+    plan = job.config.plan
+    assert back.errors == []
+    assert [getattr(back.plan, axis) for axis in ("tp", "pp", "cp", "dp", "zero")] == [
+        plan.tp,
+        plan.pp,
+        plan.cp,
+        plan.dp,
+        plan.zero,
+    ]
+    assert back.understood.unknown == []
+
+
+def test_the_other_launchers_write_the_settings_too(tmp_path) -> None:
+    job = job_of(LARGE, "plan.zero=3", framework="torchtitan", folder=str(tmp_path / "run"))
+    runtime, _ = yaml.safe_load_all(LAUNCHERS["kubernetes"].write(job))
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    for script in (
+        pod["containers"][0]["args"][0],
+        yaml.safe_load(LAUNCHERS["skypilot"].write(job))["run"],
+        LAUNCHERS["slurm"].write(job),
+    ):
+        check_shell(script)
+        assert f"{job.program.settings.rstrip()}\nEND_OF_SETTINGS\n" in script
+
+
+def test_flags_of_megatron_include_what_is_not_a_size() -> None:
+    """Without them Megatron-LM's defaults would make another model, with dropout 0.1 and another rotary base."""
+    words = model_words(catalog.load("models", "deepseek-v3"))
+    expected = {"--rotary-base": "10000", "--hidden-dropout": "0", "--moe-router-group-topk": "4", "--mscale": "1"}
+    assert {flag: words[words.index(flag) + 1] for flag in expected} == expected
+    assert {"--multi-latent-attention", "--moe-router-enable-expert-bias"} <= set(words)
+    with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-005.*sinks"):
+        model_words(catalog.load("models", "gpt-oss-20b"))
+
+
+def test_flags_of_megatron_give_back_dense_layers_and_shared_experts() -> None:
+    config = load(ROOT / LARGE, ["model=deepseek-v3", "plan.pp=1", "plan.shard=8", "plan.recompute=full"])
+    facts = read_facts(FRAMEWORKS["megatron-lm"].table, settings_of(config, FRAMEWORKS["megatron-lm"]).settings).facts
+    back = shape_of(facts, "")
+    assert (back.model.dense_layers, back.model.shared_width, back.model.experts) == (3, 2048, 256)
+
+
+def test_a_plan_that_the_framework_cannot_run_or_express_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match=r"MW-PLAN-023.*ZeRO-1"):
+        job_of(framework="torchtitan")
+    with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-005.*nano"):
+        job_of(SMALL, "plan.zero=3", "plan.replicate=1", "plan.shard=2", framework="torchtitan")
+    with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-005.*workload\.optimizer"):
+        job_of(LARGE, "workload.optimizer=sgd", framework="megatron-lm")
+
+
+def test_without_a_name_the_framework_of_the_plan_s_stack_is_started() -> None:
+    assert job_of(framework="").program.framework == "megatron-lm"
+    assert job_of(SMALL, framework="").program.framework == "meshwright"
+    assert job_of(framework="Megatron-LM").program.framework == "megatron-lm"
+
+
+def test_torchtitan_s_names_of_models_are_read_as_the_catalog_s() -> None:
+    for entry, (name, flavor) in TORCHTITAN_MODELS.items():
+        found = catalog.load("models", catalog_model(f"{name} {flavor}") or entry)
+        assert found.hidden == catalog.load("models", entry).hidden

@@ -25,7 +25,7 @@ def command(
     framework: str = typer.Option(
         "",
         "--for",
-        help="The framework that trains. Default: that of the plan's stack if we can start it, else meshwright.",
+        help="The framework that trains: meshwright, megatron-lm, torchtitan, deepspeed, … Default: that of the plan's stack.",
     ),
     per_node: int = typer.Option(
         0, "--per-node", help="Devices of one host. Default: the first level of the cluster.", min=0, max=1024
@@ -65,7 +65,7 @@ def command(
     job = make_job(
         api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings),
         plan,
-        typed=f"meshwright launch {plan} --{chosen[0]}",
+        typed=f"meshwright launch {plan} --{chosen[0]}" + (f" --for {framework}" if framework else ""),
         framework=framework,
         folder=folder,
         per_node=per_node,

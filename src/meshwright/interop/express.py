@@ -94,5 +94,6 @@ def _shape(model: Model) -> Facts:
     if model.kind != "transformer":
         return {"model": model.name}
     fields: dict[str, Any] = {f"model.{name}": getattr(model, name) or None for name in SHAPE}
+    fields["model.shared_ffn"] = model.shared_width or None  # the width of all shared experts
     bias = model.qkv_bias or model.ffn_bias or model.out_bias
     return {**fields, "model": model.name, "without_bias": not bias, "gated": model.gated, "untied": not model.tied}

@@ -123,8 +123,8 @@ def text_of(settings: Settings, framework: Framework, form: Form, inexpressible:
         return comments + tomli_w.dumps(nested(settings))
     if form == "yaml":
         return comments + yaml_text(nested(settings))
-    words = [_flag(framework, name, value) for name, value in settings.items()]
-    return comments + " \\\n".join(word for word in words if word) + "\n"
+    flags = [" ".join(flag_words(framework, name, value)) for name, value in settings.items()]
+    return comments + " \\\n".join(flag for flag in flags if flag) + "\n"
 
 
 def yaml_text(tables: dict[str, Any], indent: str = "") -> str:
@@ -138,15 +138,14 @@ def yaml_text(tables: dict[str, Any], indent: str = "") -> str:
     return out
 
 
-def _flag(framework: Framework, name: str, value: Any) -> str:
+def flag_words(framework: Framework, name: str, value: Any) -> list[str]:
+    """One setting as words of a command line; none for a switch that is off."""
     word = name if name.startswith("--") else f"{framework.flag_prefix or '--'}{name}"
-    if value is True and framework.flag_prefix == "":
-        return word
-    if value is False and framework.flag_prefix == "":
-        return ""
+    if isinstance(value, bool) and framework.flag_prefix == "":
+        return [word] if value else []
     if isinstance(value, list):
-        return f"{word} {' '.join(map(str, value))}"
-    return f"{word} {str(value).lower() if isinstance(value, bool) else value}"
+        return [word, *map(str, value)]
+    return [word, str(value).lower() if isinstance(value, bool) else str(value)]
 
 
 def _shown(value: Any) -> str:

@@ -91,6 +91,8 @@ def _restate(facts: Facts) -> None:
     restate_schedule(facts)
     facts.pop("layers_per_chunk", None)
     facts["grouped"] = bool(facts.get("model.kv_heads"))
+    if dense := facts.get("model.dense_layers"):
+        facts["moe_layout"] = f"([0]*{dense}+[1]*{facts['model.layers'] - dense})"
     if facts.get("stage_layers"):
         facts["layout"] = layout_text(facts["stage_layers"])
 

@@ -1,7 +1,8 @@
 """Files that start a plan on a cluster: for Slurm, Kubernetes, SkyPilot, torchrun and Ray, with comments that give the reasons.
 
     job.py          what every launcher needs to know: nodes, ranks per node, run folder, restarts, and the program to start
-    program.py      the command line that trains: our trainer's, or that of another framework (`PROGRAMS`)
+    program.py      the command line that trains, and that of our trainer
+    frameworks.py   those of other frameworks (`PROGRAMS`), with their settings; megatron.py has the flags of Megatron-LM
     slurm.py  kubernetes.py  skypilot.py  torchrun.py  ray_train.py      one function each: Job → text of the file
 
 A launcher only starts processes: rendezvous, sharding and checkpoints are the trainer's. So each file answers three questions: where do

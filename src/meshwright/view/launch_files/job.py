@@ -10,7 +10,8 @@ from meshwright.describe.config import Config
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_seconds
-from meshwright.view.launch_files.program import Program, program_for
+from meshwright.view.launch_files.frameworks import PROGRAMS, for_framework, framework_of
+from meshwright.view.launch_files.program import Program
 
 PORT = 29_500  # torchrun's default
 MOST_IN_ONE_HOST = 16  # a larger first level is an NVLink domain of many hosts …
@@ -64,7 +65,9 @@ class Job:
         ]
         if self.program.is_ours and config.stack.name not in ("default", "gloo-cpu"):
             out.append(f"The program is Meshwright's trainer; the prediction is for the stack {config.stack.name}.")
-        return out
+        if not self.program.is_ours:
+            out.append(f"The program is {self.program.framework}; the prediction is for the stack {config.stack.name}.")
+        return [*out, *self.program.notes]
 
 
 def comment(lines: list[str]) -> str:
@@ -86,8 +89,9 @@ def make_job(
     claim: str = "",
     time_limit: str = "",
 ) -> Job:
-    """Check a plan and derive its job; raises if the plan is illegal or its ranks do not fill whole hosts."""
-    config.check()
+    """Check a plan and derive its job; raises if the plan is illegal, the framework cannot run it, or its ranks do not fill hosts."""
+    framework = framework_of(config, framework)
+    config = for_framework(config.check(), framework)
     check_names(interface=interface, claim=claim, time=time_limit)
     check_paths(plan, folder)
     name = label(plan)
@@ -95,7 +99,7 @@ def make_job(
     prediction = predict(config.model, config.cluster, config.plan, config.workload, config.stack)
     nodes, per_node = hosts_of(config, per_node)
     save_every, reason = interval(config, prediction, save_every)
-    program = program_for(framework, config, plan, folder, save_every)
+    program = PROGRAMS[framework](config, plan, folder, save_every)
     return Job(
         name,
         config,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from meshwright.view.launch_files.job import Job, comment
-from meshwright.view.launch_files.torchrun import choose_words
+from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
 IMAGE = "YOUR-REGISTRY/meshwright:latest"
 MOUNT = "/shared"
@@ -21,7 +21,7 @@ def write(job: Job) -> str:
     gpus = f"\n      limits: {{nvidia.com/gpu: {job.per_node}}}" if job.has_gpus else " {}"
     return f"""\
 {comment(job.heading())}
-# The image must have meshwright[train]; the volume claim must allow many writers (ReadWriteMany), since all pods write checkpoints.
+# The image must have {job.program.install}; the volume claim must allow many writers (ReadWriteMany), since all pods write checkpoints.
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata:
@@ -84,12 +84,13 @@ spec:
 
 def container_script(job: Job) -> str:
     """What the container runs; every pod evaluates it before any rank has started."""
-    return f"set -euo pipefail\n{choose_words(job)}\n" + 'exec torchrun "${words[@]}"'
+    lines = ["set -euo pipefail", *write_settings(job), choose_words(job), 'exec torchrun "${words[@]}"']
+    return "\n".join(lines)
 
 
 def environment(job: Job) -> str:
     """Variables of the container. A pod has one interface, so none is named unless `--interface` was given."""
-    values = {"OMP_NUM_THREADS": str(job.threads)}
+    values = {"OMP_NUM_THREADS": str(job.threads)} | {name: v for name, (v, _) in job.program.variables.items()}
     if job.interface:
         values |= {"GLOO_SOCKET_IFNAME": job.interface, "NCCL_SOCKET_IFNAME": job.interface}
     return "\n".join(f"      - {{name: {name}, value: {json.dumps(value)}}}" for name, value in values.items())

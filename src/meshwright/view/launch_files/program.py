@@ -1,16 +1,15 @@
-"""The command that trains a plan: of our trainer, or of the framework that the plan's stack names.
+"""The command that trains a plan, as every launch file needs it.
 
-A program is what stands after `torchrun` (`-m meshwright train …`), once for a new run and once for a run that continues. Another framework
-adds itself with one entry in `PROGRAMS`: a function from the plan and the run folder to its `Program`.
+A program is what stands after `torchrun` (`-m meshwright train …`), once for a new run and once for a run that continues; a framework that
+reads its settings from a file brings the text of that file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from meshwright.describe.config import Config
-from meshwright.errors import unknown
 
 OURS = "meshwright"
 
@@ -20,13 +19,19 @@ class Program:
     """The words after `torchrun` that begin a run and that continue it.
 
     `proceed` is empty for a framework that looks for checkpoints each time it starts: the same words do both. `saves_on` is
-    the signal upon which every rank saves a checkpoint and ends; empty if there is none.
+    the signal upon which every rank saves a checkpoint and ends; empty if there is none. `file` and `settings` are a settings file, which the
+    launch file writes into the run folder. `notes` are lines for the reader, `install` is what pip installs.
     """
 
     framework: str
     begin: tuple[str, ...]
     proceed: tuple[str, ...] = ()
     saves_on: str = ""
+    file: str = ""
+    settings: str = ""
+    notes: tuple[str, ...] = ()
+    install: str = "meshwright[train]"
+    variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # environment: name → value and reason
 
     @property
     def is_ours(self) -> bool:
@@ -39,16 +44,3 @@ def our_program(config: Config, plan: str, folder: str, save_every: int) -> Prog
     begin = ("-m", "meshwright", "train", plan, "--out", folder, "--save-every", str(save_every))
     proceed = ("-m", "meshwright", "train", "--resume", folder, "--save-every", str(save_every))
     return Program(OURS, begin, proceed, saves_on="USR1" if config.checkpoint.on_signal else "")
-
-
-# By the name of a framework: (plan, path of the plan file, run folder, steps between checkpoints) → its program.
-PROGRAMS: dict[str, Callable[[Config, str, str, int], Program]] = {OURS: our_program}
-
-
-def program_for(framework: str, config: Config, plan: str, folder: str, save_every: int) -> Program:
-    """The program of a framework; without a name, of the plan's stack if it has one here, else of our trainer."""
-    if not framework:
-        framework = config.stack.name if config.stack.name in PROGRAMS else OURS
-    if framework not in PROGRAMS:
-        raise unknown("MW-LAUNCH-002", "framework", framework, PROGRAMS, "--for {}")
-    return PROGRAMS[framework](config, plan, folder, save_every)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.view.launch_files.job import PORT, Job, comment
-from meshwright.view.launch_files.torchrun import choose_words
+from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
 # Our catalog's accelerators under SkyPilot's names; others are written in capitals, and a comment says so.
 ACCELERATORS = {
@@ -35,9 +35,9 @@ workdir: .
 
 envs:
   OMP_NUM_THREADS: "{job.threads}"
-{interface(job)}
+{variables(job)}
 setup: |
-  pip install "meshwright[train]"
+  pip install "{job.program.install}"
 
 run: |
 {run}
@@ -58,6 +58,12 @@ def resources(job: Job) -> str:
     return "\n".join(lines)
 
 
+def variables(job: Job) -> str:
+    """Variables of the program, each with its reason, and the interface."""
+    lines = [f'  {name}: "{value}"  # {why}' for name, (value, why) in job.program.variables.items()]
+    return "\n".join([*lines, interface(job)])
+
+
 def interface(job: Job) -> str:
     if not job.interface:
         return "  # Hosts with several interfaces: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (--interface)."
@@ -69,6 +75,7 @@ def run_script(job: Job) -> str:
     return "\n".join(
         (
             "set -euo pipefail",
+            *write_settings(job),
             choose_words(job),
             "# The agents meet at the first node; SKYPILOT_NODE_RANK numbers the nodes in the same order.",
             'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',

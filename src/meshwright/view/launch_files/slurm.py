@@ -8,7 +8,7 @@ torchrun.
 from __future__ import annotations
 
 from meshwright.view.launch_files.job import PORT, SAVE_BEFORE_END, Job, comment
-from meshwright.view.launch_files.torchrun import choose_words
+from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
 INTERFACE = """\
 # Ranks exchange their addresses over the interface by which a node reaches another node of this job. Without this, a node with several
@@ -43,7 +43,7 @@ def write(job: Job) -> str:
             f"port=$(({PORT} + SLURM_JOB_ID % 10000))",
             "",
         ]
-    parts += [attempts(job), ""]
+    parts += [*write_settings(job), attempts(job), ""]
     return "\n".join(parts)
 
 
@@ -77,6 +77,7 @@ def variables(job: Job) -> str:
     lines = [
         "# A process for each device: more threads per process would compete for the cores.",
         f"export OMP_NUM_THREADS={job.threads}",
+        *(f"export {name}={value}  # {why}" for name, (value, why) in job.program.variables.items()),
     ]
     if job.interface:
         lines += [

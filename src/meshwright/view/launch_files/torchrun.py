@@ -6,6 +6,7 @@ import shlex
 
 from meshwright.view.launch_files.job import PORT, Job, comment
 
+LONGEST_LINE = 140
 FAILURES = """\
 # After a failure torchrun ends all ranks and starts them again, on every node; they continue from the last good
 # checkpoint of the run folder, which all nodes must share."""
@@ -14,7 +15,7 @@ FAILURES = """\
 def write(job: Job) -> str:
     """The script. One node needs no address: `--standalone` picks a free port of this machine."""
     parts = ["#!/usr/bin/env bash", comment(job.heading()), "set -euo pipefail", "", environment(job), ""]
-    parts += [choose_words(job), ""]
+    parts += [*write_settings(job), choose_words(job), ""]
     if job.nodes == 1:
         parts += ["# One machine: the ranks meet on a free port of it.", "meet=(--standalone)"]
     else:
@@ -36,6 +37,7 @@ def environment(job: Job) -> str:
     lines = [
         "# A process for each device: more threads per process would compete for the cores.",
         f"export OMP_NUM_THREADS={job.threads}",
+        *(f"export {name}={value}  # {why}" for name, (value, why) in job.program.variables.items()),
     ]
     if job.interface:
         lines += [
@@ -47,11 +49,40 @@ def environment(job: Job) -> str:
     return "\n".join(lines)
 
 
+def write_settings(job: Job) -> list[str]:
+    """Shell lines that write the settings file of a framework into the run folder; none for a program without one.
+
+    Every node may write it: the file appears whole or not at all, and all nodes write the same text."""
+    program = job.program
+    if not program.file:
+        return []
+    return [
+        f"# The settings of {program.framework}. They are written here, so that this file is all that a node needs.",
+        f"mkdir -p {shlex.quote(job.folder)}",
+        f"new=$(mktemp {shlex.quote(job.folder + '/' + program.file)}.XXXXXX)",
+        "cat > \"$new\" <<'END_OF_SETTINGS'",
+        program.settings.rstrip("\n"),
+        "END_OF_SETTINGS",
+        f'mv "$new" {shlex.quote(job.folder + "/" + program.file)}',
+        "",
+    ]
+
+
 def choose_words(job: Job) -> str:
     """Shell lines that set `words`: a folder with a plan is a run that was begun before, which continues."""
     program = job.program
     if not program.proceed:
-        return f"# The same words begin and continue a run: {program.framework} looks for its checkpoints.\nwords=({shlex.join(program.begin)})"
+        groups = [shlex.join(group) for group in flag_groups(program.begin)]
+        words = f"words=({' '.join(groups)})"
+        if len(words) > LONGEST_LINE:
+            words = "words=(\n    " + "\n    ".join(groups) + "\n)"
+        return "\n".join(
+            (
+                f"# Checkpoints every {job.save_every} steps: {job.save_reason}.",
+                f"# The same words begin and continue a run: {program.framework} looks for its checkpoints.",
+                words,
+            )
+        )
     return "\n".join(
         (
             f"# Checkpoints every {job.save_every} steps: {job.save_reason}.",
@@ -64,3 +95,13 @@ def choose_words(job: Job) -> str:
             "fi",
         )
     )
+
+
+def flag_groups(words: tuple[str, ...]) -> list[list[str]]:
+    """A command line in groups: a flag with its values, for one line of a file each."""
+    out: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--") and out[-1]:
+            out.append([])
+        out[-1].append(word)
+    return out

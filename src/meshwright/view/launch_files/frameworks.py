@@ -1,0 +1,201 @@
+"""The programs of other frameworks: their settings, written by `interop.write`, and the command that reads them.
+
+    Megatron-LM          pretrain_gpt.py FLAGS                           checkpoints: --save, --load
+    torchtitan           -m torchtitan.train --job.config_file FILE      until February 2026; newer versions have settings in Python
+    DeepSpeed            YOUR-SCRIPT --deepspeed --deepspeed_config FILE
+    nanotron             run_train.py --config-file FILE
+    NeMo Automodel       -m nemo_automodel.cli.app FILE
+    axolotl              -m axolotl.cli.train FILE
+
+A launch file must start the plan and nothing else, so a plan that the settings cannot express is an error here; `plan --write` writes such
+settings with a comment. Data, tokenizer and, for some, the model are not part of a plan: the notes of the file name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from meshwright.describe import catalog, legality
+from meshwright.describe.config import Config
+from meshwright.errors import MeshwrightError, unknown
+from meshwright.interop.frameworks import FRAMEWORKS, find
+from meshwright.interop.frameworks.framework import Framework
+from meshwright.interop.write import settings_of, text_of
+from meshwright.view.launch_files import megatron
+from meshwright.view.launch_files.program import OURS, Program, our_program
+
+# torchtitan's name and flavor of the models of the catalog that it has; its settings cannot state another shape.
+TORCHTITAN_MODELS = {
+    "llama3-8b": ("llama3", "8B"), "llama3.1-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B"), "llama3.1-70b": ("llama3", "70B"),
+    "llama3.1-405b": ("llama3", "405B"), "deepseek-v2-lite": ("deepseek_v3", "16B"), "deepseek-v3": ("deepseek_v3", "671B"),
+    "qwen3-0.6b": ("qwen3", "0.6B"), "qwen3-1.7b": ("qwen3", "1.7B"), "qwen3-4b": ("qwen3", "4B"), "qwen3-8b": ("qwen3", "8B"),
+    "qwen3-14b": ("qwen3", "14B"), "qwen3-32b": ("qwen3", "32B"), "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
+    "qwen3-235b-a22b": ("qwen3", "235B-A22B"), "gpt-oss-20b": ("gpt_oss", "20b"), "gpt-oss-120b": ("gpt_oss", "120b"),
+}  # fmt: skip
+# Fields that a framework's settings leave to the training script or to its own data and model sections.
+SCRIPT_FIELDS: dict[str, tuple[str, ...]] = {"deepspeed": ("workload.seq", "plan.recompute", "plan.reshard")}
+
+
+def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> Program:
+    """A TOML file; torchtitan continues from the last checkpoint of its folder."""
+    framework = FRAMEWORKS["torchtitan"]
+    if config.model.name not in TORCHTITAN_MODELS:
+        raise MeshwrightError(
+            "MW-LAUNCH-005",
+            f"torchtitan has no model that we know as {config.model.name}",
+            why="Its settings name one of the models that torchtitan has; they cannot state another shape",
+            valid=TORCHTITAN_MODELS,
+            fix="--for meshwright",
+        )
+    name, flavor = TORCHTITAN_MODELS[config.model.name]
+    optimizer, steps = config.optimizer, config.run.steps
+    more = {
+        "model.name": name,
+        "model.flavor": flavor,
+        "job.dump_folder": folder,
+        "training.steps": steps,
+        "training.max_norm": optimizer.clip,
+        "training.dataset": "c4",
+        "optimizer.lr": optimizer.learning_rate,
+        "lr_scheduler.warmup_steps": min(optimizer.warmup, steps),
+        "checkpoint.enable": True,
+        "checkpoint.folder": "checkpoints",
+        "checkpoint.interval": save_every,
+    }
+    notes = (
+        "torchtitan with settings in TOML (releases until February 2026); newer ones take --module and --config instead of a file.",
+        "It trains on its dataset c4: change training.dataset, and set model.hf_assets_path to the folder with the tokenizer.",
+    )
+    return with_file(framework, config, folder, more, ("-m", "torchtitan.train", "--job.config_file"), notes)
+
+
+def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> Program:
+    """A JSON file for a training script of the reader's, which calls `deepspeed.initialize`."""
+    optimizer, plan_ = config.optimizer, config.plan
+    more = {
+        "optimizer.params.lr": optimizer.learning_rate,
+        "optimizer.params.betas": list(optimizer.betas),
+        "optimizer.params.weight_decay": optimizer.weight_decay,
+        "gradient_clipping": optimizer.clip if config.workload.clip else 0.0,
+    }
+    recompute = "on" if plan_.recompute == "full" else "off"
+    notes = (
+        "train.py is yours: it builds the model and the data and calls deepspeed.initialize with the arguments --deepspeed_config names.",
+        f"In it: sequences of {config.workload.seq} tokens, activation checkpointing {recompute}, a checkpoint in {folder}/checkpoints every "
+        f"{save_every} steps, and load_checkpoint at its start.",
+    )
+    return with_file(
+        FRAMEWORKS["deepspeed"], config, folder, more, ("train.py", "--deepspeed", "--deepspeed_config"), notes
+    )
+
+
+def nanotron(config: Config, plan: str, folder: str, save_every: int) -> Program:
+    """A YAML file; nanotron resumes from `checkpoints.resume_checkpoint_path` if a checkpoint is there."""
+    more = {
+        "tokens.train_steps": config.run.steps,
+        "checkpoints.checkpoints_path": f"{folder}/checkpoints",
+        "checkpoints.resume_checkpoint_path": f"{folder}/checkpoints",
+        "checkpoints.checkpoint_interval": save_every,
+        "optimizer.learning_rate_scheduler.learning_rate": config.optimizer.learning_rate,
+        "optimizer.learning_rate_scheduler.lr_warmup_steps": config.optimizer.warmup,
+    }
+    notes = (
+        "Start it in a checkout of nanotron, which has run_train.py.",
+        "Add the sections data_stages and tokenizer: a plan does not have them.",
+    )
+    program = with_file(FRAMEWORKS["nanotron"], config, folder, more, ("run_train.py", "--config-file"), notes)
+    return replace(program, variables=megatron.ONE_QUEUE)
+
+
+def automodel(config: Config, plan: str, folder: str, save_every: int) -> Program:
+    """A YAML file that names a recipe of NeMo Automodel."""
+    more = {
+        "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
+        "step_scheduler.max_steps": config.run.steps,
+        "step_scheduler.ckpt_every_steps": save_every,
+        "checkpoint.enabled": True,
+        "checkpoint.checkpoint_dir": f"{folder}/checkpoints",
+        "optimizer.lr": config.optimizer.learning_rate,
+    }
+    notes = (
+        "Add the model (model._target_, model.pretrained_model_name_or_path) and the dataset: a plan does not have them.",
+    )
+    return with_file(FRAMEWORKS["automodel"], config, folder, more, ("-m", "nemo_automodel.cli.app"), notes)
+
+
+def axolotl(config: Config, plan: str, folder: str, save_every: int) -> Program:
+    """A YAML file; `auto_resume_from_checkpoints` continues from the last checkpoint of the output folder."""
+    more = {
+        "output_dir": f"{folder}/checkpoints",
+        "save_steps": save_every,
+        "max_steps": config.run.steps,
+        "learning_rate": config.optimizer.learning_rate,
+        "auto_resume_from_checkpoints": True,
+    }
+    notes = ("Add base_model and datasets: a plan does not have them.",)
+    return with_file(FRAMEWORKS["axolotl"], config, folder, more, ("-m", "axolotl.cli.train"), notes)
+
+
+def with_file(
+    framework: Framework,
+    config: Config,
+    folder: str,
+    more: dict[str, Any],
+    words: tuple[str, ...],
+    notes: tuple[str, ...],
+) -> Program:
+    """A program that reads a settings file in the run folder: the settings of the plan, then `more`."""
+    settings = settings_of(config, framework).settings | more
+    file = f"settings.{framework.form}"
+    text = text_of(settings, framework, framework.form, {})
+    return Program(
+        framework.name, (*words, f"{folder}/{file}"), file=file, settings=text, notes=notes, install=framework.name
+    )
+
+
+# By the name of a framework: (plan, path of the plan file, run folder, steps between checkpoints) → its program.
+PROGRAMS: dict[str, Callable[[Config, str, str, int], Program]] = {
+    OURS: our_program,
+    "megatron-lm": megatron.program,
+    "torchtitan": torchtitan,
+    "deepspeed": deepspeed,
+    "nanotron": nanotron,
+    "automodel": automodel,
+    "axolotl": axolotl,
+}
+
+
+def framework_of(config: Config, name: str) -> str:
+    """The name in `PROGRAMS` of a framework; without a name, that of the plan's stack if it has one, else our trainer."""
+    if not name:
+        by_stack = {framework.stack: framework.name for framework in FRAMEWORKS.values()}
+        own = by_stack.get(config.stack.name, OURS)
+        return own if own in PROGRAMS else OURS
+    found = find(name)
+    known = found.name if found is not None else name
+    if known not in PROGRAMS:
+        raise unknown("MW-LAUNCH-002", "framework", name, PROGRAMS, "--for {}")
+    return known
+
+
+def for_framework(config: Config, name: str) -> Config:
+    """The plan with the stack of the framework that will run it; raises where the framework cannot run or express it."""
+    framework = FRAMEWORKS.get(name)
+    if framework is None:
+        return config
+    if config.stack.name != framework.stack:
+        config = replace(config, stack=catalog.load("stacks", framework.stack))
+    legality.check(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
+    left = SCRIPT_FIELDS.get(name, ())
+    lost = {field: pair for field, pair in settings_of(config, framework).inexpressible.items() if field not in left}
+    if lost:
+        shown = ", ".join(f"{field} = {ours} (it would be {theirs})" for field, (ours, theirs) in lost.items())
+        raise MeshwrightError(
+            "MW-LAUNCH-005",
+            f"settings of {framework.title} cannot express {shown}",
+            why="It would train another plan than the one that was predicted",
+            fix=f"meshwright plan {config.model.name} --for {framework.name}, or --for {OURS}",
+        )
+    return config
