@@ -6,14 +6,15 @@ import torch
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
-from meshwright.models.dropout import GOLDEN, Dropout, Moment, drawing, kept, mixed, tokens
+from meshwright.models.dropout import GOLDEN, Dropout, Moment, drawing, kept, mixed, samples, tokens
 
 MOMENT = Moment(seed=5, step=3, samples=range(8))
 PLACES = torch.arange(64)
 
 
 def mask(rate=0.3, site="layers.1.ffn", places=PLACES, width=64, **changes):
-    return kept(tokens(Moment(**{**vars(MOMENT), **changes}), site, places), rate, width)
+    sample_B = samples(Moment(**{**vars(MOMENT), **changes}), site, places.device)
+    return kept(tokens(sample_B, places), rate, width)
 
 
 def test_the_hash_is_splitmix64():

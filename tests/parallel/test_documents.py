@@ -149,9 +149,9 @@ def test_a_kernel_runs_only_inside_one_document():
 
 def forget_documents():
     """Ring attention does not see the document numbers."""
-    from meshwright.parallel.context import sequence
+    from meshwright.models.attention import Geometry
 
-    sequence.current_documents = lambda: None
+    Geometry.documents = lambda geometry: None
 
 
 @pytest.mark.parametrize("prepare", ["", "test_documents:forget_documents"])

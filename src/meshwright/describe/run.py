@@ -4,6 +4,7 @@
 steps = 100_000
 seed = 1
 start_from = "Qwen3-8B"     # a folder of Transformers with the initial weights; without [model], also the model
+compile = "blocks"          # torch.compile, layer by layer: the default on GPUs
 restarts = 3                # after the failure of a rank, from the last good checkpoint
 loggers = ["tensorboard"]   # besides the rows in the run folder, which are always written
 """
@@ -33,6 +34,10 @@ class Run(Described):
     )
     deterministic: bool = Field(
         default=False, description="only kernels that give the same bits in every run; slower on GPUs"
+    )
+    compile: Literal["auto", "off", "blocks", "whole"] = Field(
+        default="auto",
+        description="torch.compile for each layer (blocks) or for a whole stage (whole); auto: blocks on GPUs, off on CPUs",
     )
     restarts: Whole = Field(default=3, description="restarts from the last good checkpoint after a failure")
     hang_s: Seconds = Field(

@@ -52,6 +52,7 @@ EVENT_KINDS = {
     "checkpoint-begun": "a checkpoint of `step` is being written",
     "checkpoint-finished": "it is complete; `seconds` since it was begun",
     "checkpoint-failed": "it could not be written; earlier checkpoints are not touched",
+    "compile": "what torch.compile compiles, and which parts it cannot compile",
     "resumed": "what a resume found damaged, or could not carry over to another plan",
     "restart": "another attempt begins, at `step`",
     "fault": "why an attempt ended: a killed, hung or failed rank",

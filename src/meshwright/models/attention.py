@@ -55,6 +55,7 @@ class Geometry:
         self.length = 0  # 0: that of the input
         self.attend: Attend = self.attend_whole
         self._cache: dict[tuple, torch.Tensor] = {}
+        self.held_documents_BS: torch.Tensor | None = None
 
     def attend_whole(
         self,
@@ -105,32 +106,47 @@ class Geometry:
         """Queries or keys, rotated by their positions if the model uses rotary positions."""
         if not self.rotates:
             return x_BNSD
-        key = ("angles", x_BNSD.shape[-2], x_BNSD.dtype, x_BNSD.device)
-        if key not in self._cache:
-            length = x_BNSD.shape[-2]
-            position_ids = torch.arange(length) if self.position_ids is None else self.position_ids
-            self._cache[key] = torch.stack(angles(self.model, position_ids, self.length or length)).to(x_BNSD)
-        cosine, sine = self._cache[key]
+        cosine, sine = self.angles(x_BNSD.shape[-2], x_BNSD.dtype, x_BNSD.device)
         return rotate(x_BNSD, cosine, sine, self.model.rope.interleaved)
+
+    def angles(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Cosine and sine of the angles of this rank's tokens: [2, S, D]."""
+        key = ("angles", length, dtype, device)
+        if key not in self._cache:
+            position_ids = torch.arange(length) if self.position_ids is None else self.position_ids
+            self._cache[key] = torch.stack(angles(self.model, position_ids, self.length or length)).to(device, dtype)
+        return self._cache[key]
+
+    def prepare(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compute what attention keeps for a length, outside of a compiled graph: the graph would compute it in every layer."""
+        if self.rotates:
+            self.angles(length, dtype, device)
+        self._position_mask(length, self.model.window, device)
+
+    def hold(self) -> None:
+        """Keep the documents for a compiled graph, which cannot read them from their context variable (`parallel.compile`)."""
+        self.held_documents_BS = current_documents()
+
+    def documents(self) -> torch.Tensor | None:
+        return self.held_documents_BS if torch.compiler.is_compiling() else current_documents()
 
     def mask(self, x: torch.Tensor, window: int) -> torch.Tensor | None:
         """True where a query may attend; None if `is_causal` or no mask is sufficient."""
-        mask, documents_BS = self._position_mask(x, window), current_documents()
+        mask, documents_BS = self._position_mask(x.shape[-2], window, x.device), self.documents()
         if documents_BS is None:
             return mask
-        position_ids = torch.arange(x.shape[-2])
+        position_ids = torch.arange(x.shape[-2], device=documents_BS.device)
         same = same_document(documents_BS, position_ids, position_ids)
         if mask is None and self.causal:
             same = same.tril_()
         return same.to(x.device) if mask is None else same.to(x.device) & mask
 
-    def _position_mask(self, x: torch.Tensor, window: int) -> torch.Tensor | None:
-        length = x.shape[-2]
+    def _position_mask(self, length: int, window: int, device: torch.device) -> torch.Tensor | None:
         if not window or window >= length:
             return None
-        key = ("mask", length, window, x.device)
+        key = ("mask", length, window, device)
         if key not in self._cache:
-            position = torch.arange(length, device=x.device)
+            position = torch.arange(length, device=device)
             distance = position[:, None] - position[None, :]
             near = distance.abs() < window
             self._cache[key] = near & (distance >= 0) if self.causal else near

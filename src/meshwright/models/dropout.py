@@ -92,8 +92,8 @@ def parts_of(rate: float) -> int:
     return min(round(rate * 2**16), 2**16 - 1)
 
 
-def samples(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
-    """[B]: a hash for each sample, from which the hashes of its tokens are computed."""
+def sample_keys(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
+    """[B]: a number for each sample of the moment at this site; `mixed`, it is the sample's hash."""
     digest = hashlib.blake2b(f"{moment.seed}:{moment.step}:{site}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
     s = moment.samples
@@ -101,25 +101,34 @@ def samples(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
         samples_B = torch.arange(s.start, s.stop, s.step, device=device)
     else:
         samples_B = torch.tensor(list(s), device=device)
-    return mixed(samples_B * GOLDEN + key)
+    return samples_B * GOLDEN + key
 
 
-def tokens(moment: Moment, site: str, position_S: torch.Tensor) -> torch.Tensor:
+def samples(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
+    """[B]: a hash for each sample, from which the hashes of its tokens are computed."""
+    return mixed(sample_keys(moment, site, device))
+
+
+def tokens(sample_B: torch.Tensor, position_S: torch.Tensor) -> torch.Tensor:
     """[B, S]: a hash for each token, from which the hashes of its features are computed."""
-    return mixed(samples(moment, site, position_S.device)[:, None] + position_S * GOLDEN)
+    return mixed(sample_B[:, None] + position_S * GOLDEN)
 
 
 def kept(token_BS: torch.Tensor, rate: float, width: int) -> torch.Tensor:
     """[B, S, H]: True for the elements that are kept."""
     group_G = torch.arange(-(-width // FEATURES_PER_NUMBER), device=token_BS.device)
     number_BSG = mixed(token_BS[..., None] + group_G * GOLDEN)
+    if torch.compiler.is_compiling():  # the same 16 bits by arithmetic, which fuses; a view of them would be stored
+        shift_4 = torch.arange(FEATURES_PER_NUMBER, device=token_BS.device) * 16
+        part_BSG4 = ((number_BSG[..., None] >> shift_4) & 0xFFFF) ^ 0x8000
+        return part_BSG4.flatten(-2)[..., :width] >= parts_of(rate)
     return number_BSG.view(torch.int16)[..., :width] >= SMALLEST + parts_of(rate)
 
 
 def drop(x: torch.Tensor, token_BS: torch.Tensor, rate: float) -> torch.Tensor:
     """x with the dropped elements set to zero and the kept ones scaled by 1 / (1 − rate)."""
     scale = 1 / (1 - parts_of(rate) / 2**16)
-    if x.is_cuda and kernel() is not None and x.dtype in kernel().DTYPES:
+    if x.is_cuda and not torch.compiler.is_compiling() and kernel() is not None and x.dtype in kernel().DTYPES:
         return kernel().drop(x, token_BS, parts_of(rate), scale)
     return (x * scale).masked_fill_(~kept(token_BS, rate, x.shape[-1]).reshape(x.shape), 0.0)
 
@@ -157,19 +166,40 @@ def moment_of(x: torch.Tensor, site: str) -> Moment:
     return moment
 
 
-class Dropout(nn.Module):
+class DrawsForSamples(nn.Module):
+    """A module that drops elements by the samples of the current moment. A compiled graph cannot read the moment from its context
+    variable: `hold` reads it before the graph runs (`parallel.compile`)."""
+
+    def __init__(self, rate: float, site: str) -> None:
+        super().__init__()
+        self.rate, self.site = rate, site
+        self.held_B: torch.Tensor | None = None
+
+    def hold(self, x: torch.Tensor) -> None:
+        """Keep the keys of the samples of a layer's input for the graph."""
+        drops = self.training and self.rate
+        self.held_B = sample_keys(moment_of(x, self.site), self.site, x.device) if drops else None
+
+    def sample_hashes(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            assert self.held_B is not None
+            return mixed(self.held_B.clone())
+        return samples(moment_of(x, self.site), self.site, x.device)
+
+
+class Dropout(DrawsForSamples):
     """Drops a share `rate` of [B, S, H] or [B, H] in training. `site` is its name in the whole model; `share` = (index,
     count) is this rank's part of a sequence divided into `count` equal parts."""
 
     def __init__(self, rate: float, site: str, geometry: HasPositions | None = None) -> None:
-        super().__init__()
-        self.rate, self.site, self.geometry = rate, site, geometry
+        super().__init__(rate, site)
+        self.geometry = geometry
         self.share = (0, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.rate:
             return x
-        return _Drop.apply(x, tokens(moment_of(x, self.site), self.site, self.position_ids(x)), self.rate)
+        return _Drop.apply(x, tokens(self.sample_hashes(x), self.position_ids(x)), self.rate)
 
     def position_ids(self, x: torch.Tensor) -> torch.Tensor:
         """Positions of this rank's tokens in the whole sequence; 0 for rows without a sequence."""
@@ -224,18 +254,16 @@ def runs_in(positions: torch.Tensor) -> list[range]:
     ]
 
 
-class Probabilities(nn.Module):
+class Probabilities(DrawsForSamples):
     """Return which attention probabilities are dropped in training, or None without dropout. `share` = (index, count) is this
     rank's part of the heads, divided into `count` equal parts."""
 
     def __init__(self, rate: float, site: str) -> None:
-        super().__init__()
-        self.rate, self.site = rate, site
+        super().__init__(rate, site)
         self.share = (0, 1)
 
     def forward(self, q_BNSD: torch.Tensor) -> Dropped | None:
         if not self.training or not self.rate:
             return None
         count, (index, _) = q_BNSD.shape[1], self.share
-        sample_B = samples(moment_of(q_BNSD, self.site), self.site, q_BNSD.device)
-        return Dropped(sample_B, range(index * count, (index + 1) * count), self.rate)
+        return Dropped(self.sample_hashes(q_BNSD), range(index * count, (index + 1) * count), self.rate)

@@ -36,6 +36,9 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleDict({str(i): MlpLayer(model, i) for i in layers})
 
     def forward(self, x_BH: torch.Tensor) -> torch.Tensor:
+        return self.body(x_BH)
+
+    def body(self, x_BH: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
             assert isinstance(layer, MlpLayer)
             x_BH = layer.drop(

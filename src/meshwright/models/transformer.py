@@ -115,10 +115,13 @@ class Transformer(nn.Module):
             self.head.project.weight = self.embedding.tokens.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x) if self.embedding is not None else x
+        return self.body(self.embedding(x) if self.embedding is not None else x)
+
+    def body(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """All after the embedding."""
         for layer in self.layers.values():
-            x = layer(x)
-        return self.head(x) if self.head is not None else x
+            x_BSH = layer(x_BSH)
+        return self.head(x_BSH) if self.head is not None else x_BSH
 
 
 def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:

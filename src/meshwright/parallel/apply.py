@@ -7,12 +7,13 @@
     5  expert     each mixture of experts keeps the experts of this rank and sends tokens to the others
     6  context    attention gets the keys and values of the other ranks' tokens
     7  fp8        the products inside layers, where the workload computes in fp8
-    8  recompute  layers, or attention's core, that backward recomputes, together with their communication
-    9  offload    tensors saved for backward go to the host: of a recomputed layer its input
-   10  zero       `fully_shard`, on what tensor parallelism left
-   11  memory     the local shards are allocated and drawn from (seed, name), or read from files: the same under every plan
-   12  gradients  buckets, or shards that torch reduces
-   13  pipeline   the program of actions over the finished stages
+    8  compile    layers become compiled graphs, if the run asks for it: with what is inside of them, without what follows
+    9  recompute  layers, or attention's core, that backward recomputes, together with their communication
+   10  offload    tensors saved for backward go to the host: of a recomputed layer its input
+   11  zero       `fully_shard`, on what tensor parallelism left
+   12  memory     the local shards are allocated and drawn from (seed, name), or read from files: the same under every plan
+   13  gradients  buckets, or shards that torch reduces
+   14  pipeline   the program of actions over the finished stages
 
 The result, `Parallel`, has what a training step needs: run the micro-batches, complete the gradients, list the pieces.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +42,7 @@ from meshwright.models import DrawnWeights, Weights, build, loss_function, width
 from meshwright.models.documents import within_documents
 from meshwright.models.dropout import Moment, drawing
 from meshwright.parallel import exchange
+from meshwright.parallel.compile import Compilation, compile_function, compile_stage, plan_compilation
 from meshwright.parallel.context import sequence as context
 from meshwright.parallel.data import offload, reduction, zero
 from meshwright.parallel.data.local_sgd import LocalSgd
@@ -83,6 +85,7 @@ class Parallel:
     )
     masters: Masters | None = None  # what the optimizer updates instead of the pieces
     local: LocalSgd | None = None  # replicas that train without communication between averages
+    compilation: Compilation = field(default_factory=Compilation)  # what is compiled, and what is not
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run all micro-batches of this rank's share of the batch. Returns this rank's part of the loss; zero where the
@@ -236,9 +239,10 @@ def apply(
     scatter: bool = False,
     weights: Weights | None = None,
     order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
+    compile: str = "off",
 ) -> Parallel:
     """The model under the plan on this rank of an initialised process group. Its initial `weights` are drawn from the seed by
-    default."""
+    default. `compile`: see `parallel.compile`."""
     legality.check(plan, model, workload, trainer=True)
     fit_device = plan.recompute == "auto" and not plan.recompute_budget
     plan = resolve_recompute(model, plan, workload, Stack(), memory_of(device) if fit_device else 0.0)
@@ -249,6 +253,7 @@ def apply(
     # Under ZeRO the shards are the masters: they are kept in at least float32, and torch narrows what it gathers.
     kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
     copies = mesh.add_copies(degrees_of(model, plan).kv_copies)
+    compilation = plan_compilation(compile, device, plan, model, program, mesh.sharded, workload.precision)
 
     stages: dict[int, nn.Module] = {}
     pieces: list[Piece] = []
@@ -258,6 +263,8 @@ def apply(
         module = stages[i] = build(model, layers).to(kept)
         table = boxes(model, plan, mesh.layout, rank, layers, frozen_in(module))
         position_ids = shard_stage(module, table, model, plan, workload, mesh, copies)
+        compile_stage(module, compilation, (workload.seq // plan.cp, dtype, torch.device(device)))
+        wrap_layers(module, plan)
         if mesh.sharded:
             zero.shard(module, mesh, plan, dtype)
         materialise(module, device)
@@ -274,11 +281,12 @@ def apply(
         stages,
         pieces,
         reductions,
-        choose_loss(model, mesh),
+        choose_loss(model, mesh, compilation),
         position_ids=position_ids,
         dtype=dtype,
         masters=masters_of(pieces, plan),
         seed=seed,
+        compilation=compilation,
     )
     set_weights(parallel, weights or DrawnWeights(model, seed, scatter))
     if plan.average_every:
@@ -306,8 +314,8 @@ def shard_stage(
     mesh: Mesh,
     copies: distributed.ProcessGroup | None,
 ) -> torch.Tensor | None:
-    """Apply every strategy but ZeRO and the pipeline to a stage on the meta device. Returns the positions of this rank's
-    tokens under context parallelism."""
+    """Apply the strategies that change layers from the inside to a stage on the meta device. Returns the positions of this
+    rank's tokens under context parallelism."""
     group, ring = mesh.group("tp"), mesh.group("cp")
     layers: list[nn.Module] = list(module.layers.values())  # type: ignore[operator]
     position_ids = None
@@ -332,10 +340,14 @@ def shard_stage(
     if workload.precision == "fp8":
         fp8.enable_fp8(layers, [g for g in (group, ring) if g is not None])
         fp8_grouped.enable_fp8([module], mesh.group("expert_tp") if model.experts else None)
+    return position_ids
+
+
+def wrap_layers(module: nn.Module, plan: Plan) -> None:
+    """Put the hooks of recompute and offload around the layers of a stage."""
     recompute_plan(module, plan)
     if plan.offload in ("activations", "both"):
-        offload.offload_activations(layers)
-    return position_ids
+        offload.offload_activations(module.layers.values())  # type: ignore[operator]
 
 
 def frozen_in(module: nn.Module) -> frozenset[str]:
@@ -360,13 +372,23 @@ def stages_of(model: Model, plan: Plan, program: PipelineProgram | None, mesh: M
     return out
 
 
-def choose_loss(model: Model, mesh: Mesh) -> Loss:
+def choose_loss(model: Model, mesh: Mesh, compilation: Compilation) -> Loss:
     group = mesh.group("tp")
-    if group is None or model.kind == "mlp":
+    if model.kind == "mlp":
         return loss_function(model)
+    if group is None:
+        return compile_function(loss_function(model), compilation)
     size = model.padded_vocab
     start, _ = even_range(size, group.size(), group.rank())
-    return lambda logits, target: vocabulary.cross_entropy(logits, target, start, size, group)
+    summed = compile_function(
+        lambda logits, target: vocabulary.sum_of_losses(logits, target, start, group), compilation
+    )
+
+    def loss(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
+        vocabulary.check_targets(target_BS, size)
+        return summed(logits_BSV, target_BS)
+
+    return loss
 
 
 def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dtype) -> Pipeline:

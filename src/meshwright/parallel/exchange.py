@@ -14,6 +14,8 @@ and an all-gather, so the sequence-sharded pair moves the same bytes.
 Each can be differentiated once: a gradient of a gradient would need further pairs of collectives, and raises.
 
 torch concatenates ranks along the first dimension: for a dimension d > 0 tensors are transposed to the front and back.
+
+In a compiled graph the collectives are operators (`operators`), which compute the same.
 """
 
 from __future__ import annotations
@@ -26,16 +28,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
-
-# torch 2.13 renamed them; the old names warn there and are the only ones before.
-_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-_reduce_scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+from meshwright.parallel import operators
 
 
-def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum over the group, in place if the tensor is contiguous."""
+def all_reduce(tensor: torch.Tensor, group: ProcessGroup, operation: str = "sum") -> torch.Tensor:
+    """The sum or the maximum ("max") over the group, in place if the tensor is contiguous."""
+    if torch.compiler.is_compiling():
+        return operators.all_reduce(tensor, operation, group.group_name)
     tensor = tensor.contiguous()
-    distributed.all_reduce(tensor, group=group)
+    distributed.all_reduce(tensor, operators.REDUCTIONS[operation], group=group)
     return tensor
 
 
@@ -49,8 +50,10 @@ def sum_together(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
 def all_gather(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     """The ranks' tensors of equal shape, one after the other along `dim`."""
     front = to_front(tensor, dim)
+    if torch.compiler.is_compiling():
+        return operators.all_gather(front, group.group_name).movedim(0, dim).contiguous()
     whole = front.new_empty((front.shape[0] * group.size(), *front.shape[1:]))
-    _all_gather(whole, front, group=group)
+    operators.gather_into(whole, front, group=group)
     return from_front(whole, dim)
 
 
@@ -58,8 +61,10 @@ def reduce_scatter(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch
     """This rank's slice along `dim` of the sum over the group."""
     check_divides(tensor, group, dim)
     front = to_front(tensor, dim)
+    if torch.compiler.is_compiling():
+        return operators.reduce_scatter(front, group.group_name).movedim(0, dim).contiguous()
     part = front.new_empty((front.shape[0] // group.size(), *front.shape[1:]))
-    _reduce_scatter(part, front, group=group)
+    operators.scatter_into(part, front, group=group)
     return from_front(part, dim)
 
 
@@ -100,6 +105,8 @@ class _CopyIn(torch.autograd.Function):
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return operators.all_reduce(x, "sum", group.group_name)
         distributed.all_reduce(x, group=group)
         return x.detach()  # not a view: a module may change it in place
 

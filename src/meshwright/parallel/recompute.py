@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
@@ -168,6 +169,8 @@ def recomputed(function: Callable[..., Any], module: nn.Module | None = None) ->
     def call(*args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **named)
+        if torch.compiler.is_compiling():  # the compiler recomputes what this marks
+            return checkpoint(function, *args, use_reentrant=False, **named)
 
         def positional(*given: Any) -> Any:
             return function(*given[: len(args)], **dict(zip(named, given[len(args) :], strict=True)))

@@ -155,6 +155,13 @@ class RunFolder:
             self.event("restart", first_step, f"attempt {len(attempts)} begins at step {first_step} on {world} ranks")
         return len(attempts) - 1
 
+    def note_compilation(self, mode: str, notes: list[str], step: int) -> None:
+        """Write to run.json, and as an event, what torch.compile compiles and what it cannot compile. No event if it is off."""
+        self.about["compile"] = {"mode": mode, "notes": notes}
+        self._write_about()
+        if mode != "off" or notes:
+            self.event("compile", step, "; ".join((f"torch.compile: {mode}", *notes)))
+
     def end_attempt(self, cause: str = "") -> None:
         """Note how an attempt ended: `cause` is empty if it did all its steps, "stopped" after a signal, else the root cause."""
         attempts = self.about.get("attempts")

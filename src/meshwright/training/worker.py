@@ -91,6 +91,8 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
             title = config.plan.title()
             cause, at = attempt.cause, attempt.failed_at
             folder.begin_attempt(world=context.world, plan=title, first_step=trainer.step, cause=cause, failed_at=at)
+            done = trainer.parallel.compilation
+            folder.note_compilation(done.mode, done.notes, trainer.step)
         usage = Usage(job)
         with CommRecorder(trainer) as recorder:
             trainer.hooks += [*hooks_of(trainer, job, recorder, folder), usage]
@@ -128,6 +130,7 @@ def make_trainer(context: RankContext, job: Job) -> Trainer:
         seed=seed,
         weights=initial_weights(config, job.folder),
         order=config.plan.order or config.stack.order,
+        compile=config.run.compile,
     )
     return Trainer(parallel, training_samples(config, seed), config.optimizer, ahead=AHEAD)
 

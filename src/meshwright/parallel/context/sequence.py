@@ -48,7 +48,6 @@ from torch.nn import functional as F
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models.attention import AttentionRule, Geometry
-from meshwright.models.documents import current_documents
 from meshwright.parallel.context.blocks import AttentionPattern, Runs, position_ids
 from meshwright.parallel.context.ring import Context, attend_over_gathered, attend_over_ring, tiled_attention
 from meshwright.parallel.context.ulysses import attend_by_heads
@@ -160,7 +159,7 @@ def shard_sequence(module: nn.Module, model: Model, group: ProcessGroup, kind: s
 
 def pattern_of(geometry: Geometry, rule: AttentionRule, seq: int) -> AttentionPattern:
     window = 0 if rule.window >= seq else rule.window
-    return AttentionPattern(geometry.causal, window, current_documents(), rule.scale)
+    return AttentionPattern(geometry.causal, window, geometry.documents(), rule.scale)
 
 
 def use_tiled_attention(module: nn.Module) -> None:

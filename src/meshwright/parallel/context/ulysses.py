@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
+from meshwright.parallel import operators
 
 Heads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -43,6 +44,8 @@ class _AllToAll(torch.autograd.Function):
 
 def all_to_all(rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     rows_PX = rows_PX.contiguous()
+    if torch.compiler.is_compiling():
+        return operators.all_to_all(rows_PX, group.group_name)
     out = torch.empty_like(rows_PX)
     distributed.all_to_all_single(out, rows_PX, group=group)
     return out

@@ -8,6 +8,9 @@ for all of them.
 Where a whole layer is recomputed in backward (`recompute`), the recomputed forward gathers the input and it is still
 there when it is needed: `keep_gathered` switches the regathering off. Hooks around the layer (`offload`) receive the
 share, and everything else the region saves.
+
+In a compiled graph there are no hooks: there the gather is marked as a part that backward computes again (`torch.utils.checkpoint`,
+which the compiler knows), and the graph saves the share.
 """
 
 from __future__ import annotations
@@ -34,6 +37,11 @@ def keep_gathered() -> Iterator[None]:
         yield
     finally:
         _keeps_gathered.reset(token)
+
+
+def keeps_gathered() -> bool:
+    """Whether `keep_gathered` is in effect."""
+    return _keeps_gathered.get()
 
 
 class GatheredInput:

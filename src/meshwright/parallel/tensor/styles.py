@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.describe.sharding import even_range
 from meshwright.errors import MeshwrightError
@@ -22,7 +23,7 @@ from meshwright.parallel.tensor.attention import split_attention
 from meshwright.parallel.tensor.cuts import Split
 from meshwright.parallel.tensor.cutting import cut_fused, divide_counts, neighbours, set_width, shard_parameters
 from meshwright.parallel.tensor.plain import check_plain, is_transposed, output_dim, product
-from meshwright.parallel.tensor.regather import regather
+from meshwright.parallel.tensor.regather import keeps_gathered, regather
 from meshwright.parallel.tensor.vocabulary import embed
 
 FEATURES = -1
@@ -49,11 +50,18 @@ def _region(done: Split, name: str, part: Any) -> None:
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
         x, call = taken(args, kwargs)
+        if torch.compiler.is_compiling():
+            return call(done.enter(x) if part.held_gathered else checkpoint(done.enter, x, use_reentrant=False))
         whole = done.enter(x)
         with regather(whole, x, done.group, done.sequence_dim):
             return call(whole)
 
+    def hold(x: torch.Tensor) -> None:
+        part.held_gathered = keeps_gathered()
+
     part.forward = gathered if done.sequence else copied
+    if done.sequence:
+        part.hold = hold  # called before a compiled graph, which cannot read the context variable
 
 
 def _enter(done: Split, name: str, part: Any) -> None:

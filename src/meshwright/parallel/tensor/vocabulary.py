@@ -16,13 +16,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.transformer import IGNORED
+from meshwright.parallel import exchange
 
 
 def check_ids(ids: torch.Tensor, vocabulary: int, what: str) -> None:
@@ -60,14 +60,11 @@ class _CrossEntropy(torch.autograd.Function):
         local_T = target_T - start
         mine_T = valid_T & (local_T >= 0) & (local_T < logits_TV.shape[1])
         local_T = local_T.masked_fill(~mine_T, 0)
-        largest_T = logits_TV.amax(1)
-        distributed.all_reduce(largest_T, distributed.ReduceOp.MAX, group=group)
+        largest_T = exchange.all_reduce(logits_TV.amax(1), group, "max")
         shifted_TV = logits_TV - largest_T[:, None]
         picked_T = shifted_TV.gather(1, local_T[:, None])[:, 0].masked_fill(~mine_T, 0.0)
         exponential_TV = shifted_TV.exp_()
-        sums = torch.stack((exponential_TV.sum(1), picked_T))
-        distributed.all_reduce(sums, group=group)
-        total_T, picked_T = sums
+        total_T, picked_T = exchange.all_reduce(torch.stack((exponential_TV.sum(1), picked_T)), group)
         probability_TV = exponential_TV.div_(total_T[:, None])
         ctx.save_for_backward(probability_TV, local_T, mine_T, valid_T)
         return ((total_T.log() - picked_T) * valid_T).sum()
@@ -84,6 +81,16 @@ def cross_entropy(
     logits_BSV: torch.Tensor, target_BS: torch.Tensor, start: int, vocabulary: int, group: ProcessGroup
 ) -> torch.Tensor:
     """Summed over valid tokens; `logits` are this rank's columns of a `vocabulary`, which begin at `start`."""
+    check_targets(target_BS, vocabulary)
+    return sum_of_losses(logits_BSV, target_BS, start, group)
+
+
+def check_targets(target_BS: torch.Tensor, vocabulary: int) -> None:
+    """Raise for targets outside the vocabulary, on a CPU."""
     check_ids(target_BS[target_BS != IGNORED], vocabulary, "target")
+
+
+def sum_of_losses(logits_BSV: torch.Tensor, target_BS: torch.Tensor, start: int, group: ProcessGroup) -> torch.Tensor:
+    """The loss without the check of its targets, which a compiled graph cannot contain."""
     wide = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
     return _CrossEntropy.apply(wide, target_BS.flatten(), start, group)

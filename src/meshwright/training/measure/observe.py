@@ -11,12 +11,15 @@ A group of the backend `meshwright` is called without the dispatcher: it notifie
 Memory is the bytes of all live storages: added when an operator allocates one, removed when it is freed or resized
 (`fully_shard` resizes). Storages from before the step (parameters, gradients, optimizer states, their moving average, errors of
 compressors) are added first.
+
+The operators of a compiled graph do not pass the dispatcher: an observed step runs without compilation.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +68,8 @@ class Observer(TorchDispatchMode):
         self.unknown: set[str] = set()
         self.names: dict[int, str] = {}  # of operators that communicate, by id: the hash of an operator is slow
         self.in_operator = False  # an operator that communicates is counted; the call it makes to its group is not
+        self.compiled = trainer.parallel.compilation.mode != "off"
+        self.eager: Any = nullcontext()
         self.memory = LiveBytes(trainer.parallel.mesh.device)
         masters = trainer.masters.pieces if trainer.masters is not None else []
         for piece in (*trainer.parallel.pieces, *masters):
@@ -82,6 +87,9 @@ class Observer(TorchDispatchMode):
                 self.memory.add(kept)
 
     def __enter__(self) -> Observer:
+        if self.compiled:
+            self.eager = torch.compiler.set_stance("force_eager")
+        self.eager.__enter__()
         self.memory.watch_resizes()
         LISTENERS.append(self.listen)
         return super().__enter__()
@@ -90,6 +98,7 @@ class Observer(TorchDispatchMode):
         super().__exit__(*exception)
         LISTENERS.remove(self.listen)
         self.memory.unwatch_resizes()
+        self.eager.__exit__(*exception)
 
     def observed(self) -> Observed:
         collectives = {key: (count, size) for key, (count, size) in self.seen.items()}

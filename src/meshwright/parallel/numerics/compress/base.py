@@ -29,7 +29,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel import exchange
+from meshwright.parallel import operators
 
 Layout = list[tuple[int, torch.Size]]  # where each parameter of a message starts, and its shape
 
@@ -128,5 +128,5 @@ def issue(request: Exchange, group: ProcessGroup) -> Any:
     if request.operation == "all_to_all":
         return distributed.all_to_all_single(request.out, request.given, group=group, async_op=True)
     if request.operation == "reduce_scatter":
-        return exchange._reduce_scatter(request.out, request.given.view(-1), group=group, async_op=True)
-    return exchange._all_gather(request.out.view(-1), request.given.view(-1), group=group, async_op=True)
+        return operators.scatter_into(request.out, request.given.view(-1), group=group, async_op=True)
+    return operators.gather_into(request.out.view(-1), request.given.view(-1), group=group, async_op=True)

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.describe.sharding import padding, shape_in_transit
-from meshwright.parallel import exchange
+from meshwright.parallel import operators
 from meshwright.parallel.numerics.compress.base import Compressor, Layout, RunningReduction
 
 
@@ -84,7 +84,7 @@ class CompressedScatter:
         lossy, exact = (columns.to(rows.device) for columns in self.columns)
         if len(exact):
             mine = output_tensor.new_empty(len(exact))
-            exchange._reduce_scatter(mine, rows[:, exact].flatten(), group=group)
+            operators.scatter_into(mine, rows[:, exact].flatten(), group=group)
             output_tensor[exact] = mine
         if len(lossy):
             out = output_tensor.new_empty(len(lossy)) if len(exact) else output_tensor

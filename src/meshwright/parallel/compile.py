@@ -1,0 +1,175 @@
+"""Compile the layers of a stage with `torch.compile`: fewer kernels, fewer passes over memory, less work of the host.
+
+    off      eager kernels
+    blocks   each layer is one graph, and so are the head and the loss
+    whole    the stage is one graph, where nothing between its layers prevents it; else as blocks
+    auto     blocks on GPUs, off on CPUs
+
+**Why per layer.** All layers of one kind have the same graph, so it is compiled once: the first step comes within a minute, where a whole
+network of 80 layers takes many. inductor keeps what it compiled on disk (TORCHINDUCTOR_CACHE_DIR), for the next start and for the other
+ranks of the machine. Between layers there is little to fuse.
+
+**Order.** A strategy is inside the graph if it is made of operators, and outside if it is made of hooks:
+
+    inside    tensor, sequence and context parallelism: their collectives are operators (`operators`, `context.operators`); selective
+              recompute and the second gather of sequence parallelism, which the compiler does itself from marks of
+              `torch.utils.checkpoint`
+    outside   full recompute and offload: hooks on the tensors that the graph saves for backward. ZeRO: `fully_shard` gathers the
+              parameters before the call, and the graph takes them as inputs. Pipeline stages call their layers one by one
+
+So `apply` compiles after the strategies that change a layer from the inside, and before those that wrap it. (torch recommends recompute
+before compile, because torch's checkpoint is traced into the graph. Ours is not: it also serves split backwards.)
+
+**Context variables** (the step for dropout, the documents, whether gathered tensors are kept) cannot be read in a graph. A part that needs
+one has a method `hold`, which the block calls before its graph: it stores the value in an attribute, which the graph takes as an
+input.
+
+**What is not compiled**, with the reason in `Compilation.notes`: stages of split-backward schedules (torch computes the gradients of inputs
+and weights separately there, and a compiled graph has one backward), the dispatch of experts (its sizes are known only when the tokens
+are routed; the layer around it is two graphs), and embeddings (a lookup).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.programs.pipelines.program import PipelineProgram
+
+BACKEND = "inductor"
+COMPILERS = ("g++", "clang++", "c++")
+MOST_GRAPHS = 64  # of one function: layers of different kinds, in training and in evaluation
+Tokens = tuple[
+    int, torch.dtype, torch.device
+]  # of this rank: their number per sequence, and what attention computes in
+
+
+@dataclass
+class Compilation:
+    """What is compiled, and which parts are not, with the reasons."""
+
+    mode: str = "off"
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def resolve_compile(setting: str, device: str) -> str:
+    """ "off", "blocks" or "whole" for a setting that may be "auto"."""
+    kind = torch.device(device).type
+    mode = ("blocks" if kind == "cuda" else "off") if setting == "auto" else setting
+    if mode != "off" and kind == "cpu" and not any(shutil.which(name) for name in COMPILERS):
+        raise MeshwrightError(
+            "MW-PAR-009",
+            f"run.compile = {mode} on a CPU needs a C++ compiler, and none was found",
+            why="torch.compile writes C++ code for CPUs",
+            valid=[f"{name} in PATH" for name in COMPILERS],
+            fix="--set run.compile=off",
+        )
+    return mode
+
+
+def plan_compilation(
+    setting: str, device: str, plan: Plan, model: Model, program: PipelineProgram | None, sharded: bool, precision: str
+) -> Compilation:
+    """What is compiled of a plan; `sharded`: ZeRO shards its parameters."""
+    done = Compilation(resolve_compile(setting, device))
+    if done.mode == "off":
+        return done
+    if program is not None and program.splits_backward:
+        done.note(f"off: the schedule {plan.schedule} splits the backward of a stage, and a compiled graph has one")
+        done.mode = "off"
+        return done
+    if precision == "fp8":
+        done.note("off: fp8 products are a mode of torch functions, which a graph cannot contain")
+        done.mode = "off"
+        return done
+    if (plan.cp > 1 and plan.cp_kind != "ulysses") or model.sinks or model.attention_dropout:
+        done.note("off: attention in blocks is not yet an operator of a graph")
+        done.mode = "off"
+        return done
+    between = {
+        "ZeRO gathers parameters": sharded,
+        "recompute=full has hooks": plan.recompute == "full",
+        "offload has hooks": plan.offload in ("activations", "both"),
+        "experts are dispatched": bool(model.experts),
+    }
+    found = [why for why, is_there in between.items() if is_there]
+    if done.mode == "whole" and found:
+        done.note(f"blocks instead of whole: {', '.join(found)} between layers")
+        done.mode = "blocks"
+    if model.experts:
+        done.note("the routed experts of a layer are not compiled: their sizes depend on the routing")
+    return done
+
+
+def compile_stage(module: Any, done: Compilation, tokens: Tokens) -> None:
+    """Compile a stage of one of our models in place, before hooks are put around its layers."""
+    if done.mode == "off":
+        return
+    prepare_compiler(tokens[2])
+    geometry: Any = getattr(module, "geometry", None)
+    if geometry is not None:
+        geometry.prepare(*tokens)
+    if done.mode == "whole":
+        module.body = compiled_part(module, module.body, geometry)
+        return
+    for layer in module.layers.values():
+        compile_layer(layer, geometry)
+    head: Any = getattr(module, "head", None)
+    if head is not None:
+        head.forward = compiled_part(head, head.forward)
+
+
+def compile_layer(layer: Any, geometry: Any) -> None:
+    """One graph; with experts two, before and after them, and one for the shared experts."""
+    if getattr(layer, "expert", False):
+        moe = layer.moe
+        if moe.shared is not None:
+            moe.shared.forward = compiled_part(moe.shared, moe.shared.forward)
+        moe.forward = torch.compiler.disable(moe.forward)
+    layer.forward = compiled_part(layer, layer.forward, geometry, one_graph=not getattr(layer, "expert", False))
+
+
+def compiled_part(
+    part: nn.Module, forward: Callable[..., torch.Tensor], geometry: Any = None, one_graph: bool = True
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The compiled form of a method of a module. Hooks on the module stay outside of the graph."""
+    graph = torch.compile(forward, fullgraph=one_graph, dynamic=False, backend=BACKEND)
+    holders: list[Any] = [child for child in part.modules() if hasattr(child, "hold")]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if geometry is not None:
+            geometry.hold()
+        for holder in holders:
+            holder.hold(x)
+        return graph(x)
+
+    return run
+
+
+def compile_function(function: Callable[..., torch.Tensor], done: Compilation) -> Callable[..., torch.Tensor]:
+    """The compiled form of a function of tensors, such as the loss."""
+    if done.mode == "off":
+        return function
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+
+
+def prepare_compiler(device: torch.device) -> None:
+    """Settings of the compiler for this process."""
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
+    if device.type == "cpu":
+        inductor.compile_threads = 1  # more would start a pool of processes for each rank
