@@ -43,13 +43,14 @@ def imported(name: str) -> set[str]:
 PARALLEL = (
     ("apply", "user_module"),
     ("expert",),
-    ("recompute",),
+    ("recompute", "compile"),
     ("tensor",),
     ("pipeline",),
     ("data",),
     ("numerics", "context"),
     ("pieces",),
     ("mesh", "exchange", "saved_tensors"),
+    ("operators",),
 )
 PARALLEL_HEIGHT = {part: -depth for depth, parts in enumerate(PARALLEL) for part in parts}
 
