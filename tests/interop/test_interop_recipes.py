@@ -12,6 +12,7 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find
 from meshwright.interop.keys import is_misspelling
+from meshwright.interop.names import catalog_model
 from meshwright.interop.recipes import Verdict, check, rows
 
 HERE = Path(__file__).parent
@@ -26,7 +27,7 @@ WRONG = {
     "59dfbdf8bd": "MW-SET-001",  # 8 GPUs, 16 shards
 }
 # Published mistakes that ran out of memory and that the cost model shows, with a correction that fits.
-FOUND_MEMORY = {44, 52, 53, 63, 65}
+FOUND_MEMORY = {44, 45, 52, 53, 63, 64, 65}
 
 
 @cache
@@ -71,7 +72,7 @@ def test_mistakes_are_flagged_and_corrections_are_not(n: int) -> None:
     if pair["expected"] == "illegal":
         assert verdict(pair["before"]).legal is False
         assert pair["after"] is None or verdict(pair["after"]).legal
-    elif pair["mistake"]["n"] in FOUND_MEMORY:
+    elif pair["mistake"]["n"] in FOUND_MEMORY and pair["before"].get("hardware"):
         assert verdict(pair["before"]).fits is False
         assert verdict(pair["after"]).fits is not False
 
@@ -141,6 +142,67 @@ def test_kv_heads_must_divide_in_torchtitan() -> None:
             "gpus": 8,
         }
     ).legal
+
+
+def test_names_of_models_without_their_owner() -> None:
+    assert catalog_model("meta-llama/Meta-Llama-3.1-8B-Instruct") == "llama3.1-8b"
+    assert catalog_model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16") == "nemotron-3-nano"
+
+
+DENSE = {
+    "num_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "ffn_hidden_size": 8192,
+    "vocab_size": 128256,
+}
+
+
+def gib(framework: str, settings: dict[str, Any], name: str = "", **shape: int) -> float:
+    """Peak memory of a small model on 8 H100."""
+    row = {
+        "framework": framework,
+        "settings": settings,
+        "model": name,
+        "shape": DENSE | shape,
+        "gpus": 8,
+        "hardware": "H100",
+    }
+    found = verdict(row)
+    assert found.memory_gib is not None, found.findings
+    return found.memory_gib
+
+
+def test_multi_token_prediction_takes_memory() -> None:
+    """Megatron-Bridge trains it where the model has it; its logits stay beside those of the model: 12 · 4096 · 128256 bytes and more."""
+    settings = {
+        "model.seq_length": 4096,
+        "train.micro_batch_size": 2,
+        "train.global_batch_size": 16,
+        "mixed_precision": "bf16_mixed",
+    }
+    without = gib("Megatron-Bridge", settings)
+    assert gib("Megatron-Bridge", settings | {"model.mtp_num_layers": 1}) > without + 2 * 4096 * 128256 * 2 / 2**30
+    hybrid = gib("Megatron-Bridge", settings, "Qwen/Qwen3.5-9B")
+    assert gib("Megatron-Bridge", settings | {"model.mtp_num_layers": None}, "Qwen/Qwen3.5-9B") < hybrid - 1.5
+
+
+def test_a_split_vocabulary_without_a_fused_loss_takes_16_bytes_a_logit() -> None:
+    """The backward of DTensor's loss has four fp32 tensors of the size of the logits at once."""
+    settings = {"training.local_batch_size": 4, "training.seq_len": 4096, "parallelism.tensor_parallel_degree": 2}
+    fused = gib("torchtitan", settings | {"compile.enable": True})
+    assert gib("torchtitan", settings) - fused == pytest.approx(12 * 4 * 4096 * 128256 / 2 / 2**30)
+
+
+def test_torch_pipelines_keep_buffers_for_all_micro_batches() -> None:
+    """Twice as many micro-batches: 2 more buffers of b·s·h each, and in Automodel the logits on the last stage."""
+    settings = {"training.seq_len": 4096, "parallelism.pipeline_parallel_degree": 4}
+    few, many = (gib("torchtitan", settings | {"training.local_batch_size": n}) for n in (8, 16))
+    assert many - few == pytest.approx(2 * 8 * 4096 * 2048 * 2 / 2**30)
+    settings = {"dataset.seq_len": 4096, "distributed.pp_size": 4, "distributed.pipeline.pp_schedule": "1f1b", "model.torch_dtype": "bfloat16",
+                "step_scheduler.global_batch_size": 32}  # fmt: skip
+    few, many = (gib("Automodel", settings | {"step_scheduler.local_batch_size": n}) for n in (8, 16))
+    assert many - few == pytest.approx((2 * 8 * 4096 * 2048 * 2 + 8 * 4096 * 128256 * 2) / 2**30)
 
 
 @pytest.mark.parametrize("line", ["[1]", "not json", "{"])

@@ -1,14 +1,18 @@
 """Whether the memory of a reading fits: the cost model's peak, where GPUs, hardware and shape are given.
 
-Six corrections of the estimate, for what a plan cannot express:
+Seven corrections of the estimate, for what a plan cannot express:
 
     adapters    only low-rank adapters have gradients and optimizer states: 12 bytes for each of their parameters (16-bit weight and
                 gradient, two fp32 moments)
     recompute   selective recompute of named modules (`kept`)
     shards      FSDP2 keeps one fp32 shard of the parameters and casts what it gathers: no 16-bit shard
-    loss        without a fused loss, a logit takes 12 bytes instead of 4: in 16 bits with its gradient, and both in fp32
-    8 bits      Transformer Engine keeps the inputs of fp8 products in 8 bits: about half of what a layer saves
+    loss        without a fused loss, a logit takes 12 bytes instead of 4: in 16 bits with its gradient, and both in fp32; 16 bytes where the
+                vocabulary is split over tensor-parallel ranks by DTensor, whose backward holds four fp32 tensors of that size
+    8 bits      Transformer Engine keeps the inputs of fp8 products in 8 bits, and of fp4 products in 4: about half of what a layer saves
     resharding  FSDP in a pipeline that frees weights after each forward holds those of two layers, not of the stage
+    pipeline    torch.distributed.pipelining has a receive buffer for the input and for the output gradient of each micro-batch, and keeps
+                the outputs of those in flight: 2·M·v tensors of b·s·h beyond the saved inputs. Unless `return_outputs` is false, the last
+                stage keeps the logits of all M micro-batches
 
 Where parts of the model are not counted (towers for images, other layers than attention), the peak is a lower bound: it can show that a recipe does
 not fit, never that it does. A recipe fits if 5% of the memory stays free, as `plan` demands of its winner.
@@ -31,7 +35,9 @@ from meshwright.interop.reading import Reading
 
 ADAPTER_BYTES = 12.0
 UNFUSED_BYTES = 8.0  # of a logit, beyond a fused loss
-EIGHT_BIT_SHARE = 0.75  # of 16-bit activations, where half of them are kept in 8 bits
+SPLIT_LOSS_BYTES = 12.0  # the same, with DTensor's loss over a split vocabulary
+# Bytes of saved activations over those in 16 bits, where half of them, the inputs of products, are kept in 8 bits, or in 4 with a scale per 16.
+KEPT_SHARE = {**dict.fromkeys(FP8, 0.75), "fp4": 0.64}
 GIB = 2.0**30
 DEFAULT_RANK = 16
 
@@ -58,10 +64,11 @@ def fit(reading: Reading) -> Fit:
         return Fit(problems=[Problem(error.code, error.what, error.why, error.fix, "note")])
     limit = result.prediction.memory_limit_gib
     share = kept_share(result.program, reading.shape.model, reading.facts)
-    if reading.workload.precision in FP8 and reading.framework.splits_evenly:
-        share *= EIGHT_BIT_SHARE
+    if reading.framework.splits_evenly:
+        share *= KEPT_SHARE.get(reading.workload.precision, 1.0)
     stages = [_stage(parts, share, reading) for parts in result.prediction.memory_by_stage]
-    stages[-1] += _unfused_loss(reading)
+    stages = [peak + _pipeline_buffers(reading) for peak in stages]
+    stages[-1] += _unfused_loss(reading) + _kept_logits(reading)
     peak = max(stages)
     if peak <= USABLE_MEMORY * limit:
         return Fit(None if reading.shape.partial else True, peak)
@@ -80,11 +87,40 @@ def _is_known(reading: Reading) -> bool:
 
 def _unfused_loss(reading: Reading) -> float:
     """GiB of logits in the last stage beyond those of a fused loss."""
-    plan, model = reading.plan, reading.shape.model
+    plan = reading.plan
     if reading.facts.get("fused_loss") is not False or "loss" not in reading.stack.fused:
         return 0.0
-    logits = plan.microbatch * reading.workload.seq / plan.cp * model.padded_vocab / plan.tp
-    return logits * UNFUSED_BYTES / GIB
+    is_split = plan.tp > 1 and reading.framework.name == "torchtitan"
+    return _logits(reading) * (SPLIT_LOSS_BYTES if is_split else UNFUSED_BYTES) / GIB
+
+
+def _logits(reading: Reading) -> float:
+    """Logits of one micro-batch on a rank of the last stage."""
+    plan = reading.plan
+    return plan.microbatch * reading.workload.seq / plan.cp * reading.shape.model.padded_vocab / plan.tp
+
+
+def _pipeline_microbatches(reading: Reading) -> int:
+    """Micro-batches that torch's pipeline gets in one call: those of the local batch; 0 without such a pipeline."""
+    if reading.plan.pp == 1 or not reading.framework.torch_pipeline:
+        return 0
+    local = reading.facts.get("local_batch") or reading.plan.microbatch * reading.plan.pp
+    return max(1, int(local) // reading.plan.microbatch)
+
+
+def _pipeline_buffers(reading: Reading) -> float:
+    """GiB of torch's receive buffers and kept outputs on a rank, which has `virtual` stages."""
+    plan = reading.plan
+    split = plan.cp * (plan.tp if plan.sp else 1)
+    size = plan.microbatch * reading.workload.seq / split * reading.shape.model.hidden * 2
+    return 2 * _pipeline_microbatches(reading) * plan.virtual * size / GIB
+
+
+def _kept_logits(reading: Reading) -> float:
+    """GiB of 16-bit logits of earlier micro-batches, which torch's last stage keeps for its caller; torchtitan does not ask for them."""
+    if reading.framework.name == "torchtitan":
+        return 0.0
+    return max(0, _pipeline_microbatches(reading) - 1) * _logits(reading) * 2 / GIB
 
 
 def _stage(parts: dict[str, float], share: float, reading: Reading) -> float:

@@ -12,7 +12,7 @@ from functools import cache
 from meshwright.describe import catalog
 
 TRAINING = re.compile(
-    r"(^meta[-_]|^nvidia[-_]|[-_]?(instruct|base|it|pt|hf|chat|thinking|bf16|fp8|mx|nvfp4|bnb|nf4|dequantized|prequantized|\d{4}|v0\.\d|4k|128k|"
+    r"^(meta|nvidia)[-_]|([-_]?(instruct|base|it|pt|hf|chat|thinking|bf16|fp8|mx|nvfp4|bnb|nf4|dequantized|prequantized|\d{4}|v0\.\d|4k|128k|"
     r"pretrain|sft|lora|peft|config|tp\d+|pp\d+|ep\d+|cp\d+))+(?=$|[-_])",
     re.IGNORECASE,
 )

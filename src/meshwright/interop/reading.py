@@ -72,7 +72,7 @@ def understand(
     understood = read_facts(framework.table, merged)
     facts = understood.facts
     name = str(facts.get("model") or model or "")
-    found = shape_of(facts, _better_name(name, model), shape)
+    found = shape_of(facts, _better_name(name, model), shape, framework.trains_mtp)
     assembled = assemble(facts, framework, gpus, found.layers, found.experts)
     reading = Reading(framework, understood, assembled, found, hardware)
     reading.problems = [*assembled.problems, *check_facts(reading.facts, framework, assembled, found, hardware, merged)]

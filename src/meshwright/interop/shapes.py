@@ -79,15 +79,20 @@ class Shape:
         return bool(self.model.experts) if "experts" in self.stated else None
 
 
-def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None) -> Shape:
-    """The model that a name, a table of its numbers and facts of the settings describe; settings win over the table, both over the name."""
+def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None, trains_mtp: bool = False) -> Shape:
+    """The model that a name, a table of its numbers and facts of the settings describe; settings win over the table, both over the name.
+
+    `trains_mtp`: the framework trains the multi-token prediction of a model that has it, unless the settings switch it off."""
     given = {
+        **({"mtp": 1} if trains_mtp and QWEN_HYBRID.search(name.lower()) else {}),
         **_table_facts(shape or {}),
         **{k: v for k, v in facts.items() if k.startswith("model.") or k in SHAPE_FACTS},
     }
     fields = {k.removeprefix("model."): v for k, v in given.items() if k.startswith("model.") and v is not None}
     if given.get("pattern"):
         fields["layers"] = pattern_layers(given["pattern"])
+    if given.get("mtp"):
+        fields["mtp_layers"] = given["mtp"]
     entry = _agreeing_entry(catalog_model(name), fields)
     hybrid = bool(given.get("pattern") or facts.get("state_space")) or (not entry and bool(HYBRID.search(name.lower())))
     if entry:
@@ -135,7 +140,8 @@ def _table_facts(shape: Mapping[str, Any]) -> Facts:
 
 def _of_catalog(entry: str, fields: Facts, facts: Facts) -> Shape:
     model: Model = catalog.load("models", entry)
-    changes = {k: v for k, v in fields.items() if k in ("layers", "vocab_multiple") and getattr(model, k) != v}
+    changeable = ("layers", "vocab_multiple", "mtp_layers")
+    changes = {k: v for k, v in fields.items() if k in changeable and getattr(model, k) != v}
     if "layers" in changes:
         changes["dense_layers"] = min(model.dense_layers, changes["layers"])
     return Shape(
@@ -160,11 +166,13 @@ def _llama_width(given: Facts, fields: Facts) -> None:
 
 
 def _gated_delta(fields: Facts) -> Facts:
-    """Qwen3.5 and its successors: three layers of gated delta rule for each of attention, as in Qwen3-Next."""
+    """Qwen3.5 and its successors: three layers of gated delta rule for each of attention, and a shared expert, as in Qwen3-Next."""
     channel = "E" if fields.get("experts") else "-"
     heads = 32 if fields["hidden"] < 3072 else 64
     mixer = {"kind": "gated-delta", "heads": heads, "head_dim": 128, "groups": 16, "state": 128, "conv": 4, "chunk": 64}
+    shared = {"shared_experts": 1, "shared_gate": True} if fields.get("experts") else {}
     return {
+        **shared,
         "pattern": f"M{channel} M{channel} M{channel} *{channel}",
         "linear": mixer,
         "qk_norm": True,

@@ -36,8 +36,10 @@ def _derive(facts: Facts) -> None:
     facts.setdefault("half", "bf16")
     if (
         facts.get("master") is False and facts["half"] == "bf16"
-    ):  # gradients and moments have the dtype of the parameters
-        facts["grad_dtype"] = facts["state_dtype"] = "bf16"
+    ):  # moments have the dtype of the parameters, and so have gradients, unless a pipeline adds them up over micro-batches:
+        facts["state_dtype"] = "bf16"  # FSDP2 does that in the dtype of the reduction, fp32 by default
+        if facts.get("pp", 1) == 1:
+            facts["grad_dtype"] = "bf16"
     if facts.get("model.kv_rank") and facts.get("model.nope_dim"):
         facts["model.attention"] = "mla"
     if facts.get("quantised") == 32:
@@ -134,6 +136,7 @@ AUTOMODEL = Framework(
     stack="automodel",
     form="yaml",
     table=TABLE,
+    torch_pipeline=True,
     names=("NeMo Automodel", "NeMo-Automodel"),
     comment="NeMo Automodel settings: the sections that follow from the plan",
 )

@@ -75,7 +75,8 @@ TABLE = Table(
         Key(M + "num_attention_heads", "model.heads"), Key(M + "num_query_groups", "model.kv_heads"), Key(M + "kv_channels", "model.head_dim"),
         Key(M + "vocab_size", "model.vocab"), Key(M + "num_moe_experts", "model.experts"), Key(M + "moe_router_topk", "model.top_k"),
         Key(M + "moe_ffn_hidden_size", "model.expert_ffn"), Key(M + "moe_shared_expert_intermediate_size", "model.shared_ffn"),
-        Key(M + "mtp_num_layers", "mtp", read_only=True), Key(M + "hybrid_layer_pattern", "pattern", read_only=True),
+        Key(M + "mtp_num_layers", "mtp", words={None: 0, **{n: n for n in range(9)}}, read_only=True),
+        Key(M + "hybrid_layer_pattern", "pattern", read_only=True),
         Key(M + "hf_model_id", "model", read_only=True), Key("size", "flavor", read_only=True),
         Key(M + "tensor_model_parallel_size", "tp", was=("tensor_model_parallel_size", "tp_size"), default=1, always=True),
         flag("sp", M + "sequence_parallel", was=("sequence_parallel",)),
@@ -152,6 +153,7 @@ BRIDGE = Framework(
     names=("NeMo",),
     splits_evenly=True,
     layout_in_code=True,
+    trains_mtp=True,
     expert_tp="tp",
     comment="Megatron-Bridge settings; on its command line: model.tensor_model_parallel_size=8",
 )

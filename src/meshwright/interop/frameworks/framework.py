@@ -27,6 +27,12 @@ class Framework:
     layout_in_code: bool = False  # settings are a program, which may set the pipeline's layout without a key
     ends_are_layers: bool = False  # the embedding and the head may fill a pipeline stage alone
     expert_tp: Literal["tp", "one"] = "one"  # inside experts where it is not set
+    trains_mtp: bool = (
+        False  # multi-token prediction is trained where the model has it, unless the settings switch it off
+    )
+    torch_pipeline: bool = (
+        False  # the pipeline is torch.distributed.pipelining, which keeps buffers for all micro-batches
+    )
     comment: str = ""  # the first line of a written file
 
 

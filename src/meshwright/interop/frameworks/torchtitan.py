@@ -134,5 +134,6 @@ TORCHTITAN = Framework(
     form="toml",
     table=TABLE,
     ends_are_layers=True,
+    torch_pipeline=True,
     comment="torchtitan settings; newer versions take the same names as flags: --parallelism.tensor_parallel_degree 8",
 )
