@@ -53,7 +53,7 @@ def test_masters_exist_for_narrow_or_offloaded_parameters(dtype, sums, fields, w
 
 def test_masters_receive_gradients_and_return_rounded_parameters():
     sources = [piece([1.0, 3.0], sums=torch.float32), piece([5.0], trained=False)]
-    masters = Masters(iter(sources), torch.float32)
+    masters = Masters(iter(sources), torch.float32, "cpu")
     first, still = masters.pieces
     assert [p.parameter.requires_grad for p in masters.pieces] == [True, False]
     assert (first.local.tolist(), still.local.tolist()) == ([1.0, 3.0], [5.0])

@@ -10,6 +10,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.models.parts import Linear
 from meshwright.parallel.numerics import fp8, fp8_grouped
 from meshwright.parallel.numerics.precision import LossScale, cast
 from meshwright.parallel.pipeline import drops_custom_functions
@@ -154,15 +155,24 @@ def test_fp8_rounds_to_representable_values():
     assert fp8.rounded(torch.full((2,), 1e30), fp8.E5M2).isfinite().all()
 
 
-def test_fp8_works_with_keyword_arguments():
-    class Layer(nn.Linear):
-        def forward(self, x, *, scale):
-            return scale * super().forward(x)
-
-    layer = Layer(16, 16)
-    fp8.enable_fp8([layer])
-    x = torch.randn(4, 16)
-    assert torch.equal(layer(x, scale=2.0), 2.0 * fp8.linear(x, layer.weight, layer.bias))
+def test_fp8_layers_use_the_weights_that_were_quantised_last():
+    layer, x = Linear(16, 16), torch.randn(4, 16)
+    fp8.enable_fp8([layer], keeps=True)
+    fp8.quantise_weights([layer])
+    first = layer(x)
+    assert torch.equal(first, fp8.linear(x, layer.weight, layer.bias))
+    with torch.no_grad():
+        layer.weight.mul_(3.0)
+    assert torch.equal(layer(x), first)
+    fp8.quantise_weights([layer])
+    y, expected = layer(x), fp8.linear(x, layer.weight, layer.bias)
+    assert torch.equal(y, expected)
+    gradients = []
+    for output in (y, expected):
+        output.sum().backward()
+        gradients.append(layer.weight.grad)
+        layer.weight.grad = None
+    assert torch.equal(*gradients)
 
 
 def test_fp8_on_two_ranks_equals_fp8_on_one_device():

@@ -14,7 +14,7 @@ from meshwright.describe.sharding import even_range
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
-from meshwright.models.transformer import IGNORED, cross_entropy
+from meshwright.models.loss import IGNORED, cross_entropy
 from meshwright.parallel.tensor import styles as tensor
 from meshwright.parallel.tensor.split import matches
 from meshwright.parallel.tensor.tables import table_of

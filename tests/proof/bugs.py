@@ -183,7 +183,7 @@ def padding_counted():
 def clip_by_local_norm():
     clip = loop.clip
 
-    def local(pieces, norm, most):
+    def local(pieces, norm, most, optimizer):
         clip(pieces, torch.nn.utils.get_total_norm([p.gradient for p in pieces]), most)
 
     loop.clip = local
@@ -209,7 +209,7 @@ def update_before_reduction():
         own[:] = [p.gradient.clone() for p in self.pieces]
         finish(self)
 
-    def late(pieces, norm, most):
+    def late(pieces, norm, most, optimizer):
         for piece, gradient in zip(pieces, own, strict=True):
             piece.gradient.copy_(gradient)
         clip(pieces, norm, most)

@@ -6,7 +6,7 @@ import torch
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.models.transformer import IGNORED
+from meshwright.models.loss import IGNORED
 from meshwright.training.data.batches import batch_of
 from meshwright.training.data.corpus import Corpus, standard_library
 from meshwright.training.data.random_tokens import RandomSamples

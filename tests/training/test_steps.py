@@ -9,7 +9,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.models.transformer import IGNORED
+from meshwright.models.loss import IGNORED
 from meshwright.training.hooks import Hook
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=33)

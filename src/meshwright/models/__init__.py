@@ -17,8 +17,9 @@ from meshwright.describe import legality
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.models.initialise import DrawnWeights, Weights, initial_value
+from meshwright.models.loss import cross_entropy
 from meshwright.models.mlp import Mlp, squared_error
-from meshwright.models.transformer import Transformer, cross_entropy
+from meshwright.models.transformer import Transformer
 
 __all__ = [
     "DrawnWeights",

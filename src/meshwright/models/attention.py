@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from meshwright.describe.model import Model
 from meshwright.models.documents import current_documents, same_document
 from meshwright.models.dropout import Dropped, Probabilities
+from meshwright.models.parts import Linear
 from meshwright.models.rotary import angles, rotate
 
 
@@ -170,13 +171,13 @@ class Attention(nn.Module):
         self.width, self.geometry, self.rule = model.head_width, geometry, rule_of(model, layer)
         self.probabilities = Probabilities(model.attention_dropout, f"layers.{layer}.probabilities")
         queries, keys = model.heads * self.width, model.kv_groups * self.width
-        self.q = nn.Linear(model.hidden, queries, bias=model.qkv_bias)
-        self.k = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
-        self.v = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
+        self.q = Linear(model.hidden, queries, bias=model.qkv_bias)
+        self.k = Linear(model.hidden, keys, bias=model.qkv_bias)
+        self.v = Linear(model.hidden, keys, bias=model.qkv_bias)
         self.q_norm = nn.RMSNorm(self.width, eps=model.norm_epsilon) if model.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.width, eps=model.norm_epsilon) if model.qk_norm else nn.Identity()
         self.sinks = Sinks(model.heads) if model.sinks else None
-        self.o = nn.Linear(queries, model.hidden, bias=model.out_bias)
+        self.o = Linear(queries, model.hidden, bias=model.out_bias)
 
     def heads(self, x_BSX: torch.Tensor) -> torch.Tensor:
         return x_BSX.unflatten(-1, (-1, self.width))

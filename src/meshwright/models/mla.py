@@ -21,7 +21,7 @@ from torch import nn
 from meshwright.describe.model import Model
 from meshwright.models.attention import Geometry, rule_of
 from meshwright.models.dropout import Probabilities
-from meshwright.models.parts import make_norm
+from meshwright.models.parts import Linear, make_norm
 
 
 class Heads(nn.Module):
@@ -35,11 +35,11 @@ class Heads(nn.Module):
         self.widths = (model.q_rank or model.hidden, model.kv_rank, model.rope_dim)
         queries = model.heads * (self.nope + self.rope)
         if model.q_rank:
-            self.q_b = nn.Linear(model.q_rank, queries, bias=False)
+            self.q_b = Linear(model.q_rank, queries, bias=False)
         else:
-            self.q = nn.Linear(model.hidden, queries, bias=False)
-        self.kv_b = nn.Linear(model.kv_rank, model.heads * (self.nope + self.value), bias=False)
-        self.o = nn.Linear(model.heads * self.value, model.hidden, bias=model.out_bias)
+            self.q = Linear(model.hidden, queries, bias=False)
+        self.kv_b = Linear(model.kv_rank, model.heads * (self.nope + self.value), bias=False)
+        self.o = Linear(model.heads * self.value, model.hidden, bias=model.out_bias)
         self.has_rank = bool(model.q_rank)
 
     def forward(self, latents_BSL: torch.Tensor) -> torch.Tensor:
@@ -64,9 +64,9 @@ class LatentAttention(nn.Module):
         epsilon = model.latent_norm_epsilon
         self.ranks = (model.kv_rank, model.rope_dim)
         if model.q_rank:
-            self.q_a = nn.Linear(model.hidden, model.q_rank, bias=model.qkv_bias)
+            self.q_a = Linear(model.hidden, model.q_rank, bias=model.qkv_bias)
             self.q_a_norm = make_norm(model, model.q_rank, epsilon)
-        self.kv_a = nn.Linear(model.hidden, model.kv_rank + model.rope_dim, bias=model.qkv_bias)
+        self.kv_a = Linear(model.hidden, model.kv_rank + model.rope_dim, bias=model.qkv_bias)
         self.kv_a_norm = make_norm(model, model.kv_rank, epsilon)
         self.heads = Heads(model, geometry, layer)
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.model import Model
-from meshwright.models.parts import ACTIVATIONS, FeedForward, gated_product
+from meshwright.models.parts import ACTIVATIONS, FeedForward, Linear, gated_product
 from meshwright.models.router import Router, Tokens
 
 Product = Callable[[torch.Tensor, torch.Tensor, list[int]], torch.Tensor]
@@ -143,7 +143,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(model)
         self.experts = Experts(model)
         self.shared = FeedForward(model, model.shared_width) if model.shared_experts else None
-        self.shared_scale = nn.Linear(model.hidden, 1, bias=False) if model.shared_gate else None
+        self.shared_scale = Linear(model.hidden, 1, bias=False) if model.shared_gate else None
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         local_TH = self.placement.local_tokens(x_BSH)

@@ -29,6 +29,22 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class Linear(nn.Linear):
+    """A linear layer whose product can be replaced, by one in fp8 for example."""
+
+    product: Product
+
+    def __init__(self, d_in: int, d_out: int, bias: bool = True) -> None:
+        super().__init__(d_in, d_out, bias)
+        self.product = F.linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
 def make_norm(model: Model, width: int = 0, epsilon: float = 0.0) -> nn.Module:
     """A norm of the model's kind; by default over the hidden width, with the epsilon of the model."""
     kind = nn.LayerNorm if model.norm == "layernorm" else nn.RMSNorm
@@ -55,9 +71,9 @@ class FeedForward(nn.Module):
         super().__init__()
         width = width or model.ffn
         if model.gated:
-            self.gate = nn.Linear(model.hidden, width, bias=model.ffn_bias)
-        self.up = nn.Linear(model.hidden, width, bias=model.ffn_bias)
-        self.down = nn.Linear(width, model.hidden, bias=model.ffn_bias)
+            self.gate = Linear(model.hidden, width, bias=model.ffn_bias)
+        self.up = Linear(model.hidden, width, bias=model.ffn_bias)
+        self.down = Linear(width, model.hidden, bias=model.ffn_bias)
         self.gated, self.activation = model.gated, ACTIVATIONS[model.activation]
         self.product = gated_product(model)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from meshwright.describe import legality
 from meshwright.describe.model import Model
@@ -25,11 +24,10 @@ from meshwright.describe.plan_fields import PlanFields
 from meshwright.errors import MeshwrightError
 from meshwright.models.attention import Attention, Geometry
 from meshwright.models.dropout import make_dropout
+from meshwright.models.loss import current_targets, linear_cross_entropy
 from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.parts import FeedForward, make_norm
-
-IGNORED = -100  # a target that is padding
 
 
 class Layer(nn.Module):
@@ -91,13 +89,19 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
+    """Logits, or the loss itself where `fuses_loss` is set and a context names the targets (`loss`)."""
+
     def __init__(self, model: Model) -> None:
         super().__init__()
+        self.fuses_loss = False
         self.norm = make_norm(model) if model.final_norm else nn.Identity()
         self.project = nn.Linear(model.hidden, model.padded_vocab, bias=False)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        return self.project(self.norm(x_BSH))
+        x_BSH, targets = self.norm(x_BSH), current_targets()
+        if targets is None or not self.fuses_loss:
+            return self.project(x_BSH)
+        return linear_cross_entropy(x_BSH, self.project.weight, targets)
 
 
 class Transformer(nn.Module):
@@ -122,9 +126,3 @@ class Transformer(nn.Module):
         for layer in self.layers.values():
             x_BSH = layer(x_BSH)
         return self.head(x_BSH) if self.head is not None else x_BSH
-
-
-def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
-    """The cross-entropy, summed over valid tokens, in float32 or wider."""
-    wide = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
-    return F.cross_entropy(wide, target_BS.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -20,7 +20,7 @@ The result, `Parallel`, has what a training step needs: run the micro-batches, c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,6 +41,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import DrawnWeights, Weights, build, loss_function, width_of_output
 from meshwright.models.documents import within_documents
 from meshwright.models.dropout import Moment, drawing
+from meshwright.models.loss import Targets, toward
+from meshwright.models.transformer import Head
 from meshwright.parallel import exchange
 from meshwright.parallel.compile import Compilation, compile_function, compile_stage, plan_compilation
 from meshwright.parallel.context import sequence as context
@@ -83,6 +85,8 @@ class Parallel:
     documents_BS: torch.Tensor | None = (
         None  # the document of each token of these samples; None: attention is not limited
     )
+    targets: torch.Tensor | None = None  # of the batch that runs
+    fuses_loss: bool = False  # the head of the last stage returns the loss instead of logits
     masters: Masters | None = None  # what the optimizer updates instead of the pieces
     local: LocalSgd | None = None  # replicas that train without communication between averages
     compilation: Compilation = field(default_factory=Compilation)  # what is compiled, and what is not
@@ -90,7 +94,7 @@ class Parallel:
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run all micro-batches of this rank's share of the batch. Returns this rank's part of the loss; zero where the
         loss is computed on another pipeline stage."""
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        total, self.targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device), targets
         if self.pipeline is not None:
             part = self.pipeline.run(inputs, targets)
             return total if part is None else total + part
@@ -112,19 +116,20 @@ class Parallel:
     ) -> torch.Tensor:
         """This rank's part of the loss, summed over valid tokens: forward only, without dropout. Zero where the loss is computed
         on another pipeline stage."""
-        self.documents_BS = documents_BS
+        self.documents_BS, self.targets, self.tokens = documents_BS, targets, 1.0
+        fp8.quantise_weights(self.stages.values())
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for module in self.stages.values():
             module.eval()
         if self.pipeline is not None:
-            part = self.pipeline.evaluate(inputs, targets, self.loss)
+            part = self.pipeline.evaluate(inputs, targets, self.scaled_loss)
             total = total if part is None else total + part
         else:
             (module,) = self.stages.values()
             size = self.plan.microbatch
             for i, (x, y) in enumerate(zip(inputs.split(size), targets.split(size), strict=True)):
                 with self.microbatch_scope(i):
-                    total += self.loss(module(x), y)
+                    total += self.scaled_loss(module(x), y)
         for module in self.stages.values():
             module.train()
         zero.reshard(self.stages.values())
@@ -140,6 +145,7 @@ class Parallel:
     def begin_step(self, step: int, samples: Sequence[int], documents_BS: torch.Tensor | None = None) -> None:
         """Set what dropout and attention depend on: the samples of this step, and the documents of their tokens."""
         self.moment, self.documents_BS = Moment(self.seed, step, samples), documents_BS
+        fp8.quantise_weights(self.stages.values())
 
     def microbatch_scope(self, microbatch: int) -> AbstractContextManager[Any]:
         """A context in which dropout draws for the samples of this micro-batch, and attention stays in their documents."""
@@ -149,10 +155,13 @@ class Parallel:
             scope.enter_context(drawing(replace(self.moment, samples=self.moment.samples[rows])))
         if self.documents_BS is not None:
             scope.enter_context(within_documents(self.documents_BS[rows]))
+        if self.fuses_loss and self.targets is not None:
+            factor = torch.as_tensor(1.0 / self.tokens, device=self.mesh.device)
+            scope.enter_context(toward(Targets(self.targets[rows], factor)))
         return scope
 
     def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self.loss(output, target) / self.tokens
+        return output if self.fuses_loss else self.loss(output, target) / self.tokens
 
     def finish_gradients(self) -> None:
         """Wait for the sums over dp·cp, then complete partial sums, then sum the two copies of a tied embedding."""
@@ -191,7 +200,7 @@ class Parallel:
         """Around a step of the optimizer: what it updates gets the gradients, and then the model gets what it updated."""
         self._to_update.take_gradients()
         yield
-        self._to_update.give_parameters()
+        self._to_update.finish_update()
 
     def balance_experts(self, updated: bool = True) -> dict[str, float]:
         """After the update: move balancing biases by the step's load, unless the update was skipped. Returns the metrics of the load."""
@@ -269,7 +278,7 @@ def apply(
             zero.shard(module, mesh, plan, dtype)
         materialise(module, device)
         own = pieces_of(module, table)
-        reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own))
+        reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own, plan.microbatches(workload) > 1))
         pieces += own
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
         mesh.ends  # noqa: B018  creating these groups is a collective of all ranks
@@ -283,6 +292,7 @@ def apply(
         reductions,
         choose_loss(model, mesh, compilation),
         position_ids=position_ids,
+        fuses_loss=fuse_loss(stages.values(), model, mesh, program),
         dtype=dtype,
         masters=masters_of(pieces, plan),
         seed=seed,
@@ -338,7 +348,7 @@ def shard_stage(
     if ring is not None:
         position_ids = context.shard_sequence(module, model, ring, plan.cp_kind, workload.seq)
     if workload.precision == "fp8":
-        fp8.enable_fp8(layers, [g for g in (group, ring) if g is not None])
+        fp8.enable_fp8(layers, [g for g in (group, ring) if g is not None], keeps=not mesh.sharded)
         fp8_grouped.enable_fp8([module], mesh.group("expert_tp") if model.experts else None)
     return position_ids
 
@@ -391,6 +401,17 @@ def choose_loss(model: Model, mesh: Mesh, compilation: Compilation) -> Loss:
     return loss
 
 
+def fuse_loss(stages: Iterable[nn.Module], model: Model, mesh: Mesh, program: PipelineProgram | None) -> bool:
+    """Let the head compute the loss with its projection, chunk by chunk (`models.loss`). Not where ranks split the vocabulary, and
+    not under a schedule that splits backward: the gradient of the head's weight is not a separate action then."""
+    splits_backward = program is not None and program.splits_backward
+    if model.kind == "mlp" or mesh.group("tp") is not None or splits_backward:
+        return False
+    for head in (part for module in stages for part in module.modules() if isinstance(part, Head)):
+        head.fuses_loss = True
+    return True
+
+
 def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dtype) -> Pipeline:
     """The pipeline over the finished stages, given the shapes between them."""
     model, plan, mesh = parallel.model, parallel.plan, parallel.mesh
@@ -403,8 +424,11 @@ def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dty
         share = seq // tp if plan.sp else seq
         between = torch.empty(rows, share, model.hidden, dtype=dtype, device="meta", requires_grad=True)
         start, stop = even_range(width_of_output(model), tp, mesh.index("tp"))
-        logits = torch.empty(rows, seq, stop - start, dtype=dtype, device="meta", requires_grad=True)
-        ends = (torch.empty(rows, seq, dtype=torch.long, device="meta"), logits)
+        if parallel.fuses_loss:
+            last = torch.empty((), dtype=at_least_single(dtype), device="meta", requires_grad=True)
+        else:
+            last = torch.empty(rows, seq, stop - start, dtype=dtype, device="meta", requires_grad=True)
+        ends = (torch.empty(rows, seq, dtype=torch.long, device="meta"), last)
     stages = []
     for (i, module), gradients in zip(parallel.stages.items(), parallel.reductions, strict=True):
         inputs = ends[0] if i == 0 else between

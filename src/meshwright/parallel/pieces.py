@@ -79,7 +79,7 @@ class PlainPieces:
         for piece, plain in self.shards:
             plain.parameter.data = piece.local.detach()
 
-    def give_parameters(self) -> None:
+    def finish_update(self) -> None:
         """The parameters share the memory of what was updated. Gradients are let go: the model frees them too."""
         for _, plain in self.shards:
             plain.parameter.grad = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import distributed
@@ -94,14 +95,16 @@ class Trainer:
 
         partial = torch.stack((counted_squares(parallel.pieces), self.counted_loss(loss)))
         squares, loss = self.all_reduce(partial, "world")
-        norm, loss = squares.sqrt() / scale, loss / scale
+        norm = squares.sqrt() / scale
+        # The only point of a step at which the host waits for the device.
+        norm_value, loss_value, count = torch.stack((norm, loss / scale, tokens)).tolist()
 
         rate = self.learning_rate
-        finite = self.policy.accept(bool(norm.isfinite()), self.step, self.scale)
+        finite = self.policy.accept(isfinite(norm_value), self.step, self.scale)
         if updated := finite and self.step not in self.skip_steps:
             unscale(parallel.pieces, scale)
             if parallel.workload.clip:
-                clip(parallel.pieces, norm.to(at_least_single(self.dtype)), self.settings.clip)
+                clip(parallel.pieces, norm.to(at_least_single(self.dtype)), self.settings.clip, self.optimizer)
             set_learning_rate(self.optimizer, rate)
             with parallel.updating():
                 self.optimizer.step()
@@ -114,9 +117,7 @@ class Trainer:
         self.unfinished = False
 
         seconds = time.perf_counter() - started
-        record = StepRecord(
-            self.step, loss.item(), norm.item(), int(tokens), seconds, router, updated, learning_rate=rate
-        )
+        record = StepRecord(self.step, loss_value, norm_value, int(count), seconds, router, updated, learning_rate=rate)
         self.step += 1
         for hook in self.hooks:
             record = hook.after_step(self, record) or record

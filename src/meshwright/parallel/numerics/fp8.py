@@ -7,6 +7,11 @@
     dx = s_g s_w · (ĝ ŵ)        ĝ = fp8(g / s_g),  s_g = max|g| / 57,344
     dw = s_g s_x · (ĝᵀ x̂)      accumulated in fp32 or wider
 
+x̂ is kept for backward, one byte per element instead of two. A GPU multiplies rows with rows: both operands must have the summed dimension
+last. So dx needs a transposed copy of ŵ, and dw transposed copies of ĝ and x̂. Where a rank holds the whole weight, ŵ and its transpose are
+computed once per step, not once per micro-batch (`quantise_weights`). In a compiled layer the other quantisations become part of the
+kernels before them, and q, k and v, or gate and up, share the quantisation of their input.
+
 The error of one product is at most (u_a + u_b + u_a u_b) Σ|a||b|, u = 2⁻⁴ or 2⁻³, plus underflow; the errors of
 many terms have mixed signs and mostly cancel. *Dynamic* scaling (used here) reads each tensor once more before its product;
 *delayed* scaling would use the maximum of the last step and save that pass, at the risk of an overflow. Master weights, norms,
@@ -23,14 +28,18 @@ used, only here); where it does not support the shapes (multiples of 16) or is m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+
+from meshwright.models.parts import Linear
+
+Quantised = tuple[torch.Tensor, torch.Tensor]  # in units of the scale, and the scale
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
@@ -48,9 +57,7 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (amax * (1 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def quantise(
-    x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None) -> Quantised:
     """The tensor in fp8 and its scale: x ≈ quantised · scale. If `x` is a part of a larger tensor, `amax` is the largest
     magnitude of that tensor."""
     limit = torch.finfo(dtype).max
@@ -80,27 +87,48 @@ def scaled_product(
     b_amax: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a [M, K] times b [N, K]ᵀ, both rounded to fp8."""
-    if not has_scaled_product(a, b):
-        return (rounded(a, a_dtype, a_amax) @ rounded(b, b_dtype, b_amax).T).to(a.dtype)
-    (quantised_a, scale_a), (quantised_b, scale_b) = quantise(a, a_dtype, a_amax), quantise(b, b_dtype, b_amax)
-    out = a.dtype if a.dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
-    return device_product(quantised_a, quantised_b, scale_a, scale_b, out).to(a.dtype)
+    return product(quantise(a, a_dtype, a_amax), quantise(b, b_dtype, b_amax), a.dtype)
+
+
+def product(a: Quantised, b: Quantised, out: torch.dtype, fast: bool = False) -> torch.Tensor:
+    """a [M, K] times b [N, K]ᵀ. `fast` keeps the sum to fewer bits."""
+    (units_a, scale_a), (units_b, scale_b) = a, b
+    if has_scaled_product(units_a, units_b):
+        device_out = out if out in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
+        return device_product(units_a, units_b, scale_a, scale_b, device_out, fast).to(out)
+    wide = torch.promote_types(out, torch.float32)
+    return ((units_a.to(wide) * scale_a) @ (units_b.to(wide) * scale_b).T).to(out)
 
 
 def device_product(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out: torch.dtype,
+    fast: bool = False,
 ) -> torch.Tensor:
     """The GPU's fp8 product; rows are padded with zeros to a multiple of `UNIT`."""
     rows = len(a)
     whole = F.pad(a.view(torch.uint8), (0, 0, 0, -rows % UNIT)).view(a.dtype) if rows % UNIT else a
-    return torch._scaled_mm(whole, b.T, scale_a, scale_b, out_dtype=out)[:rows]
+    return torch._scaled_mm(whole, b.T, scale_a, scale_b, out_dtype=out, use_fast_accum=fast)[:rows]
+
+
+def transposed(x: Quantised) -> Quantised:
+    """Copied as bytes, which every device supports."""
+    units, scale = x
+    return units.view(torch.uint8).t().contiguous().view(units.dtype), scale
 
 
 def has_scaled_product(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the GPU's fp8 product supports these shapes: K and N multiples of 16."""
-    if not (a.is_cuda and hasattr(torch, "_scaled_mm") and torch.cuda.get_device_capability() >= FIRST_CAPABILITY):
-        return False
-    return a.shape[1] % UNIT == 0 and b.shape[0] % UNIT == 0
+    return a.is_cuda and gpu_has_units() and a.shape[1] % UNIT == 0 and b.shape[0] % UNIT == 0
+
+
+@torch.compiler.assume_constant_result
+@cache
+def gpu_has_units() -> bool:
+    return hasattr(torch, "_scaled_mm") and torch.cuda.get_device_capability() >= FIRST_CAPABILITY
 
 
 def max_over_ranks(amax: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.Tensor:
@@ -111,53 +139,85 @@ def max_over_ranks(amax: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        flat = x.flatten(0, -2)
-        ctx.groups, ctx.amax = groups, max_over_ranks(torch.stack((amax_of(flat), amax_of(weight))), groups)
-        return scaled_product(flat, weight, E4M3, E4M3, *ctx.amax).unflatten(0, x.shape[:-1])
+    """`weight` is there to receive its gradient: the product uses `units` of it, and in backward their transpose."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight = ctx.saved_tensors
-        flat_x, flat_g = x.flatten(0, -2), gradient.flatten(0, -2)
-        amax_x, amax_w = ctx.amax
-        amax_g = max_over_ranks(amax_of(flat_g), ctx.groups)
-        dx = scaled_product(flat_g, weight.T.contiguous(), E5M2, E4M3, amax_g, amax_w).unflatten(0, x.shape[:-1])
-        return dx, scaled_product(flat_g.T.contiguous(), flat_x.T.contiguous(), E5M2, E4M3, amax_g, amax_x), None
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        units: torch.Tensor,
+        units_t: torch.Tensor | None,
+        scale: torch.Tensor,
+        amax: torch.Tensor | None,
+        groups: Sequence[ProcessGroup],
+    ) -> torch.Tensor:
+        units_x, scale_x = quantise(x.flatten(0, -2), E4M3, amax)
+        kept = units if units_t is None else units_t
+        ctx.save_for_backward(units_x, scale_x, kept, scale)
+        ctx.groups, ctx.shape, ctx.transposed, ctx.dtype = groups, x.shape, units_t is not None, weight.dtype
+        return product((units_x, scale_x), (units, scale), x.dtype, fast=True).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        units_x, scale_x, units_w, scale_w = ctx.saved_tensors
+        flat_g = gradient.flatten(0, -2)
+        g = quantise(flat_g, E5M2, max_over_ranks(amax_of(flat_g), ctx.groups) if ctx.groups else None)
+        w_t = (units_w, scale_w) if ctx.transposed else transposed((units_w, scale_w))
+        dx = product(g, w_t, gradient.dtype).view(ctx.shape)
+        dw = product(transposed(g), transposed((units_x, scale_x)), ctx.dtype)
+        return dx, dw, None, None, None, None, None
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, groups: Sequence[ProcessGroup] = ()
 ) -> torch.Tensor:
     """`F.linear` with fp8 products; the bias is added in full precision. The operands are split over `groups`."""
-    y = _Linear.apply(x, weight, groups)
+    amax_x = amax_w = None
+    if groups:
+        amax_x, amax_w = max_over_ranks(torch.stack((amax_of(x.detach()), amax_of(weight.detach()))), groups)
+    units, scale = quantise(weight.detach(), E4M3, amax_w)
+    y = _Linear.apply(x, weight, units, None, scale, amax_x, groups)
     return y if bias is None else y + bias
 
 
-class Fp8Products(TorchFunctionMode):
-    """A mode in which every `F.linear` is an fp8 product, whether `nn.Linear` or a row-split layer calls it."""
+class Fp8Product:
+    """The product of one linear layer, called with its weight. With `keeps` it uses the weight as `refresh` last quantised it."""
 
-    def __init__(self, groups: Sequence[ProcessGroup] = ()) -> None:
-        super().__init__()
-        self.groups = groups
+    def __init__(self, groups: Sequence[ProcessGroup], keeps: bool) -> None:
+        self.groups, self.keeps = groups, keeps
+        self.units: torch.Tensor | None = None
+        self.units_t: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear:
-            return linear(*args, **{**(kwargs or {}), "groups": self.groups})
-        return function(*args, **(kwargs or {}))
+    @torch.no_grad()
+    def refresh(self, weight: torch.Tensor) -> None:
+        if not self.keeps:
+            return
+        units, scale = quantise(weight, E4M3)
+        units_t, _ = transposed((units, scale))
+        if self.units is None or self.units_t is None or self.scale is None:
+            self.units, self.units_t, self.scale = units, units_t, scale
+            return
+        for kept, new in ((self.units, units), (self.units_t, units_t), (self.scale, scale)):
+            kept.copy_(new)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.units is None or self.scale is None:
+            return linear(x, weight, bias, self.groups)
+        y = _Linear.apply(x, weight, self.units, self.units_t, self.scale, None, ())
+        return y if bias is None else y + bias
 
 
-def enable_fp8(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = ()) -> None:
-    """Run the linear layers inside these modules in fp8; the layers are split over `groups`."""
-    for module in modules:
-        module.forward = _with_fp8(module.forward, groups)
+def enable_fp8(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = (), keeps: bool = False) -> None:
+    """Run the linear layers inside these modules in fp8; the layers are split over `groups`. With `keeps`, `quantise_weights` is called
+    whenever the weights may have changed."""
+    for part in [part for module in modules for part in module.modules() if isinstance(part, Linear)]:
+        part.product = Fp8Product(groups, keeps and not groups)
 
 
-def _with_fp8(forward: Callable[..., Any], groups: Sequence[ProcessGroup]) -> Callable[..., Any]:
-    def run(*args: Any, **named: Any) -> Any:
-        with Fp8Products(groups):
-            return forward(*args, **named)
-
-    return run
+def quantise_weights(modules: Iterable[nn.Module]) -> None:
+    """Quantise the weights that layers use until the next call."""
+    for part in [part for module in modules for part in module.modules() if isinstance(part, Linear)]:
+        if isinstance(part.product, Fp8Product):
+            part.product.refresh(part.weight)

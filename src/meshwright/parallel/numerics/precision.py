@@ -59,36 +59,58 @@ class Masters:
     them rounded.
 
     With masters on the host (ZeRO-Offload, Ren et al. 2021) 4 bytes of gradient are copied to the host and 2 bytes of parameter
-    back, instead of 8 bytes of Adam's moments in both directions. `moved_bytes` counts the copied bytes.
+    back, instead of 8 bytes of Adam's moments in both directions. `moved_bytes` counts the copied bytes. On the device a master
+    shares the memory of its gradient with the parameter; a gradient of another dtype is converted, unless the optimizer reads
+    it as it is (`reads_narrow`). An optimizer that also writes the rounded parameters sets `rounds`.
     """
 
     def __init__(self, pieces: Iterable[Piece], dtype: torch.dtype | None = None, device: str | None = None) -> None:
         self.sources = list(pieces)
         self.pieces: list[Piece] = []
         self.moved_bytes = 0
-        self.pinned = device == "cpu" and any(p.local.is_cuda for p in self.sources)
+        self.on_host = device == "cpu"
+        self.pinned = self.on_host and any(p.local.is_cuda for p in self.sources)
+        self.reads_narrow = self.rounds = False
         for piece in self.sources:
             wide = torch.empty_like(piece.local, dtype=dtype, device=device, pin_memory=self.pinned or None)
-            gradient = torch.empty_like(wide, pin_memory=self.pinned or None)
             wide.copy_(piece.local)
             master = nn.Parameter(wide, requires_grad=piece.parameter.requires_grad)
-            master.grad = gradient
+            if self.on_host:
+                master.grad = torch.empty_like(wide, pin_memory=self.pinned or None)
             self.pieces.append(replace(piece, parameter=master))
 
     @torch.no_grad()
     def take_gradients(self) -> None:
         for source, master in zip(self.sources, self.pieces, strict=True):
-            gradient: Any = master.parameter.grad
-            gradient.copy_(source.gradient, non_blocking=self.pinned)
-            self.moved_bytes += source.gradient.nbytes
+            if self.on_host:
+                gradient: Any = master.parameter.grad
+                gradient.copy_(source.gradient, non_blocking=self.pinned)
+                self.moved_bytes += source.gradient.nbytes
+            elif source.parameter.requires_grad:
+                own = source.gradient if self.reads_narrow else source.gradient.to(master.local.dtype)
+                master.parameter.grad_dtype = own.dtype
+                master.parameter.grad = own
         self._wait()
+
+    def finish_update(self) -> None:
+        """After a step of the optimizer."""
+        if not self.rounds:
+            self.give_parameters()
+        if not self.on_host:
+            for master in self.pieces:
+                master.parameter.grad = None
 
     @torch.no_grad()
     def give_parameters(self) -> None:
+        """Round the masters into the parameters."""
         for source, master in zip(self.sources, self.pieces, strict=True):
             source.local.copy_(master.local, non_blocking=self.pinned)
             self.moved_bytes += source.local.nbytes
         self._wait()
+
+    def rounded(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The local tensor of the parameter that each master is rounded to."""
+        return {m.parameter: s.local for s, m in zip(self.sources, self.pieces, strict=True)}
 
     def _wait(self) -> None:
         if self.pinned:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
+from meshwright.models.parts import Linear
 
 TRIED = 3  # rows in the trial
 
@@ -36,13 +37,14 @@ def output_dim(part: Any) -> int:
 
 
 def product(part: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.linear(x, part.weight.T if is_transposed(part) else part.weight, bias)
+    compute = part.product if isinstance(part, Linear) else F.linear
+    return compute(x, part.weight.T if is_transposed(part) else part.weight, bias)
 
 
 @torch.no_grad()
 def check_plain(name: str, part: Any) -> None:
     """Raise for a linear layer or an embedding that computes more than its product."""
-    known = type(part).forward in (nn.Linear.forward, nn.Embedding.forward) or is_transposed(part)
+    known = type(part).forward in (nn.Linear.forward, Linear.forward, nn.Embedding.forward) or is_transposed(part)
     if known and "forward" not in vars(part):
         return
     weight = part.weight

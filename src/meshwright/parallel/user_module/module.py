@@ -198,7 +198,7 @@ class ParallelModule:
                 self.masters.take_gradients()
             self.optimizer.step()
             if self.masters is not None:
-                self.masters.give_parameters()
+                self.masters.finish_update()
         self.zero_gradients()
 
     def zero_gradients(self) -> None:

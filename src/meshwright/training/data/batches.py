@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from meshwright.models.transformer import IGNORED
+from meshwright.models.loss import IGNORED
 
 
 class Samples(Protocol):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.model import Model
-from meshwright.models.transformer import IGNORED
+from meshwright.models.loss import IGNORED
 
 
 class RandomSamples:

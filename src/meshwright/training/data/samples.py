@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.describe.config import Config
-from meshwright.models.transformer import IGNORED
+from meshwright.models.loss import IGNORED
 from meshwright.training.data.batches import Samples
 from meshwright.training.data.corpus import Corpus
 from meshwright.training.data.documents import Documents

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.errors import MeshwrightError
-from meshwright.models.transformer import IGNORED
+from meshwright.models.loss import IGNORED
 from meshwright.training.data.documents import Documents
 
 

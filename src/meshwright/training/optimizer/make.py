@@ -1,7 +1,7 @@
 """The optimizer of a run: AdamW, Adam, momentum or SGD of torch, or Muon, on the pieces of this rank.
 
-On a GPU AdamW runs fused: one kernel for many parameters, instead of a dozen for each. torch's fused kernel computes 16-bit parameters with
-other roundings than the operations one by one, so these run unfused.
+On a GPU AdamW runs fused, with clipping and with the rounding of masters to parameters (`fused`). It updates 32-bit numbers only: where
+there are no masters, 16-bit parameters are updated by torch's operations one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.workload import ADAM
 from meshwright.parallel.apply import Parallel
-from meshwright.parallel.numerics.precision import narrow
+from meshwright.training.optimizer.fused import FusedAdamW
 from meshwright.training.optimizer.groups import parameter_groups
 from meshwright.training.optimizer.muon import Muon
 from meshwright.training.optimizer.schedule import base_rate
@@ -22,7 +22,7 @@ from meshwright.training.optimizer.schedule import base_rate
 
 def make_optimizer(parallel: Parallel, settings: Optimizer) -> torch.optim.Optimizer:
     """The workload's optimizer over the trained pieces of this rank."""
-    kind = parallel.workload.optimizer
+    kind, masters = parallel.workload.optimizer, parallel.masters
     trained = [p for p in parallel.updated if p.parameter.requires_grad]
     groups = parameter_groups(trained, kind, settings, parallel.model.hidden) or [nothing_to_train()]
     rate = base_rate(settings, parallel.workload)
@@ -30,13 +30,17 @@ def make_optimizer(parallel: Parallel, settings: Optimizer) -> torch.optim.Optim
         plain = [group for group in groups if not group["orthogonal"]]
         return Muon(groups, trained, parallel, settings.momentum, adamw(plain, settings, rate) if plain else None)
     if kind in ADAM:
-        return adamw(groups, settings, rate)
+        optimizer = adamw(groups, settings, rate)
+        if isinstance(optimizer, FusedAdamW) and masters is not None:
+            optimizer.rounded = masters.rounded()
+            masters.reads_narrow = masters.rounds = True
+        return optimizer
     return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum if kind == "momentum" else 0.0)
 
 
 def adamw(groups: list[dict[str, Any]], settings: Optimizer, rate: float) -> torch.optim.AdamW:
-    fused = can_fuse([p for group in groups for p in group["params"]]) or None  # None: torch decides
-    return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.epsilon, fused=fused)
+    fused = can_fuse([p for group in groups for p in group["params"]])
+    return (FusedAdamW if fused else torch.optim.AdamW)(groups, lr=rate, betas=settings.betas, eps=settings.epsilon)
 
 
 def nothing_to_train() -> dict[str, Any]:
@@ -46,5 +50,4 @@ def nothing_to_train() -> dict[str, Any]:
 
 
 def can_fuse(parameters: list[nn.Parameter]) -> bool:
-    """Whether torch has a fused AdamW for these parameters that rounds as the unfused one."""
-    return all(p.is_cuda and not narrow(p.dtype) for p in parameters)
+    return all(p.is_cuda and p.dtype == torch.float32 for p in parameters)

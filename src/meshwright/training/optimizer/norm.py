@@ -14,20 +14,29 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.parallel.numerics.precision import at_least_single
+from meshwright.parallel.numerics.precision import at_least_single, narrow
 from meshwright.parallel.pieces import Piece
+from meshwright.training.optimizer.fused import FusedAdamW
 
 
 def counted_squares(pieces: list[Piece]) -> torch.Tensor:
     """Σ g² over the elements this rank counts; summed over the world it is the square of the global norm."""
-    counted = [p.gradient.to(at_least_single(p.gradient.dtype)) for p in pieces if p.box.first_copy]
+    counted = [p.gradient for p in pieces if p.box.first_copy]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=pieces[0].local.device)
+    if any(narrow(g.dtype) for g in counted):
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=at_least_single(g.dtype)) for g in counted])
+        return norms.to(torch.float64).square().sum()
     return torch.nn.utils.get_total_norm(counted).to(torch.float64) ** 2
 
 
-def clip(pieces: list[Piece], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their global norm is at most `max_norm`."""
+def clip(
+    pieces: list[Piece], norm: torch.Tensor, max_norm: float, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Scale all gradients so that their global norm is at most `max_norm`: in the update, where the optimizer can."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.gradient_factor = factor
+        return
     for piece in pieces:
         piece.gradient.mul_(factor)
