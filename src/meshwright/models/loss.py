@@ -1,0 +1,143 @@
+"""The loss of a language model: cross-entropy over the vocabulary, computed with its projection, chunk by chunk.
+
+    z = x Wᵀ        [T, V], the largest tensor of many models: 16,384 tokens × 128,256 entries are 4 GiB in bf16 and 8 in fp32
+    loss = Σ_t (log Σ_v exp(z_tv) − z_t,target)
+    dz   = softmax(z) − onehot(target)        dx = dz W        dW = dzᵀ x
+
+The loss of a token needs only its own row of z, and the gradient of the loss is known as soon as the loss is. So `linear_cross_entropy`
+takes some rows at a time: it computes their logits, replaces them by their gradient in place, multiplies that with W and x, and
+drops it. Forward does the whole work of backward; no more than one chunk of logits exists at any time.
+
+dW is summed over chunks in float32. The factor by which the loss is scaled is multiplied into dz before it is rounded, so that the loss
+scale of fp16 protects small gradients.
+
+The head must know the targets to compute the loss: a context (`toward`) carries them to it, as for document masks. Without that
+context the head returns logits. Where ranks split the vocabulary, the head returns logits too (`parallel.tensor.vocabulary`).
+
+Legend: B batch, S sequence, T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+IGNORED = -100  # a target that is padding
+CHUNK_BYTES = 2**30  # of logits
+
+
+class Targets(NamedTuple):
+    target_BS: torch.Tensor
+    factor: torch.Tensor  # multiplied with the sum of the tokens' losses
+
+
+_targets: ContextVar[Targets | None] = ContextVar("targets", default=None)
+
+
+@contextlib.contextmanager
+def toward(targets: Targets | None) -> Iterator[None]:
+    """Inside this context, a head computes the loss against these targets (None: it returns logits)."""
+    token = _targets.set(targets)
+    try:
+        yield
+    finally:
+        _targets.reset(token)
+
+
+def current_targets() -> Targets | None:
+    return _targets.get()
+
+
+def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy, summed over valid tokens, in float32 or wider."""
+    wide = logits_BSV.flatten(0, 1).to(at_least_single(logits_BSV.dtype))
+    return F.cross_entropy(wide, target_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def linear_cross_entropy(x_BSH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """The cross-entropy of the logits x Wᵀ, summed over valid tokens, times the factor."""
+    flat_TH = x_BSH.flatten(0, -2)
+    return _LinearCrossEntropy.apply(flat_TH, weight_VH, targets.target_BS.flatten(), targets.factor)
+
+
+def rows_per_chunk(tokens: int, vocabulary: int, itemsize: int, limit: int = CHUNK_BYTES) -> int:
+    """Equal chunks of tokens whose logits take at most `limit` bytes."""
+    chunks = -(-tokens * vocabulary * itemsize // limit)
+    return -(-tokens // max(1, chunks))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: torch.Tensor, weight_VH: torch.Tensor, target_T: torch.Tensor, factor: torch.Tensor
+    ) -> torch.Tensor:
+        trains_x, trains_weight = ctx.needs_input_grad[:2]
+        size = rows_per_chunk(len(x_TH), len(weight_VH), x_TH.element_size())
+        total = torch.zeros((), dtype=at_least_single(x_TH.dtype), device=x_TH.device)
+        dx_TH = torch.empty_like(x_TH) if trains_x else None
+        dw_VH: torch.Tensor | None = None
+        for start in range(0, len(x_TH), size):
+            rows = slice(start, start + size)
+            logits = x_TH[rows] @ weight_VH.t()
+            if not (trains_x or trains_weight):
+                total += cross_entropy(logits[None], target_T[None, rows])
+                continue
+            loss_T, dz = loss_and_gradient(logits, target_T[rows], factor)
+            total += loss_T.sum()
+            del logits
+            if dx_TH is not None:
+                torch.mm(dz, weight_VH, out=dx_TH[rows])
+            if trains_weight:
+                dw_VH = add_product(dw_VH, dz.t(), x_TH[rows])
+        ctx.save_for_backward(dx_TH, dw_VH)
+        ctx.dtype = weight_VH.dtype
+        return total * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx_TH, dw_VH = ctx.saved_tensors
+        if dx_TH is not None:
+            dx_TH = dx_TH.mul_(gradient)
+        if dw_VH is not None:
+            dw_VH = torch.mul(dw_VH, gradient, out=torch.empty_like(dw_VH, dtype=ctx.dtype))
+        return dx_TH, dw_VH, None, None
+
+
+def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a b, in float32 or wider; None is zero."""
+    wide = at_least_single(a.dtype)
+    if wide == a.dtype:
+        return a @ b if total is None else total.addmm_(a, b)
+    if not a.is_cuda:
+        return add_product(total, a.to(wide), b.to(wide))
+    return torch.mm(a, b, out_dtype=wide) if total is None else torch.addmm(total, a, b, out_dtype=wide)
+
+
+def loss_and_gradient(
+    logits_TV: torch.Tensor, target_T: torch.Tensor, factor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each token, and `factor` times its gradient in the memory of the logits. On a GPU one kernel reads them twice
+    and writes them once."""
+    if logits_TV.is_cuda and logits_TV.dtype != torch.float64:
+        from meshwright.models import loss_kernel
+
+        return loss_kernel.loss_and_gradient(logits_TV, target_T, factor)
+    valid_T = target_T != IGNORED
+    column_T1 = target_T.masked_fill(~valid_T, 0)[:, None]
+    wide_TV = logits_TV.to(at_least_single(logits_TV.dtype))
+    total_T = wide_TV.logsumexp(1)
+    loss_T = (total_T - wide_TV.gather(1, column_T1)[:, 0]) * valid_T
+    gradient_TV = (wide_TV - total_T[:, None]).exp_()
+    gradient_TV.scatter_add_(1, column_T1, -torch.ones_like(column_T1, dtype=wide_TV.dtype))
+    return loss_T, logits_TV.copy_(gradient_TV.mul_((valid_T * factor)[:, None]))

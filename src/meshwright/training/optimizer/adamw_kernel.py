@@ -1,0 +1,63 @@
+"""The kernel of `fused`: one program updates a block of a parameter, in float32."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 2048  # elements of one program
+
+
+@triton.jit
+def _kernel(  # type: ignore[no-untyped-def]
+    weight, gradient, first, second, rounded, factor, count,
+    decay, beta_1, beta_2, rate, correction_2, epsilon,
+    rounds: tl.constexpr, clips: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    inside = i < count
+    g = tl.load(gradient + i, mask=inside).to(tl.float32)
+    if clips:
+        g = g * tl.load(factor).to(tl.float32)
+    w = tl.load(weight + i, mask=inside) * decay
+    m = tl.load(first + i, mask=inside)
+    v = tl.load(second + i, mask=inside)
+    m = m + (1 - beta_1) * (g - m)
+    v = beta_2 * v + (1 - beta_2) * g * g
+    w = w - rate * m / (tl.sqrt(v) / correction_2 + epsilon)
+    tl.store(weight + i, w, mask=inside)
+    tl.store(first + i, m, mask=inside)
+    tl.store(second + i, v, mask=inside)
+    if rounds:
+        tl.store(rounded + i, w, mask=inside)
+
+
+def update(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    rounded: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    step: int,
+    group: dict[str, Any],
+) -> None:
+    """One step of AdamW, in place. `group` has torch's options."""
+    gradient = gradient.contiguous()
+    assert weight.is_contiguous()
+    assert rounded is None or rounded.is_contiguous()
+    (beta_1, beta_2), rate = group["betas"], float(group["lr"])
+    count = weight.numel()
+    if not count:
+        return
+    _kernel[(triton.cdiv(count, BLOCK),)](
+        weight, gradient, *moments,
+        weight if rounded is None else rounded,
+        weight if factor is None else factor,
+        count,
+        1 - rate * group["weight_decay"], beta_1, beta_2, rate / (1 - beta_1**step), sqrt(1 - beta_2**step), group["eps"],
+        rounds=rounded is not None, clips=factor is not None, size=BLOCK,
+    )  # fmt: skip
