@@ -39,6 +39,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import DrawnWeights, Weights, build, loss_function, width_of_output
+from meshwright.models.attention_kernels import prefer_fastest
 from meshwright.models.documents import within_documents
 from meshwright.models.dropout import Moment, drawing
 from meshwright.models.loss import Targets, toward
@@ -87,6 +88,7 @@ class Parallel:
     )
     targets: torch.Tensor | None = None  # of the batch that runs
     fuses_loss: bool = False  # the head of the last stage returns the loss instead of logits
+    attention_kernel: str = ""  # torch's kernel that was the fastest on these shapes; empty: not measured
     masters: Masters | None = None  # what the optimizer updates instead of the pieces
     local: LocalSgd | None = None  # replicas that train without communication between averages
     compilation: Compilation = field(default_factory=Compilation)  # what is compiled, and what is not
@@ -303,7 +305,23 @@ def apply(
         parallel.local = LocalSgd(mesh, plan.average_every, pieces, parallel.masters, reductions)
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
+    if model.kind == "transformer" and plan.cp == 1 and torch.device(device).type == "cuda":
+        parallel.attention_kernel = prefer_fastest(
+            *attention_shapes(model, plan, workload), model.causal, dtype, device
+        )
     return parallel
+
+
+def attention_shapes(model: Model, plan: Plan, workload: Workload) -> tuple[torch.Size, torch.Size, torch.Size]:
+    """[B, heads, S, width] of queries, keys and values of a micro-batch on this rank."""
+    heads = model.heads // plan.tp
+    if model.attention == "mla":
+        groups, key, value = heads, model.nope_dim + model.rope_dim, model.v_dim
+    else:
+        groups, key, value = max(1, model.kv_groups // plan.tp), model.head_width, model.head_width
+    sizes = ((heads, key), (groups, key), (groups, value))
+    q, k, v = (torch.Size((plan.microbatch, n, workload.seq, width)) for n, width in sizes)
+    return q, k, v
 
 
 def set_weights(parallel: Parallel, weights: Weights) -> None:
