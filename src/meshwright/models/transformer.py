@@ -119,10 +119,11 @@ class Transformer(nn.Module):
             self.head.project.weight = self.embedding.tokens.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(self.embedding(x) if self.embedding is not None else x)
+        x_BSH = self.body(self.embedding(x) if self.embedding is not None else x)
+        return self.head(x_BSH) if self.head is not None else x_BSH
 
     def body(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """All after the embedding."""
+        """All between the embedding and the head."""
         for layer in self.layers.values():
             x_BSH = layer(x_BSH)
-        return self.head(x_BSH) if self.head is not None else x_BSH
+        return x_BSH

@@ -20,7 +20,7 @@ The result, `Parallel`, has what a training step needs: run the micro-batches, c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,7 +43,6 @@ from meshwright.models.attention_kernels import prefer_fastest
 from meshwright.models.documents import within_documents
 from meshwright.models.dropout import Moment, drawing
 from meshwright.models.loss import Targets, toward
-from meshwright.models.transformer import Head
 from meshwright.parallel import exchange
 from meshwright.parallel.compile import Compilation, compile_function, compile_stage, plan_compilation
 from meshwright.parallel.context import sequence as context
@@ -264,7 +263,8 @@ def apply(
     # Under ZeRO the shards are the masters: they are kept in at least float32, and torch narrows what it gathers.
     kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
     copies = mesh.add_copies(degrees_of(model, plan).kv_copies)
-    compilation = plan_compilation(compile, device, plan, model, program, mesh.sharded, workload.precision)
+    fuses_loss = can_fuse_loss(model, mesh, program)
+    compilation = plan_compilation(compile, device, plan, model, program, mesh.sharded)
 
     stages: dict[int, nn.Module] = {}
     pieces: list[Piece] = []
@@ -274,13 +274,15 @@ def apply(
         module = stages[i] = build(model, layers).to(kept)
         table = boxes(model, plan, mesh.layout, rank, layers, frozen_in(module))
         position_ids = shard_stage(module, table, model, plan, workload, mesh, copies)
+        if fuses_loss and module.head is not None:
+            module.head.fuses_loss = True  # type: ignore[union-attr]
         compile_stage(module, compilation, (workload.seq // plan.cp, dtype, torch.device(device)))
         wrap_layers(module, plan)
         if mesh.sharded:
             zero.shard(module, mesh, plan, dtype)
         materialise(module, device)
         own = pieces_of(module, table)
-        reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own, plan.microbatches(workload) > 1))
+        reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own))
         pieces += own
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
         mesh.ends  # noqa: B018  creating these groups is a collective of all ranks
@@ -294,7 +296,7 @@ def apply(
         reductions,
         choose_loss(model, mesh, compilation),
         position_ids=position_ids,
-        fuses_loss=fuse_loss(stages.values(), model, mesh, program),
+        fuses_loss=fuses_loss,
         dtype=dtype,
         masters=masters_of(pieces, plan),
         seed=seed,
@@ -316,7 +318,7 @@ def attention_shapes(model: Model, plan: Plan, workload: Workload) -> tuple[torc
     """[B, heads, S, width] of queries, keys and values of a micro-batch on this rank."""
     heads = model.heads // plan.tp
     if model.attention == "mla":
-        groups, key, value = heads, model.nope_dim + model.rope_dim, model.v_dim
+        groups, key, value = heads, model.nope_dim + model.rope_dim, model.value_dim
     else:
         groups, key, value = max(1, model.kv_groups // plan.tp), model.head_width, model.head_width
     sizes = ((heads, key), (groups, key), (groups, value))
@@ -419,15 +421,11 @@ def choose_loss(model: Model, mesh: Mesh, compilation: Compilation) -> Loss:
     return loss
 
 
-def fuse_loss(stages: Iterable[nn.Module], model: Model, mesh: Mesh, program: PipelineProgram | None) -> bool:
-    """Let the head compute the loss with its projection, chunk by chunk (`models.loss`). Not where ranks split the vocabulary, and
+def can_fuse_loss(model: Model, mesh: Mesh, program: PipelineProgram | None) -> bool:
+    """Whether the head computes the loss with its projection, chunk by chunk (`models.loss`). Not where ranks split the vocabulary, and
     not under a schedule that splits backward: the gradient of the head's weight is not a separate action then."""
     splits_backward = program is not None and program.splits_backward
-    if model.kind == "mlp" or mesh.group("tp") is not None or splits_backward:
-        return False
-    for head in (part for module in stages for part in module.modules() if isinstance(part, Head)):
-        head.fuses_loss = True
-    return True
+    return model.kind == "transformer" and mesh.group("tp") is None and not splits_backward
 
 
 def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dtype) -> Pipeline:

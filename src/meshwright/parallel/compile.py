@@ -2,7 +2,7 @@
 
     off      eager kernels
     blocks   each layer is one graph, and so are the head and the loss
-    whole    the stage is one graph, where nothing between its layers prevents it; else as blocks
+    whole    all layers of the stage are one graph, where nothing between them prevents it; else as blocks
     auto     blocks on GPUs, off on CPUs
 
 **Why per layer.** All layers of one kind have the same graph, so it is compiled once: the first step comes within a minute, where a whole
@@ -26,7 +26,8 @@ input.
 
 **What is not compiled**, with the reason in `Compilation.notes`: stages of split-backward schedules (torch computes the gradients of inputs
 and weights separately there, and a compiled graph has one backward), the dispatch of experts (its sizes are known only when the tokens
-are routed; the layer around it is two graphs), and embeddings (a lookup).
+are routed; the layer around it is two graphs), embeddings (a lookup), and a head that computes the loss in chunks (products, and a
+kernel of its own: `models.loss`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def resolve_compile(setting: str, device: str) -> str:
 
 
 def plan_compilation(
-    setting: str, device: str, plan: Plan, model: Model, program: PipelineProgram | None, sharded: bool, precision: str
+    setting: str, device: str, plan: Plan, model: Model, program: PipelineProgram | None, sharded: bool
 ) -> Compilation:
     """What is compiled of a plan; `sharded`: ZeRO shards its parameters."""
     done = Compilation(resolve_compile(setting, device))
@@ -88,10 +89,6 @@ def plan_compilation(
         return done
     if program is not None and program.splits_backward:
         done.note(f"off: the schedule {plan.schedule} splits the backward of a stage, and a compiled graph has one")
-        done.mode = "off"
-        return done
-    if precision == "fp8":
-        done.note("off: fp8 products are a mode of torch functions, which a graph cannot contain")
         done.mode = "off"
         return done
     if (plan.cp > 1 and plan.cp_kind != "ulysses") or model.sinks or model.attention_dropout:
@@ -123,11 +120,11 @@ def compile_stage(module: Any, done: Compilation, tokens: Tokens) -> None:
         geometry.prepare(*tokens)
     if done.mode == "whole":
         module.body = compiled_part(module, module.body, geometry)
-        return
-    for layer in module.layers.values():
-        compile_layer(layer, geometry)
+    else:
+        for layer in module.layers.values():
+            compile_layer(layer, geometry)
     head: Any = getattr(module, "head", None)
-    if head is not None:
+    if head is not None and not head.fuses_loss:
         head.forward = compiled_part(head, head.forward)
 
 

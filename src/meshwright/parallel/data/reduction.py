@@ -84,11 +84,9 @@ class CombinedReduction:
 Reduction = Buckets | ShardedGradients | LocalGradients | CombinedReduction
 
 
-def make_reduction(
-    module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype, pieces: list[Piece], accumulates: bool = True
-) -> Reduction:
+def make_reduction(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype, pieces: list[Piece]) -> Reduction:
     """The reduction of one stage with these pieces. The table says over which axes each gradient is summed, and which may
-    not be compressed (`rules.compressible`). Without `accumulates` a step has one micro-batch."""
+    not be compressed (`rules.compressible`)."""
     options: dict[str, Any] = {
         "overlap": plan.overlap is None or "dp" in plan.overlap,
         "per_microbatch": plan.reduce == "microbatch",
@@ -107,8 +105,7 @@ def make_reduction(
     if isinstance(module, FSDPModule):
         parts.append(ShardedGradients(module, plan, compress_scatters(module, mesh, plan, uncompressed)))
     elif mesh.group(DATA_AXES["dense"].whole) is None:
-        # Only sums need the wider dtype: of micro-batches here, as there is no other rank.
-        parts.append(LocalGradients(dense, options.get("dtype") if accumulates else None))
+        parts.append(LocalGradients(dense, options.get("dtype")))
     else:
         parts.append(buckets("dense", dense - uncompressed, compressor_of(plan)))
     if experts:

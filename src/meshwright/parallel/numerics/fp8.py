@@ -33,11 +33,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from meshwright.models.parts import Linear
+from meshwright.parallel import exchange
 
 Quantised = tuple[torch.Tensor, torch.Tensor]  # in units of the scale, and the scale
 
@@ -134,7 +135,7 @@ def gpu_has_units() -> bool:
 def max_over_ranks(amax: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.Tensor:
     """The maximum over all ranks that hold a part of the tensor."""
     for group in groups:
-        distributed.all_reduce(amax, distributed.ReduceOp.MAX, group)
+        amax = exchange.all_reduce(amax, group, "max")
     return amax
 
 

@@ -21,12 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
-<<<<<<< HEAD
-from meshwright.models.transformer import IGNORED
-from meshwright.parallel import exchange
-=======
 from meshwright.models.loss import IGNORED
->>>>>>> 3b00c5e (WIP)
+from meshwright.parallel import exchange
 
 
 def check_ids(ids: torch.Tensor, vocabulary: int, what: str) -> None:

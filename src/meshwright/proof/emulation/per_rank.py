@@ -32,6 +32,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.models.attention import Attention, Sinks
 from meshwright.models.moe import GroupedLinear, MixtureOfExperts
+from meshwright.models.parts import Linear
 from meshwright.models.router import Router
 from meshwright.models.transformer import LearnedPositions
 from meshwright.parallel.context.token_order import token_order
@@ -182,7 +183,7 @@ class PerRankGradients:
         return out
 
 
-class CopiedHeads(nn.Linear):
+class CopiedHeads(Linear):
     """A projection that computes each KV head once per rank that holds it. In fp8 each copy rounds its part of the gradient of the
     head; with one head the sum would be rounded."""
 

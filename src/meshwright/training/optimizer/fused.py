@@ -26,7 +26,7 @@ class FusedAdamW(torch.optim.AdamW):
     gradient_factor: torch.Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         from meshwright.training.optimizer import adamw_kernel
 
         for group in self.param_groups:
