@@ -46,7 +46,9 @@ class Plain(nn.Module):
         self.embed, self.norm = nn.Embedding(vocab, h), nn.RMSNorm(h, eps=1e-5)
         self.blocks = nn.ModuleList(Block(h, heads, kv, ffn) for _ in range(layers))
         self.head = nn.Linear(h, vocab, bias=False)
-        angle = torch.outer(torch.arange(seq), 500000.0 ** (-torch.arange(0, h // heads, 2) / (h // heads))).repeat(1, 2)
+        angle = torch.outer(torch.arange(seq), 500000.0 ** (-torch.arange(0, h // heads, 2) / (h // heads))).repeat(
+            1, 2
+        )
         self.register_buffer("cos", angle.cos().bfloat16())
         self.register_buffer("sin", angle.sin().bfloat16())
 

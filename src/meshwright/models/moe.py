@@ -6,6 +6,9 @@ All E experts have parameters, but a token uses only k of them: k/E of the arith
 experts are three tensors with the expert as first dimension. Copies of tokens are sorted by expert, so that the copies of
 one expert are consecutive rows, multiplied in one matrix product.
 
+On a GPU the products of all experts are one kernel, which reads the number of rows of each expert from the device: the host never waits
+for the routing. Copies are gathered and combined without atomic sums: where every token has k copies, both directions are a gather.
+
 This file does not know on which ranks tokens and experts are: it asks an `ExpertPlacement`. On one device all are local.
 The routed copies are sent before the shared experts run and received after it, so that their compute hides the transfer.
 
@@ -16,16 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from meshwright.describe.model import Model
+from meshwright.models.copies import Copies
 from meshwright.models.parts import ACTIVATIONS, FeedForward, Linear, gated_product
 from meshwright.models.router import Router, Tokens
 
-Product = Callable[[torch.Tensor, torch.Tensor, list[int]], torch.Tensor]
+Counts = list[int] | torch.Tensor  # rows of each expert
+Product = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 class Dispatch(Protocol):
@@ -89,6 +96,13 @@ class LocalPlacement:
         return rows
 
 
+def grouped(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: Counts) -> torch.Tensor:
+    """The rows of each expert times its matrix: in one kernel where the counts are on the device, else run by run."""
+    if isinstance(counts, list):
+        return run_by_run(x_RI, weight_EOI, counts)
+    return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
+
+
 def run_by_run(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """The rows of each expert times its matrix. An expert without tokens multiplies zero rows, so that its gradient is zero
     and not None, on every rank."""
@@ -103,17 +117,23 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, d_out, d_in))
         self.bias = nn.Parameter(torch.empty(experts, d_out)) if bias else None
         self.bias_share = 1.0  # factor of the bias on this rank, if the outputs of several ranks are summed
-        self.product: Product = run_by_run
+        self.product: Product = grouped
 
-    def forward(self, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(self, x_RI: torch.Tensor, counts: Counts) -> torch.Tensor:
         # Weights in a wider dtype than the arithmetic are cast here.
         y_RO = self.product(x_RI, self.weight.to(x_RI.dtype), counts)
         if self.bias is None:
             return y_RO
         expert_R = torch.arange(len(counts), device=x_RI.device).repeat_interleave(
-            torch.tensor(counts, device=x_RI.device), output_size=len(x_RI)
+            torch.as_tensor(counts, device=x_RI.device), output_size=len(x_RI)
         )
         return y_RO + self.bias.to(x_RI.dtype)[expert_R] * self.bias_share
+
+
+@torch.compiler.assume_constant_result
+@cache
+def has_grouped_product() -> bool:
+    return hasattr(F, "grouped_mm") and torch.cuda.get_device_capability() >= (9, 0)
 
 
 class Experts(nn.Module):
@@ -128,12 +148,17 @@ class Experts(nn.Module):
         self.product = gated_product(model)
 
     def forward(self, x_RH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        counts = counts_E.tolist()
+        counts = counts_E if self.in_one_kernel(x_RH, counts_E) else counts_E.tolist()
         if self.gated:
             inner_RF = self.product(self.gate(x_RH, counts), self.up(x_RH, counts))
         else:
             inner_RF = self.activation(self.up(x_RH, counts))
         return self.down(inner_RF, counts)
+
+    def in_one_kernel(self, x_RH: torch.Tensor, counts_E: torch.Tensor) -> bool:
+        """Whether torch's grouped product supports these rows: bf16 on a GPU since Hopper."""
+        on_device = x_RH.is_cuda and x_RH.dtype == torch.bfloat16 and isinstance(counts_E, torch.Tensor)
+        return on_device and has_grouped_product() and self.up.product is grouped
 
 
 class MixtureOfExperts(nn.Module):
@@ -148,11 +173,11 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         local_TH = self.placement.local_tokens(x_BSH)
         routing = self.router(local_TH, self.placement)
-        dispatch = self.placement.dispatch(local_TH[routing.token_R], routing.counts_E)
+        copies = Copies.of(routing, len(local_TH))
+        dispatch = self.placement.dispatch(copies.spread(local_TH), routing.counts_E)
         shared_BSH = self._shared(x_BSH)
         outputs_RH = dispatch.combine(self.experts(*dispatch.receive()))
-        weighted_RH = outputs_RH * routing.weight_R[:, None]
-        combined_TH = torch.zeros_like(local_TH).index_add(0, routing.token_R, weighted_RH)
+        combined_TH = copies.combine(outputs_RH, routing.weight_R)
         routed_BSH = self.placement.restore(combined_TH, x_BSH)
         return routed_BSH if shared_BSH is None else routed_BSH + shared_BSH
 

@@ -51,11 +51,12 @@ class Tokens(Protocol):
 @dataclass
 class Routing:
     """Copies of tokens, sorted by expert: the token of each copy, the weight of its expert's output, and the number of
-    copies per expert."""
+    copies per expert. `per_token` is the number of copies of each token; 0 if they differ."""
 
     token_R: torch.Tensor
     weight_R: torch.Tensor
     counts_E: torch.Tensor
+    per_token: int = 0
 
 
 class Router(nn.Module):
@@ -86,8 +87,17 @@ class Router(nn.Module):
         weights_TE = weights_TE * self.options.scale
         if self.options.aux or self.options.z:
             weights_TE = add_loss(weights_TE, self.losses(logits_TE, scores_TE, chosen_TE, tokens), tokens.share)
-        expert_R, token_R = kept_TE.t().nonzero(as_tuple=True)
-        return Routing(token_R, weights_TE[token_R, expert_R].to(x_TH.dtype), kept_TE.sum(0))
+        if self.dropless:  # the number of copies is known: the host does not wait for it
+            expert_R, token_R = kept_TE.t().nonzero_static(size=len(x_TH) * self.k).unbind(1)
+        else:
+            expert_R, token_R = kept_TE.t().nonzero(as_tuple=True)
+        weight_R = weights_TE[token_R, expert_R].to(x_TH.dtype)
+        return Routing(token_R, weight_R, kept_TE.sum(0), self.k if self.dropless else 0)
+
+    @property
+    def dropless(self) -> bool:
+        """Whether every token visits k experts."""
+        return self.options.choice == "token" and not self.options.capacity
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """The logits in float32 or wider, whatever the precision of the layer."""

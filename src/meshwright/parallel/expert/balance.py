@@ -38,14 +38,13 @@ def balance(
         distributed.all_reduce(loads, group=group)
     by_name = {piece.name: piece for piece in pieces}
     wide = {piece.name: piece for piece in masters}
-    metrics = []
+    metrics = [load_metrics(load_2E) for load_2E in loads.cpu()]
     for (name, part), load_2E in zip(layers.items(), loads, strict=True):
         bias = by_name.get(f"{name}.balance_bias")
         if bias is not None:
             master = wide.get(bias.name, bias)
             master.local.add_(bias.part_of(part.router.balance(load_2E[0])).to(master.local.device))
             bias.local.copy_(master.local)
-        metrics.append(load_metrics(load_2E))
         part.router.load = None
         if isinstance(part.placement, ParallelPlacement):
             part.placement.end_step()

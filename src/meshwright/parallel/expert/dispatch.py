@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.models.moe import MixtureOfExperts, routed_experts
+from meshwright.models.moe import Dispatch, LocalDispatch, MixtureOfExperts, routed_experts
 from meshwright.parallel import exchange, recompute
 from meshwright.parallel.context.token_order import token_order
 from meshwright.parallel.mesh import Mesh
@@ -189,7 +189,10 @@ class ParallelPlacement:
     def restore(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor:
         return (y_TH if self.tp is None else exchange.join(y_TH, self.tp, 0)).view_as(like_BSH)
 
-    def dispatch(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> ExpertDispatch:
+    def dispatch(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Dispatch:
+        if self.ep is None and self.etp is None:  # the counts stay on the device
+            self.count(*[len(copies_RH)] * 4)
+            return LocalDispatch(copies_RH, counts_E)
         return ExpertDispatch(copies_RH, counts_E, self)
 
     def exchange_counts(self, outgoing: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,72 @@
+"""Copies of tokens for their experts, and the weighted sum of what the experts return.
+
+    spread     copy r is a copy of token[r]                       backward: the gradients of a token's copies are summed
+    combine    y_t = Σ over the copies r of token t: w_r · o_r    backward: do_r = w_r · dy_token[r],  dw_r = o_r · dy_token[r]
+
+A sum of rows to given places is a scatter, for which a GPU needs atomic additions. Where every token has exactly k copies, they can be
+looked up instead: `place_TK` lists where the copies of each token are, so every direction is a gather and a sum of k rows.
+
+Legend: T tokens, K copies of each, R = T·K copies sorted by expert, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.router import Routing
+
+
+@dataclass
+class Copies:
+    token_R: torch.Tensor
+    tokens: int
+    place_TK: torch.Tensor | None  # None: tokens differ in their number of copies
+
+    @classmethod
+    def of(cls, routing: Routing, tokens: int) -> Copies:
+        place_TK = None
+        if routing.per_token:
+            place_TK = routing.token_R.argsort(stable=True).view(tokens, routing.per_token)
+        return cls(routing.token_R, tokens, place_TK)
+
+    def spread(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return x_TH[self.token_R] if self.place_TK is None else _Spread.apply(x_TH, self.token_R, self.place_TK)
+
+    def combine(self, outputs_RH: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
+        if self.place_TK is not None:
+            return _Combine.apply(outputs_RH, weight_R, self.token_R, self.place_TK)
+        weighted_RH = outputs_RH * weight_R[:, None]
+        return outputs_RH.new_zeros(self.tokens, outputs_RH.shape[1]).index_add(0, self.token_R, weighted_RH)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place_TK)
+        return x_TH[token_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place_TK,) = ctx.saved_tensors
+        return gradient_RH[place_TK].sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, outputs_RH: torch.Tensor, weight_R: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(outputs_RH, weight_R, token_R)
+        return (outputs_RH[place_TK] * weight_R[place_TK][..., None]).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        outputs_RH, weight_R, token_R = ctx.saved_tensors
+        gradient_RH = gradient_TH[token_R]
+        return gradient_RH * weight_R[:, None], (outputs_RH * gradient_RH).sum(1), None, None
