@@ -27,14 +27,17 @@ PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which 
 
 def rank_report(context: RankContext, trainer: Trainer, steps: int, recorder: CommRecorder, cpu_s: float) -> RankReport:
     """The report of this rank; trains the further steps. `cpu_s`: seconds that it computed in the timed ones."""
-    parallel = trainer.parallel
+    parallel, of_steps = trainer.parallel, device_memory(context.device)
     traced = trace_steps(trainer, steps)
     if parallel.local is not None:
         parallel.local.since = parallel.local.every - 1  # local SGD averages in the observed step
     with Observer(trainer, separate_axes=True) as observer:
         trainer.train_step()
     seen = observer.observed()
-    tensors, process = peak_memory(context.device, seen.peak_bytes)
+    tensors, process = of_steps or (
+        seen.peak_bytes,
+        peak_resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
+    )
     stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen.collectives)
     return RankReport(
         context.rank, stage, tensors, process, traffic, kept_share(trainer), cpu_s, tuple(recorder.steps), traced
@@ -50,12 +53,12 @@ def kept_share(trainer: Trainer) -> float | None:
     return kept_copies(parallel.stages.values(), tokens * model.top_k)
 
 
-def peak_memory(device: str, observed_bytes: int) -> tuple[int, int]:
-    """Peak bytes of tensors and of the process. On a GPU the allocator counts them: allocated and reserved. On a CPU no
-    allocator does: tensors are those of the observed step, the process is its resident memory."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return observed_bytes, peak_resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+def device_memory(device: str) -> tuple[int, int] | None:
+    """Peak bytes that the allocator of a GPU has allocated and reserved; None on a CPU, where no allocator counts them: there tensors are
+    those of the observed step, and the process is its resident memory."""
+    if not device.startswith("cuda"):
+        return None
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 def sent_by_axis(trainer: Trainer, collectives: dict[tuple[str, str], tuple[int, int]]) -> dict[str, float]:

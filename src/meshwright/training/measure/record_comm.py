@@ -156,7 +156,10 @@ class CommRecorder(Hook):
         self.open: Running | None = None  # what the rank is blocked by now
         self.keys: dict[tuple[str, str, int], str] = {}
         self.clock: Any = HostClock()
-        if torch.device(trainer.parallel.mesh.device).type == "cuda":
+        alone = (
+            trainer.parallel.plan.world == 1
+        )  # nothing to record: the device's clock would only wait for it in every step
+        if torch.device(trainer.parallel.mesh.device).type == "cuda" and not alone:
             from meshwright.training.measure.device_clock import DeviceClock
 
             self.clock = DeviceClock()
