@@ -15,10 +15,9 @@ import pytest
 
 from meshwright.training.launch import local
 
-local.PRELOAD += ["meshwright.proof.trace", "meshwright.training.worker"]
-local.PRELOAD += [
-    "transformers.models.llama.modeling_llama"
-]  # seconds in every rank otherwise; ignored where it is missing
+# What the modules of tests import, once in the forkserver instead of in every rank; ignored where it is missing.
+local.PRELOAD += ["meshwright.proof.trace", "meshwright.training.worker", "meshwright.training.run"]
+local.PRELOAD += ["pytest", "hypothesis", "transformers.models.llama.modeling_llama"]
 SILENCE_S = 25.0
 GROUP_TIMEOUT_S = 15.0
 

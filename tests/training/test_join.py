@@ -117,6 +117,40 @@ def test_ranks_exchange_values_and_only_the_first_failure_is_reported():
     assert {error.exit_code for error in (zero, one, two)} == {3}
 
 
+def test_rank_0_serves_the_store_until_all_ranks_know_of_a_failure(monkeypatch):
+    """Its process ends after the error, and the store with it: a slow rank must have read it before."""
+    left = []
+
+    def work(meeting):
+        if meeting.place.rank == 1:
+            leave = meeting._leave
+            monkeypatch.setattr(meeting, "_leave", lambda: (time.sleep(0.3), left.append(1), leave()))
+
+        def fail():
+            raise MeshwrightError("MW-TEST-001", "wrong input")
+
+        with pytest.raises(MeshwrightError):
+            meeting.succeed(fail)
+        return list(left)
+
+    assert in_threads(2, work) == [[1], [1]]
+
+
+def test_a_rendezvous_that_is_lost_is_an_error_in_bounded_time():
+    """The store ends, as with the process of torchrun's agent, while a rank waits in it for rank 0."""
+    from torch import distributed
+
+    stores = [distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    place = Placement(1, 2, 1, "127.0.0.1", stores[0].port, store_is_running=True)
+    timer = threading.Timer(0.3, stores.clear)
+    timer.start()
+    with pytest.raises(MeshwrightError, match=r"MW-RANK-008: rank 1 lost the rendezvous at 127.0.0.1:") as lost:
+        Meeting(place, 30.0)
+    timer.join()
+    assert "torchrun's agent, which serves it, has ended" in str(lost.value)
+    assert lost.value.exit_code == 70
+
+
 def test_a_store_that_outlived_its_ranks():
     """torchrun keeps its store: a rank that comes before the new rank 0 finds the session of ranks that have ended."""
     from torch import distributed

@@ -6,7 +6,9 @@ files instead.
 
 from __future__ import annotations
 
+import os
 import sysconfig
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,14 +25,20 @@ SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"
 @cache
 def standard_library(limit: int = CORPUS_BYTES) -> np.ndarray:
     """The bytes of the standard library's source files, in the order of their paths."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts))
     text = bytearray()
-    for path in files:
+    for path in sorted(source_files(Path(sysconfig.get_paths()["stdlib"]))):
         text += path.read_bytes()
         if len(text) >= limit:
             break
     return np.frombuffer(bytes(text[:limit]), dtype=np.uint8)
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    """The Python files under a folder. Skipped folders are not listed at all: installed packages have many more files than the
+    library, and every rank looks for them."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 class Corpus:

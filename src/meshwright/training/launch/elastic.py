@@ -25,17 +25,16 @@ import signal
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from meshwright.describe.run_folder import rank_log
 from meshwright.training.job import Attempt
@@ -50,6 +49,7 @@ from meshwright.training.launch.failure import (
 )
 from meshwright.training.launch.rank import end_with_parent, resolve
 
+LOOPBACK = "127.0.0.1"
 MONITOR_S = 0.1
 GRACE_S = 1.0  # after a failure that may be a consequence, the time for its cause to appear
 STUCK_S = 5.0
@@ -95,15 +95,6 @@ def run_attempt(
 ) -> tuple[dict[int, Any], list[Failure]]:
     """Start ranks and wait until all have returned (their results), or until one has failed and all have ended (the failures)."""
     files = Path(tempfile.mkdtemp(prefix="meshwright-", dir=local.memory_folder()))
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint="127.0.0.1:0",
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="127.0.0.1",
-        is_host="true",
-    )
     try:
         with quiet(), kept_handlers():
             spec = WorkerSpec(
@@ -111,17 +102,16 @@ def run_attempt(
                 local_world_size=world,
                 entrypoint=call,
                 args=(target, args, files),
-                rdzv_handler=get_rendezvous_handler(parameters),
+                rdzv_handler=OneMachine(),
                 max_restarts=0,
                 monitor_interval=MONITOR_S,
-                local_addr="127.0.0.1",
+                local_addr=LOOPBACK,
             )
             agent = Agent(spec, files, folder, target.partition(":")[0], poll)
             try:
                 result = agent.run()
             finally:
                 agent.ending.set()
-                spec.rdzv_handler.shutdown()
         poll()
         if agent.stopped:
             raise SystemExit(128 + signal.SIGTERM)
@@ -136,6 +126,39 @@ def call(target: str, args: tuple, files: Path) -> Any:
     assert parent is not None
     end_with_parent(lambda: wait([parent.sentinel]), files)
     return resolve(target)(*args)
+
+
+class OneMachine(RendezvousHandler):
+    """The rendezvous of one agent: a new store, and nobody to wait for. The rendezvous of torchrun for several agents would take half
+    a second at every start, for rounds of voting and records of its call stack."""
+
+    def __init__(self) -> None:
+        self.store = distributed.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "one-machine"
+
+    def get_run_id(self) -> str:
+        return "one-machine"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else could join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class Agent(LocalElasticAgent):

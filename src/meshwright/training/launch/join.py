@@ -28,13 +28,14 @@ from torch import distributed
 
 from meshwright.comm.bench.session import host_name
 from meshwright.errors import MeshwrightError, listed
-from meshwright.training.launch.failure import FailedElsewhere
+from meshwright.training.launch.failure import INTERNAL_ERROR, FailedElsewhere
 from meshwright.training.launch.placement import Placement
 from meshwright.training.launch.rank import RankContext
 from meshwright.training.machine import gpu_count, resolve_backend, resolve_device
 
 JOIN_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 600.0
+LEAVE_S = 5.0  # rank 0 serves the store this long after a failure
 POLL_S = 0.02
 Result = TypeVar("Result")
 
@@ -57,7 +58,8 @@ class Meeting:
         except (RuntimeError, ValueError) as error:
             raise self._unreachable(error) from None
         lobby = distributed.PrefixStore("meshwright", server)
-        self.session = self._open_session(lobby) if place.rank == 0 else self._find_session(lobby)
+        with self._reachable():
+            self.session = self._open_session(lobby) if place.rank == 0 else self._find_session(lobby)
         self.store = distributed.PrefixStore(self.session, lobby)
 
     def _open_session(self, lobby: Any) -> str:
@@ -90,16 +92,17 @@ class Meeting:
         """Wait until the store has all needed keys; `keys` has one for each rank, to name the missing ones."""
         try:
             store.wait(list(needed), self.timeout)
-        except RuntimeError:
+        except distributed.DistStoreError:
             raise self._missing([str(r) for r, key in enumerate(keys) if key and not store.check([key])]) from None
 
     def exchange(self, value: Any) -> list[Any]:
         """The values (plain data) of all ranks, by rank. Raises on every rank with the names of ranks that do not come."""
         keys = [f"{self.exchanges}/{rank}" for rank in range(self.place.world)]
         self.exchanges += 1
-        self.store.set(keys[self.place.rank], json.dumps(value))
-        self._wait(self.store, keys, keys)
-        return [json.loads(text) for text in self.store.multi_get(keys)]
+        with self._reachable():
+            self.store.set(keys[self.place.rank], json.dumps(value))
+            self._wait(self.store, keys, keys)
+            return [json.loads(text) for text in self.store.multi_get(keys)]
 
     def succeed(self, action: Callable[[], Result]) -> Result:
         """The result of an action that all ranks perform. If it fails on some ranks, the first of these raises its error, and all
@@ -112,10 +115,34 @@ class Meeting:
         failed = {rank: code for rank, code in enumerate(self.exchange(error and error.exit_code)) if code is not None}
         if not failed:
             return result
+        self._leave()
         first = min(failed)
         if error is not None and self.place.rank == first:
             raise error
         raise FailedElsewhere("MW-RANK-009", f"rank {first} failed and reports why", exit_code=failed[first])
+
+    def _leave(self) -> None:
+        """Tell the others that this rank has read what it needs. Rank 0 waits for them: the store ends with its process."""
+        keys = [f"left/{rank}" for rank in range(self.place.world)]
+        with contextlib.suppress(RuntimeError):  # a rank that has ended does not leave
+            self.store.set(keys[self.place.rank], "")
+            if self.place.rank == 0:
+                self.store.wait(keys, timedelta(seconds=LEAVE_S))
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        """Raise one error if the process that serves the store ends while this rank uses it."""
+        try:
+            yield
+        except distributed.DistNetworkError as error:
+            owner = "torchrun's agent" if self.place.store_is_running else "rank 0"
+            raise MeshwrightError(
+                "MW-RANK-008",
+                f"rank {self.place.rank} lost the rendezvous at {self.place.address}:{self.place.port}",
+                why=f"{owner}, which serves it, has ended: {str(error).splitlines()[0][:200]}",
+                fix=f"look at the output of {owner}",
+                exit_code=INTERNAL_ERROR,
+            ) from None
 
     def _unreachable(self, error: Exception) -> MeshwrightError:
         place = self.place

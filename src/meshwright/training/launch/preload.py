@@ -19,7 +19,10 @@ import torch.distributed.pipelining
 import torch.distributed.tensor
 
 import meshwright.training.launch.rank
+from meshwright.describe.entries import KINDS, tables
 
 torch.set_num_threads(1)
+for kind in KINDS:
+    tables(kind)  # the plan file of a run names entries of the catalog
 
 __all__ = ["meshwright", "numpy", "torch"]
