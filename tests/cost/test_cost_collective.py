@@ -50,6 +50,36 @@ def test_price_equals_the_walked_time_of_the_chosen_program(operation, ranks, si
     assert choice.seconds > choice.walked
 
 
+@pytest.mark.parametrize("oversubscription", [2.0, 4.0, 16.0])
+def test_ring_over_an_oversubscribed_level_is_as_slow_as_its_walk(oversubscription):
+    """Only one node of each pod sends to another pod in a step of a ring, so four nodes have room for 4:1; above that the uplink limits."""
+    node, rail, spine = DGX.levels
+    pods = (node.but(size=2), rail.but(size=4), spine.but(size=2, oversubscription=oversubscription))
+    cluster = DGX.but(name="pods", levels=pods, accelerator="a100-80gb").with_gpus(16)
+    choice = choose(cluster, "all-gather", 2.0**30, 16)
+    program = build("all-gather", choice.algorithm, 16, 2**28, groups=groups_of(cluster, 16))
+    walked = walk(program, library.library_links(cluster, "all-gather", choice.algorithm, 16), element_bytes=4).makespan
+    assert walked == pytest.approx(choice.walked, rel=1e-3)
+    one_pod = choose(cluster.but(levels=(*pods[:2], spine)), "all-gather", 2.0**30, 16)
+    assert choice.walked / one_pod.walked == pytest.approx(max(1.0, oversubscription / 4), rel=0.01)
+
+
+def test_ring_of_a_plan_on_an_oversubscribed_level_uses_the_cards_of_one_node_per_pod():
+    """Data parallelism over pods, one rank per node: 128 rings cross a pod's uplinks instead of 3,072 cards."""
+    meta = catalog.load("clusters", "meta-h100").with_gpus(8192)
+    free = meta.but(levels=(*meta.levels[:2], meta.levels[2].but(oversubscription=1.0)))
+    plan = {"replicate": 64, "tp": 8, "pp": 16}
+    times = [
+        Network(cluster, lowered(GPT.but(layers=16, heads=16), WORK.but(batch=1024), **plan).batch).time(
+            Op("x", "x", "collective", collective=kind, axis="dp", message_bytes=np.array([1e9]))
+        )[0]
+        for cluster in (free, meta)
+        for kind in ("all_reduce", "all_to_all")
+    ]
+    assert times[2] == pytest.approx(times[0])
+    assert times[3] > 5 * times[1]
+
+
 def test_library_runs_its_fastest_program():
     for ranks in (4, 8, 16, 24, 64):
         for n in np.geomspace(1e3, 1e10, 12):
@@ -73,7 +103,7 @@ def test_algorithms_that_nccl_chooses():
     )  # four ranks: a ring's 1.5 n beats 1.25 n at in-switch rates
     assert choose(DGX.with_gpus(512), "all-reduce", 2**33, 512).algorithm == "multi-ring"
     a100 = catalog.load("clusters", "dgx-a100").with_gpus(64)
-    assert choose(a100, "all-reduce", 2**12, 64).algorithm == "rail-tree"
+    assert choose(a100, "all-reduce", 2**12, 64).algorithm == "rail-double-tree"
     assert choose(a100, "all-reduce", 2**30, 64).algorithm == "multi-ring"
     assert choose(sharp(DGX).with_gpus(64), "all-reduce", 2**30, 64).algorithm == "sharp"
     assert choose(DGX, "all-to-all", 2**20, 8).algorithm == "direct"

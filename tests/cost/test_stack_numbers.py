@@ -12,6 +12,7 @@ from meshwright.cost.collective import Network
 from meshwright.cost.memory import memory
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
+from meshwright.describe.cluster import Efficiency
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
@@ -104,9 +105,14 @@ def test_a_band_is_wider_where_communication_or_the_host_dominate():
     assert width(compute) == 1.0
     assert width(network) == pytest.approx(math.sqrt(1 + 4))
     assert width({"ffn": 0.6, "host": 0.4}) == pytest.approx(math.sqrt(1 + 1.96))
-    low, high = band(Stack(), network)
-    assert low < band(Stack(), compute)[0] < 1 < band(Stack(), compute)[1] < high
-    assert band(Stack(), compute, measured_device=False)[1] > band(Stack(), compute)[1]
+    measured, unmeasured = Efficiency(source="measured"), Efficiency()
+    low, high = band(Stack(), network, measured)
+    assert low < band(Stack(), compute, measured)[0] < 1 < band(Stack(), compute, measured)[1] < high
+    assert band(Stack(), compute, unmeasured)[1] > band(Stack(), compute, measured)[1]
+    assumed = measured.but(doubt=0.1)
+    assert band(Stack(), compute, assumed)[1] > band(Stack(), compute, measured)[1]
+    experts = {"attention": 0.5, "experts": 0.5}
+    assert band(Stack(), experts, measured)[1] > band(Stack(), compute, measured)[1]
 
 
 def test_plans_of_one_kind_are_ranked_more_finely_than_plans_of_two():

@@ -1,9 +1,11 @@
 """The band of a predicted step time: how far measured times of runs that the fit has not seen are from their predictions.
 
-    low, high = t · exp(−q_low · w),  t · exp(q_high · w)        w² = 1 + (5 · share of communication)² + (3.5 · share of the host)²
+    low, high = t · exp(−q_low · w),  t · exp(q_high · w)
 
-The width w grows with what is least certain: exposed communication, and time in which the device waits for its host. The quantiles q depend
-on what is known of the stack (`Stack.evidence`): nothing (`typical`), published runs of the same stack (`published`), or runs of the user
+    w² = 1 + (5 · share of communication)² + (3.5 · share of the host)² + (6 · share of experts)² + (doubt of the device / 7%)²
+
+The width w grows with what is least certain: exposed communication, time in which the device waits for its host, experts (their kernels, dispatch
+and balance differ by stack and version), and shares of peak of a device that were assumed (`Efficiency.doubt`). The quantiles q depend on what is known of the stack (`Stack.evidence`): nothing (`typical`), published runs of the same stack (`published`), or runs of the user
 (`calibrated`). `meshwright calibrate --runs` computes them from the residuals of left-out sources, so that each band holds 90% of the runs.
 A device that was never measured has a wider band: its shares of peak may be the best or the worst of the measured ones.
 """
@@ -13,11 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from meshwright.describe.cluster import Efficiency
 from meshwright.describe.entries import fitted
 from meshwright.describe.result import AXES
 from meshwright.describe.stack import Stack
 
-COMMUNICATION_DOUBT, HOST_DOUBT = 5.0, 3.5
+COMMUNICATION_DOUBT, HOST_DOUBT, EXPERT_DOUBT = 5.0, 3.5, 6.0
+LEAST_DOUBT = 0.07  # of ln seconds: a step that only computes, on a measured device
 PLAN_DOUBT = 0.02
 PART_DOUBTS = (0.35, 0.25, 0.10)  # of communication, host and bubble: the noise of `calibrate.stack_fit`
 NINE_OF_TEN = 1.28  # standard deviations
@@ -26,10 +30,16 @@ NINE_OF_TEN = 1.28  # standard deviations
 UNMEASURED = (0.66 / 0.74, 0.25 / 0.18)
 
 
-def width(exposed: Mapping[str, float]) -> float:
-    """The width of the band of a step relative to that of a step that only computes."""
+def width(exposed: Mapping[str, float], device_doubt: float = 0.0) -> float:
+    """The width of the band of a step relative to that of a step that only computes, on a measured device."""
     communication, host, _ = shares(exposed)
-    return math.sqrt(1 + (COMMUNICATION_DOUBT * communication) ** 2 + (HOST_DOUBT * host) ** 2)
+    parts = COMMUNICATION_DOUBT * communication, HOST_DOUBT * host, EXPERT_DOUBT * expert_share(exposed)
+    return math.sqrt(1 + sum(part**2 for part in parts) + (device_doubt / LEAST_DOUBT) ** 2)
+
+
+def expert_share(exposed: Mapping[str, float]) -> float:
+    """The share of a step in which experts and their router compute."""
+    return sum(exposed.get(part, 0.0) for part in ("experts", "router")) / max(sum(exposed.values()), 1e-30)
 
 
 def shares(exposed: Mapping[str, float]) -> tuple[float, float, float]:
@@ -58,9 +68,9 @@ def quantiles(evidence: str) -> tuple[float, float]:
     return float(table["low"]), float(table["high"])
 
 
-def band(stack: Stack, exposed: Mapping[str, float], measured_device: bool = True) -> tuple[float, float]:
+def band(stack: Stack, exposed: Mapping[str, float], device: Efficiency) -> tuple[float, float]:
     """Factors on the predicted step time: the band holds nine of ten measured times."""
-    w = width(exposed)
+    w = width(exposed, device.doubt)
     low, high = quantiles(stack.evidence)
-    edges = UNMEASURED if not measured_device else (1.0, 1.0)
+    edges = (1.0, 1.0) if device.measured else UNMEASURED
     return math.exp(-low * w) * edges[0], math.exp(high * w) * edges[1]

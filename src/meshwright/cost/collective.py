@@ -9,9 +9,10 @@ the shape of the group: P ranks on N nodes, g ranks per node. All values are arr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,16 @@ from meshwright.describe.cluster import Cluster
 from meshwright.errors import unknown
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op
-from meshwright.programs.collectives.formulas import FORMULAS, Rates, Shape, switch_segments, switch_shards, switch_wire
+from meshwright.programs.collectives.formulas import (
+    FORMULAS,
+    Rates,
+    Shape,
+    double_tree_fill,
+    double_tree_segments,
+    switch_segments,
+    switch_shards,
+    switch_wire,
+)
 
 OPERATIONS = {
     "all_reduce": "all-reduce",
@@ -34,21 +44,27 @@ LARGEST_TABLE = 2**20  # entries of the lookup table of shapes; with more keys, 
 
 
 class Group(NamedTuple):
-    """The distinct group shapes of an axis: P ranks on N nodes, g per node, and the bytes/s of a device between nodes. `of_plan` is the
-    index of the shape of each plan of the batch."""
+    """The distinct group shapes of an axis: P ranks on N nodes, g per node, and the bytes/s of a device between nodes, while all devices send
+    (`outside`) and in a ring or tree (`ring_outside`). `of_plan` is the index of the shape of each plan of the batch."""
 
     ranks: Array
     per_node: Array
     nodes: Array
     outside: Array
+    ring_outside: Array
     of_plan: Array
 
     @classmethod
-    def of(cls, ranks: Array, per_node: Array, level: Array, rates: list[float]) -> Group:
+    def of(
+        cls, ranks: Array, per_node: Array, level: Array, rates: list[float], ring_rates: Array | None = None
+    ) -> Group:
         """Find the distinct shapes. Many plans share a shape, so constants are computed per shape and looked up per plan.
 
         `level` is the highest level above the node that the groups of each plan span; `rates` are the bytes/s of a device at these levels.
+        `ring_rates` are the bytes/s of a device in a ring, by plan, where they are not those of the level.
         """
+        if ring_rates is not None:
+            return cls._of_rings(ranks, per_node, level, rates, ring_rates)
         key = ((ranks * (np.floor(per_node.max()) + 1) + per_node) * len(rates) + level).astype(np.int64)
         if key.max() < LARGEST_TABLE and all((np.floor(x) == x).all() for x in (ranks, per_node)):
             first = np.full(int(key.max()) + 1, -1)  # for each key, the index of a plan with this key
@@ -63,7 +79,13 @@ class Group(NamedTuple):
             of_plan = of_plan.ravel()
         ranks, per_node = ranks[first], per_node[first]
         outside = np.array(rates)[np.broadcast_to(level, key.shape)[first]]
-        return cls(ranks, per_node, ranks / per_node, outside, of_plan)
+        return cls(ranks, per_node, ranks / per_node, outside, outside, of_plan)
+
+    @classmethod
+    def _of_rings(cls, ranks: Array, per_node: Array, level: Array, rates: list[float], ring_rates: Array) -> Group:
+        columns = np.stack(np.broadcast_arrays(ranks, per_node, np.array(rates)[level], ring_rates))
+        found, of_plan = np.unique(columns, axis=1, return_inverse=True)
+        return cls(found[0], found[1], found[0] / found[1], found[2], found[3], of_plan.ravel())
 
 
 class Choice(NamedTuple):
@@ -92,7 +114,7 @@ class Curve:
 
     def fit(self) -> None:
         """Multiply the terms of the formula by the rates and add the call."""
-        terms = FORMULAS[self.operation, self.algorithm][1](shape_of(self.group))
+        terms = self.terms()
         start, byte = terms.alpha * self.rates.alpha, terms.beta * self.rates.beta
         self.start, self.byte, self.wire = start, byte, byte
         self.outer: tuple[Array, Array] | None = None
@@ -113,6 +135,10 @@ class Curve:
         if self.outer is not None:
             self.outer_begin, self.outer_per_byte = (self.outer[0] + self.call)[at], self.outer[1][at]
         self.per_root = None if self.chunks is None else self.chunks[at]
+
+    def terms(self) -> Any:
+        """The terms of the formula that do not depend on the size."""
+        return FORMULAS[self.operation, self.algorithm][1](shape_of(self.group))
 
     def walked(self, n: Array) -> Array:
         """Seconds of the program on the library's links."""
@@ -137,7 +163,7 @@ class Curve:
     @cached_property
     def available(self) -> Array:
         """For which shapes the library has the program; `True` for all shapes."""
-        return self.across if self.algorithm == "rail-tree" else True
+        return True
 
     def improve(self, n: Array, root: Array, best: Array) -> Array:
         """The minimum of `best` and the time of this program, for the plans for which the library has it."""
@@ -145,6 +171,39 @@ class Curve:
         if self.available is not True:
             seconds = np.where(self.available[self.group.of_plan], seconds, np.inf)
         return np.minimum(best, seconds)
+
+
+class TreeCurve(Curve):
+    """NCCL's tree between nodes. Its number of segments depends on the size; with the best number (a real number, at least one)
+
+        2(c + 2)α' + 2n/g·β' + 4√(c·α'·n/g·β')        c = F − 2 (`programs.collectives.rails`)
+
+    so the formula has a term in √n, as pipelining in chunks has.
+    """
+
+    def terms(self) -> Any:
+        return super().terms()._replace(outer_beta=2 * self.across / self.group.per_node)
+
+    def fit(self) -> None:
+        super().fit()
+        rates, shape = self.rates, shape_of(self.group)
+        fill = double_tree_fill(shape.nodes) * rates.outer_alpha * rates.outer_beta / shape.per_node
+        assert self.chunks is not None
+        self.per_root = (self.chunks + 4 * np.sqrt(fill) * self.across)[self.group.of_plan]
+
+    def segments(self, n: Array) -> Array:
+        return double_tree_segments(n, shape_of(self.group), self.rates)
+
+    def walked(self, n: Array) -> Array:
+        return FORMULAS[self.operation, self.algorithm][1](shape_of(self.group, self.segments(n))).seconds(
+            n, self.rates
+        )
+
+    @cached_property
+    def available(self) -> Array:
+        if not library.runs_on(self.cluster, "nvls"):
+            return self.across
+        return self.across & ~reduces_in_switches(self.group)
 
 
 class SwitchCurve(Curve):
@@ -160,7 +219,7 @@ class SwitchCurve(Curve):
     def at(self, shapes: Array) -> SwitchCurve:
         """This curve with one row for each index in `shapes`."""
         part = copy(self)
-        part.group = self.group._replace(**{name: getattr(self.group, name)[shapes] for name in Group._fields[:4]})
+        part.group = self.group._replace(**{name: getattr(self.group, name)[shapes] for name in Group._fields[:5]})
         part.rates = Rates(*(x[shapes] if np.ndim(x) else x for x in self.rates))
         part.call, part.wire = self.call[shapes], self.wire[shapes]
         return part
@@ -181,8 +240,7 @@ class SwitchCurve(Curve):
         node = self.group.per_node > 2
         if self.fabric:
             return node & self.across
-        rounds = np.log2(self.group.nodes)
-        return node & (rounds == np.floor(rounds))
+        return reduces_in_switches(self.group)
 
     @cached_property
     def lower_bound(self) -> tuple[Array, Array]:
@@ -203,6 +261,32 @@ class SwitchCurve(Curve):
         return best
 
 
+def reduces_in_switches(group: Group) -> Array:
+    """For which shapes NVLS runs: more than two ranks per node, on a power of two of nodes."""
+    rounds = np.log2(group.nodes)
+    return (group.per_node > 2) & (rounds == np.floor(rounds))
+
+
+def ring_rates(cluster: Cluster, size: Array, per_node: Array, members: Callable[[int], Array]) -> Array | None:
+    """Bytes/s of a device between nodes in a ring or tree; None if no level is slower than the one below it.
+
+    A ring visits every unit of a level once. Of the m ranks of a group in a unit, g on each node, only the g cards of one node send to another
+    unit. So the uplinks of a level, of which each device gets B_k while all send, leave B_k·m/g to each card: min(B₁, B_k·m/g). `members` are
+    the ranks of a group in a unit of so many devices.
+    """
+    rates = [cluster.device_bandwidth(k) for k in range(1, len(cluster.levels))]
+    if len(set(rates)) < 2:
+        return None
+    found = np.full(np.shape(size), rates[0])
+    for rate, span in zip(rates[1:], cluster.spans[1:], strict=False):
+        inside = members(span)
+        found = np.where(inside < size, np.minimum(found, rate * inside / per_node), found)
+    return found
+
+
+CURVES: dict[str, type[Curve]] = {"rail-double-tree": TreeCurve, **dict.fromkeys(library.SWITCHED, SwitchCurve)}
+
+
 def shape_of(group: Group, segments: Array = 1.0) -> Shape:
     return Shape(group.ranks, segments, group.nodes, group.per_node)
 
@@ -215,7 +299,7 @@ def rates_of(cluster: Cluster, operation: str, algorithm: str, group: Group) -> 
         inside = inside * library.small_group(cluster, group.per_node)
     factors = [cluster.collectives.factor(operation, across=k > 0) for k in (0, 1)]
     hops = [cluster.levels[min(k, len(cluster.levels) - 1)].link.library_hop * factors[k].latency for k in (0, 1)]
-    outside = group.outside
+    outside = group.outside if operation in ("point-to-point", "all-to-all") else group.ring_outside
     if operation == "point-to-point" and len(cluster.levels) > 1:
         # Ranks send to their neighbours in the group: of several on one node only one sends to another node.
         outside = np.minimum(outside * group.per_node, max(cluster.card_bandwidth, float(np.max(outside))))
@@ -227,19 +311,21 @@ def curves(cluster: Cluster, operation: str, group: Group) -> list[Curve]:
     names = library.algorithms(cluster, operation)
     if not names:
         raise unknown("MW-PROG-005", "collective of a library", operation, sorted(library.RINGS | {"all-reduce": ()}))
-    found = [(SwitchCurve if name in library.SWITCHED else Curve)(cluster, operation, name, group) for name in names]
+    found = [CURVES.get(name, Curve)(cluster, operation, name, group) for name in names]
     return [curve for curve in found if np.any(curve.available)]
 
 
 def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> Choice:
     """The program that the library runs for n bytes on the first `ranks` devices of a cluster. `cost.library` explains the rule."""
     nodes = -(-ranks // cluster.node_size)
-    outside = cluster.device_bandwidth(cluster.level_between(0, ranks - 1))
-    group = Group.of(np.array([float(ranks)]), np.array([ranks / nodes]), np.zeros(1, dtype=np.int64), [outside])
+    top = cluster.level_between(0, ranks - 1)
+    size, per_node, level = np.array([float(ranks)]), np.array([ranks / nodes]), np.zeros(1, dtype=np.int64)
+    rings = ring_rates(cluster, size, per_node, lambda unit: np.minimum(size, unit))
+    group = Group.of(size, per_node, level, [cluster.device_bandwidth(top)], rings)
     size, root = np.array([float(n)]), np.sqrt([float(n)])
     found = curves(cluster, operation, group)
     best = min(found, key=lambda curve: float(curve.time(size, root)[0]))
-    segments = int(best.segments(size)[0]) if isinstance(best, SwitchCurve) else 1
+    segments = int(best.segments(size)[0]) if isinstance(best, SwitchCurve | TreeCurve) else 1
     return Choice(best.algorithm, segments, float(best.walked(size)[0]), float(best.time(size, root)[0]))
 
 
@@ -263,7 +349,8 @@ class Network:
             level: Array = np.zeros(1, dtype=np.int64)
             for k in range(1, len(self.cluster.levels) - 1):
                 level = np.maximum(level, k * (self.batch.members(axis, self.cluster.spans[k]) < size))
-            self._groups[axis] = Group.of(size, inner, level, self.outside)
+            rings = ring_rates(self.cluster, size, inner, lambda unit: self.batch.members(axis, unit))
+            self._groups[axis] = Group.of(size, inner, level, self.outside, rings)
             self._has_peers[axis] = size > 1
         return self._groups[axis]
 

@@ -3,7 +3,7 @@
 **The rule.** NCCL models the time of each of its algorithms for a call (latency + bytes / bandwidth, `ncclTopoGetAlgoTime` in
 `src/graph/tuning.cc`, NCCL 2.7 to 2.27) and runs the fastest. For all-reduce it has a ring, a tree, NVLS and CollNet (SHARP). All-gather and
 reduce-scatter run rings. All-to-all is a group of sends to all peers at once (`ncclGroupStart … ncclSend/ncclRecv`). NVLS needs reducing NVSwitches
-and more than two GPUs per node (`src/transport/nvls.cc`); CollNet needs a reducing fabric. RCCL is NCCL's code without reducing switches.
+and more than two GPUs per node (`src/transport/nvls.cc`); between nodes NVLS takes the place of the tree. CollNet needs a reducing fabric. RCCL is NCCL's code without reducing switches.
 gloo has rings (`allreduce.cc`, `allgather.cc`, `reduce_scatter.h`) and posts all blocks of an all-to-all at once (`alltoall.cc`). So
 `cost.collective` takes the program of the library whose formula gives the smallest time.
 
@@ -36,8 +36,8 @@ RINGS = {
     "point-to-point": ("direct",),
 }
 LIBRARIES: dict[str, dict[str, tuple[str, ...]]] = {
-    "NCCL": {"all-reduce": ("multi-ring", "rail-tree", "nvls", "sharp"), **RINGS},
-    "RCCL": {"all-reduce": ("multi-ring", "rail-tree"), **RINGS},
+    "NCCL": {"all-reduce": ("multi-ring", "rail-double-tree", "nvls", "sharp"), **RINGS},
+    "RCCL": {"all-reduce": ("multi-ring", "rail-double-tree"), **RINGS},
     "gloo": {"all-reduce": ("multi-ring",), **RINGS},
     "meshwright": {  # `comm.backend`; barriers, gathers and scatters have one program each
         "all-reduce": (

@@ -78,6 +78,12 @@ class Efficiency(Described):
         default_factory=dict,
         description="seconds of a norm, activation, residual, rotation or loss over those of its bytes at `memory`; default 1",
     )
+    doubt: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="standard deviation of ln seconds of a step that shares add which were assumed",
+    )
     source: str = PRIOR
 
     @property

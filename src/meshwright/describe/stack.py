@@ -43,6 +43,12 @@ class Stack(Described):
         description="host time of a norm, activation, residual, rotation or loss over that of its launches; default 1",
     )
     collective_launch: Seconds = Field(default=20e-6, description="host time to issue one collective")
+    collective_operators: float = Field(
+        default=2.0,
+        gt=0,
+        le=20,
+        description="operators whose host time the issue of one collective takes: a fit sets collective_launch to so many times launch",
+    )
     action: Seconds = Field(default=0.0, description="host time of one action of a pipeline schedule")
     step_overhead: Seconds = Field(
         default=5e-3, description="host time of one step outside the model: data, logging, loop"

@@ -11,6 +11,7 @@ from meshwright.calibrate.runs.bands import Band
 from meshwright.calibrate.runs.left_out import SEEN, SourceScore
 from meshwright.calibrate.runs.response import NUMBERS, fields_of
 from meshwright.calibrate.runs.stack_fit import Fit
+from meshwright.describe.stack import Stack
 from meshwright.units import format_seconds
 
 COLUMNS = (
@@ -93,7 +94,7 @@ def stacks_table(fit: Fit) -> Table:
 
 def number_cells(x: np.ndarray, spread: np.ndarray) -> list[str]:
     """Values with relative standard deviations."""
-    fields = fields_of(x)
+    fields = fields_of(x, Stack())
     launch = format_seconds(float(fields["launch"]))
     rates = ("products", "attention_rate", "elementwise", "network")
     relative = [f"{float(fields[name]):.2f} ±{100 * s:.0f}%" for name, s in zip(rates, spread[1:5], strict=True)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.calibrate.runs.left_out import LeftOut
+from meshwright.calibrate.runs.outcomes import Outcome
 from meshwright.cost.band import width
 
 LEVELS = ("typical", "published", "calibrated")
@@ -35,7 +36,7 @@ class Band:
 def bands(left_out: LeftOut) -> dict[str, Band]:
     """The bands of all levels."""
     runs = left_out.runs
-    widths = np.array([width(o.prediction.exposed_s) if o.prediction else 1.0 for o in runs])
+    widths = np.array([run_width(o) for o in runs])
     sources = np.array([o.source for o in runs])
     named = left_out.named
     found = {}
@@ -46,6 +47,13 @@ def bands(left_out: LeftOut) -> dict[str, Band]:
             residual, chosen = -left_out.source, named if level == "published" else ~named
         found[level] = _band(residual[chosen] / widths[chosen], widths[chosen], sources[chosen])
     return found
+
+
+def run_width(o: Outcome) -> float:
+    """The width of the band of a run."""
+    assert o.prediction is not None
+    assert o.case.cluster is not None
+    return width(o.prediction.exposed_s, o.case.cluster.accelerator.efficiency.doubt)
 
 
 def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray) -> Band:

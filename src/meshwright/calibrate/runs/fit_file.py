@@ -13,6 +13,7 @@ from meshwright.calibrate.runs.response import fields_of
 from meshwright.calibrate.runs.stack_fit import Fit
 from meshwright.describe import catalog
 from meshwright.describe.entries import base_of
+from meshwright.describe.stack import Stack
 
 NOTE = "# Written by `meshwright calibrate --runs`: do not edit by hand.\n"
 ON_CPU = ("gloo-cpu",)
@@ -28,13 +29,13 @@ def stack_numbers(fit: Fit) -> dict[str, dict[str, float | str]]:
         base = base_of("stacks", name)
         known = base in families
         x = (fit.family(base) if known else fit.population()).mean
-        found[name] = {**rounded(x), "evidence": "published" if known else "typical"}
+        found[name] = {**rounded(x, catalog.load("stacks", name)), "evidence": "published" if known else "typical"}
     return found
 
 
-def rounded(x: np.ndarray) -> dict[str, float]:
-    """The fields of these coordinates, to three digits."""
-    return {name: float(f"{float(value):.3g}") for name, value in fields_of(x).items()}
+def rounded(x: np.ndarray, stack: Stack) -> dict[str, float]:
+    """The fields of the stack with these coordinates, to three digits."""
+    return {name: float(f"{float(value):.3g}") for name, value in fields_of(x, stack).items()}
 
 
 def to_toml(fit: Fit, bands: dict[str, Band]) -> str:

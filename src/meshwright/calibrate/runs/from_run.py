@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.runs.response import NUMBERS, Response, fields_of, grid, numbers_of, step_times
+from meshwright.calibrate.runs.response import NUMBERS, Response, doubt_of, fields_of, grid, numbers_of, step_times
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, Normal, evidence
 from meshwright.cost.predict import predict
 from meshwright.describe.config import Config, configure, load
@@ -146,11 +146,11 @@ def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
             fix=f"--stack {stack.name}",
         )
     points = grid()
-    response = Response.of([_times(run, stack, points) for run in runs])
+    response = Response.of([_times(run, stack, points) for run in runs], [_doubt(run, stack) for run in runs])
     measured = np.log([run.step_time for run in runs])
     prior = prior_of(stack)
     posterior = prior * evidence(response, measured, prior)
-    fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(posterior.mean).items()}
+    fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(posterior.mean, stack).items()}
     after = stack.but(
         **fields,
         name=name or f"{stack.name}-calibrated",
@@ -161,6 +161,11 @@ def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
     )
     before, new = ([float(_times(run, s, numbers_of(s)[None])[0]) for run in runs] for s in (stack, after))
     return Adjusted(stack, after, tuple(runs), tuple(before), tuple(new))
+
+
+def _doubt(run: MeasuredRun, stack: Stack) -> float:
+    c = run.config
+    return doubt_of(predict(c.model, c.cluster, c.plan, c.workload, stack), c.cluster)
 
 
 def _times(run: MeasuredRun, stack: Stack, x: np.ndarray) -> np.ndarray:

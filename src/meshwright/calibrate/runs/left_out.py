@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibrate.runs.outcomes import Outcome
-from meshwright.calibrate.runs.response import Response
+from meshwright.calibrate.runs.response import Response, doubt_of
 from meshwright.calibrate.runs.rows import Case, number
 from meshwright.calibrate.runs.stack_fit import Fit, Leaf, Normal, evidence, fit
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, ranking, stalled
@@ -147,7 +147,7 @@ def family_of(stack: str, source: str) -> str:
 
 def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
     runs = usable(outcomes)
-    response = Response.of([o.times for o in runs if o.times is not None])
+    response = Response.of(*responses(runs))
     measured = np.log([o.case.step_time or np.nan for o in runs])
     leaves = leaves_of(runs)
     found = fit(response, measured, leaves)
@@ -170,6 +170,12 @@ def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
         for count in SEEN:
             out.after[count][leaf.runs], out.calibrated[leaf.runs] = _after(part, truth, prior, count, random)
     return out
+
+
+def responses(runs: list[Outcome]) -> tuple[list[np.ndarray], list[float]]:
+    """The seconds of each run at the points of the grid, and its doubt."""
+    known = [(o.times, doubt_of(o.prediction, o.case.cluster)) for o in runs if o.prediction and o.case.cluster]
+    return [times for times, _ in known if times is not None], [doubt for _, doubt in known]
 
 
 def posterior(response: Response, measured: np.ndarray, prior: Normal) -> Normal:

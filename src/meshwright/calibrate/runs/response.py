@@ -9,7 +9,7 @@ The parts of a step add up, and so do the seconds that each number adds. ln t is
 neighbours of `LAUNCHES`: a run that is bound by its host does not respond to the rates of its device, so every other number has a
 response for each launch time. The numbers, as coordinates that grow with the step time:
 
-    launch        ln of the host seconds of an operator; a collective takes `COLLECTIVE` operators
+    launch        ln of the host seconds of an operator; a collective takes those of `Stack.collective_operators`
     products      −ln of the rate of matrix products over the benchmarked rate
     attention     −ln of the rate of attention kernels over the benchmarked rate
     elementwise   ln of the time of memory-bound operations over one pass per kernel
@@ -19,21 +19,23 @@ response for each launch time. The numbers, as coordinates that grow with the st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.cost.band import EXPERT_DOUBT, LEAST_DOUBT, expert_share
 from meshwright.cost.step import step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.result import Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 
 NUMBERS = ("launch", "products", "attention", "elementwise", "network", "exposed")
-COLLECTIVE = 2.0  # operators whose host time the issue of one collective takes
 LAUNCHES = np.log(np.geomspace(1.5e-6, 160e-6, 9))
 CENTRE = np.array([np.log(20e-6), 0.1, 0.1, 0.2, 0.2, np.log(0.25 / 0.75)])
 STEP = np.array([0.0, 0.2, 0.3, 0.4, 0.4, 0.8])  # distance of the costed points from the centre
@@ -54,12 +56,12 @@ def numbers_of(stack: Stack) -> np.ndarray:
     )
 
 
-def fields_of(x: np.ndarray) -> dict[str, np.ndarray]:
-    """The fields of a stack with these coordinates (last axis: the numbers)."""
+def fields_of(x: np.ndarray, stack: Stack) -> dict[str, np.ndarray]:
+    """The fields of the stack with these coordinates (last axis: the numbers)."""
     launch = np.exp(x[..., 0])
     return {
         "launch": launch,
-        "collective_launch": COLLECTIVE * launch,
+        "collective_launch": stack.collective_operators * launch,
         "products": np.exp(-x[..., 1]),
         "attention_rate": np.exp(-x[..., 2]),
         "elementwise": np.exp(x[..., 3]),
@@ -70,7 +72,7 @@ def fields_of(x: np.ndarray) -> dict[str, np.ndarray]:
 
 def with_numbers(stack: Stack, x: np.ndarray) -> Stack:
     """The stack with the numbers of these coordinates, rounded to four digits."""
-    return stack.but(**{name: float(f"{value:.4g}") for name, value in fields_of(x).items()})
+    return stack.but(**{name: float(f"{value:.4g}") for name, value in fields_of(x, stack).items()})
 
 
 def grid() -> np.ndarray:
@@ -90,9 +92,15 @@ def step_times(
     model: Model, cluster: Cluster, plans: Sequence[Plan], workload: Workload, stack: Stack, x: np.ndarray
 ) -> np.ndarray:
     """Predicted seconds of each plan with the coordinates in the same row of `x`."""
-    varied = stack.model_copy(update=fields_of(x))  # arrays over the batch in the place of numbers
+    varied = stack.model_copy(update=fields_of(x, stack))  # arrays over the batch in the place of numbers
     program = step_program(model, plans, workload, varied)
     return np.broadcast_to(step_cost(program, cluster).time, len(x))
+
+
+def doubt_of(prediction: Prediction, cluster: Cluster) -> float:
+    """Standard deviation of ln seconds that the experts of a run add, and shares of peak of its device that were assumed."""
+    experts = LEAST_DOUBT * EXPERT_DOUBT * expert_share(prediction.exposed_s)
+    return math.hypot(experts, cluster.accelerator.efficiency.doubt)
 
 
 @dataclass
@@ -102,18 +110,19 @@ class Response:
     base: np.ndarray  # ln seconds
     slope: np.ndarray
     curve: np.ndarray
+    doubt: np.ndarray  # standard deviation of ln seconds that experts and the device of each run add (`doubt_of`)
 
     @classmethod
-    def of(cls, times: Sequence[np.ndarray]) -> Response:
-        """From the seconds of each run at the points of `grid`."""
+    def of(cls, times: Sequence[np.ndarray], doubts: Sequence[float]) -> Response:
+        """From the seconds of each run at the points of `grid`, and the doubt of each run."""
         logs = np.log(np.array(times)).reshape(len(times), len(LAUNCHES), -1)
         base = logs[:, :, 0]
         low, high = (logs[:, :, first::2] - base[:, :, None] for first in (1, 2))
         step = STEP[1:]
-        return cls(base, (high - low) / (2 * step), (high + low) / (2 * step**2))
+        return cls(base, (high - low) / (2 * step), (high + low) / (2 * step**2), np.array(doubts))
 
     def take(self, rows: np.ndarray) -> Response:
-        return Response(self.base[rows], self.slope[rows], self.curve[rows])
+        return Response(self.base[rows], self.slope[rows], self.curve[rows], self.doubt[rows])
 
     def __len__(self) -> int:
         return len(self.base)

@@ -19,6 +19,9 @@ SCHEDULES = {
     "zb-2p": "zb-h2",
 }
 PRECISIONS = {"bf16": "bf16", "16bit": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "mxfp8", "fp4": "fp4", "": "bf16"}
+DDP_BUCKET = 25e6  # bytes of 16-bit parameters
+MATRICES = 4  # of a layer: query, key and value; output; up (and gate); down
+WIDTHS = {"fp32": 4.0}
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def _sharding(c: Case, d: Degrees) -> dict[str, Any]:
         "zero": zero if sharded else 0,
         "grad_dtype": stack.gradient_dtype,
         "comm_dtype": stack.gradient_dtype,
-        "bucket": _bucket(c),
+        "bucket": _bucket(c, d),
         "reduce": "step" if zero == 2 and d.pp > 1 else "auto",
         "master": not pure,
     }
@@ -135,6 +138,14 @@ def _experts(c: Case, d: Degrees) -> dict[str, int]:
     return {"ep": ep, "expert_tp": etp}
 
 
-def _bucket(c: Case) -> float:
-    """The bucket size: Megatron reduces in large buckets (at least 40M elements), DDP in buckets of 25 MB."""
-    return 160e6 if c.stack.name.startswith(("megatron", "nemo")) else 25e6
+def _bucket(c: Case, d: Degrees) -> float:
+    """The bucket size: Megatron reduces in large buckets (at least 40M elements). DDP fills buckets of 25 MB of 16-bit parameters with whole tensors,
+    so a bucket is at least as large as the mean matrix of a layer (four of them), and its gradients may be wider than its parameters."""
+    if c.stack.name.startswith(("megatron", "nemo")):
+        return 160e6
+    if integer(c.row["zero"]) == 3:  # units, no buckets
+        return DDP_BUCKET
+    assert c.model is not None
+    counts = c.model.parameters()
+    matrix = sum(counts.get(part, 0.0) for part in ("attention", "ffn")) / (MATRICES * c.model.layers * d.tp)
+    return WIDTHS.get(c.stack.gradient_dtype, 2.0) * max(DDP_BUCKET / 2, matrix)

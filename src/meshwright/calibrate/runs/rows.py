@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.calibrate.runs.case import Case, number
+from meshwright.calibrate.runs.case import Case, number, refusal
 from meshwright.calibrate.runs.row_cluster import read_cluster
 from meshwright.calibrate.runs.row_model import read_model
 from meshwright.calibrate.runs.row_plan import read_plan
@@ -63,6 +63,8 @@ def case(row: dict[str, str]) -> Case:
     """Read one row; `refused` is the reason if it cannot be predicted."""
     out = Case(defaultdict(str, row))
     try:
+        if out.row["task"] == "lora":
+            raise refusal("LoRA trains adapters only, which a plan cannot express")
         out.stack = _stack(out)
         out.model = read_model(out)
         out.cluster = read_cluster(out)

@@ -24,7 +24,7 @@ import numpy as np
 from meshwright.calibrate.runs.response import NUMBERS, Response
 
 NOISE = (
-    0.07,
+    0.05,
     0.35,
     0.25,
 )  # of ln seconds: in all runs; per share of exposed communication; per share of time bound by the host
@@ -39,10 +39,10 @@ def covariance(own: Sequence[float], common: float) -> np.ndarray:
     return np.diag(np.square(own)) + common**2 * np.outer(together, together)
 
 
-TYPICAL = np.array([np.log(20e-6), 0.06, 0.06, 0.15, 0.20, np.log(0.25 / 0.75)])
+TYPICAL = np.array([np.log(35e-6), 0.06, 0.06, 0.15, 0.20, np.log(0.25 / 0.75)])
 UNCERTAIN = covariance((0.50, 0.06, 0.10, 0.25, 0.25, 0.5), 0.05)
 BETWEEN_STACKS = covariance((0.60, 0.06, 0.20, 0.25, 0.25, 0.5), 0.06)
-BETWEEN_SOURCES = covariance((0.20, 0.04, 0.10, 0.12, 0.15, 0.3), 0.05)
+BETWEEN_SOURCES = covariance((0.20, 0.04, 0.10, 0.12, 0.15, 0.3), 0.08)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def evidence(response: Response, measured: np.ndarray, prior: Normal, most: floa
     for _ in range(NEWTON):
         value, slope = response.with_gradient(x)
         error = value - measured
-        precision_of_run = weights(error, slope) * trust
+        precision_of_run = weights(response, error, slope) * trust
         precision = slope.T @ (precision_of_run[:, None] * slope)
         found = Normal(precision, precision @ x - slope.T @ (precision_of_run * error))
         before, x = x, (prior * found).mean
@@ -156,19 +156,19 @@ def credibility(response: Response, measured: np.ndarray, prior: Normal) -> np.n
     value, slope = response.with_gradient(prior.mean)
     error = value - measured
     usual = float(np.median(error)) if len(error) > 2 else 0.0
-    expected = np.sqrt(np.einsum("rp,pq,rq->r", slope, prior.covariance, slope) + variance(slope))
+    expected = np.sqrt(np.einsum("rp,pq,rq->r", slope, prior.covariance, slope) + variance(response, slope))
     return 1 / (1 + ((error - usual) / (DOUBT * expected)) ** 4)
 
 
-def variance(slope: np.ndarray) -> np.ndarray:
-    """The variance of ln seconds that no number of a stack explains: of all runs, and of what a run spends on communication and on its
-    host, whose shares are its responses to these numbers."""
-    return NOISE[0] ** 2 + (NOISE[1] * slope[:, NUMBERS.index("network")]) ** 2 + (NOISE[2] * slope[:, 0]) ** 2
+def variance(response: Response, slope: np.ndarray) -> np.ndarray:
+    """The variance of ln seconds that no number of a stack explains: of all runs, of experts and of the device (`Response.doubt`), and of
+    what a run spends on communication and on its host, whose shares are its responses to these numbers."""
+    return NOISE[0] ** 2 + response.doubt**2 + (NOISE[1] * slope[:, NUMBERS.index("network")]) ** 2 + (NOISE[2] * slope[:, 0]) ** 2
 
 
-def weights(error: np.ndarray, slope: np.ndarray) -> np.ndarray:
+def weights(response: Response, error: np.ndarray, slope: np.ndarray) -> np.ndarray:
     """Precision of each run, robust: that of Student's t with `FREEDOM` degrees, for which a stalled run has little weight."""
-    spread = variance(slope)
+    spread = variance(response, slope)
     return (FREEDOM + 1) / (FREEDOM + error**2 / spread) / spread
 
 

@@ -117,7 +117,7 @@ def ranking(outcomes: list[Outcome], predicted: np.ndarray) -> tuple[float | Non
     one configuration count once, by their median."""
     groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
     for o, seconds in zip(outcomes, predicted, strict=True):
-        configuration = float(seconds), o.case.plan.title()  # type: ignore[union-attr]
+        configuration = float(f"{seconds:.9g}"), o.case.plan.title()  # type: ignore[union-attr]
         groups[group_key(o)][configuration].append(o.case.step_time)  # type: ignore[arg-type]
     rhos, regrets = [], []
     for runs in groups.values():

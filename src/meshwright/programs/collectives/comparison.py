@@ -14,11 +14,12 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.describe.cluster import Cluster
-from meshwright.programs.collectives.formulas import Rates, Shape, best_segments, switch_segments
+from meshwright.programs.collectives.formulas import Rates, Shape, best_segments, double_tree_segments, switch_segments
 from meshwright.programs.collectives.registry import accepts, algorithms_of, build, groups_of, place
 from meshwright.programs.collectives.walker import walk
 
 SWITCHED = ("nvls", "sharp")
+RAIL_DOUBLE_TREE = "rail-double-tree"
 SIZES = tuple(4.0**k * 1024 for k in range(11))  # 1 KiB to 1 GiB
 
 
@@ -79,7 +80,7 @@ def options_for(
     devices = place(cluster, ranks, placement)
     if "groups" in accepted:
         options["groups"] = groups_of(cluster, ranks, devices)
-    if algorithm in SWITCHED and ranks > 1:
+    if algorithm in (*SWITCHED, RAIL_DOUBLE_TREE) and ranks > 1:
         options["segments"] = segments_for(algorithm, cluster, ranks, len(options["groups"]), size)
     elif "segments" in accepted and ranks > 1:
         level = cluster.level_between(min(devices), max(devices))
@@ -88,10 +89,13 @@ def options_for(
 
 
 def segments_for(algorithm: str, cluster: Cluster, ranks: int, nodes: int, size: float) -> int:
-    """Return the number of segments for in-switch reduction, by `formulas.switch_segments` for equal nodes."""
+    """Return the number of segments of an algorithm with nodes, by its formula for equal nodes."""
     inner, outer = (cluster.levels[min(k, len(cluster.levels) - 1)].link for k in (0, 1))
     rates = Rates(inner.alpha, inner.beta, outer.alpha, outer.beta)
-    return int(switch_segments(size, Shape(ranks, 1, nodes, ranks / nodes), rates, algorithm == "sharp"))
+    shape = Shape(ranks, 1, nodes, ranks / nodes)
+    if algorithm == RAIL_DOUBLE_TREE:
+        return int(double_tree_segments(size, shape, rates))
+    return int(switch_segments(size, shape, rates, algorithm == "sharp"))
 
 
 def runs_on(cluster: Cluster, algorithm: str) -> bool:

@@ -176,6 +176,26 @@ def _rail_tree(s: Shape) -> Terms:
     return Terms(2 * up, 2 * local, local + between / s.per_node, 2 * between, 2 * between / s.per_node)
 
 
+def _rail_double_tree(s: Shape) -> Terms:
+    up, k = log2ceil(s.per_node), s.segments
+    local = (s.per_node - 1) / s.per_node
+    steps = (double_tree_fill(s.nodes) + 2 * k) * (s.nodes > 1)
+    sent = steps / (2 * k * s.per_node)
+    return Terms(2 * up, 2 * local, local + sent, 2 * steps, 2 * sent)
+
+
+def double_tree_fill(nodes: Number) -> Number:
+    """Return F − 2, the steps of a double tree besides two for each segment; F = 2⌈log₂N⌉ is exact or one too many."""
+    return 2 * np.maximum(log2ceil(nodes) - 1, 0)
+
+
+def double_tree_segments(size: Number, s: Shape, rates: Rates) -> Number:
+    """Return the best number of segments per tree between nodes: k* = √((F−2)·n/g·β'/α')/2."""
+    wire = size / s.per_node * rates.outer_beta
+    best = np.rint(np.sqrt(double_tree_fill(s.nodes) * wire / np.maximum(rates.outer_alpha, 1e-12)) / 2)
+    return np.clip(best, 1.0, 4096.0)
+
+
 def switch_stages(nodes: Number, fabric: bool) -> Number:
     """Return the number of steps of one segment: four on the node's switch, plus the steps between nodes."""
     return 4 + (2 * (nodes > 1) if fabric else log2ceil(nodes))
@@ -313,6 +333,8 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all-reduce", "multi-ring"): ("2(P−1)·max(α + (g−1)/(gP)·nβ, α' + 1/(gP)·nβ')", twice(_multi_ring)),
     ("all-reduce", "rail-tree"): (
         "2⌈log₂g⌉α + 2(g−1)/g·nβ + 2⌈log₂N⌉(α' + n/g·β') + ((g−1)/g + ⌈log₂N⌉/g)nγ", _rail_tree),
+    ("all-reduce", "rail-double-tree"): (
+        "≤ 2⌈log₂g⌉α + 2(g−1)/g·nβ + 2(F+2k−2)(α' + n/2kg·β') + ((g−1)/g + (F+2k−2)/2kg)nγ", _rail_double_tree),
     ("all-reduce", "nvls"): (
         "(k−R−1)·M(1+1/g, R) + 4·M(1, 0) + 2·Σⱼ M(1, j≤R), M(u, x) = max(α/2 + u·n/k·β, α' + x·n/(gk)·β'), R = log₂N",
         lambda s: _switched(s, False)),

@@ -18,6 +18,13 @@ node size and in the number of nodes:
     T = 2⌈log₂g⌉α + 2(g−1)/g·nβ + 2⌈log₂N⌉(α' + n/g·β')
 
 If the nodes have different sizes, one leader per node reduces, takes part in the tree, and broadcasts.
+
+**Rail-double-tree** (NCCL's tree). As rail-tree, with a double binary tree between the nodes (`double_tree`) in k segments per tree, so that
+the bandwidth between nodes does not fall with their number:
+
+    T = 2⌈log₂g⌉α + 2(g−1)/g·nβ + 2(F+2k−2)(α' + n/(2kg)·β'),  F = 2⌈log₂N⌉
+
+With the best k this is 2(F−2)α' + 2n/g·β' + 4√((F−2)α'·n/g·β') between the nodes.
 """
 
 from __future__ import annotations
@@ -27,9 +34,10 @@ import numpy as np
 from meshwright.programs.collectives.bruck import bruck_all_gather, bruck_reduce_scatter
 from meshwright.programs.collectives.compose import in_turn, relabelled, reverse, then, together
 from meshwright.programs.collectives.contract import collective
+from meshwright.programs.collectives.double_tree import double_tree_broadcast, double_tree_reduce
 from meshwright.programs.collectives.program import Moves, Program, moves
 from meshwright.programs.collectives.registry import Groups, algorithm
-from meshwright.programs.collectives.trees import binomial_broadcast, binomial_reduce
+from meshwright.programs.collectives.trees import SEGMENTS, binomial_broadcast, binomial_reduce
 
 
 @algorithm("all-gather", "multi-ring")
@@ -61,27 +69,45 @@ def multi_ring_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Pro
 @algorithm("all-reduce", "rail-tree")
 def rail_tree_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
     """Reduce-scatter inside nodes, a tree between nodes on every rail, all-gather inside nodes."""
+    between = binomial_reduce(len(groups), elements), binomial_broadcast(len(groups), elements)
+    return on_rails(ranks, elements, groups, *between, chunks=1)
+
+
+@algorithm("all-reduce", "rail-double-tree")
+def rail_double_tree_all_reduce(ranks: int, elements: int, groups: Groups = (), segments: int = SEGMENTS) -> Program:
+    """Reduce-scatter inside nodes, two trees between nodes on every rail, all-gather inside nodes."""
+    up = double_tree_reduce(len(groups), elements, segments=segments)
+    down = double_tree_broadcast(len(groups), elements, segments=segments)
+    return on_rails(ranks, elements, groups, up, down, chunks=2 * segments)
+
+
+def on_rails(ranks: int, elements: int, groups: Groups, up: Program, down: Program, chunks: int) -> Program:
+    """Reduce-scatter inside nodes; on every rail the programs `up` and `down` over the nodes, of `chunks` chunks; all-gather inside nodes.
+    If the nodes have different sizes, their leaders form the only rail."""
     equal = len({len(group) for group in groups}) == 1
     rails = len(groups[0]) if equal else 1
+    edges = np.arange(rails + 1) * chunks
 
     def inside(program: Program, group: tuple[int, ...]) -> Moves:
-        return relabelled(program.moves, group)
+        return relabelled(program.moves, group, edges)
 
     def between(program: Program) -> Moves:
+        fine = np.arange(chunks + 1)
         return together(
-            [relabelled(program.moves, [group[j] for group in groups], np.array([j, j + 1])) for j in range(rails)]
+            [relabelled(program.moves, [group[j] for group in groups], j * chunks + fine) for j in range(rails)]
         )
 
     first, last = (bruck_reduce_scatter, bruck_all_gather) if equal else (binomial_reduce, binomial_broadcast)
     table = in_turn(
         together([inside(first(len(group), elements), group) for group in groups]),
-        between(binomial_reduce(len(groups), elements)),
-        between(binomial_broadcast(len(groups), elements)),
+        between(up),
+        between(down),
         together([inside(last(len(group), elements), group) for group in groups]),
     )
-    return collective("all-reduce", ranks, elements, table, chunks=rails, groups=groups)
+    return collective("all-reduce", ranks, elements, table, chunks=rails * chunks, groups=groups)
 
 
 __all__ = [
-    "multi_ring_all_gather", "multi_ring_all_reduce", "multi_ring_reduce_scatter", "rail_tree_all_reduce",
+    "multi_ring_all_gather", "multi_ring_all_reduce", "multi_ring_reduce_scatter", "rail_double_tree_all_reduce",
+    "rail_tree_all_reduce",
 ]  # fmt: skip
