@@ -5,7 +5,8 @@
     w² = 1 + (5 · share of communication)² + (3.5 · share of the host)² + (6 · share of experts)² + (doubt of the device / 7%)²
 
 The width w grows with what is least certain: exposed communication, time in which the device waits for its host, experts (their kernels, dispatch
-and balance differ by stack and version), and shares of peak of a device that were assumed (`Efficiency.doubt`). The quantiles q depend on what is known of the stack (`Stack.evidence`): nothing (`typical`), published runs of the same stack (`published`), or runs of the user
+and balance differ by stack and version), and shares of peak of a device that were assumed (`Efficiency.doubt`). The quantiles q depend on
+what is known of the stack (`Stack.evidence`): nothing (`typical`), published runs of the same stack (`published`), or runs of the user
 (`calibrated`). `meshwright calibrate --runs` computes them from the residuals of left-out sources, so that each band holds 90% of the runs.
 A device that was never measured has a wider band: its shares of peak may be the best or the worst of the measured ones.
 """

@@ -3,7 +3,8 @@
 **The rule.** NCCL models the time of each of its algorithms for a call (latency + bytes / bandwidth, `ncclTopoGetAlgoTime` in
 `src/graph/tuning.cc`, NCCL 2.7 to 2.27) and runs the fastest. For all-reduce it has a ring, a tree, NVLS and CollNet (SHARP). All-gather and
 reduce-scatter run rings. All-to-all is a group of sends to all peers at once (`ncclGroupStart … ncclSend/ncclRecv`). NVLS needs reducing NVSwitches
-and more than two GPUs per node (`src/transport/nvls.cc`); between nodes NVLS takes the place of the tree. CollNet needs a reducing fabric. RCCL is NCCL's code without reducing switches.
+and more than two GPUs per node (`src/transport/nvls.cc`); between nodes it takes the place of the tree. CollNet needs a reducing fabric. RCCL is
+NCCL's code without reducing switches.
 gloo has rings (`allreduce.cc`, `allgather.cc`, `reduce_scatter.h`) and posts all blocks of an all-to-all at once (`alltoall.cc`). So
 `cost.collective` takes the program of the library whose formula gives the smallest time.
 

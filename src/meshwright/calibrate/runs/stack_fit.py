@@ -163,7 +163,12 @@ def credibility(response: Response, measured: np.ndarray, prior: Normal) -> np.n
 def variance(response: Response, slope: np.ndarray) -> np.ndarray:
     """The variance of ln seconds that no number of a stack explains: of all runs, of experts and of the device (`Response.doubt`), and of
     what a run spends on communication and on its host, whose shares are its responses to these numbers."""
-    return NOISE[0] ** 2 + response.doubt**2 + (NOISE[1] * slope[:, NUMBERS.index("network")]) ** 2 + (NOISE[2] * slope[:, 0]) ** 2
+    return (
+        NOISE[0] ** 2
+        + response.doubt**2
+        + (NOISE[1] * slope[:, NUMBERS.index("network")]) ** 2
+        + (NOISE[2] * slope[:, 0]) ** 2
+    )
 
 
 def weights(response: Response, error: np.ndarray, slope: np.ndarray) -> np.ndarray:
