@@ -104,6 +104,12 @@ def test_hooks_of_units_run_in_every_micro_batch() -> None:
     assert seconds(config) - seconds(free) >= 0.9 * batches * layers * config.stack.unit_hooks
 
 
+def test_points_without_one_of_the_kinds_of_units_are_fitted_without_units() -> None:
+    """Such as those of a file that an older version wrote."""
+    units = [point(kind, {"units": 4.0}, 1e-3) for kind in ("plain-units", "sharded-units")]
+    assert device_fit.fit_device([*synthetic(), *units]).unit_hooks == 0
+
+
 def test_operations_in_mixed_order_raise_the_constants() -> None:
     """Twice the host's seconds in chains of different operations are twice the host's seconds in a prediction."""
     plain = device_fit.fit_device(synthetic())

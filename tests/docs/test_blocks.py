@@ -13,12 +13,14 @@ import subprocess
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from blocks import ROOT, Block, all_blocks, blocks_of, is_repeatable, masked, printed, rewritten, run
-from meshwright.cli import COMMANDS
+from meshwright.cli import COMMANDS, build
 from meshwright.describe.config import CLASSES, load
 from meshwright.describe.files import parse_toml
 
@@ -85,6 +87,23 @@ def test_outputs_are_those_of_the_commands(where: str, command: str, output: str
         assert masked(found) == masked(output), "make pages"
 
 
+def parse_words(words: list[str]) -> None:
+    """Raise if a command line has options or arguments that its command does not have. Nothing is run."""
+    name, *rest = words
+    command: Any = typer.main.get_command(build(name))
+    context = command.make_context(name, rest)
+    while hasattr(command, "commands"):  # a group, such as `checkpoint`
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, rest, parent=context)
+
+
+def test_unknown_words_of_a_command_are_found() -> None:
+    parse_words(["checkpoint", "prune", "runs/first", "--keep", "1"])
+    for words in (["plan", "llama3-8b", "dgx-h100"], ["checkpoint", "prune", "runs/first", "--keeps", "1"]):
+        with pytest.raises(typer.BadParameter.__base__):  # the base class of all parser errors
+            parse_words(words)
+
+
 @pytest.mark.parametrize("block", [b for b in of("console") if b.label], ids=str)
 def test_commands_that_do_not_run_daily_are_legal(block: Block, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -96,8 +115,14 @@ def test_commands_that_do_not_run_daily_are_legal(block: Block, monkeypatch) -> 
             assert words[0].removeprefix(".venv/bin/") in TOOLS, command
             continue
         assert words[1] in (*COMMANDS, "--version", "--help"), command
+        if words[1] in COMMANDS:
+            parse_words(typed[typed.index("meshwright") + 1 :])
         settings = [value for word, value in pairwise(typed) if word == "--set"]
-        for file in (word for word in words if word.endswith(".toml") and not READERS_FILES.search(word)):
+        for file in (
+            word
+            for word in words
+            if word.endswith(".toml") and not READERS_FILES.search(word) and "settings/" not in word
+        ):
             config = load(file, settings)
             if words[1] in ("verify", "train"):
                 config.check()

@@ -40,6 +40,7 @@ PARTS = ("norm", "activation", "residual", "rotation", "loss")
 PULL = 0.1  # weight of the pull of a factor towards 1, against one point
 LEAST_FACTOR = 0.1
 UNIT_COLLECTIVES = 3.0  # of a measured unit: gathered forward and backward, then reduced
+UNIT_KINDS = ("plain-units", "held-units", "sharded-units")  # layers alone, with ZeRO's hooks, and with its collectives
 
 
 class DeviceFit(NamedTuple):
@@ -178,8 +179,8 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
     selections = [p.median_s / p.shape["elements"] for p in by_kind.get("top-k", [])]
     update, update_byte = solve(("optimizer",), ("launches", "bytes"), {})
     unit = hooks = 0.0
-    if "sharded-units" in by_kind:
-        plain, held, exchanged = (by_kind[kind][0] for kind in ("plain-units", "held-units", "sharded-units"))
+    if all(kind in by_kind for kind in UNIT_KINDS):
+        plain, held, exchanged = (by_kind[kind][0] for kind in UNIT_KINDS)
         hooks = max(held.median_s - plain.median_s, 0.0) / held.shape["units"]
         unit = max(exchanged.median_s - held.median_s, 0.0) / (exchanged.shape["units"] * UNIT_COLLECTIVES)
     return DeviceFit(
