@@ -216,8 +216,8 @@ def test_dropout_is_the_same_on_any_device(dtype, width):
 def test_attention_dropout_is_the_same_on_any_device():
     """In tiles, also on a GPU: a fused kernel would draw different random numbers."""
     from meshwright.models.dropout import Dropped
+    from meshwright.parallel.context.attend import tiled_attention
     from meshwright.parallel.context.blocks import AttentionPattern
-    from meshwright.parallel.context.ring import tiled_attention
 
     generator, results = torch.Generator().manual_seed(0), []
     parts = [torch.randn(2, n, 96, 32, generator=generator) for n in (4, 2, 2)]

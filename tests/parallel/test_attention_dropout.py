@@ -11,8 +11,9 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.models.attention import AttentionRule, Geometry
 from meshwright.models.dropout import Dropped, Moment, Probabilities, drawing, runs_in
-from meshwright.parallel.context import blocks, ring
+from meshwright.parallel.context import blocks
 from meshwright.parallel.context import sequence as context
+from meshwright.parallel.context.attend import tiled_attention
 from meshwright.proof.compare import compare
 from meshwright.proof.records import Job
 from meshwright.proof.trace import record
@@ -67,7 +68,7 @@ def test_tiles_equal_the_formula(window, causal, rate, sinks, monkeypatch):
     results = []
     for attend in (
         lambda *x: geometry.attend_whole(*x, rule),
-        lambda q, k, v, z: ring.tiled_attention(q, k, v, context.pattern_of(geometry, rule, 16), rule.dropped, z),
+        lambda q, k, v, z: tiled_attention(q, k, v, context.pattern_of(geometry, rule, 16), rule.dropped, z),
     ):
         parts = [random(2, n, 16, 8, seed=i) for i, n in enumerate((4, 2, 2))]
         parts.append(random(2, 4, 16, seed=4) if sinks else None)

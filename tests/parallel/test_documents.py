@@ -13,8 +13,8 @@ from meshwright.describe.workload import Workload
 from meshwright.models import build
 from meshwright.models.documents import within_documents
 from meshwright.parallel.context import blocks
+from meshwright.parallel.context.attend import tiled_attention
 from meshwright.parallel.context.blocks import AttentionPattern, Rectangle, shared_documents
-from meshwright.parallel.context.ring import tiled_attention
 from meshwright.proof.compare import compare
 from meshwright.proof.prove import prove
 from meshwright.proof.records import Job

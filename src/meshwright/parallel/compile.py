@@ -11,7 +11,7 @@ ranks of the machine. Between layers there is little to fuse.
 
 **Order.** A strategy is inside the graph if it is made of operators, and outside if it is made of hooks:
 
-    inside    tensor, sequence and context parallelism: their collectives are operators (`operators`, `context.operators`); selective
+    inside    tensor, sequence and context parallelism: their collectives are operators (`operators`, `context.attend`); selective
               recompute and the second gather of sequence parallelism, which the compiler does itself from marks of
               `torch.utils.checkpoint`
     outside   full recompute and offload: hooks on the tensors that the graph saves for backward. ZeRO: `fully_shard` gathers the
@@ -89,10 +89,6 @@ def plan_compilation(
         return done
     if program is not None and program.splits_backward:
         done.note(f"off: the schedule {plan.schedule} splits the backward of a stage, and a compiled graph has one")
-        done.mode = "off"
-        return done
-    if (plan.cp > 1 and plan.cp_kind != "ulysses") or model.sinks or model.attention_dropout:
-        done.note("off: attention in blocks is not yet an operator of a graph")
         done.mode = "off"
         return done
     between = {

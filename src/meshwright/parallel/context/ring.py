@@ -14,17 +14,16 @@ All-gather: every rank gathers all K and V at once, a second time in backward in
 reduce-scatters their gradients. Each is one large message instead of P−1 small ones, but it is not hidden, and all K and V
 are in memory while they are used. Llama 3 uses it, because its grouped queries make K and V small.
 
-Both save for backward this rank's q, k, v and output, and one number (the log-sum-exp) per row.
+Both save for backward this rank's q, k, v and output, and one number (the log-sum-exp) per row. `attend` makes them differentiable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import distributed
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from meshwright.models.dropout import Dropped
@@ -33,16 +32,17 @@ from meshwright.parallel.context.blocks import AttentionPattern, BlockAttention,
 
 
 class Context(NamedTuple):
-    """How a sequence is split: the runs of positions of each rank of the group, and the keys that a query sees."""
+    """How a sequence is split: the runs of positions of each rank of the group (None: one rank has all), and the keys that a
+    query sees."""
 
-    group: ProcessGroup
+    group: ProcessGroup | None
     runs: tuple[Runs, ...]
     pattern: AttentionPattern
     dropped: Dropped | None = None
 
     @property
     def local_runs(self) -> Runs:
-        return self.runs[self.group.rank()]
+        return self.runs[0 if self.group is None else self.group.rank()]
 
 
 def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -100,42 +100,72 @@ def gather_blocks(block: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return exchange.all_gather(block, group, 0).view(group.size(), -1)
 
 
+class Saved(NamedTuple):
+    """What backward needs of a forward: this rank's tensors, and the log-sum-exp of its queries."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    output: torch.Tensor
+    lse_BNS: torch.Tensor
+    sinks_BNS: torch.Tensor | None
+
+
+# of q, k, v and the sinks
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
 def attend_blocks(
-    ctx: Any,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sinks_BNS: torch.Tensor | None,
     context: Context,
     blocks: Iterator[tuple[int, torch.Tensor]],
-) -> torch.Tensor:
-    """Run forward over all blocks, received from the ring or gathered."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run forward over all blocks, received from the ring or gathered: output and log-sum-exp."""
     attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped, sinks_BNS)
     for source, block in blocks:
         attended.attend_block(*unpack(block, k, v), context.runs[source])
     assert attended.output_BNSD is not None
-    output = attended.output_BNSD.to(q.dtype)
-    ctx.context = context
-    ctx.save_for_backward(q, k, v, output, attended.lse_BNS, sinks_BNS)
-    return output
+    return attended.output_BNSD.to(q.dtype), attended.lse_BNS
 
 
-class _Ring(torch.autograd.Function):
+def gradients_of(saved: Saved, grad_output: torch.Tensor, context: Context) -> BlockGradients:
+    runs = context.local_runs, context.pattern, context.dropped
+    return BlockGradients(grad_output, saved.q, saved.output, saved.lse_BNS, *runs)
+
+
+class Transport(Protocol):
+    """How keys and values come to this rank, in forward and in backward."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
-    ) -> torch.Tensor:
-        return attend_blocks(ctx, q, k, v, sinks, context, ring_blocks(pack(k, v), context.group))
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        q, k, v, output, lse, sinks = ctx.saved_tensors
-        context: Context = ctx.context
-        gradients = BlockGradients(grad_output, q, output, lse, context.local_runs, context.pattern, context.dropped)
+    def backward(saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients: ...
+
+
+class Ring:
+    """K and V go round the ring."""
+
+    @staticmethod
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert context.group is not None
+        return attend_blocks(q, k, v, sinks, context, ring_blocks(pack(k, v), context.group))
+
+    @staticmethod
+    def backward(saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients:
+        q, k, v, group = saved.q, saved.k, saved.v, context.group
+        assert group is not None
+        gradients = gradients_of(saved, grad_output, context)
         own_gradient = torch.empty(0)
         message: RingMessage | None = None
-        for step, (source, block) in enumerate(ring_blocks(pack(k, v), context.group)):
+        for step, (source, block) in enumerate(ring_blocks(pack(k, v), group)):
             gradient = block.new_zeros(block.shape, dtype=gradients.dq.dtype)
             gradients.attend_block(*unpack(block, k, v), context.runs[source], *unpack(gradient, k, v))
             if step == 0:
@@ -144,87 +174,56 @@ class _Ring(torch.autograd.Function):
             if message is not None:
                 gradient += message.wait()
             sent = gradient.to(block.dtype)
-            message = RingMessage(sent, torch.empty_like(sent), context.group)
+            message = RingMessage(sent, torch.empty_like(sent), group)
         if message is not None:
             own_gradient += message.wait()
         dk, dv = unpack(own_gradient, k, v)
-        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(sinks), None
+        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(saved.sinks_BNS)
 
 
-class _Gather(torch.autograd.Function):
+class Gathered:
+    """K and V of all ranks are gathered at once."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
-    ) -> torch.Tensor:
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert context.group is not None
         whole = gather_blocks(pack(k, v), context.group)
-        return attend_blocks(ctx, q, k, v, sinks, context, gathered_blocks(whole, context.group))
+        return attend_blocks(q, k, v, sinks, context, gathered_blocks(whole, context.group))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        q, k, v, output, lse, sinks = ctx.saved_tensors
-        context: Context = ctx.context
-        gradients = BlockGradients(grad_output, q, output, lse, context.local_runs, context.pattern, context.dropped)
-        whole = gather_blocks(pack(k, v), context.group)
+    def backward(saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients:
+        q, k, v, group = saved.q, saved.k, saved.v, context.group
+        assert group is not None
+        gradients = gradients_of(saved, grad_output, context)
+        whole = gather_blocks(pack(k, v), group)
         added = whole.new_zeros(whole.shape, dtype=gradients.dq.dtype)
-        for source, block in gathered_blocks(whole, context.group):
+        for source, block in gathered_blocks(whole, group):
             gradients.attend_block(*unpack(block, k, v), context.runs[source], *unpack(added[source], k, v))
-        own_gradient = exchange.reduce_scatter(added.to(k.dtype).flatten(), context.group, 0)
-        return gradients.dq.to(q.dtype), *unpack(own_gradient, k, v), gradients.of_sinks(sinks), None
+        own_gradient = exchange.reduce_scatter(added.to(k.dtype).flatten(), group, 0)
+        return gradients.dq.to(q.dtype), *unpack(own_gradient, k, v), gradients.of_sinks(saved.sinks_BNS)
 
 
-class _TiledAttention(torch.autograd.Function):
-    """Attention to a whole sequence on one rank, in tiles."""
+class Local:
+    """A whole sequence on one rank, in tiles."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        pattern: AttentionPattern,
-        dropped: Dropped | None,
-    ) -> torch.Tensor:
-        runs = (range(q.shape[2]),)
-        ctx.arguments = runs, pattern, dropped
-        attended = BlockAttention(q, runs, pattern, dropped, sinks)
-        attended.attend_block(k, v, runs)
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped, sinks)
+        attended.attend_block(k, v, context.local_runs)
         assert attended.output_BNSD is not None
-        output = attended.output_BNSD.to(q.dtype)
-        ctx.save_for_backward(q, k, v, output, attended.lse_BNS, sinks)
-        return output
+        return attended.output_BNSD.to(q.dtype), attended.lse_BNS
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        q, k, v, output, lse, sinks = ctx.saved_tensors
-        gradients = BlockGradients(grad_output, q, output, lse, *ctx.arguments)
+    def backward(saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients:
+        q, k, v = saved.q, saved.k, saved.v
+        gradients = gradients_of(saved, grad_output, context)
         dk, dv = (torch.zeros_like(x, dtype=gradients.dq.dtype) for x in (k, v))
-        gradients.attend_block(k, v, ctx.arguments[0], dk, dv)
-        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(sinks), None, None
+        gradients.attend_block(k, v, context.local_runs, dk, dv)
+        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(saved.sinks_BNS)
 
 
-def tiled_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pattern: AttentionPattern,
-    dropped: Dropped | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention to a whole sequence on this rank, in tiles, so that not all probabilities are in memory at once. `sinks` [B, N, S]
-    holds the sink of each query."""
-    return _TiledAttention.apply(q, k, v, sinks, pattern, dropped)
-
-
-def attend_over_ring(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    return _Ring.apply(q, k, v, sinks, context)
-
-
-def attend_over_gathered(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    return _Gather.apply(q, k, v, sinks, context)
+TRANSPORTS: dict[str, type[Transport]] = {"ring": Ring, "all-gather": Gathered, "local": Local}

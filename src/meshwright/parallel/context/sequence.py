@@ -48,8 +48,9 @@ from torch.nn import functional as F
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models.attention import AttentionRule, Geometry
+from meshwright.parallel.context.attend import attend_over_gathered, attend_over_ring, tiled_attention
 from meshwright.parallel.context.blocks import AttentionPattern, Runs, position_ids
-from meshwright.parallel.context.ring import Context, attend_over_gathered, attend_over_ring, tiled_attention
+from meshwright.parallel.context.ring import Context
 from meshwright.parallel.context.ulysses import attend_by_heads
 
 
