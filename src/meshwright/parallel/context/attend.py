@@ -1,0 +1,191 @@
+"""Attention in blocks as a differentiable function, in eager code and in a compiled graph.
+
+Eager code calls an autograd function, which holds the `Context` of the call. A compiled graph cannot contain Python objects, loops over
+tiles, or messages of a ring: there attention is one operator, `meshwright::attend_blocks`, and its backward another one. All that
+describes the call is among their arguments, as tensors, numbers and names:
+
+    runs        first and last position of all runs of all ranks, as a list of numbers
+    documents   the document of each token, if attention stays in documents
+    sample_B    the hashes by which probabilities are dropped, with the first and last head of this rank and the rate
+    kind        how keys and values come here: ring, all-gather, or local
+    group       the name of the group
+
+The compiler sees the shapes of the results only, so all ranks run the same messages in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.dropout import Dropped
+from meshwright.parallel.context.blocks import AttentionPattern, wide
+from meshwright.parallel.context.ring import TRANSPORTS, Context, Gradients, Saved
+from meshwright.parallel.operators import group_named
+
+
+def attend_over_ring(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    return attend(q, k, v, sinks, context, "ring")
+
+
+def attend_over_gathered(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    return attend(q, k, v, sinks, context, "all-gather")
+
+
+def tiled_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: AttentionPattern,
+    dropped: Dropped | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention to a whole sequence on this rank, in tiles, so that not all probabilities are in memory at once. `sinks` [B, N, S]
+    holds the sink of each query."""
+    return attend(q, k, v, sinks, Context(None, ((range(q.shape[2]),),), pattern, dropped), "local")
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context, kind: str
+) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return _Attend.apply(q, k, v, sinks, context, kind)
+    group, runs, pattern, dropped = context
+    output, _ = attend_blocks(
+        q, k, v, sinks, pattern.documents_BS, None if dropped is None else dropped.sample_B,
+        [edge for own in runs for run in own for edge in (run.start, run.stop)], len(runs[0]),
+        [] if dropped is None else [dropped.heads.start, dropped.heads.stop], 0.0 if dropped is None else dropped.rate,
+        pattern.causal, pattern.window, pattern.scale_of(q), kind, "" if group is None else group.group_name,
+    )  # fmt: skip
+    return output
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        context: Context,
+        kind: str,
+    ) -> torch.Tensor:
+        output, lse_BNS = TRANSPORTS[kind].forward(q, k, v, sinks, context)
+        ctx.context, ctx.kind = context, kind
+        ctx.save_for_backward(q, k, v, output, lse_BNS, sinks)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        gradients = TRANSPORTS[ctx.kind].backward(Saved(*ctx.saved_tensors), grad_output, ctx.context)
+        return *gradients, None, None
+
+
+def context_of(
+    documents_BS: torch.Tensor | None,
+    sample_B: torch.Tensor | None,
+    edges: list[int],
+    runs_per_rank: int,
+    heads: list[int],
+    rate: float,
+    causal: bool,
+    window: int,
+    scale: float,
+    group: str,
+) -> Context:
+    """The `Context` that the arguments of an operator describe."""
+    runs = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
+    by_rank = tuple(tuple(runs[i : i + runs_per_rank]) for i in range(0, len(runs), runs_per_rank))
+    dropped = None if sample_B is None else Dropped(sample_B, range(*heads), rate)
+    pattern = AttentionPattern(causal, window, documents_BS, scale)
+    return Context(group_named(group) if group else None, by_rank, pattern, dropped)
+
+
+@torch.library.custom_op("meshwright::attend_blocks", mutates_args=())
+def attend_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    documents_BS: torch.Tensor | None,
+    sample_B: torch.Tensor | None,
+    edges: list[int],
+    runs_per_rank: int,
+    heads: list[int],
+    rate: float,
+    causal: bool,
+    window: int,
+    scale: float,
+    kind: str,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    context = context_of(documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, group)
+    output, lse_BNS = TRANSPORTS[kind].forward(q, k, v, sinks, context)
+    return output.contiguous(), lse_BNS.contiguous()
+
+
+@attend_blocks.register_fake
+def _(q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+@torch.library.custom_op("meshwright::attend_blocks_backward", mutates_args=())
+def attend_blocks_backward(
+    grad_output: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    lse_BNS: torch.Tensor,
+    sinks: torch.Tensor | None,
+    documents_BS: torch.Tensor | None,
+    sample_B: torch.Tensor | None,
+    edges: list[int],
+    runs_per_rank: int,
+    heads: list[int],
+    rate: float,
+    causal: bool,
+    window: int,
+    scale: float,
+    kind: str,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k, v and the sinks (empty without sinks)."""
+    context = context_of(documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, group)
+    saved = Saved(q, k, v, output, lse_BNS, sinks)
+    dq, dk, dv, of_sinks = TRANSPORTS[kind].backward(saved, grad_output, context)
+    of_sinks = q.new_empty(0) if of_sinks is None else of_sinks
+    # The gradients of k and v may be views of one message; results of an operator may not share memory.
+    dk, dv = (x.clone(memory_format=torch.contiguous_format) for x in (dk, dv))
+    return dq.contiguous(), dk, dv, of_sinks.contiguous()
+
+
+@attend_blocks_backward.register_fake
+def _(grad_output: Any, q: Any, k: Any, v: Any, output: Any, lse_BNS: Any, sinks: Any, *rest: Any) -> Any:
+    of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
+
+
+def _save(ctx: Any, inputs: tuple, output: Any) -> None:
+    q, k, v, sinks, documents_BS, sample_B, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, documents_BS, sample_B)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad_output: torch.Tensor, _: Any) -> tuple:
+    q, k, v, output, lse_BNS, sinks, documents_BS, sample_B = ctx.saved_tensors
+    rest: Gradients = attend_blocks_backward(
+        grad_output, q, k, v, output, lse_BNS, sinks, documents_BS, sample_B, *ctx.rest
+    )
+    return *rest[:3], None if sinks is None else rest[3], None, None, *(None for _ in ctx.rest)
+
+
+attend_blocks.register_autograd(_backward, setup_context=_save)
