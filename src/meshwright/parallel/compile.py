@@ -28,6 +28,9 @@ input.
 and weights separately there, and a compiled graph has one backward), the dispatch of experts (its sizes are known only when the tokens
 are routed; the layer around it is two graphs), embeddings (a lookup), and a head that computes the loss in chunks (products, and a
 kernel of its own: `models.loss`).
+
+Private names of torch: the options `torch._dynamo.config.recompile_limit` and `torch._inductor.config.compile_threads`, and
+`torch._dynamo.utils.counters`.
 """
 
 from __future__ import annotations
@@ -156,6 +159,13 @@ def compile_function(function: Callable[..., torch.Tensor], done: Compilation) -
     if done.mode == "off":
         return function
     return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+
+
+def graph_counts() -> tuple[int, int]:
+    """The graphs that this process has compiled, and the places at which a function fell into several (graph breaks)."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 def prepare_compiler(device: torch.device) -> None:

@@ -51,7 +51,17 @@ def prove(
     for i, small in enumerate(small_copies(config, ranks)):
         documents = config.data.document_mask and small.model.kind == "transformer"
         proof.copies.append(
-            prove_copy(small, steps, seed, device, prepare, all_dtypes=i == 0, backend=backend, documents=documents)
+            prove_copy(
+                small,
+                steps,
+                seed,
+                device,
+                prepare,
+                all_dtypes=i == 0,
+                backend=backend,
+                documents=documents,
+                compile=config.run.compile,
+            )
         )
         if not proof.copies[-1].passed:
             break  # a difference was found; other copies would repeat it
@@ -68,6 +78,7 @@ def prove_copy(
     all_dtypes: bool = True,
     backend: str = "auto",
     documents: bool = False,
+    compile: str = "off",
 ) -> CopyProof:
     """The proof of one small copy; without `all_dtypes` in float64 only, with `documents` on packed sequences with document masks."""
     if order_matters(small.plan) and (small.model.experts or small.workload.precision == "fp8"):
@@ -85,6 +96,7 @@ def prove_copy(
         prepare=prepare,
         backend=backend,
         documents=documents,
+        compile=compile,
     )
     many = run(job, device)
     alone = one_device(job, many)
@@ -141,7 +153,7 @@ def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
     it emulates them; `many` has their lossy sums."""
     per_rank = job.workload.precision == "fp8"  # scales are of a micro-batch of a rank
     copies = job.plan.tp // job.model.kv_groups if per_rank and job.model.kind == "transformer" else 1
-    job = replace(job, watch=False, prepare="", kv_copies=max(1, copies), reference=True)
+    job = replace(job, watch=False, prepare="", kv_copies=max(1, copies), reference=True, compile="off")
     if job.plan.average_every:
         size = job.plan.microbatch if per_rank else job.workload.batch // job.plan.dp
         plan = Plan(microbatch=size, param_dtype="fp32", master=False)

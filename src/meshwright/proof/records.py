@@ -35,6 +35,7 @@ class Job:
     reference: bool = False  # one device, the reference of the ranks: it emulates fp8 with separate code
     updates: bool = False  # record every update, for its replay
     backend: str = "auto"  # of torch.distributed
+    compile: str = "off"  # how layers are compiled (`parallel.compile`)
     documents: bool = False  # sequences are packed from documents, and attention does not cross them
 
 
@@ -98,4 +99,7 @@ class Trace:
     summed: list[Any] = field(
         default_factory=list
     )  # what this rank's groups sum with loss (`emulation.lossy_sum.Summed`)
+    compiled: str = "off"  # what `compile` became under this plan
+    graphs: int = 0  # compiled graphs of this process until now
+    graph_breaks: int = 0  # places until now at which a function fell into several graphs
     replicas: list[Trace] = field(default_factory=list)  # of one device that emulates local SGD: one for each replica

@@ -15,6 +15,7 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
+from meshwright.parallel.compile import graph_counts
 from meshwright.parallel.numerics.precision import at_least_single
 from meshwright.parallel.pieces import Piece
 from meshwright.proof.emulation.fp8_products import emulate_fp8
@@ -70,6 +71,9 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
         trace.observed = observer.observed()
         trace.traffic = compare_traffic(parallel, trace.observed)
         trace.predicted_bytes = predicted_memory(parallel)
+    trace.compiled = parallel.compilation.mode
+    if trace.compiled != "off":
+        trace.graphs, trace.graph_breaks = graph_counts()
     return trace
 
 
@@ -86,6 +90,7 @@ def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:
         seed=job.seed,
         scatter=True,
         order=job.order,
+        compile=job.compile,
     )
     if emulates:
         parallel.workload = job.workload

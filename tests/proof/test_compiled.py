@@ -1,0 +1,94 @@
+"""Layouts whose layers are compiled train what one device trains without compilation, in float64, and have no graph breaks.
+
+inductor takes about 15 s to compile the graphs of a layout on a CPU, so one of them is compiled to machine code every day; the others are
+traced, and run as traced ("aot_eager"): what the compiler is given is proved, and inductor itself by `make soak`.
+"""
+
+import layouts
+import pytest
+
+import ranks
+from meshwright.parallel import compile as compiling
+from meshwright.proof.compare import compare
+
+SP, Z3, CP = {"tp": 2, "sp": True}, {"shard": 2, "zero": 3}, {"cp": 2}
+# A model, a plan, and the graph breaks of its layers: one per kind of layer with experts, else none.
+DAILY = [("qwen", {**SP, "recompute": "selective"}, 0)]
+TRACED_DAILY = [("drops", {**Z3, "recompute": "full"}, 0), ("qwen-moe", {"replicate": 2, "ep": 2}, 1)]
+SOAK = [
+    ("llama", {"replicate": 2, "bucket": 2000}, 0),
+    ("gpt", {"shard": 2, "zero": 1}, 0),
+    ("llama", {"shard": 2, "zero": 2}, 0),
+    ("gemma", {**Z3, "microbatch": 2}, 0),
+    ("gpt", {"tp": 2}, 0),
+    ("qwen", {**SP, "recompute": "full"}, 0),
+    ("gemma", {**SP, "offload": "activations"}, 0),
+    ("llama", CP, 0),
+    ("gpt", {**CP, "cp_kind": "all-gather"}, 0),
+    ("qwen", {**CP, "cp_kind": "ulysses"}, 0),
+    ("llama", {"pp": 2}, 0),
+    ("qwen", {"pp": 2, "schedule": "interleaved", "virtual": 2}, 0),
+    ("drops", SP, 0),
+    ("drops", CP, 0),
+    ("mlp", {"tp": 2}, 0),
+    ("mixtral", {**Z3, "ep": 2}, 1),
+    ("deepseek", {**SP, "expert_tp": 1, "ep": 2}, 1),
+    ("gpt-oss", {**Z3, "recompute": "selective"}, 1),
+    ("gpt", {**Z3, **SP, "offload": "both"}, 0),
+    ("qwen", {**Z3, "pp": 2, "recompute": "full"}, 0),
+]
+CASES = [
+    *(pytest.param(*case, "inductor", id=f"{case[0]} {case[1]}") for case in DAILY),
+    *(pytest.param(*case, "aot_eager", id=f"{case[0]} {case[1]} traced") for case in TRACED_DAILY),
+    *(pytest.param(*case, "inductor", id=f"{case[0]} {case[1]}", marks=pytest.mark.slow) for case in SOAK),
+]
+
+
+def train(context, job, mode, backend, cache):
+    import os
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    compiling.BACKEND = backend
+    from dataclasses import replace
+
+    return layouts.train_all(context, [replace(job, compile=mode)])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+def traces(layout, mode, backend, cache):
+    options = {"silence": 300.0, "group_timeout": 150.0}
+    return [rank[0] for rank in ranks.run(layout.plan.world, train, layout.job(), mode, backend, cache, **options)]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("model", "fields", "breaks", "backend"), CASES)
+def test_a_compiled_layout_trains_what_one_device_trains(model, fields, breaks, backend, cache):
+    layout = layouts.Layout(model, layouts.Plan(**fields))
+    one = ranks.run(1, layouts.train_all, [layout.reference.job()])[0][0]
+    many = traces(layout, "blocks", backend, cache)
+    agreement = compare(one, many)
+    assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
+    assert all(error < 1e-10 for error in agreement.errors.values()), agreement.errors
+    assert {trace.compiled for trace in many} == {"blocks"}
+    assert all(0 < trace.graphs < 12 for trace in many), [trace.graphs for trace in many]
+    assert [trace.graph_breaks for trace in many] == [breaks] * len(many)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_whole_stage_in_one_graph_trains_what_one_device_trains(cache):
+    layout = layouts.Layout("drops", layouts.Plan(**SP))
+    one = ranks.run(1, layouts.train_all, [layout.reference.job()])[0][0]
+    many = traces(layout, "whole", "inductor", cache)
+    assert all(error < 1e-10 for error in compare(one, many).errors.values())
+    assert [(trace.compiled, trace.graphs, trace.graph_breaks) for trace in many] == [("whole", 2, 0)] * 2
+
+
+def test_a_split_backward_is_not_compiled_and_says_so():
+    layout = layouts.Layout("llama", layouts.Plan(pp=2, schedule="zb-h1"))
+    many = traces(layout, "blocks", "aot_eager", "")
+    assert {trace.compiled for trace in many} == {"off"}
