@@ -19,6 +19,7 @@ from meshwright.describe.run_folder import (
     STEPS,
     RunFollower,
     lock_of,
+    read_about,
     read_events,
     read_json,
     read_steps,
@@ -245,3 +246,16 @@ def test_git_state(tmp_path: Path) -> None:
     assert (len(found["commit"]), found["branch"], found["changed"]) == (40, "work", 0)
     (tmp_path / "file").write_text("two")
     assert git_state(tmp_path)["changed"] == 1  # type: ignore[index]
+
+
+def test_a_run_folder_says_what_is_compiled(tmp_path):
+    folder = create(tmp_path / "run")
+    folder.note_compilation("off", [], 0)  # off as asked for: no event
+    folder.note_compilation("off", ["the schedule zb-h1 splits the backward"], 0)
+    folder.close()
+    assert read_about(tmp_path / "run")["compile"] == {
+        "mode": "off",
+        "notes": ["the schedule zb-h1 splits the backward"],
+    }
+    (event,) = read_events(tmp_path / "run")
+    assert (event["kind"], event["text"]) == ("compile", "torch.compile: off (the schedule zb-h1 splits the backward)")

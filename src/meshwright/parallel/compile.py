@@ -91,7 +91,7 @@ def plan_compilation(
     if done.mode == "off":
         return done
     if program is not None and program.splits_backward:
-        done.note(f"off: the schedule {plan.schedule} splits the backward of a stage, and a compiled graph has one")
+        done.note(f"the schedule {plan.schedule} splits the backward of a stage, and a compiled graph has one")
         done.mode = "off"
         return done
     between = {
@@ -102,7 +102,7 @@ def plan_compilation(
     }
     found = [why for why, is_there in between.items() if is_there]
     if done.mode == "whole" and found:
-        done.note(f"blocks instead of whole: {', '.join(found)} between layers")
+        done.note(f"not whole: {', '.join(found)} between layers")
         done.mode = "blocks"
     if model.experts:
         done.note("the routed experts of a layer are not compiled: their sizes depend on the routing")

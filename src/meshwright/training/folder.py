@@ -160,7 +160,8 @@ class RunFolder:
         self.about["compile"] = {"mode": mode, "notes": notes}
         self._write_about()
         if mode != "off" or notes:
-            self.event("compile", step, "; ".join((f"torch.compile: {mode}", *notes)))
+            reasons = f" ({'; '.join(notes)})" if notes else ""
+            self.event("compile", step, f"torch.compile: {mode}{reasons}")
 
     def end_attempt(self, cause: str = "") -> None:
         """Note how an attempt ended: `cause` is empty if it did all its steps, "stopped" after a signal, else the root cause."""

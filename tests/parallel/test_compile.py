@@ -1,0 +1,91 @@
+"""What `run.compile` compiles, what it leaves out and says so, and the number of graphs of a model on one device."""
+
+import pytest
+import torch
+from torch import distributed
+
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.run import Run
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.models.dropout import Dropout
+from meshwright.parallel import compile as compiling
+from meshwright.parallel.apply import apply
+from meshwright.parallel.compile import plan_compilation, resolve_compile
+from meshwright.programs.pipelines import SCHEDULES
+from meshwright.training.data.random_tokens import RandomSamples
+from meshwright.training.loop import Trainer
+
+DENSE = Model(hidden=8, layers=3, heads=2, ffn=8, vocab=9, dropout_rate=0.3)
+EXPERTS = DENSE.but(experts=2, top_k=1, expert_ffn=8, shared_experts=1, dropout_rate=0.0)
+
+
+def planned(setting="blocks", device="cpu", model=DENSE, program=None, sharded=False, **fields):
+    return plan_compilation(setting, device, Plan(**fields), model, program, sharded)
+
+
+def test_auto_compiles_blocks_on_gpus_and_nothing_on_cpus():
+    assert resolve_compile("auto", "cuda:1") == "blocks"
+    assert resolve_compile("auto", "cpu") == "off"
+    assert resolve_compile("whole", "cpu") == "whole"
+    assert Run().compile == "auto"
+
+
+def test_a_cpu_without_a_compiler_is_refused(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(MeshwrightError, match=r"MW-PAR-009.*C\+\+ compiler"):
+        resolve_compile("blocks", "cpu")
+    assert resolve_compile("auto", "cpu") == "off"
+
+
+def test_what_cannot_be_compiled_is_left_out_with_its_reason():
+    split = planned(program=SCHEDULES["zb-h1"](2, 4, 1), pp=2, schedule="zb-h1")
+    assert split.mode == "off"
+    assert "zb-h1 splits the backward" in split.notes[0]
+    assert planned(program=SCHEDULES["1f1b"](2, 4, 1), pp=2).mode == "blocks"
+    assert planned("whole").mode == "whole"
+    for fields in ({"sharded": True}, {"recompute": "full"}, {"offload": "activations"}, {"model": EXPERTS}):
+        found = planned("whole", **fields)
+        assert (found.mode, found.notes[0][:11]) == ("blocks", "not whole: "), fields
+    assert "routed experts" in planned(model=EXPERTS).notes[-1]
+    assert planned().notes == []
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """One process; graphs are traced and not compiled."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    reset()
+    counters.clear()
+    yield
+    distributed.destroy_process_group()
+
+
+def losses(model, mode):
+    parallel = apply(model, Plan(), Workload(batch=2, seq=4), 0, dtype=torch.float64, compile=mode)
+    return [record.loss for record in Trainer(parallel, RandomSamples(model, 4, 0, False)).train(3)]
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "counts"),
+    [(DENSE, "blocks", (3, 0)), (DENSE, "whole", (2, 0)), (EXPERTS, "blocks", (5, 1))],
+    ids=["dense", "dense whole", "experts"],
+)
+def test_all_layers_of_a_kind_share_one_graph_in_every_step(traced_only, model, mode, counts):
+    """A layer, the head and the loss; with experts a layer is two graphs around their dispatch, and the shared experts are one. Dropout
+    draws other elements in each step without another graph."""
+    assert losses(model, mode) == losses(model, "off")
+    assert compiling.graph_counts() == counts
+
+
+def test_dropout_in_a_graph_draws_for_the_current_step(traced_only, monkeypatch):
+    """Without `hold` the graph would repeat the elements of its first step."""
+    eager = losses(DENSE, "off")
+    held = Dropout.hold
+    monkeypatch.setattr(Dropout, "hold", lambda self, x: held(self, x) if self.held_B is None else None)
+    assert losses(DENSE, "blocks") != eager
