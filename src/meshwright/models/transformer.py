@@ -98,8 +98,9 @@ class Head(nn.Module):
         self.project = nn.Linear(model.hidden, model.padded_vocab, bias=False)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        x_BSH, targets = self.norm(x_BSH), current_targets()
-        if targets is None or not self.fuses_loss:
+        x_BSH = self.norm(x_BSH)
+        targets = current_targets() if self.fuses_loss else None  # a compiled head cannot read the context
+        if targets is None:
             return self.project(x_BSH)
         return linear_cross_entropy(x_BSH, self.project.weight, targets)
 
