@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-import ranks  # noqa: F401  preloads what ranks need
+import ranks
 from meshwright.describe.config import Config, load
 from meshwright.describe.run_folder import read_about, read_events, read_steps
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.folder import complete
 from meshwright.training.faults.inject import Fault, write_faults
+from meshwright.training.launch import local
 from meshwright.training.run import config_for_ranks, run_training
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 256}
@@ -34,6 +35,9 @@ def config(**run):
 
 
 def train(folder, faults=(), **options):
+    local.ensure_forkserver(
+        "meshwright.training.worker"
+    )  # before the variable is set, which all later ranks would inherit
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHWRIGHT_FAULTS", "faults.json")
         write_faults(folder / "faults.json", faults)
@@ -108,3 +112,40 @@ def test_a_signal_saves_and_the_run_continues_where_it_stopped(tmp_path, losses)
     assert kinds_of(tmp_path)[-1] == ("signal", f"stopped after step {done - 1} by a signal")
     assert train(tmp_path, resume=True) == losses
     assert read_about(tmp_path)["attempts"][-1]["resumed_from"] == done
+
+
+def resume_and_count(context, made, folder):
+    """Train two steps, resume, and begin again after all checkpoints were damaged. Returns the number of weights drawn each time."""
+    from dataclasses import replace
+
+    from meshwright.models.initialise import DrawnWeights
+    from meshwright.training.job import Attempt
+    from meshwright.training.run import make_job
+    from meshwright.training.worker import train
+
+    drawn, draw = [], DrawnWeights.read
+
+    def counted(weights, *box):
+        drawn.append(box)
+        return draw(weights, *box)
+
+    DrawnWeights.read = counted
+    counts = []
+    job = make_job(made, 2, 0, "cpu", "gloo", folder, 1, None)
+    for one in (job, replace(job, resume=True, steps=4), replace(job, resume=True)):
+        drawn.clear()
+        if len(counts) == 2:
+            for file in folder.glob("checkpoints/step-*/*.safetensors"):
+                file.write_bytes(file.read_bytes()[:-1])
+        train(context, one, Attempt())
+        counts.append(len(drawn))
+    return counts
+
+
+def test_no_weights_are_drawn_that_a_checkpoint_replaces(tmp_path):
+    made = Config.from_parts(MODEL, "laptop", "gloo-cpu", WORKLOAD, {**PLAN, "replicate": 1})
+    ((first, resumed, again),) = ranks.run(1, resume_and_count, made, tmp_path)
+    assert first == again > 0
+    assert resumed == 0
+    assert [row["step"] for row in read_steps(tmp_path)] == [0, 1]
+    assert any("damaged" in text for _, text in kinds_of(tmp_path))

@@ -24,6 +24,8 @@ def test_placement_of_torchrun_and_slurm():
     assert placement(torchrun) == Placement(3, 8, 1, "h0", 1234)
     restarted = {**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert placement(restarted) == Placement(3, 8, 1, "h0", 1234, store_is_running=True, restarts=2)
+    elastic = placement({**restarted, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "a"})
+    assert (elastic.elastic, elastic.restarts_left) == (True, 1)
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "71234"}
     assert placement(slurm) is None  # in the batch script, which runs on the first node only
     slurm["SLURM_STEP_NODELIST"] = "gpu[03-04]"

@@ -226,6 +226,47 @@ def test_only_the_root_cause_of_a_failure_is_printed(tmp_path, how):
         assert "MW-RANK-010: rank 0 lost the connection" in texts[0]
 
 
+def train_elastic(plan, steps, folder):
+    """A rank of an elastic job of torchrun; on two ranks, rank 1 alone is signalled in step 5."""
+    from meshwright.training import worker
+    from meshwright.training.faults import preemption
+    from meshwright.training.hooks import Hook
+
+    class Signal(Hook):
+        def before_step(self, trainer):
+            if trainer.step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    preemption.AGENT_S = 0.0
+    if os.environ["RANK"] == "1":
+        worker.hooks_of = lambda *_: [Signal()]
+    run_training(plan, steps, folder=folder)
+
+
+def test_a_node_that_joins_an_elastic_job_continues_its_run(tmp_path):
+    """torchrun starts the ranks anew and counts no restart. The same agent is the sign that it is the same job; another job is refused."""
+    elastic = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "0"}
+    folder, port = tmp_path / "run", free_port()
+    codes, texts = run(
+        tmp_path, [env(0, 1, "127.0.0.1", port) | elastic], train_elastic, config(microbatch=2), 3, folder
+    )
+    assert codes == [0], texts
+    codes, texts = run(tmp_path, [env(0, 1, "127.0.0.1", free_port())], train, config(microbatch=2), 9, folder)
+    assert codes == [2]
+    assert "MW-FOLDER-002" in texts[0]
+    port = free_port()
+    variables = [env(r, 2, "127.0.0.1", port) | elastic for r in range(2)]
+    codes, texts = run(tmp_path, variables, train_elastic, config(microbatch=2), 100_000, folder)
+    assert codes == [143, 0], (
+        texts
+    )  # the agent of rank 0 was not signalled: it must not take this for the end of the job
+    first, second = read_about(folder)["attempts"]
+    assert (first["world"], second["world"], second["resumed_from"], second["cause"]) == (1, 2, 3, "stopped")
+    steps = [row["step"] for row in read_steps(folder)]
+    assert steps == list(range(len(steps)))
+    assert len(steps) in (6, 7)  # the signalled step, and one that has begun meanwhile
+
+
 def rank_of_agent(folder, plan):
     """A rank under torchrun's agent. Rank 1 of the first attempt is killed after some steps."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -50,6 +50,13 @@ class DrawnWeights:
         return box_of(value, start, shape)
 
 
+class UnsetWeights:
+    """NaN for every weight, at no cost: a checkpoint will replace them all, and one that it lacked would be seen in the first step."""
+
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(math.nan).expand(tuple(shape))
+
+
 def box_of(full: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
     """A view of the box at `start` with this `shape`."""
     for dim, (first, length) in enumerate(zip(start, shape, strict=True)):

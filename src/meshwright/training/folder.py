@@ -103,7 +103,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Config, prediction: Prediction, **about: Any) -> RunFolder:
-        """A new run. `about` goes to run.json: `steps` and `seed`, `device`, `backend`."""
+        """A new run. `about` goes to run.json: `steps` and `seed`, `device`, `backend`, `agents`."""
         check_unused(path)
         folder = cls(path)
         with folder._closed_on_error():
@@ -125,13 +125,14 @@ class RunFolder:
             before = read_about(path)
             folder._write_plan(config, prediction)
             fresh = environment()
-            hosts = list(dict.fromkeys([*before.get("hosts", ()), *fresh["hosts"]]))
+            lists = {"hosts": fresh["hosts"], "agents": about.pop("agents", [])}
+            lists = {name: list(dict.fromkeys([*before.get(name, ()), *new])) for name, new in lists.items()}
             folder.about = {
                 **before,
                 **fresh,
                 **about,
                 "started": before.get("started", fresh["started"]),
-                "hosts": hosts,
+                **lists,
             }
             folder.about |= {"version": VERSION, "attempts": list(before.get("attempts", ()))}
             folder._write_about()

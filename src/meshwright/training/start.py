@@ -75,10 +75,10 @@ def largest_token(tokenizer: dict[str, Any]) -> int:
     return max((*tokens, *added), default=-1)
 
 
-def initial_weights(config: Config, run_folder: Path | None = None) -> Weights | None:
-    """The weights that a run starts from; None: they are drawn from its seed, or a checkpoint of the run will replace them."""
+def initial_weights(config: Config) -> Weights | None:
+    """The weights that a run starts from; None: they are drawn from its seed."""
     folder = config.run.start_from
-    return FolderWeights(folder, config.model) if folder and not has_checkpoint(run_folder) else None
+    return FolderWeights(folder, config.model) if folder else None
 
 
 def has_checkpoint(run_folder: Path | None) -> bool:

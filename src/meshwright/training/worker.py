@@ -30,15 +30,18 @@ from torch import distributed
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import CHECKPOINTS, rank_log
 from meshwright.errors import MeshwrightError
+from meshwright.models.initialise import UnsetWeights
 from meshwright.parallel.apply import apply
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.training.checkpoint.background import Saver, checkpoint_group
 from meshwright.training.checkpoint.hook import Checkpoints
 from meshwright.training.checkpoint.resume import resume
+from meshwright.training.checkpoint.together import on_first
 from meshwright.training.data.samples import training_samples, validation_samples
 from meshwright.training.deterministic import deterministic_kernels
 from meshwright.training.evaluation import Evaluation
 from meshwright.training.faults.guard import Guard
+from meshwright.training.faults.preemption import await_agent
 from meshwright.training.folder import RunFolder, StepWriter
 from meshwright.training.hooks import Hook
 from meshwright.training.job import Attempt, Job
@@ -55,7 +58,7 @@ from meshwright.training.measure.rank_report import rank_report
 from meshwright.training.measure.record_comm import CommRecorder
 from meshwright.training.measure.reports import gather_reports
 from meshwright.training.records import StepRecord
-from meshwright.training.start import initial_weights
+from meshwright.training.start import has_checkpoint, initial_weights
 
 AHEAD = 2  # steps whose batches are prepared in advance
 Listen = Callable[[StepRecord], None]
@@ -83,10 +86,14 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
     """Train on this rank; rank 0 returns the result of the run. `listen` is called on rank 0 with every finished step."""
     config = job.config
     with deterministic_kernels(config.run.deterministic), run_folder(context, job, attempt) as folder:
-        trainer = make_trainer(context, job)
-        saver = make_saver(trainer, job, folder)
-        if attempt.number or job.resume:
-            resume_run(trainer, job, attempt, saver, folder)
+        group = checkpoint_group() if job.saves else None
+        unset = job.saves and bool(attempt.number or job.resume) and on_first(lambda: has_checkpoint(job.folder), group)
+        trainer = make_trainer(context, job, unset)
+        saver = make_saver(trainer, job, folder, group)
+        if (attempt.number or job.resume) and not resume_run(trainer, job, attempt, saver, folder) and unset:
+            trainer.loader.close()  # every checkpoint was damaged: begin with the first weights
+            trainer = make_trainer(context, job)
+            saver = make_saver(trainer, job, folder, group)
         if folder is not None:
             title = config.plan.title()
             cause, at = attempt.cause, attempt.failed_at
@@ -115,10 +122,13 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
     trainer.loader.close()
     if distributed.is_initialized():
         distributed.barrier()  # no rank ends while another one still needs it
+    if trainer.stopped and job.rejoins and not guard.signalled:
+        await_agent()
     return training
 
 
-def make_trainer(context: RankContext, job: Job) -> Trainer:
+def make_trainer(context: RankContext, job: Job, unset: bool = False) -> Trainer:
+    """The model under the plan with the first weights of the run; `unset`: a checkpoint will replace them, so none are drawn."""
     config, seed = job.config, job.seed
     parallel = apply(
         config.model,
@@ -128,7 +138,7 @@ def make_trainer(context: RankContext, job: Job) -> Trainer:
         device=context.device,
         dtype=DTYPES[config.plan.param_dtype],
         seed=seed,
-        weights=initial_weights(config, job.folder),
+        weights=UnsetWeights() if unset else initial_weights(config),
         order=config.plan.order or config.stack.order,
         compile=config.run.compile,
     )
@@ -173,6 +183,7 @@ def run_folder(context: RankContext, job: Job, attempt: Attempt) -> Iterator[Run
         yield None
         return
     about = {"steps": job.steps, "seed": job.seed, "device": context.device.partition(":")[0], "backend": job.backend}
+    about["agents"] = list(job.agents)
     make = RunFolder.reopen if attempt.number or job.resume else RunFolder.create
     folder = make(job.folder, job.config, job.watch.prediction, **about)
     try:
@@ -181,28 +192,29 @@ def run_folder(context: RankContext, job: Job, attempt: Attempt) -> Iterator[Run
         folder.close()
 
 
-def make_saver(trainer: Trainer, job: Job, folder: RunFolder | None) -> Saver | None:
+def make_saver(
+    trainer: Trainer, job: Job, folder: RunFolder | None, group: distributed.ProcessGroup | None
+) -> Saver | None:
     """What writes the checkpoints of a run; None if its folder is temporary. Rank 0 writes events about it."""
     if not job.saves:
         return None
-
-    settings, root, group = job.config.checkpoint, job.folder / CHECKPOINTS, checkpoint_group()
+    settings, root = job.config.checkpoint, job.folder / CHECKPOINTS
     options: dict[str, Any] = {"keep": settings.keep, "asynchronous": settings.asynchronous}
     if folder is not None:
         options |= {"report": folder.event, "sync": folder.sync}
     return Saver(trainer, root, group, data=job.config.data.as_dict(), **options)
 
 
-def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver | None, folder: RunFolder | None) -> None:
-    """Continue from the last good checkpoint of the run folder; without one, from the first step."""
+def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver | None, folder: RunFolder | None) -> bool:
+    """Continue from the last good checkpoint of the run folder; returns whether there is one."""
     if saver is None:
-        return
+        return False
 
     def notify(text: str) -> None:
         if folder is not None:
             folder.event("resumed", trainer.step, text)
 
-    resume(trainer, job.folder, saver.group, notify)
+    found = resume(trainer, job.folder, saver.group, notify)
     if attempt.number == 0 and trainer.step >= job.steps:
         raise MeshwrightError(
             "MW-TRAIN-004",
@@ -210,6 +222,7 @@ def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver | None
             why="--steps is the number of steps in all, those before the resume included",
             fix=f"--steps {2 * trainer.step}",
         )
+    return found is not None
 
 
 class StepRows(StepWriter):

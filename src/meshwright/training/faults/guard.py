@@ -71,6 +71,11 @@ class Guard:
         if job.faults:
             self.injector = Injector(read_faults(folder / job.faults), context.rank, folder)
 
+    @property
+    def signalled(self) -> bool:
+        """Whether this process received the signal that ended the training; otherwise another rank did."""
+        return self.stop is not None and self.stop.received is not None
+
     def attach(self) -> None:
         """Add the hooks to the trainer, whose first hook is the recorder."""
         near: list[Hook | None] = [self.watchdog, self.spikes]

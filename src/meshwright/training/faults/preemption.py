@@ -23,14 +23,16 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from meshwright.training.hooks import Hook
 from meshwright.training.records import StepRecord
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+AGENT_S = 10.0  # for an agent of torchrun to notice that a node joins; it looks every few seconds at most
 
 
 class StopRequests(Protocol):
@@ -120,6 +122,15 @@ class StopOnSignal(Hook):
         if self.previous:
             signal.set_wakeup_fd(-1)
         self.previous.clear()
+
+
+def await_agent() -> NoReturn:
+    """End a rank of torchrun that stopped because of a signal to another node.
+
+    Its agent would take a normal exit as the end of the job, and leave. If a node joins, the agent ends this process a moment later, and
+    starts it anew. If a node leaves, the agent does not know of it: an exit code makes it start this rank anew, with the nodes that remain."""
+    time.sleep(AGENT_S)
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def default_store() -> Any:

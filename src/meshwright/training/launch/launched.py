@@ -4,6 +4,11 @@ Every rank runs the same command, so every rank finds the same errors. They agre
 prints its error (`Meeting.succeed`). Later, a rank whose failure only follows from that of another one stays silent too: each writes its
 failure to the run folder, waits a second, and reads those of the others.
 
+torchrun starts all ranks anew when a rank fails, and also when a node joins an elastic job (`--nnodes 1:4`), which it does not count as a
+restart. Such a start continues the run in the folder. It is recognised by the agents: the run folder lists the agent processes that
+started its ranks, and one of these is among those of the new start. Agents of another job never are, so a new job in a used folder is
+still refused.
+
 Rank 0 prints and writes the run folder. What the others print goes to `rank-N.log` of the same folder, which should be on a disk that
 all hosts share; where it is not, each host gets the logs of its ranks.
 """
@@ -15,13 +20,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import distributed
 
-from meshwright.describe.run_folder import rank_log
+from meshwright.describe.run_folder import rank_log, read_about
 from meshwright.errors import MeshwrightError
+from meshwright.training.faults.heartbeat import process_start
 from meshwright.training.job import Attempt, Job
 from meshwright.training.launch.failure import (
     INTERNAL_ERROR,
@@ -49,11 +56,15 @@ def train_launched(
     on this host, and whether this is a restart of the run."""
     exists = distributed.is_initialized()  # Ray has made the group of its workers
     meeting = Meeting(place._replace(store_is_running=place.store_is_running or exists))
-    ranks = meeting.exchange([str(folder), meeting.host, place.restarts])
-    folder, here = Path(ranks[0][0]), sum(host == meeting.host for _, host, _ in ranks)
-    restarts = max(count for *_, count in ranks)  # an agent counts only the failures of its own ranks
+    ranks = meeting.exchange([str(folder), meeting.host, place.restarts, agent_of(place, meeting.host)])
+    folder, here = Path(ranks[0][0]), sum(host == meeting.host for _, host, *_ in ranks)
+    agents = sorted({agent for *_, agent in ranks if agent})
+    restarts = max(count for _, _, count, _ in ranks)  # an agent counts only the failures of its own ranks
+    if agents and not restarts:
+        restarts = int(meeting.exchange(place.rank == 0 and is_continued(folder, agents))[0])
     attempt = Attempt(restarts, *(last_cause(folder) if place.rank == 0 else ()))
     job = meeting.succeed(lambda: prepare(folder, here, restarts > 0))
+    job = replace(job, agents=tuple(agents), rejoins=place.elastic and place.restarts_left > 0)
     with logged_output(folder, place.rank):
         try:
             context = join(place, job.device, job.backend, GROUP_TIMEOUT_S, None if exists else meeting)
@@ -69,6 +80,20 @@ def train_launched(
         finally:
             if not exists and distributed.is_initialized():
                 distributed.destroy_process_group()
+
+
+def agent_of(place: Placement, host: str) -> str:
+    """The agent of torchrun that started this process; empty under other launchers, whose processes may start several jobs."""
+    parent = os.getppid()
+    return f"{host}/{parent}/{process_start(parent)}" if place.elastic else ""
+
+
+def is_continued(folder: Path, agents: Sequence[str]) -> bool:
+    """Whether one of these agents has started ranks of the run in the folder before."""
+    try:
+        return not set(agents).isdisjoint(read_about(folder).get("agents", ()))
+    except MeshwrightError:  # a damaged file: the folder is then checked as that of a new run
+        return False
 
 
 def last_cause(folder: Path) -> tuple[str, float]:

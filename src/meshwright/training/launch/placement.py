@@ -27,6 +27,8 @@ class Placement(NamedTuple):
     port: int
     store_is_running: bool = False  # torchrun's agent already serves the store
     restarts: int = 0  # of torchrun's agent on this host
+    restarts_left: int = 0
+    elastic: bool = False  # an agent of torchrun started this process
 
 
 class Launcher(NamedTuple):
@@ -63,6 +65,7 @@ def _several(environment: Mapping[str, str], launcher: Launcher) -> bool:
 
 
 def _placed(environment: Mapping[str, str], launcher: Launcher, address: str) -> Placement:
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         default_port = PORT + int(environment.get("SLURM_JOB_ID", "0") or 0) % 10_000
         found = Placement(
@@ -72,7 +75,9 @@ def _placed(environment: Mapping[str, str], launcher: Launcher, address: str) ->
             address or ("127.0.0.1" if environment[launcher.world] == "1" else ""),
             int(environment.get("MASTER_PORT", default_port)),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            int(restarts),
+            int(environment.get("TORCHELASTIC_MAX_RESTARTS", restarts)) - int(restarts),
+            "TORCHELASTIC_RUN_ID" in environment,
         )
     except (KeyError, ValueError) as error:
         why = f"{launcher.rank} and {launcher.world} are needed and must be numbers: {error}"
