@@ -132,12 +132,16 @@ def verify(
     seed: int = 0,
     device: str = "auto",
     backend: str = "auto",
+    share_device: bool = False,
     set: Sequence[str] = (),
 ) -> Proof:
-    """Train a small copy of a plan on at most `ranks` local processes and on one device, and compare the two."""
+    """Train a small copy of a plan on at most `ranks` local processes and on one device, and compare the two. With `share_device`
+    several processes use one GPU."""
     require_torch("`verify`")
     from meshwright.proof.prove import prove
+    from meshwright.training.machine import shared_device
 
+    device = shared_device(device, share_device)
     return prove(load(source, set=set), ranks=ranks, steps=steps, seed=seed, device=device, backend=backend)
 
 
@@ -172,6 +176,7 @@ def train(
     resume: str | Path | None = None,
     device: str = "auto",
     backend: str = "auto",
+    share_device: bool = False,
     out: str | Path | None = None,
     shrink: bool = False,
     set: Sequence[str] = (),
@@ -185,20 +190,21 @@ def train(
 
     `steps`, `seed`, `learning_rate` and `save_every` replace those of the run file; `start_from` is a Transformers folder with the
     initial weights. `out` is the run folder (default: nothing is written); `resume` is the folder of a run to continue, by default with
-    its plan. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. `shrink` trains the small copy of the plan that
-    `verify` uses; `listen` is called with the record of every finished step. A run on CPU processes with gloo is predicted from
-    a calibration of this machine, measured in seconds and cached (`calibrate`); `recalibrate` measures anew; `announce` is called with
-    what a calibration is doing.
+    its plan. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. With `share_device` several ranks use one GPU,
+    for tests. `shrink` trains the small copy of the plan that `verify` uses; `listen` is called with the record of every finished step.
+    A run on CPU processes with gloo is predicted from a calibration of this machine, measured in seconds and cached (`calibrate`);
+    `recalibrate` measures anew; `announce` is called with what a calibration is doing.
     """
     import os
 
     require_torch("`train`")
     from meshwright.training.folder import check_unused
     from meshwright.training.launch.placement import placement
-    from meshwright.training.machine import resolve_device
+    from meshwright.training.machine import resolve_device, shared_device
     from meshwright.training.measure import calibration
     from meshwright.training.run import check, plan_of_run, run_training
 
+    device = shared_device(device, share_device)
     if resume is not None:
         source, out = source or plan_of_run(Path(resume)), resume
     config = load(source, set=[*set, *run_settings(steps, seed, learning_rate, save_every, start_from)])

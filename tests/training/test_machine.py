@@ -13,6 +13,8 @@ from meshwright.describe.config import load
 from meshwright.errors import MeshwrightError
 from meshwright.proof.shrink import small_config
 from meshwright.training import machine
+from meshwright.training.launch import join
+from meshwright.training.launch.placement import Placement
 from meshwright.training.run import run_training
 from meshwright.view.report import page
 
@@ -107,3 +109,35 @@ def test_a_small_copy_trains_and_is_reported_under_its_own_plan(tmp_path):
     assert training.measurement.steps == 2
     assert training.diverged_at is None
     assert training.config.plan.title() in page([tmp_path])
+
+
+def test_ranks_share_a_gpu_only_if_asked(monkeypatch):
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    with pytest.raises(
+        MeshwrightError, match=r"MW-RANK-002: 4 ranks need 4 GPUs, and this machine has 1.*--share-device"
+    ):
+        machine.resolve_device("cuda", 4)
+    assert machine.resolve_device(machine.shared_device("auto", True), 4) == "cuda-shared"
+    assert machine.resolve_device(machine.shared_device("auto", False), 4) == "cpu"
+    assert machine.resolve_backend("auto", "cuda-shared") == "meshwright"
+    for backend in ("gloo", "nccl"):
+        with pytest.raises(MeshwrightError, match="MW-RANK-005"):
+            machine.resolve_backend(backend, "cuda-shared")
+    with pytest.raises(MeshwrightError, match="contradict"):
+        machine.shared_device("cpu", True)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+    with pytest.raises(MeshwrightError, match=r"MW-RANK-002: ranks that share a GPU need one.*--device cpu"):
+        machine.resolve_device("cuda-shared", 4)
+
+
+def test_launched_ranks_share_the_gpus_of_their_host(monkeypatch):
+    monkeypatch.setattr(machine, "gpu_count", lambda: 2)
+    monkeypatch.setattr(join, "gpu_count", lambda: 2)
+    places = [Placement(rank, 4, rank, "127.0.0.1", 1) for rank in range(4)]
+    assert [join.device_of("cuda-shared", place) for place in places] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    same = [{"host": "a", "device": "cuda:0", "id": "x"}] * 2
+    join.check_devices(same, share=True)
+    with pytest.raises(
+        MeshwrightError, match=r"ranks 0, 1 use the same GPU.*--share-device|ranks 0 and 1 use the same GPU"
+    ):
+        join.check_devices(same)

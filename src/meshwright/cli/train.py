@@ -44,6 +44,9 @@ def command(
         "--backend",
         help="gloo, meshwright (our collectives, on the CPU), nccl, or auto (nccl on GPUs, else gloo).",
     ),
+    share_device: bool = typer.Option(
+        False, "--share-device", help="Several ranks on one GPU, for tests: their tensors move through the host."
+    ),
     out: Path | None = typer.Option(None, "--out", help="The run folder. Default: runs/PLAN-TIME."),
     save_every: int | None = typer.Option(
         None,
@@ -97,9 +100,11 @@ def command(
 
     from meshwright import api
     from meshwright.training.launch.placement import placement
+    from meshwright.training.machine import shared_device
     from meshwright.training.run import plan_of_run
     from meshwright.view.tables import show
 
+    device = shared_device(device, share_device)
     place = placement(os.environ)
     reports = place is None or place.rank == 0  # the other ranks of a launcher print nothing
     plan = plan or (plan_of_run(resume) if resume is not None else None)

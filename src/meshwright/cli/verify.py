@@ -20,6 +20,9 @@ def command(
         "--backend",
         help="gloo, meshwright (our collectives, on the CPU), nccl, or auto (nccl on GPUs, else gloo).",
     ),
+    share_device: bool = typer.Option(
+        False, "--share-device", help="Several ranks on one GPU, for tests: their tensors move through the host."
+    ),
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
@@ -38,7 +41,15 @@ def command(
     writable(out, make=True)
     config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings).check_trainable()
     with patient("training on many ranks and on one", measurable=False):
-        proof = api.verify(config, ranks=ranks, steps=steps, seed=seed, device=device, backend=backend)
+        proof = api.verify(
+            config,
+            ranks=ranks,
+            steps=steps,
+            seed=seed,
+            device=device,
+            backend=backend,
+            share_device=share_device,
+        )
     if out is not None:
         import json
 

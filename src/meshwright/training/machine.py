@@ -1,6 +1,6 @@
 """What a training needs of this machine, compared with what the machine has, before any process starts.
 
-    devices  one GPU per rank, or CPU processes
+    devices  one GPU per rank, CPU processes, or for tests ranks that share the GPUs ("cuda-shared", `--share-device`)
     memory   on CPU, the sum over all ranks of (predicted tensors + one process) must fit in the available memory;
              on GPUs, the predicted peak of the fullest rank must fit in the memory of one GPU
     disk     the files of the run folder must fit on its disk
@@ -20,7 +20,10 @@ from meshwright.describe.result import GIB, Prediction
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.units import format_bytes
 
-DEVICES = ("auto", "cpu", "cuda")
+SHARED = (
+    "cuda-shared"  # ranks share the GPUs of the machine: the backend meshwright moves their tensors through the host
+)
+DEVICES = ("auto", "cpu", "cuda", SHARED)
 BACKENDS = ("auto", "gloo", "meshwright", "nccl")
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, Windows subsystem for Linux
 PROCESS_BYTES = 64 * 2**20  # private memory of one rank besides its tensors; the libraries are shared by all ranks
@@ -29,7 +32,7 @@ NOT_FIT = 3  # exit code
 
 
 def resolve_device(device: str, ranks: int) -> str:
-    """ "cpu" or "cuda". `auto` uses GPUs if there is one for each rank."""
+    """ "cpu", "cuda" or "cuda-shared". `auto` uses GPUs if there is one for each rank."""
     if device not in DEVICES:
         raise unknown("MW-RANK-002", "device", device, DEVICES, "--device {}")
     if device == "cpu":
@@ -37,24 +40,41 @@ def resolve_device(device: str, ranks: int) -> str:
     found = gpu_count()
     if device == "auto":
         return "cuda" if found >= ranks else "cpu"
-    if found < ranks:
+    if found < (1 if device == SHARED else ranks):
+        needed = "ranks that share a GPU need one" if device == SHARED else f"{ranks} ranks need {ranks} GPUs"
+        why = (
+            ""
+            if device == SHARED
+            else "--share-device puts several ranks on one GPU, for tests: tensors move through the host"
+        )
+        fix = "--share-device, or --device cpu" if found else "--device cpu"
         raise MeshwrightError(
-            "MW-RANK-002", f"{ranks} ranks need {ranks} GPUs, and this machine has {found}", fix="--device cpu"
+            "MW-RANK-002", f"{needed}, and this machine has {found}", why=why if found else "", fix=fix
         )
     return device
 
 
+def shared_device(device: str, share: bool) -> str:
+    """The device for `--device` and `--share-device`."""
+    if share and device == "cpu":
+        raise MeshwrightError(
+            "MW-RANK-002", "--share-device and --device cpu contradict each other", fix="--share-device"
+        )
+    return SHARED if share else device
+
+
 def resolve_backend(backend: str, device: str) -> str:
-    """The torch.distributed backend of the ranks. `auto`: NCCL on GPUs, gloo on the CPU."""
+    """The torch.distributed backend of the ranks. `auto`: NCCL on GPUs, gloo on the CPU, ours where ranks share a GPU."""
     if backend not in BACKENDS:
         raise unknown("MW-RANK-005", "backend", backend, BACKENDS, "--backend {}")
     if backend == "auto":
-        return "nccl" if device == "cuda" else "gloo"
-    if (backend == "nccl") != (device == "cuda"):
+        return {"cuda": "nccl", SHARED: "meshwright"}.get(device, "gloo")
+    valid = {"cuda": ["nccl"], SHARED: ["meshwright"]}.get(device, ["gloo", "meshwright"])
+    if backend not in valid:
         raise MeshwrightError(
             "MW-RANK-005",
             f"the backend {backend} does not run on {device}",
-            valid=["nccl"] if device == "cuda" else ["gloo", "meshwright"],
+            valid=valid,
             fix="--backend auto",
         )
     return backend
@@ -73,8 +93,8 @@ def check_machine(
     plan: Plan, prediction: Prediction, device: str, folder: Path | None, steps: int, ranks: int = 0
 ) -> None:
     """Raise if this machine lacks the memory or the disk space for a run. `ranks` are those on this machine; 0: all."""
-    if device == "cuda":
-        check_gpu_memory(prediction)
+    if device in ("cuda", SHARED):
+        check_gpu_memory(prediction, -(-(ranks or plan.world) // gpu_count()) if device == SHARED else 1)
     else:
         check_cpu_memory(plan, prediction, ranks)
     if folder is not None:
@@ -90,14 +110,14 @@ def check_cpu_memory(plan: Plan, prediction: Prediction, ranks: int = 0) -> None
         raise does_not_fit(plan, f"{arithmetic}, and {format_bytes(available)} are available")
 
 
-def check_gpu_memory(prediction: Prediction) -> None:
+def check_gpu_memory(prediction: Prediction, ranks: int = 1) -> None:
+    """Raise if the ranks that share a GPU, usually one, need more memory than it has."""
     import torch
 
     needed, found = (prediction.memory_gib or 0.0) * GIB, torch.cuda.get_device_properties(0).total_memory
-    if needed > found:
-        raise does_not_fit(
-            None, f"each rank needs {format_bytes(needed)} of GPU memory, and a GPU has {format_bytes(found)}"
-        )
+    if needed * ranks > found:
+        who = "each rank needs" if ranks == 1 else f"each of {ranks} ranks that share a GPU needs"
+        raise does_not_fit(None, f"{who} {format_bytes(needed)} of GPU memory, and a GPU has {format_bytes(found)}")
 
 
 def check_disk(plan: Plan, folder: Path, steps: int) -> None:

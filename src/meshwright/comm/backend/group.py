@@ -17,11 +17,12 @@ import torch
 from torch import distributed
 from torch.distributed import ReduceOp
 
+from meshwright.comm.backend import staging
 from meshwright.comm.backend.choice import Chooser
 from meshwright.comm.backend.messages import Messages
 from meshwright.comm.communicator import Communicator, flat, with_sizes
 from meshwright.comm.transport.handshake import hosts
-from meshwright.comm.work import Work
+from meshwright.comm.work import Deferred, Work
 from meshwright.describe.cluster import Cluster
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.program import Program
@@ -299,30 +300,43 @@ class MeshwrightGroup(TorchGroup):
         result: Any = None,
         opts: Any = None,
     ) -> Work:
-        for used in (tensor, output):
-            if used is not None and used.device.type != "cpu":
-                raise MeshwrightError(
-                    "MW-COMM-001",
-                    f"the backend meshwright moves tensors of the CPU, not of {used.device}",
-                    fix='init_process_group("cpu:meshwright,cuda:nccl")',
-                )
         if tensor.layout != torch.strided:
             raise MeshwrightError(
                 "MW-COMM-001", "the backend meshwright moves dense tensors only", fix="tensor.to_dense()"
             )
         self.calls += 1
         self.notify(program.operation, output if program.operation == "all-gather" and output is not None else tensor)
-        return self.communicator.run(
-            program,
-            tensor,
-            output,
-            reduction=reduction,
-            async_op=bool(getattr(opts, "asyncOp", True)),
-            background=bool(LISTENERS),
-            splits=splits,
-            after=after,
-            result=result,
-        )
+        options: dict[str, Any] = {
+            "reduction": reduction,
+            "async_op": bool(getattr(opts, "asyncOp", True)),
+            "background": bool(LISTENERS),
+            "splits": splits,
+        }
+        if staging.is_staged(tensor) or (output is not None and staging.is_staged(output)):
+            return self.submit_staged(program, tensor, output, options, after, result)
+        return self.communicator.run(program, tensor, output, after=after, result=result, **options)
+
+    def submit_staged(
+        self,
+        program: Program,
+        tensor: torch.Tensor,
+        output: torch.Tensor | None,
+        options: dict[str, Any],
+        after: Callable[[], None] | None,
+        result: Any,
+    ) -> Work:
+        """Run a program on host copies of tensors of a device."""
+        source = staging.to_host(tensor)
+        into = source if output is None else staging.host_buffer(output)
+        work = self.communicator.run(program, source, None if output is None else into, **options)
+
+        def complete() -> None:
+            work.wait()
+            (tensor if output is None else output).detach().copy_(into)
+            if after is not None:
+                after()
+
+        return Deferred(complete, result if result is not None else [tensor if output is None else output])
 
 
 COLLECTIVES = (

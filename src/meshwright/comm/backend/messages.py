@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshwright.comm.backend import staging
 from meshwright.comm.call import DTYPES, index
 from meshwright.comm.reductions import name_of
 from meshwright.comm.transport.base import bytes_of
@@ -33,7 +34,8 @@ class Messages:
         self.gloo, self.rank, self.timeout, self.fail = gloo, rank, timeout, fail
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Deferred:
-        data = bytes_of(tensor.detach().contiguous().view(-1))
+        flat = staging.to_host(tensor) if staging.is_staged(tensor) else tensor.detach().contiguous()
+        data = bytes_of(flat.view(-1))
         box = torch.zeros(ENVELOPE, dtype=torch.uint8)
         head = HEAD.pack(data.numel(), index(DTYPES, name_of(tensor.dtype)))
         box.numpy()[: HEAD.size] = memoryview(head)
@@ -53,7 +55,8 @@ class Messages:
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Deferred:
         """Receive from one rank, or from any if `peer` is None."""
         box = torch.empty(ENVELOPE, dtype=torch.uint8)
-        flat = tensor.detach().contiguous().view(-1)
+        staged = staging.is_staged(tensor)
+        flat = (staging.host_buffer(tensor) if staged else tensor.detach().contiguous()).view(-1)
         data = bytes_of(flat)
         large = data.numel() > FITS
         following: Any = None
@@ -75,7 +78,7 @@ class Messages:
             else:
                 data.copy_(box[HEAD.size : HEAD.size + size])
             if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.shape))
+                tensor.detach().copy_(flat.view(tensor.shape))
 
         handle = Deferred(complete, [tensor])
         return handle

@@ -44,7 +44,7 @@ def register(cluster: Cluster | None = None, shared_memory: bool | None = None) 
         shared_memory = os.environ.get("MESHWRIGHT_SHARED_MEMORY", "1") != "0"
     SETTINGS.shared_memory = shared_memory
     if NAME not in distributed.Backend.backend_list:
-        distributed.Backend.register_backend(NAME, create, devices=["cpu"])
+        distributed.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])
 
 
 def create(store: Any, rank: int, size: int, timeout: timedelta) -> MeshwrightGroup:

@@ -31,7 +31,7 @@ from meshwright.errors import MeshwrightError, listed
 from meshwright.training.launch.failure import INTERNAL_ERROR, FailedElsewhere
 from meshwright.training.launch.placement import Placement
 from meshwright.training.launch.rank import RankContext
-from meshwright.training.machine import gpu_count, resolve_backend, resolve_device
+from meshwright.training.machine import SHARED, gpu_count, resolve_backend, resolve_device
 
 JOIN_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 600.0
@@ -174,6 +174,8 @@ def device_of(kind: str, place: Placement) -> str:
     if resolve_device(kind, 1) == "cpu":
         return "cpu"
     count = gpu_count()
+    if kind == SHARED:
+        return f"cuda:{place.local_rank % count}"
     if place.local_rank >= count > 1:
         raise MeshwrightError(
             "MW-RANK-002",
@@ -212,11 +214,11 @@ def join(
     if meeting is None:
         device = device_of(device, place)
     else:
-        device = meeting.succeed(lambda: device_of(device, place))
+        kind, device = device, meeting.succeed(lambda: device_of(device, place))
         ranks = meeting.exchange({"host": meeting.host, "device": device, "id": device_id(device)})
-        meeting.succeed(lambda: check_devices(ranks))
+        meeting.succeed(lambda: check_devices(ranks, kind == SHARED))
         if backend == "auto":
-            backend = resolve_backend(backend, device.partition(":")[0])
+            backend = resolve_backend(backend, kind if kind == SHARED else device.partition(":")[0])
         join_group(meeting, backend, device, group_timeout_s)
     return RankContext(place.rank, place.world, device, lambda message: None)
 
@@ -244,8 +246,8 @@ def device_id(device: str) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.startswith("cuda") else ""
 
 
-def check_devices(ranks: list[dict[str, str]]) -> None:
-    """Raise if some ranks use GPUs and others the CPU, or if two ranks use one GPU."""
+def check_devices(ranks: list[dict[str, str]], share: bool = False) -> None:
+    """Raise if some ranks use GPUs and others the CPU, or if two ranks use one GPU and may not `share` it."""
     kinds = [rank["device"].partition(":")[0] for rank in ranks]
     if len(set(kinds)) > 1:
         raise MeshwrightError(
@@ -255,13 +257,13 @@ def check_devices(ranks: list[dict[str, str]]) -> None:
         )
     gpus = [(rank["host"], rank["id"]) for rank in ranks]
     (gpu, users), *_ = Counter(gpus).most_common(1)
-    if kinds[0] == "cuda" and users > 1:
+    if kinds[0] == "cuda" and users > 1 and not share:
         same = [str(rank) for rank, found in enumerate(gpus) if found == gpu]
         raise MeshwrightError(
             "MW-RANK-002",
             f"ranks {listed(same)} use the same GPU of {gpu[0].partition('/')[0]}",
             why="Each process needs its GPU",
-            fix="start as many processes on a host as it has GPUs",
+            fix="start as many processes on a host as it has GPUs, or --share-device for a test",
         )
 
 

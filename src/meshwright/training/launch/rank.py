@@ -125,8 +125,9 @@ def _join(rank: int, world: int, store: str, group_timeout: float, device: str, 
     from torch import distributed
 
     torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
+    if device.startswith("cuda"):
+        device = f"cuda:{rank % torch.cuda.device_count()}"  # several ranks on one GPU only with --share-device
+        torch.cuda.set_device(device)
     if backend == "meshwright":
         import meshwright.comm.backend  # noqa: F401  registers it
     distributed.init_process_group(
@@ -136,4 +137,4 @@ def _join(rank: int, world: int, store: str, group_timeout: float, device: str, 
         world_size=world,
         timeout=timedelta(seconds=group_timeout),
     )
-    return f"cuda:{rank}" if device == "cuda" else device
+    return device

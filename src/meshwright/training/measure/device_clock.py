@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from meshwright.comm.work import Work
+
 
 class DeviceClock:
     """Marks are CUDA events; `seconds` converts them to the host's clock."""
@@ -37,7 +39,9 @@ class DeviceClock:
         return event
 
     def watch(self, running: Any, work: Any) -> None:
-        """Mark the end of an asynchronous operation, without a wait of the computing stream."""
+        """Mark the end of an asynchronous operation, without a wait of the computing stream. Handles of our backend know it."""
+        if isinstance(work, Work):
+            return
         with torch.cuda.stream(self.observing):
             type(work).wait(work)
             running.done = self.mark()
@@ -76,11 +80,13 @@ class DeviceClock:
         """The first operation that the device has not finished, and whether it has started it. The host runs ahead and does not know."""
         for running in list(events):
             end = running.done if running.done is not None else running.returned
-            if end is not None and not end.query():
+            if isinstance(end, torch.cuda.Event) and not end.query():
                 return running, bool(running.issued.query())
         return None, True
 
     def seconds(self, mark: Any) -> float:
+        if isinstance(mark, float):  # of the host's clock, from a handle of our backend
+            return mark
         return float("nan") if mark is None else self.origin_s + self.origin.elapsed_time(mark) / 1e3
 
     def begin_step(self) -> None:
