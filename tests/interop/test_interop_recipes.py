@@ -144,6 +144,30 @@ def test_kv_heads_must_divide_in_torchtitan() -> None:
     ).legal
 
 
+def test_olmo_core_counts_tokens_and_levanter_names_axes() -> None:
+    settings = {
+        "SEQUENCE_LENGTH": 8192, "GLOBAL_BATCH_SIZE": 4194304, "train_module.rank_microbatch_size": 16384,
+        "train_module.max_sequence_length": "sequence_length", "train_module.dp_config": "TransformerDataParallelConfig",
+        "train_module.dp_config.name": "DataParallelType.hsdp", "train_module.dp_config.shard_degree": 64,
+        "train_module.cp_config": "TransformerContextParallelConfig.ulysses", "train_module.cp_config.degree": 2,
+        "train_module.ac_config.mode": "TransformerActivationCheckpointingMode.budget", "train_module.optim": "SkipStepAdamWConfig",
+    }  # fmt: skip
+    found = verdict({"framework": "OLMo-core", "settings": settings, "gpus": 256})
+    assert found.read
+    assert found.reading is not None
+    assert found.reading.plan.title() == "dp 2×64 (ZeRO-3) · cp 2 (ulysses) · micro-batch 2 · recompute selective"
+    assert found.reading.workload.batch == 512
+    settings = {
+        "model.type": "llama", "model.hidden_dim": 4096, "model.num_layers": 32, "model.num_heads": 32, "model.intermediate_dim": 11008,
+        "model.seq_len": 2048, "trainer.train_batch_size": 1024, "trainer.fsdp_axis": "embed", "trainer.mp": "p=f32,c=bfloat16",
+        "trainer.model_axis_size": 2, "trainer.replica_dcn_axis_size": 2,
+    }  # fmt: skip
+    found = verdict({"framework": "levanter", "settings": settings})
+    assert (found.read, found.legal) == (True, True)
+    assert found.reading is not None
+    assert (found.reading.plan.tp, found.reading.plan.replicate, found.reading.workload.batch) == (2, 2, 1024)
+
+
 def test_names_of_models_without_their_owner() -> None:
     assert catalog_model("meta-llama/Meta-Llama-3.1-8B-Instruct") == "llama3.1-8b"
     assert catalog_model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16") == "nemotron-3-nano"

@@ -18,8 +18,10 @@ from meshwright.version import VERSION, installed_versions
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "performance.md"
-# Hours of unattended runs, or measurements that are not in the repository: they have pages of their own or are started by hand.
-BY_HAND = ("accuracy", "chaos", "chaos_save", "closed_loop")
+# Hours of unattended runs, a GPU, or measurements that are not in the repository: these have pages or are started by hand.
+BY_HAND = (
+    "accuracy", "chaos", "chaos_save", "closed_loop", "collectives_published", "context", "publish_rows", "zero_bubble",
+)  # fmt: skip
 LIMIT_S = 900
 INTRODUCTION = """\
 # Performance

@@ -74,6 +74,7 @@ def _degrees(facts: Facts, framework: Framework, out: Assembled, experts: bool |
     if not out.gpus:
         explicit = facts.get("dp") or (facts.get("shard", -1) > 0 and facts.get("replicate", 1) * facts["shard"])
         least = math.lcm(rest, grid) // rest if found["ep"] > 1 else 1
+        least = math.lcm(least, max(1, int(facts.get("replicate") or 1)))
         out.gpus = -(rest * int(explicit or least))  # negative: not given
         out.assumed.append(f"GPUs: {-out.gpus}")
     world = abs(out.gpus)
@@ -124,6 +125,8 @@ def _data_parallel(facts: Facts, found: dict[str, int], out: Assembled) -> None:
     dp = max(1, world // rest)
     sharding = facts.get("sharding", "none")
     replicate, shard = int(facts.get("replicate") or 1), facts.get("shard") or -1
+    if replicate < 0:  # the ranks that the shards leave
+        replicate = dp // shard if shard > 0 and dp % shard == 0 else 1
     stated = facts.get("dp") or (replicate * shard if shard > 0 else 0)
     if facts.get("shard_with_cp") and shard > 0 and found["cp"] > 1 and shard % found["cp"] == 0:
         shard //= found["cp"]

@@ -9,13 +9,15 @@ from meshwright.interop.frameworks.axolotl import AXOLOTL
 from meshwright.interop.frameworks.bridge import BRIDGE
 from meshwright.interop.frameworks.deepspeed import DEEPSPEED
 from meshwright.interop.frameworks.framework import Framework
+from meshwright.interop.frameworks.levanter import LEVANTER
 from meshwright.interop.frameworks.megatron import MEGATRON
 from meshwright.interop.frameworks.nanotron import NANOTRON
+from meshwright.interop.frameworks.olmo_core import OLMO_CORE
 from meshwright.interop.frameworks.read_only import GPT_NEOX, LLAMA_FACTORY, PICOTRON, TORCHTUNE
 from meshwright.interop.frameworks.torchtitan import TORCHTITAN
 
 WRITTEN = (TORCHTITAN, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE)  # read and written
-READ = (TORCHTUNE, LLAMA_FACTORY, PICOTRON, GPT_NEOX)  # read only
+READ = (TORCHTUNE, LLAMA_FACTORY, PICOTRON, GPT_NEOX, OLMO_CORE, LEVANTER)  # read only
 FRAMEWORKS: dict[str, Framework] = {f.name: f for f in WRITTEN}
 READABLE: dict[str, Framework] = {f.name: f for f in (*WRITTEN, *READ)}
 
