@@ -7,6 +7,8 @@ from performance import PAGE, merged, run, scripts
 failed = []
 for name in sys.argv[1:] or scripts():
     code, text = run(name)
-    PAGE.write_text(merged(PAGE.read_text("utf-8"), {name: text}), "utf-8")
-    failed += [name] if code else []
+    if code:  # the page keeps the section of the last run that ended well
+        failed.append(name)
+    else:
+        PAGE.write_text(merged(PAGE.read_text("utf-8"), {name: text}), "utf-8")
 sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
