@@ -8,6 +8,7 @@ from meshwright.describe import catalog, legality
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case
 from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
@@ -50,6 +51,19 @@ def test_the_plan_is_for_our_trainer_unless_a_framework_is_named() -> None:
     assert runs_in(read("llama3-8b", "dgx-h100", nodes=1, stack="torchtitan").config) == "torchtitan"
     narrow = read("llama3-8b", "dgx-h100", nodes=1, settings=["workload.precision=mxfp8"])
     assert "modelled only" in runs_in(narrow.config)
+
+
+def test_deepspeed_has_no_zero_3_with_tensor_parallelism() -> None:
+    stack = catalog.load("stacks", "deepspeed")
+    plan = Plan(shard=4, tp=2, zero=3)
+    found = legality.problem(Case.of(plan, DENSE, Workload(batch=16, seq=64), None, stack, framework=True))
+    assert found is not None
+    assert found.what == "DeepSpeed does not run ZeRO-3 with tensor parallelism"
+    assert found.valid == ["zero=0", "zero=1", "zero=2"]
+    assert (
+        legality.problem(Case.of(plan.but(zero=2), DENSE, Workload(batch=16, seq=64), None, stack, framework=True))
+        is None
+    )
 
 
 def test_the_default_stack_has_no_limits() -> None:

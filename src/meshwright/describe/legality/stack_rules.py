@@ -69,13 +69,18 @@ class StackHasZero(Rule):
                 out = out | ((p.zero == stage) & (p.dp * p.cp > 1))
             if can.zero_in_pipeline and stage not in can.zero_in_pipeline:
                 out = out | ((p.zero == stage) & (p.pp > 1))
+            if can.zero_in_tensor and stage not in can.zero_in_tensor:
+                out = out | ((p.zero == stage) & (p.tp > 1))
         return out
 
     @staticmethod
     def explain(p: Case) -> Problem:
         can = p.stack.can
-        stages = can.zero_in_pipeline if p.pp > 1 and can.zero_in_pipeline else can.zero
-        where = " in a pipeline" if p.pp > 1 and p.zero in (can.zero or (0, 1, 2, 3)) else ""
+        stages, where = can.zero, ""
+        if p.zero in (can.zero or (0, 1, 2, 3)):  # alone it can run
+            in_pipeline = p.pp > 1 and can.zero_in_pipeline and p.zero not in can.zero_in_pipeline
+            stages = can.zero_in_pipeline if in_pipeline else can.zero_in_tensor
+            where = " in a pipeline" if in_pipeline else " with tensor parallelism"
         found = refusal(p, f"ZeRO-{p.zero}{where}", "zero", stages)
         replicas = {"plan.zero": 0, "plan.shard": 1, "plan.replicate": p.dp}
         return Problem(found.what, found.why, found.valid, [*found.fixes, replicas])

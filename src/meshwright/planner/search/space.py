@@ -283,17 +283,20 @@ class Space:
         return rows.crossed((rows.pp, self.microbatches(rows)), self.schedules)
 
     def _sharding_keys(self, rows: Table) -> tuple[np.ndarray, ...]:
-        return rows.dp, rows.cp > 1, rows.pp > 1  # context-parallel ranks hold the same weights
+        split = (rows.tp > 1) & bool(self.stack.can.zero_in_tensor)
+        return rows.dp, rows.cp > 1, rows.pp > 1, split  # context-parallel ranks hold the same weights
 
     @cache  # noqa: B019
-    def shardings(self, dp: int, repeated: int, piped: int) -> Table:
+    def shardings(self, dp: int, repeated: int, piped: int, split: int = 0) -> Table:
         """replicate, shard, zero, reshard, reduce_each of `dp` ranks; `repeated`: context-parallel ranks
         repeat the weights, so ZeRO can shard over them even if shard = 1. `piped`: the stages of a pipeline gather weights and reduce
-        gradients once per step, so reshard and reduce have no effect and ZeRO-2 is ZeRO-1."""
+        gradients once per step, so reshard and reduce have no effect and ZeRO-2 is ZeRO-1. `split`: tensor parallelism limits the stages."""
         c, can = self.choices, self.stack.can
         stages = c.numbers("zero", c.words["zero"])
         if piped and can.zero_in_pipeline:
             stages = [z for z in stages if z in can.zero_in_pipeline]
+        if split:
+            stages = [z for z in stages if z in can.zero_in_tensor]
         if repeated and can.shards_context:
             stages = [z for z in stages if z == 3]
         found = []
