@@ -52,6 +52,8 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
         shard = b.size(DATA_AXES[group].shard)
         share = padded[group] / shard  # elements on the fullest rank
         out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
+        if b.stack.fp8_passes and b.workload.precision == "fp8":  # the weights in fp8, and transposed
+            out["parameters"] += 2.0 * np.where((b.zero == 0) & (b.tp == 1), count, 0.0)
         out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
@@ -106,6 +108,10 @@ def working_memory(program: StepProgram, held: StageBlocks) -> Array:
     flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e)
     logits = b.tokens * m.padded_vocab / b.tp
     loss = held.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)
+    if b.stack.logits_chunk:  # a chunk of logits, and the gradient of the projection that is summed over chunks in fp32
+        chunk, summed = b.stack.logits_chunk, 4.0 * m.padded_vocab * m.hidden
+        in_chunks = np.minimum(logits * e, chunk) + np.where(logits * e > chunk, summed, 0.0)
+        loss = np.where(b.tp == 1, held.counts["head"] * in_chunks, loss)
     return np.maximum(flow + working_bytes(b), loss) + bucket_memory(program, held)
 
 
@@ -154,6 +160,10 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     if muon.is_used(b):  # its buffers take the place of activations, which are freed by then
         live = out["activations"] + out["gathered"] + out["working"]
         out["working"] = out["working"] + np.maximum(muon.buffer_bytes(program, held) - live, 0.0)
+    if b.stack.lazy_gradients:
+        live = out["activations"] + out["gathered"] + out["working"]
+        lazy = (b.microbatches == 1) & (b.size("dp_cp") == 1)
+        out["gradients"] = np.where(lazy, np.maximum(out["gradients"] - live, 0.0), out["gradients"])
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
     out["slack"] = b.stack.allocator_slack * live

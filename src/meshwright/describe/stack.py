@@ -116,6 +116,20 @@ class Stack(Described):
         default=False,
         description="fp8: can all-gather activations and ZeRO-3 weights in fp8 (plan.gather_dtype)",
     )
+    fp8_passes: float = Field(
+        default=0.0,
+        ge=0,
+        le=20,
+        description="fp8: bytes moved to quantise an element of an operand, and 2 more to transpose it; 0: other kernels do it on the way",
+    )
+    logits_chunk: Bytes = Field(
+        default=0.0,
+        description="the loss is computed with its projection, in chunks of this many bytes of logits; 0: at once",
+    )
+    lazy_gradients: bool = Field(
+        default=False,
+        description="backward allocates gradients while it frees activations, where a step has one micro-batch on one data-parallel rank",
+    )
     offloads: tuple[Literal["states", "activations"], ...] = Field(
         default=(), description="what the stack can keep in host memory; the planner searches only these"
     )

@@ -26,7 +26,7 @@ from meshwright.describe.sharding import (
     shard_dim,
     tied_copy,
 )
-from meshwright.describe.tensors import Block, Saved
+from meshwright.describe.tensors import Block, Linear, Saved
 from meshwright.lower import attention_dropout
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import factor_size
@@ -160,6 +160,8 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
         if s.condition in conditions:
             split = kv_split if s.name in ("k", "v") else splits[s.split]
             size = b.tokens * _width(b, s, element) / split
+            if s.name == "logits" and b.stack.logits_chunk:
+                size = np.where(b.tp == 1, 0.0, size)  # a chunk of them is working memory
             add(s.part, size * np.where(kept_core, 1.0, 0.0) if s.name in CORE else size)
     for linear in block.linears:
         if linear.saves_input:
@@ -167,7 +169,7 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
             split = (
                 copies if linear.style.startswith("experts") else row_split if linear.style == "row" else b.seq_split
             )
-            add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
+            add(linear.part, b.tokens * linear.uses * linear.d_in * kept_bytes(b, linear, element) / split)
     if drops := attention_dropout.computed_masks(b, block.kind):
         add("norm", b.tokens / b.seq_split * attention_dropout.TOKEN_BYTES * drops)
     if b.stack.saved != 1 and block.kind in b.model.kinds:
@@ -181,6 +183,12 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
         out = {part: np.where(full, 0.0, size) for part, size in out.items()}
         add("input", np.where(full, b.tokens * b.model.residual_width * element / b.seq_split, 0.0))
     return out
+
+
+def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
+    """Bytes of an element of a product's input that is kept for backward: one where the stack keeps what it quantised."""
+    in_fp8 = b.workload.precision == "fp8" and linear.part not in ("head", "router")
+    return 1.0 if in_fp8 and b.stack.fp8_passes else element
 
 
 def _saved_outputs(b: Batch, block: Block, element: float) -> Array:

@@ -127,6 +127,14 @@ class LayerLowering:
         )
         if not direct:
             self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, launches)
+        if self.b.stack.fp8_passes and self.b.workload.precision == "fp8" and not dtype:
+            self.quantise(name, part, products * m * k, products * m * n)
+
+    def quantise(self, name: str, part: str, inputs: Array, outputs: Array) -> None:
+        """Add the passes that bring operands of an fp8 product to fp8, and those that transpose them for the gradient of the weight."""
+        self.memory("F", f"{name}-quantise", part, inputs, self.b.stack.fp8_passes, 2)
+        self.memory("I", f"{name}-quantise-grad", part, outputs, self.b.stack.fp8_passes, 2)
+        self.memory("W", f"{name}-transpose", part, inputs + outputs, 2, 2)
 
     # Tensor and sequence parallel edges
 

@@ -10,6 +10,7 @@ The choice holds for the process: forward, and a recomputed forward in backward,
 from __future__ import annotations
 
 import time
+import warnings
 
 import torch
 from torch.nn import functional as F
@@ -45,7 +46,8 @@ def trial_s(
         torch.randn(s[0], min(s[2], LONGEST), s[1], s[3], dtype=dtype, device=device).transpose(1, 2).requires_grad_()
         for s in shapes
     )
-    with sdpa_kernel(kernel):
+    with sdpa_kernel(kernel), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says at length why a kernel does not support the shapes
         for i in range(WARMUP + REPEATS):
             if i == WARMUP:
                 torch.cuda.synchronize()

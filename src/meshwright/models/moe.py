@@ -130,7 +130,6 @@ class GroupedLinear(nn.Module):
         return y_RO + self.bias.to(x_RI.dtype)[expert_R] * self.bias_share
 
 
-@torch.compiler.assume_constant_result
 @cache
 def has_grouped_product() -> bool:
     return hasattr(F, "grouped_mm") and torch.cuda.get_device_capability() >= (9, 0)

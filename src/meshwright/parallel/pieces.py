@@ -10,14 +10,18 @@ box with one device's).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.sharding import Box
-from meshwright.models.initialise import Weights, box_of
+from meshwright.models.initialise import DrawnWeights, Weights, box_of
+
+LARGE, DRAWN_AT_ONCE = 2**20, 8  # numbers of a tensor that a thread draws, and threads
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,17 @@ def materialise(module: nn.Module, device: str) -> None:
 
 @torch.no_grad()
 def initialise(pieces: list[Piece], weights: Weights) -> None:
-    """Set every piece to its box of the initial weights."""
+    """Set every piece to its box of the initial weights. Drawing large tensors takes seconds per billion numbers, so some are drawn at once, by
+    threads."""
+
+    def read(piece: Piece) -> torch.Tensor:
+        return weights.read(piece.name, piece.full_shape, piece.start, piece.local.shape)
+
+    large = [p for p in pieces if prod(p.full_shape) >= LARGE] if isinstance(weights, DrawnWeights) else []
     for piece in pieces:
-        piece.local.copy_(weights.read(piece.name, piece.full_shape, piece.start, piece.local.shape))
+        if not any(piece is other for other in large):
+            piece.local.copy_(read(piece))
+    with ThreadPoolExecutor(DRAWN_AT_ONCE) as pool:
+        for some in (large[i : i + DRAWN_AT_ONCE] for i in range(0, len(large), DRAWN_AT_ONCE)):
+            for piece, value in zip(some, pool.map(read, some), strict=True):
+                piece.local.copy_(value)
