@@ -26,6 +26,7 @@ from shapes import EXPERTS, LONG, SHAPES, SMALL
 
 HERE = Path(__file__).parent
 LIMIT_S = 580
+TEXT_BYTES = 40e6
 
 
 def run_file(folder: Path, shape: dict[str, Any], precision: str, **sections: dict[str, Any]) -> Path:
@@ -126,13 +127,30 @@ def long(lengths: list[int]) -> None:
             row(name, train(shape, "bf16", steps, plan={"recompute": "full", **plan}))
 
 
+def prepare_text(folder: Path) -> Path:
+    """A token file of text that every machine with torch has: the sources of torch, a byte per token."""
+    import torch
+
+    texts, size = folder / "text", 0
+    texts.mkdir()
+    for i, source in enumerate(sorted(Path(torch.__file__).parent.rglob("*.py"))):
+        text = source.read_bytes()
+        (texts / f"{i:05d}.txt").write_bytes(text)
+        size += len(text)
+        if size > TEXT_BYTES:
+            break
+    command = [sys.executable, "-m", "meshwright", "data", "prepare", str(texts), "--tokenizer", "bytes"]
+    subprocess.run([*command, "--out", str(folder / "tokens")], check=True, capture_output=True, timeout=LIMIT_S)
+    return folder / "tokens"
+
+
 def loss(steps: int, seeds: int, workers: int) -> None:
     """Validation losses of both precisions; `workers` runs share the GPU at a time."""
     running: list[tuple[str, int, subprocess.Popen[str], Path]] = []
     found: dict[str, list[float]] = {"bf16": [], "fp8": []}
     todo = [(precision, seed) for seed in range(seeds) for precision in ("bf16", "fp8")]
-    data = {"eval_every": 20, "validation": 0.02}
     with tempfile.TemporaryDirectory() as folder:
+        data = {"path": str(prepare_text(Path(folder))), "eval_every": 20, "validation": 0.02}
         while todo or running:
             while todo and len(running) < workers:
                 precision, seed = todo.pop(0)
