@@ -27,6 +27,7 @@ from shapes import EXPERTS, LONG, SHAPES, SMALL
 HERE = Path(__file__).parent
 LIMIT_S = 580
 TEXT_BYTES = 40e6
+DEVICE = os.environ.get("DEVICE", "cuda")
 
 
 def run_file(folder: Path, shape: dict[str, Any], precision: str, **sections: dict[str, Any]) -> Path:
@@ -37,6 +38,7 @@ def run_file(folder: Path, shape: dict[str, Any], precision: str, **sections: di
         "model": model,
         "workload": {"batch": shape["batch"], "seq": shape["seq"], "precision": precision},
         "plan": {"microbatch": shape["batch"], "grad_dtype": "bf16"} | sections.get("plan", {}),
+        "checkpoint": {"keep": 0},
     }
     content |= {name: table for name, table in sections.items() if name != "plan"}
     path = folder / "run.toml"
@@ -48,7 +50,8 @@ def train(shape: dict[str, Any], precision: str, steps: int, **sections: dict[st
     """The result of `meshwright train --json`."""
     with tempfile.TemporaryDirectory() as folder:
         file = run_file(Path(folder), shape, precision, **sections)
-        command = [sys.executable, "-m", "meshwright", "train", str(file), "--steps", str(steps), "--device", "cuda"]
+        command = [sys.executable, "-m", "meshwright", "train", str(file), "--steps", str(steps), "--device", DEVICE]
+        command += ["--out", str(Path(folder) / "run")]
         return last_json(subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=LIMIT_S))
 
 
@@ -73,13 +76,19 @@ def baseline(shape: str, hf: bool) -> dict[str, Any]:
     return json.loads(lines[-1]) if lines else {}
 
 
+def tensors_gib(prediction: dict[str, Any]) -> float:
+    """Predicted bytes of tensors on the fullest rank: what the allocator reserves beyond them, and the context, are no tensors."""
+    left_out = ("context", "slack")
+    return max(sum(v for k, v in stage.items() if k not in left_out) for stage in prediction["memory_by_stage"])
+
+
 def row(name: str, result: dict[str, Any], base: float = 0.0) -> float:
     """Print one line of a comparison; returns tokens per second."""
     if "measurement" not in result:
         print(f"{name:28s} failed", flush=True)
         return 0.0
     m, p = result["measurement"], result["prediction"]
-    memory, predicted = max(stage["tensors"] for stage in m["memory_by_stage"]), max(p["tensors_gib"])
+    memory, predicted = max(stage["tensors"] for stage in m["memory_by_stage"]), tensors_gib(p)
     rate = m["tokens_per_s"]
     against = f"{rate / base:5.2f}x" if base else "      "
     print(
@@ -170,7 +179,10 @@ def loss(steps: int, seeds: int, workers: int) -> None:
                 ]
                 with (here / "out.json").open("w") as out, (here / "err.txt").open("w") as err:
                     child = subprocess.Popen(
-                        [*command, "--device", "cuda", "--json"], stdout=out, stderr=err, text=True
+                        [*command, "--device", DEVICE, "--out", str(here / "run"), "--json"],
+                        stdout=out,
+                        stderr=err,
+                        text=True,
                     )
                 running.append((precision, seed, child, here))
             precision, seed, child, here = running.pop(0)

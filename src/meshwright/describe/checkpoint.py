@@ -2,21 +2,21 @@
 
 [checkpoint]
 every = 1000                # steps; 0: only at the end of the run
-keep = 3                    # the last good checkpoints
+keep = 3                    # the last good checkpoints; 0: the run writes none
 """
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from meshwright.describe.base import Described, Size, Whole
+from meshwright.describe.base import Described, Whole
 
 
 class Checkpoint(Described):
     """When the state of a run is saved to its folder."""
 
     every: Whole = Field(default=0, description="steps between checkpoints; 0: only at the end of the run")
-    keep: Size = Field(default=2, description="how many of the last good checkpoints are kept")
+    keep: Whole = Field(default=2, description="how many of the last good checkpoints are kept; 0: the run writes none")
     asynchronous: bool = Field(
         default=True, description="training continues while a checkpoint is written; false: it waits"
     )

@@ -64,7 +64,8 @@ def dry_run(
         if place is not None:
             check_world(config, place.world)
         job = make_job(config, steps, seed, device, backend, folder, ranks_here, None)
-        check_room(folder / CHECKPOINTS, checkpoint_bytes(config), config.checkpoint.keep)
+        if config.checkpoint.keep:
+            check_room(folder / CHECKPOINTS, checkpoint_bytes(config), config.checkpoint.keep)
         return job
 
     if place is None:

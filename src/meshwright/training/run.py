@@ -62,10 +62,12 @@ def run_training(
             planned = config_for_ranks(config, place.world, continues=restarted or resume)
         if resume:
             plan_of_run(path)
+            check_keeps(planned)
         elif not restarted:
             check_unused(path)
         job = make_job(planned, steps, seed, device, backend, path, ranks_here, machine)
-        return replace(job, resume=resume, saves=folder is not None, faults=os.environ.get(VARIABLE, ""))
+        saves = folder is not None and planned.checkpoint.keep > 0
+        return replace(job, resume=resume, saves=saves, faults=os.environ.get(VARIABLE, ""))
 
     with kept_or_temporary(folder) as path:
         if place is None:
@@ -135,6 +137,13 @@ def check_world(config: Config, world: int) -> None:
             why=config.plan.title(),
             fix=f"start {config.plan.world} processes, or find a plan for {world} with `meshwright plan`",
         )
+
+
+def check_keeps(config: Config) -> None:
+    """Raise if a run that writes no checkpoints is to be continued."""
+    if not config.checkpoint.keep:
+        why = "checkpoint.keep is 0: the run writes no checkpoints"
+        raise MeshwrightError("MW-TRAIN-005", "the run cannot be continued", why=why, fix="--set checkpoint.keep=2")
 
 
 def plan_of_run(folder: Path) -> Path:

@@ -1,0 +1,122 @@
+"""Kernels of one GPU against torch's operators: loss, optimizer, experts, offload, attention. Skipped without a GPU."""
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def drawn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_loss_kernel_equals_float64_logits_up_to_its_rounding(dtype):
+    from meshwright.models import loss_kernel
+    from meshwright.models.loss import IGNORED
+
+    logits = (5 * drawn(33, 5003)).to(dtype)
+    target = torch.randint(0, 5003, (33,), device="cuda")
+    target[4] = IGNORED
+    exact = logits.double().requires_grad_()
+    each = nn.functional.cross_entropy(exact, target, ignore_index=IGNORED, reduction="none")
+    (0.25 * each.sum()).backward()
+    found, gradient = loss_kernel.loss_and_gradient(logits.clone(), target, torch.tensor(0.25, device="cuda"))
+    assert torch.allclose(found.double(), each.detach(), rtol=1e-5, atol=1e-5)
+    bound = torch.finfo(dtype).eps * exact.grad.abs() + 1e-7
+    assert ((gradient.double() - exact.grad).abs() <= bound).all()
+
+
+def test_fused_adamw_updates_as_torch_does_and_rounds_the_masters():
+    from meshwright.training.optimizer.fused import FusedAdamW
+
+    start, options = drawn(1000, 33), {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    fused, plain = FusedAdamW([ours], **options), torch.optim.AdamW([theirs], **options, fused=True)
+    rounded = torch.empty_like(start, dtype=torch.bfloat16)
+    fused.rounded = {ours: rounded}
+    for step in range(5):
+        gradient = drawn(1000, 33, seed=step + 1, dtype=torch.bfloat16)
+        ours.grad_dtype = torch.bfloat16
+        ours.grad, theirs.grad = gradient, gradient.float() * 0.5
+        fused.gradient_factor = torch.tensor(0.5, device="cuda")
+        fused.step()
+        plain.step()
+        assert torch.allclose(ours, theirs, rtol=2e-6, atol=2e-7), step
+    assert torch.equal(rounded, ours.detach().to(torch.bfloat16))
+    assert fused.state[ours]["step"] == 5
+
+
+def test_experts_in_one_kernel_equal_experts_one_by_one():
+    from meshwright.models.moe import grouped, run_by_run
+
+    counts = [100, 0, 33, 517, 1]
+    x, w = drawn(sum(counts), 64, dtype=torch.bfloat16), drawn(5, 48, 64, seed=1, dtype=torch.bfloat16)
+    results = []
+    for product, rows in ((grouped, torch.tensor(counts, device="cuda")), (run_by_run, counts)):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = product(a, b, rows)
+        y.backward(drawn(*y.shape, seed=2, dtype=torch.bfloat16))
+        results.append([y.detach(), a.grad, b.grad])
+    for one, many in zip(*results, strict=True):
+        assert ((one - many).abs() <= 2**-7 * many.abs().max()).all()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_offloaded_activations_return_before_backward_needs_them(full):
+    """Prefetched copies, and streams that wait for each other: the same gradients as without."""
+    from meshwright.parallel.data.offload import offload_activations
+    from meshwright.parallel.recompute import recompute
+
+    def layers():
+        torch.manual_seed(0)
+        made = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)]
+        return nn.Sequential(*made).cuda()
+
+    plain, moved = layers(), layers()
+    if full:
+        recompute(moved)
+    away = offload_activations(moved)
+    for step in range(3):
+        x = drawn(4096, 512, seed=step)
+        for net in (plain, moved):
+            net.zero_grad()
+            net(x.requires_grad_()).square().mean().backward()
+        for a, b in zip(plain.parameters(), moved.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), step
+    assert away.down_bytes == away.up_bytes > 0
+
+
+def test_a_kernel_for_attention_is_chosen():
+    from meshwright.models.attention_kernels import KERNELS, prefer_fastest
+
+    q, k = torch.Size((1, 8, 1024, 64)), torch.Size((1, 2, 1024, 64))
+    assert prefer_fastest(q, k, k, True, torch.bfloat16, "cuda") in KERNELS
+
+
+def losses(context, precision, compile):
+    from meshwright.describe.model import Model
+    from meshwright.describe.plan import Plan
+    from meshwright.describe.workload import Workload
+    from meshwright.parallel.apply import apply
+    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.loop import Trainer
+
+    model = Model(hidden=256, layers=2, heads=4, kv_heads=2, ffn=512, vocab=512)
+    workload, plan = Workload(batch=4, seq=128, precision=precision), Plan(microbatch=4)
+    options = {"device": context.device, "dtype": torch.bfloat16, "compile": compile}
+    parallel = apply(model, plan, workload, context.rank, **options)
+    return [r.loss for r in Trainer(parallel, RandomSamples(model, workload.seq, 0)).train(4)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_compiled_layers_train_as_eager_ones(precision):
+    """A fused kernel rounds less often: losses differ by a few roundings of bf16."""
+    eager, compiled = (
+        ranks.run(1, losses, precision, mode, device="cuda", silence=120.0)[0] for mode in ("off", "blocks")
+    )
+    assert eager == pytest.approx(compiled, rel=2e-2)
+    assert eager[0] == pytest.approx(compiled[0], rel=2e-3)
