@@ -27,6 +27,7 @@ from shapes import EXPERTS, LONG, SHAPES, SMALL
 HERE = Path(__file__).parent
 LIMIT_S = 580
 TEXT_BYTES = 40e6
+STEPS = 16
 DEVICE = os.environ.get("DEVICE", "cuda")
 
 
@@ -100,6 +101,16 @@ def row(name: str, result: dict[str, Any], base: float = 0.0) -> float:
     return rate
 
 
+def kernels(result: dict[str, Any]) -> None:
+    """Print where the profiled steps went, by group of kernels."""
+    for group in result.get("kernels", ()):
+        known = [f"{1e3 * group[name]:8.2f}" if group[name] else "       –" for name in ("predicted_s", "floor_s")]
+        print(
+            f"    {group['group']:10s} {1e3 * group['measured_s']:8.2f} ms, predicted {known[0]}, floor {known[1]}",
+            flush=True,
+        )
+
+
 def speed(shapes: list[str], only: str) -> None:
     for shape in shapes:
         base = 0.0
@@ -112,13 +123,15 @@ def speed(shapes: list[str], only: str) -> None:
                     f"{found['tokens_per_s'] / base:5.2f}x {found['peak_gib']:6.1f} GiB",
                     flush=True,
                 )
-        for precision in ("bf16", "fp8") if "ours" in only else ():
-            row(f"{shape} ours, {precision}", train(SHAPES[shape], precision, 24), base)
+        for precision in (p for p in ("bf16", "fp8") if "ours" in only or p in only):
+            result = train(SHAPES[shape], precision, STEPS, run={"profile_steps": 2})
+            row(f"{shape} ours, {precision}", result, base)
+            kernels(result)
 
 
 def experts() -> None:
     for name, (sparse, dense) in EXPERTS.items():
-        results = {kind: train(shape, "bf16", 16) for kind, shape in (("experts", sparse), ("dense", dense))}
+        results = {kind: train(shape, "bf16", STEPS) for kind, shape in (("experts", sparse), ("dense", dense))}
         for kind, result in results.items():
             row(f"{name} {kind}", result)
         if all("measurement" in result for result in results.values()):
@@ -208,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("speed", "experts", "long", "loss"))
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
-    parser.add_argument("--only", default="base,ours")
+    parser.add_argument("--only", default="base,ours", help="base, ours, bf16, fp8; for experts: the models")
     parser.add_argument("--lengths", nargs="*", type=int, default=[32768, 131072, 524288])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)

@@ -42,7 +42,14 @@ PLAN, PREDICTION, RUN, STEPS, EVENTS, LOCK = (
 ORIGINAL = "huggingface"
 OLD_STEPS = "steps.csv"
 CHECKPOINTS, PROFILE = "checkpoints", "profile"
-RESULTS = ("measurement", "difference", "interference", "communication", "timeline")  # JSON files written at the end
+RESULTS = (
+    "measurement",
+    "difference",
+    "interference",
+    "communication",
+    "timeline",
+    "kernels",
+)  # JSON files written at the end
 VERSION = 1  # of run.json
 STEP_KEYS = (
     "step", "time", "loss", "grad_norm", "tokens", "seconds", "tokens_per_s", "learning_rate", "mfu", "memory_gib", "exposed_s",

@@ -17,7 +17,7 @@ WARPS = 16
 
 
 @triton.jit
-def _kernel(logits_TV, target_T, loss_T, factor, width, size: tl.constexpr):  # type: ignore[no-untyped-def]
+def loss_kernel(logits_TV, target_T, loss_T, factor, width, size: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     start = logits_TV + row * width
     target = tl.load(target_T + row)
@@ -50,5 +50,5 @@ def loss_and_gradient(
     tokens, width = logits_TV.shape
     loss_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
     if tokens:
-        _kernel[(tokens,)](logits_TV, target_T.contiguous(), loss_T, factor, width, BLOCK, num_warps=WARPS)
+        loss_kernel[(tokens,)](logits_TV, target_T.contiguous(), loss_T, factor, width, BLOCK, num_warps=WARPS)
     return loss_T, logits_TV

@@ -58,7 +58,7 @@ def page(training: Training, folder: str = "") -> RenderableType:
             Text.assemble(("last step  ", "dim"), expert_balance(routers[-1]), "  ", (entropy, "cyan")),
         ]
     lines += compression_savings(training)
-    tables = [difference_table(training.differences), *parts_table(training)]
+    tables = [difference_table(training.differences), *parts_table(training), *kernels_table(training)]
     return Group(*lines, *tables, *([Text(f"written to {folder}", "dim")] if folder else []))
 
 
@@ -94,6 +94,22 @@ def parts_table(training: Training) -> list[RenderableType]:
     cells.append([Text("step", "bold"), *total, "", "", ""])
     columns = ("", ">predicted", ">measured", ">of the step", ">hidden, predicted", ">hidden, measured")
     return [filled(columns, cells, title="Step of the busiest rank by part")]
+
+
+def kernels_table(training: Training) -> list[RenderableType]:
+    """A profiled step on a GPU by group of kernels: measured, predicted, and the time at the device's best rates."""
+    if not training.kernels:
+        return []
+    total = sum(group.measured_s for group in training.kernels)
+    cells: list[list[object]] = []
+    for group in training.kernels:
+        known = [format_seconds(s) if s else "" for s in (group.predicted_s, group.floor_s)]
+        reached = f"{group.floor_s / group.measured_s:.0%}" if group.floor_s and group.measured_s else ""
+        cells.append(
+            [group.group, format_seconds(group.measured_s), f"{group.measured_s / total:.0%}", *known, reached]
+        )
+    columns = ("kernels", ">measured", ">of the step", ">predicted", ">floor", ">floor / measured")
+    return [filled(columns, cells, title="A profiled step by group of kernels")]
 
 
 def difference_table(rows: list[Difference]) -> RenderableType:

@@ -6,8 +6,9 @@ as the prediction, so that the two subtract. After an interruption, and after a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from meshwright.comm.bench.interference import Moment, busy_cores
 from meshwright.cost.predict import predict, samples_per_step, seconds_at_peak
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
-from meshwright.describe.run_folder import RUN, read_steps
+from meshwright.describe.run_folder import PROFILE, RUN, read_steps
 from meshwright.describe.shown import Shown
 from meshwright.training.folder import RunFolder
-from meshwright.training.measure import communication, timeline
+from meshwright.training.measure import communication, kernels, timeline
 from meshwright.training.measure.calibration import Interference, with_this_machine
+from meshwright.training.measure.kernels import GroupTime
 from meshwright.training.records import RankReport, StepRecord
 from meshwright.units import format_flops, format_seconds
 from meshwright.view.timeline import both_steps
@@ -44,6 +46,7 @@ class Training(Shown):
     interference: Interference | None = None  # unknown without a calibration of this machine
     communication: dict[str, Any] | None = None  # by rank; unknown after an interruption
     timeline: dict[str, Any] | None = None
+    kernels: list[GroupTime] = field(default_factory=list)  # of profiled steps on a GPU
 
     def __repr__(self) -> str:
         return f"Training({self.config.plan.title()}, {len(self.steps)} steps, {self.measurement.step_time_s:.4g} s per step)"
@@ -78,6 +81,7 @@ class Training(Shown):
             "interference": {**asdict(self.interference), "busy": self.interference.busy}
             if self.interference
             else None,
+            "kernels": [asdict(group) for group in self.kernels],  # of profiled steps on a GPU
             "router": self.steps[-1].router if self.steps else {},  # of the last step, for models with experts
             "measurement": self.measurement.as_dict(),
             "prediction": self.prediction.as_dict(),
@@ -222,14 +226,25 @@ def conclude(
         watch.interference(reports),
         communication.as_json(ranks, watch.prediction, len(reports[0].recorded)) if ranks else None,
         timeline.both_steps(config, reports),
+        profiled_kernels(config, folder.path, device),
     )
     result = training.as_dict()
     contents = {name: result[name] for name in ("measurement", "difference", "interference")}
     contents |= {"communication": training.communication, "timeline": training.timeline}
+    contents |= {"kernels": [asdict(group) for group in training.kernels] or None}
     for name, content in contents.items():
         if content is not None:
             folder.save(name, content, indent=None if name == "timeline" else 2)
     return training
+
+
+def profiled_kernels(config: Config, folder: Path, device: str) -> list[GroupTime]:
+    """Time by group of kernels in the profiled steps of rank 0, on a GPU."""
+    trace = folder / PROFILE / "rank-0.json"
+    if not device.startswith("cuda") or not trace.is_file():
+        return []
+    seconds = kernels.of_trace(json.loads(trace.read_text("utf-8")))
+    return kernels.compare(config, seconds) if seconds else []
 
 
 def conclude_interrupted(path: Path, config: Config, steps: int, device: str, watch: LoadWatch, cause: str) -> None:

@@ -13,7 +13,7 @@ BLOCK = 2048  # elements of one program
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def adamw_kernel(  # type: ignore[no-untyped-def]
     weight, gradient, first, second, rounded, factor, count,
     decay, beta_1, beta_2, rate, correction_2, epsilon,
     rounds: tl.constexpr, clips: tl.constexpr, size: tl.constexpr,
@@ -53,7 +53,7 @@ def update(
     count = weight.numel()
     if not count:
         return
-    _kernel[(triton.cdiv(count, BLOCK),)](
+    adamw_kernel[(triton.cdiv(count, BLOCK),)](
         weight, gradient, *moments,
         weight if rounded is None else rounded,
         weight if factor is None else factor,
