@@ -4,8 +4,10 @@ Preparation: the same text through `tokenizers` alone, in one process with as ma
 texts in memory), and through `data prepare` from a file of JSON lines to a token file. Pairs alternate; the median of the
 ratios is printed. The goal is at least half the speed.
 
-Loading: a small model trains on the token file, first without and then with the prefetching thread. A step waits if its batch is not
-ready when it is asked for; the first step always waits, and is not counted.
+Loading: a small model trains on the token file without and with the prefetching thread, in turns, since another process on the machine
+may double the time of a step: measured one after the other, the two once differed by 277 against 129 ms, while the CPU time of the steps was
+equal. The median time of a step is printed with its CPU time, and that of reading a batch. A step waits if its batch is not ready when it is asked for; the
+first step always waits, and is not counted.
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ def loading(tokens: Path, steps: int = 60) -> None:
 
     from meshwright.describe.config import Config
     from meshwright.parallel.apply import apply
+    from meshwright.training.data.batches import batch_of
     from meshwright.training.data.samples import training_samples
     from meshwright.training.loop import Trainer
 
@@ -110,17 +113,28 @@ def loading(tokens: Path, steps: int = 60) -> None:
         "plan": plan,
     }
     config = Config.from_parts(**parts, data={"path": str(tokens), "document_mask": True})
+    samples, trainers = training_samples(config, 0), {}
     for ahead in (0, 2):
         parallel = apply(config.model, config.plan, config.workload, 0)
-        trainer = Trainer(parallel, training_samples(config, 0), ahead=ahead)
-        trainer.train(5)
-        waits, start = trainer.loader.waits, time.perf_counter()
-        trainer.train(steps)
-        seconds = (time.perf_counter() - start) / steps
-        waited = trainer.loader.waits - waits
+        trainers[ahead] = Trainer(parallel, samples, ahead=ahead)
+        trainers[ahead].train(5)
+    waits = {ahead: trainer.loader.waits for ahead, trainer in trainers.items()}
+    times: dict[int, list[tuple[float, float]]] = {ahead: [] for ahead in trainers}
+    for _ in range(steps):
+        for ahead, trainer in trainers.items():
+            start, used = time.perf_counter(), time.process_time()
+            trainer.train(1)
+            times[ahead].append((time.perf_counter() - start, time.process_time() - used))
+    for ahead, trainer in trainers.items():
+        seconds, used = (1e3 * statistics.median(column) for column in zip(*times[ahead], strict=True))
+        waited = trainer.loader.waits - waits[ahead]
         words = f"{waited} of {steps} steps waited for their batch" if ahead else "every step reads its batch"
-        print(f"{ahead} steps ahead: {1e3 * seconds:6.2f} ms per step, {words}")
+        print(f"{ahead} steps ahead: {seconds:6.1f} ms per step ({used:.1f} ms of CPU time), {words}")
         trainer.loader.close()
+    start = time.perf_counter()
+    for step in range(steps):
+        batch_of(samples, step, range(config.workload.batch), "cpu", torch.float32)
+    print(f"reading a batch: {1e3 * (time.perf_counter() - start) / steps:.2f} ms")
     distributed.destroy_process_group()
 
 

@@ -160,6 +160,51 @@ def test_gpt_oss_in_mxfp4_equals_its_plain_weights(tmp_path):
     assert torch.equal(gate, expected)
 
 
+def quantised_fp8(folder):
+    """DeepSeek-V3 with fp8 blocks, as Transformers reads it: blocks that divide every matrix. The library converts it without
+    `accelerate`, and asks for it all the same."""
+    stored = {}
+    for name, tensor in tensors_of(saved("deepseek_v3", folder)).items():
+        stored[name] = tensor
+        if name.endswith("_proj.weight"):
+            stored[name], stored[f"{name}_scale_inv"], _ = in_fp8(tensor, (4, 4))
+    method = {"quant_method": "fp8", "weight_block_size": [4, 4], "activation_scheme": "dynamic"}
+    return rewritten(folder, stored, quantization_config=method), (
+        "FineGrainedFP8Config",
+        {"weight_block_size": (4, 4)},
+    )
+
+
+def quantised_mxfp4(folder):
+    """gpt-oss with experts in MXFP4."""
+    stored = {}
+    for name, tensor in tensors_of(saved("gpt_oss-packed", folder)).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            shape = (len(tensor), tensor.shape[2], tensor.shape[1] // 32)
+            stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            stored[f"{name}_scales"] = torch.randint(118, 122, shape, dtype=torch.uint8)
+        else:
+            stored[name] = tensor
+    return rewritten(folder, stored, quantization_config={"quant_method": "mxfp4"}), ("Mxfp4Config", {})
+
+
+@pytest.mark.parametrize("quantised", [quantised_fp8, quantised_mxfp4])
+def test_a_quantised_folder_has_the_logits_of_the_model_that_transformers_loads(quantised, tmp_path, monkeypatch):
+    """The oracle is the library's own loading with dequantisation, on the CPU."""
+    import transformers
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda *_: True)
+    torch.manual_seed(1)
+    folder, (name, options) = quantised(tmp_path / "folder")
+    method = getattr(transformers, name)(dequantize=True, **options)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=method, dtype=torch.float32)
+    with torch.no_grad():
+        got = our_network(opened(folder))(IDS)
+    expected = logits(theirs.float().eval())
+    assert float((got - expected).abs().max() / expected.abs().max()) < BOUND
+
+
 def test_experts_saved_stacked_are_read_too(tmp_path):
     weights = opened(saved("mixtral", tmp_path / "separate"))
     tensors = {name: t for name, t in tensors_of(tmp_path / "separate").items() if ".experts." not in name}

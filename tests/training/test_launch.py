@@ -120,6 +120,7 @@ def test_ranks_end_with_their_parent(tmp_path):
     code = (
         "import ranks, test_launch as t; from meshwright.training.launch import local\n"
         f"local.memory_folder = lambda: {str(tmp_path)!r}\n"
+        "local.PRELOAD[1:] = []\n"  # what other tests need takes seconds
         "ranks.run(2, t.hang_on_one, listen=lambda rank, pid: print(pid, flush=True))"
     )
     path = os.pathsep.join(p for p in sys.path if p)

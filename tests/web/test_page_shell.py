@@ -166,14 +166,6 @@ def test_the_keyboard_reaches_inputs_views_and_figures(server: str, open_page: O
     assert page.locator("#tip").is_hidden()
 
 
-def test_the_first_load_is_small(server: str, open_page: Open) -> None:
-    page = open_page(server + "/")
-    sizes = page.evaluate(
-        "performance.getEntries().filter((e) => 'decodedBodySize' in e && !e.name.includes('/api/')).map((e) => e.decodedBodySize)"
-    )
-    assert sum(sizes) < 300_000
-
-
 def test_the_first_load_is_small_and_asks_for_nothing_twice(server: str, open_page: Open) -> None:
     page = open_page("about:blank", ready="")
     finished: list[Any] = []

@@ -56,14 +56,8 @@ from meshwright.training.hooks import Hook
 from meshwright.training.records import StepRecord
 from meshwright.version import installed_versions
 
-PACKAGES = (
-    "meshwright",
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "transformers",
-)  # whose versions are noted, if installed
+# Their versions are noted, if installed
+PACKAGES = ("meshwright", "torch", "numpy", "safetensors", "tokenizers", "transformers")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, or for this user, or in this file
 MOST_WAITING = 100_000  # lines
 LOCK_S = 1.0  # a reader that asks whether a run is running holds the lock for a moment
