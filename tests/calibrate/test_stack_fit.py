@@ -132,7 +132,7 @@ def rows(source, stack, scale, gpus=("8", "16", "32")):
 def left():
     """Two sources of one stack whose runs take 20% longer than the catalog says, and one of a stack without a name."""
     table = [*rows("a", "megatron-lm", 1.2), *rows("b", "megatron-lm", 1.2), *rows("c", "", 1.3)]
-    return leave_out(outcomes.predict_rows(table, respond=left_out.responds))
+    return leave_out(outcomes.predict_rows(table, respond=left_out.responding(table)))
 
 
 def test_a_source_left_out_is_predicted_by_others_of_its_stack(left):

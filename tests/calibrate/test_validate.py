@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.calibrate.runs import outcomes, rows, validate
+from meshwright.calibrate.runs.left_out import responding
 from meshwright.errors import MeshwrightError
 
 BASE = {
@@ -93,6 +94,32 @@ def test_regret_is_the_slowdown_of_the_predicted_best():
     s = validate.score(made)
     assert s.regret == pytest.approx(2.0)
     assert s.spearman < 0
+
+
+def test_repeated_runs_of_one_configuration_count_once_whatever_their_last_digit():
+    """Three runs of one plan whose predictions differ by rounding are one configuration: nothing to choose, so no regret."""
+    same = [outcomes.Outcome(rows.case(row(step_time_s=str(t)))) for t in (1.0, 2.0, 3.0)]
+    assert validate.ranking(same, np.array([1.0, 1.0 + 1e-13, 1.0 - 1e-13])) == (None, None)
+
+
+def test_a_bucket_of_ddp_holds_whole_tensors_in_the_dtype_of_the_gradients():
+    """25 MB of 16-bit parameters are 50 MB of fp32 gradients; a matrix that is larger fills a bucket alone."""
+    small, large = (rows.case(row(stack="nanotron", tp=str(tp))) for tp in (8, 1))
+    assert small.plan.bucket == 50e6
+    assert large.plan.bucket == pytest.approx(4 * 12 * 2048**2 / 4, rel=0.01)
+    assert rows.case(row(stack="megatron-lm")).plan.bucket == 160e6
+
+
+def test_lora_is_refused():
+    assert "adapters" in rows.case(row(task="lora")).refused
+
+
+def test_runs_that_may_have_stalled_need_no_response():
+    """In a source with repetitions, a run without one is not scored; in another source it is."""
+    needed = responding([row(file="sweep", pair_ratio="1.01"), row(file="single")])
+    expected = {("sweep", "1.01"): True, ("sweep", ""): False, ("sweep", "2.0"): False, ("single", ""): True}
+    for (source, ratio), answer in expected.items():
+        assert needed(rows.case(row(file=source, pair_ratio=ratio))) is answer
 
 
 def test_rows_whose_repetition_disagrees_or_is_missing_are_not_scored():

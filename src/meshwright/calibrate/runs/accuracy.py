@@ -14,7 +14,7 @@ from meshwright.calibrate.runs.left_out import (
     finite_or_none,
     leave_out,
     macro_scores,
-    responds,
+    responding,
     scores,
     usable,
 )
@@ -63,7 +63,7 @@ def assess(
         if progress:
             progress(done / total)
 
-    outcomes = predict_rows(rows, advance, responds)
+    outcomes = predict_rows(rows, advance, responding(rows))
     famous, crashed = (predict_rows(part, advance) for part in (headlines, failed))
     sources = {name: validate.score(part) for name, part in validate.by(outcomes, ["source"]).items()}
     overall = validate.macro(sources)

@@ -10,7 +10,7 @@ Errors are |predicted / measured − 1|, macro-averaged over sources.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -115,10 +115,17 @@ def macro_scores(found: dict[str, SourceScore]) -> dict[str, float]:
     }
 
 
-def responds(c: Case) -> bool:
-    """Whether the response of a run is needed: its step time is published, and not that of a stalled run."""
-    ratio = number(c.row.get("pair_ratio"))
-    return bool(c.step_time) and c.row.get("file", "") not in NOT_FOR_TIME and (ratio is None or ratio <= STALLED)
+def responding(rows: Iterable[dict[str, str]]) -> Callable[[Case], bool]:
+    """Whether the response of a run of this table is needed: its step time is published and scored. In a source that repeats its runs, a run
+    without a repetition that agrees may have stalled."""
+    repeated = {row.get("file", "") for row in rows if row.get("pair_ratio")}
+
+    def needed(c: Case) -> bool:
+        source, ratio = c.row.get("file", ""), number(c.row.get("pair_ratio"))
+        clean = ratio <= STALLED if ratio is not None else source not in repeated
+        return bool(c.step_time) and source not in NOT_FOR_TIME and clean
+
+    return needed
 
 
 def usable(outcomes: list[Outcome]) -> list[Outcome]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibrate.runs.readings import apply_readings
-from meshwright.calibrate.runs.response import grid, step_times
+from meshwright.calibrate.runs.response import grid, varied_stack
 from meshwright.calibrate.runs.rows import Case, case, number
 from meshwright.cost.memory import memory
 from meshwright.cost.predict import prediction
@@ -98,10 +98,7 @@ def predict_rows(
         elif progress:
             progress()
     for together in problems.values():
-        _predict(together)
-        chosen = [o for o in together if respond and respond(o.case)]
-        if chosen:
-            _add_response(chosen)
+        _predict(together, [o for o in together if respond and respond(o.case)])
         for _ in together if progress else ():
             progress()  # type: ignore[misc]
     return out
@@ -115,7 +112,9 @@ def _problem(c: Case) -> Any:
     return model, repr(c.workload), c.cluster.name, c.cluster.world, c.stack.name, c.stack.attention
 
 
-def _predict(together: list[Outcome]) -> None:
+def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
+    """Set the predictions of runs of one problem, and the step times of some of them at the points of the grid. All are costed as one batch,
+    first every run with the numbers of its stack, then the points of each responding run."""
     first = together[0].case
     model, cluster, workload = first.model, first.cluster, first.workload
     assert model is not None
@@ -127,7 +126,15 @@ def _predict(together: list[Outcome]) -> None:
         assert o.case.plan is not None
         o.plan = least.get(id(o)) or o.case.plan
     plans = [o.plan for o in together if o.plan is not None]
-    cost = step_cost(step_program(model, plans, workload, first.stack), cluster)
+    points = grid()
+    varied, stack = plans, first.stack
+    if responding:
+        varied = plans + [o.plan for o in responding if o.plan is not None for _ in points]
+        stack = varied_stack(first.stack, len(plans), np.tile(points, (len(responding), 1)))
+    cost = step_cost(step_program(model, varied, workload, stack), cluster)
+    times = np.broadcast_to(cost.time, len(varied))[len(plans) :].reshape(-1, len(points))
+    for o, row in zip(responding, times, strict=True):
+        o.times = row
     for at, o in enumerate(together):
         c = o.case
         if id(o) in least:
@@ -162,16 +169,3 @@ def _least_that_fits(runs: list[Outcome]) -> list[Plan | None]:
     peak = np.maximum.reduce([np.broadcast_to(sum(memory(program, h).values()), len(plans)) for h in ranks])
     fits = iter((peak <= first.cluster.accelerator.memory).tolist())
     return [next((plan for plan, fit in [(plan, next(fits)) for plan in some] if fit), None) for some in choices]
-
-
-def _add_response(together: list[Outcome]) -> None:
-    """Set the step times of runs of one problem at the points of the grid."""
-    first, points = together[0].case, grid()
-    assert first.model is not None
-    assert first.cluster is not None
-    assert first.workload is not None
-    plans = [o.plan for o in together if o.plan is not None for _ in points]
-    x = np.tile(points, (len(together), 1))
-    times = step_times(first.model, first.cluster, plans, first.workload, first.stack, x)
-    for o, row in zip(together, times.reshape(len(together), -1), strict=True):
-        o.times = row

@@ -92,8 +92,7 @@ def step_times(
     model: Model, cluster: Cluster, plans: Sequence[Plan], workload: Workload, stack: Stack, x: np.ndarray
 ) -> np.ndarray:
     """Predicted seconds of each plan with the coordinates in the same row of `x`."""
-    varied = stack.model_copy(update=fields_of(x, stack))  # arrays over the batch in the place of numbers
-    program = step_program(model, plans, workload, varied)
+    program = step_program(model, plans, workload, varied_stack(stack, 0, x))
     return np.broadcast_to(step_cost(program, cluster).time, len(x))
 
 
@@ -101,6 +100,14 @@ def doubt_of(prediction: Prediction, cluster: Cluster) -> float:
     """Standard deviation of ln seconds that the experts of a run add, and shares of peak of its device that were assumed."""
     experts = LEAST_DOUBT * EXPERT_DOUBT * expert_share(prediction.exposed_s)
     return math.hypot(experts, cluster.accelerator.efficiency.doubt)
+
+
+def varied_stack(stack: Stack, unchanged: int, x: np.ndarray) -> Stack:
+    """The stack of a batch of plans, with arrays over the batch in the place of numbers: its own for the first `unchanged` plans, then those of
+    the coordinates `x`."""
+    fields = fields_of(x, stack)
+    own = {name: np.full(unchanged, getattr(stack, name)) for name in fields}
+    return stack.model_copy(update={name: np.concatenate([own[name], values]) for name, values in fields.items()})
 
 
 @dataclass
