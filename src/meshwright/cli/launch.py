@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.view.launch_files import Launcher
+    from meshwright.view.launch_files.job import Job
 
 
 def command(
@@ -47,25 +53,15 @@ def command(
 
     Nothing is started and no launcher needs to be installed here. The plan is checked first."""
     from meshwright import api
-    from meshwright.cli.output import writable
-    from meshwright.describe.files import write_text
-    from meshwright.errors import MeshwrightError
     from meshwright.view.launch_files import LAUNCHERS
     from meshwright.view.launch_files.job import make_job
-    from meshwright.view.tables import show
 
     flags = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "torchrun": torchrun, "ray": ray}
-    chosen = [name for name, given in flags.items() if given]
-    if len(chosen) != 1:
-        what = "no launcher is given" if not chosen else f"--{chosen[0]} and --{chosen[1]} both name a launcher"
-        raise MeshwrightError(
-            "MW-CLI-003", what, valid=[f"--{name}" for name in flags], fix=f"meshwright launch {plan} --slurm"
-        )
-    launcher = LAUNCHERS[chosen[0]]
+    chosen = chosen_launcher(flags, plan)
     job = make_job(
         api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings),
         plan,
-        typed=f"meshwright launch {plan} --{chosen[0]}" + (f" --for {framework}" if framework else ""),
+        typed=f"meshwright launch {plan} --{chosen}" + (f" --for {framework}" if framework else ""),
         framework=framework,
         folder=folder,
         per_node=per_node,
@@ -75,11 +71,32 @@ def command(
         claim=claim,
         time_limit=time_limit,
     )
+    launcher = LAUNCHERS[chosen]
     text = launcher.write(job)
     if out == "-":
         print(text, end="")
         return
     file = Path(out or job.name + launcher.suffix)
+    write_file(file, text, force)
+    show_written(job, file, launcher)
+
+
+def chosen_launcher(flags: dict[str, bool], plan: str) -> str:
+    """The one launcher that is given."""
+    chosen = [name for name, given in flags.items() if given]
+    if len(chosen) != 1:
+        what = "no launcher is given" if not chosen else f"--{chosen[0]} and --{chosen[1]} both name a launcher"
+        raise MeshwrightError(
+            "MW-CLI-003", what, valid=[f"--{name}" for name in flags], fix=f"meshwright launch {plan} --slurm"
+        )
+    return chosen[0]
+
+
+def write_file(file: Path, text: str, force: bool) -> None:
+    """Write a launch file; one that exists with another text is kept unless `force`."""
+    from meshwright.cli.output import writable
+    from meshwright.describe.files import write_text
+
     if not force and file.is_file() and file.read_text("utf-8", errors="replace") != text:
         raise MeshwrightError(
             "MW-CLI-006",
@@ -89,5 +106,11 @@ def command(
         )
     writable(file)
     write_text(file, text)
+
+
+def show_written(job: Job, file: Path, launcher: Launcher) -> None:
+    """Print what was written and how it is started."""
+    from meshwright.view.tables import show
+
     show(f"{file}: {job.config.plan.world} ranks on {job.nodes} × {job.per_node} devices, run folder {job.folder}")
     show(f"start it with: [bold]{launcher.submit.format(file)}[/]")

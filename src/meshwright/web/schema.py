@@ -135,32 +135,16 @@ def views_request() -> Schema:
     }
 
 
+LINES: Schema = {"type": "array", "items": {"type": "string", "maxLength": MOST_LETTERS}}  # of a file
+
+
 def paths() -> dict[str, Schema]:
+    """The operations of the API, by path."""
     plan_question = {
         "allOf": [{"$ref": "#/components/schemas/PlanFile"}],
         "properties": {"question": ref("Question")},
     }
     plan_question = {"anyOf": [ref("PlanFile"), plan_question]}
-    lines = {"type": "array", "items": {"type": "string", "maxLength": MOST_LETTERS}}
-    cluster_file = {"type": "object", "properties": {"lines": lines}}
-    settings_file = {
-        "type": "object",
-        "required": ["lines", "name"],
-        "properties": {
-            "lines": lines,
-            "name": {
-                "type": "string",
-                "maxLength": MOST_LETTERS,
-                "description": "of the file: its ending says its form",
-            },
-            "gpus": {
-                "type": "integer",
-                "minimum": 0,
-                "maximum": 10**9,
-                "description": "data parallelism takes what is left of them",
-            },
-        },
-    }
     return {
         "/api/estimate": post(
             "Predict step time, memory and traffic of one plan",
@@ -189,12 +173,12 @@ def paths() -> dict[str, Schema]:
         "/api/model": post("A Hugging Face config.json as a [model] table", {"type": "object"}, keys("name")),
         "/api/cluster": post(
             "A cluster file, as its lines, as a [cluster] table",
-            cluster_file,
+            cluster_request(),
             keys("cluster"),
         ),
         "/api/settings": post(
             "Settings of another framework, as the lines of their file, as the sections of a plan file",
-            settings_file,
+            settings_request(),
             keys("config", "read"),
         ),
         "/api/catalog": get(
@@ -210,6 +194,31 @@ def paths() -> dict[str, Schema]:
             ],
         ),
         "/api/openapi.json": get("This document", keys("openapi", "paths")),
+    }
+
+
+def cluster_request() -> Schema:
+    return {"type": "object", "properties": {"lines": LINES}}
+
+
+def settings_request() -> Schema:
+    return {
+        "type": "object",
+        "required": ["lines", "name"],
+        "properties": {
+            "lines": LINES,
+            "name": {
+                "type": "string",
+                "maxLength": MOST_LETTERS,
+                "description": "of the file: its ending says its form",
+            },
+            "gpus": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": 10**9,
+                "description": "data parallelism takes what is left of them",
+            },
+        },
     }
 
 
