@@ -8,6 +8,31 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.plan_options import (
+    AsJsonOption,
+    BatchOption,
+    BudgetOption,
+    CaseOption,
+    CheckpointOption,
+    CompareOption,
+    DaysOption,
+    FrameworkOption,
+    GuidesOption,
+    HeadroomOption,
+    HtmlOption,
+    LineOption,
+    ModelArgument,
+    MtbfOption,
+    OutOption,
+    RestartOption,
+    RobustOption,
+    SeqOption,
+    SettingsFileOption,
+    SitesOption,
+    StackOption,
+    TokensOption,
+    TopOption,
+)
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -16,24 +41,18 @@ if TYPE_CHECKING:
 
 def command(
     context: typer.Context,
-    model: str = typer.Argument(
-        "", help="A catalog name, a plan file, a Hugging Face config.json or a settings file of another framework."
-    ),
+    model: ModelArgument = "",
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
-    batch: int = typer.Option(0, "--batch", help="Global batch in sequences.", min=0),
-    seq: int = typer.Option(0, "--seq", help="Sequence length.", min=0),
-    tokens: str = typer.Option("", "--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost."),
-    days: str = typer.Option("", "--days", metavar="N", help="The fewest GPUs that train --tokens in N days."),
-    budget: str = typer.Option("", "--budget", metavar="DOLLARS", help="The fewest GPUs that train --tokens for 2M$."),
-    stack: str = typer.Option("", "--stack", help="The training stack."),
-    framework: str = typer.Option(
-        "", "--for", metavar="FRAMEWORK", help="Search only what it can run: torchtitan, megatron-lm, deepspeed, …"
-    ),
-    settings_file: str = typer.Option(
-        "", "--write", metavar="FILE", help="Write the winner as settings of the framework: TOML, YAML, JSON or flags."
-    ),
+    batch: BatchOption = 0,
+    seq: SeqOption = 0,
+    tokens: TokensOption = "",
+    days: DaysOption = "",
+    budget: BudgetOption = "",
+    stack: StackOption = "",
+    framework: FrameworkOption = "",
+    settings_file: SettingsFileOption = "",
     fix: list[str] = typer.Option(
         [], "--fix", metavar="FIELD=VALUE", help="Fix a field: --fix tp=8, --fix schedule=1f1b."
     ),
@@ -48,34 +67,21 @@ def command(
     allow: list[str] = typer.Option(
         [], "--allow", metavar="FIELD=A,B", help="Widen the search: --allow grad_dtype=bf16, --allow overlap=dp+tp."
     ),
-    robust: bool = typer.Option(
-        False, "--robust", help="Take the plan with the best worst case instead of the fastest."
-    ),
-    headroom: str = typer.Option("5%", "--memory-headroom", help="Share of the memory to leave free."),
-    case: str = typer.Option(
-        "", "--case", metavar="NAME", help="A published training, estimated: gpt3, llama3-405b, mixtral, …"
-    ),
-    compare: str = typer.Option(
-        "",
-        "--compare",
-        metavar="FILE",
-        help="Compare your own plan, or settings of another framework, with the winner.",
-    ),
-    mtbf: str = typer.Option(
-        "", "--mtbf", metavar="TIME", help="Time between failures of the whole cluster, such as 3h: adds goodput."
-    ),
-    checkpoint: str = typer.Option(
-        "", "--checkpoint", metavar="TIME", help="Time a checkpoint blocks training, such as 60s."
-    ),
-    restart: str = typer.Option("", "--restart", metavar="TIME", help="Restart time after a failure, such as 5min."),
-    sites: int = typer.Option(0, "--sites", help="Number of clusters (sites), connected by --line.", min=0, max=10**6),
-    line: str = typer.Option("", "--line", metavar="RATE", help="Bandwidth between sites, such as 100Gb/s."),
-    guides: bool = typer.Option(False, "--guides", help="Show the reason and the source of every decision guide."),
-    top: int = typer.Option(10, "--top", help="Number of leaders to show.", min=1, max=1000),
-    out: str = typer.Option("", "--out", "-o", help="Write the winner as a plan file, with the reasons in comments."),
-    html: str = typer.Option("", "--html", help="Write the page of the winner, with all views, to one HTML file."),
+    robust: RobustOption = False,
+    headroom: HeadroomOption = "5%",
+    case: CaseOption = "",
+    compare: CompareOption = "",
+    mtbf: MtbfOption = "",
+    checkpoint: CheckpointOption = "",
+    restart: RestartOption = "",
+    sites: SitesOption = 0,
+    line: LineOption = "",
+    guides: GuidesOption = False,
+    top: TopOption = 10,
+    out: OutOption = "",
+    html: HtmlOption = "",
     settings: list[str] = typer.Option([], "--set", help="Override any field: --set cluster.price=2.5."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: AsJsonOption = False,
 ) -> None:
     """Which plan is the fastest that fits, and why? Searches every legal plan, without a GPU.
 

@@ -12,88 +12,50 @@ from __future__ import annotations
 
 import typer
 
+from meshwright.cli.show_options import (
+    AlgorithmOption,
+    AsJsonOption,
+    ClusterOption,
+    CompareOption,
+    ElementsOption,
+    HtmlOption,
+    MicrobatchesOption,
+    NamesArgument,
+    NodeOption,
+    RanksOption,
+    RootOption,
+    SegmentsOption,
+    SizeOption,
+    StagesOption,
+    TopicArgument,
+    TraceOption,
+    ValuesOption,
+    VirtualOption,
+)
 from meshwright.view.show.options import LESSON, PIPELINES
 from meshwright.view.show.topics import LESSONS, kind_of, module_of, sort_arguments
-
-COLLECTIVE_PANEL, PIPELINE_PANEL = "Collectives", "Pipeline schedules"
 
 
 def command(
     context: typer.Context,
-    topic: str = typer.Argument("", help="What to show. Default: the list of all topics."),
-    names: str = typer.Argument(
-        "", help="With --compare: names to compare, such as ring,tree or gpipe,zbv.", show_default=False
-    ),
-    compare: bool = typer.Option(False, "--compare", help="Compare algorithms or schedules."),
-    algorithm: str = typer.Option(
-        "",
-        "--algorithm",
-        "-a",
-        help="Algorithm. Default: the one that the library runs on --cluster, else the simplest.",
-        rich_help_panel=COLLECTIVE_PANEL,
-    ),
-    ranks: int = typer.Option(
-        0,
-        "--ranks",
-        "-r",
-        show_default=False,
-        help="Number of ranks. Default: 4, or 8 for node-aware algorithms.",
-        rich_help_panel=COLLECTIVE_PANEL,
-    ),
-    size: str = typer.Option(
-        "", "--size", help="Size of the full buffer, such as 64MiB; also shows times.", rich_help_panel=COLLECTIVE_PANEL
-    ),
-    cluster: str = typer.Option(
-        "",
-        "--cluster",
-        "-c",
-        help="Cluster whose links are simulated: a catalog name or a TOML file.",
-        rich_help_panel=COLLECTIVE_PANEL,
-    ),
-    elements: int = typer.Option(
-        -1,
-        "--elements",
-        show_default=False,
-        help="Elements of the buffer. Default: one per rank.",
-        rich_help_panel=COLLECTIVE_PANEL,
-    ),
-    root: int = typer.Option(
-        -1,
-        "--root",
-        show_default=False,
-        help="Root rank of broadcast, reduce, scatter, gather.",
-        rich_help_panel=COLLECTIVE_PANEL,
-    ),
-    segments: int = typer.Option(
-        0, "--segments", show_default=False, help="Segments of pipelined algorithms.", rich_help_panel=COLLECTIVE_PANEL
-    ),
-    node: int = typer.Option(
-        0,
-        "--node",
-        show_default=False,
-        help="Ranks per node. Default: the cluster's.",
-        rich_help_panel=COLLECTIVE_PANEL,
-    ),
-    values: bool = typer.Option(
-        False,
-        "--values",
-        help="Show the values on every rank before and after each step.",
-        rich_help_panel=COLLECTIVE_PANEL,
-    ),
-    stages: int = typer.Option(4, "--stages", help="Number of pipeline ranks.", rich_help_panel=PIPELINE_PANEL),
-    microbatches: int = typer.Option(
-        8, "--microbatches", "-m", help="Micro-batches per step.", rich_help_panel=PIPELINE_PANEL
-    ),
-    virtual: int = typer.Option(
-        0,
-        "--virtual",
-        show_default=False,
-        help="Stages per rank, for schedules with several.",
-        rich_help_panel=PIPELINE_PANEL,
-    ),
-    trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto.", rich_help_panel=PIPELINE_PANEL),
-    html: str = typer.Option("", "--html", help="Write a figure to this file."),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    topic: TopicArgument = "",
+    names: NamesArgument = "",
+    compare: CompareOption = False,
+    algorithm: AlgorithmOption = "",
+    ranks: RanksOption = 0,
+    size: SizeOption = "",
+    cluster: ClusterOption = "",
+    elements: ElementsOption = -1,
+    root: RootOption = -1,
+    segments: SegmentsOption = 0,
+    node: NodeOption = 0,
+    values: ValuesOption = False,
+    stages: StagesOption = 4,
+    microbatches: MicrobatchesOption = 8,
+    virtual: VirtualOption = 0,
+    trace: TraceOption = "",
+    html: HtmlOption = "",
+    as_json: AsJsonOption = False,
 ) -> None:
     """Show a collective, a pipeline schedule or a reference table. Without a topic: list all topics."""
     if not topic:

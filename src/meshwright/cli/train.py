@@ -12,6 +12,26 @@ from typing import TYPE_CHECKING
 import typer
 
 from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.train_options import (
+    AsJsonOption,
+    BackendOption,
+    CalibrateOption,
+    DeviceOption,
+    DryRunOption,
+    LearningRateOption,
+    OutOption,
+    PlanArgument,
+    ProfileOption,
+    RecalibrateOption,
+    ResumeOption,
+    SaveEveryOption,
+    SeedOption,
+    ShareDeviceOption,
+    ShrinkOption,
+    StartFromOption,
+    StepsOption,
+    TraceOption,
+)
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -20,75 +40,28 @@ if TYPE_CHECKING:
 
 
 def command(
-    plan: Path | None = typer.Argument(None, help="A plan file or run file. Default: that of the run to resume."),
-    steps: int | None = typer.Option(
-        None, "--steps", help="Number of training steps. Default: that of [run], or 100.", min=1, max=10**9
-    ),
-    seed: int | None = typer.Option(
-        None, "--seed", help="Seed of the initial weights and of the batches. Default: that of [run], or 0.", min=0
-    ),
-    learning_rate: float | None = typer.Option(
-        None,
-        "--learning-rate",
-        help="Learning rate after the warm-up. Default: that of [optimizer], or 0.001.",
-        min=0.0,
-    ),
-    start_from: Path | None = typer.Option(
-        None,
-        "--from",
-        help="Start from the weights in a Transformers folder. A run file without a model also takes the folder's model.",
-    ),
-    device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
-    backend: str = typer.Option(
-        "auto",
-        "--backend",
-        help="gloo, meshwright (our collectives, on the CPU), nccl, or auto (nccl on GPUs, else gloo).",
-    ),
-    share_device: bool = typer.Option(
-        False, "--share-device", help="Several ranks on one GPU, for tests: their tensors move through the host."
-    ),
-    out: Path | None = typer.Option(None, "--out", help="The run folder. Default: runs/PLAN-TIME."),
-    save_every: int | None = typer.Option(
-        None,
-        "--save-every",
-        help="Steps between checkpoints. Default: that of [checkpoint], or only at the end.",
-        min=0,
-    ),
-    resume: Path | None = typer.Option(
-        None,
-        "--resume",
-        help="Continue the run in this folder, from its last good checkpoint, until it has done --steps.",
-    ),
-    profile: int | None = typer.Option(
-        None,
-        "--profile",
-        help="Steps of which torch's profiler writes traces to profile/ in the run folder. Default: that of [run], or none.",
-        min=0,
-    ),
-    dry_run: bool = typer.Option(
-        False,
-        "--dry-run",
-        help="Check configuration, data, memory, disk and rendezvous, run a step without memory or messages, and stop.",
-    ),
-    trace: Path | None = typer.Option(
-        None, "--trace", help="Write a measured and the simulated step as one trace for Perfetto or chrome://tracing."
-    ),
-    shrink: bool = typer.Option(
-        False,
-        "--shrink",
-        help="Train a small copy of the model and the plan, as `verify` does, on at most 8 processes.",
-    ),
-    calibrate: bool = typer.Option(
-        True,
-        "--calibrate/--no-calibrate",
-        help="Predict from a calibration of this machine: measured once, in seconds, then cached.",
-    ),
-    recalibrate: bool = typer.Option(False, "--recalibrate", help="Measure this machine again."),
+    plan: PlanArgument = None,
+    steps: StepsOption = None,
+    seed: SeedOption = None,
+    learning_rate: LearningRateOption = None,
+    start_from: StartFromOption = None,
+    device: DeviceOption = "auto",
+    backend: BackendOption = "auto",
+    share_device: ShareDeviceOption = False,
+    out: OutOption = None,
+    save_every: SaveEveryOption = None,
+    resume: ResumeOption = None,
+    profile: ProfileOption = None,
+    dry_run: DryRunOption = False,
+    trace: TraceOption = None,
+    shrink: ShrinkOption = False,
+    calibrate: CalibrateOption = True,
+    recalibrate: RecalibrateOption = False,
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
     settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=2. Repeatable."),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    as_json: AsJsonOption = False,
 ) -> None:
     """Train a plan and compare the run with its prediction.
 

@@ -1,0 +1,74 @@
+"""Arguments and options of `meshwright plan`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A catalog name, a plan file, a Hugging Face config.json or a settings file of another framework."
+    ),
+]
+BatchOption = Annotated[int, typer.Option("--batch", help="Global batch in sequences.", min=0)]
+SeqOption = Annotated[int, typer.Option("--seq", help="Sequence length.", min=0)]
+TokensOption = Annotated[
+    str, typer.Option("--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost.")
+]
+DaysOption = Annotated[str, typer.Option("--days", metavar="N", help="The fewest GPUs that train --tokens in N days.")]
+BudgetOption = Annotated[
+    str, typer.Option("--budget", metavar="DOLLARS", help="The fewest GPUs that train --tokens for 2M$.")
+]
+StackOption = Annotated[str, typer.Option("--stack", help="The training stack.")]
+FrameworkOption = Annotated[
+    str,
+    typer.Option(
+        "--for", metavar="FRAMEWORK", help="Search only what it can run: torchtitan, megatron-lm, deepspeed, …"
+    ),
+]
+SettingsFileOption = Annotated[
+    str,
+    typer.Option(
+        "--write", metavar="FILE", help="Write the winner as settings of the framework: TOML, YAML, JSON or flags."
+    ),
+]
+RobustOption = Annotated[
+    bool, typer.Option("--robust", help="Take the plan with the best worst case instead of the fastest.")
+]
+HeadroomOption = Annotated[str, typer.Option("--memory-headroom", help="Share of the memory to leave free.")]
+CaseOption = Annotated[
+    str, typer.Option("--case", metavar="NAME", help="A published training, estimated: gpt3, llama3-405b, mixtral, …")
+]
+CompareOption = Annotated[
+    str,
+    typer.Option(
+        "--compare", metavar="FILE", help="Compare your own plan, or settings of another framework, with the winner."
+    ),
+]
+MtbfOption = Annotated[
+    str,
+    typer.Option(
+        "--mtbf", metavar="TIME", help="Time between failures of the whole cluster, such as 3h: adds goodput."
+    ),
+]
+CheckpointOption = Annotated[
+    str, typer.Option("--checkpoint", metavar="TIME", help="Time a checkpoint blocks training, such as 60s.")
+]
+RestartOption = Annotated[
+    str, typer.Option("--restart", metavar="TIME", help="Restart time after a failure, such as 5min.")
+]
+SitesOption = Annotated[
+    int, typer.Option("--sites", help="Number of clusters (sites), connected by --line.", min=0, max=10**6)
+]
+LineOption = Annotated[str, typer.Option("--line", metavar="RATE", help="Bandwidth between sites, such as 100Gb/s.")]
+GuidesOption = Annotated[bool, typer.Option("--guides", help="Show the reason and the source of every decision guide.")]
+TopOption = Annotated[int, typer.Option("--top", help="Number of leaders to show.", min=1, max=1000)]
+OutOption = Annotated[
+    str, typer.Option("--out", "-o", help="Write the winner as a plan file, with the reasons in comments.")
+]
+HtmlOption = Annotated[
+    str, typer.Option("--html", help="Write the page of the winner, with all views, to one HTML file.")
+]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
