@@ -111,8 +111,8 @@ def bands(found: Accuracy) -> str:
     ]
     text = (
         "## Bands\n\nFrom the residuals of left-out sources, by what is known of the stack; wider where exposed communication, the host, experts "
-        "or a device with assumed shares of peak dominate (`cost/band.py`). The share inside is that of a source whose residuals were not used for "
-        "the band. Target: 90% inside, with a median half-width of 35% for an unknown stack and 15% for a known one.\n\n"
+        "or a device with assumed shares of peak dominate (`cost/band.py`), and widened until 90% of the runs of a source are inside whose "
+        "residuals were not used. Target: a median half-width of 35% for an unknown stack and 15% for a known one.\n\n"
     )
     return text + table(
         ("what is known", "runs", "band of a step that only computes", "inside", "median half-width"), rows

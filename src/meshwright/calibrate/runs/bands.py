@@ -5,7 +5,7 @@
     calibrated   five runs of the source itself were seen
 
 For each, the 5% and 95% quantiles of ln(measured / predicted) / w, with w the width of `cost.band`. Sources have equal weight. The coverage
-of a source is computed with quantiles from the other sources only, so it is that of an unseen source.
+of a source is computed with quantiles from the other sources only, so it is that of an unseen source; the quantiles are widened until it is 90%.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from meshwright.cost.band import width
 
 LEVELS = ("typical", "published", "calibrated")
 INSIDE = 0.90
+WIDER = tuple(1 + 0.02 * k for k in range(26))  # factors on the quantiles
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,24 @@ def run_width(o: Outcome) -> float:
 
 
 def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray) -> Band:
+    """Quantiles of few sources miss the tails of another one. So they are widened by the smallest factor with which left-out sources are covered."""
     low, high = edges(scaled, sources)
+    covered = [(factor, _coverage(scaled, sources, factor)) for factor in WIDER]
+    factor, coverage = next((pair for pair in covered if pair[1] >= INSIDE), covered[-1])
+    low, high = factor * low, factor * high
+    half = (np.exp(high * widths) - np.exp(-low * widths)) / 2
+    return Band(low, high, coverage, macro_median(half, sources), len(scaled))
+
+
+def _coverage(scaled: np.ndarray, sources: np.ndarray, factor: float) -> float:
+    """Mean over sources of the share of runs inside the widened quantiles of the other sources."""
     inside = []
     for name in sorted(set(sources)):
         others = sources != name
-        limits = edges(scaled[others], sources[others]) if others.any() else (low, high)
+        low, high = edges(scaled[others], sources[others]) if others.any() else edges(scaled, sources)
         part = scaled[~others]
-        inside.append(float(np.mean((part >= -limits[0]) & (part <= limits[1]))))
-    half = (np.exp(high * widths) - np.exp(-low * widths)) / 2
-    return Band(low, high, float(np.mean(inside)), macro_median(half, sources), len(scaled))
+        inside.append(float(np.mean((part >= -factor * low) & (part <= factor * high))))
+    return float(np.mean(inside))
 
 
 def edges(scaled: np.ndarray, sources: np.ndarray) -> tuple[float, float]:
