@@ -48,10 +48,10 @@ class Gathers:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        from meshwright.parallel import exchange
+        from meshwright.parallel import operators
 
         self.count += 1
-        return exchange._all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return operators.gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def sharded(context, options):

@@ -26,8 +26,8 @@ input.
 
 **What is not compiled**, with the reason in `Compilation.notes`: stages of split-backward schedules (torch computes the gradients of inputs
 and weights separately there, and a compiled graph has one backward), the dispatch of experts (its sizes are known only when the tokens
-are routed; the layer around it is two graphs), embeddings (a lookup), and a head that computes the loss in chunks (products, and a
-kernel of its own: `models.loss`).
+are routed; the layer around it is two graphs), embeddings (a lookup), and a head that computes the loss in chunks (products, and
+one kernel: `models.loss`).
 
 Private names of torch: the options `torch._dynamo.config.recompile_limit` and `torch._inductor.config.compile_threads`, and
 `torch._dynamo.utils.counters`.
