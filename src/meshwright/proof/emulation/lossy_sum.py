@@ -121,6 +121,10 @@ class Emulated:
 
     def __init__(self, parallel: Parallel, layout: RankLayout, summed: list[Summed], backwards: bool = False) -> None:
         (module,) = parallel.stages.values()
+        if (
+            parallel.fuses_loss
+        ):  # the gradients of each rank are taken at the head's product, which a fused loss does not call
+            parallel.fuses_loss = module.head.fuses_loss = False  # type: ignore[union-attr]
         self.parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
         work = parallel.workload
         self.per_rank = PerRankGradients(
