@@ -162,7 +162,7 @@ def test_gpt_oss_in_mxfp4_equals_its_plain_weights(tmp_path):
 
 def quantised_fp8(folder):
     """DeepSeek-V3 with fp8 blocks, as Transformers reads it: blocks that divide every matrix. The library converts it without
-    `accelerate`, and asks for it all the same."""
+    `accelerate`, but refuses to start if that package is missing."""
     stored = {}
     for name, tensor in tensors_of(saved("deepseek_v3", folder)).items():
         stored[name] = tensor

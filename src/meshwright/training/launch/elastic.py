@@ -129,7 +129,7 @@ def call(target: str, args: tuple, files: Path) -> Any:
 
 
 class OneMachine(RendezvousHandler):
-    """The rendezvous of one agent: a new store, and nobody to wait for. The rendezvous of torchrun for several agents would take half
+    """The rendezvous of one agent: a new store, and no other agent to wait for. The rendezvous of torchrun for several agents would take half
     a second at every start, for rounds of voting and records of its call stack."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """There is no other agent that could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
