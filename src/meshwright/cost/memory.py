@@ -52,8 +52,6 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
         shard = b.size(DATA_AXES[group].shard)
         share = padded[group] / shard  # elements on the fullest rank
         out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
-        if b.stack.fp8_passes and b.workload.precision == "fp8":  # the weights in fp8, and transposed
-            out["parameters"] += 2.0 * np.where((b.zero == 0) & (b.tp == 1), count, 0.0)
         out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
@@ -63,6 +61,10 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
         if group in by_muon:  # other parameters have Adam's second moment as well
             before, after = by_muon[group]
             out["optimizer"] += on_device * b.state_bytes * np.where(b.zero >= 1, share - after, count - before)
+    if b.stack.fp8_passes and b.workload.precision == "fp8":  # weights of layers in fp8, and transposed
+        layers = [kind for kind in program.parameters if kind in b.model.kinds]
+        kept = sum(held.counts[kind] * program.parameters[kind]["dense"] for kind in layers)
+        out["parameters"] += 2.0 * np.where((b.zero == 0) & (b.tp == 1), kept, 0.0)
     return out
 
 

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 IGNORED = -100  # a target that is padding
-CHUNK_BYTES = 2**30  # of logits
+CHUNK_BYTES = 2**29  # of logits
 
 
 class Targets(NamedTuple):

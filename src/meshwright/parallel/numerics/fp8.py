@@ -208,12 +208,7 @@ class Fp8Product:
     def refresh(self, weight: torch.Tensor) -> None:
         if not self.keeps:
             return
-        units, units_t, scale = (_in_one_kernel() if weight.is_cuda else both_ways)(weight)
-        if self.units is None or self.units_t is None or self.scale is None:
-            self.units, self.units_t, self.scale = units, units_t, scale
-            return
-        for kept, new in ((self.units, units), (self.units_t, units_t), (self.scale, scale)):
-            kept.copy_(new)
+        self.units, self.units_t, self.scale = (_in_one_kernel() if weight.is_cuda else both_ways)(weight)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.units is None or self.scale is None:
