@@ -5,7 +5,7 @@
     python benchmarks/gpu/run.py long                           32k, 128k and 512k tokens; 32k with and without offload
     python benchmarks/gpu/run.py loss --steps 2000 --seeds 3    fp8 against bf16 on text: validation loss
 
-Each contender is a process of its own, one after the other. Every part takes less than 10 minutes on one H200. `benchmarks/gpu/gpu.md` has
+Each contender runs in a separate process, one after the other. Every part takes less than 10 minutes on one H200. `benchmarks/gpu/gpu.md` has
 the figures.
 """
 
@@ -213,8 +213,10 @@ def loss(steps: int, seeds: int, workers: int) -> None:
             )
     if found["bf16"] and found["fp8"]:
         spread = max(found["bf16"]) - min(found["bf16"])
-        apart = statistics.fmean(found["fp8"]) - statistics.fmean(found["bf16"])
-        print(f"fp8 − bf16: {apart:+.4f}; the largest difference between two seeds of bf16: {spread:.4f}", flush=True)
+        difference = statistics.fmean(found["fp8"]) - statistics.fmean(found["bf16"])
+        print(
+            f"fp8 − bf16: {difference:+.4f}; the largest difference between two seeds of bf16: {spread:.4f}", flush=True
+        )
 
 
 def main() -> None:

@@ -198,7 +198,7 @@ def gib(framework: str, settings: dict[str, Any], name: str = "", **shape: int) 
 
 
 def test_multi_token_prediction_takes_memory() -> None:
-    """Megatron-Bridge trains it where the model has it; its logits stay beside those of the model: 12 · 4096 · 128256 bytes and more."""
+    """Megatron-Bridge trains it where the model has it; its logits are kept with those of the model: 12 · 4096 · 128256 bytes and more."""
     settings = {
         "model.seq_length": 4096,
         "train.micro_batch_size": 2,

@@ -272,7 +272,7 @@ def ring_rates(cluster: Cluster, size: Array, per_node: Array, members: Callable
 
     A ring visits every unit of a level once. Of the m ranks of a group in a unit, g on each node, only the g cards of one node send to another
     unit. So the uplinks of a level, of which each device gets B_k while all send, leave B_k·m/g to each card: min(B₁, B_k·m/g). `members` are
-    the ranks of a group in a unit of so many devices.
+    the ranks of a group in a unit of this many devices.
     """
     rates = [cluster.device_bandwidth(k) for k in range(1, len(cluster.levels))]
     if len(set(rates)) < 2:

@@ -1,4 +1,4 @@
-"""Where the time of a profiled step goes on a GPU: seconds by group of kernels, beside the prediction and the floor of each group.
+"""Where the time of a profiled step goes on a GPU: seconds by group of kernels, with the prediction and the floor of each group.
 
     group       kernels                                      floor
     products    cuBLAS, CUTLASS, grouped and fp8 products    FLOPs over the rate that large products reach on this device
@@ -135,7 +135,7 @@ def floor_of(config: Config, op: Op) -> float:
 
 
 def compare(config: Config, seconds: dict[str, float]) -> list[GroupTime]:
-    """Measured seconds by group beside what is expected of them."""
+    """Measured seconds by group, and what is expected of them."""
     known = expected(config)
     return [
         GroupTime(g, seconds.get(g, 0.0), *known.get(g, (None, None))) for g in GROUPS if seconds.get(g) or g in known
