@@ -64,7 +64,7 @@ def softmax_without_a_common_maximum():
 def uneven_vocabulary_by_floor():
     """The first column of a rank is computed by ⌊V/P⌋, which is wrong if the vocabulary does not divide."""
 
-    def choose(model, mesh):
+    def choose(model, mesh, compilation):
         group = mesh.group("tp")
         size = model.padded_vocab
         start = size // group.size() * group.rank()
@@ -250,12 +250,12 @@ def key_copies_not_summed():
 
 def targets_in_another_order():
     """The last stage reads its micro-batches of targets from the end."""
-    run = pipeline.Pipeline.run
+    run = apply.Parallel.forward_backward
 
     def swapped(self, inputs, targets):
         return run(self, inputs, targets.flip(0))
 
-    pipeline.Pipeline.run = swapped
+    apply.Parallel.forward_backward = swapped
 
 
 def _change_sent_gradient(change):
