@@ -265,6 +265,7 @@ CHANGES = {
     "nanotron": ("plan.recompute=full",),
     "automodel": ("plan.zero=3", "plan.recompute=full"),
     "axolotl": ("plan.pp=1", "plan.shard=8", "plan.sp=false", "plan.recompute=full", "plan.zero=3", "workload.batch=8"),
+    "megatron-bridge": (),
 }
 
 
@@ -295,6 +296,10 @@ def test_a_launch_file_holds_the_settings_of_the_plan(name, tmp_path) -> None:
         assert detect(settings, False) is framework
         assert words[-1] == str(Path(job.folder, job.program.file))
         assert [p.name for p in Path(job.folder).iterdir()] == [job.program.file]
+    elif name == "megatron-bridge":
+        assert words[1:3] == ["--recipe", "llama3_70b_pretrain_config"]
+        given = dict(word.split("=", 1) for word in words[3:])
+        settings = {key: yaml.safe_load(value) for key, value in given.items()}
     else:
         settings = flags(words)
     back = understand(framework, settings, gpus=64, model="llama3-70b", shape=None)

@@ -6,6 +6,7 @@
     nanotron             run_train.py --config-file FILE
     NeMo Automodel       -m nemo_automodel.cli.app FILE
     axolotl              -m axolotl.cli.train FILE
+    Megatron-Bridge      run_recipe.py --recipe NAME KEY=VALUE …         a recipe of the model, with the settings of the plan
 
 A launch file must start the plan and nothing else, so a plan that the settings cannot express is an error here; `plan --write` writes such
 settings with a comment. Data, tokenizer and, for some, the model are not part of a plan: the notes of the file name them.
@@ -34,6 +35,13 @@ TORCHTITAN_MODELS = {
     "qwen3-14b": ("qwen3", "14B"), "qwen3-32b": ("qwen3", "32B"), "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
     "qwen3-235b-a22b": ("qwen3", "235B-A22B"), "gpt-oss-20b": ("gpt_oss", "20b"), "gpt-oss-120b": ("gpt_oss", "120b"),
 }  # fmt: skip
+# Megatron-Bridge's recipe of the models of the catalog that it has.
+BRIDGE_RECIPES = {
+    "llama2-7b": "llama2_7b", "llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3.1-8b": "llama31_8b", "llama3.1-70b": "llama31_70b",
+    "llama3.1-405b": "llama31_405b", "llama3.2-1b": "llama32_1b", "llama3.2-3b": "llama32_3b", "qwen3-8b": "qwen3_8b",
+}  # fmt: skip
+# Settings of the plan's file that state the shape of the model, which a recipe of Megatron-Bridge has already.
+BRIDGE_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 # Fields that a framework's settings leave to the training script or to its own data and model sections.
 SCRIPT_FIELDS: dict[str, tuple[str, ...]] = {"deepspeed": ("workload.seq", "plan.recompute", "plan.reshard")}
 
@@ -138,6 +146,44 @@ def axolotl(config: Config, plan: str, folder: str, save_every: int) -> Program:
     return with_file(FRAMEWORKS["axolotl"], config, folder, more, ("-m", "axolotl.cli.train"), notes)
 
 
+def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> Program:
+    """Overrides of a recipe; Megatron-Bridge loads the last checkpoint of `checkpoint.load` if there is one."""
+    framework, name = FRAMEWORKS["megatron-bridge"], config.model.name
+    if name not in BRIDGE_RECIPES:
+        raise MeshwrightError(
+            "MW-LAUNCH-005",
+            f"Megatron-Bridge has no recipe that we know for {name}",
+            why="A launch file names one of its recipes, which brings the model",
+            valid=BRIDGE_RECIPES,
+            fix="--for megatron-lm",
+        )
+    shape = {f"model.{key}" for key in BRIDGE_SHAPE}
+    settings = {k: v for k, v in settings_of(config, framework).settings.items() if k not in shape}
+    settings |= {
+        "dataset.seq_length": config.workload.seq,
+        "train.train_iters": config.run.steps,
+        "optimizer.lr": config.optimizer.learning_rate,
+        "scheduler.lr_warmup_iters": min(config.optimizer.warmup, config.run.steps),
+        "checkpoint.save": f"{folder}/checkpoints",
+        "checkpoint.load": f"{folder}/checkpoints",
+        "checkpoint.save_interval": save_every,
+    }
+    words = (f"{key}={override(value)}" for key, value in settings.items())
+    notes = (
+        "Start it in a checkout of Megatron-Bridge, which has scripts/training/run_recipe.py.",
+        "The recipe trains on mock data: set dataset.blend and the tokenizer.",
+    )
+    begin = ("scripts/training/run_recipe.py", "--recipe", f"{BRIDGE_RECIPES[name]}_pretrain_config", *words)
+    return Program(framework.name, begin, notes=notes, install=framework.name, variables=megatron.ONE_QUEUE)
+
+
+def override(value: object) -> str:
+    """A value as an override on a command line states it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def with_file(
     framework: Framework,
     config: Config,
@@ -164,6 +210,7 @@ PROGRAMS: dict[str, Callable[[Config, str, str, int], Program]] = {
     "nanotron": nanotron,
     "automodel": automodel,
     "axolotl": axolotl,
+    "megatron-bridge": megatron_bridge,
 }
 
 
