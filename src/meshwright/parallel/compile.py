@@ -105,7 +105,7 @@ def plan_compilation(
         done.note(f"not whole: {', '.join(found)} between layers")
         done.mode = "blocks"
     if model.experts:
-        done.note("the routed experts of a layer are not compiled: their sizes depend on the routing")
+        done.note("of the routed experts only the activation is compiled: their sizes depend on the routing")
     return done
 
 
@@ -128,9 +128,12 @@ def compile_stage(module: Any, done: Compilation, tokens: Tokens) -> None:
 
 
 def compile_layer(layer: Any, geometry: Any) -> None:
-    """One graph; with experts two, before and after them, and one for the shared experts."""
+    """One graph; with experts two, before and after them, one for the shared experts, and one for the activation of routed ones, of any
+    number of rows."""
     if getattr(layer, "expert", False):
-        moe = layer.moe
+        moe, experts = layer.moe, layer.moe.experts
+        name = "product" if experts.gated else "activation"
+        setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, dynamic=True, backend=BACKEND))
         if moe.shared is not None:
             moe.shared.forward = compiled_part(moe.shared, moe.shared.forward)
         moe.forward = torch.compiler.disable(moe.forward)
