@@ -5,9 +5,8 @@ texts in memory), and through `data prepare` from a file of JSON lines to a toke
 ratios is printed. The goal is at least half the speed.
 
 Loading: a small model trains on the token file without and with the prefetching thread, in turns, since another process on the machine
-may double the time of a step: measured one after the other, the two once differed by 277 against 129 ms, while the CPU time of the steps was
-equal. The median time of a step is printed with its CPU time, and that of reading a batch. A step waits if its batch is not ready when
-it is asked for; the first step always waits, and is not counted.
+may double the time of a step. The median time of a step is printed with its CPU time, and that of reading a batch. A step waits if its
+batch is not ready when it is asked for; the first step always waits, and is not counted.
 """
 
 from __future__ import annotations

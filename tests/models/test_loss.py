@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from meshwright.describe.entries import entry
+from meshwright.describe.stack import Stack
 from meshwright.models import loss
 from meshwright.models.loss import IGNORED, Targets, cross_entropy, linear_cross_entropy, rows_per_chunk
 
@@ -55,3 +57,8 @@ def test_bf16_chunks_sum_the_gradient_of_the_weight_in_single_precision(monkeypa
 @pytest.mark.parametrize(("tokens", "limit", "rows"), [(16, 10**9, 16), (16, 16 * 8, 4), (17, 16 * 8, 4), (3, 1, 1)])
 def test_chunks_are_equal_and_within_the_limit(tokens, limit, rows):
     assert rows_per_chunk(tokens, 16, 2, limit) == rows
+
+
+def test_predictions_count_chunks_of_the_size_that_is_used():
+    stack = Stack(**entry("stacks", "meshwright"))
+    assert stack.logits_chunk == loss.CHUNK_BYTES

@@ -61,6 +61,7 @@ def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Te
 
 
 def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are computed: float32, or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -37,6 +37,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from meshwright.models.loss import at_least_single
 from meshwright.models.parts import Linear
 from meshwright.parallel import exchange
 
@@ -71,7 +72,7 @@ def quantise(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = No
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which sums of products of `x` are computed: at least float32."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return at_least_single(x.dtype)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,7 +99,7 @@ def product(a: Quantised, b: Quantised, out: torch.dtype, fast: bool = False) ->
     if has_scaled_product(units_a, units_b):
         device_out = out if out in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
         return device_product(units_a, units_b, scale_a, scale_b, device_out, fast).to(out)
-    wide = torch.promote_types(out, torch.float32)
+    wide = at_least_single(out)
     return ((units_a.to(wide) * scale_a) @ (units_b.to(wide) * scale_b).T).to(out)
 
 

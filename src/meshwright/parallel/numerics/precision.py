@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.plan import Plan
+from meshwright.models.loss import at_least_single as at_least_single
 from meshwright.parallel.pieces import Piece
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -36,10 +37,6 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 
 def narrow(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4
-
-
-def at_least_single(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def cast(module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None = None) -> nn.Module:
