@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -259,3 +260,11 @@ def test_a_run_folder_says_what_is_compiled(tmp_path):
     }
     (event,) = read_events(tmp_path / "run")
     assert (event["kind"], event["text"]) == ("compile", "torch.compile: off (the schedule zb-h1 splits the backward)")
+
+
+def test_a_run_that_writes_no_checkpoints_cannot_be_continued():
+    from meshwright.training.run import check_keeps
+
+    check_keeps(CONFIG)
+    with pytest.raises(MeshwrightError, match="writes no checkpoints"):
+        check_keeps(replace(CONFIG, checkpoint=CONFIG.checkpoint.but(keep=0)))
