@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from lower.cases import GPT, WORK, lowered, one
 from meshwright.cost import library, link
-from meshwright.cost.collective import Group, Network, choose, curves
+from meshwright.cost.collective import Network, choose
+from meshwright.cost.curve import curves
+from meshwright.cost.group import Group
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Link
 from meshwright.errors import MeshwrightError

@@ -76,14 +76,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     """Time, memory and traffic of every plan of the batch."""
     b = program.batch
     network = Network(cluster, b)
-    times: dict[tuple[str, str], PhaseTime] = {}
-    latest: dict[str, str] = {}  # for each block, the phase whose remaining compute can hide communication
-    for (block, phase), ops in program.blocks.items():
-        main = times[block, latest[block]] if phase in SPLIT_ONLY else None
-        times[block, phase] = phase_time(program, cluster, network, ops, main)
-        times[block, phase].host = times[block, phase].host + unit_hooks(b, phase)
-        if TIMED_AS[phase] == "I":
-            latest[block] = phase
+    times = _phase_times(program, cluster, network)
     boundary_op = program.sync.get("boundary-F", [None])[0]
     boundary = network.time(boundary_op) if boundary_op is not None else np.zeros(b.n)
     held = bounding_ranks(b, every_rank)
@@ -121,11 +114,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         ),
         np.zeros(b.n),
     )
-    exposed["dp"] = exposed.get("dp", 0.0) + closing["dp"]
-    exposed["optimizer"] = closing["optimizer"]
-    for axis in ("tp", "pp", "ep"):
-        if present(closing[axis]):
-            exposed[axis] = exposed.get(axis, 0.0) + closing[axis]
+    _add_closing(exposed, closing)
     exposed["overhead"] = np.full(b.n, b.stack.step_overhead)
 
     return StepCost(
@@ -146,6 +135,28 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         syncs,
         cluster.sharing,
     )
+
+
+def _phase_times(program: StepProgram, cluster: Cluster, network: Network) -> dict[tuple[str, str], PhaseTime]:
+    """The time of each phase of each block, for one micro-batch."""
+    times: dict[tuple[str, str], PhaseTime] = {}
+    latest: dict[str, str] = {}  # for each block, the phase whose remaining compute can hide communication
+    for (block, phase), ops in program.blocks.items():
+        main = times[block, latest[block]] if phase in SPLIT_ONLY else None
+        times[block, phase] = phase_time(program, cluster, network, ops, main)
+        times[block, phase].host = times[block, phase].host + unit_hooks(program.batch, phase)
+        if TIMED_AS[phase] == "I":
+            latest[block] = phase
+    return times
+
+
+def _add_closing(exposed: dict[str, Array], closing: dict[str, Array]) -> None:
+    """Add to the exposed seconds by part those of the work once per step: reductions, gathers and the optimizer."""
+    exposed["dp"] = exposed.get("dp", 0.0) + closing["dp"]
+    exposed["optimizer"] = closing["optimizer"]
+    for axis in ("tp", "pp", "ep"):
+        if present(closing[axis]):
+            exposed[axis] = exposed.get(axis, 0.0) + closing[axis]
 
 
 def _by_part(

@@ -10,16 +10,14 @@ gathers them. Scores are computed in fp8 where the device has it; we price them 
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.describe.tensors import AttentionCore
+from meshwright.lower.builder import BlockBuilder
 from meshwright.lower.op import Op
 
 SCORE_BYTES = 4.0
-Lowering = Any  # a `layer.LayerLowering`, which imports this file
 
 
-def select_positions(low: Lowering, core: AttentionCore) -> None:
+def select_positions(low: BlockBuilder, core: AttentionCore) -> None:
     """Add the projections of the indexer, its scores and the selection, and their backward."""
     b, m = low.b, low.m
     for linear in low.block.linears:

@@ -1,0 +1,163 @@
+"""The builders that all layers use: a product with its backward, a pass over memory, a collective, and the edges of tensor parallelism.
+
+Tensor parallelism (Megatron's form): a column-split product needs no communication forward and an all-reduce of its input's
+gradient backward; a row-split product is the reverse. So a layer has four all-reduces of T·h a micro-batch: after attention
+and after the FFN, forward and backward. Sequence parallelism cuts each in two: an all-gather before the column-split
+product and a reduce-scatter after the row-split one, same bytes, and the norms between them see T/tp tokens. Its saved
+inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers; where backward is split, I
+gathers them as well as W (phase G). With more ranks than KV heads each head has tp/K copies, which sum their gradients once per step (`sync`).
+
+The all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
+
+fp8 products do not narrow what is sent, unless the plan has `gather_dtype=fp8`. Then sequence parallelism's all-gathers of their operands
+(the inputs forward and again for the gradient of the weights, the gradients of the outputs) have a byte per element and scales. What is
+summed (reduce-scatters, all-reduces) stays in 16 bits: a sum of tp numbers in fp8 would lose what cancels. Pipeline sends, context
+parallelism and the exchanges of experts are not narrowed either: their readers are not only fp8 products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.describe.tensors import Block
+from meshwright.lower.batch import Batch
+from meshwright.lower.footprint import degrees
+from meshwright.lower.op import NARROW, Array, Op
+
+
+class BlockBuilder:
+    """Collects the operations of one block, phase by phase."""
+
+    def __init__(self, batch: Batch, block: Block, element: float, messages: dict[Any, Array]) -> None:
+        self.b, self.block, self.element = batch, block, element
+        self.messages = messages  # of `message`; all blocks of a program share them
+        self.m = batch.model
+        self.fused = set(batch.stack.fused)
+        self.degrees = degrees(batch)
+        self.wide = "bf16" if batch.workload.precision in NARROW else ""  # dtype of products that are never narrower
+        self.phases: dict[str, list[Op]] = {"F": [], "I": [], "W": [], "R": []}
+        self.row_tokens = batch.tokens / batch.seq_split  # tokens the regions between the products see
+        self.with_tp = (batch.tp > 1).astype(float)
+        self.with_sp = self.with_tp * batch.sp
+        self.gather_form = self.with_tp * batch.gather_form
+        self.reduce_form = self.with_tp * ~batch.sp * ~batch.gather_form  # all-reduces, Megatron without sp
+
+    def memory(
+        self,
+        phase: str,
+        name: str,
+        part: str,
+        size: Array,
+        passes: Array,
+        launches: Array,
+        count: Array = 1.0,
+        exponentials: Array = 0.0,
+        elementwise: str = "",
+    ) -> None:
+        """Add a memory-bound operation: `passes` reads or writes of `size` bytes."""
+        self.phases[phase].append(
+            Op(
+                name,
+                part,
+                "memory",
+                count,
+                bytes=size * passes,
+                launches=launches,
+                exponentials=exponentials,
+                elementwise=elementwise,
+            )
+        )
+
+    def collective(
+        self, phase: str, name: str, part: str, kind: str, axis: str, n: Array, count: Array, copies: float = 1.0
+    ) -> None:
+        op = Op(
+            name,
+            part,
+            "p2p" if kind == "send" else "collective",
+            count,
+            collective=kind,
+            axis=axis,
+            message_bytes=n,
+            stream=f"comm:{axis}",
+            copies=copies,
+        )
+        self.phases.setdefault(phase, []).append(op)
+
+    def gemm(
+        self,
+        name: str,
+        part: str,
+        m: Array,
+        n: Array,
+        k: Array,
+        products: Array = 1.0,
+        launches: float = 1.0,
+        dtype: str = "",
+    ) -> None:
+        """Add a product and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m)."""
+        flops = 2.0 * products * m * n * k
+        e = self.element
+        size = products * (m * k + k * n + m * n) * e
+        weights = products * k * n
+        direct = "accumulate" in self.fused  # the product adds into the accumulated gradient
+        grown = products * (m * k + m * n) * e + weights * (2 * self.b.grad_bytes if direct else e)
+        self.phases["F"].append(Op(name, part, "gemm", 1.0, flops, size, (products, m, n, k), dtype, launches=launches))
+        self.phases["I"].append(
+            Op(f"{name}-dgrad", part, "gemm", 1.0, flops, size, (products, m, k, n), dtype, launches=launches)
+        )
+        self.phases["W"].append(
+            Op(f"{name}-wgrad", part, "gemm", 1.0, flops, grown, (products, k, n, m), dtype, launches=launches)
+        )
+        if not direct:
+            self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, launches)
+        if self.b.stack.fp8_passes and self.b.workload.precision == "fp8" and not dtype:
+            self.quantise(name, part, products * m * k, products * m * n)
+
+    def quantise(self, name: str, part: str, inputs: Array, outputs: Array) -> None:
+        """Add the passes that bring operands of an fp8 product to fp8, and those that transpose them for the gradient of the weight."""
+        self.memory("F", f"{name}-quantise", part, inputs, self.b.stack.fp8_passes, 2)
+        self.memory("I", f"{name}-quantise-grad", part, outputs, self.b.stack.fp8_passes, 2)
+        self.memory("W", f"{name}-transpose", part, inputs + outputs, 2, 2)
+
+    # Tensor and sequence parallel edges
+
+    def message(self, width: int) -> Array:
+        """Bytes of this rank's tokens at a width. Equal widths return the same array, so that it is timed once."""
+        if width not in self.messages:
+            self.messages[width] = self.b.tokens * width * self.element
+        return self.messages[width]
+
+    def gathered(self, width: int, wide: int = 0) -> Array:
+        """Bytes of an all-gather over tp of an operand of products: those of `message`; in fp8 a byte for all but `wide` of its width, and
+        scales. The head multiplies in 16 bits."""
+        n = self.message(width)
+        if not self.b.gathers_fp8 or self.block.kind == "head":
+            return n
+        if (width, wide) not in self.messages:
+            narrow = self.b.fp8_gather_bytes(self.b.tokens * (width - wide), "tp")
+            self.messages[width, wide] = np.where(self.b.gather_fp8, narrow + self.b.tokens * wide * self.element, n)
+        return self.messages[width, wide]
+
+    def enter_columns(self, part: str, width: int, wide: int = 0) -> None:
+        """Add the communication before a column-split product with an input of `width`, of which `wide` is read in 16 bits."""
+        n, gathered = self.message(width), self.gathered(width, wide)
+        self.collective("F", f"{part}-in", part, "all_gather", "tp", gathered, self.with_sp)
+        self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp)
+        self.collective("W", f"{part}-in-again", part, "all_gather", "tp", gathered, self.with_sp)
+        if self.b.splits_twice:
+            self.collective("G", f"{part}-in-again", part, "all_gather", "tp", gathered, self.with_sp * self.b.splits)
+        self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, self.reduce_form + self.gather_form)
+
+    def leave_rows(self, part: str, width: int, inner: int) -> None:
+        """Add the communication after a row-split product with an output of `width` and an input of `inner`. The all-gather form gathers
+        both."""
+        n, n_inner = self.message(width), self.message(inner)
+        self.collective("F", f"{part}-out", part, "all_reduce", "tp", n, self.reduce_form)
+        self.collective("F", f"{part}-out", part, "reduce_scatter", "tp", n, self.with_sp)
+        self.collective("I", f"{part}-out-grad", part, "all_gather", "tp", self.gathered(width), self.with_sp)
+        self.collective("F", f"{part}-inner", part, "all_gather", "tp", n_inner, self.gather_form)
+        self.collective("F", f"{part}-out", part, "all_gather", "tp", n, self.gather_form)
+        self.collective("I", f"{part}-inner-grad", part, "reduce_scatter", "tp", n_inner, self.gather_form)
