@@ -29,13 +29,14 @@ LIMIT_S = 580
 TEXT_BYTES = 40e6
 STEPS = 16
 DEVICE = os.environ.get("DEVICE", "cuda")
+CLUSTER = os.environ.get("CLUSTER", "dgx-h200")  # or the file of a calibration: its rates predict
 
 
 def run_file(folder: Path, shape: dict[str, Any], precision: str, **sections: dict[str, Any]) -> Path:
     """A run file of a shape."""
     model = {k: v for k, v in shape.items() if k not in ("batch", "seq")} | {"max_positions": shape["seq"]}
     content = {
-        "cluster": "dgx-h200",
+        "cluster": CLUSTER,
         "model": model,
         "workload": {"batch": shape["batch"], "seq": shape["seq"], "precision": precision},
         "plan": {"microbatch": shape["batch"], "grad_dtype": "bf16"} | sections.get("plan", {}),

@@ -2,7 +2,8 @@
 
     copies      t = t₀ + bytes / (memory · bandwidth)                          → the share of the memory bandwidth
     products    t = t₀ + max(a, m) + c · min(a, m), a = flops / (gemm · peak)  → the share of the peak rate
-    attention   t = t₀ + flops / (flash · s/(s + 700) · peak)                  → the share of the peak rate
+    attention   t = t₀ + flops / (flash · s/(s + 700) · peak)                  → the share of the peak rate; `fused` for the vendor's kernel
+    host-copy   t = bytes / bandwidth                                          → the bandwidth to the host, with pinned memory
 
 Each share is the one with which `cost.compute` gives the measured time. t₀ and c are the catalog's: back to back, small kernels wait
 for the host to launch them, so their times do not show t₀. For the same reason only shapes with at least a tenth of the largest work
@@ -16,20 +17,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.calibrate.points import DevicePoint
-from meshwright.cost.compute import op_time
+from meshwright.cost.compute import device_time
 from meshwright.describe.cluster import DTYPE_BYTES, Accelerator
-from meshwright.describe.stack import Stack
 from meshwright.lower.op import Op
+from meshwright.units import format_rate
 
 BIG = 0.1  # share of the largest work
 LEAST, MOST = 0.01, 1.0  # a share outside this range is an error of the measurement
 BISECTIONS = 30
+# kind of operation → the share that governs it
+SHARES = (("copy", "memory"), ("gemm", "gemm"), ("attention", "flash"), ("fused-attention", "fused"))
 
 
 def gpu_accelerator(points: Sequence[DevicePoint], base: Accelerator, source: str) -> tuple[Accelerator, list[str]]:
     """The catalog's device with measured shares, and a note for each."""
     device, notes = base, []
-    for kind, name in (("copy", "memory"), ("gemm", "gemm"), ("attention", "flash")):
+    for kind, name in SHARES:
         shares = [share_of(point, device, name) for point in largest(points, kind)]
         if not shares:
             notes.append(f"{kind}: not measured, {base.name} of the catalog")
@@ -42,6 +45,10 @@ def gpu_accelerator(points: Sequence[DevicePoint], base: Accelerator, source: st
             else ""
         )
         notes.append(f"{kind}: {found:.0%} of the {'memory bandwidth' if kind == 'copy' else 'peak rate'}{spread}")
+    rates = [point.rate for point in largest(points, "host-copy")]
+    if rates:
+        device = device.but(host_bandwidth=round(float(np.median(rates))))
+        notes.append(f"copies to the host: {format_rate(device.host_bandwidth)}")
     return device, notes
 
 
@@ -68,9 +75,10 @@ def operation(point: DevicePoint) -> Op:
 def share_of(point: DevicePoint, device: Accelerator, name: str) -> float:
     """The share with which the cost model gives the measured time. Times fall as the share grows, so it is found by bisection."""
     op, low, high = operation(point), LEAST, MOST
+    kernel = "fused" if name == "fused" else "flash"
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         priced = device.but(efficiency=device.efficiency.but(**{name: middle}))
-        slower = float(np.max(op_time(priced, point.dtype, Stack(), op))) > point.median_s
+        slower = float(np.max(device_time(priced, point.dtype, kernel, op))) > point.median_s
         low, high = (middle, high) if slower else (low, middle)
     return (low + high) / 2

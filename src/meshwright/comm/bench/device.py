@@ -12,6 +12,7 @@ threads of one core) slows them as it will in training. On a GPU the clock is th
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import distributed, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.calibrate.points import DevicePoint, Timed
 from meshwright.comm.bench.timing import LEAST_SAMPLES, MOST_SAMPLES, Synchronization, measure, timed
@@ -39,6 +41,7 @@ GPU_PRODUCTS = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (819
 GPU_ATTENTIONS = ((32, 16, 1024, 128), (2, 16, 4096, 128), (1, 16, 8192, 64))
 GPU_UPDATES = ((16, 2**16), (4, 2**26))
 GPU_COPIES = (2**20, 2**26, 2**30)
+HOST_COPY = 2**28
 
 Call = Callable[[], object]
 
@@ -100,10 +103,15 @@ def amount_of_work(case: Case) -> tuple[float, str]:
         return 6.0 * s["m"] * s["n"] * s["k"], "FLOP"
     if case.kind == "gemm":
         return 2.0 * s["m"] * s["n"] * s["k"], "FLOP"
-    if case.kind == "attention":  # causal, forward and backward: 2 and 5 products of half the positions
+    if case.kind in (
+        "attention",
+        "fused-attention",
+    ):  # causal, forward and backward: 2 and 5 products of half the positions
         return 3.5 * 2.0 * s["batch"] * s["heads"] * s["seq"] ** 2 * s["width"], "FLOP"
     if case.kind == "copy":
         return 2.0 * s["bytes"], "byte"
+    if case.kind == "host-copy":
+        return s["bytes"], "byte"
     if case.kind == "optimizer":
         return 28.0 * s["tensors"] * s["elements"], "byte"  # AdamW in fp32: reads 16 bytes per element, writes 12
     return 1.0, "launch"
@@ -365,21 +373,44 @@ def forward_backward(module: nn.Module, x: torch.Tensor, start: torch.Tensor) ->
 
 
 def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """What a GPU sustains: products, attention, copies, the fused optimizer; and the host's time per launch."""
+    """What a GPU sustains: products, attention (torch's own kernel, and the vendor's), copies on the device and to the host, the fused optimizer;
+    and the host's time per launch."""
     for m, n, k in GPU_PRODUCTS:
         a, b = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
         out = torch.empty(m, n, dtype=dtype, device=device)
         yield Case("gemm", {"m": m, "n": n, "k": k}, 1, partial(torch.mm, a, b.t(), out=out))
     for batch, heads, seq, width in GPU_ATTENTIONS:
         shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
-        yield Case("attention", shape, 2, attention_call(dtype, batch, heads, seq, width, device))
+        attention = attention_call(dtype, batch, heads, seq, width, device)
+        yield Case("attention", shape, 2, partial(with_kernel, attention, SDPBackend.FLASH_ATTENTION))
+        if supports(attention, SDPBackend.CUDNN_ATTENTION):
+            yield Case("fused-attention", shape, 2, partial(with_kernel, attention, SDPBackend.CUDNN_ATTENTION))
     for size in GPU_COPIES:
         source = torch.empty(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         yield Case("copy", {"bytes": float(size)}, 1, partial(target.copy_, source))
         del source, target
+    pinned = torch.empty(HOST_COPY, dtype=torch.uint8, pin_memory=True)
+    held = torch.empty(HOST_COPY, dtype=torch.uint8, device=device)
+    yield Case("host-copy", {"bytes": float(HOST_COPY)}, 1, partial(pinned.copy_, held, non_blocking=True))
     for tensors, elements in GPU_UPDATES:
         values = [torch.randn(elements, device=device) for _ in range(tensors)]
         yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(values, fused=True))
     little = torch.zeros(16, device=device)
     yield Case("launch", {}, 1, lambda: little.add_(1.0))
+
+
+def with_kernel(call: Call, kernel: SDPBackend) -> None:
+    with sdpa_kernel(kernel):
+        call()
+
+
+def supports(call: Call, kernel: SDPBackend) -> bool:
+    """Whether an attention kernel computes these shapes on this device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says at length why a kernel does not support the shapes
+        try:
+            with_kernel(call, kernel)
+        except RuntimeError:  # "No available kernel"
+            return False
+    return True
