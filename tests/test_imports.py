@@ -42,6 +42,7 @@ def imported(name: str) -> set[str]:
 # The files of `parallel`, top to bottom: each imports only from its own level or lower ones.
 PARALLEL = (
     ("apply", "user_module"),
+    ("stages", "kernels"),
     ("expert",),
     ("recompute", "compile"),
     ("tensor",),

@@ -12,7 +12,7 @@ from meshwright.describe.sharding import RULES, Rule
 from meshwright.models import dropout
 from meshwright.models.dropout import Moment
 from meshwright.models.moe import routed_experts
-from meshwright.parallel import apply, exchange, pipeline, recompute
+from meshwright.parallel import apply, exchange, pipeline, recompute, stages
 from meshwright.parallel.context import blocks, ulysses
 from meshwright.parallel.context import sequence as context
 from meshwright.parallel.data import gathering, reduction
@@ -322,14 +322,14 @@ def balance_of_each_rank():
 
 def expert_bias_on_every_rank():
     """The bias of experts that are split over ranks counts once per rank."""
-    place = apply.place_experts
+    place = stages.place_experts
 
     def whole(module, *args):
         place(module, *args)
         for experts in routed_experts(module):
             experts.down.bias_share = 1.0
 
-    apply.place_experts = whole
+    stages.place_experts = whole
 
 
 def router_not_summed():

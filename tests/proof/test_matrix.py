@@ -12,8 +12,8 @@ from torch.torch_version import TorchVersion
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.apply import program_of
 from meshwright.parallel.pipeline import check_split_products, drops_custom_functions
+from meshwright.parallel.stages import program_of
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.proof import prove as proof
 from meshwright.proof import traffic

@@ -28,6 +28,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from meshwright.models.dtypes import at_least_single
+
 IGNORED = -100  # a target that is padding
 CHUNK_BYTES = 2**29  # of logits
 
@@ -58,11 +60,6 @@ def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Te
     """The cross-entropy, summed over valid tokens, in float32 or wider."""
     wide = logits_BSV.flatten(0, 1).to(at_least_single(logits_BSV.dtype))
     return F.cross_entropy(wide, target_BS.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def at_least_single(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are computed: float32, or wider."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def linear_cross_entropy(x_BSH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets) -> torch.Tensor:

@@ -32,6 +32,7 @@ from torch import nn
 
 from meshwright.describe.model import Model
 from meshwright.describe.router import RouterOptions
+from meshwright.models.dtypes import at_least_single
 
 
 class Tokens(Protocol):
@@ -101,7 +102,7 @@ class Router(nn.Module):
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """The logits in float32 or wider, whatever the precision of the layer."""
-        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        wide = at_least_single(x_TH.dtype)
         logits_TE = x_TH.to(wide) @ self.weight.to(wide).t()
         return logits_TE if self.bias is None else logits_TE + self.bias.to(wide)
 

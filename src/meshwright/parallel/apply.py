@@ -34,32 +34,27 @@ from meshwright.describe import legality
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.sharding import KV_COPIES, Box, boxes, degrees_of, even_range
+from meshwright.describe.sharding import KV_COPIES, boxes, degrees_of, even_range
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.models import DrawnWeights, Weights, build, loss_function, width_of_output
-from meshwright.models.attention_kernels import prefer_fastest
+from meshwright.models import DrawnWeights, Weights, build, width_of_output
 from meshwright.models.documents import within_documents
 from meshwright.models.dropout import Moment, drawing
 from meshwright.models.loss import Targets, toward
 from meshwright.parallel import exchange
-from meshwright.parallel.compile import Compilation, compile_function, compile_stage, plan_compilation
-from meshwright.parallel.context import sequence as context
-from meshwright.parallel.data import offload, reduction, zero
+from meshwright.parallel.compile import Compilation, compile_stage, plan_compilation
+from meshwright.parallel.data import reduction, zero
 from meshwright.parallel.data.local_sgd import LocalSgd
 from meshwright.parallel.expert import balance
-from meshwright.parallel.expert.dispatch import place_experts
+from meshwright.parallel.kernels import can_fuse_loss, choose_attention_kernel, choose_loss
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.numerics import fp8, fp8_grouped
+from meshwright.parallel.numerics import fp8
 from meshwright.parallel.numerics.precision import Masters, at_least_single, masters_of
-from meshwright.parallel.pieces import Piece, PlainPieces, cut_to_boxes, initialise, materialise, pieces_of
+from meshwright.parallel.pieces import Piece, PlainPieces, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_products
-from meshwright.parallel.recompute import memory_of, recompute_plan
-from meshwright.parallel.tensor import split as tensor
-from meshwright.parallel.tensor import vocabulary
-from meshwright.parallel.tensor.tables import table_of
-from meshwright.programs.pipelines import SCHEDULES
+from meshwright.parallel.recompute import memory_of
+from meshwright.parallel.stages import frozen_in, program_of, shard_stage, stages_of, wrap_layers
 from meshwright.programs.pipelines.program import PipelineProgram
 
 
@@ -253,13 +248,8 @@ def apply(
 ) -> Parallel:
     """The model under the plan on this rank of an initialised process group. Its initial `weights` are drawn from the seed by
     default. `compile`: see `parallel.compile`."""
-    legality.check(plan, model, workload, trainer=True)
-    fit_device = plan.recompute == "auto" and not plan.recompute_budget
-    plan = resolve_recompute(model, plan, workload, Stack(), memory_of(device) if fit_device else 0.0)
+    plan, program = resolve_plan(model, plan, workload, device)
     mesh = Mesh(Layout(plan, order), rank, device)
-    program = program_of(plan, workload)
-    if program is not None and workload.precision == "fp8":
-        check_split_products(plan, program)
     # Under ZeRO the shards are the masters: they are kept in at least float32, and torch narrows what it gathers.
     kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
     copies = mesh.add_copies(degrees_of(model, plan).kv_copies)
@@ -307,23 +297,19 @@ def apply(
         parallel.local = LocalSgd(mesh, plan.average_every, pieces, parallel.masters, reductions)
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
-    if model.kind == "transformer" and plan.cp == 1 and torch.device(device).type == "cuda":
-        parallel.attention_kernel = prefer_fastest(
-            *attention_shapes(model, plan, workload), model.causal, dtype, device
-        )
+    parallel.attention_kernel = choose_attention_kernel(model, plan, workload, dtype, device)
     return parallel
 
 
-def attention_shapes(model: Model, plan: Plan, workload: Workload) -> tuple[torch.Size, torch.Size, torch.Size]:
-    """[B, heads, S, width] of queries, keys and values of a micro-batch on this rank."""
-    heads = model.heads // plan.tp
-    if model.attention == "mla":
-        groups, key, value = heads, model.nope_dim + model.rope_dim, model.value_dim
-    else:
-        groups, key, value = max(1, model.kv_groups // plan.tp), model.head_width, model.head_width
-    sizes = ((heads, key), (groups, key), (groups, value))
-    q, k, v = (torch.Size((plan.microbatch, n, workload.seq, width)) for n, width in sizes)
-    return q, k, v
+def resolve_plan(model: Model, plan: Plan, workload: Workload, device: str) -> tuple[Plan, PipelineProgram | None]:
+    """Raise if the plan cannot be trained. Returns it with the recompute that fits the device, and its pipeline program."""
+    legality.check(plan, model, workload, trainer=True)
+    fit_device = plan.recompute == "auto" and not plan.recompute_budget
+    plan = resolve_recompute(model, plan, workload, Stack(), memory_of(device) if fit_device else 0.0)
+    program = program_of(plan, workload)
+    if program is not None and workload.precision == "fp8":
+        check_split_products(plan, program)
+    return plan, program
 
 
 def set_weights(parallel: Parallel, weights: Weights) -> None:
@@ -333,99 +319,6 @@ def set_weights(parallel: Parallel, weights: Weights) -> None:
     if masters is not None:
         masters.give_parameters()
         masters.moved_bytes = 0  # it counts the copies of training steps
-
-
-def shard_stage(
-    module: nn.Module,
-    table: list[Box],
-    model: Model,
-    plan: Plan,
-    workload: Workload,
-    mesh: Mesh,
-    copies: distributed.ProcessGroup | None,
-) -> torch.Tensor | None:
-    """Apply the strategies that change layers from the inside to a stage on the meta device. Returns the positions of this
-    rank's tokens under context parallelism."""
-    group, ring = mesh.group("tp"), mesh.group("cp")
-    layers: list[nn.Module] = list(module.layers.values())  # type: ignore[operator]
-    position_ids = None
-    if group is not None:
-        tensor.split(
-            module,
-            table_of(model),
-            group,
-            plan.sp,
-            form=plan.tp_form,
-            head=model.head_width,
-            copies=copies,
-            strict=False,
-        )
-    if model.experts:
-        cut_to_boxes(module, [box for box in table if box.expert])
-        place_experts(module, mesh, plan, model, plan.microbatches(workload))
-    if (model.attention_dropout or model.sinks) and model.kind == "transformer":
-        context.use_tiled_attention(module)
-    if ring is not None:
-        position_ids = context.shard_sequence(module, model, ring, plan.cp_kind, workload.seq)
-    if workload.precision == "fp8":
-        fp8.enable_fp8(layers, [g for g in (group, ring) if g is not None], keeps=not mesh.sharded)
-        fp8_grouped.enable_fp8([module], mesh.group("expert_tp") if model.experts else None)
-    return position_ids
-
-
-def wrap_layers(module: nn.Module, plan: Plan) -> None:
-    """Put the hooks of recompute and offload around the layers of a stage."""
-    recompute_plan(module, plan)
-    if plan.offload in ("activations", "both"):
-        offload.offload_activations(module.layers.values())  # type: ignore[operator]
-
-
-def frozen_in(module: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, parameter in module.named_parameters() if not parameter.requires_grad)
-
-
-def program_of(plan: Plan, workload: Workload) -> PipelineProgram | None:
-    if plan.pp == 1:
-        return None
-    return SCHEDULES[plan.schedule](plan.pp, plan.microbatches(workload), plan.virtual)
-
-
-def stages_of(model: Model, plan: Plan, program: PipelineProgram | None, mesh: Mesh) -> dict[int, range]:
-    """The layers of each pipeline stage of this rank, by stage."""
-    if program is None:
-        return {0: range(model.layers)}
-    out, start = {}, 0
-    for stage, count in enumerate(plan.stage_layers(model.layers)):
-        if program.rank_of[stage] == mesh.index("pp"):
-            out[stage] = range(start, start + count)
-        start += count
-    return out
-
-
-def choose_loss(model: Model, mesh: Mesh, compilation: Compilation) -> Loss:
-    group = mesh.group("tp")
-    if model.kind == "mlp":
-        return loss_function(model)
-    if group is None:
-        return compile_function(loss_function(model), compilation)
-    size = model.padded_vocab
-    start, _ = even_range(size, group.size(), group.rank())
-    summed = compile_function(
-        lambda logits, target: vocabulary.sum_of_losses(logits, target, start, group), compilation
-    )
-
-    def loss(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
-        vocabulary.check_targets(target_BS, size)
-        return summed(logits_BSV, target_BS)
-
-    return loss
-
-
-def can_fuse_loss(model: Model, mesh: Mesh, program: PipelineProgram | None) -> bool:
-    """Whether the head computes the loss with its projection, chunk by chunk (`models.loss`). Not where ranks split the vocabulary, and
-    not under a schedule that splits backward: the gradient of the head's weight is not a separate action then."""
-    splits_backward = program is not None and program.splits_backward
-    return model.kind == "transformer" and mesh.group("tp") is None and not splits_backward
 
 
 def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dtype) -> Pipeline:

@@ -25,11 +25,12 @@ from meshwright.describe.stack import Stack
 from meshwright.lower.rank import Given, traffic_of_rank
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
-from meshwright.parallel.apply import Parallel, program_of
+from meshwright.parallel.apply import Parallel
 from meshwright.parallel.data.buckets import Buckets
 from meshwright.parallel.data.reduction import reductions_in
 from meshwright.parallel.data.zero import ShardedGradients
 from meshwright.parallel.numerics.compress.sparse import Threshold
+from meshwright.parallel.stages import program_of
 from meshwright.proof.expert_traffic import routed
 from meshwright.proof.records import Amount, Row
 from meshwright.training.measure.observe import canonical

@@ -21,7 +21,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.dropout import Dropped
-from meshwright.parallel.context.blocks import AttentionPattern, wide
+from meshwright.models.dtypes import at_least_single
+from meshwright.parallel.context.blocks import AttentionPattern
 from meshwright.parallel.context.ring import TRANSPORTS, Context, Gradients, Saved
 from meshwright.parallel.operators import group_named
 
@@ -134,7 +135,7 @@ def attend_blocks(
 
 @attend_blocks.register_fake
 def _(q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=at_least_single(q.dtype))
 
 
 @torch.library.custom_op("meshwright::attend_blocks_backward", mutates_args=())

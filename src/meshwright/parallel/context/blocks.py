@@ -40,6 +40,7 @@ import torch
 
 from meshwright.models.documents import same_document
 from meshwright.models.dropout import Dropped
+from meshwright.models.dtypes import at_least_single
 from meshwright.parallel.context.kernels import kernel_for
 
 Runs = tuple[range, ...]  # positions of a rank's tokens in the whole sequence, ascending
@@ -126,10 +127,6 @@ def _merged(pairs: list[Rectangle], dim: int) -> list[Rectangle]:
     return out
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 class BlockAttention:
     """Output and log-sum-exp of this rank's queries over the blocks of keys seen so far."""
 
@@ -144,7 +141,7 @@ class BlockAttention:
         self.q, self.queries, self.pattern, self.dropped = q_BNSD, queries, pattern, dropped
         self.scale = pattern.scale_of(q_BNSD)
         self.output_BNSD: torch.Tensor | None = None
-        self.lse_BNS = q_BNSD.new_full(q_BNSD.shape[:-1], -torch.inf, dtype=wide(q_BNSD.dtype))
+        self.lse_BNS = q_BNSD.new_full(q_BNSD.shape[:-1], -torch.inf, dtype=at_least_single(q_BNSD.dtype))
         if sinks_BNS is not None:
             self.lse_BNS.copy_(sinks_BNS)
 
@@ -195,7 +192,7 @@ class BlockGradients:
         self.q, self.output, self.lse = q, output, lse
         self.queries, self.pattern, self.dropped = queries, pattern, dropped
         self.scale = pattern.scale_of(q)
-        self.dq = q.new_zeros(q.shape, dtype=wide(q.dtype))
+        self.dq = q.new_zeros(q.shape, dtype=at_least_single(q.dtype))
         self.delta_BNS = (grad_output.to(self.dq.dtype) * output.to(self.dq.dtype)).sum(-1)
 
     def of_sinks(self, sinks_BNS: torch.Tensor | None) -> torch.Tensor | None:
@@ -344,7 +341,7 @@ def _tile_forward(
     kept: torch.Tensor | None,
     scale: float,
 ) -> Any:
-    q, k, v = (x.to(wide(x.dtype)) for x in (q, k, v))
+    q, k, v = (x.to(at_least_single(x.dtype)) for x in (q, k, v))
     probability, lse = _probabilities(q, k, None, mask, scale)
     if kept is not None:
         probability *= kept.view(probability.shape)
@@ -363,7 +360,7 @@ def _tile_backward(
     kept: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_output, q, k, v = (x.to(wide(x.dtype)) for x in (grad_output, q, k, v))
+    grad_output, q, k, v = (x.to(at_least_single(x.dtype)) for x in (grad_output, q, k, v))
     probability, _ = _probabilities(q, k, lse, mask, scale)
     groups = q.shape[1] // k.shape[1]
     grouped_q, grouped_grad, grouped_delta = (

@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from meshwright.models.loss import at_least_single
+from meshwright.models.dtypes import at_least_single
 from meshwright.models.parts import Linear
 from meshwright.parallel import exchange
 

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
+from meshwright.models.dtypes import at_least_single
 from meshwright.models.loss import IGNORED
 from meshwright.parallel import exchange
 
@@ -92,5 +93,5 @@ def check_targets(target_BS: torch.Tensor, vocabulary: int) -> None:
 
 def sum_of_losses(logits_BSV: torch.Tensor, target_BS: torch.Tensor, start: int, group: ProcessGroup) -> torch.Tensor:
     """The loss without the check of its targets, which a compiled graph cannot contain."""
-    wide = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    wide = logits_BSV.flatten(0, 1).to(at_least_single(logits_BSV.dtype))
     return _CrossEntropy.apply(wide, target_BS.flatten(), start, group)

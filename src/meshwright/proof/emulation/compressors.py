@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from meshwright.describe.plan import Plan
+from meshwright.models.dtypes import at_least_single
 from meshwright.proof.emulation.fp8_products import E4M3, nearest
 
 Shapes = list[tuple[int, tuple[int, ...]]]  # where each parameter starts in a message, and its shape
@@ -127,7 +128,7 @@ class PowerSum(CompressedSum):
                 continue  # sent whole
             matrices = [x[here].view(m, n) for x in xs]
             seen = sum_of([matrix @ self.basis(index, start, matrix, r, step) for matrix in matrices])
-            left = torch.linalg.qr(seen.to(torch.promote_types(seen.dtype, torch.float32))).Q.to(seen.dtype)
+            left = torch.linalg.qr(seen.to(at_least_single(seen.dtype))).Q.to(seen.dtype)
             rights = [matrix.T @ left for matrix in matrices]
             self.bases[index, start] = sum_of(rights)
             total[here] = (left @ sum_of(rights).T).flatten()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshwright.models.dtypes import at_least_single
 from meshwright.models.moe import GroupedLinear
 
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # bits of mantissa, smallest exponent, largest number
@@ -48,7 +49,7 @@ def power_of_two_above(scale: torch.Tensor) -> torch.Tensor:
 
 def in_units(x: torch.Tensor, scale: torch.Tensor, form: Format) -> torch.Tensor:
     """x / s, rounded, in at least float32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = at_least_single(x.dtype)
     return nearest((x.to(wide) / scale).float(), form).to(wide)
 
 

@@ -27,11 +27,12 @@ import torch
 
 from meshwright.describe.layout import Layout as RankLayout
 from meshwright.describe.sharding import shape_in_transit, shard_dim
-from meshwright.parallel.apply import Parallel, program_of
+from meshwright.parallel.apply import Parallel
 from meshwright.parallel.data.buckets import Buckets
 from meshwright.parallel.data.reduction import reductions_in
 from meshwright.parallel.data.zero import ShardedGradients
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.stages import program_of
 from meshwright.proof.emulation.compressors import CompressedSum, PowerSum, Shapes, compressed_sum, sum_of
 from meshwright.proof.emulation.per_rank import PerRankGradients, Source, source
 

@@ -28,6 +28,7 @@ from itertools import accumulate
 
 import torch
 
+from meshwright.models.dtypes import at_least_single
 from meshwright.parallel.numerics.compress.base import Exchange, Feedback, Layout, generator
 
 
@@ -121,5 +122,5 @@ def all_reduce_together(parts: list[torch.Tensor]) -> Generator[Exchange, None, 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """An orthonormal basis of the columns: QR, in float32 or wider. All ranks have the same input and get the same basis."""
-    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    wide = matrix.to(at_least_single(matrix.dtype))
     return torch.linalg.qr(wide).Q.to(matrix.dtype)

@@ -1,0 +1,64 @@
+"""Which functions a rank computes with, where there is a choice: the loss, and torch's attention kernel on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import even_range
+from meshwright.describe.workload import Workload
+from meshwright.models import loss_function
+from meshwright.models.attention_kernels import prefer_fastest
+from meshwright.parallel.compile import Compilation, compile_function
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline import Loss
+from meshwright.parallel.tensor import vocabulary
+from meshwright.programs.pipelines.program import PipelineProgram
+
+
+def choose_loss(model: Model, mesh: Mesh, compilation: Compilation) -> Loss:
+    """The loss of logits, summed over the tokens of a micro-batch: torch's, or one that sums over the ranks that split the vocabulary."""
+    group = mesh.group("tp")
+    if model.kind == "mlp":
+        return loss_function(model)
+    if group is None:
+        return compile_function(loss_function(model), compilation)
+    size = model.padded_vocab
+    start, _ = even_range(size, group.size(), group.rank())
+    summed = compile_function(
+        lambda logits, target: vocabulary.sum_of_losses(logits, target, start, group), compilation
+    )
+
+    def loss(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
+        vocabulary.check_targets(target_BS, size)
+        return summed(logits_BSV, target_BS)
+
+    return loss
+
+
+def can_fuse_loss(model: Model, mesh: Mesh, program: PipelineProgram | None) -> bool:
+    """Whether the head computes the loss with its projection, chunk by chunk (`models.loss`). Not where ranks split the vocabulary, and
+    not under a schedule that splits backward: the gradient of the head's weight is not a separate action then."""
+    splits_backward = program is not None and program.splits_backward
+    return model.kind == "transformer" and mesh.group("tp") is None and not splits_backward
+
+
+def choose_attention_kernel(model: Model, plan: Plan, workload: Workload, dtype: torch.dtype, device: str) -> str:
+    """Let this process use the fastest of torch's attention kernels, measured on the shapes of this rank. Returns its name; empty where torch
+    has no choice (`models.attention_kernels`)."""
+    if model.kind != "transformer" or plan.cp > 1 or torch.device(device).type != "cuda":
+        return ""
+    return prefer_fastest(*attention_shapes(model, plan, workload), model.causal, dtype, device)
+
+
+def attention_shapes(model: Model, plan: Plan, workload: Workload) -> tuple[torch.Size, torch.Size, torch.Size]:
+    """[B, heads, S, width] of queries, keys and values of a micro-batch on this rank."""
+    heads = model.heads // plan.tp
+    if model.attention == "mla":
+        groups, key, value = heads, model.nope_dim + model.rope_dim, model.value_dim
+    else:
+        groups, key, value = max(1, model.kv_groups // plan.tp), model.head_width, model.head_width
+    sizes = ((heads, key), (groups, key), (groups, value))
+    q, k, v = (torch.Size((plan.microbatch, n, workload.seq, width)) for n, width in sizes)
+    return q, k, v
