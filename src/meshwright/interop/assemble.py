@@ -35,6 +35,7 @@ class Assembled:
     gpus: int = 0
     assumed: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    has_least_gpus: bool = False  # the number of GPUs that was given is the smallest that the degrees allow
     fit_is_known: bool = True  # False: a part of the memory is not modelled
 
     def plan_object(self) -> Plan:
@@ -71,11 +72,12 @@ def _degrees(facts: Facts, framework: Framework, out: Assembled, experts: bool |
     given = facts.get("expert_tp")
     etp = int(given) if given else found["tp"] if framework.expert_tp == "tp" else 1
     grid = etp * found["ep"] * found["pp"]
+    least = math.lcm(rest, grid) // rest if found["ep"] > 1 else 1
+    least = rest * math.lcm(least, max(1, int(facts.get("replicate") or 1)))
+    out.has_least_gpus = out.gpus == least
     if not out.gpus:
         explicit = facts.get("dp") or (facts.get("shard", -1) > 0 and facts.get("replicate", 1) * facts["shard"])
-        least = math.lcm(rest, grid) // rest if found["ep"] > 1 else 1
-        least = math.lcm(least, max(1, int(facts.get("replicate") or 1)))
-        out.gpus = -(rest * int(explicit or least))  # negative: not given
+        out.gpus = -(rest * int(explicit) if explicit else least)  # negative: not given
         out.assumed.append(f"GPUs: {-out.gpus}")
     world = abs(out.gpus)
     if world % rest:

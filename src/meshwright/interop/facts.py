@@ -53,6 +53,7 @@ FACTS: dict[str, str] = {
     "decoder_seq": "sequence length of the decoder of an encoder-decoder",
     # Memory and numerics
     "zero": "ZeRO stage",
+    "zero_of_optimizer": "optimizer states are sharded, as the optimizer's section states it",
     "sharding": "how data parallelism shards: none, optimizer, gradients, parameters",
     "fsdp": "parameters are sharded by FSDP",
     "moe_reshard": "the same, where the model has experts",
@@ -77,6 +78,10 @@ FACTS: dict[str, str] = {
     "offload_states": "optimizer states in host memory",
     "offload_parameters": "parameters in host memory",
     "offload_activations": "activations in host memory",
+    "offload_layers": "layers whose activations go to host memory",
+    "offloads_modules": "activations of named modules go to host memory",
+    "offload_modules": "modules whose activations go to host memory",
+    "outer_optimizer": "optimizer states are sharded over the groups with copies as well",
     "bucket": "bytes of a gradient bucket",
     "bucket_elements": "elements of a gradient bucket",
     "bucket_mb": "millions of bytes of a gradient bucket",
@@ -121,7 +126,7 @@ NUMBERS = {
     "model.ffn", "model.vocab", "model.experts", "model.top_k",
 }  # fmt: skip
 WHOLE = {  # from 0 up
-    "sequence_ranks", "recompute_layers", "adapters", "quantised", "ffn_multiple", "mtp", "encoder_layers", "nvlink_domain",
+    "sequence_ranks", "recompute_layers", "offload_layers", "adapters", "quantised", "ffn_multiple", "mtp", "encoder_layers", "nvlink_domain",
     "model.vocab_multiple", "model.max_positions", "model.expert_ffn", "model.shared_experts", "model.shared_ffn", "model.dense_layers",
     "model.moe_every", "model.q_rank", "model.kv_rank", "model.rope_dim", "model.nope_dim", "model.value_dim",
 }  # fmt: skip

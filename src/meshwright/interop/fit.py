@@ -1,45 +1,28 @@
-"""Whether the memory of a reading fits: the cost model's peak, where GPUs, hardware and shape are given.
-
-Seven corrections of the estimate, for what a plan cannot express:
-
-    adapters    only low-rank adapters have gradients and optimizer states: 12 bytes for each of their parameters (16-bit weight and
-                gradient, two fp32 moments)
-    recompute   selective recompute of named modules (`kept`)
-    shards      FSDP2 keeps one fp32 shard of the parameters and casts what it gathers: no 16-bit shard
-    loss        without a fused loss, a logit takes 12 bytes instead of 4: in 16 bits with its gradient, and both in fp32; 16 bytes where the
-                vocabulary is split over tensor-parallel ranks by DTensor, whose backward holds four fp32 tensors of that size
-    8 bits      Transformer Engine keeps the inputs of fp8 products in 8 bits, and of fp4 products in 4: about half of what a layer saves
-    resharding  FSDP in a pipeline that frees weights after each forward holds those of two layers, not of the stage
-    pipeline    torch.distributed.pipelining has a receive buffer for the input and for the output gradient of each micro-batch, and keeps
-                the outputs of those in flight: 2·M·v tensors of b·s·h beyond the saved inputs. Unless `return_outputs` is false, the last
-                stage keeps the logits of all M micro-batches
+"""Whether the memory of a reading fits: its peak (`peak`) against that of its hardware, where GPUs, hardware and shape are given.
 
 Where parts of the model are not counted (towers for images, other layers than attention), the peak is a lower bound: it can show that a recipe does
 not fit, never that it does. A recipe fits if 5% of the memory stays free, as `plan` demands of its winner.
+
+The number of GPUs may be the smallest that the degrees allow (`Reading.gpus_are_least`), not the number that the recipe was made for. Then more
+data-parallel ranks shard the optimizer states further: the recipe does not fit only if it does not fit on 64 times as many GPUs either.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from meshwright.cost.estimate import estimate
 from meshwright.cost.recompute import USABLE_MEMORY
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.workload import FP8
 from meshwright.errors import MeshwrightError
-from meshwright.interop.kept import kept_share
+from meshwright.interop.assemble import assemble
 from meshwright.interop.names import catalog_cluster
+from meshwright.interop.peak import peak_memory
 from meshwright.interop.problems import Problem
 from meshwright.interop.reading import Reading
 
-ADAPTER_BYTES = 12.0
-UNFUSED_BYTES = 8.0  # of a logit, beyond a fused loss
-SPLIT_LOSS_BYTES = 12.0  # the same, with DTensor's loss over a split vocabulary
-# Bytes of saved activations over those in 16 bits, where half of them, the inputs of products, are kept in 8 bits, or in 4 with a scale per 16.
-KEPT_SHARE = {**dict.fromkeys(FP8, 0.75), "fp4": 0.64}
-GIB = 2.0**30
-DEFAULT_RANK = 16
+DOUBLINGS = 6  # of the smallest number of GPUs, where a recipe may be meant for more
 
 
 @dataclass(frozen=True)
@@ -56,25 +39,43 @@ def fit(reading: Reading) -> Fit:
     entry = catalog_cluster(reading.hardware)
     if not reading.gpus or not entry or not _is_known(reading):
         return Fit()
+    cluster: Cluster = catalog.load("clusters", entry)
     try:
-        cluster: Cluster = catalog.load("clusters", entry)
-        cluster = cluster.with_gpus(reading.gpus)
-        result = estimate(reading.shape.model, cluster, reading.plan, reading.workload, reading.stack)
+        peak, limit = peak_memory(reading, cluster)
+        if peak <= USABLE_MEMORY * limit:
+            return Fit(None if reading.shape.partial else True, peak)
+        what = f"{peak:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB"
+        if reading.gpus_are_least:
+            for larger in _with_more_gpus(reading):
+                least, limit = peak_memory(larger, cluster)
+                if least <= USABLE_MEMORY * limit:
+                    return Fit(None, peak, [_needs_more(what, reading.gpus, larger.gpus, least)])
+                what = f"{least:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB, on {larger.gpus} GPUs"
+                peak = least
     except MeshwrightError as error:
         return Fit(problems=[Problem(error.code, error.what, error.why, error.fix, "note")])
-    limit = result.prediction.memory_limit_gib
-    share = kept_share(result.program, reading.shape.model, reading.facts)
-    if reading.framework.splits_evenly:
-        share *= KEPT_SHARE.get(reading.workload.precision, 1.0)
-    stages = [_stage(parts, share, reading) for parts in result.prediction.memory_by_stage]
-    stages = [peak + _pipeline_buffers(reading) for peak in stages]
-    stages[-1] += _unfused_loss(reading) + _kept_logits(reading)
-    peak = max(stages)
-    if peak <= USABLE_MEMORY * limit:
-        return Fit(None if reading.shape.partial else True, peak)
-    what = f"{peak:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB"
     why = "It does not fit in memory" if peak > limit else "Too little memory stays free for fragments and peaks"
     return Fit(False, peak, [Problem("MW-LINT-013", what, why=why)])
+
+
+def _needs_more(what: str, gpus: int, enough: int, peak: float) -> Problem:
+    return Problem(
+        "MW-LINT-013",
+        f"{what}, on {gpus} GPUs",
+        why=f"{gpus} is the smallest number of GPUs that the degrees allow; on {enough} GPUs, {peak:.1f} GiB fit",
+        fix=f"{enough} GPUs",
+        severity="note",
+    )
+
+
+def _with_more_gpus(reading: Reading) -> Iterator[Reading]:
+    """The same settings on two, four, … times the GPUs, with as many micro-batches on each: only the shards get smaller."""
+    shape, batch = reading.shape, reading.facts.get("batch")
+    for power in range(1, DOUBLINGS + 1):
+        factor = 2**power
+        facts = {**reading.facts, **({"batch": batch * factor} if batch else {})}
+        made = assemble(facts, reading.framework, reading.gpus * factor, shape.layers, shape.experts)
+        yield replace(reading, assembled=made, gpus_are_least=False)
 
 
 def _is_known(reading: Reading) -> bool:
@@ -83,64 +84,3 @@ def _is_known(reading: Reading) -> bool:
     stated = {"seq", "half"} <= set(facts) and ({"microbatch", "local_batch"} & set(facts))
     modelled = reading.assembled.fit_is_known and not facts.get("offload_parameters") and not facts.get("quantised")
     return bool(reading.shape.complete and stated and modelled)
-
-
-def _unfused_loss(reading: Reading) -> float:
-    """GiB of logits in the last stage beyond those of a fused loss."""
-    plan = reading.plan
-    if reading.facts.get("fused_loss") is not False or "loss" not in reading.stack.fused:
-        return 0.0
-    is_split = plan.tp > 1 and reading.framework.name == "torchtitan"
-    return _logits(reading) * (SPLIT_LOSS_BYTES if is_split else UNFUSED_BYTES) / GIB
-
-
-def _logits(reading: Reading) -> float:
-    """Logits of one micro-batch on a rank of the last stage."""
-    plan = reading.plan
-    return plan.microbatch * reading.workload.seq / plan.cp * reading.shape.model.padded_vocab / plan.tp
-
-
-def _pipeline_microbatches(reading: Reading) -> int:
-    """Micro-batches that torch's pipeline gets in one call: those of the local batch; 0 without such a pipeline."""
-    if reading.plan.pp == 1 or not reading.framework.torch_pipeline:
-        return 0
-    local = reading.facts.get("local_batch") or reading.plan.microbatch * reading.plan.pp
-    return max(1, int(local) // reading.plan.microbatch)
-
-
-def _pipeline_buffers(reading: Reading) -> float:
-    """GiB of torch's receive buffers and kept outputs on a rank, which has `virtual` stages."""
-    plan = reading.plan
-    split = plan.cp * (plan.tp if plan.sp else 1)
-    size = plan.microbatch * reading.workload.seq / split * reading.shape.model.hidden * 2
-    return 2 * _pipeline_microbatches(reading) * plan.virtual * size / GIB
-
-
-def _kept_logits(reading: Reading) -> float:
-    """GiB of 16-bit logits of earlier micro-batches, which torch's last stage keeps for its caller; torchtitan does not ask for them."""
-    if reading.framework.name == "torchtitan":
-        return 0.0
-    return max(0, _pipeline_microbatches(reading) - 1) * _logits(reading) * 2 / GIB
-
-
-def _stage(parts: dict[str, float], share: float, reading: Reading) -> float:
-    """Peak of one stage, corrected."""
-    out = dict(parts)
-    freed = (1 - share) * out["activations"]
-    out["activations"] -= freed
-    plan, model, facts = reading.plan, reading.shape.model, reading.facts
-    if plan.zero == 3 and plan.pp > 1 and facts.get("reshard"):
-        layers = max(1, model.layers / plan.pp)
-        held = out["gathered"] * min(1.0, 2 / layers)
-        freed += out["gathered"] - held
-        out["gathered"] = held
-    if (
-        plan.zero == 3 and plan.master and reading.framework.name == "torchtitan"
-    ):  # fp32 shards are cast when they are gathered
-        out["parameters"] = 0.0
-    out["slack"] = max(0.0, out["slack"] - reading.stack.allocator_slack * freed)
-    if adapters := facts.get("adapters"):
-        rank = adapters if isinstance(adapters, int) and not isinstance(adapters, bool) else DEFAULT_RANK
-        count = rank * (8 * model.hidden + 3 * (model.ffn or model.expert_width)) * model.layers / (plan.pp * plan.tp)
-        out |= {"gradients": 0.0, "optimizer": count * ADAPTER_BYTES / GIB}
-    return sum(out.values())

@@ -22,7 +22,9 @@ from meshwright.interop.shapes import Shape, shape_of
 
 @dataclass
 class Reading:
-    """One file or recipe, understood. `gpus` and `hardware` are 0 and "" where they are not given."""
+    """One file or recipe, understood. `gpus` and `hardware` are 0 and "" where they are not given.
+
+    `gpus_are_least`: the number of GPUs is the smallest that the degrees allow, and the recipe may be meant for more."""
 
     framework: Framework
     understood: Understood
@@ -30,6 +32,7 @@ class Reading:
     shape: Shape
     hardware: str = ""
     problems: list[Problem] = field(default_factory=list)
+    gpus_are_least: bool = False
 
     @property
     def facts(self) -> Facts:

@@ -97,6 +97,9 @@ def check(row: dict[str, Any]) -> Verdict:
             [error.what],
             findings=[Problem(error.code, error.what, error.why, error.fix).as_dict()],
         )
+    reading.gpus_are_least = reading.assembled.has_least_gpus and framework.names_least_gpus(
+        str(row.get("path") or row.get("source") or "")
+    )
     memory = fit(reading) if not reading.errors else Fit()
     problems = [*reading.problems, *memory.problems]
     return Verdict(

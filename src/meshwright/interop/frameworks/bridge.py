@@ -36,6 +36,8 @@ MIXED = {
 def _derive(facts: Facts) -> None:
     if facts.get("fsdp") and facts.get("sharding") in (None, "none"):
         facts["sharding"] = "parameters"  # using FSDP sets its strategy
+    if facts.pop("zero_of_optimizer", False):  # either of the two keys turns both on
+        facts["zero"] = 1
     derive_sharding(facts)
     if facts.get("scripted"):  # the scripts of measured runs set both
         facts["sp"] = facts.get("tp", 1) > 1
@@ -92,10 +94,12 @@ TABLE = Table(
         Key(M + "cp_comm_type", "cp_kind", words=CP_KINDS, default="ring"),
         Key(M + "expert_model_parallel_size", "ep", was=("expert_model_parallel_size", "ep_size"), default=1),
         Key(M + "expert_tensor_parallel_size", "expert_tp", was=("expert_tensor_parallel_size", "etp_size")),
-        Key("ddp.use_distributed_optimizer", "zero", words={True: 1, False: 0}, was=("optimizer.use_distributed_optimizer",), default=1),
+        Key("ddp.use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=1),
+        Key("optimizer.use_distributed_optimizer", "zero_of_optimizer", words={True: True, False: False}, read_only=True),
         Key("ddp.use_megatron_fsdp", "fsdp", words={True: True, False: False}, default=False,
             was=("dist.use_megatron_fsdp", "use_megatron_fsdp", "use_mcore_fsdp")),
         Key("ddp.data_parallel_sharding_strategy", "sharding", words=STRATEGIES),
+        Key("ddp.outer_dp_sharding_strategy", "outer_optimizer", words={"optim": True, "no_shard": False}, default=False, read_only=True),
         Key("ddp.num_distributed_optimizer_instances", "replicate", default=1),
         Key("train.micro_batch_size", "microbatch", was=("micro_batch_size", "mbs"), always=True),
         Key("train.global_batch_size", "batch", was=("global_batch_size", "gbs"), always=True),
@@ -114,6 +118,9 @@ TABLE = Table(
         Key("optimizer.optimizer", "optimizer", match=OPTIMIZERS),
         Key("optimizer.optimizer", "zero", match=(("^dist_", 1), (".", None))),
         Key("optimizer.optimizer_cpu_offload", "offload_states", words={True: True, False: False}, default=False),
+        Key("activation_offload_layers", "offload_layers", was=(M + "cpu_offloading_num_layers",), unset=(0,), read_only=True),
+        Key(M + "fine_grained_activation_offloading", "offloads_modules", words={True: True, False: False}, default=False, read_only=True),
+        Key(M + "offload_modules", "offload_modules", read_only=True),
         Key(M + "cpu_offloading", "offload_activations", words={True: True, False: False}, default=False, read_only=True),
         flag("overlap", "ddp.overlap_grad_reduce", read_only=True),
         Key("ddp.bucket_size", "bucket_elements", read_only=True),
@@ -155,5 +162,8 @@ BRIDGE = Framework(
     layout_in_code=True,
     trains_mtp=True,
     expert_tp="tp",
+    # A library recipe has TP·PP·CP, or the experts' grid, in its name (93 of 101); `gpt3_175b_pretrain_32gpu_…` "is expected to run on 64 nodes".
+    # https://docs.nvidia.com/nemo/megatron-bridge/nightly/apidocs/bridge/bridge.recipes.gpt.h100.gpt3_175b.html
+    least_gpus=r"bridge/recipes/",
     comment="Megatron-Bridge settings; on its command line: model.tensor_model_parallel_size=8",
 )

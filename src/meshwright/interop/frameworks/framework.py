@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +34,14 @@ class Framework:
     torch_pipeline: bool = (
         False  # the pipeline is torch.distributed.pipelining, which keeps buffers for all micro-batches
     )
+    least_gpus: str = (
+        ""  # pattern of the paths of recipes whose number of GPUs is the smallest that their degrees allow
+    )
     comment: str = ""  # the first line of a written file
+
+    def names_least_gpus(self, path: str) -> bool:
+        """Whether the number of GPUs of a recipe at this path of the framework's repository is the smallest that its degrees allow."""
+        return bool(self.least_gpus and re.search(self.least_gpus, path))
 
 
 OPTIMIZERS = (("muon", "muon"), ("adamw", "adamw"), ("adam|optimizers|lamb|lion", "adamw"), ("sgd", "sgd"))
