@@ -1,4 +1,4 @@
-"""One layer of experts, forward and backward: ours beside a plain loop over experts, with the same weights and inputs.
+"""One layer of experts, forward and backward: ours and a plain loop over experts, with the same weights and inputs.
 
     python benchmarks/gpu/expert_layer.py          # on a GPU; DEVICE=cpu tries the script without one
 
@@ -77,11 +77,11 @@ def main() -> None:
         loop = Loop(layer, model.top_k)
         with torch.no_grad():
             ours, theirs = layer(x).float(), loop(x).float()
-            apart = float((ours - theirs).norm() / theirs.norm())
+            difference = float((ours - theirs).norm() / theirs.norm())
         plain, looped = seconds(layer, x), seconds(loop, x)
         print(
             f"{name} layer, {TOKENS} tokens: ours {plain * 1e3:.2f} ms, loop over experts {looped * 1e3:.2f} ms ({looped / plain:.2f}x); "
-            f"outputs differ by {apart:.1e}",
+            f"outputs differ by {difference:.1e}",
             flush=True,
         )
 
