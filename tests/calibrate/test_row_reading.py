@@ -3,6 +3,8 @@
 import pytest
 
 from meshwright.calibrate.runs import rows
+from meshwright.calibrate.runs.outcomes import predict_rows
+from meshwright.calibrate.runs.readings import apply_readings
 from meshwright.calibrate.runs.row_model import Widths, catalog_entry
 from meshwright.describe import catalog
 from meshwright.describe.cards import accelerator_of
@@ -158,3 +160,33 @@ def test_a_row_gets_the_cluster_of_its_card_and_network():
     assert case(gpu_type="H100", gpus_per_node="4").cluster.levels[0].size == 4
     assert case(gpu_type="GB200 NVL72", gpus_per_node="4").cluster.levels[0].size == 72
     assert "catalog" in case(gpu_type="TPU v5p").refused
+
+
+def test_a_model_of_encoder_and_decoder_is_refused():
+    assert "encoder and decoder" in case(model="t5:t5_220m_tp4").refused
+    assert not case(model="Corvus t50 7B").refused
+
+
+# The loss, and memory that cannot be compared
+
+
+@pytest.mark.parametrize(
+    ("changes", "fused"),
+    [
+        ({}, True),
+        ({"notes": "mini compile-block autocast"}, False),
+        ({"source": "NVIDIA/Megatron-LM functional-test golden values"}, False),
+    ],
+)
+def test_a_source_that_does_not_fuse_its_loss_is_read_so(changes, fused):
+    found = apply_readings(case(stack="megatron-core", **changes))
+    assert ("loss" in found.stack.fused) is fused
+    assert found.stack.name == "megatron-core"
+
+
+def test_memory_is_not_compared_if_zero_shards_over_an_unknown_number_of_gpus():
+    row = {**BASE, "memory_gib": "30", "layers": "4", "model": "small", "ffn_hidden": "", "dp": ""}
+    known, unknown, whole = predict_rows([row, {**row, "gpus": ""}, {**row, "gpus": "", "zero": "0"}])
+    assert known.memory_error is not None
+    assert unknown.memory_error is None
+    assert whole.memory_error is not None

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from meshwright import planner
-from meshwright.calibrate.runs.outcomes import memory_quantity
+from meshwright.calibrate.runs.outcomes import memory_quantity, memory_stage
 from meshwright.cost.band import band, difference_doubt, indistinguishable, width
 from meshwright.cost.collective import Network
 from meshwright.cost.memory import memory
+from meshwright.cost.predict import predict
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Efficiency
@@ -98,6 +99,16 @@ def test_memory_is_the_quantity_that_a_source_reports(notes, quantity):
     result = planner.plan("gpt2-xl", "dgx-h100", gpus=8, batch=64, seq=1024, common=True).prediction
     assert result.memory_as("allocated") < result.memory_as("reserved") < result.memory_as("used")
     assert result.memory_as("used") == pytest.approx(result.memory_gib)
+
+
+def test_memory_is_that_of_the_stage_that_a_source_reports():
+    """The first stage of 1F1B has most micro-batches in flight, the last one the logits."""
+    assert [memory_stage(n) for n in ("last rank (last PP stage)", "first pipeline stage", "peak")] == [-1, 0, None]
+    plan = Plan(pp=4, replicate=4)
+    result = predict(DENSE, DGX, plan, WORK, Stack())
+    sizes = [result.memory_as("allocated", stage) for stage in (0, -1)]
+    assert sizes[0] != sizes[1]
+    assert max(sizes) <= result.memory_as("allocated")
 
 
 def test_a_band_is_wider_where_communication_or_the_host_dominate():

@@ -3,10 +3,10 @@
     parameters   N·2 bytes, sharded by ZeRO-3
     gradients    N·4 (accumulated in fp32) or N·2, sharded by ZeRO-2 and 3 unless accumulation is unsharded
     optimizer    N·(4 master + 4 + 4), sharded by ZeRO-1, 2 and 3; 4 less for matrices under Muon, 4 more with a moving average
-    activations  saved bytes of a micro-batch × micro-batches in flight, and one more layer while it is recomputed
+    activations  saved bytes of a micro-batch × micro-batches in flight, and the logits, or one more layer while it is recomputed
     gathered     ZeRO-3: the weights of the running layer and of the prefetched layer
-    working      gradients of activations, logits and their gradients, communication buckets, compressors' buffers; a tile of attention
-                 with dropout
+    working      gradients of activations, or of logits; communication buckets, compressors' buffers; a tile of attention with dropout;
+                 the workspace of matrix products
     context      driver, libraries, communicators
     slack        memory that the allocator reserves and cannot use
 
@@ -74,8 +74,8 @@ def largest_state(program: StepProgram) -> Array:
     return np.maximum.reduce([np.broadcast_to(total, program.batch.n) for total in found])
 
 
-def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """Bytes saved for backward by all micro-batches in flight, plus those of the layer in recomputation."""
+def kept_activations(program: StepProgram, held: StageBlocks) -> Array:
+    """Bytes that the layers save for backward, of all micro-batches in flight."""
     b = program.batch
     one = np.zeros(b.n)
     for block, parts in program.saved.items():
@@ -85,41 +85,58 @@ def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
         for block, saving in program.recompute_savings.items():
             one = one + (held.counts[block] - held.recomputed[block]) * saving
     two_layers = one * 2 / np.maximum(sum(held.counts.values()), 1)  # offloaded: the running and the transferred layer
-    kept = np.where(b.offload_activations, np.minimum(one, two_layers), one * in_flight(b, held.rank))
-    # The logits are freed after each micro-batch: the head's backward directly follows its forward.
+    return np.where(b.offload_activations, np.minimum(one, two_layers), one * in_flight(b, held.rank))
+
+
+def temporary_memory(program: StepProgram, held: StageBlocks) -> tuple[Array, Array]:
+    """Bytes that only a part of backward needs, as saved tensors and as working memory: of the loss, or of one layer, whichever are more.
+
+    The head's backward directly follows its forward, so its logits are freed after each micro-batch and before any layer runs backward. A layer
+    needs its gradients of activations, and with full recompute the tensors that its forward saved again.
+    """
+    b, m = program.batch, program.batch.model
     head = sum(
         held.counts[block] * sum(program.saved[block].values()) for block in AFTER_LAYERS if block in program.saved
     )
-    return kept + head + _recomputed_layer(program)
-
-
-def _recomputed_layer(program: StepProgram) -> Array:
-    """With full recompute: the saved tensors of one layer, in memory while its backward runs."""
-    return np.where(program.batch.reruns_layers, program.transient, 0.0)
-
-
-def working_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """Bytes of the temporary tensors of one layer's backward, of the gradients of the logits, and of gradient buckets."""
-    b = program.batch
-    m = b.model
+    layer = np.where(b.reruns_layers, program.transient, 0.0)
     if m.kind == "counts":
-        return b.bucket * (b.dp > 1)
+        return head + layer, np.zeros(b.n)
     e = program.element
     columns = 2 if m.gated else 1
     widest = max(m.ffn * columns, m.top_k * m.expert_width * columns, 3 * m.hidden, m.linear.projected)
-    flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e)
+    flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e) + working_bytes(b)
+    loss = held.counts["head"] * _loss_bytes(program)
+    of_loss = head + loss > layer + flow
+    return np.where(of_loss, head, layer), np.where(of_loss, loss, flow)
+
+
+def _loss_bytes(program: StepProgram) -> Array:
+    """Bytes of the loss at its peak besides the tensors that it saves."""
+    b, m, e = program.batch, program.batch.model, program.element
     logits = b.tokens * m.padded_vocab / b.tp
-    loss = held.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)
+    loss = logits * (e if "loss" in b.stack.fused else b.stack.loss_bytes - 4.0 + (e - 2.0))
     if b.stack.logits_chunk:  # a chunk of logits, and the gradient of the projection that is summed over chunks in fp32
         chunk, summed = b.stack.logits_chunk, 4.0 * m.padded_vocab * m.hidden
         in_chunks = np.minimum(logits * e, chunk) + np.where(logits * e > chunk, summed, 0.0)
-        loss = np.where(b.tp == 1, held.counts["head"] * in_chunks, loss)
-    return np.maximum(flow + working_bytes(b), loss) + bucket_memory(program, held)
+        loss = np.where(b.tp == 1, in_chunks, loss)
+    return loss
+
+
+def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
+    """Bytes saved for backward by all micro-batches in flight, plus the logits or those of the layer in recomputation."""
+    return kept_activations(program, held) + temporary_memory(program, held)[0]
+
+
+def working_memory(program: StepProgram, held: StageBlocks) -> Array:
+    """Bytes of the temporary tensors of one layer's backward or of the loss, of gradient buckets, and of the workspace of matrix products."""
+    return temporary_memory(program, held)[1] + bucket_memory(program, held) + program.batch.stack.workspace
 
 
 def bucket_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """Two communication buckets, together no larger than all gradients."""
+    """Two communication buckets, together no larger than all gradients. The buckets of a flat gradient buffer are parts of it."""
     b = program.batch
+    if b.stack.flat_shards:
+        return np.zeros(b.n)
     gradients = sum(elements(program, held).values()) * b.comm_bytes
     return np.where(b.dp > 1, np.minimum(2 * np.minimum(b.bucket, 1e9), gradients), 0.0)
 
@@ -154,9 +171,10 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     """Peak bytes of one rank by part; they sum to the peak."""
     b = program.batch
     out = state_memory(program, held)
-    out["activations"] = activation_memory(program, held)
+    saved, working = temporary_memory(program, held)
+    out["activations"] = kept_activations(program, held) + saved
     out["gathered"] = gathered_memory(program, held)
-    out["working"] = working_memory(program, held)
+    out["working"] = working + bucket_memory(program, held) + b.stack.workspace
     if b.compresses:
         _add_compression(program, held, out)
     if muon.is_used(b):  # its buffers take the place of activations, which are freed by then
@@ -169,7 +187,7 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
     out["slack"] = b.stack.allocator_slack * live
-    out["context"] = b.stack.context + b.stack.communicator * groups
+    out["context"] = b.stack.context - b.stack.workspace + b.stack.communicator * groups
     return out
 
 

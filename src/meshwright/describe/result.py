@@ -74,11 +74,13 @@ class Prediction(Result):
     fits: bool = True
     memory_limit_gib: float = 0.0
 
-    def memory_as(self, quantity: str) -> float:
-        """Peak memory of the fullest stage in GiB, as a tool reports it: `allocated` (torch's live tensors), `reserved` (with what the
-        allocator holds in fragments), or `used` (with the driver's context and the libraries, as nvidia-smi shows)."""
+    def memory_as(self, quantity: str, stage: int | None = None) -> float:
+        """Peak memory in GiB, as a tool reports it: `allocated` (torch's live tensors), `reserved` (with what the allocator holds in
+        fragments), or `used` (with the driver's context and the libraries, as nvidia-smi shows). `stage`: 0 is the first pipeline stage, −1
+        the last; default: the fullest."""
         hidden = {"allocated": OVERHEAD, "reserved": ("context",), "used": ()}[quantity]
-        return max(sum(x for part, x in stage.items() if part not in hidden) for stage in self.memory_by_stage)
+        sizes = [sum(x for part, x in parts.items() if part not in hidden) for parts in self.memory_by_stage]
+        return max(sizes) if stage is None else sizes[stage]
 
     calibrated: str = "uncalibrated"
     sources: dict[str, str] = field(default_factory=dict)

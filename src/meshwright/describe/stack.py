@@ -156,8 +156,18 @@ class Stack(Described):
         le=10,
         description="bytes that the layers save for backward over those of the tensors that their operations need",
     )
+    loss_bytes: float = Field(
+        default=14.0,
+        ge=6,
+        le=40,
+        description="bytes of memory per logit at the peak of a loss that is not fused. torch's cross_entropy: logits in 16 bits; log-softmax, its gradient and the gradient of the logits in fp32",
+    )
     allocator_slack: float = Field(default=0.06, ge=0, le=1, description="reserved but unused share of live memory")
     context: Bytes = Field(default=1.2e9, description="driver context, libraries and workspaces per device")
+    workspace: Bytes = Field(
+        default=2.0**25,
+        description="part of `context` that torch's allocator counts as allocated: the workspace of cuBLAS, 32 MiB on Hopper",
+    )
     communicator: Bytes = Field(default=0.25e9, description="buffers per communicator and device")
     can: Abilities = Field(
         default=Abilities(), description="what the framework can run; the planner searches only that"

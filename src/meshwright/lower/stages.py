@@ -53,7 +53,7 @@ class StageBlocks:
 
 
 def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
-    """The ranks that can be the slowest or the fullest of each plan; `every_rank`: all of them."""
+    """The ranks that can be the slowest or the fullest of each plan, from the first to the last one; `every_rank`: all of them."""
     most, last = int(batch.pp.max()), batch.pp - 1
     if every_rank:
         return [rank_blocks(batch, np.full(batch.n, float(r))) for r in range(most)]
@@ -70,7 +70,7 @@ def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
     ):  # the first longer stage with nothing but experts is fuller still
         least, first, _ = _long_stages(batch, stages)
         skipped = np.ceil(np.maximum(batch.model.dense_layers - first * least, 0.0) / (least + 1))
-        picks.append(np.mod(np.minimum(first + skipped, stages - 1), batch.pp))
+        picks.insert(-1, np.mod(np.minimum(first + skipped, stages - 1), batch.pp))
     return [rank_blocks(batch, rank) for rank in picks]
 
 

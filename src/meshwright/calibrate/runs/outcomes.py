@@ -50,12 +50,16 @@ class Outcome:
 
     @property
     def memory_error(self) -> float | None:
-        """Signed relative error of peak memory, of the quantity that the source reports. None if the recompute is not published: it is
-        assumed by what fits, so the memory is not predicted."""
-        p, measured = self.prediction, self.case.memory
-        if p is None or not measured or not self.case.row.get("recompute_mode"):
+        """Signed relative error of peak memory, of the quantity and the pipeline stage that the source reports. None if the recompute is not
+        published: it is assumed by what fits, so the memory is not predicted. Nor is it where the number of GPUs is unknown and ZeRO
+        shards over them."""
+        p, c = self.prediction, self.case
+        if p is None or not c.memory or not c.row.get("recompute_mode"):
             return None
-        return p.memory_as(memory_quantity(self.case.row.get("notes", ""))) / measured - 1
+        if c.row.get("zero") != "0" and not c.row.get("gpus"):
+            return None
+        notes = c.row.get("notes", "")
+        return p.memory_as(memory_quantity(notes), memory_stage(notes)) / c.memory - 1
 
     @property
     def pair_ratio(self) -> float | None:
@@ -77,6 +81,13 @@ def memory_quantity(notes: str) -> str:
     if re.search(r"nvidia-smi", notes):
         return "used"
     return "allocated" if re.search(r"allocated|max_memory_|activations_gib", notes) else "reserved"
+
+
+def memory_stage(notes: str) -> int | None:
+    """The pipeline stage whose memory a source reports: the first (0) or the last (−1); None if it does not say, hence the fullest."""
+    if re.search(r"last PP stage", notes):
+        return -1
+    return 0 if re.search(r"first pipeline stage", notes) else None
 
 
 def predict_row(row: dict[str, str]) -> Outcome:
@@ -109,7 +120,7 @@ def _problem(c: Case) -> Any:
     assert c.model is not None
     assert c.cluster is not None
     model = c.model.model_dump_json(exclude={"name"}, exclude_defaults=True)
-    return model, repr(c.workload), c.cluster.name, c.cluster.world, c.stack.name, c.stack.attention
+    return model, repr(c.workload), c.cluster.name, c.cluster.world, c.stack.name, c.stack.attention, c.stack.fused
 
 
 def _predict(together: list[Outcome], responding: list[Outcome]) -> None:

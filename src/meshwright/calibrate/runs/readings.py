@@ -6,6 +6,8 @@
     FSDP without a named stack   the stack `fsdp`: PyTorch's library with its defaults
     parameters in fp32, autocast no separate master weights; gradients in fp32
     parameters in bf16 only      no master weights; gradients and states of the optimizer in bf16
+    compiled blocks              the loss is eager
+    Megatron's functional tests  its defaults: no fused loss, which its performance recipes have
 
 A reading is used only if the resulting plan is legal.
 """
@@ -20,6 +22,7 @@ from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError
 
 MOST_VIRTUAL = 12
+EAGER_LOSS = r"compile-block|Megatron-LM functional-test"
 
 
 def apply_readings(c: Case) -> Case:
@@ -27,9 +30,12 @@ def apply_readings(c: Case) -> Case:
     if c.refused or c.plan is None or c.model is None or c.workload is None:
         return c
     stack, plan_changes = _stack_name(c), {**_schedule(c), **_precision(c)}
-    if stack is None and not plan_changes:
+    eager_loss = re.search(EAGER_LOSS, f"{c.row['source']} {c.row['notes']}") is not None
+    if stack is None and not plan_changes and not eager_loss:
         return c
     new_stack = c.stack if stack is None else catalog.load("stacks", stack)
+    if eager_loss:
+        new_stack = new_stack.but(fused=tuple(part for part in new_stack.fused if part != "loss"))
     if c.row["flash_attn"]:
         new_stack = new_stack.but(attention=c.stack.attention)
     plan = c.plan.but(**plan_changes) if plan_changes else c.plan

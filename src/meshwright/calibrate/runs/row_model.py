@@ -35,6 +35,7 @@ GATED = (
     r"llama|qwen|mixtral|deepseek|grok|gpt.?oss|mistral|gemma|olmo|phi.?[34]|\byi\b|glm|internlm|baichuan|smollm|granite|"
     r"minimax|kimi|dbrx|command.?r|falcon.?3"
 )
+ENCODER_DECODER = r"\b(m?t5|bart|whisper)\b"
 HYBRID = r"hybrid|mamba|jamba|nemotron.?h"
 VOCABULARIES = (50304, 32000, 128256, 151936)
 
@@ -45,6 +46,8 @@ def read_model(c: Case) -> Model:
     published = {key: integer(r[key]) for key in ("layers", "hidden", "heads", "vocab") if integer(r[key])}
     count = _parameters(r["params"])
     base = catalog_entry(name)
+    if re.search(ENCODER_DECODER, name):
+        raise refusal("a model of encoder and decoder cannot be described: its layers attend to two sequences")
     if base:
         shape: Model = catalog.load("models", base)
         if published.get("hidden", shape.hidden) == shape.hidden:
