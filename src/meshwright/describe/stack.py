@@ -160,7 +160,8 @@ class Stack(Described):
         default=14.0,
         ge=6,
         le=40,
-        description="bytes of memory per logit at the peak of a loss that is not fused. torch's cross_entropy: logits in 16 bits; log-softmax, its gradient and the gradient of the logits in fp32",
+        description="bytes of memory per logit at the peak of a loss that is not fused; default: torch's cross_entropy has the logits in 16 bits, "
+        "and log-softmax, its gradient and the gradient of the logits in fp32",
     )
     allocator_slack: float = Field(default=0.06, ge=0, le=1, description="reserved but unused share of live memory")
     context: Bytes = Field(default=1.2e9, description="driver context, libraries and workspaces per device")
