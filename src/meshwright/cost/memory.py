@@ -89,7 +89,7 @@ def kept_activations(program: StepProgram, held: StageBlocks) -> Array:
 
 
 def temporary_memory(program: StepProgram, held: StageBlocks) -> tuple[Array, Array]:
-    """Bytes that only a part of backward needs, as saved tensors and as working memory: of the loss, or of one layer, whichever are more.
+    """Bytes that only a part of backward needs, as saved tensors and as working memory: the larger of the loss and of one layer.
 
     The head's backward directly follows its forward, so its logits are freed after each micro-batch and before any layer runs backward. A layer
     needs its gradients of activations, and with full recompute the tensors that its forward saved again.
