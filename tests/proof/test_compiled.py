@@ -15,6 +15,7 @@ SP, Z3, CP = {"tp": 2, "sp": True}, {"shard": 2, "zero": 3}, {"cp": 2}
 # A model, a plan, and the graph breaks of its layers: one per kind of layer with experts, else none.
 DAILY = [("mlp", {"tp": 2}, 0)]
 TRACED_DAILY = [("drops", {**Z3, "recompute": "full"}, 0)]
+OVER_OURS = [("qwen", {**SP, "recompute": "selective"}, 0)]  # ranks exchange through the backend meshwright
 SOAK = [
     ("qwen", {**SP, "recompute": "selective"}, 0),
     ("drops", {**Z3, "recompute": "full"}, 0),
@@ -43,6 +44,10 @@ CASES = [
     *(pytest.param(*case, "inductor", id=f"{case[0]} {case[1]}") for case in DAILY),
     *(pytest.param(*case, "aot_eager", id=f"{case[0]} {case[1]} traced") for case in TRACED_DAILY),
     *(pytest.param(*case, "inductor", id=f"{case[0]} {case[1]}", marks=pytest.mark.slow) for case in SOAK),
+    *(
+        pytest.param(*case, "inductor over ours", id=f"{case[0]} {case[1]} over ours", marks=pytest.mark.slow)
+        for case in OVER_OURS
+    ),
 ]
 
 
@@ -63,6 +68,8 @@ def cache(tmp_path_factory):
 
 def traces(layout, mode, backend, cache):
     options = {"silence": 300.0, "group_timeout": 150.0}
+    if backend.endswith(" over ours"):
+        backend, options["backend"] = backend.removesuffix(" over ours"), "meshwright"
     return [rank[0] for rank in ranks.run(layout.plan.world, train, layout.job(), mode, backend, cache, **options)]
 
 

@@ -59,20 +59,28 @@ def all_gather(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Ten
 
 def reduce_scatter(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     """This rank's slice along `dim` of the sum over the group."""
-    check_divides(tensor, group, dim)
+    ranks, _ = size_and_rank(group)
+    check_divides(tensor, ranks, dim)
     front = to_front(tensor, dim)
     if torch.compiler.is_compiling():
         return operators.reduce_scatter(front, group.group_name).movedim(0, dim).contiguous()
-    part = front.new_empty((front.shape[0] // group.size(), *front.shape[1:]))
+    part = front.new_empty((front.shape[0] // ranks, *front.shape[1:]))
     operators.scatter_into(part, front, group=group)
     return from_front(part, dim)
 
 
-def check_divides(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> None:
-    if tensor.shape[dim] % group.size():
+def size_and_rank(group: ProcessGroup) -> tuple[int, int]:
+    """The number of ranks of a group and this rank's place in it: numbers in a compiled graph, which cannot call methods of a group."""
+    if torch.compiler.is_compiling():
+        return operators.size_and_rank(group.group_name)
+    return group.size(), group.rank()
+
+
+def check_divides(tensor: torch.Tensor, ranks: int, dim: int) -> None:
+    if tensor.shape[dim] % ranks:
         raise MeshwrightError(
             "MW-TP-006",
-            f"dimension {dim} of {tuple(tensor.shape)} does not divide over {group.size()} ranks",
+            f"dimension {dim} of {tuple(tensor.shape)} does not divide over {ranks} ranks",
             why="Each rank keeps an equal share of it",
             fix="pad it, or set sp=false",
         )
@@ -149,16 +157,17 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        local_gradient = gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()]
-        return local_gradient.contiguous(), None, None
+        ranks, rank = size_and_rank(ctx.group)
+        return gradient.chunk(ranks, ctx.dim)[rank].contiguous(), None, None
 
 
 class _Divide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
-        check_divides(x, group, dim)
-        return x.chunk(group.size(), dim)[group.rank()].contiguous()
+        ranks, rank = size_and_rank(group)
+        check_divides(x, ranks, dim)
+        return x.chunk(ranks, dim)[rank].contiguous()
 
     @staticmethod
     @once_differentiable
