@@ -284,15 +284,11 @@ def test_shares_of_a_gpu_are_recovered() -> None:
         op = Op("copy", "other", "memory", bytes=np.array([2.0 * size]))
         add("copy", float(device_time(known, "bf16", "flash", op)[0]), 2.0 * size, "byte", {"bytes": size}, "fp32")
     for m in (4096, 8192):
-        traffic = np.array([2.0 * 3 * m * m])
-        op = Op(
-            "gemm",
-            "ffn",
-            "gemm",
-            flops=np.array([2.0 * m**3]),
-            bytes=traffic,
-            shape=tuple(map(np.array, (1.0, m, m, m))),
-        )
+        shape, flops = tuple(map(np.array, (1.0, m, m, m))), np.array([2.0 * m**3])
+        narrow = Op("gemm", "ffn", "gemm", flops=flops, bytes=np.array([4.0 * m * m]), shape=shape)
+        seconds = float(device_time(known, "fp8", "flash", narrow)[0])
+        add("fp8-gemm", seconds, 2.0 * m**3, "FLOP", {"m": m, "n": m, "k": m}, "fp8")
+        op = Op("gemm", "ffn", "gemm", flops=flops, bytes=np.array([6.0 * m * m]), shape=shape)
         add(
             "gemm",
             float(device_time(known, "bf16", "flash", op)[0]),
@@ -318,6 +314,7 @@ def test_shares_of_a_gpu_are_recovered() -> None:
     result = calibrate([bench])
     found = result.cluster.accelerator.efficiency
     assert (found.memory, found.gemm) == (pytest.approx(0.88, rel=1e-3), pytest.approx(0.61, rel=1e-3))
+    assert found.gemm_fp8 == pytest.approx(0.57, rel=1e-3)
     assert (found.flash, found.fused) == (pytest.approx(0.42, rel=1e-3), pytest.approx(0.55, rel=1e-3))
     assert result.cluster.accelerator.host_bandwidth == pytest.approx(50e9)
     assert found.measured

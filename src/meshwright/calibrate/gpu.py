@@ -26,7 +26,13 @@ BIG = 0.1  # share of the largest work
 LEAST, MOST = 0.01, 1.0  # a share outside this range is an error of the measurement
 BISECTIONS = 30
 # kind of operation → the share that governs it
-SHARES = (("copy", "memory"), ("gemm", "gemm"), ("attention", "flash"), ("fused-attention", "fused"))
+SHARES = (
+    ("copy", "memory"),
+    ("gemm", "gemm"),
+    ("fp8-gemm", "gemm_fp8"),
+    ("attention", "flash"),
+    ("fused-attention", "fused"),
+)
 
 
 def gpu_accelerator(points: Sequence[DevicePoint], base: Accelerator, source: str) -> tuple[Accelerator, list[str]]:
@@ -63,9 +69,9 @@ def operation(point: DevicePoint) -> Op:
     shape, flops = point.shape, np.array([point.work])
     if point.kind == "copy":
         return Op("copy", "other", "memory", bytes=flops)
-    if point.kind == "gemm":
+    if point.kind in ("gemm", "fp8-gemm"):
         m, n, k = (np.array([shape[name]]) for name in ("m", "n", "k"))
-        traffic = DTYPE_BYTES[point.dtype] * (m * k + n * k + m * n)
+        traffic = DTYPE_BYTES[point.dtype] * (m * k + n * k) + 2.0 * m * n
         return Op("gemm", "ffn", "gemm", flops=flops, bytes=traffic, shape=(np.ones(1), m, n, k))
     rows = np.array([shape["batch"] * shape["heads"]])
     seq, width = np.array([shape["seq"]]), np.array([shape["width"]])

@@ -36,7 +36,7 @@ def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:
     if op.shape:
         products, m, n, k = op.shape
         flops = 2.0 * products * np.maximum(m, eff.tile) * np.maximum(n, eff.tile) * k
-    arithmetic = flops / (eff.gemm * peak)
+    arithmetic = flops / (eff.products(dtype) * peak)
     traffic = op.bytes / (eff.memory * device.memory_bandwidth)
     return eff.floor + np.maximum(arithmetic, traffic) + eff.gemm_traffic * np.minimum(arithmetic, traffic)
 

@@ -53,6 +53,7 @@ class Efficiency(Described):
     """
 
     gemm: float = Field(default=0.66, gt=0, le=1, description="large matrix products, sustained")
+    gemm_fp8: float = Field(default=0.0, ge=0, le=1, description="large fp8 products; 0: as `gemm`")
     gemm_traffic: float = Field(
         default=0.35, ge=0, description="part of a product's smaller term, arithmetic or traffic, that is not hidden"
     )
@@ -85,6 +86,10 @@ class Efficiency(Described):
         description="standard deviation of ln seconds of a step that shares add which were assumed",
     )
     source: str = PRIOR
+
+    def products(self, dtype: str) -> float:
+        """The share of the peak rate of a dtype that large matrix products sustain."""
+        return self.gemm_fp8 if dtype == "fp8" and self.gemm_fp8 else self.gemm
 
     @property
     def measured(self) -> bool:

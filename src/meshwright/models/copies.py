@@ -4,13 +4,15 @@
     combine    y_t = Σ over the copies r of token t: w_r · o_r    backward: do_r = w_r · dy_token[r],  dw_r = o_r · dy_token[r]
 
 A sum of rows to given places is a scatter, for which a GPU needs atomic additions. Where every token has exactly k copies, they can be
-looked up instead: `place_TK` lists where the copies of each token are, so every direction is a gather and a sum of k rows.
+looked up instead: `place_TK` lists where the copies of each token are, so every direction is a gather and a sum of k rows. Compiled, each of the
+three functions in `Sums` is one kernel (`parallel.compile`); eager, it writes the gathered rows to memory first.
 
 Legend: T tokens, K copies of each, R = T·K copies sorted by expert, H hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,53 +22,88 @@ from torch.autograd.function import once_differentiable
 from meshwright.models.router import Routing
 
 
+def sum_of_copies(rows_RH: torch.Tensor, place_TK: torch.Tensor) -> torch.Tensor:
+    return rows_RH[place_TK].sum(1)
+
+
+def weighted_sum(outputs_RH: torch.Tensor, weight_R: torch.Tensor, place_TK: torch.Tensor) -> torch.Tensor:
+    return (outputs_RH[place_TK] * weight_R[place_TK][..., None]).sum(1)
+
+
+def weighted_sum_backward(
+    gradient_TH: torch.Tensor, outputs_RH: torch.Tensor, weight_R: torch.Tensor, token_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the outputs and of their weights."""
+    gradient_RH = gradient_TH[token_R]
+    return gradient_RH * weight_R[:, None], (outputs_RH * gradient_RH).sum(1)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The functions that sum copies, eager or compiled."""
+
+    of_copies: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = sum_of_copies
+    weighted: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = weighted_sum
+    weighted_backward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = weighted_sum_backward
+
+
 @dataclass
 class Copies:
     token_R: torch.Tensor
     tokens: int
     place_TK: torch.Tensor | None  # None: tokens differ in their number of copies
+    sums: Sums
 
     @classmethod
-    def of(cls, routing: Routing, tokens: int) -> Copies:
+    def of(cls, routing: Routing, tokens: int, sums: Sums) -> Copies:
         place_TK = None
         if routing.per_token:
             place_TK = routing.token_R.argsort(stable=True).view(tokens, routing.per_token)
-        return cls(routing.token_R, tokens, place_TK)
+        return cls(routing.token_R, tokens, place_TK, sums)
 
     def spread(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return x_TH[self.token_R] if self.place_TK is None else _Spread.apply(x_TH, self.token_R, self.place_TK)
+        if self.place_TK is None:
+            return x_TH[self.token_R]
+        return _Spread.apply(x_TH, self.token_R, self.place_TK, self.sums)
 
     def combine(self, outputs_RH: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
         if self.place_TK is not None:
-            return _Combine.apply(outputs_RH, weight_R, self.token_R, self.place_TK)
+            return _Combine.apply(outputs_RH, weight_R, self.token_R, self.place_TK, self.sums)
         weighted_RH = outputs_RH * weight_R[:, None]
         return outputs_RH.new_zeros(self.tokens, outputs_RH.shape[1]).index_add(0, self.token_R, weighted_RH)
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_TH: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor, sums: Sums
+    ) -> torch.Tensor:
         ctx.save_for_backward(place_TK)
+        ctx.sums = sums
         return x_TH[token_R]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (place_TK,) = ctx.saved_tensors
-        return gradient_RH[place_TK].sum(1), None, None
+        return ctx.sums.of_copies(gradient_RH, place_TK), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outputs_RH: torch.Tensor, weight_R: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor
+        ctx: Any,
+        outputs_RH: torch.Tensor,
+        weight_R: torch.Tensor,
+        token_R: torch.Tensor,
+        place_TK: torch.Tensor,
+        sums: Sums,
     ) -> torch.Tensor:
         ctx.save_for_backward(outputs_RH, weight_R, token_R)
-        return (outputs_RH[place_TK] * weight_R[place_TK][..., None]).sum(1)
+        ctx.sums = sums
+        return sums.weighted(outputs_RH, weight_R, place_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        outputs_RH, weight_R, token_R = ctx.saved_tensors
-        gradient_RH = gradient_TH[token_R]
-        return gradient_RH * weight_R[:, None], (outputs_RH * gradient_RH).sum(1), None, None
+    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *ctx.sums.weighted_backward(gradient_TH, *ctx.saved_tensors), None, None, None

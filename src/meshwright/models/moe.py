@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
-from meshwright.models.copies import Copies
+from meshwright.models.copies import Copies, Sums
 from meshwright.models.parts import ACTIVATIONS, FeedForward, Linear, gated_product
 from meshwright.models.router import Router, Tokens
 
@@ -164,6 +164,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.placement: ExpertPlacement = LocalPlacement()
+        self.sums = Sums()
         self.router = Router(model)
         self.experts = Experts(model)
         self.shared = FeedForward(model, model.shared_width) if model.shared_experts else None
@@ -172,7 +173,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         local_TH = self.placement.local_tokens(x_BSH)
         routing = self.router(local_TH, self.placement)
-        copies = Copies.of(routing, len(local_TH))
+        copies = Copies.of(routing, len(local_TH), self.sums)
         dispatch = self.placement.dispatch(copies.spread(local_TH), routing.counts_E)
         shared_BSH = self._shared(x_BSH)
         outputs_RH = dispatch.combine(self.experts(*dispatch.receive()))

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from torch import nn
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.models.copies import Sums
 from meshwright.programs.pipelines.program import PipelineProgram
 
 BACKEND = "inductor"
@@ -105,7 +106,9 @@ def plan_compilation(
         done.note(f"not whole: {', '.join(found)} between layers")
         done.mode = "blocks"
     if model.experts:
-        done.note("of the routed experts only the activation is compiled: their sizes depend on the routing")
+        done.note(
+            "of the routed experts only the activation and the sums of copies are compiled: their sizes depend on the routing"
+        )
     return done
 
 
@@ -128,12 +131,13 @@ def compile_stage(module: Any, done: Compilation, tokens: Tokens) -> None:
 
 
 def compile_layer(layer: Any, geometry: Any) -> None:
-    """One graph; with experts two, before and after them, one for the shared experts, and one for the activation of routed ones, of any
-    number of rows."""
+    """One graph; with experts two, before and after them, one for the shared experts, one for the activation of routed ones, of any
+    number of rows, and three for the sums of their outputs and gradients."""
     if getattr(layer, "expert", False):
         moe, experts = layer.moe, layer.moe.experts
         name = "product" if experts.gated else "activation"
         setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, dynamic=True, backend=BACKEND))
+        moe.sums = Sums(**{f.name: torch.compile(f.default, fullgraph=True, backend=BACKEND) for f in fields(Sums)})
         if moe.shared is not None:
             moe.shared.forward = compiled_part(moe.shared, moe.shared.forward)
         moe.forward = torch.compiler.disable(moe.forward)

@@ -38,6 +38,13 @@ MIXED = ((16, 32), (96, 96), (384, 128))  # tokens and width of chains of differ
 UPDATES = ((16, 64), (16, 16384))
 SELECTED_FROM = 2**20  # elements, of which a top-k keeps one in a hundred
 GPU_PRODUCTS = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 8192))
+# m, n, k, and whether sums keep fewer bits, as in forward (torch's use_fast_accum)
+FP8_PRODUCTS = (
+    (8192, 8192, 8192, True),
+    (16384, 8192, 2048, True),
+    (16384, 2048, 8192, False),
+    (8192, 2048, 16384, False),
+)
 GPU_ATTENTIONS = ((32, 16, 1024, 128), (2, 16, 4096, 128), (1, 16, 8192, 64))
 GPU_UPDATES = ((16, 2**16), (4, 2**26))
 GPU_COPIES = (2**20, 2**26, 2**30)
@@ -71,7 +78,8 @@ def measure_device(
         seconds = {k: v / case.repeats for k, v in took.as_dict().items() if k.endswith("_s")}
         counts = {"samples": took.samples, "calls": took.calls}
         work, unit = amount_of_work(case)
-        point = {"kind": case.kind, "dtype": dtype, "shape": dict(case.shape), "work": work, "unit": unit, "rank": rank}
+        point = {"kind": case.kind, "dtype": "fp8" if case.kind == "fp8-gemm" else dtype, "shape": dict(case.shape)}
+        point |= {"work": work, "unit": unit, "rank": rank}
         out.append(DevicePoint(**seconds, **counts, **point))
     return out
 
@@ -101,7 +109,7 @@ def amount_of_work(case: Case) -> tuple[float, str]:
     s = case.shape
     if case.kind == "linear":
         return 6.0 * s["m"] * s["n"] * s["k"], "FLOP"
-    if case.kind == "gemm":
+    if case.kind in ("gemm", "fp8-gemm"):
         return 2.0 * s["m"] * s["n"] * s["k"], "FLOP"
     if case.kind in (
         "attention",
@@ -379,12 +387,17 @@ def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         a, b = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
         out = torch.empty(m, n, dtype=dtype, device=device)
         yield Case("gemm", {"m": m, "n": n, "k": k}, 1, partial(torch.mm, a, b.t(), out=out))
+    for m, n, k, fast in FP8_PRODUCTS:
+        product = fp8_product_call(device, m, n, k, fast)
+        if works(product):
+            yield Case("fp8-gemm", {"m": m, "n": n, "k": k}, 1, product)
     for batch, heads, seq, width in GPU_ATTENTIONS:
         shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
         attention = attention_call(dtype, batch, heads, seq, width, device)
         yield Case("attention", shape, 2, partial(with_kernel, attention, SDPBackend.FLASH_ATTENTION))
-        if supports(attention, SDPBackend.CUDNN_ATTENTION):
-            yield Case("fused-attention", shape, 2, partial(with_kernel, attention, SDPBackend.CUDNN_ATTENTION))
+        fused = partial(with_kernel, attention, SDPBackend.CUDNN_ATTENTION)
+        if works(fused):
+            yield Case("fused-attention", shape, 2, fused)
     for size in GPU_COPIES:
         source = torch.empty(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
@@ -400,17 +413,24 @@ def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield Case("launch", {}, 1, lambda: little.add_(1.0))
 
 
+def fp8_product_call(device: str, m: int, n: int, k: int, fast: bool) -> Call:
+    """A product of E4M3 operands with a scale per tensor. `torch._scaled_mm` is a private name, and torch's only fp8 product in 2.11."""
+    a, b = (torch.randn(rows, k, device=device).to(torch.float8_e4m3fn) for rows in (m, n))
+    one = torch.ones((), device=device)
+    return partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
 def with_kernel(call: Call, kernel: SDPBackend) -> None:
     with sdpa_kernel(kernel):
         call()
 
 
-def supports(call: Call, kernel: SDPBackend) -> bool:
-    """Whether an attention kernel computes these shapes on this device."""
+def works(call: Call) -> bool:
+    """Whether this device has a kernel for a call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says at length why a kernel does not support the shapes
         try:
-            with_kernel(call, kernel)
-        except RuntimeError:  # "No available kernel"
+            call()
+        except (RuntimeError, AttributeError):  # "No available kernel"; a torch without fp8 products
             return False
     return True

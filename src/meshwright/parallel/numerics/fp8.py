@@ -190,26 +190,25 @@ def both_ways(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return units, transposed((units, scale))[0], scale
 
 
+def all_both_ways(weights: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    return [both_ways(weight) for weight in weights]
+
+
 @cache
-def _in_one_kernel() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """`both_ways`, compiled: one pass for the maximum and one for both results, instead of seven."""
-    return torch.compile(both_ways, dynamic=False)
+def _in_few_kernels() -> Callable[[list[torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """`all_both_ways`, compiled: one pass over a weight for the maximum and one for both results, instead of seven. One call quantises all
+    weights of a layer, because a call costs the host more time than a weight costs the GPU."""
+    return torch.compile(all_both_ways, dynamic=False)
 
 
 class Fp8Product:
-    """The product of one linear layer, called with its weight. With `keeps` it uses the weight as `refresh` last quantised it."""
+    """The product of one linear layer, called with its weight. With `keeps` it uses the weight as `quantise_weights` left it."""
 
     def __init__(self, groups: Sequence[ProcessGroup], keeps: bool) -> None:
         self.groups, self.keeps = groups, keeps
         self.units: torch.Tensor | None = None
         self.units_t: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
-
-    @torch.no_grad()
-    def refresh(self, weight: torch.Tensor) -> None:
-        if not self.keeps:
-            return
-        self.units, self.units_t, self.scale = (_in_one_kernel() if weight.is_cuda else both_ways)(weight)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.units is None or self.scale is None:
@@ -227,8 +226,20 @@ def enable_fp8(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = ()
         part.product = Fp8Product(groups, keeps and not groups)
 
 
-def quantise_weights(modules: Iterable[nn.Module]) -> None:
+@torch.no_grad()
+def quantise_weights(stages: Iterable[nn.Module]) -> None:
     """Quantise the weights that layers use until the next call."""
-    for part in [part for module in modules for part in module.modules() if isinstance(part, Linear)]:
-        if isinstance(part.product, Fp8Product):
-            part.product.refresh(part.weight)
+    for layer in (layer for stage in stages for layer in layers_of(stage)):
+        parts = [part for part in layer.modules() if isinstance(part, Linear)]
+        parts = [part for part in parts if isinstance(part.product, Fp8Product) and part.product.keeps]
+        if not parts:
+            continue
+        weights = [part.weight for part in parts]
+        quantised = (_in_few_kernels() if weights[0].is_cuda else all_both_ways)(weights)
+        for part, found in zip(parts, quantised, strict=True):
+            part.product.units, part.product.units_t, part.product.scale = found
+
+
+def layers_of(stage: nn.Module) -> list[nn.Module]:
+    layers = getattr(stage, "layers", None)
+    return list(layers.values()) if isinstance(layers, nn.ModuleDict) else [stage]

@@ -126,9 +126,10 @@ def bandwidth(config: Config) -> float:
 def floor_of(config: Config, op: Op) -> float:
     """Seconds that one occurrence takes at the best rate of the device."""
     device = config.cluster.accelerator
-    eff, peak = device.efficiency, device.peak_for(op.dtype or config.workload.precision)
+    dtype = op.dtype or config.workload.precision
+    eff, peak = device.efficiency, device.peak_for(dtype)
     if op.kind == "gemm":
-        return float(np.max(op.flops)) / (eff.gemm * peak)
+        return float(np.max(op.flops)) / (eff.products(dtype) * peak)
     if op.kind == "attention":
         return float(np.max(op.flops)) / ((eff.fused if config.stack.attention == "fused" else eff.flash) * peak)
     return float(np.max(op.bytes)) / bandwidth(config)
