@@ -46,6 +46,10 @@ class Sums:
     weighted: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = weighted_sum
     weighted_backward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = weighted_sum_backward
 
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        return self.of_copies, self.weighted, self.weighted_backward
+
 
 @dataclass
 class Copies:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ def compile_layer(layer: Any, geometry: Any) -> None:
         moe, experts = layer.moe, layer.moe.experts
         name = "product" if experts.gated else "activation"
         setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, dynamic=True, backend=BACKEND))
-        moe.sums = Sums(**{f.name: torch.compile(f.default, fullgraph=True, backend=BACKEND) for f in fields(Sums)})
+        moe.sums = Sums(*(torch.compile(f, fullgraph=True, backend=BACKEND) for f in Sums().functions))
         if moe.shared is not None:
             moe.shared.forward = compiled_part(moe.shared, moe.shared.forward)
         moe.forward = torch.compiler.disable(moe.forward)

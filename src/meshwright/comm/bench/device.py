@@ -78,8 +78,15 @@ def measure_device(
         seconds = {k: v / case.repeats for k, v in took.as_dict().items() if k.endswith("_s")}
         counts = {"samples": took.samples, "calls": took.calls}
         work, unit = amount_of_work(case)
-        point = {"kind": case.kind, "dtype": "fp8" if case.kind == "fp8-gemm" else dtype, "shape": dict(case.shape)}
-        point |= {"work": work, "unit": unit, "rank": rank}
+        precision = "fp8" if case.kind == "fp8-gemm" else dtype
+        point = {
+            "kind": case.kind,
+            "dtype": precision,
+            "shape": dict(case.shape),
+            "work": work,
+            "unit": unit,
+            "rank": rank,
+        }
         out.append(DevicePoint(**seconds, **counts, **point))
     return out
 

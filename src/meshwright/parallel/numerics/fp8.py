@@ -230,14 +230,13 @@ def enable_fp8(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = ()
 def quantise_weights(stages: Iterable[nn.Module]) -> None:
     """Quantise the weights that layers use until the next call."""
     for layer in (layer for stage in stages for layer in layers_of(stage)):
-        parts = [part for part in layer.modules() if isinstance(part, Linear)]
-        parts = [part for part in parts if isinstance(part.product, Fp8Product) and part.product.keeps]
-        if not parts:
-            continue
-        weights = [part.weight for part in parts]
-        quantised = (_in_few_kernels() if weights[0].is_cuda else all_both_ways)(weights)
-        for part, found in zip(parts, quantised, strict=True):
-            part.product.units, part.product.units_t, part.product.scale = found
+        linears = [part for part in layer.modules() if isinstance(part, Linear)]
+        kept = [(p.product, p.weight) for p in linears if isinstance(p.product, Fp8Product) and p.product.keeps]
+        if kept:
+            weights = [weight for _, weight in kept]
+            quantised = (_in_few_kernels() if weights[0].is_cuda else all_both_ways)(weights)
+            for (layer_product, _), found in zip(kept, quantised, strict=True):
+                layer_product.units, layer_product.units_t, layer_product.scale = found
 
 
 def layers_of(stage: nn.Module) -> list[nn.Module]:
