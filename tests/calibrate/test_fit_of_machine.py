@@ -110,19 +110,19 @@ def test_points_without_one_of_the_kinds_of_units_are_fitted_without_units() -> 
     assert device_fit.fit_device([*synthetic(), *units]).unit_hooks == 0
 
 
-def test_operations_in_mixed_order_raise_the_constants() -> None:
-    """Twice the host's seconds in chains of different operations are twice the host's seconds in a prediction."""
+def test_whole_layers_raise_the_constants() -> None:
+    """Twice the host's seconds in whole layers are twice the host's seconds in a prediction."""
     plain = device_fit.fit_device(synthetic())
     constants = device_fit.Single(**{name: TRUE[field] for name, field in (
         ("launch", "launch"), ("byte", "byte"), ("exponential", "exponential"), ("product", "product_launch"), ("flop", "flop"),
         ("attention", "attention_launch"), ("attention_flop", "attention_flop"))})  # fmt: skip
     chains = []
     for tokens, width in ((16.0, 32.0), (96.0, 96.0), (384.0, 128.0)):
-        shape = {"tokens": tokens, "width": width}
+        shape = {"tokens": tokens, "width": width, "sequences": 2.0}
         host, work = (
-            sum(x) for x in zip(*map(constants.seconds, device_fit.lowered(point("mixed", shape))), strict=True)
+            sum(x) for x in zip(*map(constants.seconds, device_fit.lowered(point("layer", shape))), strict=True)
         )
-        chains.append(point("mixed", shape, 2.0 * host + 1.5 * work))
+        chains.append(point("layer", shape, 2.0 * host + 1.5 * work))
     slow = device_fit.fit_device([*synthetic(), *chains])
     assert slow.launch == pytest.approx(2.0 * plain.launch, rel=0.02)
     assert slow.product_launch == pytest.approx(2.0 * plain.product_launch, rel=0.02)

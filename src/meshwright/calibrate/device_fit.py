@@ -13,7 +13,8 @@ The fits go part by part, each with the constants of the part before, weighted b
     attention                                   → attention_launch, rate of attention
     attention in tiles of torch operators       → tile_launch
     top-k                                       → selection
-    different operations in one chain           → factors on all of these: caches hold what other operations left
+    whole layers                                → factors on all of these: caches hold what other operations left, and modules and
+                                                  views take the host's time
     optimizer; ZeRO units                       → update_launch, update_byte, unit_launch, unit_hooks
 
 An update has a separate rate: it works in place, while other operators allocate their results.
@@ -28,12 +29,14 @@ import numpy as np
 
 from meshwright.calibrate.points import DevicePoint
 from meshwright.describe.catalog import load
+from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower import attention_tiles, ends, sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.op import Op
+from meshwright.lower.step import step_program
 
 STACK, MODEL = "gloo-cpu", "nano"
 PARTS = ("norm", "activation", "residual", "rotation", "loss")
@@ -83,8 +86,8 @@ def lowered(point: DevicePoint) -> list[Op]:
     elif point.kind == "attention":
         low = _lowering(int(s["seq"]), int(s["heads"] * s["width"]), int(s["heads"]), int(s["batch"]))
         low.core(s["heads"])
-    elif point.kind == "mixed":
-        low = _mixed(int(s["tokens"]), int(s["width"]))
+    elif point.kind == "layer":
+        return layer_ops(int(s["width"]), int(s["tokens"] // s["sequences"]), int(s["sequences"]))
     elif point.kind == "tile":
         launches = {"F": s["operators"], "I": 0.0}
         phases = attention_tiles.tile_ops(s["batch"] * s["heads"], s["seq"], s["seq"], s["width"], s["width"], launches)
@@ -119,20 +122,19 @@ def _lowering(seq: int, width: int, heads: int = 1, batch: int = 1) -> LayerLowe
     return LayerLowering(made, model.blocks["dense"], 4.0, {})
 
 
-def _mixed(tokens: int, width: int) -> LayerLowering:
-    """One round of `comm.bench.device.mixed_call`."""
-    low = _lowering(tokens, 2 * width, 2 * width // 16)
-    size = tokens * width * low.element
-    low.norm("norm", width)
-    low.gemm("widen", "ffn", float(tokens), 2.0 * width, float(width))
-    low.rotate(4 * size)
-    low.residual("rotated")  # twice as wide: the sum of queries and keys, and the residual
-    low.residual("residual-1")
-    low.core(2 * width / 16)
-    low.gemm("narrow", "ffn", float(tokens), float(width), 2.0 * width)
-    low.activation("ffn", size)
-    low.residual("residual-2")
-    return low
+def layer_model(width: int, seq: int) -> Model:
+    """The model whose layers `comm.bench.layers` runs: heads of 16, half as many of keys and values, FFN twice as wide."""
+    heads = width // 16
+    sizes = {"hidden": width, "heads": heads, "kv_heads": max(1, heads // 2), "ffn": 2 * width}
+    return load("models", MODEL).but(**sizes, max_positions=seq)
+
+
+def layer_ops(width: int, seq: int, batch: int) -> list[Op]:
+    """The operations of one layer, forward and backward, as `train` runs it on one CPU process."""
+    workload = Workload(batch=batch, seq=seq, precision="fp32")
+    plan = Plan(microbatch=batch, param_dtype="fp32", master=False)
+    program = step_program(layer_model(width, seq), plan, workload, load("stacks", STACK))
+    return [op for phase in ("F", "I", "W") for op in program.blocks["dense", phase]]
 
 
 def features(point: DevicePoint) -> Features:
@@ -171,8 +173,8 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
     single = Single(launch, byte, exponential, product, flop, attention, attention_flop)
     factors = {part: two_factors(by_kind.get(part, []), single) for part in PARTS}
     single = single._replace(factors=factors)
-    host, device = two_factors(by_kind.get("mixed", []), single)
-    residuals["mixed"] = max(abs(host - 1), abs(device - 1))
+    host, device = two_factors(by_kind.get("layer", []), single)
+    residuals["layer"] = max(abs(host - 1), abs(device - 1))
     tile = launch
     if "tile" in by_kind:
         (tile,) = solve(("tile",), ("launches",), {"flops": flop, "bytes": byte, "exponentials": exponential})
@@ -228,8 +230,9 @@ class Single(NamedTuple):
 
 
 def two_factors(points: Sequence[DevicePoint], single: Single) -> tuple[float, float]:
-    """How much longer than `single` says the host, and arithmetic and memory, take in these points: 1 without points. Of a chain of
-    different operations it is what caches cost: a chain of one operation keeps its code and its data there, a training step does not.
+    """How much longer than `single` says the host, and arithmetic and memory, take in these points: 1 without points. Of whole
+    layers it is what caches cost (a chain of one operation keeps its code and its data there, a training step does not), and what modules and
+    views cost.
 
     Both factors are pulled weakly towards 1, since few points determine them."""
     if not points:

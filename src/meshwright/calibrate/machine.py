@@ -22,7 +22,7 @@ from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Effic
 from meshwright.describe.stack import Stack
 from meshwright.programs.collectives.formulas import FORMULAS, Shape, Terms
 
-VERSION = 6  # raised whenever what is measured changes: a cached calibration of another version is measured anew
+VERSION = 7  # raised whenever what is measured changes: a cached calibration of another version is measured anew
 MEASURED = "measured on this machine"
 IDLE_SHARE = 0.10  # a machine is idle if other processes use less than this share of its cores
 ACCELERATOR = "cpu"

@@ -1,8 +1,8 @@
-"""What a collective costs in a layer, where ranks share cores and caches: seconds added to a fixed chain of operations.
+"""What a collective costs in a layer, where ranks share cores and caches: seconds added to a layer of fixed sizes.
 
 A collective timed in a loop without computation is too fast to predict a training step. In a step every rank computes about a millisecond
 between two collectives: its partner arrives late, a waiting rank must be woken, and returns to a core whose caches hold another rank's
-data. So each rank runs the same chain of layers, forward and backward (`device.mixed_call`),
+data. So each rank runs the same layer, forward and backward (`layers`),
 
     without anything between its operations          seconds₀
     with an autograd function that does nothing      seconds₁     seconds₁ − seconds₀ : what the function costs
@@ -29,13 +29,12 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.calibrate.machine import SIZES, AddedTime
 from meshwright.comm.bench.backends import BACKENDS, Adapter, do_nothing, rounded
-from meshwright.comm.bench.device import mixed_call, unchanged
+from meshwright.comm.bench.layers import CALLS_PER_LAYER, layers_call, unchanged
 
-TOKENS, WIDTH, SEQUENCES = 256, 64, 4  # of the chain: about a millisecond of a slow core between two collectives
-ROUNDS = 2  # of the chain, with two collectives each
-PASSES = 2  # over the chain, in one loop
+TOKENS, WIDTH, SEQUENCES = 128, 96, 2  # of a layer: about a millisecond of a slow core between two collectives
+PASSES = 2  # of the layer, in one loop
 LOOPS = 3  # their median counts
-REPEATS = 3  # in each loop, of the chain without collectives: a function takes 1% of it
+REPEATS = 3  # in each loop, of the layer without collectives: a function takes 1% of it
 SHORTEST_S = 1e-6  # what a collective adds at least
 OVERLAP_BYTES = 4 * 2**20
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point")
@@ -68,8 +67,8 @@ Layers = Callable[[Call | None], Call]
 
 
 def fixed_layers() -> Layers:
-    """A chain of layers, forward and backward, with a call in autograd functions between its operations, or without functions."""
-    run = mixed_call(torch.float32, TOKENS, WIDTH, ROUNDS, SEQUENCES)
+    """A layer, forward and backward, with a call in autograd functions between its parts, or without functions."""
+    run = layers_call(torch.float32, TOKENS, WIDTH, SEQUENCES)
 
     def layers(call: Call | None) -> Call:
         def between(x: torch.Tensor, in_backward: bool) -> torch.Tensor:
@@ -114,7 +113,7 @@ def measure_collectives(rank: int, world: int, backend: str = "gloo") -> tuple[l
 def added_times(layers: Layers, adapter: Adapter, rank: int) -> tuple[list[AddedTime], float]:
     """What one collective of each kind and size adds in a layer, and what the function around it takes. A transfer between two ranks
     counts one way."""
-    ranks, count = len(adapter.ranks), 2 * ROUNDS * PASSES
+    ranks, count = len(adapter.ranks), CALLS_PER_LAYER * PASSES
     operations = [x for x in OPERATIONS if ranks == 2 or x != "point-to-point"]
     cases = [(operation, rounded(size, ranks)) for operation in operations for size in SIZES]
     calls = [call_of(adapter, operation, size, rank) for operation, size in cases]

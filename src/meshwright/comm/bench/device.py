@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.calibrate.points import DevicePoint, Timed
+from meshwright.comm.bench.layers import layers_call, unchanged
 from meshwright.comm.bench.timing import LEAST_SAMPLES, MOST_SAMPLES, Synchronization, measure, timed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -34,7 +35,7 @@ PARTS = ("norm", "activation", "residual", "rotation", "loss")
 LINEARS = ((64, 32, 32), (64, 64, 64), (256, 64, 64), (256, 64, 192), (128, 64, 512), (512, 256, 256), (256, 512, 512))
 ATTENTIONS = ((1, 1, 8, 8), (2, 4, 64, 16), (1, 4, 256, 16), (1, 4, 128, 64))
 TILES = ((2, 2, 8, 8), (4, 4, 16, 16))
-MIXED = ((16, 32), (96, 96), (384, 128))  # tokens and width of chains of different operations
+LAYERS = ((32, 32, 1), (160, 48, 5), (192, 96, 3), (384, 128, 2))  # tokens, width and sequences of whole layers
 UPDATES = ((16, 64), (16, 16384))
 SELECTED_FROM = 2**20  # elements, of which a top-k keeps one in a hundred
 GPU_PRODUCTS = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 8192))
@@ -145,9 +146,10 @@ def cpu_cases(dtype: torch.dtype) -> Iterator[Case]:
     for batch, heads, seq, width in ATTENTIONS:
         shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
         yield Case("attention", shape, 2, attention_call(dtype, batch, heads, seq, width))
-    for tokens, width in MIXED:
-        mixed = partial(mixed_call(dtype, tokens, width), unchanged)
-        yield Case("mixed", {"tokens": float(tokens), "width": float(width)}, CHAIN, mixed)
+    for tokens, width, sequences in LAYERS:
+        layers = partial(layers_call(dtype, tokens, width, sequences, CHAIN), unchanged)
+        sizes = {"tokens": float(tokens), "width": float(width), "sequences": float(sequences)}
+        yield Case("layer", sizes, CHAIN, layers)
     for batch, heads, seq, width in TILES:
         tile = tile_call(dtype, batch, heads, seq, width)
         sizes = {"batch": float(batch), "heads": float(heads), "seq": float(seq), "width": float(width)}
@@ -221,50 +223,6 @@ def linear_call(dtype: torch.dtype, m: int, n: int, k: int, chain: int = CHAIN) 
         y = x
         for layer in layers:
             y = layer(y)
-        y.backward(start)
-
-    return run
-
-
-class Between(Protocol):
-    """What `mixed_call` does between two operations: in the forward of the given tensor, or in its backward."""
-
-    def __call__(self, x: torch.Tensor, in_backward: bool) -> torch.Tensor: ...
-
-
-def unchanged(x: torch.Tensor, in_backward: bool) -> torch.Tensor:
-    return x
-
-
-def mixed_call(
-    dtype: torch.dtype, tokens: int, width: int, chain: int = CHAIN, sequences: int = 1
-) -> Callable[[Between], None]:
-    """Forward and backward of a chain in which no operation follows itself: each finds caches, and branches of the processor, that other
-    operations have used, and weights that nothing has read since the last call. One round is
-
-        norm · linear to 2·width · rotation of heads of 16 · residual · attention of heads of 16 · linear back · SiLU and product · residual
-
-    The call gets what happens before the first linear layer (in backward) and after the second (in forward), where tensor parallelism
-    communicates.
-    """
-    shape = (sequences, tokens // sequences, width)
-    x = torch.randn(shape, dtype=dtype, requires_grad=True)
-    start = torch.randn(shape, dtype=dtype)
-    norms = [nn.RMSNorm(width, dtype=dtype) for _ in range(chain)]
-    widen = [nn.Linear(width, 2 * width, bias=False, dtype=dtype) for _ in range(chain)]
-    narrow = [nn.Linear(2 * width, width, bias=False, dtype=dtype) for _ in range(chain)]
-    for layer in (*widen, *narrow):
-        layer.weight.grad = torch.zeros_like(layer.weight)
-    rotate = _rotation(tokens, 2 * width, dtype)
-
-    def run(between: Between) -> None:
-        y = x
-        for norm, first, second in zip(norms, widen, narrow, strict=True):
-            z = first(between(norm(y), in_backward=True))
-            heads = (rotate(z) + z).unflatten(-1, (-1, 16)).transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-            back = between(second(mixed.transpose(1, 2).flatten(2)), in_backward=False)
-            y = y + F.silu(back) * back
         y.backward(start)
 
     return run
