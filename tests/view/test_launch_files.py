@@ -265,6 +265,7 @@ CHANGES = {
     "nanotron": ("plan.recompute=full",),
     "automodel": ("plan.zero=3", "plan.recompute=full"),
     "axolotl": ("plan.pp=1", "plan.shard=8", "plan.sp=false", "plan.recompute=full", "plan.zero=3", "workload.batch=8"),
+    "accelerate": ("plan.pp=1", "plan.shard=8", "plan.sp=false", "plan.recompute=full", "plan.zero=3"),
     "megatron-bridge": (),
 }
 
@@ -272,7 +273,7 @@ CHANGES = {
 def words_of(job: Job) -> list[str]:
     """The words after torchrun's own in a launch file, as its shell builds them; the settings are written on the way."""
     lines = LAUNCHERS["torchrun"].write(job).splitlines()
-    assert lines[-1].startswith("exec torchrun")
+    assert lines[-1].startswith(("exec torchrun", "exec accelerate launch"))
     script = "\n".join([*lines[:-1], "printf '%s\\n' \"${words[@]}\""])
     done = subprocess.run(
         ["bash", "-c", script],
@@ -294,7 +295,7 @@ def test_a_launch_file_holds_the_settings_of_the_plan(name, tmp_path) -> None:
     if job.program.file:
         settings, _ = parse(Path(job.folder, job.program.file))
         assert detect(settings, False) is framework
-        assert words[-1] == str(Path(job.folder, job.program.file))
+        assert words[-1] == str(Path(job.folder, job.program.file)) or name == "accelerate"
         assert [p.name for p in Path(job.folder).iterdir()] == [job.program.file]
     elif name == "megatron-bridge":
         assert words[1:3] == ["--recipe", "llama3_70b_pretrain_config"]
@@ -326,6 +327,42 @@ def test_the_other_launchers_write_the_settings_too(tmp_path) -> None:
     ):
         check_shell(script)
         assert f"{job.program.settings.rstrip()}\nEND_OF_SETTINGS\n" in script
+
+
+def test_accelerate_starts_its_ranks_itself(tmp_path) -> None:
+    """In every launch file: its settings, the hosts, the processes of all hosts, and the place where they meet."""
+    job = job_of(LARGE, *CHANGES["accelerate"], framework="accelerate", folder=str(tmp_path / "a run"))
+    runtime, _ = yaml.safe_load_all(LAUNCHERS["kubernetes"].write(job))
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    variables = {
+        "torchrun": {"HEAD": "n1"},
+        "kubernetes": {"PET_NODE_RANK": "3", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "29500"},
+        "skypilot": {"SKYPILOT_NODE_IPS": "n1\nn2", "SKYPILOT_NODE_RANK": "3"},
+    }
+    scripts = {
+        "torchrun": LAUNCHERS["torchrun"].write(job),
+        "kubernetes": pod["containers"][0]["args"][0],
+        "skypilot": yaml.safe_load(LAUNCHERS["skypilot"].write(job))["run"],
+    }
+    settings = str(Path(job.folder, "settings.yaml"))
+    for name, script in scripts.items():
+        shown = subprocess.run(
+            ["bash", "-c", script.replace("exec accelerate", "printf '%s\\n'")],
+            env={**os.environ, **variables[name]},
+            text=True,
+            capture_output=True,
+            timeout=20,
+            check=True,
+        ).stdout.splitlines()
+        given = dict(zip(shown[1:-1:2], shown[2:-1:2], strict=True))
+        assert (shown[0], shown[-1]) == ("launch", "train.py")
+        assert (given["--config_file"], given["--num_machines"], given["--num_processes"]) == (settings, "8", "64")
+        assert (given["--main_process_ip"], given["--main_process_port"]) == ("n1", "29500")
+        assert given.get("--machine_rank", given.get("--rdzv_backend")) == ("c10d" if name == "torchrun" else "3")
+    slurm = LAUNCHERS["slurm"].write(job)
+    check_shell(slurm)
+    assert "accelerate launch --config_file" in slurm
+    assert '--main_process_ip "$head" --main_process_port "$port" --max_restarts 0' in slurm
 
 
 def test_flags_of_megatron_include_what_is_not_a_size() -> None:

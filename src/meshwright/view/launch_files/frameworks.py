@@ -6,6 +6,7 @@
     nanotron             run_train.py --config-file FILE
     NeMo Automodel       -m nemo_automodel.cli.app FILE
     axolotl              -m axolotl.cli.train FILE
+    accelerate           YOUR-SCRIPT, after `accelerate launch --config_file FILE` in place of torchrun
     Megatron-Bridge      run_recipe.py --recipe NAME KEY=VALUE …         a recipe of the model, with the settings of the plan
 
 A launch file must start the plan and nothing else, so a plan that the settings cannot express is an error here; `plan --write` writes such
@@ -25,7 +26,7 @@ from meshwright.interop.frameworks import FRAMEWORKS, find
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.write import settings_of, text_of
 from meshwright.view.launch_files import megatron
-from meshwright.view.launch_files.program import OURS, Program, our_program
+from meshwright.view.launch_files.program import OURS, SCRIPT, Program, our_program
 
 # torchtitan's name and flavor of the models of the catalog that it has; its settings cannot state another shape.
 TORCHTITAN_MODELS = {
@@ -43,7 +44,10 @@ BRIDGE_RECIPES = {
 # Settings of the plan's file that state the shape of the model, which a recipe of Megatron-Bridge has already.
 BRIDGE_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 # Fields that a framework's settings leave to the training script or to its own data and model sections.
-SCRIPT_FIELDS: dict[str, tuple[str, ...]] = {"deepspeed": ("workload.seq", "plan.recompute", "plan.reshard")}
+SCRIPT_FIELDS: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("workload.seq", "plan.recompute", "plan.reshard"),
+    "accelerate": ("workload.batch", "workload.seq", "workload.optimizer", "plan.microbatch"),
+}
 
 
 def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> Program:
@@ -90,12 +94,12 @@ def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> Progra
     }
     recompute = "on" if plan_.recompute == "full" else "off"
     notes = (
-        "train.py is yours: it builds the model and the data and calls deepspeed.initialize with the arguments --deepspeed_config names.",
+        f"{SCRIPT} is yours: it builds the model and the data and calls deepspeed.initialize with the arguments --deepspeed_config names.",
         f"In it: sequences of {config.workload.seq} tokens, activation checkpointing {recompute}, a checkpoint in {folder}/checkpoints every "
         f"{save_every} steps, and load_checkpoint at its start.",
     )
     return with_file(
-        FRAMEWORKS["deepspeed"], config, folder, more, ("train.py", "--deepspeed", "--deepspeed_config"), notes
+        FRAMEWORKS["deepspeed"], config, folder, more, (SCRIPT, "--deepspeed", "--deepspeed_config"), notes
     )
 
 
@@ -144,6 +148,25 @@ def axolotl(config: Config, plan: str, folder: str, save_every: int) -> Program:
     }
     notes = ("Add base_model and datasets: a plan does not have them.",)
     return with_file(FRAMEWORKS["axolotl"], config, folder, more, ("-m", "axolotl.cli.train"), notes)
+
+
+def accelerate(config: Config, plan: str, folder: str, save_every: int) -> Program:
+    """A YAML file for `accelerate launch`, which starts a training script of the reader's in place of torchrun."""
+    plan_, work = config.plan, config.workload
+    more: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "main_training_function": "main",
+        "use_cpu": config.cluster.accelerator.name == "cpu",
+    }
+    steps = max(1, work.batch // (plan_.microbatch * plan_.dp))
+    notes = (
+        f"{SCRIPT} is yours: it builds the model and the data, and prepares them with accelerate.Accelerator.",
+        f"In it: Accelerator(gradient_accumulation_steps={steps}), a micro-batch of {plan_.microbatch} × {work.seq} tokens on each "
+        f"data-parallel rank, {work.optimizer} with a learning rate of {config.optimizer.learning_rate:g}, save_state in {folder}/checkpoints "
+        f"every {save_every} steps, and load_state at its start.",
+    )
+    program = with_file(FRAMEWORKS["accelerate"], config, folder, more, (SCRIPT,), notes)
+    return replace(program, begin=(SCRIPT,), agent="accelerate")
 
 
 def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> Program:
@@ -210,6 +233,7 @@ PROGRAMS: dict[str, Callable[[Config, str, str, int], Program]] = {
     "nanotron": nanotron,
     "automodel": automodel,
     "axolotl": axolotl,
+    "accelerate": accelerate,
     "megatron-bridge": megatron_bridge,
 }
 

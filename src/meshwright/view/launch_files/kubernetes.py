@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from meshwright.view.launch_files import agent
 from meshwright.view.launch_files.job import Job, comment
 from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
@@ -84,7 +85,10 @@ spec:
 
 def container_script(job: Job) -> str:
     """What the container runs; every pod evaluates it before any rank has started."""
-    lines = ["set -euo pipefail", *write_settings(job), choose_words(job), 'exec torchrun "${words[@]}"']
+    start = "torchrun"  # it reads the controller's variables itself
+    if job.program.agent != agent.TORCHRUN:
+        start = f"{agent.command(job)} {agent.numbered(job, '$PET_NODE_RANK', '$PET_MASTER_ADDR', '$PET_MASTER_PORT')}"
+    lines = ["set -euo pipefail", *write_settings(job), choose_words(job), f'exec {start} "${{words[@]}}"']
     return "\n".join(lines)
 
 

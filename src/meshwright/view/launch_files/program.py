@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from meshwright.describe.config import Config
 
 OURS = "meshwright"
+SCRIPT = "train.py"  # the reader's, for frameworks that are a library
 
 
 @dataclass(frozen=True)
 class Program:
-    """The words after `torchrun` that begin a run and that continue it.
+    """The words after `torchrun`, or another agent, that begin a run and that continue it.
 
     `proceed` is empty for a framework that looks for checkpoints each time it starts: the same words do both. `saves_on` is
     the signal upon which every rank saves a checkpoint and ends; empty if there is none. `file` and `settings` are a settings file, which the
@@ -31,7 +32,13 @@ class Program:
     settings: str = ""
     notes: tuple[str, ...] = ()
     install: str = "meshwright[train]"
+    agent: str = "torchrun"  # the command that starts the ranks of a host (`agent.command`)
     variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # environment: name → value and reason
+
+    @property
+    def reads_checkpoints(self) -> str:
+        """Who looks for checkpoints at the start: the framework, or a script of the reader's."""
+        return SCRIPT if SCRIPT in self.begin else self.framework
 
     @property
     def is_ours(self) -> bool:

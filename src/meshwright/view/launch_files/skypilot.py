@@ -1,7 +1,8 @@
-"""A task for SkyPilot: a cloud with the accelerators is found, and torchrun is started on every node."""
+"""A task for SkyPilot: a cloud with the accelerators is found, and the agent is started on every node."""
 
 from __future__ import annotations
 
+from meshwright.view.launch_files import agent
 from meshwright.view.launch_files.job import PORT, Job, comment
 from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
@@ -79,7 +80,7 @@ def run_script(job: Job) -> str:
             choose_words(job),
             "# The agents meet at the first node; SKYPILOT_NODE_RANK numbers the nodes in the same order.",
             'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-            f'exec torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node} --node-rank "$SKYPILOT_NODE_RANK" \\',
-            f'  --master-addr "$head" --master-port {PORT} "${{words[@]}}"',
+            f"exec {agent.command(job)} \\",
+            f'  {agent.numbered(job, "$SKYPILOT_NODE_RANK", "$head", str(PORT))} "${{words[@]}}"',
         )
     )

@@ -2,11 +2,12 @@
 
 Our trainer reads Slurm's variables (`training.launch.placement`), so one task is one rank: the address is the first host of the step, the
 port follows from the job's number, and a signal of Slurm reaches every rank. Other frameworks read torchrun's variables, so one task per node is
-torchrun.
+torchrun, or accelerate's agent.
 """
 
 from __future__ import annotations
 
+from meshwright.view.launch_files import agent
 from meshwright.view.launch_files.job import PORT, SAVE_BEFORE_END, Job, comment
 from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
@@ -38,7 +39,7 @@ def write(job: Job) -> str:
         parts += [INTERFACE, ""]
     if not job.program.is_ours:
         parts += [
-            "# torchrun's agents meet at the first node of the job. The port follows from the job's number, so that two jobs do not meet.",
+            "# The agents meet at the first node of the job. The port follows from the job's number, so that two jobs do not meet.",
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"port=$(({PORT} + SLURM_JOB_ID % 10000))",
             "",
@@ -51,7 +52,7 @@ def directives(job: Job) -> str:
     """The #SBATCH lines, each with its reason."""
     ours = job.program.is_ours
     tasks = job.per_node if ours else 1
-    per = "one task is one rank" if ours else "one task is one torchrun agent"
+    per = "one task is one rank" if ours else "one task is the agent of a node"
     lines = [
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --nodes={job.nodes}",
@@ -95,9 +96,11 @@ def attempts(job: Job) -> str:
         body = f'srun --kill-on-bad-exit=1 {shell}python "${{words[@]}}"'
         why = "# Each attempt starts all ranks; --kill-on-bad-exit ends the others as soon as one fails, so that none waits for it."
     else:
-        agent = f'torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node} --rdzv-backend c10d --rdzv-endpoint "$head:$port"'
-        body = f'srun --kill-on-bad-exit=1 {shell}{agent} --rdzv-id "$SLURM_JOB_ID" --max-restarts 0 "${{words[@]}}"'
-        why = "# Each attempt starts the agents; torchrun restarts nothing itself, so that failures are counted here only."
+        meet = agent.meeting(job, "$head", "$port", '"$SLURM_JOB_ID"')
+        body = f'srun --kill-on-bad-exit=1 {shell}{agent.command(job)} {meet} {agent.restarts(job, 0)} "${{words[@]}}"'
+        why = (
+            "# Each attempt starts the agents; they restart nothing themselves, so that failures are counted here only."
+        )
     inner = "\n".join(f"    {line}" for line in choose_words(job).splitlines())
     lines = [
         why,

@@ -1,14 +1,15 @@
-"""A shell script that starts torchrun; the same on every node."""
+"""A shell script that starts torchrun, or the framework's own agent; the same on every node."""
 
 from __future__ import annotations
 
 import shlex
 
+from meshwright.view.launch_files import agent
 from meshwright.view.launch_files.job import PORT, Job, comment
 
 LONGEST_LINE = 140
 FAILURES = """\
-# After a failure torchrun ends all ranks and starts them again, on every node; they continue from the last good
+# After a failure the agent ends all ranks and starts them again, on every node; they continue from the last good
 # checkpoint of the run folder, which all nodes must share."""
 
 
@@ -17,19 +18,19 @@ def write(job: Job) -> str:
     parts = ["#!/usr/bin/env bash", comment(job.heading()), "set -euo pipefail", "", environment(job), ""]
     parts += [*write_settings(job), choose_words(job), ""]
     if job.nodes == 1:
-        parts += ["# One machine: the ranks meet on a free port of it.", "meet=(--standalone)"]
+        parts += ["# One machine: the ranks meet on a free port of it.", f"meet=({agent.alone(job)})"]
     else:
         parts += [
             "# The ranks meet at the first node. HEAD is its name or address, the same on every node; the port must be open there.",
-            f'meet=(--rdzv-backend c10d --rdzv-endpoint "${{HEAD:?set HEAD to the name of the first node}}:${{PORT:-{PORT}}}"',
-            f"      --rdzv-id {job.name})",
+            f"meet=({agent.meeting(job, '${HEAD:?set HEAD to the name of the first node}', f'${{PORT:-{PORT}}}', job.name)})",
         ]
-    parts += ["", FAILURES, f'exec torchrun "${{meet[@]}}" {options(job)} "${{words[@]}}"', ""]
+    parts += [
+        "",
+        FAILURES,
+        f'exec {agent.command(job)} "${{meet[@]}}" {agent.restarts(job, job.restarts)} "${{words[@]}}"',
+        "",
+    ]
     return "\n".join(parts)
-
-
-def options(job: Job) -> str:
-    return f"--nnodes {job.nodes} --nproc-per-node {job.per_node} --max-restarts {job.restarts}"
 
 
 def environment(job: Job) -> str:
@@ -79,7 +80,7 @@ def choose_words(job: Job) -> str:
         return "\n".join(
             (
                 f"# Checkpoints every {job.save_every} steps: {job.save_reason}.",
-                f"# The same words begin and continue a run: {program.framework} looks for its checkpoints.",
+                f"# The same words begin and continue a run: {program.reads_checkpoints} looks for its checkpoints.",
                 words,
             )
         )
