@@ -6,14 +6,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := train,web,dev
 
+# Python keeps the bytecode of what it imports, even where the environment forbids it: many processes import the same files.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: setup demo test lint bench soak pages docs clean
 
 setup: $(STAMP)
 
+# Without --no-compile, pip compiles all of torch and transformers one file after the other: half of the time of the set-up.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Meshwright needs Python 3.11 or later")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
 # A line for each step; a step that fails stops the demo. Its pages are left in demo-output/.
@@ -44,8 +48,6 @@ demo: setup
 	@echo "   $(DEMO)/timeline.html   one step of the pipeline"
 	@echo "   $(DEMO)/summary.html    both runs: curves, proofs, predicted and measured"
 
-# Bytecode is kept even where the environment forbids it: tests start many processes that import the same files.
-test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadscope
 

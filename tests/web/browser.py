@@ -1,11 +1,14 @@
-"""A real Chromium for the tests of the page: one browser for all tests of a worker process, one context for each test.
+"""A real Chromium for the tests of the page: one browser, one context and one renderer for all tests of a worker process.
 
+A new context costs a second of CPU time for every page: a renderer is started, and the modules are fetched and compiled again. The page keeps
+only the colour theme in the browser's storage, which is cleared before each page.
 A test fails if the page logs an error, throws one, or asks for an address that fails.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ import pytest
 
 ARGUMENTS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--disable-component-update", "--disable-sync", "--process-per-site",
 )  # fmt: skip
 READY = "#view[aria-busy=false] .body > *"
 WAIT_MS = 30_000  # for a busy machine; a ready page is seen at once
@@ -35,16 +38,50 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Open an address in a new context: open_page(address, dark=False, phone=False); errors of the page fail the test.
-    `refused`: the server refuses something that the test sends, which the browser logs too."""
-    contexts, faults = [], []
+class Tabs:
+    """The pages of one context. A small page of each server stays open, so that its renderer is used by the next pages."""
 
-    def opened(address: str, dark: bool = False, phone: bool = False, ready: str = READY, refused: bool = False) -> Any:
-        context = chromium.new_context(viewport=PHONE if phone else DESKTOP, color_scheme="dark" if dark else "light")
-        contexts.append(context)
-        page = context.new_page()
+    def __init__(self, chromium: Any) -> None:
+        self.chromium, self.context = chromium, chromium.new_context()
+        self.kept: dict[str, Any] = {}
+
+    def new_page(self, address: str) -> Any:
+        server = re.match(r"http://[^/]+", address)
+        if server:
+            if server[0] not in self.kept:
+                self.kept[server[0]] = self.context.new_page()
+                self.kept[server[0]].goto(f"{server[0]}/api/runs")
+            self.kept[server[0]].evaluate("localStorage.clear()")
+        return self.context.new_page()
+
+
+@pytest.fixture(scope="session")
+def tabs(chromium: Any) -> Iterator[Tabs]:
+    found = Tabs(chromium)
+    yield found
+    found.context.close()
+
+
+@pytest.fixture
+def open_page(tabs: Tabs) -> Iterator[Callable[..., Any]]:
+    """Open an address: open_page(address, dark=False, phone=False); errors of the page fail the test.
+    `refused`: the server refuses something that the test sends, which the browser logs too. `uncached`: nothing was loaded before."""
+    opened_pages, contexts, faults = [], [], []
+
+    def opened(
+        address: str,
+        dark: bool = False,
+        phone: bool = False,
+        ready: str = READY,
+        refused: bool = False,
+        uncached: bool = False,
+    ) -> Any:
+        if uncached:
+            contexts.append(tabs.chromium.new_context())
+        page = contexts[-1].new_page() if uncached else tabs.new_page(address)
+        opened_pages.append(page)
+        page.set_viewport_size(PHONE if phone else DESKTOP)
+        page.emulate_media(color_scheme="dark" if dark else "light")
         page.set_default_timeout(WAIT_MS)
 
         def heed(message: Any) -> None:
@@ -60,6 +97,8 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
         return page
 
     yield opened
+    for page in opened_pages:
+        page.close()
     for context in contexts:
         context.close()
     assert not faults, "\n".join(faults)

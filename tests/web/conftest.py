@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from web.browser import chromium, open_page
+from web.browser import chromium, open_page, tabs
 from web.running import start, stop
 
-__all__ = ["chromium", "open_page", "run_folders", "server"]
+__all__ = ["chromium", "open_page", "run_folders", "server", "tabs"]
 
 
 @pytest.fixture(scope="session")

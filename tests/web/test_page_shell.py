@@ -167,7 +167,7 @@ def test_the_keyboard_reaches_inputs_views_and_figures(server: str, open_page: O
 
 
 def test_the_first_load_is_small_and_asks_for_nothing_twice(server: str, open_page: Open) -> None:
-    page = open_page("about:blank", ready="")
+    page = open_page("about:blank", ready="", uncached=True)
     finished: list[Any] = []
     page.on("requestfinished", lambda request: finished.append(request))
     page.goto(server + "/" + SMALL)
