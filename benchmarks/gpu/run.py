@@ -173,7 +173,7 @@ def loss(steps: int, seeds: int, workers: int) -> None:
     found: dict[str, list[float]] = {"bf16": [], "fp8": []}
     todo = [(precision, seed) for seed in range(seeds) for precision in ("bf16", "fp8")]
     with tempfile.TemporaryDirectory() as folder:
-        data = {"path": str(prepare_text(Path(folder))), "eval_every": 20, "validation": 0.02}
+        data = {"path": str(prepare_text(Path(folder))), "eval_every": 20, "validation": 0.001}
         while todo or running:
             while todo and len(running) < workers:
                 precision, seed = todo.pop(0)
