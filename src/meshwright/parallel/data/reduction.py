@@ -97,23 +97,23 @@ def make_reduction(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype
     dense = {p.parameter for p in pieces} - experts
     uncompressed = {p.parameter for p in pieces if plan.wire != "none" and not p.box.compressible}
 
-    def buckets(group: str, only: set[nn.Parameter], compressor: Compressor | None = None) -> Buckets:
-        over = mesh.group(DATA_AXES[group].whole)
-        return Buckets(module, over, plan.bucket, compressor=compressor, only=only, **options)
+    def over(group: str, only: set[nn.Parameter], compressor: Compressor | None = None) -> Buckets | LocalGradients:
+        ranks = mesh.group(DATA_AXES[group].whole)
+        if ranks is None:
+            return LocalGradients(only, options.get("dtype"))
+        return Buckets(module, ranks, plan.bucket, compressor=compressor, only=only, **options)
 
     parts: list[Buckets | ShardedGradients | LocalGradients] = []
     if isinstance(module, FSDPModule):
         parts.append(ShardedGradients(module, plan, compress_scatters(module, mesh, plan, uncompressed)))
-    elif mesh.group(DATA_AXES["dense"].whole) is None:
-        parts.append(LocalGradients(dense, options.get("dtype")))
+        summed = [("expert", experts)]
     else:
-        parts.append(buckets("dense", dense - uncompressed, compressor_of(plan)))
-    if experts:
-        parts.append(buckets("expert", experts - uncompressed, compressor_of(plan)))
-    if uncompressed & experts:
-        parts.append(buckets("expert", uncompressed & experts))
-    if uncompressed & dense and isinstance(parts[0], Buckets):
-        parts.append(buckets("dense", uncompressed & dense))
+        summed = [("dense", dense), ("expert", experts)]
+    for group, parameters in summed:
+        if parameters - uncompressed:
+            parts.append(over(group, parameters - uncompressed, compressor_of(plan)))
+        if parameters & uncompressed:
+            parts.append(over(group, parameters & uncompressed))
     return parts[0] if len(parts) == 1 else CombinedReduction(parts)
 
 
