@@ -46,6 +46,7 @@ TWO = {
     "offload": (DENSE, {**Z3, "offload": "both"}, "off", "bf16"),
     "recompute": (DROPS, {**SP, "recompute": "full"}, "off", "bf16"),
     "fp8": (DENSE, SP, "off", "fp8"),
+    "fp8 zero 3, weights gathered in fp8": (DENSE, {**Z3, "gather_dtype": "fp8"}, "off", "fp8"),
 }
 FOUR = {
     "zero 3 and tp with sp": (DENSE, {**Z3, **SP}, "off", "bf16"),
@@ -56,6 +57,7 @@ FOUR = {
 }
 COMPILED = {
     "compiled zero 3": (DENSE, Z3, "blocks", "bf16"),
+    "compiled fp8 zero 3, weights gathered in fp8": (DENSE, {**Z3, "gather_dtype": "fp8"}, "blocks", "fp8"),
     "compiled tp with sp and recompute": (DENSE, {**SP, "recompute": "selective"}, "blocks", "bf16"),
 }
 GROUPS = {"two ranks": (2, TWO), "four ranks": (4, FOUR), "compiled": (2, COMPILED)}

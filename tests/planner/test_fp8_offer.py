@@ -40,8 +40,8 @@ def test_a_chip_without_fp8_refuses_it_with_a_legal_fix() -> None:
 
 
 @pytest.mark.parametrize("what", [api.verify, api.train])
-def test_verify_and_train_report_that_it_is_only_modelled(what) -> None:
-    with pytest.raises(MeshwrightError, match=r"MW-PAR-001: plan\.gather_dtype=fp8 is modelled only"):
+def test_verify_and_train_report_what_is_only_modelled(what) -> None:
+    with pytest.raises(MeshwrightError, match=r"MW-PAR-001: plan\.gather_dtype=fp8 with sp is modelled only"):
         what(config(tp=8, sp=True, gather_dtype="fp8"))
 
 

@@ -74,11 +74,16 @@ PLAIN: list[tuple[str, Fields]] = [
     ("mixtral", {"replicate": 2, "ep": 2}), ("llama", {**DP, "average_every": 2}),
 ]  # fmt: skip
 # Products in fp8: one device runs the same micro-batches, and ranks with parts of a tensor use its scale.
+# ZeRO-3 gathers the weights of fp8 products in fp8.
+FP8_GATHERED: list[tuple[str, Fields]] = [
+    ("llama", {"microbatch": 2, "recompute": "full"}), ("five", {"pp": 2, "offload": "states"}), ("qwen", {"tp": 2, "reshard": False}),
+    ("gpt", {**CP[0], "offload": "activations"}), ("mlp", {"replicate": 2, "wrap": 0}), ("deepseek", {"ep": 2}),
+]  # fmt: skip
 FP8: list[tuple[str, Fields]] = [
     *((model, {"microbatch": 2, **fields}) for model, fields in PLAIN),
     ("llama", {"microbatch": 2}), ("mlp", {"replicate": 2}), ("gpt", {"recompute": "full", "offload": "activations"}),
     ("five", {**Z3, "pp": 2, "recompute": "full"}), ("one-kv", {**SP, "pp": 2, "recompute": "full"}),
-    ("mixtral", {**Z3, "tp": 2, "ep": 2}),
+    ("mixtral", {**Z3, "tp": 2, "ep": 2}), *((model, {**Z3, **fields, "gather_dtype": "fp8"}) for model, fields in FP8_GATHERED),
 ]  # fmt: skip
 FP8_COUNTED: list[tuple[str, Fields, Fields]] = [
     ("qwen-moe", {"replicate": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "capacity": 1.0}),

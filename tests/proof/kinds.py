@@ -19,7 +19,7 @@ from meshwright.describe.plan import Plan
 UNSET = Plan()
 OPTIONS = (
     *("layers_per_stage", "expert_tp", "recompute", "recompute_every", "recompute_layers", "reshard", "reduce", "wrap"),
-    *("prefetch", "average_every", "order", "overlap", "offload", "wire", "master", "grad_dtype"),
+    *("prefetch", "average_every", "order", "overlap", "offload", "wire", "master", "grad_dtype", "gather_dtype"),
 )
 AXES = ("data", "tensor", "context", "pipeline", "expert", "recompute")
 COST = {1: 1, 2: 2, 4: 4, 8: 12}  # by ranks, on two cores

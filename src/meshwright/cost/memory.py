@@ -65,6 +65,9 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
         layers = [kind for kind in program.parameters if kind in b.model.kinds]
         kept = sum(held.counts[kind] * program.parameters[kind]["dense"] for kind in layers)
         out["parameters"] += 2.0 * np.where((b.zero == 0) & (b.tp == 1), kept, 0.0)
+        if b.gathers_fp8:  # the shards in fp8, as they are sent
+            sent = sum(held.counts[kind] * program.loads[kind]["dense"].fp8 for kind in layers)
+            out["parameters"] += np.where(b.gathers_fp8_weights, sent / b.size("shard_cp"), 0.0)
     return out
 
 

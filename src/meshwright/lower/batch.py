@@ -208,11 +208,17 @@ class Batch:
         """Where gradients are sent in this way."""
         return sum((on for name, on in self.wires if name == wire), np.False_)
 
-    def fp8_gather_bytes(self, elements: Any, axis: str) -> Any:
-        """Bytes of the full buffer of an all-gather in fp8: one per element, and the scales. `fp8` has a scale of 4 bytes for each rank's
-        part of the buffer, `mxfp8` one of 1 byte for each 32 elements (3% more)."""
-        scales = elements / MX_BLOCK if self.workload.precision == "mxfp8" else SCALE_BYTES * self.size(axis)
-        return elements + scales
+    def fp8_gather_bytes(self, elements: Any, axis: str = "") -> Any:
+        """Bytes of the full buffer of an all-gather in fp8: one per element, and the scales. `mxfp8` has a scale of 1 byte for each 32 elements
+        (3% more), `fp8` one of 4 bytes for each rank's part of the buffer; without an axis the ranks have agreed on it before."""
+        if self.workload.precision == "mxfp8":
+            return elements * (1 + 1 / MX_BLOCK)
+        return elements + (SCALE_BYTES * self.size(axis) if axis else 0.0)
+
+    @property
+    def gathers_fp8_weights(self) -> Any:
+        """Where ZeRO-3 gathers the weights of fp8 products in fp8."""
+        return np.asarray(self.gather_fp8) & (self.zero == 3) & (self.size("shard_cp") > 1)
 
     def size(self, axis: str) -> np.ndarray:
         """Ranks in one group of an axis."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.describe.model import Model
 from meshwright.describe.sharding import (
     DATA_AXES,
     RULES,
@@ -93,6 +94,13 @@ def _load(b: Batch, held: list[Tensor]) -> Load:
     first, second = (sum((sums[k] for sums in compressed(b, learns)), 0.0) for k in (1, 2))
     fp8 = sum((t.size + t.padding for t in held if t.multiplied_in_fp8), 0.0) if b.gathers_fp8 else 0.0
     return Load(whole, sent - exact, exact, first, second, fp8)
+
+
+def fp8_matrices(model: Model, kind: str) -> int:
+    """Dense weights of a block that an fp8 workload multiplies by in fp8."""
+    return sum(
+        p.multiplied_in_fp8 and RULES[p.style].group == "dense" for p in block_parameters(model, model.blocks[kind])
+    )
 
 
 def compressed(b: Batch, held: list[Tensor]) -> list[tuple[Array, Array, Array]]:

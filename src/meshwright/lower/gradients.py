@@ -153,11 +153,12 @@ def _compress(b: Batch, part: str, count: Array, passes: Array, selected: Array,
 
 def gathered_weights(b: Batch, group: str, load: Load) -> Array:
     """Bytes of the weights that ZeRO-3 gathers for a message. With `gather_dtype=fp8` the matrices that fp8 products multiply by take a
-    byte per element and their scales; the ends of the model, norms, biases and routers stay in the parameters' dtype."""
+    byte per element (their scales are reduced once per step: `sync`); the ends of the model, norms, biases and routers stay in the parameters'
+    dtype."""
     n = load.held * b.param_bytes
     if not (b.gathers_fp8 and present(load.fp8)):
         return n
-    narrow = b.fp8_gather_bytes(load.fp8, DATA_AXES[group].shard)
+    narrow = b.fp8_gather_bytes(load.fp8)
     on = b.gather_fp8 & (b.param_bytes > 1) & (np.asarray(load.fp8) > 0)
     return np.where(on, n - load.fp8 * b.param_bytes + narrow, n)
 

@@ -313,6 +313,8 @@ def other_sums(program: StepProgram, plan: Plan, held: list[Box], given: Given) 
         elements["ends"] = float(tied[0].local_size)
     routers = sum(box.name.endswith(".router.weight") for box in held)
     elements["stage"] = sync.ROUTER_LOADS * program.batch.model.experts * routers
+    if program.batch.scales and plan.gather_dtype == "fp8" and plan.zero == 3:
+        elements[sync.FP8_SCALES] = sum(box.parameter.multiplied_in_fp8 and not box.expert for box in held if box.zero)
     averages = plan.average_every > 0 and given.step % plan.average_every == 0
     own = float(sum(box.local_size for box in held))
     return [*sync.small_sums(program.batch, elements), *sync.parameter_average(program.batch, own, float(averages))]

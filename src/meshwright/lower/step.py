@@ -84,8 +84,9 @@ def _add_weight_gathers(program: StepProgram) -> None:
         program.gathered[kind] = np.zeros(batch.n)
         for group, load in groups.items():
             share = _share_of_unit(program, kind, load) if group == "dense" and batch.wraps else None
-            unit = load.held if share is None else load.held / np.where(share > 0, share, 1.0)
-            program.gathered[kind] = program.gathered[kind] + np.where(batch.zero == 3, unit * batch.param_bytes, 0.0)
+            unit = load if share is None else gradients.Load(*(x / np.where(share > 0, share, 1.0) for x in load))
+            size = gradients.gathered_weights(batch, group, unit)
+            program.gathered[kind] = program.gathered[kind] + np.where(batch.zero == 3, size, 0.0)
             for phase, ops in gradients.unit_ops(batch, group, load, share).items():
                 program.blocks[kind, phase] = ops + program.blocks[kind, phase]
 

@@ -45,6 +45,7 @@ from meshwright.models.loss import Targets, toward
 from meshwright.parallel import exchange
 from meshwright.parallel.compile import Compilation, compile_stage, plan_compilation
 from meshwright.parallel.data import reduction, zero
+from meshwright.parallel.data.fp8_gather import Fp8Weights
 from meshwright.parallel.data.local_sgd import LocalSgd
 from meshwright.parallel.expert import balance
 from meshwright.parallel.kernels import can_fuse_loss, choose_attention_kernel, choose_loss
@@ -86,6 +87,7 @@ class Parallel:
     masters: Masters | None = None  # what the optimizer updates instead of the pieces
     local: LocalSgd | None = None  # replicas that train without communication between averages
     compilation: Compilation = field(default_factory=Compilation)  # what is compiled, and what is not
+    gathered_weights: Fp8Weights | None = None  # that ZeRO-3 gathers in fp8
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run all micro-batches of this rank's share of the batch. Returns this rank's part of the loss; zero where the
@@ -113,7 +115,7 @@ class Parallel:
         """This rank's part of the loss, summed over valid tokens: forward only, without dropout. Zero where the loss is computed
         on another pipeline stage."""
         self.documents_BS, self.targets, self.tokens = documents_BS, targets, 1.0
-        fp8.quantise_weights(self.stages.values())
+        self.quantise_weights()
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for module in self.stages.values():
             module.eval()
@@ -141,7 +143,13 @@ class Parallel:
     def begin_step(self, step: int, samples: Sequence[int], documents_BS: torch.Tensor | None = None) -> None:
         """Set what dropout and attention depend on: the samples of this step, and the documents of their tokens."""
         self.moment, self.documents_BS = Moment(self.seed, step, samples), documents_BS
+        self.quantise_weights()
+
+    def quantise_weights(self) -> None:
+        """Bring the weights of fp8 products to fp8, where that is done once per step."""
         fp8.quantise_weights(self.stages.values())
+        if self.gathered_weights is not None:
+            self.gathered_weights.refresh()
 
     def microbatch_scope(self, microbatch: int) -> AbstractContextManager[Any]:
         """A context in which dropout draws for the samples of this micro-batch, and attention stays in their documents."""
@@ -260,6 +268,9 @@ def apply(
     pieces: list[Piece] = []
     reductions: list[reduction.Reduction] = []
     position_ids: torch.Tensor | None = None
+    in_fp8 = None
+    if plan.zero == 3 and plan.gather_dtype == "fp8" and mesh.sharded:
+        in_fp8 = Fp8Weights(mesh.groups("shard_cp", "tp"), mesh.size("shard_cp"), dtype)
     for i, layers in stages_of(model, plan, program, mesh).items():
         module = stages[i] = build(model, layers).to(kept)
         table = boxes(model, plan, mesh.layout, rank, layers, frozen_in(module))
@@ -271,6 +282,8 @@ def apply(
         if mesh.sharded:
             zero.shard(module, mesh, plan, dtype)
         materialise(module, device)
+        if in_fp8 is not None:
+            in_fp8.add(module)
         own = pieces_of(module, table)
         reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own))
         pieces += own
@@ -291,6 +304,7 @@ def apply(
         masters=masters_of(pieces, plan),
         seed=seed,
         compilation=compilation,
+        gathered_weights=in_fp8,
     )
     set_weights(parallel, weights or DrawnWeights(model, seed, scatter))
     if plan.average_every:

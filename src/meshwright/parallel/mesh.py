@@ -82,6 +82,10 @@ class Mesh:
             return None
         return self.device_mesh.get_group(axis)
 
+    def groups(self, *axes: str) -> list[distributed.ProcessGroup]:
+        """The groups of those axes that have more than one rank."""
+        return [group for group in map(self.group, axes) if group is not None]
+
     def add(self, axis: str) -> distributed.ProcessGroup | None:
         """Create the groups of an axis of `ON_DEMAND`; a collective of all ranks. They are separate communicators even where
         another axis has the same ranks: tokens sent to an expert must not queue behind gradients."""

@@ -119,20 +119,38 @@ class GatheredColumnsDivide(Rule):
         )
 
 
-class GathersAreTrained(Rule):
+class SequenceGathersAreTrained(Rule):
     code = "MW-PAR-001"
     needs = ("trainer",)
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return p.gather_dtype == FP8_GATHERS
+        return (p.gather_dtype == FP8_GATHERS) & (p.tp > 1) & p.sp
 
     @staticmethod
     def explain(p: Case) -> Problem:
         return Problem(
-            "plan.gather_dtype=fp8 is modelled only: `train` and `verify` do not run it",
-            why="Our trainer gathers activations and weights in their own dtype",
-            fixes=[{"plan.gather_dtype": "same"}],
+            "plan.gather_dtype=fp8 with sp is modelled only: `train` and `verify` do not run it",
+            why="Our trainer gathers the weights of ZeRO-3 in fp8, and the activations of sequence parallelism in their own dtype",
+            fixes=[{"plan.gather_dtype": "same"}, {"plan.sp": False}],
+        )
+
+
+class ExpertGathersAreTrained(Rule):
+    code = "MW-PAR-001"
+    needs = ("model", "trainer")
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        copies = (p.model.experts > 0) & (p.expert_ranks > p.ep)
+        return (p.gather_dtype == FP8_GATHERS) & (p.zero == 3) & (p.shard * p.cp > 1) & copies
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            "plan.gather_dtype=fp8 with sharded experts is modelled only: `train` and `verify` do not run it",
+            why="Our trainer gathers the weights of routed experts in their own dtype",
+            fixes=[{"plan.gather_dtype": "same"}, *values("plan.ep", [p.expert_ranks], p.ep)],
         )
 
 
@@ -232,7 +250,8 @@ TRAINER_RULES: tuple[type[Rule], ...] = (
     TransformerHasParts,
     PositionsAreLearned,
     GatheredColumnsDivide,
-    GathersAreTrained,
+    SequenceGathersAreTrained,
+    ExpertGathersAreTrained,
     TokensDivideOverTensorRanks,
     ParametersAreTrained,
     ProductsAreTrained,

@@ -202,7 +202,8 @@ def _in_few_kernels() -> Callable[[list[torch.Tensor]], list[tuple[torch.Tensor,
 
 
 class Fp8Product:
-    """The product of one linear layer, called with its weight. With `keeps` it uses the weight as `quantise_weights` left it."""
+    """The product of one linear layer, called with its weight. With `keeps` it uses the weight as `quantise_weights` left it. ZeRO-3 may
+    gather a weight in fp8 (`data.fp8_gather`), which sets `units` and `scale` too."""
 
     def __init__(self, groups: Sequence[ProcessGroup], keeps: bool) -> None:
         self.groups, self.keeps = groups, keeps
@@ -213,7 +214,8 @@ class Fp8Product:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.units is None or self.scale is None:
             return linear(x, weight, bias, self.groups)
-        y = _Linear.apply(x, weight, self.units, self.units_t, self.scale, None, ())
+        amax = max_over_ranks(amax_of(x.detach()), self.groups) if self.groups else None
+        y = _Linear.apply(x, weight, self.units, self.units_t, self.scale, amax, self.groups)
         return y if bias is None else y + bias
 
 

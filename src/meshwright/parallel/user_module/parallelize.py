@@ -126,7 +126,10 @@ def check(module: nn.Module, plan: Plan, reduction: str) -> None:
         "reduce": (plan.reduce == "microbatch" and not plan.zero, "Without ZeRO gradients are reduced once a step"),
         "expert_tp": (plan.etp != plan.tp, "Experts are split over the same ranks as the other layers"),
         "param_dtype": (plan.param_dtype == "fp8", "fp8 products are for our own models"),
-        "gather_dtype": (plan.gather_dtype == "fp8", "fp8 all-gathers are modelled only"),
+        "gather_dtype": (
+            plan.gather_dtype == "fp8",
+            "fp8 products, and gathers of their weights, are for our own models",
+        ),
     }
     for name, (bad, why) in refused.items():
         if bad:

@@ -134,7 +134,7 @@ def fp8_gathers(e: Estimate, trial: Trial) -> str:
     if best is None or step(best) > (1 - WORTH) * step(now):
         return ""
     less = f"with {settings(plan, best.plan)} a step takes {100 * (step(best) / step(now) - 1):+.1f}%"
-    return f"{less}: gathers halve, reductions and pipeline sends do not (modelled: {e.stack.name} can, `train` cannot)"
+    return f"{less}: gathers halve, reductions and pipeline sends do not"
 
 
 def context_parallel(e: Estimate, trial: Trial) -> str:
