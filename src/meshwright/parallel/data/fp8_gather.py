@@ -127,7 +127,7 @@ class Fp8Weights:
         if not self.layers:
             return
         on_gpu = self.layers[0][0].local.is_cuda
-        find, write = (_compiled(f) if on_gpu else f for f in (amaxes_of, quantise_shards))
+        find, write = (_compiled(amaxes_of), _compiled(quantise_shards)) if on_gpu else (amaxes_of, quantise_shards)
         shards = [[weight.local for weight in layer] for layer in self.layers]
         amaxes = max_over_ranks(torch.cat([find(some, self.dtype) for some in shards]), self.groups)
         for layer, some, found in zip(self.layers, shards, amaxes.split([len(x) for x in shards]), strict=True):
