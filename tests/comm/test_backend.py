@@ -400,7 +400,7 @@ def test_the_cost_model_chooses_the_program_and_says_why():
 def test_a_reduction_that_torch_has_and_we_have_not():
     from torch import distributed as d
 
-    from meshwright.comm.backend.group import reduction_of
+    from meshwright.comm.backend.arguments import reduction_of
 
     options = d.AllreduceOptions()
     options.reduceOp = d._make_nccl_premul_sum(2.0)

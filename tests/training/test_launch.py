@@ -11,7 +11,7 @@ import pytest
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.training.launch.failure import RankFailure
+from meshwright.training.launch.failure import RankFailure, read_failures
 
 
 def add_ranks(context, start):
@@ -219,3 +219,36 @@ def test_the_backend_of_the_ranks():
     for backend, device in (("gluo", "cpu"), ("nccl", "cpu"), ("meshwright", "cuda")):
         with pytest.raises(MeshwrightError, match="MW-RANK-005"):
             resolve_backend(backend, device)
+
+
+def test_a_rank_ends_soon_after_the_agent_that_started_it_was_killed(tmp_path):
+    """It writes why: without this it would keep its devices until its timeouts."""
+    rank = (
+        "import os, pathlib, sys, time\n"
+        "from meshwright.training.launch.rank import end_with_agent\n"
+        "end_with_agent(3, pathlib.Path(sys.argv[1]))\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    agent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    command = [sys.executable, "-c", agent, rank, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
+        pid = int(started.stdout.readline())
+        started.kill()
+    until = time.monotonic() + 20
+    while not (tmp_path / "rank-3.failure.json").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    (failure,) = read_failures(tmp_path)
+    assert failure.error["code"] == "MW-RANK-011" and not failure.is_consequence
+    while runs(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not runs(pid)
+
+
+def runs(pid):
+    """Whether a process runs. One that ended remains as a zombie where no process collects orphans."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

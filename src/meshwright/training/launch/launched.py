@@ -43,6 +43,7 @@ from meshwright.training.launch.failure import (
 )
 from meshwright.training.launch.join import GROUP_TIMEOUT_S, Meeting, join
 from meshwright.training.launch.placement import Placement
+from meshwright.training.launch.rank import end_with_agent
 from meshwright.training.measure.measurement import Training, conclude_interrupted
 from meshwright.training.worker import Listen, train
 
@@ -66,6 +67,8 @@ def train_launched(
     job = meeting.succeed(lambda: prepare(folder, here, restarts > 0))
     job = replace(job, agents=tuple(agents), rejoins=place.elastic and place.restarts_left > 0)
     with logged_output(folder, place.rank):
+        if place.elastic:
+            end_with_agent(place.rank, folder)
         try:
             context = join(place, job.device, job.backend, GROUP_TIMEOUT_S, None if exists else meeting)
             return train(context, job, attempt, listen)

@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.training.launch.failure import INTERNAL_ERROR, failure_of, write_failure
+
+AGENT_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,28 @@ def end_with_parent(parent_ended: Callable[[], object], folder: Path) -> threadi
         os._exit(0)
 
     thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def end_with_agent(rank: int, folder: Path) -> threading.Thread:
+    """Start a thread that ends this rank, with a failure in the run folder, soon after the agent of torchrun that started it was killed.
+
+    An agent ends its ranks in every other case. Without this, its ranks would compute on, or wait for each other until their timeouts, and
+    keep their GPUs and their lock on the run folder. The kernel gives a process whose parent has ended another parent."""
+    agent = os.getppid()
+
+    def wait() -> None:
+        while os.getppid() == agent:
+            time.sleep(AGENT_POLL_S)
+        what = f"the agent of torchrun (process {agent}) that started rank {rank} was killed"
+        error = MeshwrightError("MW-RANK-011", what, fix="start torchrun anew with --resume", exit_code=INTERNAL_ERROR)
+        write_failure(folder, failure_of(rank, error))
+        with contextlib.suppress(OSError):  # what the agent read is closed
+            os.write(2, f"{error}\n".encode())
+        os._exit(INTERNAL_ERROR)
+
+    thread = threading.Thread(target=wait, name="meshwright-agent", daemon=True)
     thread.start()
     return thread
 
