@@ -239,7 +239,8 @@ def test_a_rank_ends_soon_after_the_agent_that_started_it_was_killed(tmp_path):
     while not (tmp_path / "rank-3.failure.json").exists() and time.monotonic() < until:
         time.sleep(0.05)
     (failure,) = read_failures(tmp_path)
-    assert failure.error["code"] == "MW-RANK-011" and not failure.is_consequence
+    assert failure.error["code"] == "MW-RANK-011"
+    assert not failure.is_consequence
     while runs(pid) and time.monotonic() < until:
         time.sleep(0.05)
     assert not runs(pid)
