@@ -2,9 +2,10 @@
 
     python benchmarks/record_comm.py [--ranks 2] [--pairs 40]
 
-Both steps of a pair train the same model on the same processes, one directly after the other, in alternating order. Printed are the
+Both halves of a pair train the same model on the same processes, one directly after the other, in alternating order. Printed are the
 median step without recorder, the median over pairs of the difference, as a share of it, and the number of recorded calls.
-A pair's difference has the noise of two steps, so the interval that holds the median with 95% (by the order of the differences) is printed.
+A pair's difference has the noise of two steps, so the interval that holds the median with 95% (by the order of the differences) is printed;
+the same of the seconds in which the rank's main thread computed, which waiting for the other rank does not disturb.
 The limit is 1% of a step. The last column is an upper bound that has no noise: calls times the cost of one recorded call of
 an empty operation.
 """
@@ -32,12 +33,14 @@ PLANS: dict[str, tuple[dict, dict]] = {
     "ep": (EXPERTS, {"replicate": 2, "ep": 2}),
 }
 LIMIT = 0.01
+STEPS = 2  # timed, with and without recorder, in each pair
 
 
-def work(context: Any, config: Config, pairs: int) -> tuple[list[float], list[float], int, float]:
-    """Seconds of the steps without and with recorder, recorded calls in a step, and seconds of one recorded empty call."""
-    from torch import distributed
+Pair = tuple[float, float]  # seconds on the clock, and seconds in which the rank's main thread computed
 
+
+def work(context: Any, config: Config, pairs: int) -> tuple[list[Pair], list[Pair], int, float]:
+    """The steps without and with recorder, recorded calls in a step, and seconds of one recorded empty call."""
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
@@ -51,15 +54,26 @@ def work(context: Any, config: Config, pairs: int) -> tuple[list[float], list[fl
         for records in (False, True) if pair % 2 else (True, False):
             # Ranks start a step together: making a recorder takes milliseconds, which the other rank's step would wait for.
             if not records:
-                distributed.barrier()
-                plain.append(trainer.train_step().seconds)
+                plain.append(step_seconds(trainer))
                 continue
             with CommRecorder(trainer) as recorder:
-                distributed.barrier()
-                recorder.events.clear()
-                recorded.append(trainer.train_step().seconds)
+                recorded.append(step_seconds(trainer))
             calls = len(recorder.steps[-1].events)
     return plain, recorded, calls, empty_call(trainer)
+
+
+def step_seconds(trainer: Any) -> Pair:
+    """The mean of some steps after one that is not timed: a training has one recorder from its first step to its last, and Python runs code
+    slower at first whose classes were just changed, as a recorder does at its begin and its end."""
+    from torch import distributed
+
+    clock, computed = [], []
+    for _ in range(1 + STEPS):
+        distributed.barrier()
+        start = time.thread_time()
+        clock.append(trainer.train_step().seconds)
+        computed.append(time.thread_time() - start)
+    return sum(clock[1:]) / STEPS, sum(computed[1:]) / STEPS
 
 
 def empty_call(trainer: Any, times: int = 2000) -> float:
@@ -105,7 +119,7 @@ def main() -> None:
     options.add_argument("--pairs", type=int, default=40)
     options.add_argument("--plans", nargs="*", default=list(PLANS))
     chosen = options.parse_args()
-    print(f"{'plan':8} {'step':>10} {'recorder adds':>14} {'95% interval':>20} {'calls':>6} {'bound':>8}")
+    print(f"{'plan':8} {'step':>10} {'adds, clock (95%)':>28} {'adds, CPU (95%)':>28} {'calls':>6} {'bound':>8}")
     for name in chosen.plans:
         model, plan = PLANS[name]
         degrees = {axis: chosen.ranks if n == 2 and axis != "zero" else n for axis, n in plan.items()}
@@ -113,12 +127,13 @@ def main() -> None:
         config = Config.from_parts(model, "laptop", "gloo-cpu", WORKLOAD, {**fp32, **degrees})
         results = local.run("__main__:work", chosen.ranks, config, chosen.pairs, silence=120.0)
         plain, recorded, calls, each = results[0]
-        step = float(np.median(plain))
-        differences = np.array(recorded) - np.array(plain)
-        low, high = (x / step for x in interval(differences))
-        added = float(np.median(differences)) / step
+        step = float(np.median(plain, axis=0)[0])
+        cells = []
+        for differences in (np.array(recorded) - np.array(plain)).T:
+            low, high = interval(differences)
+            cells.append(f"{np.median(differences) / step:9.2%} ({low / step:6.2%} to {high / step:6.2%})")
         print(
-            f"{name:8} {1e3 * step:7.1f} ms {added:14.2%} {low:9.2%} to {high:7.2%} {calls:6d} {calls * each / step:8.3%}",
+            f"{name:8} {1e3 * step:7.1f} ms {cells[0]:>28} {cells[1]:>28} {calls:6d} {calls * each / step:8.3%}",
             flush=True,
         )
     print(f"limit {LIMIT:.0%} of a step; bound: recorded calls × the cost of recording an empty call")
