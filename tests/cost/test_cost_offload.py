@@ -30,17 +30,21 @@ def saved_bytes(program) -> float:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_copies_up_are_paid_and_copies_down_hidden_behind_forward(recompute):
+def test_copies_are_hidden_behind_the_compute_of_their_phase(recompute):
+    """A layer's tensors go down during forward, and return during the backward of the layer after it."""
     _, without = costed(recompute=recompute)
     program, slow = costed(1e8, offload="activations", recompute=recompute)
     one_way = saved_bytes(program) / 1e8
-    forward = sum(float(x[0]) for p, x in slow.times["dense", "F"].parts.items() if p not in ("offload", "tp"))
-    hidden = program.batch.stack.hides * forward * MODEL.layers * 8
+    hidden = 0.0
+    for phase in ("F", "I"):
+        parts = slow.times["dense", phase].parts
+        hidden += sum(float(np.max(x)) for p, x in parts.items() if p not in ("offload", "tp"))
+    hidden *= program.batch.stack.hides * MODEL.layers * 8
+    assert 0 < hidden < one_way
     assert float(slow.exposed["offload"][0]) == pytest.approx(2 * one_way - hidden, rel=1e-9)
-    program, fast = costed(1e12, offload="activations", recompute=recompute)
-    up = saved_bytes(program) / 1e12
-    assert float(fast.exposed["offload"][0]) == pytest.approx(up, rel=1e-9)  # the copies down are hidden
-    assert float(fast.time[0] - without.time[0]) == pytest.approx(up, rel=1e-3)
+    _, fast = costed(1e12, offload="activations", recompute=recompute)
+    assert float(fast.exposed["offload"][0]) == 0
+    assert float(fast.time[0]) == pytest.approx(float(without.time[0]), rel=1e-3)
     assert float(slow.busy["compute"][0]) == pytest.approx(float(without.busy["compute"][0]), rel=1e-9)
 
 

@@ -30,9 +30,12 @@ SHARES = (
     ("copy", "memory"),
     ("gemm", "gemm"),
     ("fp8-gemm", "gemm_fp8"),
+    ("grouped-gemm", "grouped"),
     ("attention", "flash"),
     ("fused-attention", "fused"),
 )
+
+WHOLE = {"copy": "the memory bandwidth", "grouped-gemm": "the rate of one product"}
 
 
 def gpu_accelerator(points: Sequence[DevicePoint], base: Accelerator, source: str) -> tuple[Accelerator, list[str]]:
@@ -50,7 +53,7 @@ def gpu_accelerator(points: Sequence[DevicePoint], base: Accelerator, source: st
             if len(shares) > 1
             else ""
         )
-        notes.append(f"{kind}: {found:.0%} of the {'memory bandwidth' if kind == 'copy' else 'peak rate'}{spread}")
+        notes.append(f"{kind}: {found:.0%} of {WHOLE.get(kind, 'the peak rate')}{spread}")
     rates = [point.rate for point in largest(points, "host-copy")]
     if rates:
         device = device.but(host_bandwidth=round(float(np.median(rates))))
@@ -69,10 +72,12 @@ def operation(point: DevicePoint) -> Op:
     shape, flops = point.shape, np.array([point.work])
     if point.kind == "copy":
         return Op("copy", "other", "memory", bytes=flops)
-    if point.kind in ("gemm", "fp8-gemm"):
+    if point.kind in ("gemm", "fp8-gemm", "grouped-gemm"):
         m, n, k = (np.array([shape[name]]) for name in ("m", "n", "k"))
-        traffic = DTYPE_BYTES[point.dtype] * (m * k + n * k) + 2.0 * m * n
-        return Op("gemm", "ffn", "gemm", flops=flops, bytes=traffic, shape=(np.ones(1), m, n, k))
+        experts = np.array([shape.get("experts", 1.0)])
+        traffic = experts * (DTYPE_BYTES[point.dtype] * (m * k + n * k) + 2.0 * m * n)
+        part = "experts" if point.kind == "grouped-gemm" else "ffn"
+        return Op("gemm", part, "gemm", flops=flops, bytes=traffic, shape=(experts, m, n, k))
     rows = np.array([shape["batch"] * shape["heads"]])
     seq, width = np.array([shape["seq"]]), np.array([shape["width"]])
     return Op("core", "attention", "attention", flops=flops, shape=(rows, seq, seq, width))

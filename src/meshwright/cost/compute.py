@@ -36,7 +36,10 @@ def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:
     if op.shape:
         products, m, n, k = op.shape
         flops = 2.0 * products * np.maximum(m, eff.tile) * np.maximum(n, eff.tile) * k
-    arithmetic = flops / (eff.products(dtype) * peak)
+    rate = eff.products(dtype) * peak
+    if eff.grouped != 1 and op.part == "experts":
+        rate = rate * eff.grouped
+    arithmetic = flops / rate
     traffic = op.bytes / (eff.memory * device.memory_bandwidth)
     return eff.floor + np.maximum(arithmetic, traffic) + eff.gemm_traffic * np.minimum(arithmetic, traffic)
 

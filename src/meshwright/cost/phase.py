@@ -25,7 +25,6 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.stack import Stack
 from meshwright.lower.batch import Batch
 from meshwright.lower.gradients import sharded
-from meshwright.lower.offload import TO_HOST
 from meshwright.lower.op import Array, Op, StepProgram
 from meshwright.lower.stages import StageBlocks
 from meshwright.lower.traffic import DATA_PARALLEL
@@ -79,7 +78,6 @@ def phase_time(
     t = PhaseTime()
     core: Array = 0.0
     work: Array = 0.0
-    to_host: Array = 0.0
     for op in ops:
         if op.axis:
             axis = AXIS_OF[op.axis]
@@ -89,7 +87,6 @@ def phase_time(
         if op.kind == "host":
             copied = op.count * compute.host_copy_time(device, op)
             t.comm["host"] = t.comm.get("host", 0.0) + copied
-            to_host = to_host + (copied if op.name == TO_HOST else 0.0)
             t.host = t.host + op.count * op.launches * stack.launch
             continue
         times = op.count * compute.pace(stack, op)  # mostly numbers: one array operation less
@@ -116,8 +113,8 @@ def phase_time(
         t.parts[axis] = seconds - hidden
         t.parts["interference"] = t.parts.get("interference", 0.0) + slowed
         t.busy = t.busy + seconds - hidden + slowed
-    if "host" in t.comm:  # copies to the host overlap with compute; backward waits for each copy up
-        hidden = np.minimum(to_host, left)
+    if "host" in t.comm:  # copies down overlap with forward; those up with the backward of the layer that ran before
+        hidden = np.minimum(t.comm["host"], left)
         t.left = left - hidden
         t.parts["offload"] = t.comm["host"] - hidden
         t.busy = t.busy + t.parts["offload"]

@@ -54,6 +54,11 @@ class Efficiency(Described):
 
     gemm: float = Field(default=0.66, gt=0, le=1, description="large matrix products, sustained")
     gemm_fp8: float = Field(default=0.0, ge=0, le=1, description="large fp8 products; 0: as `gemm`")
+    grouped: float = Field(
+        default=1.0,
+        gt=0,
+        description="rate of the products of several experts in one kernel, over that of one large product",
+    )
     gemm_traffic: float = Field(
         default=0.35, ge=0, description="part of a product's smaller term, arithmetic or traffic, that is not hidden"
     )

@@ -46,6 +46,7 @@ FP8_PRODUCTS = (
     (16384, 2048, 8192, False),
     (8192, 2048, 16384, False),
 )
+GROUPED_PRODUCTS = ((8, 4096, 8192, 2048), (64, 1024, 1408, 2048))  # experts, rows of each, n, k
 GPU_ATTENTIONS = ((32, 16, 1024, 128), (2, 16, 4096, 128), (1, 16, 8192, 64))
 GPU_UPDATES = ((16, 2**16), (4, 2**26))
 GPU_COPIES = (2**20, 2**26, 2**30)
@@ -119,6 +120,8 @@ def amount_of_work(case: Case) -> tuple[float, str]:
         return 6.0 * s["m"] * s["n"] * s["k"], "FLOP"
     if case.kind in ("gemm", "fp8-gemm"):
         return 2.0 * s["m"] * s["n"] * s["k"], "FLOP"
+    if case.kind == "grouped-gemm":
+        return 2.0 * s["experts"] * s["m"] * s["n"] * s["k"], "FLOP"
     if case.kind in (
         "attention",
         "fused-attention",
@@ -356,6 +359,10 @@ def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         product = fp8_product_call(device, m, n, k, fast)
         if works(product):
             yield Case("fp8-gemm", {"m": m, "n": n, "k": k}, 1, product)
+    for experts, m, n, k in GROUPED_PRODUCTS:
+        product = grouped_product_call(device, dtype, experts, m, n, k)
+        if works(product):
+            yield Case("grouped-gemm", {"experts": experts, "m": m, "n": n, "k": k}, 1, product)
     for batch, heads, seq, width in GPU_ATTENTIONS:
         shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
         attention = attention_call(dtype, batch, heads, seq, width, device)
@@ -383,6 +390,14 @@ def fp8_product_call(device: str, m: int, n: int, k: int, fast: bool) -> Call:
     a, b = (torch.randn(rows, k, device=device).to(torch.float8_e4m3fn) for rows in (m, n))
     one = torch.ones((), device=device)
     return partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def grouped_product_call(device: str, dtype: torch.dtype, experts: int, m: int, n: int, k: int) -> Call:
+    """The products of several experts, with the same number of rows each, in one kernel."""
+    a = torch.randn(experts * m, k, dtype=dtype, device=device)
+    b = torch.randn(experts, n, k, dtype=dtype, device=device)
+    ends = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * m
+    return lambda: F.grouped_mm(a, b.transpose(-2, -1), offs=ends)
 
 
 def with_kernel(call: Call, kernel: SDPBackend) -> None:
