@@ -13,6 +13,13 @@ from web.browser import DESKTOP, PHONE, fragment, settled, until
 Open = Callable[..., Any]
 SMALL = fragment(model="tiny", cluster={"extends": "dgx-h100", "gpus": 8}, workload__batch=64, workload__seq=1024,
                  plan={"tp": 2, "pp": 2, "shard": 2, "zero": 1})  # fmt: skip
+# What each view must draw: a selector and the number of elements at least.
+DRAWN = {
+    "timeline": ("canvas", 1), "stages": (".figure rect", 3), "roofline": (".figure .point", 5), "ranks": (".figure rect", 16),
+    "goodput": (".figure .point", 10), "heatmap": (".figure rect", 16), "pareto": (".figure .point", 3), "scaling": (".figure .point", 6),
+    "batch": (".figure .point", 6), "sensitivity": (".figure rect", 8), "published": (".figure .point", 15), "collectives": (".figure circle", 8),
+    "strategies": ("tbody tr", 20), "zero": (".figure rect", 10), "overlap": (".figure rect", 20),
+}  # fmt: skip
 SERIOUS = ("serious", "critical")
 
 
@@ -42,20 +49,30 @@ def go(page: Any, name: str) -> None:
 FITS = "document.documentElement.scrollWidth <= window.innerWidth"
 
 
-def wide(page: Any) -> bool:
-    """Whether the page scrolls horizontally."""
-    return bool(page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
+UNNAMED = """[...document.querySelectorAll('#view svg.figure, #view canvas')].filter((f) => !f.getAttribute('aria-label'))
+             .map((e) => e.outerHTML.slice(0, 200))"""
 
 
-def test_every_view_appears_on_desktop_and_phone(server: str, open_page: Open) -> None:
-    page = open_page(server + "/" + SMALL)
+def check_figures(page: Any, name: str) -> None:
+    """The view has no error; its figures are drawn and have accessible names."""
+    assert page.locator("#view .notice.error").count() == 0, f"{name}: {page.locator('#view').inner_text()[:400]}"
+    selector, least = DRAWN.get(name, ("*", 1))
+    assert page.locator(f"#view .body {selector}").count() >= least, name
+    assert page.evaluate(UNNAMED) == [], name
+
+
+@pytest.mark.parametrize("dark", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_every_view_is_drawn_on_desktop_and_phone(server: str, open_page: Open, dark: bool) -> None:
+    page = open_page(server + "/" + SMALL, dark=dark)
+    assert set(DRAWN) <= set(names(page))
     for name in names(page):
         go(page, name)
-        assert page.locator("#view .notice.error").count() == 0, f"{name}: {page.locator('#view').inner_text()[:400]}"
         assert page.locator("#title").inner_text()
-        assert not wide(page), name
+        assert page.evaluate(FITS), name
+        check_figures(page, name)
         page.set_viewport_size(PHONE)
         until(page, FITS)  # figures are drawn again after the change of size
+        check_figures(page, name)
         page.set_viewport_size(DESKTOP)
 
 
