@@ -48,6 +48,8 @@ demo: setup
 	@echo "   $(DEMO)/timeline.html   one step of the pipeline"
 	@echo "   $(DEMO)/summary.html    both runs: curves, proofs, predicted and measured"
 
+# One thread per process: each worker has one core.
+test: export OMP_NUM_THREADS = 1
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadscope
 

@@ -55,6 +55,16 @@ def test_every_command_exists_and_explains_itself(capsys, name) -> None:
     assert f"meshwright {name}" in out
 
 
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [("train", ("[data]", "[run]", "[checkpoint]")), ("plan", ("[cluster]",)), ("data", ("[data]",))],
+)
+def test_sections_of_files_are_printed_in_help(capsys, name, sections) -> None:
+    """rich takes a word in brackets for a style and leaves it out, unless it is escaped."""
+    _, out, _ = run(capsys, name, "--help")
+    assert [section for section in sections if section not in out] == []
+
+
 def test_the_main_commands_come_first_in_order() -> None:
     lead = [name for name in ("plan", "estimate", "verify", "train") if name in COMMANDS]
     assert [name for name in COMMANDS if COMMANDS[name].panel == LEAD] == lead

@@ -8,8 +8,10 @@ from meshwright import planner
 from meshwright.describe import catalog
 from meshwright.planner.advice.near_misses import rounder
 
-
-FEW = {"fix": {"cp": 1}, "without": ["recompute", "reorder"]}  # what is offered does not depend on them; a small space is searched sooner
+FEW = {
+    "fix": {"cp": 1},
+    "without": ["recompute", "reorder"],
+}  # what is offered does not depend on them; a small space is searched sooner
 
 
 def asked(model="llama3-8b", cluster="dgx-h100", **question):

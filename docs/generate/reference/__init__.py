@@ -25,7 +25,7 @@ def commands() -> str:
 
     lines = ["# Commands", NOTE, "", "`meshwright COMMAND --help` prints the same. Exit codes:", "", exit_codes(), ""]
     for name in COMMANDS:
-        made: Any = typer.main.get_command(build(name))  # type: ignore[arg-type]
+        made: Any = typer.main.get_command(build(name))
         lines += [f"## {name}", ""]
         inner = getattr(made, "commands", {})
         lines += [plain(made.help or COMMANDS[name].help), ""]

@@ -28,10 +28,13 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from meshwright.errors import MeshwrightError, cannot_write, unknown
 from meshwright.version import EXTRAS, missing_package, require_torch, version_report
+
+if TYPE_CHECKING:
+    import typer
 
 TRACEBACK = "MESHWRIGHT_TRACEBACK"  # set to 1: an internal error prints its traceback
 USAGE, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
@@ -78,7 +81,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def build(name: str) -> Callable[..., object]:
+def build(name: str) -> typer.Typer:
     """Import one command and return its typer application."""
     import typer
 
@@ -158,6 +161,17 @@ def dispatch(arguments: Sequence[str]) -> None:
     raise SystemExit(run_command(first, list(arguments[1:])))
 
 
+def keep_brackets(command: Any) -> None:
+    """Escape the brackets in the help of a command: rich would take `[run]` for a style and print nothing in its place."""
+    from rich.markup import escape
+
+    for described in (command, *command.params):
+        if getattr(described, "help", None):
+            described.help = escape(described.help)
+    for subcommand in getattr(command, "commands", {}).values():
+        keep_brackets(subcommand)
+
+
 def run_command(name: str, arguments: list[str]) -> int:
     """Run one command and return its exit code; a usage error becomes a `MeshwrightError` like every other."""
     import typer
@@ -165,8 +179,11 @@ def run_command(name: str, arguments: list[str]) -> int:
     if name in NEED_TORCH and not {"--help", "-h"} & set(arguments):
         require_torch(f"`meshwright {name}`")
     usage_error: Any = typer.BadParameter.__base__  # the base class of all parser errors; typer exports only this one
+    command: Any = typer.main.get_command(build(name))
+    if {"--help", "-h"} & set(arguments):
+        keep_brackets(command)
     try:
-        code = build(name)(args=arguments, prog_name=f"meshwright {name}", standalone_mode=False)
+        code = command(args=arguments, prog_name=f"meshwright {name}", standalone_mode=False)
     except usage_error as found:
         path = found.ctx.command_path if found.ctx else f"meshwright {name}"
         raise MeshwrightError("MW-CLI-005", found.format_message().rstrip("?"), fix=f"{path} --help") from None

@@ -28,7 +28,7 @@ def show_command(
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
-    settings: Set = [],  # noqa: B006
+    settings: Set = [],
     everything: Annotated[
         bool, typer.Option("--all", help="Also show sources and the defaults of every section.")
     ] = False,
@@ -52,7 +52,7 @@ def diff_command(
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
-    settings: Set = [],  # noqa: B006
+    settings: Set = [],
     json: Json = False,
 ) -> None:
     """Print the values in which two plan files differ; --cluster, --nodes, --gpus and --set apply to both."""

@@ -54,7 +54,7 @@ def prepare_command(
     ] = 0,
     json: Json = False,
 ) -> None:
-    """Tokenize text into a token file that the section data of a run file names.
+    """Tokenize text into a token file for [data] in a run file.
 
     The result does not depend on the number of workers. After an interruption the same command continues where it stopped;
     a finished folder is never overwritten."""

@@ -34,10 +34,19 @@ def command(
         help="The framework that trains: meshwright, megatron-lm, torchtitan, deepspeed, … Default: that of the plan's stack.",
     ),
     per_node: int = typer.Option(
-        0, "--per-node", help="Devices of one host. Default: the first level of the cluster.", min=0, max=1024
+        0,
+        "--per-node",
+        help="Devices of one host. Default: the first level of the cluster.",
+        min=0,
+        max=1024,
+        show_default=False,
     ),
     save_every: int = typer.Option(
-        0, "--save-every", help="Steps between checkpoints. Default: that of [checkpoint], or about 30 minutes.", min=0
+        0,
+        "--save-every",
+        help="Steps between checkpoints. Default: that of [checkpoint], or about 30 minutes.",
+        min=0,
+        show_default=False,
     ),
     interface: str = typer.Option("", "--interface", help="The network interface over which ranks exchange addresses."),
     image: str = typer.Option("", "--image", help="Kubernetes: the container image."),

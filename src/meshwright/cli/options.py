@@ -8,5 +8,7 @@ import typer
 
 CLUSTER_HELP = "A catalog name, or a TOML file with a [cluster] such as `meshwright calibrate` writes."
 ClusterOption = Annotated[str, typer.Option("--cluster", "-c", help=CLUSTER_HELP)]
-NodesOption = Annotated[int, typer.Option("--nodes", help="Number of nodes.", min=0, max=10**7)]
-GpusOption = Annotated[int, typer.Option("--gpus", help="Number of devices, instead of nodes.", min=0, max=10**9)]
+NodesOption = Annotated[int, typer.Option("--nodes", help="Number of nodes.", min=0, max=10**7, show_default=False)]
+GpusOption = Annotated[
+    int, typer.Option("--gpus", help="Number of devices, instead of nodes.", min=0, max=10**9, show_default=False)
+]

@@ -9,6 +9,7 @@ import typer
 
 from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
 from meshwright.cli.plan_options import (
+    AllowOption,
     AsJsonOption,
     BatchOption,
     BudgetOption,
@@ -16,22 +17,27 @@ from meshwright.cli.plan_options import (
     CheckpointOption,
     CompareOption,
     DaysOption,
+    FixOption,
     FrameworkOption,
     GuidesOption,
     HeadroomOption,
     HtmlOption,
     LineOption,
+    MaxOption,
+    MinOption,
     ModelArgument,
     MtbfOption,
     OutOption,
     RestartOption,
     RobustOption,
     SeqOption,
+    SetOption,
     SettingsFileOption,
     SitesOption,
     StackOption,
     TokensOption,
     TopOption,
+    WithoutOption,
 )
 from meshwright.errors import MeshwrightError
 
@@ -53,20 +59,11 @@ def command(
     stack: StackOption = "",
     framework: FrameworkOption = "",
     settings_file: SettingsFileOption = "",
-    fix: list[str] = typer.Option(
-        [], "--fix", metavar="FIELD=VALUE", help="Fix a field: --fix tp=8, --fix schedule=1f1b."
-    ),
-    most: list[str] = typer.Option([], "--max", metavar="FIELD=N", help="Upper bound of a field: --max pp=4."),
-    least: list[str] = typer.Option([], "--min", metavar="FIELD=N", help="Lower bound of a field: --min microbatch=2."),
-    without: list[str] = typer.Option(
-        [],
-        "--without",
-        metavar="WORD",
-        help="Exclude zero3, hsdp, tp, pp, cp, ep, recompute, interleaved, uneven, reorder, …",
-    ),
-    allow: list[str] = typer.Option(
-        [], "--allow", metavar="FIELD=A,B", help="Widen the search: --allow grad_dtype=bf16, --allow overlap=dp+tp."
-    ),
+    fix: FixOption = [],
+    most: MaxOption = [],
+    least: MinOption = [],
+    without: WithoutOption = [],
+    allow: AllowOption = [],
     robust: RobustOption = False,
     headroom: HeadroomOption = "5%",
     case: CaseOption = "",
@@ -80,7 +77,7 @@ def command(
     top: TopOption = 10,
     out: OutOption = "",
     html: HtmlOption = "",
-    settings: list[str] = typer.Option([], "--set", help="Override any field: --set cluster.price=2.5."),
+    settings: SetOption = [],
     as_json: AsJsonOption = False,
 ) -> None:
     """Which plan is the fastest that fits, and why? Searches every legal plan, without a GPU.
@@ -100,16 +97,7 @@ def command(
     if target and not stack:
         question["stack"] = target.stack
     with patient("searching") as progress:
-        if days or budget:
-            from meshwright import planner
-
-            sizing = planner.size(model, cluster, days=days, budget=budget, progress=progress, **question)
-            result = sizing.result
-        else:
-            from meshwright import api
-
-            sizing = None
-            result = api.plan(model, cluster, progress=progress, set=question.pop("settings"), **question)
+        sizing, result = search(model, cluster, days, budget, question, progress)
     compared = result.compare(user_plan.for_gpus(result.config.cluster.world)) if user_plan else None
     written = write(result, out, html, target if settings_file else None, settings_file)
     if as_json:
@@ -127,6 +115,20 @@ def command(
 NOT_ASKED = (
     "model", "cluster", "case", "compare", "guides", "out", "html", "as_json", "days", "budget", "framework", "settings_file",
 )  # fmt: skip
+
+
+def search(
+    model: str, cluster: str, days: str, budget: str, question: dict[str, Any], progress: Any
+) -> tuple[Any, Any]:
+    """The number of GPUs with its table of sizes if days or dollars limit it, else None; and the result of the search."""
+    if days or budget:
+        from meshwright import planner
+
+        sizing = planner.size(model, cluster, days=days, budget=budget, progress=progress, **question)
+        return sizing, sizing.result
+    from meshwright import api
+
+    return None, api.plan(model, cluster, progress=progress, set=question.pop("settings"), **question)
 
 
 def target_framework(name: str, settings_file: str, model: str) -> Framework | None:

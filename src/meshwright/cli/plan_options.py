@@ -12,8 +12,8 @@ ModelArgument = Annotated[
         help="A catalog name, a plan file, a Hugging Face config.json or a settings file of another framework."
     ),
 ]
-BatchOption = Annotated[int, typer.Option("--batch", help="Global batch in sequences.", min=0)]
-SeqOption = Annotated[int, typer.Option("--seq", help="Sequence length.", min=0)]
+BatchOption = Annotated[int, typer.Option("--batch", help="Global batch in sequences.", min=0, show_default=False)]
+SeqOption = Annotated[int, typer.Option("--seq", help="Sequence length in tokens.", min=0, show_default=False)]
 TokensOption = Annotated[
     str, typer.Option("--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost.")
 ]
@@ -21,7 +21,10 @@ DaysOption = Annotated[str, typer.Option("--days", metavar="N", help="The fewest
 BudgetOption = Annotated[
     str, typer.Option("--budget", metavar="DOLLARS", help="The fewest GPUs that train --tokens for 2M$.")
 ]
-StackOption = Annotated[str, typer.Option("--stack", help="The training stack.")]
+StackOption = Annotated[
+    str,
+    typer.Option("--stack", help="The training stack: megatron-core, torchtitan, …; see `meshwright catalog stacks`."),
+]
 FrameworkOption = Annotated[
     str,
     typer.Option(
@@ -34,10 +37,33 @@ SettingsFileOption = Annotated[
         "--write", metavar="FILE", help="Write the winner as settings of the framework: TOML, YAML, JSON or flags."
     ),
 ]
+FixOption = Annotated[
+    list[str],
+    typer.Option("--fix", metavar="FIELD=VALUE", help="Fix a field: --fix tp=8, --fix schedule=1f1b."),
+]
+MaxOption = Annotated[list[str], typer.Option("--max", metavar="FIELD=N", help="Upper bound of a field: --max pp=4.")]
+MinOption = Annotated[
+    list[str], typer.Option("--min", metavar="FIELD=N", help="Lower bound of a field: --min microbatch=2.")
+]
+WithoutOption = Annotated[
+    list[str],
+    typer.Option(
+        "--without",
+        metavar="WORD",
+        help="Exclude zero3, hsdp, tp, pp, cp, ep, recompute, interleaved, uneven, reorder, …",
+    ),
+]
+AllowOption = Annotated[
+    list[str],
+    typer.Option(
+        "--allow", metavar="FIELD=A,B", help="Widen the search: --allow grad_dtype=bf16, --allow overlap=dp+tp."
+    ),
+]
+SetOption = Annotated[list[str], typer.Option("--set", help="Override any field: --set cluster.price=2.5.")]
 RobustOption = Annotated[
     bool, typer.Option("--robust", help="Take the plan with the best worst case instead of the fastest.")
 ]
-HeadroomOption = Annotated[str, typer.Option("--memory-headroom", help="Share of the memory to leave free.")]
+HeadroomOption = Annotated[str, typer.Option("--memory-headroom", help="Share of the device memory to leave free.")]
 CaseOption = Annotated[
     str, typer.Option("--case", metavar="NAME", help="A published training, estimated: gpt3, llama3-405b, mixtral, …")
 ]
@@ -60,7 +86,10 @@ RestartOption = Annotated[
     str, typer.Option("--restart", metavar="TIME", help="Restart time after a failure, such as 5min.")
 ]
 SitesOption = Annotated[
-    int, typer.Option("--sites", help="Number of clusters (sites), connected by --line.", min=0, max=10**6)
+    int,
+    typer.Option(
+        "--sites", help="Number of clusters (sites), connected by --line.", min=0, max=10**6, show_default=False
+    ),
 ]
 LineOption = Annotated[str, typer.Option("--line", metavar="RATE", help="Bandwidth between sites, such as 100Gb/s.")]
 GuidesOption = Annotated[bool, typer.Option("--guides", help="Show the reason and the source of every decision guide.")]

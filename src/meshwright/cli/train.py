@@ -74,19 +74,12 @@ def command(
     from meshwright import api
     from meshwright.training.launch.placement import placement
     from meshwright.training.machine import shared_device
-    from meshwright.training.run import plan_of_run
     from meshwright.view.tables import show
 
     device = shared_device(device, share_device)
     place = placement(os.environ)
     reports = place is None or place.rank == 0  # the other ranks of a launcher print nothing
-    plan = plan or (plan_of_run(resume) if resume is not None else None)
-    if plan is None:
-        raise MeshwrightError(
-            "MW-CLI-005", "there is no plan to train", fix="meshwright train PLAN.toml, or --resume RUN"
-        )
-    if out is not None and resume is not None and out != resume:
-        raise MeshwrightError("MW-CLI-005", "--out and --resume name two folders", fix=f"--resume {resume}")
+    plan = plan_to_train(plan, out, resume)
     options = api.run_settings(steps, seed, learning_rate, save_every, start_from or "", profile)
     config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=[*settings, *options])
     if shrink:
@@ -113,6 +106,20 @@ def command(
         train_and_show(run, config.run.steps, folder, trace, as_json)
     else:
         run()
+
+
+def plan_to_train(plan: Path | None, out: Path | None, resume: Path | None) -> Path:
+    """The plan file: the given one, or that of the run to resume."""
+    from meshwright.training.run import plan_of_run
+
+    plan = plan or (plan_of_run(resume) if resume is not None else None)
+    if plan is None:
+        raise MeshwrightError(
+            "MW-CLI-005", "there is no plan to train", fix="meshwright train PLAN.toml, or --resume RUN"
+        )
+    if out is not None and resume is not None and out != resume:
+        raise MeshwrightError("MW-CLI-005", "--out and --resume name two folders", fix=f"--resume {resume}")
+    return plan
 
 
 def check_only(config: Config, device: str, backend: str, folder: Path, as_json: bool) -> None:
