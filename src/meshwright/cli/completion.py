@@ -35,7 +35,7 @@ def vocabulary() -> dict[str, list[str]]:
 
     out = {"": [*COMMANDS, "--help", "--version"]}
     for name in COMMANDS:
-        made: Any = typer.main.get_command(build(name))  # type: ignore[arg-type]
+        made: Any = typer.main.get_command(build(name))
         for path, inner in [(name, made), *((f"{name} {sub}", c) for sub, c in getattr(made, "commands", {}).items())]:
             flags = [flag for p in inner.params for flag in (*p.opts, *p.secondary_opts) if flag.startswith("--")]
             out[path] = [*getattr(inner, "commands", {}), *flags, "--help"]
