@@ -1,6 +1,6 @@
 """The cost of recording communication on timed steps: step times with and without the recorder, in interleaved pairs.
 
-    python benchmarks/record_comm.py [--ranks 2] [--pairs 40]
+    python benchmarks/record_comm.py [--ranks 2] [--pairs 40] [--seconds 20]
 
 Both halves of a pair train the same model on the same processes, one directly after the other, in alternating order. Printed are the
 median step without recorder, the median over pairs of the difference, as a share of it, and the number of recorded calls.
@@ -39,7 +39,17 @@ STEPS = 2  # timed, with and without recorder, in each pair
 Pair = tuple[float, float]  # seconds on the clock, and seconds in which the rank's main thread computed
 
 
-def work(context: Any, config: Config, pairs: int) -> tuple[list[Pair], list[Pair], int, float]:
+def affordable(pairs: int, step: float, seconds: float) -> int:
+    """Pairs that all ranks run in about `seconds`, at least six: on a slow or busy machine fewer than asked for."""
+    import torch
+    from torch import distributed
+
+    slowest = torch.tensor(step)
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    return min(pairs, max(6, int(seconds / (2 * (1 + STEPS) * slowest.item()))))
+
+
+def work(context: Any, config: Config, pairs: int, seconds: float) -> tuple[list[Pair], list[Pair], int, float]:
     """The steps without and with recorder, recorded calls in a step, and seconds of one recorded empty call."""
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
@@ -48,7 +58,8 @@ def work(context: Any, config: Config, pairs: int) -> tuple[list[Pair], list[Pai
 
     parallel = apply(config.model, config.plan, config.workload, context.rank)
     trainer = Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0))
-    trainer.train(3)
+    trainer.train(2)
+    pairs = affordable(pairs, trainer.train_step().seconds, seconds)
     plain, recorded, calls = [], [], 0
     for pair in range(pairs):
         for records in (False, True) if pair % 2 else (True, False):
@@ -118,6 +129,7 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--pairs", type=int, default=40)
     options.add_argument("--plans", nargs="*", default=list(PLANS))
+    options.add_argument("--seconds", type=float, default=20.0, help="per plan: fewer pairs run if they take longer")
     chosen = options.parse_args()
     print(f"{'plan':8} {'step':>10} {'adds, clock (95%)':>28} {'adds, CPU (95%)':>28} {'calls':>6} {'bound':>8}")
     for name in chosen.plans:
@@ -125,7 +137,7 @@ def main() -> None:
         degrees = {axis: chosen.ranks if n == 2 and axis != "zero" else n for axis, n in plan.items()}
         fp32 = {"param_dtype": "fp32", "master": False}
         config = Config.from_parts(model, "laptop", "gloo-cpu", WORKLOAD, {**fp32, **degrees})
-        results = local.run("__main__:work", chosen.ranks, config, chosen.pairs, silence=120.0)
+        results = local.run("__main__:work", chosen.ranks, config, chosen.pairs, chosen.seconds, silence=120.0)
         plain, recorded, calls, each = results[0]
         step = float(np.median(plain, axis=0)[0])
         cells = []

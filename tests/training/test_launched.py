@@ -24,6 +24,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.run_folder import read_about, read_steps
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch import local
+from meshwright.training.main_script import main_hidden
 from meshwright.training.run import run_training
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 256}
@@ -70,7 +71,7 @@ def run(folder, variables, work, *args, seconds=60.0):
         context.Process(target=as_rank, args=(each, str(output), work, *args), daemon=True)
         for each, output in zip(variables, outputs, strict=True)
     ]
-    with local.main_hidden(unless=False):
+    with main_hidden():
         local.ensure_forkserver(__name__)
         for process in processes:
             process.start()

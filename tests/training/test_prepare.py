@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -288,3 +290,17 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert "meshwright[train]" in refused("MW-DATA-014", [tmp_path / "a.parquet"], tmp_path / "out")
     refused("MW-DATA-014", [jsonl(tmp_path / "a.jsonl")], tmp_path / "out", "tokenizer.json")
+
+
+def test_a_script_needs_no_guard_around_its_main_part(tmp_path):
+    """Worker processes do not run the script of their parent."""
+    (tmp_path / "text.txt").write_text("a line\n" * 100)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from meshwright.training.data.prepare.run import prepare\n"
+        "print(prepare(['text.txt'], 'tokens', document='line', workers=2, chunk_bytes=200).documents)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr) == ("100\n", "")

@@ -6,11 +6,14 @@ Each benchmark has a section. A run of some benchmarks replaces their sections a
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +25,8 @@ PAGE = ROOT / "docs" / "performance.md"
 BY_HAND = (
     "accuracy", "chaos", "chaos_save", "closed_loop", "collectives_published", "context", "publish_rows", "zero_bubble",
 )  # fmt: skip
+# Benchmarks of several minutes, in parts that run and are shown one by one.
+PARTS = {"planner": ("speed", "growth", "ranking")}
 LIMIT_S = 900
 INTRODUCTION = """\
 # Performance
@@ -33,8 +38,9 @@ between machines, and no test depends on them. [Accuracy](accuracy.md) has the e
 
 
 def scripts() -> list[str]:
-    """The benchmarks that `make bench` runs."""
-    return [path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem not in BY_HAND]
+    """The benchmarks that `make bench` runs: the name of a script, and of its part where it has parts."""
+    found = [path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem not in BY_HAND]
+    return [f"{name} {part}".strip() for name in found for part in PARTS.get(name, ("",))]
 
 
 def machine() -> str:
@@ -47,32 +53,49 @@ def machine() -> str:
 
 def purpose(name: str) -> str:
     """The first paragraph of a benchmark's docstring."""
-    text = ast.get_docstring(ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text("utf-8"))) or ""
+    script = ROOT / "benchmarks" / f"{name.split()[0]}.py"
+    text = ast.get_docstring(ast.parse(script.read_text("utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
 
 def run(name: str) -> tuple[int, str]:
-    """Run a benchmark and show its output while it runs; its exit code, and the section for the page."""
+    """Run a benchmark and show its output while it runs; its exit code, and the section for the page.
+
+    After `LIMIT_S` the benchmark and the ranks that it started are ended, also if it prints nothing."""
     print(f"== {name}: {purpose(name)}", flush=True)
     began = time.monotonic()
     lines: list[str] = []
+    script, *part = name.split()
     process = subprocess.Popen(
-        [sys.executable, f"benchmarks/{name}.py"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-u", f"benchmarks/{script}.py", *part],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
+    clock = threading.Timer(LIMIT_S, end, (process,))
+    clock.start()
     try:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
-            if time.monotonic() - began > LIMIT_S:
-                process.kill()
-                lines.append(f"ended after {LIMIT_S} s")
         code = process.wait(timeout=30)
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait(timeout=30)
+        clock.cancel()
+        end(process)
+        process.wait(timeout=30)
+    if time.monotonic() - began > LIMIT_S:
+        lines.append(f"ended after {LIMIT_S} s")
     return code, section(name, "\n".join(lines), time.monotonic() - began, code)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a benchmark and the processes that it started, which share its session."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def section(name: str, output: str, seconds: float, code: int) -> str:
@@ -83,6 +106,6 @@ def section(name: str, output: str, seconds: float, code: int) -> str:
 
 def merged(page: str, fresh: dict[str, str]) -> str:
     """The page with new sections in place of the old ones, in the order of the scripts; those of deleted scripts go."""
-    found = {m[1]: m[0] for m in re.finditer(r"^## (\w+)\n.*?(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)}
+    found = {m[1]: m[0] for m in re.finditer(r"^## ([\w ]+)\n.*?(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)}
     sections = {**found, **fresh}
     return "\n".join((INTRODUCTION, *(sections[name].rstrip() + "\n" for name in scripts() if name in sections)))

@@ -41,7 +41,13 @@ def resolve_device(device: str, ranks: int) -> str:
     if device == "auto":
         return "cuda" if found >= ranks else "cpu"
     if found < (1 if device == SHARED else ranks):
-        needed = "ranks that share a GPU need one" if device == SHARED else f"{ranks} ranks need {ranks} GPUs"
+        needed = (
+            "ranks that share a GPU need one"
+            if device == SHARED
+            else "one rank needs one GPU"
+            if ranks == 1
+            else f"{ranks} ranks need {ranks} GPUs"
+        )
         why = (
             ""
             if device == SHARED

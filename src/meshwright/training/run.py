@@ -32,6 +32,7 @@ from meshwright.training.job import Job
 from meshwright.training.launch import local
 from meshwright.training.launch.placement import placement
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
+from meshwright.training.main_script import main_hidden
 from meshwright.training.measure.measurement import LoadWatch, Training, conclude_interrupted
 from meshwright.training.records import StepRecord
 
@@ -169,7 +170,7 @@ def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
 
 def run_here(job: Job, listen: Listen | None, restarts: int) -> Training:
     """Train on ranks of this machine. The steps until an interruption or a failure are measured too."""
-    with local.main_hidden(unless=False):
+    with main_hidden():
         local.ensure_forkserver(TARGET.partition(":")[0])  # it imports torch while this process does
     from meshwright.training.launch import elastic
 

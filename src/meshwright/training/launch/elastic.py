@@ -48,6 +48,7 @@ from meshwright.training.launch.failure import (
     root_cause,
 )
 from meshwright.training.launch.rank import end_with_parent, resolve
+from meshwright.training.main_script import main_hidden
 
 LOOPBACK = "127.0.0.1"
 MONITOR_S = 0.1
@@ -174,7 +175,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         before = {number: signal.getsignal(number) for number in HANDLED}
-        with local.main_hidden(unless=False):
+        with main_hidden():
             local.ensure_forkserver(self.module)
             try:
                 pids = super()._start_workers(worker_group)

@@ -17,15 +17,13 @@ ended exits too: it reads a pipe that closes with the parent.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -35,6 +33,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch.failure import INTERNAL_ERROR, Failure, error_of
 from meshwright.training.machine import resolve_backend, resolve_device
+from meshwright.training.main_script import main_hidden
 
 PRELOAD = ["meshwright.training.launch.preload"]
 RENDEZVOUS_BYTES = 2**24  # the store and the logs of a rendezvous fit into this
@@ -158,21 +157,6 @@ def ensure_forkserver(module: str) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def main_hidden(unless: bool) -> Iterator[None]:
-    """Keep ranks from running the caller's script: they import their target by name and do not need it."""
-    main = sys.modules["__main__"]
-    names = () if unless else ("__file__", "__spec__")
-    hidden = {name: getattr(main, name) for name in names if hasattr(main, name)}
-    for name in hidden:
-        setattr(main, name, None)
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
 
 
 def _receive_until_done(ranks: list[Rank], silence: float, listen: Callable[[int, Any], None]) -> None:

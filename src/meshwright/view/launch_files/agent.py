@@ -29,7 +29,7 @@ NAMES = {
 
 
 def command(job: Job) -> str:
-    """The program and the number of its processes. accelerate reads the rest of its options from its settings file."""
+    """The program and the number of its processes. accelerate reads its other options from its settings file."""
     if job.program.agent == TORCHRUN:
         return f"torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node}"
     file = shlex.quote(f"{job.folder}/{job.program.file}")
@@ -40,7 +40,7 @@ def restarts(job: Job, count: int) -> str:
     return f"{NAMES[job.program.agent]['restarts']} {count}"
 
 
-def alone(job: Job) -> str:
+def single_host(job: Job) -> str:
     """Options of a single host, whose ranks meet on a free port of it."""
     return "--standalone" if job.program.agent == TORCHRUN else "--main_process_port 0"
 

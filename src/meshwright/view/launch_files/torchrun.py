@@ -18,7 +18,7 @@ def write(job: Job) -> str:
     parts = ["#!/usr/bin/env bash", comment(job.heading()), "set -euo pipefail", "", environment(job), ""]
     parts += [*write_settings(job), choose_words(job), ""]
     if job.nodes == 1:
-        parts += ["# One machine: the ranks meet on a free port of it.", f"meet=({agent.alone(job)})"]
+        parts += ["# One machine: the ranks meet on a free port of it.", f"meet=({agent.single_host(job)})"]
     else:
         parts += [
             "# The ranks meet at the first node. HEAD is its name or address, the same on every node; the port must be open there.",

@@ -24,6 +24,7 @@ from meshwright.training.data.prepare.files import FORMATS, source_files
 from meshwright.training.data.prepare.folder import OutputFolder, finished_header
 from meshwright.training.data.token_file import Header, smallest_dtype
 from meshwright.training.data.tokenizer import open_tokenizer, tokenizer_hash
+from meshwright.training.main_script import main_hidden
 
 AHEAD = 3  # chunks in work or waiting, per worker
 Listen = Callable[[int, int], None]  # bytes done, bytes in all
@@ -114,7 +115,8 @@ class Run:
         while True:
             for i in islice(waiting, workers * AHEAD - len(running)):
                 stem = str(self.folder.stem(i))
-                running[pool.submit(worker.encode_to_files, self.chunks[i], self.reading, stem)] = i
+                with main_hidden():  # the pool starts its processes here
+                    running[pool.submit(worker.encode_to_files, self.chunks[i], self.reading, stem)] = i
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
