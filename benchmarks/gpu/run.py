@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,57 +168,48 @@ def prepare_text(folder: Path) -> Path:
     return folder / "tokens"
 
 
+def start(here: Path, precision: str, seed: int, steps: int, data: dict[str, Any]) -> subprocess.Popen[str]:
+    """A training of the small model in the background; its result is in `here`."""
+    here.mkdir()
+    file = run_file(here, SMALL, precision, data=data, optimizer={"warmup": 100})
+    command = [sys.executable, "-m", "meshwright", "train", str(file), "--steps", str(steps), "--seed", str(seed)]
+    command += ["--device", DEVICE, "--out", str(here / "run"), "--json"]
+    with (here / "out.json").open("w") as out, (here / "err.txt").open("w") as err:
+        return subprocess.Popen(command, stdout=out, stderr=err, text=True)
+
+
+def late_loss(here: Path, steps: int) -> float | None:
+    """The mean validation loss of the last 200 steps; None if the training failed."""
+    text = (here / "out.json").read_text()
+    result = json.loads(text[text.find("{") :]) if "{" in text else {}
+    if "measurement" not in result:
+        print(text[-800:], (here / "err.txt").read_text()[-1500:], file=sys.stderr)
+        return None
+    return statistics.fmean(value for step, value in result["measurement"]["validation_loss"] if step >= steps - 200)
+
+
 def loss(steps: int, seeds: int, workers: int) -> None:
     """Validation losses of both precisions; `workers` runs share the GPU at a time."""
-    running: list[tuple[str, int, subprocess.Popen[str], Path]] = []
+    running: dict[tuple[str, int], subprocess.Popen[str]] = {}
     found: dict[str, list[float]] = {"bf16": [], "fp8": []}
-    todo = [(precision, seed) for seed in range(seeds) for precision in ("bf16", "fp8")]
+    todo = [(precision, seed) for seed in range(seeds) for precision in ("fp8", "bf16")]  # fp8 takes longer here
     with tempfile.TemporaryDirectory() as folder:
         data = {"path": str(prepare_text(Path(folder))), "eval_every": 20, "validation": 0.001}
         while todo or running:
             while todo and len(running) < workers:
                 precision, seed = todo.pop(0)
-                here = Path(folder) / f"{precision}-{seed}"
-                here.mkdir()
-                file = run_file(here, SMALL, precision, data=data, optimizer={"warmup": 100})
-                command = [
-                    sys.executable,
-                    "-m",
-                    "meshwright",
-                    "train",
-                    str(file),
-                    "--steps",
-                    str(steps),
-                    "--seed",
-                    str(seed),
-                ]
-                with (here / "out.json").open("w") as out, (here / "err.txt").open("w") as err:
-                    child = subprocess.Popen(
-                        [*command, "--device", DEVICE, "--out", str(here / "run"), "--json"],
-                        stdout=out,
-                        stderr=err,
-                        text=True,
-                    )
-                running.append((precision, seed, child, here))
-            precision, seed, child, here = running.pop(0)
-            child.wait(timeout=LIMIT_S)
-            text = (here / "out.json").read_text()
-            result = json.loads(text[text.find("{") :]) if child.returncode == 0 else {}
-            if "measurement" not in result:
-                print(text[-800:], (here / "err.txt").read_text()[-1500:], file=sys.stderr)
-                continue
-            late = [value for step, value in result["measurement"]["validation_loss"] if step >= steps - 200]
-            found[precision].append(statistics.fmean(late))
-            print(
-                f"{precision} seed {seed}: validation loss {found[precision][-1]:.4f} over the last 200 steps",
-                flush=True,
-            )
+                running[precision, seed] = start(Path(folder) / f"{precision}-{seed}", precision, seed, steps, data)
+            time.sleep(0.5)
+            for precision, seed in [key for key, child in running.items() if child.poll() is not None]:
+                del running[precision, seed]
+                value = late_loss(Path(folder) / f"{precision}-{seed}", steps)
+                if value is not None:
+                    found[precision].append(value)
+                    print(f"{precision} seed {seed}: validation loss {value:.4f} over the last 200 steps", flush=True)
     if found["bf16"] and found["fp8"]:
         spread = max(found["bf16"]) - min(found["bf16"])
         difference = statistics.fmean(found["fp8"]) - statistics.fmean(found["bf16"])
-        print(
-            f"fp8 − bf16: {difference:+.4f}; the largest difference between two seeds of bf16: {spread:.4f}", flush=True
-        )
+        print(f"fp8 − bf16: {difference:+.4f}; the largest difference between two seeds of bf16: {spread:.4f}")
 
 
 def main() -> None:
