@@ -11,6 +11,7 @@ import pytest
 
 import ranks
 from meshwright.errors import MeshwrightError
+from meshwright.training.launch import local
 from meshwright.training.launch.failure import RankFailure, read_failures
 
 
@@ -119,7 +120,7 @@ def test_ranks_end_with_their_parent(tmp_path):
     """A parent killed outright cannot clean up: its ranks notice, and remove its temporary folder."""
     code = (
         "import ranks, test_launch as t; from meshwright.training.launch import local\n"
-        f"local.memory_folder = lambda: {str(tmp_path)!r}\n"
+        f"local.memory_folder = lambda shared: {str(tmp_path)!r}\n"
         "local.PRELOAD[1:] = []\n"  # what other tests need takes seconds
         "ranks.run(2, t.hang_on_one, listen=lambda rank, pid: print(pid, flush=True))"
     )
@@ -246,6 +247,21 @@ def test_a_rank_ends_soon_after_the_agent_that_started_it_was_killed(tmp_path):
     while runs(pid) and time.monotonic() < until:
         time.sleep(0.05)
     assert not runs(pid)
+
+
+def test_folders_of_processes_that_were_killed_with_their_ranks_are_removed(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    names = {"stale": f"{ended.pid}-a", "recent": f"{ended.pid}-b", "running": f"{os.getpid()}-c", "other": "x-y"}
+    folders = {key: tmp_path / f"meshwright-{name}" for key, name in names.items()}
+    for key, folder in folders.items():
+        folder.mkdir()
+        (folder / "store").write_text("")
+        if key != "recent":
+            os.utime(folder, (0, 0))
+    made = local.temporary_folder(str(tmp_path))
+    assert made.name.startswith(f"meshwright-{os.getpid()}-")
+    assert {key for key, folder in folders.items() if folder.exists()} == {"recent", "running", "other"}
 
 
 def runs(pid):

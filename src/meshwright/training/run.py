@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -161,7 +160,7 @@ def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
     if folder is not None:
         yield folder
         return
-    path = Path(tempfile.mkdtemp(prefix="meshwright-", dir=local.memory_folder()))
+    path = local.temporary_folder()
     try:
         yield path
     finally:

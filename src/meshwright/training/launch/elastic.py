@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,7 +94,7 @@ def run_attempt(
     target: str, world: int, args: tuple, folder: Path, poll: Callable[[], None]
 ) -> tuple[dict[int, Any], list[Failure]]:
     """Start ranks and wait until all have returned (their results), or until one has failed and all have ended (the failures)."""
-    files = Path(tempfile.mkdtemp(prefix="meshwright-", dir=local.memory_folder()))
+    files = local.temporary_folder()
     try:
         with quiet(), kept_handlers():
             spec = WorkerSpec(

@@ -17,6 +17,7 @@ ended exits too: it reads a pipe that closes with the parent.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -37,6 +38,8 @@ from meshwright.training.main_script import main_hidden
 
 PRELOAD = ["meshwright.training.launch.preload"]
 RENDEZVOUS_BYTES = 2**24  # the store and the logs of a rendezvous fit into this
+PREFIX = "meshwright-"  # of a temporary folder; the number of its process follows
+STALE_S = 3600.0
 GRACE_S = 1.0  # after the first failure, the time the other ranks have to report theirs
 
 
@@ -73,7 +76,7 @@ def run(
     """
     device = resolve_device(device, world)
     backend = resolve_backend(backend, device)
-    rendezvous = Path(tempfile.mkdtemp(prefix="meshwright-", dir=memory_folder()))
+    rendezvous = temporary_folder()
     logs = folder or rendezvous
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[Rank] = []
@@ -95,6 +98,36 @@ def run(
                 r.process.kill()
             r.process.join()
         shutil.rmtree(rendezvous, ignore_errors=True)
+
+
+def temporary_folder(shared: str = "/dev/shm") -> Path:
+    """A new folder for a rendezvous or a run, which its process removes. Folders that are left of processes killed together with all their ranks
+    are removed here."""
+    parent = memory_folder(shared)
+    if parent is not None:
+        remove_stale(Path(parent))
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+
+
+def remove_stale(parent: Path) -> None:
+    """Remove this user's folders whose process has ended. A container that shares the memory folder may have other process numbers: only
+    folders are removed that nothing has changed for `STALE_S`."""
+    for folder in parent.glob(f"{PREFIX}*-*"):
+        with contextlib.suppress(OSError, ValueError):
+            status = folder.lstat()
+            owner = int(folder.name.removeprefix(PREFIX).partition("-")[0])
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > STALE_S and not is_running(owner):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
 
 
 def memory_folder(shared: str = "/dev/shm") -> str | None:
