@@ -13,7 +13,6 @@ from meshwright.interop.keys import Facts, Key, Table, flag
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
 Z = "zero_optimization."
-SWITCH = {True: True, False: False, "auto": "auto"}
 OFFLOAD = {"cpu": True, "nvme": True, "none": False}
 # The keys of a DeepSpeed block, which other frameworks hold too.
 BLOCK = (
