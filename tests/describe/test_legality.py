@@ -178,6 +178,8 @@ EXAMPLES = {
     "SequenceGathersAreTrained": ({"tp": 8, "sp": True, "gather_dtype": "fp8"}, None, {}),
     "ExpertGathersAreTrained": ({"shard": 8, "zero": 3, "gather_dtype": "fp8"}, PLAIN_MOE, {"precision": "fp8"}),
     "AdamNeedsRange": ({"tp": 8, "param_dtype": "fp16", "master": False}, LLAMA, {"precision": "fp16"}),
+    "RowScalingNeedsFp8": ({"replicate": 8}, LLAMA, {"scaling": "row"}),
+    "RowScalingNeedsWholeRows": ({"tp": 8}, LLAMA, {"scaling": "row", "precision": "fp8"}),
     "GathersNeedFp8Products": ({"tp": 8, "sp": True, "gather_dtype": "fp8"}, LLAMA, {}),
     "TokensDivideOverTensorRanks": ({"tp": 8}, MIXTRAL, {"seq": 100}),
     "ParametersAreTrained": ({"tp": 8, "param_dtype": "fp8"}, LLAMA, {}),
@@ -207,7 +209,11 @@ LIMITS = {
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.__name__)
 def test_each_rule_is_broken_and_explained(rule) -> None:
     plan, model, workload = EXAMPLES[rule.__name__]
-    cluster = "dgx-h100" if workload.get("precision") == "fp8" and "gather_dtype" in plan else "dgx-a100"
+    cluster = (
+        "dgx-h100"
+        if workload.get("precision") == "fp8" and {"gather_dtype", "scaling"} & {*plan, *workload}
+        else "dgx-a100"
+    )
     surroundings = (
         (model, Workload(**{"batch": 64, "seq": 64, **workload}), catalog.load("clusters", cluster).with_gpus(8))
         if model is not None

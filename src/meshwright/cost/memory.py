@@ -61,7 +61,9 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
         if group in by_muon:  # other parameters have Adam's second moment as well
             before, after = by_muon[group]
             out["optimizer"] += on_device * b.state_bytes * np.where(b.zero >= 1, share - after, count - before)
-    if b.stack.fp8_passes and b.workload.precision == "fp8":  # weights of layers in fp8, and transposed
+    if (
+        b.stack.fp8_passes and b.workload.precision == "fp8" and b.workload.scaling == "tensor"
+    ):  # weights of layers in fp8, and transposed
         layers = [kind for kind in program.parameters if kind in b.model.kinds]
         kept = sum(held.counts[kind] * program.parameters[kind]["dense"] for kind in layers)
         out["parameters"] += 2.0 * np.where((b.zero == 0) & (b.tp == 1), kept, 0.0)

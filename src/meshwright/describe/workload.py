@@ -10,6 +10,7 @@ from meshwright.describe.base import Count, Described, Length, Size
 
 FP8 = ("fp8", "mxfp8")  # precisions whose operands have 8 bits
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4", "fp64"]
+Scaling = Literal["tensor", "row"]
 # Moments per parameter. Muon has one for the matrices of layers; it updates other parameters as AdamW does, with two.
 ADAM = ("adamw", "adam", "muon")  # optimizers with Adam's two moments, Muon for all but the matrices of layers
 STATE_COPIES = {"adamw": 2, "adam": 2, "muon": 1, "momentum": 1, "sgd": 0}
@@ -21,6 +22,10 @@ class Workload(Described):
     batch: Size = 1024
     seq: Length = 4096
     precision: Precision = "bf16"
+    scaling: Scaling = Field(
+        default="tensor",
+        description="fp8: one scale per tensor, or one per row of each operand: an outlier harms its row only, and inputs are kept in 16 bits",
+    )
     optimizer: Literal["adamw", "adam", "muon", "momentum", "sgd"] = "adamw"
     ema: bool = Field(default=False, description="keep a moving average of the weights; optimizer.ema is its decay")
     clip: bool = Field(default=True, description="clip by the global gradient norm")

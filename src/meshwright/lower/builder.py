@@ -114,10 +114,15 @@ class BlockBuilder:
         if not direct:
             self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, launches)
         if self.b.stack.fp8_passes and self.b.workload.precision == "fp8" and not dtype:
-            self.quantise(name, part, products * m * k, products * m * n)
+            self.quantise(name, part, products * m * k, products * m * n, products * k * n)
 
-    def quantise(self, name: str, part: str, inputs: Array, outputs: Array) -> None:
-        """Add the passes that bring operands of an fp8 product to fp8, and those that transpose them for the gradient of the weight."""
+    def quantise(self, name: str, part: str, inputs: Array, outputs: Array, weights: Array) -> None:
+        """Add the passes that bring operands of an fp8 product to fp8, and those that transpose them for the gradient of the weight. With a
+        scale per row each of the three products quantises both of its operands, the weight too."""
+        if self.b.workload.scaling == "row":
+            for phase, size in (("F", inputs + weights), ("I", outputs + weights), ("W", inputs + outputs)):
+                self.memory(phase, f"{name}-quantise", part, size, self.b.stack.fp8_passes, 4)
+            return
         self.memory("F", f"{name}-quantise", part, inputs, self.b.stack.fp8_passes, 2)
         self.memory("I", f"{name}-quantise-grad", part, outputs, self.b.stack.fp8_passes, 2)
         self.memory("W", f"{name}-transpose", part, inputs + outputs, 2, 2)

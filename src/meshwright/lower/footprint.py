@@ -194,8 +194,9 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
 
 
 def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
-    """Bytes of an element of a product's input that is kept for backward: one where the stack keeps what it quantised."""
-    in_fp8 = b.workload.precision == "fp8" and linear.part not in ("head", "router")
+    """Bytes of an element of a product's input that is kept for backward: one where the stack keeps what it quantised, with one scale per
+    tensor."""
+    in_fp8 = b.workload.precision == "fp8" and b.workload.scaling == "tensor" and linear.part not in ("head", "router")
     return 1.0 if in_fp8 and b.stack.fp8_passes else element
 
 

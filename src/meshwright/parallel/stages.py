@@ -15,7 +15,7 @@ from meshwright.parallel.context import sequence as context
 from meshwright.parallel.data import offload
 from meshwright.parallel.expert.dispatch import place_experts
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.numerics import fp8, fp8_grouped
+from meshwright.parallel.numerics import fp8, fp8_grouped, fp8_rows
 from meshwright.parallel.pieces import cut_to_boxes
 from meshwright.parallel.recompute import recompute_plan
 from meshwright.parallel.tensor import split as tensor
@@ -75,7 +75,10 @@ def shard_stage(
     if ring is not None:
         position_ids = context.shard_sequence(module, model, ring, plan.cp_kind, workload.seq)
     if workload.precision == "fp8":
-        fp8.enable_fp8(layers, [g for g in (group, ring) if g is not None], keeps=not mesh.sharded)
+        if workload.scaling == "row":
+            fp8_rows.enable_fp8(layers)
+        else:
+            fp8.enable_fp8(layers, [g for g in (group, ring) if g is not None], keeps=not mesh.sharded)
         fp8_grouped.enable_fp8([module], mesh.group("expert_tp") if model.experts else None)
     return position_ids
 

@@ -177,7 +177,7 @@ def loses(job: Job) -> bool:
 def exact(job: Job) -> Job:
     """Train on one device without the lossy arithmetic of the plan."""
     plan = job.plan.but(compression="none", comm_dtype=None, average_every=0)
-    workload = job.workload.but(precision="fp32")
+    workload = job.workload.but(precision="fp32", scaling="tensor")
     return one_device(replace(job, plan=plan, workload=workload, watch=False, prepare="", dtypes=("fp64",)))
 
 

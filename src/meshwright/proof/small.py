@@ -212,8 +212,15 @@ def shrink_workload(config: Config, plan: Plan) -> Workload:
     else:
         count = min(config.plan.microbatches(config.workload), MOST_MICROBATCHES)
     precision = "fp8" if config.workload.precision == "fp8" else "fp32"
+    # The emulation of lossy reductions on one device scales whole tensors.
+    scaling = "tensor" if plan.lossy else config.workload.scaling
     return config.workload.but(
-        batch=plan.microbatch * plan.dp * count, seq=small_seq(plan), precision=precision, tokens=0, ema=False
+        batch=plan.microbatch * plan.dp * count,
+        seq=small_seq(plan),
+        precision=precision,
+        scaling=scaling,
+        tokens=0,
+        ema=False,
     )
 
 

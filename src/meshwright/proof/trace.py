@@ -83,7 +83,7 @@ def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:
     parallel = apply(
         job.model,
         job.plan,
-        job.workload.but(precision="fp32") if emulates else job.workload,
+        job.workload.but(precision="fp32", scaling="tensor") if emulates else job.workload,
         context.rank,
         device=context.device,
         dtype=DTYPES[dtype],
@@ -95,7 +95,7 @@ def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:
     if emulates:
         parallel.workload = job.workload
         for module in parallel.stages.values():
-            emulate_fp8(module)
+            emulate_fp8(module, job.workload.scaling)
     copy_heads(parallel.stages.values(), job.kv_copies)
     return parallel
 

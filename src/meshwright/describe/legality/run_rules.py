@@ -60,6 +60,7 @@ class DeviceHasPrecision(Rule):
             fixes=[
                 *({"workload.precision": dtype} for dtype in likely),
                 *({"workload.precision": dtype, "plan.gather_dtype": "same"} for dtype in likely),
+                *({"workload.precision": dtype, "workload.scaling": "tensor"} for dtype in likely),
             ],
         )
 
@@ -187,6 +188,43 @@ class GathersNeedFp8Products(Rule):
         )
 
 
+class RowScalingNeedsFp8(Rule):
+    code = "MW-PLAN-024"
+    needs = ("workload",)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return p.workload.scaling == "row" and p.workload.precision != "fp8"
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            f"workload.scaling=row with workload.precision={p.workload.precision}",
+            why="Only fp8 products have scales that can be chosen",
+            fixes=[{"workload.scaling": "tensor"}],
+        )
+
+
+class RowScalingNeedsWholeRows(Rule):
+    code = "MW-PLAN-024"
+    needs = ("workload",)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return (p.workload.scaling == "row") & ((p.tp > 1) | (p.cp > 1) | (p.gather_dtype == FP8_GATHERS))
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        fields = [f"plan.{name}={p.setting(f'plan.{name}')}" for name in ("tp", "cp") if p.setting(f"plan.{name}") > 1]
+        fields += ["plan.gather_dtype=fp8"] if p.word("gather_dtype") == "fp8" else []
+        return Problem(
+            f"workload.scaling=row with {' and '.join(fields)}",
+            why="A rank needs whole rows and columns of each operand to scale them, in 16 bits",
+            valid=["scaling=tensor", "tp=1, cp=1 and gather_dtype=same"],
+            fixes=[{"workload.scaling": "tensor"}],
+        )
+
+
 # The optimizer
 
 
@@ -214,5 +252,7 @@ RUN_RULES: tuple[type[Rule], ...] = (
     ProgramIsBounded,
     InterleavedRounds,
     GathersNeedFp8Products,
+    RowScalingNeedsFp8,
+    RowScalingNeedsWholeRows,
     MuonNeedsMatrices,
 )

@@ -4,6 +4,8 @@
     y  = x̂ ŵᵀ                 both in E4M3, one scale for a whole tensor
     dx = ĝ ŵ,  dw = ĝᵀ x̂      the gradient in E5M2
 
+    scaling "row"             all in E4M3, a scale for each row along which a product sums
+
     routed experts            a scale for each row of x and one for each expert's weight; the gradient's scales are powers of two;
                               dw_e = ĥᵀ q with h = g · s_row and q = x̂ / s_row, one scale for the rows of an expert
 
@@ -58,6 +60,12 @@ def rounded(x: torch.Tensor, form: Format) -> torch.Tensor:
     return in_units(x, scale, form) * scale
 
 
+def rows_rounded(x: torch.Tensor) -> torch.Tensor:
+    """Each row of the last dimension rounded to E4M3 with its own scale."""
+    scale = scale_for(x, E4M3, (x.ndim - 1,))
+    return in_units(x, scale, E4M3) * scale
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -70,6 +78,20 @@ class _Linear(torch.autograd.Function):
         g = rounded(gradient, E5M2)
         dw = g.flatten(0, -2).T @ rounded(x, E4M3).flatten(0, -2)
         return (g @ rounded(weight, E4M3)).to(gradient.dtype), dw.to(gradient.dtype)
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return (rows_rounded(x) @ rows_rounded(weight).T).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        dx = rows_rounded(gradient) @ rows_rounded(weight.T).T
+        dw = rows_rounded(gradient.flatten(0, -2).T) @ rows_rounded(x.flatten(0, -2).T).T
+        return dx.to(gradient.dtype), dw.to(gradient.dtype)
 
 
 class _Experts(torch.autograd.Function):
@@ -105,27 +127,31 @@ class _Experts(torch.autograd.Function):
 class Fp8Linears(TorchFunctionMode):
     """A mode in which every `F.linear` multiplies in fp8; the bias is added unrounded."""
 
+    def __init__(self, scaling: str = "tensor") -> None:
+        super().__init__()
+        self.product: Any = _RowLinear if scaling == "row" else _Linear
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not F.linear:
             return function(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
-        y = _Linear.apply(x, weight)
+        y = self.product.apply(x, weight)
         return y if bias is None else y + bias
 
 
-def emulate_fp8(module: nn.Module) -> None:
+def emulate_fp8(module: nn.Module, scaling: str = "tensor") -> None:
     """Make the linear layers and routed experts inside the layers of a network multiply in fp8."""
     layers: Any = module.layers
     for layer in layers.values():
-        layer.forward = within_fp8(layer.forward)
+        layer.forward = within_fp8(layer.forward, scaling)
     for part in module.modules():
         if isinstance(part, GroupedLinear):
             part.product = _Experts.apply
 
 
-def within_fp8(forward: Callable[..., Any]) -> Callable[..., Any]:
+def within_fp8(forward: Callable[..., Any], scaling: str = "tensor") -> Callable[..., Any]:
     def run(*args: Any, **named: Any) -> Any:
-        with Fp8Linears():
+        with Fp8Linears(scaling):
             return forward(*args, **named)
 
     return run

@@ -9,7 +9,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, legal, problem
 from meshwright.describe.legality.mend import mended
 from meshwright.describe.plan_fields import PlanFields
-from meshwright.describe.workload import STATE_COPIES, Precision
+from meshwright.describe.workload import STATE_COPIES, Precision, Scaling
 from meshwright.errors import MeshwrightError
 
 MOST_GPUS = 131_072
@@ -31,6 +31,7 @@ def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:
         "seq": sorted({*SEQUENCES, workload.seq}),
         "precision": list(get_args(Precision)),
         "optimizer": list(STATE_COPIES),
+        "scaling": list(get_args(Scaling)),
     }
     for field, values in offered.items():
         cases = ((v, Case.of(plan, model, workload.but(**{field: v}), fixed, stack)) for v in values)

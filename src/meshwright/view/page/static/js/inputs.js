@@ -128,7 +128,7 @@ function workloadSection() {
   const tokens = entry("Token budget, such as 15T", about("workload", "tokens"), (value) => apply({ "workload.tokens": value ?? 0 }), { type: "text", placeholder: "none" });
   return section("Workload and stack", () => `${format.count(workload("batch") * workload("seq"))} tokens per step`, true,
     sized("workload.batch", "Global batch, sequences", () => workload("batch")), sized("workload.seq", "Sequence length, tokens", () => workload("seq")),
-    h("div", { class: "pair" }, of("precision", "Precision"), of("optimizer", "Optimizer")),
+    h("div", { class: "pair" }, of("precision", "Precision"), of("optimizer", "Optimizer"), of("scaling", "fp8 scales")),
     follow(stack, () => [ANY(catalog.stacks.map((s) => s.name)), nameOf(state.get().stack)]),
     h("div", { class: "pair" }, follow(tokens, () => [workload("tokens") || ""])));
 }

@@ -1,0 +1,83 @@
+"""fp8 products with one scale per row (`workload.scaling = "row"`): an outlier harms its own row only.
+
+    y  = (x̂ s_x) (ŵ s_w)ᵀ      s_x of each token, s_w of each output feature
+    dx = (ĝ s_g) (ŵ' s_w')      s_g of each token, s_w' of each input feature: the columns of w
+    dw = (ĝ' s_g')ᵀ (x̂' s_x')   s_g' of each output feature, s_x' of each input feature: the columns of g and x, over all tokens
+
+Rows are those along which a product sums. With one scale per tensor a token with values 1,000 times larger pushes the other tokens
+1,000 times down: E4M3 spans 2¹⁵ between its largest and its smallest normal number, and below that precision is lost. With a scale per row
+every row uses the full range, so all operands, gradients too, are in E4M3 with its finer mantissa: 2⁻⁴ instead of E5M2's 2⁻³.
+
+The price: an operand is needed along both dimensions with different scales, so x̂ cannot be reused for dw. x is kept in 16 bits for
+backward (2 bytes per element, where tensor scaling keeps 1), and each of the three products quantises both operands. A rank must hold whole
+rows and columns: tensor and context parallelism would have to reduce a maximum per row, so they are refused.
+
+The error of a product is at most (2u + u²) Σ|a||b| with u = 2⁻⁴, plus underflow: half of E4M3's smallest step, 2⁻¹⁰ of 448, relative to the
+largest number of the row.
+
+On a GPU with fp8 units `torch._scaled_mm` takes the scales of rows, and returns bf16; elsewhere the product is emulated, as in `fp8`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.models.dtypes import at_least_single
+from meshwright.models.parts import Linear
+from meshwright.parallel.numerics.fp8 import E4M3, UNIT, Quantised, gpu_has_units, has_scaled_product, quantise
+
+
+def quantise_rows(x: torch.Tensor) -> Quantised:
+    """x [R, K] in E4M3 and the scale of each row [R, 1]."""
+    return quantise(x, E4M3, x.abs().amax(1, keepdim=True).to(torch.float32))
+
+
+def row_product(a: torch.Tensor, b: torch.Tensor, out: torch.dtype) -> torch.Tensor:
+    """a [M, K] times b [N, K]ᵀ, each row of both rounded to E4M3 with its own scale."""
+    (units_a, scale_a), (units_b, scale_b) = quantise_rows(a), quantise_rows(b)
+    if has_scaled_product(units_a, units_b):
+        return device_row_product(units_a, units_b, scale_a, scale_b).to(out)
+    wide = at_least_single(out)
+    return ((units_a.to(wide) * scale_a) @ (units_b.to(wide) * scale_b).T).to(out)
+
+
+def device_row_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+    """The GPU's product with a scale per row, in bf16; rows of `a` are padded with zeros to a multiple of `UNIT`."""
+    rows = len(a)
+    if rows % UNIT:
+        a = F.pad(a.view(torch.uint8), (0, 0, 0, -rows % UNIT)).view(a.dtype)
+        scale_a = F.pad(scale_a, (0, 0, 0, -rows % UNIT))
+    return torch._scaled_mm(a, b.T, scale_a, scale_b.T, out_dtype=torch.bfloat16, use_fast_accum=True)[:rows]
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return row_product(x.flatten(0, -2), weight, x.dtype).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        g = gradient.flatten(0, -2)
+        dx = row_product(g, weight.T, gradient.dtype).view(x.shape)
+        return dx, row_product(g.T, x.flatten(0, -2).T, weight.dtype)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` with fp8 products and a scale per row; the bias is added in full precision."""
+    y = _RowLinear.apply(x, weight)
+    return y if bias is None else y + bias
+
+
+def enable_fp8(modules: Iterable[nn.Module]) -> None:
+    """Run the linear layers inside these modules in fp8 with a scale per row."""
+    if torch.cuda.is_available():
+        gpu_has_units()
+    for part in (part for module in modules for part in module.modules() if isinstance(part, Linear)):
+        part.product = linear
