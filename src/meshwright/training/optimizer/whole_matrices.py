@@ -17,11 +17,12 @@ from meshwright.describe.sharding.matrices import TENSOR_AXES
 from meshwright.parallel.mesh import Mesh
 
 AXES = tuple(axis for group, data in DATA_AXES.items() for axis in (data.shard, TENSOR_AXES[group]))
+MOST_STACKED = 2**24  # elements of matrices of equal shape that are computed together: larger ones fill a GPU alone
 Shape = Sequence[int]
 
 
 class WholeMatrices:
-    """Applies a function of whole matrices to matrices of which each rank holds a box; boxes are sent in `dtype`."""
+    """Applies a function of whole matrices, or of stacks of them, to matrices of which each rank holds a box; boxes are sent in `dtype`."""
 
     def __init__(self, matrices: Sequence[Matrix], mesh: Mesh, dtype: torch.dtype) -> None:
         self.matrices, self.mesh, self.dtype = matrices, mesh, dtype
@@ -34,7 +35,9 @@ class WholeMatrices:
             moving = {i: here.pop(i) for i in list(here) if self.matrices[i].cut_over(axis)}
             ways.append((axis, {i: box.shape for i, box in moving.items()}))
             here |= self._to_owners(axis, moving)
-        here = {i: function(whole).to(self.dtype) for i, whole in here.items()}
+        for same in equal_shapes(here):
+            results = function(torch.stack([here[i] for i in same])) if len(same) > 1 else [function(here[same[0]])]
+            here |= {i: result.to(self.dtype) for i, result in zip(same, results, strict=True)}
         for axis, shapes in reversed(ways):
             here |= self._to_holders(axis, {i: here.pop(i) for i in shapes if i in here}, shapes)
         return [here[i] for i in range(len(boxes))]
@@ -87,6 +90,17 @@ class WholeMatrices:
         cut = self.matrices[i].cut_over(axis)
         assert cut is not None
         return cut
+
+
+def equal_shapes(matrices: dict[int, torch.Tensor]) -> list[list[int]]:
+    """The matrices in stacks of equal shape, of at most `MOST_STACKED` elements: a few batched products instead of many small ones."""
+    stacks: dict[Shape, list[list[int]]] = {}
+    for i, matrix in matrices.items():
+        open_stacks = stacks.setdefault(tuple(matrix.shape), [[]])
+        if open_stacks[-1] and (len(open_stacks[-1]) + 1) * matrix.numel() > MOST_STACKED:
+            open_stacks.append([])
+        open_stacks[-1].append(i)
+    return [stack for same in stacks.values() for stack in same]
 
 
 def length(cut: Cut, rank: int) -> int:
