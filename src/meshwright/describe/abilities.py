@@ -24,7 +24,9 @@ class Abilities(Described):
     schedules: tuple[Schedule, ...] = Field(default=(), description="pipeline schedules")
     zero: tuple[Stage, ...] = Field(default=(), description="ZeRO stages")
     zero_in_pipeline: tuple[Stage, ...] = Field(default=(), description="ZeRO stages together with a pipeline")
-    zero_in_tensor: tuple[Stage, ...] = Field(default=(), description="ZeRO stages together with tensor parallelism")
+    zero_in_tensor: tuple[Stage, ...] = Field(
+        default=(), description="ZeRO stages together with tensor and data parallelism"
+    )
     cp_kinds: tuple[Literal["ring", "ulysses", "all-gather"], ...] = Field(
         default=(), description="kinds of context parallelism"
     )

@@ -70,7 +70,7 @@ class StackHasZero(Rule):
             if can.zero_in_pipeline and stage not in can.zero_in_pipeline:
                 out = out | ((p.zero == stage) & (p.pp > 1))
             if can.zero_in_tensor and stage not in can.zero_in_tensor:
-                out = out | ((p.zero == stage) & (p.tp > 1))
+                out = out | ((p.zero == stage) & (p.tp > 1) & ((p.dp > 1) | (stage > 0)))
         return out
 
     @staticmethod

@@ -196,7 +196,7 @@ class LegalOptions:
         if piped and can.zero_in_pipeline:
             stages = [z for z in stages if z in can.zero_in_pipeline]
         if split:
-            stages = [z for z in stages if z in can.zero_in_tensor]
+            stages = [z for z in stages if z in can.zero_in_tensor or (z == 0 and dp == 1)]
         if repeated and can.shards_context:
             stages = [z for z in stages if z == 3]
         found = []
