@@ -167,6 +167,15 @@ def test_a_model_of_encoder_and_decoder_is_refused():
     assert not case(model="Corvus t50 7B").refused
 
 
+def test_stages_without_layers_are_refused_unless_nearly_all_have_some():
+    """126 layers, embedding and head in 16 × 8 stages are nearly 16 × 7; 22 layers in 8 × 3 stages are not 8 × 2."""
+    fields = {"schedule": "interleaved", "tp": "1", "dp": "", "gpus": "", "zero": "0"}
+    near = case(**fields, pp="16", vpp="8", layers="126", model="Corvus", global_batch="64")
+    assert near.plan.virtual == 7
+    assert any("each with a layer" in text for text in near.assumed)
+    assert "without layers" in case(**fields, pp="8", vpp="3", layers="22", model="Corvus").refused
+
+
 # The loss, and memory that cannot be compared
 
 

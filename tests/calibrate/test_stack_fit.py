@@ -195,7 +195,7 @@ def test_a_band_covers_nine_of_ten_runs_of_a_source_that_it_has_not_seen():
     random = np.random.default_rng(0)
     sources = np.repeat([f"source {k}" for k in range(6)], 200)
     scaled = random.normal(size=1200) * np.repeat([0.04, 0.05, 0.06, 0.07, 0.08, 0.2], 200)
-    found = bands._band(scaled, np.ones(1200), sources)
+    found = bands._band(scaled, np.ones(1200), sources, 1200)
     low, high = bands.edges(scaled, sources)
     assert found.coverage >= 0.9
     assert found.low > low

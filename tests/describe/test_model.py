@@ -77,7 +77,9 @@ def test_a_llama_layer_saves_the_inputs_of_its_products():
 def test_an_expert_layer_saves_the_dispatched_copies():
     h, f, experts, k, s = 4096, 14336, 8, 2, 1024
     layer = saved_by_one_layer(load("models", "mixtral-8x7b"), s)
-    assert layer["experts"] == s * k * (2 * h + 2 * 2 * f + 2 * f)
+    assert layer["experts"] == s * k * (
+        2 * h + 2 * 2 * f + 2 * f + 2 * h
+    )  # inputs, gate and up, their product, outputs
     assert layer["router"] == s * (2 * h + 4 * experts)
 
 

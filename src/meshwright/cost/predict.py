@@ -46,7 +46,7 @@ def prediction(
     """The prediction of the plan at index `at` of a costed batch."""
 
     def one(values: Any) -> float:
-        return float(np.broadcast_to(values, cost.program.batch.n)[at])
+        return element(values, at)
 
     time = one(cost.time)
     peak = cluster.accelerator.peak_for(workload.precision)
@@ -76,6 +76,11 @@ def prediction(
         calibrated=source,
         sources={"compute": source, "network": cluster.source, "stack": stack.source or stack.name},
     )
+
+
+def element(values: Any, at: int) -> float:
+    """The value of the plan at this index: values of a batch are an array over its plans, or one number for all of them."""
+    return float(values[at if len(values) > 1 else 0] if np.ndim(values) else values)
 
 
 def samples_per_step(model: Model, workload: Workload) -> float:
@@ -114,7 +119,7 @@ def hidden_communication(cost: StepCost, exposed: dict[str, float], at: int = 0)
     out = {}
     for axis in COMMUNICATION:
         total = cost.busy.get(f"comm:{axis}", 0.0) + (cost.reduce if axis == "dp" else 0.0)
-        hidden = float(np.broadcast_to(total, cost.program.batch.n)[at]) - exposed.get(axis, 0.0)
+        hidden = element(total, at) - exposed.get(axis, 0.0)
         if hidden > 0:
             out[axis] = hidden
     return out

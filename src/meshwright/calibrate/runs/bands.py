@@ -10,7 +10,7 @@ of a source is computed with quantiles from the other sources only, so it is tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class Band:
     coverage: float
     half_width: float
     runs: int
+    by_source: dict[str, tuple[float, float]] = field(default_factory=dict)  # the same two figures of each source
 
 
 def bands(left_out: LeftOut) -> dict[str, Band]:
@@ -42,11 +43,13 @@ def bands(left_out: LeftOut) -> dict[str, Band]:
     named = left_out.named
     found = {}
     for level in LEVELS:
-        if level == "calibrated":
-            residual, chosen = left_out.calibrated, np.isfinite(left_out.calibrated)
+        if level == "calibrated":  # every draw is a calibration
+            run, draw = np.nonzero(np.isfinite(left_out.calibrated))
+            residual = left_out.calibrated[run, draw]
         else:
-            residual, chosen = -left_out.source, named if level == "published" else ~named
-        found[level] = _band(residual[chosen] / widths[chosen], widths[chosen], sources[chosen])
+            run = np.flatnonzero(named if level == "published" else ~named)
+            residual = -left_out.source[run]
+        found[level] = _band(residual / widths[run], widths[run], sources[run], len(set(run.tolist())))
     return found
 
 
@@ -57,24 +60,31 @@ def run_width(o: Outcome) -> float:
     return width(o.prediction.exposed_s, o.case.cluster.accelerator.efficiency.doubt)
 
 
-def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray) -> Band:
+def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray, runs: int) -> Band:
     """Quantiles of few sources miss the tails of another one. So they are widened by the smallest factor with which left-out sources are covered."""
     low, high = edges(scaled, sources)
-    covered = [(factor, _coverage(scaled, sources, factor)) for factor in WIDER]
+    held_out = [_held_out(scaled, sources, name) for name in sorted(set(sources))]
+    covered = [(factor, _coverage(held_out, factor)) for factor in WIDER]
     factor, coverage = next((pair for pair in covered if pair[1] >= INSIDE), covered[-1])
     low, high = factor * low, factor * high
     half = (np.exp(high * widths) - np.exp(-low * widths)) / 2
-    return Band(low, high, coverage, macro_median(half, sources), len(scaled))
+    by_source = {
+        name: (_coverage([part], factor), float(np.median(half[sources == name])))
+        for name, part in zip(sorted(set(sources)), held_out, strict=True)
+    }
+    return Band(low, high, coverage, macro_median(half, sources), runs, by_source)
 
 
-def _coverage(scaled: np.ndarray, sources: np.ndarray, factor: float) -> float:
+def _held_out(scaled: np.ndarray, sources: np.ndarray, name: str) -> tuple[np.ndarray, float, float]:
+    """The residuals of one source, and the quantiles of the others."""
+    others = sources != name
+    low, high = edges(scaled[others], sources[others]) if others.any() else edges(scaled, sources)
+    return scaled[~others], low, high
+
+
+def _coverage(held_out: list[tuple[np.ndarray, float, float]], factor: float) -> float:
     """Mean over sources of the share of runs inside the widened quantiles of the other sources."""
-    inside = []
-    for name in sorted(set(sources)):
-        others = sources != name
-        low, high = edges(scaled[others], sources[others]) if others.any() else edges(scaled, sources)
-        part = scaled[~others]
-        inside.append(float(np.mean((part >= -factor * low) & (part <= factor * high))))
+    inside = [np.mean((part >= -factor * low) & (part <= factor * high)) for part, low, high in held_out]
     return float(np.mean(inside))
 
 

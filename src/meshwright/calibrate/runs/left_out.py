@@ -37,7 +37,7 @@ class LeftOut:
     source: np.ndarray
     model: np.ndarray
     fitted: np.ndarray
-    calibrated: np.ndarray  # ln measured − ln predicted after the most runs that a calibration sees, in one draw
+    calibrated: np.ndarray  # ln measured − ln predicted after the most runs that a calibration sees: (runs, draws)
     named: np.ndarray  # whether another source has runs of the same stack
     after: dict[int, np.ndarray] = field(default_factory=dict)  # rows seen → mean over draws of |error| of each run
 
@@ -160,8 +160,8 @@ def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
     found = fit(response, measured, leaves)
     n = len(runs)
     after = {k: np.full(n, np.nan) for k in SEEN}
-    source, model, fitted, unknown = (np.zeros(n) for _ in range(4))
-    out = LeftOut(runs, found, source, model, fitted, unknown * np.nan, np.zeros(n, dtype=bool), after)
+    source, model, fitted = (np.zeros(n) for _ in range(3))
+    out = LeftOut(runs, found, source, model, fitted, np.full((n, DRAWS), np.nan), np.zeros(n, dtype=bool), after)
     random = np.random.default_rng(seed)
     for leaf in leaves:
         prior = found.source(leaf)
@@ -175,7 +175,8 @@ def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
             x = posterior(part.take(seen), truth[seen], prior).mean
             out.model[leaf.runs[unseen]] = part.take(unseen).log_time(x) - truth[unseen]
         for count in SEEN:
-            out.after[count][leaf.runs], out.calibrated[leaf.runs] = _after(part, truth, prior, count, random)
+            out.calibrated[leaf.runs] = -_after(part, truth, prior, count, random)
+            out.after[count][leaf.runs] = _mean_error(out.calibrated[leaf.runs])
     return out
 
 
@@ -191,21 +192,23 @@ def posterior(response: Response, measured: np.ndarray, prior: Normal) -> Normal
 
 def _after(
     response: Response, measured: np.ndarray, prior: Normal, seen: int, random: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean |error| of each run over draws of `seen` other runs, and ln measured − ln predicted in the last draw that did not see it. NaN
-    where there are too few runs."""
+) -> np.ndarray:
+    """ln predicted − ln measured of each run (rows) in each draw of `seen` other runs (columns). NaN where the draw has the run, or where
+    there are too few runs."""
     n = len(measured)
-    total, count, last = np.zeros(n), np.zeros(n), np.full(n, np.nan)
-    for _ in range(DRAWS if n > seen else 0):
-        chosen = np.zeros(n, dtype=bool)
-        chosen[random.choice(n, seen, replace=False)] = True
-        x = posterior(response.take(chosen), measured[chosen], prior).mean
-        unseen = ~chosen
-        error = response.take(unseen).log_time(x) - measured[unseen]
-        last[unseen] = -error
-        total[unseen] += np.abs(np.expm1(error))
-        count[unseen] += 1
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan), last
+    errors = np.full((n, DRAWS), np.nan)
+    for draw in range(DRAWS if n > seen else 0):
+        unseen = np.ones(n, dtype=bool)
+        unseen[random.choice(n, seen, replace=False)] = False
+        x = posterior(response.take(~unseen), measured[~unseen], prior).mean
+        errors[unseen, draw] = response.take(unseen).log_time(x) - measured[unseen]
+    return errors
+
+
+def _mean_error(residuals: np.ndarray) -> np.ndarray:
+    """The mean over draws of |predicted / measured − 1| of each run; NaN of a run without a draw."""
+    sizes, counts = np.abs(np.expm1(-residuals)), np.isfinite(residuals).sum(axis=1)
+    return np.where(counts > 0, np.nansum(sizes, axis=1) / np.maximum(counts, 1), np.nan)
 
 
 def shape_key(o: Outcome) -> str:

@@ -9,6 +9,7 @@ from meshwright.describe import catalog
 from meshwright.describe.cards import accelerator_of
 from meshwright.describe.cluster import Cluster
 
+CLUSTER_COLUMNS = ("gpus", "gpu_type", "gpus_per_node", "interconnect", "tp", "cp", "pp", "dp", "ep", "etp")
 CLUSTERS = (  # accelerator, words of the network → catalog cluster; the first that fits
     ("gb300", r"", "gb300-nvl72"),
     ("gb200", r"", "gb200-nvl72"),

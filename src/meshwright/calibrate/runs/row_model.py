@@ -21,6 +21,20 @@ from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_count
 
+MODEL_COLUMNS = (
+    "file",
+    "model",
+    "params",
+    "layers",
+    "hidden",
+    "ffn_hidden",
+    "heads",
+    "kv_heads",
+    "vocab",
+    "experts",
+    "topk",
+    "seq_len",
+)
 TOLERANCE = 0.02  # of the published number of parameters
 EXACT = 0.001  # a choice this close to the published number is taken before the usual one
 ALIASES = (  # canonical name → catalog entry, where the two are written differently

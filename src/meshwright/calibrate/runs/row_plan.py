@@ -20,6 +20,7 @@ SCHEDULES = {
 }
 PRECISIONS = {"bf16": "bf16", "16bit": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "mxfp8", "fp4": "fp4", "": "bf16"}
 DDP_BUCKET = 25e6  # bytes of 16-bit parameters
+SIMILAR = 0.8  # a schedule with this share of the published virtual stages is predicted in its place
 MATRICES = 4  # of a layer: query, key and value; output; up (and gate); down
 WIDTHS = {"fp32": 4.0}
 
@@ -92,8 +93,11 @@ def _stages(c: Case, pp: int, layers: int) -> dict[str, Any]:
     if virtual == 1:
         virtual = max(2, next((v for v in (2, 3, 4, 5) if layers % (pp * v) == 0), 2))
         c.assumed.append(f"virtual stages: {virtual}")
-    while virtual > 1 and pp * virtual > layers:
-        virtual -= 1
+    if pp * virtual > layers:  # embedding and head are stages too
+        if layers // pp < SIMILAR * virtual:
+            raise refusal(f"{pp} × {virtual} virtual stages for {layers} layers: a plan has no stage without layers")
+        virtual = max(1, layers // pp)
+        c.assumed.append(f"virtual stages: {virtual}, each with a layer")
     return {"schedule": "interleaved" if virtual > 1 else "1f1b", "virtual": virtual}
 
 

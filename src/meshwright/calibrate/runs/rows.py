@@ -14,19 +14,23 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from meshwright.calibrate.runs.case import Case, number, refusal
-from meshwright.calibrate.runs.row_cluster import read_cluster
-from meshwright.calibrate.runs.row_model import read_model
+from meshwright.calibrate.runs.row_cluster import CLUSTER_COLUMNS, read_cluster
+from meshwright.calibrate.runs.row_model import MODEL_COLUMNS, read_model
 from meshwright.calibrate.runs.row_plan import read_plan
 from meshwright.describe import catalog
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
 
 __all__ = ["Case", "case", "number", "read"]
 
 LIMIT = 200_000_000
+CACHED = 4096  # models and clusters of rows
 REQUIRED = ("row_id", "file", "gpus", "tp", "pp", "global_batch", "seq_len", "step_time_s")
 
 
@@ -66,8 +70,9 @@ def case(row: dict[str, str]) -> Case:
         if out.row["task"] == "lora":
             raise refusal("LoRA trains adapters only, which a plan cannot express")
         out.stack = _stack(out)
-        out.model = read_model(out)
-        out.cluster = read_cluster(out)
+        out.model, assumed = _model(tuple(out.row[name] for name in MODEL_COLUMNS))
+        out.cluster, more = _cluster(tuple(out.row[name] for name in CLUSTER_COLUMNS))
+        out.assumed += (*assumed, *more)
         read_plan(out)
         assert out.plan is not None
         assert out.workload is not None
@@ -75,6 +80,22 @@ def case(row: dict[str, str]) -> Case:
     except MeshwrightError as error:
         out.refused = error.what
     return out
+
+
+@lru_cache(CACHED)
+def _model(cells: tuple[str, ...]) -> tuple[Model, tuple[str, ...]]:
+    """The model of a row with these cells, and what it assumes. Most rows of a source share few models."""
+    c = Case(dict(zip(MODEL_COLUMNS, cells, strict=True)))
+    model = read_model(c)
+    return model, tuple(c.assumed)
+
+
+@lru_cache(CACHED)
+def _cluster(cells: tuple[str, ...]) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster of a row with these cells, and what it assumes."""
+    c = Case(dict(zip(CLUSTER_COLUMNS, cells, strict=True)))
+    cluster = read_cluster(c)
+    return cluster, tuple(c.assumed)
 
 
 def _stack(c: Case) -> Stack:
