@@ -75,8 +75,11 @@ def test_reasons_offer_it_with_its_gain() -> None:
         estimated("default", tp=8, sp=True),
         estimated(precision="bf16", tp=8, sp=True),
         estimated(replicate=8),
+        estimated("meshwright", tp=8, sp=True),  # our trainer does not gather activations in fp8
     ):
         assert "gather_dtype" not in reasons(other)
+    assert "gather_dtype" in reasons(estimated("meshwright", shard=8, zero=3))
+    assert "our trainer does not" in fp8_traffic(estimated("meshwright", tp=8, sp=True))
     assert "in 16 bits a step takes +" in fp8_gathers(faster, Trial(e.model, e.cluster, e.workload, e.stack))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
-from meshwright.describe.legality import Case
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.interop.configure import configure
@@ -107,9 +106,7 @@ def runs_in(config: Config) -> str:
     can = config.stack.can
     if can.framework:
         return can.framework
-    error = legality.problem(
-        Case.of(config.plan, config.model, config.workload, None, config.stack, trainer=True, dtypes=True)
-    )
+    error = legality.not_trained(config.plan, config.model, config.workload, config.stack)
     return OWN_TRAINER if error is None else f"{OWN_TRAINER}, modelled only: {error.what}"
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.predict import COMMUNICATION
+from meshwright.describe import legality
 from meshwright.describe.workload import FP8
 from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
 
@@ -241,4 +242,6 @@ def fp8_traffic(e: Estimate) -> str:
     if e.plan.gather_dtype == "fp8":
         support = "" if e.stack.fp8_gathers else f"; {e.stack.name} is not known to support this (stack.fp8_gathers)"
         return f"halved: {halves}; {unchanged}{support}"
+    if legality.not_trained(e.plan.but(gather_dtype="fp8"), e.model, e.workload, e.stack):
+        return "no traffic is halved: our trainer does not gather activations or sharded experts in fp8"
     return f"no traffic is halved; --set plan.gather_dtype=fp8 halves {halves}, {unchanged}"

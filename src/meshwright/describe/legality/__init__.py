@@ -64,6 +64,13 @@ def batch_unit(plan: PlanFields, stack: Stack) -> int:
     return int(case.unit * round_size(case))
 
 
+def not_trained(plan: PlanFields, model: Model, workload: Workload, stack: Stack) -> MeshwrightError | None:
+    """Why our trainer does not run a plan; None if it does, or if the stack is another framework's."""
+    if stack.can.framework:
+        return None
+    return problem(Case.of(plan, model, workload, None, stack, trainer=True, dtypes=True))
+
+
 def check(
     plan: PlanFields,
     model: Model | None = None,

@@ -12,6 +12,7 @@ Two choices look wrong to a reader who knows the usual lessons, so they are comp
 from __future__ import annotations
 
 from meshwright.cost.estimate import Estimate
+from meshwright.describe import legality
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import FP8
 from meshwright.planner.advice.alternatives import USABLE_MEMORY, Trial, changed, fits, moved, settings, step
@@ -130,7 +131,8 @@ def fp8_gathers(e: Estimate, trial: Trial) -> str:
         more = 100 * (step(other) / step(now) - 1) if other else 0.0
         return f"operands and ZeRO-3 weights of fp8 products gathered in fp8: in 16 bits a step takes {more:+.1f}%"
     tried = [changed(plan, gather_dtype="fp8"), *([changed(plan, sp=True, gather_dtype="fp8")] if plan.tp > 1 else [])]
-    best = trial.fastest((p for p in tried if p is not None and p.gathers), USABLE_MEMORY)
+    legal = [p for p in tried if p is not None and p.gathers]
+    best = trial.fastest((p for p in legal if not legality.not_trained(p, e.model, e.workload, e.stack)), USABLE_MEMORY)
     if best is None or step(best) > (1 - WORTH) * step(now):
         return ""
     less = f"with {settings(plan, best.plan)} a step takes {100 * (step(best) / step(now) - 1):+.1f}%"
