@@ -221,8 +221,9 @@ def experts_part(m: ModelShape) -> Block:
     linears += ffn_linears(m, "experts", m.expert_width, copies=m.experts, uses=m.top_k)
     saved = [Saved("router-scores", "router", m.experts, "sequence", 4)]
     saved += ffn_saved(m, "experts", m.top_k * m.expert_width, "expert")
-    # The gradient of a token's routing weights needs the outputs of its experts.
-    saved.append(Saved("expert-outputs", "experts", m.top_k * m.routed_width, "expert"))
+    # The gradient of a token's routing weights needs what they multiply: the outputs of its experts, unless the stack multiplies earlier.
+    outputs = Saved("expert-outputs", "experts", m.top_k * m.routed_width, "expert", condition="weighted-outputs")
+    saved.append(outputs)
     if m.shared_experts:
         linears += ffn_linears(m, "shared", m.shared_width, saves_input=False)
         saved += ffn_saved(m, "shared", m.shared_width)

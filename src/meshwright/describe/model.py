@@ -119,7 +119,7 @@ class Model(ModelShape):
             return {"all": self.given_activations}
         if dropout is not None and dropout != self.dropout:
             return self.but(dropout=dropout).activations(seq, dtype_bytes, flash)
-        conditions = {"", "flash" if flash else "stored-softmax", "dropout" if self.dropout else ""}
+        conditions = {"", "weighted-outputs", "flash" if flash else "stored-softmax", "dropout" if self.dropout else ""}
         out: dict[str, float] = {}
         for times, block in self._over_blocks():
             for linear in block.linears:

@@ -130,6 +130,10 @@ class Stack(Described):
         default=False,
         description="backward allocates gradients while it frees activations, where a step has one micro-batch on one data-parallel rank",
     )
+    weighs_activations: bool = Field(
+        default=False,
+        description="routing weights multiply the activations of experts before their last product, whose outputs backward does not need then",
+    )
     offloads: tuple[Literal["states", "activations"], ...] = Field(
         default=(), description="what the stack can keep in host memory; the planner searches only these"
     )

@@ -59,7 +59,9 @@ class Saved:
     split: Literal["tensor", "sequence", "expert"]
     bytes_: float = 0.0
     per_position: float = 0.0  # elements per token and per attended position: the softmax, quadratic in s
-    condition: Literal["", "dropout", "stored-softmax", "flash", "unfused-norm", "unfused-activation"] = ""
+    condition: Literal[
+        "", "dropout", "stored-softmax", "flash", "unfused-norm", "unfused-activation", "weighted-outputs"
+    ] = ""
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,8 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
         conditions.add("unfused-norm")
     if "activation" not in b.stack.fused:
         conditions.add("unfused-activation")
+    if not b.stack.weighs_activations:
+        conditions.add("weighted-outputs")
     splits = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / b.model.router.busiest(b.workload.imbalance)}
     # A KV head is never cut; the all-gather form brings a row-split product's input whole to every rank.
     kv_split = np.minimum(b.tp, block.attention.kv_heads) if block.attention else b.tp
