@@ -63,7 +63,11 @@ class OutputFolder:
             self._check_job()
             self._continue()
         except OSError as error:
+            self.__exit__()
             raise cannot_write(self.path, error) from error
+        except MeshwrightError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:
