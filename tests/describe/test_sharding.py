@@ -27,7 +27,6 @@ from meshwright.describe.sharding import (
     partial_over,
     shard_dim,
     shard_range,
-    shard_size,
     share,
 )
 from meshwright.describe.workload import Workload
@@ -133,11 +132,11 @@ def test_shares_and_shards_cover_a_dimension(length, parts):
     assert [start for start, _ in ranges][1:] == [stop for _, stop in ranges][:-1]
     assert (ranges[0][0], ranges[-1][1]) == (0, length)
     for shape in ((length,), (length, 3), (length, 8, 3)):
-        sizes = [shard_size(shape, parts, i) for i in range(parts)]
+        rows = [shard_range(shape, parts, i) for i in range(parts)]
+        sizes = [math.prod(shape) // shape[dim] * (stop - start) for dim, start, stop in rows]
         assert sum(sizes) == math.prod(shape)
         assert math.prod(shape) + padding(shape, parts) == parts * sizes[0] >= sum(sizes)
         assert shard_dim(shape, parts) == 0 or sizes[0] == sizes[-1]
-        rows = [shard_range(shape, parts, i) for i in range(parts)]
         assert all(a[2] == b[1] for a, b in itertools.pairwise(rows))
     assert shard_dim((3, 8), 4) == 1
     assert shard_dim((4, 8), 4) == shard_dim((3, 6), 4) == shard_dim((3,), 4) == 0

@@ -25,9 +25,8 @@ mtbfs = st.floats(600, 1e6)
 
 def test_llama3_interruptions() -> None:
     mtbf = g.system_mtbf(g.GPU_MTBF, 16_384)
-    assert mtbf / g.HOUR == pytest.approx(54 * 24 / 419)  # one every 3.1 hours, as reported
+    assert mtbf / 3600 == pytest.approx(54 * 24 / 419)  # one every 3.1 hours, as reported
     assert pytest.approx(5.8, abs=0.05) == g.GPU_MTBF / g.DAY / 365
-    assert g.expected_failures(54 * g.DAY, mtbf) == pytest.approx(419)
 
 
 def test_llama3_effective_time_needs_quick_saves_and_restarts() -> None:
@@ -36,15 +35,9 @@ def test_llama3_effective_time_needs_quick_saves_and_restarts() -> None:
     allowed = (1 / g.LLAMA3_EFFECTIVE - 1) * mtbf
     assert allowed == pytest.approx(20.6 * 60, rel=0.01)
     assert g.Reliability(mtbf, save=10, restart=300).goodput > g.LLAMA3_EFFECTIVE
-    assert g.Reliability(mtbf, save=10, restart=300).lost_per_failure < allowed
     # Saving every minute for 10 s, or restarting in half an hour, would have missed it.
     assert g.goodput(60, 10, 300, mtbf) < g.LLAMA3_EFFECTIVE
     assert g.Reliability(mtbf, save=10, restart=1800).goodput < g.LLAMA3_EFFECTIVE
-
-
-@pytest.mark.parametrize(("gpus", "hours"), [(16_384, 1.8), (131_072, 0.23)])
-def test_rates_of_a_research_cluster(gpus: int, hours: float) -> None:
-    assert g.system_mtbf(1 / g.NODE_RATE, gpus / 8) / g.HOUR == pytest.approx(hours, rel=0.03)
 
 
 # The optimum
@@ -125,11 +118,6 @@ def test_longest_restart_for_a_target() -> None:
 
 def test_a_checkpoint_of_175b_is_2_45_tb() -> None:
     assert g.checkpoint_bytes(175e9) == pytest.approx(2.45e12)
-    assert g.save_seconds(2.45e12, 1e12) == pytest.approx(2.45)
-
-
-def test_survival() -> None:
-    assert g.survival(3600, 3600) == pytest.approx(math.exp(-1))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +127,7 @@ def test_survival() -> None:
         lambda: g.goodput(0, 1, 1, 1),
         lambda: g.young_interval(-1, 5),
         lambda: g.goodput(1, -1, 0, 9),
-        lambda: g.expected_failures(math.inf, 3),
+        lambda: g.system_mtbf(math.inf, 3),
     ],
 )
 def test_impossible_durations_are_refused(call: object) -> None:
@@ -170,7 +158,7 @@ def test_a_hundred_thousand_gpus(pod: Estimate) -> None:
     assert all(a.efficiency >= b.efficiency for a, b in itertools.pairwise(rows))
     assert all(a.goodput > b.goodput for a, b in itertools.pairwise(rows))
     # 100,352 GPUs are interrupted every half hour: over a sixth of the time is lost even with quick saves.
-    assert rows[-1].reliability.mtbf == pytest.approx(0.505 * g.HOUR, rel=0.01)
+    assert rows[-1].reliability.mtbf == pytest.approx(0.505 * 3600, rel=0.01)
     assert rows[-1].goodput < 5 / 6
     assert rows[-1].effective_mfu == pytest.approx(rows[-1].mfu * rows[-1].goodput)
 
@@ -197,19 +185,6 @@ def test_a_fast_line_hides_the_exchange(pod: Estimate) -> None:
     assert c.exposed_s == 0
     assert c.every == 1
     assert c.slowdown == 1
-
-
-def test_only_data_parallelism_crosses_sites() -> None:
-    c = Config.from_parts(
-        "llama3-70b",
-        {"extends": "h100-two-sites", "gpus": 4096},
-        "default",
-        {"batch": 2048},
-        {"tp": 8, "sp": True, "replicate": 512, "recompute": "full"},
-    )
-    e = estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
-    assert sites.axes_across(e, 2) == {"dp": 512}
-    assert sites.axes_across(e, 1) == {"dp": 512}
 
 
 def test_one_site_has_no_exchange() -> None:

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError
-from meshwright.programs.pipelines import SCHEDULES, Durations, build, walk
+from meshwright.programs.pipelines import Durations, build, walk
 from meshwright.view.pipelines import COLOURS, colour, messages, show_pipelines, unit_of
 from meshwright.view.pipelines_html import pipelines_html
-from meshwright.view.show.pipelines import TOPICS, show, walked_for
+from meshwright.view.show.pipelines import show, walked_for
 
 
 def drawn(*names, width=100, colours=None, **options):
@@ -141,7 +141,6 @@ def test_show_compares_and_searches():
         "zb-h1",
         "zbv",
     ]
-    assert set(TOPICS) == set(SCHEDULES)
     assert walked_for("auto", 4, 8, limit=2.0).peak_memory.max() == 2.0
     assert walked_for("interleaved", 4, 8, 4).program.virtual == 4
     assert walked_for("1f1b", 4, 8, 4).program.virtual == 1

@@ -8,7 +8,6 @@ from meshwright.cost import advice
 from meshwright.cost.memory import largest_model, zero_state_bytes
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.plan import Plan
-from meshwright.describe.scale import training_flops
 from meshwright.describe.workload import Workload
 from meshwright.lower.op import sent
 from meshwright.programs.pipelines import bubble_overhead
@@ -19,7 +18,7 @@ YEAR = 365.25 * 86400
 
 
 def sizes() -> list[Figure]:
-    compute = training_flops(model("gpt3-175b").total, 300e9)
+    compute = 6 * model("gpt3-175b").total * 300e9
     split = next(op for op in lowered("gpt3-6.7b", 2048, tp=4).blocks["dense", "F"] if op.name == "ffn-up")
     # fmt: off
     return [

@@ -8,7 +8,6 @@ from figures.cases import GB, KB, MB, MIB, TB, TERA, device, link, lowered, mode
 from figures.figure import Figure, rows
 from meshwright.cost import roofline
 from meshwright.cost.link import crossover, message_time
-from meshwright.describe.scale import training_flops
 
 holds, bound, convention, wrong = rows("guide")
 BATCHES = {1: "3072.0", 4: "12288.0", 16: "49152.0", 64: "196608.0", 256: "786432.0"}
@@ -52,7 +51,6 @@ def ccr() -> list[Figure]:
     # fmt: off
     return [
         holds("6.2", "FLOPs ≈ 6·N per token", "6", per_token, "FLOP", "with attention's quadratic part: 6.2"),
-        holds("6.2", "FLOPs of one sequence: 6 × 175e9 × 2048", 6 * 175e9 * 2048 / 1e15, training_flops(175e9, 2048) / 1e15, "PFLOP"),
         *(holds("6.2", f"printed: batch {b}: CCR = {text} FLOPS/byte", text, roofline.ccr_data_parallel(175e9, b * 2048), "FLOP/B")
           for b, text in BATCHES.items()),
     ]
@@ -63,7 +61,7 @@ def ridges() -> list[Figure]:
     h100, a100 = device("h100-sxm").peak_for("bf16"), device("a100-80gb").peak_for("bf16")
     nv3, nv4, ndr = (link(name).bandwidth for name in ("nvlink3", "nvlink4", "ib-ndr"))
     ours = roofline.ridge(h100, nv4)
-    sample = training_flops(175e9, 2048)
+    sample = 6 * 175e9 * 2048
     literal = 3072 * 900 * GB / (1979 * TERA / sample)
 
     def sequences(ridge: float, gpus: int) -> float:

@@ -93,16 +93,16 @@ class Place(NamedTuple):
 def check_header(place: Place, peer: int, theirs: bytes) -> None:
     """Raise if a peer's message belongs to another collective than ours."""
     if theirs != place.call.packed:
-        raise disagreement(place, peer, f"rank {peer} runs {Call.unpack(theirs)}")
+        raise disagreement(place, f"rank {peer} runs {Call.unpack(theirs)}")
 
 
 def check_bytes(place: Place, peer: int, sent: int, expected: int) -> None:
     """Raise if a peer sends another number of bytes than this rank expects."""
     if sent != expected:
-        raise disagreement(place, peer, f"rank {peer} sends {sent} bytes, and rank {place.rank} expects {expected}")
+        raise disagreement(place, f"rank {peer} sends {sent} bytes, and rank {place.rank} expects {expected}")
 
 
-def disagreement(place: Place, peer: int, what: str) -> MeshwrightError:
+def disagreement(place: Place, what: str) -> MeshwrightError:
     return MeshwrightError(
         "MW-COMM-003",
         f"{place}: {what}",

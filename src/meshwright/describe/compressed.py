@@ -64,7 +64,7 @@ def compressed_part(
     ratio = {"selected": o.ratio, "compressed": o.far_ratio}.get(mixer, 0)
     indexes = index if mixer == "selected" else (0, 0, 0)
     if ratio:
-        linears += _compressor("compress", hidden, width, ratio, mixer == "selected")
+        linears += _compressor("compress", hidden, width, mixer == "selected")
         vectors += _compressor_vectors("compress", width, ratio, mixer == "selected")
         saved.append(Saved("compressor", "attention", 2 * width, "sequence"))
     if mixer == "selected":
@@ -72,7 +72,7 @@ def compressed_part(
         linears += [
             Linear("index_q", "attention", q_rank, index_heads * index_width, "between", saves_input=False),
             Linear("index_weights", "attention", hidden, index_heads, "between", saves_input=False),
-            *_compressor("index", hidden, index_width, ratio, True),
+            *_compressor("index", hidden, index_width, True),
         ]
         vectors += _compressor_vectors("index", index_width, ratio, True)
         saved.append(Saved("index", "attention", index_heads * (index_width + 1) + 4 * index_width, "sequence"))
@@ -81,7 +81,7 @@ def compressed_part(
     return Block("", tuple(linears), tuple(vectors), tuple(saved), core)
 
 
-def _compressor(name: str, hidden: int, width: int, ratio: int, overlaps: bool) -> list[Linear]:
+def _compressor(name: str, hidden: int, width: int, overlaps: bool) -> list[Linear]:
     """What pools and the weights of pooling; groups that overlap have both twice."""
     columns = (2 if overlaps else 1) * width
     return [

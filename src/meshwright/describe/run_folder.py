@@ -3,7 +3,7 @@
     plan.toml  prediction.json   before the first step: the resolved run file, and what the cost model expects
     run.json                     versions, git state, command line, hosts, seed, planned steps, and the attempts of the run
     steps.jsonl                  a line for each step, appended when the step ends (`STEP_KEYS`, and router_… of models with experts)
-    events.jsonl                 a line for each event: time, step, kind (`EVENT_KINDS`), text, and what else the kind has
+    events.jsonl                 a line for each event: time, step, kind (docs/runs.md), text, and what else the kind has
     checkpoints/step-00001000/   `training.checkpoint`
     huggingface/                 config and tokenizer of the Transformers folder that the run started from
     measurement.json  difference.json  interference.json  communication.json  timeline.json     at the end
@@ -55,23 +55,6 @@ STEP_KEYS = (
     "step", "time", "loss", "grad_norm", "tokens", "seconds", "tokens_per_s", "learning_rate", "mfu", "memory_gib", "exposed_s",
     "validation_loss", "skipped", "attempt",
 )  # fmt: skip
-EVENT_KINDS = {
-    "checkpoint-begun": "a checkpoint of `step` is being written",
-    "checkpoint-finished": "it is complete; `seconds` since it was begun",
-    "checkpoint-failed": "it could not be written; earlier checkpoints are not touched",
-    "compile": "what torch.compile compiles, and which parts it cannot compile",
-    "resumed": "what a resume found damaged, or could not carry over to another plan",
-    "restart": "another attempt begins, at `step`",
-    "fault": "why an attempt ended: a killed, hung or failed rank",
-    "rollback": "all ranks went back to the last good checkpoint: a loss spike, or NaN gradients",
-    "slow": "a rank works longer than others with the same work, or no longer does",
-    "skipped": "gradients were NaN or infinite, and the update was left out",
-    "spike": "the loss rose far above its median",
-    "evaluation": "`validation_loss` after this step",
-    "profile": "torch traces were written",
-    "logger": "a logger failed and is not used any more",
-    "signal": "the run was asked to stop",
-}
 LIMIT = 50_000_000  # bytes of a JSON file
 LONGEST_LINE = 100_000  # bytes
 RECENT_S = 60.0  # a run on another host that wrote nothing for longer has stopped

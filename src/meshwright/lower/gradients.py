@@ -128,7 +128,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
                 extra = extra + times * message.load.sent * _passes(b)
                 selected = selected + times * message.load.sent * _selects(b)
         if message.unit and active.any():
-            updated, weights = message.load.held * b.param_bytes, gathered_weights(b, group, message.load)
+            updated, weights = message.load.held * b.param_bytes, gathered_weights(b, message.load)
             freed = np.where(b.reshard, m * (1.0 + message.regathered), 1.0)
             for name, when, times, n in (
                 ("gather-parameters", b.zero < 3, 1.0, updated),
@@ -151,7 +151,7 @@ def _compress(b: Batch, part: str, count: Array, passes: Array, selected: Array,
     return Op("compress", part, "memory", count, bytes=passes, launches=launches, selected_from=selected)
 
 
-def gathered_weights(b: Batch, group: str, load: Load) -> Array:
+def gathered_weights(b: Batch, load: Load) -> Array:
     """Bytes of the weights that ZeRO-3 gathers for a message. With `gather_dtype=fp8` the matrices that fp8 products multiply by take a
     byte per element (their scales are reduced once per step: `sync`); the ends of the model, norms, biases and routers stay in the parameters'
     dtype."""
@@ -213,7 +213,7 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[O
         passes = unit.sent * _passes(b)
         selected = unit.sent * _selects(b)
         scatter.append(_compress(b, "optimizer", reduces * (passes > 0), passes, selected, b.layer_tensors))
-    gather = Exchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, group, unit))
+    gather = Exchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, unit))
     # Without resharding after forward, the weights are gathered once per step, not once per micro-batch.
     return {
         "F": [op(gather, on * np.where(b.reshard, 1.0, once) * times)],

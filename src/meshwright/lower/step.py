@@ -42,7 +42,7 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
     program = StepProgram(batch, element=element)
     model = batch.model
     if model.kind == "counts":
-        _counts_only(program, element)
+        _counts_only(program)
         return program
     makers = {"embedding": ends.embedding, "head": ends.head, "mtp": ends.multi_token_prediction}
     messages: dict[Any, Array] = {}
@@ -85,7 +85,7 @@ def _add_weight_gathers(program: StepProgram) -> None:
         for group, load in groups.items():
             share = _share_of_unit(program, kind, load) if group == "dense" and batch.wraps else None
             unit = load if share is None else gradients.Load(*(x / np.where(share > 0, share, 1.0) for x in load))
-            size = gradients.gathered_weights(batch, group, unit)
+            size = gradients.gathered_weights(batch, unit)
             program.gathered[kind] = program.gathered[kind] + np.where(batch.zero == 3, size, 0.0)
             for phase, ops in gradients.unit_ops(batch, group, load, share).items():
                 program.blocks[kind, phase] = ops + program.blocks[kind, phase]
@@ -136,7 +136,7 @@ def _add_boundary(program: StepProgram, element: float) -> None:
         ]
 
 
-def _counts_only(program: StepProgram, element: float) -> None:
+def _counts_only(program: StepProgram) -> None:
     """Lower a model of which only totals are known: one product forward and two backward, of unknown shape."""
     batch = program.batch
     flops = batch.model.given_flops * batch.microbatch

@@ -83,7 +83,6 @@ class Parallel:
     )
     targets: torch.Tensor | None = None  # of the batch that runs
     fuses_loss: bool = False  # the head of the last stage returns the loss instead of logits
-    attention_kernel: str = ""  # torch's kernel that was the fastest on these shapes; empty: not measured
     masters: Masters | None = None  # what the optimizer updates instead of the pieces
     local: LocalSgd | None = None  # replicas that train without communication between averages
     compilation: Compilation = field(default_factory=Compilation)  # what is compiled, and what is not
@@ -311,7 +310,7 @@ def apply(
         parallel.local = LocalSgd(mesh, plan.average_every, pieces, parallel.masters, reductions)
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
-    parallel.attention_kernel = choose_attention_kernel(model, plan, workload, dtype, device)
+    choose_attention_kernel(model, plan, workload, dtype, device)
     return parallel
 
 

@@ -44,12 +44,10 @@ def can_fuse_loss(model: Model, mesh: Mesh, program: PipelineProgram | None) -> 
     return model.kind == "transformer" and mesh.group("tp") is None and not splits_backward
 
 
-def choose_attention_kernel(model: Model, plan: Plan, workload: Workload, dtype: torch.dtype, device: str) -> str:
-    """Let this process use the fastest of torch's attention kernels, measured on the shapes of this rank. Returns its name; empty where torch
-    has no choice (`models.attention_kernels`)."""
-    if model.kind != "transformer" or plan.cp > 1 or torch.device(device).type != "cuda":
-        return ""
-    return prefer_fastest(*attention_shapes(model, plan, workload), model.causal, dtype, device)
+def choose_attention_kernel(model: Model, plan: Plan, workload: Workload, dtype: torch.dtype, device: str) -> None:
+    """Let this process use the fastest of torch's attention kernels, measured on the shapes of this rank (`models.attention_kernels`)."""
+    if model.kind == "transformer" and plan.cp == 1 and torch.device(device).type == "cuda":
+        prefer_fastest(*attention_shapes(model, plan, workload), model.causal, dtype, device)
 
 
 def attention_shapes(model: Model, plan: Plan, workload: Workload) -> tuple[torch.Size, torch.Size, torch.Size]:

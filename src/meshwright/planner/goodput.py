@@ -20,8 +20,7 @@ MFU × goodput. The curve is flat around its optimum: half or twice the best int
 A save that overlaps with training costs only the part that blocks it (the copy to host memory); pass that as δ, and remember that
 work is safe only when the save is complete: τ cannot be shorter than the full save.
 
-**Compared with** Llama 3 405B (Grattafiori et al. 2024): 419 unexpected interruptions in 54 days on 16,384 H100 with over 90% effective time;
-and Kokolis et al. 2024: 6.5 failures per 1,000 node-days give 1.8 h at 16,384 GPUs and 0.23 h at 131,072.
+**Compared with** Llama 3 405B (Grattafiori et al. 2024): 419 unexpected interruptions in 54 days on 16,384 H100 with over 90% effective time.
 """
 
 from __future__ import annotations
@@ -34,32 +33,17 @@ import numpy as np
 from meshwright.errors import MeshwrightError
 from meshwright.units import parse_seconds
 
-HOUR = 3600.0
 DAY = 86400.0
-SAVE, RESTART = (
-    10.0,
-    300.0,
-)  # default seconds: a checkpoint blocks for ten, a restart takes five minutes
+SAVE, RESTART = 10.0, 300.0  # default seconds: a checkpoint blocks for ten, a restart takes five minutes
 
 # Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.4.
 LLAMA3_INTERRUPTIONS, LLAMA3_DAYS, LLAMA3_GPUS, LLAMA3_EFFECTIVE = 419, 54.0, 16_384, 0.90
 GPU_MTBF = LLAMA3_DAYS * DAY * LLAMA3_GPUS / LLAMA3_INTERRUPTIONS  # seconds between interruptions of a run, per GPU
-# Kokolis et al. 2024, "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", RSC-1: nodes of 8 A100.
-NODE_RATE = 6.50 / 1000 / DAY  # failures per node and second
 
 
 def system_mtbf(unit_mtbf: float, units: float) -> float:
     """Seconds between failures of a system of `units` parts: M_unit / units."""
     return _positive("unit_mtbf", unit_mtbf) / _positive("units", units)
-
-
-def expected_failures(duration: float, mtbf: float) -> float:
-    return _positive("duration", duration) / _positive("mtbf", mtbf)
-
-
-def survival(duration: float, mtbf: float) -> float:
-    """Probability of no failure during `duration`: e^(−t/M)."""
-    return math.exp(-duration / _positive("mtbf", mtbf))
 
 
 def young_interval(save: float, mtbf: float) -> float:
@@ -98,11 +82,6 @@ def checkpoint_bytes(parameters: float, param: float = 2.0, master: float = 4.0,
     return parameters * (param + master + moments)
 
 
-def save_seconds(size: float, bandwidth: float) -> float:
-    """Writing `size` bytes at the storage's rate, all devices together."""
-    return size / _positive("bandwidth", bandwidth)
-
-
 @dataclass(frozen=True)
 class Reliability:
     """Failures of a cluster: seconds between them, of a blocking checkpoint, and of a restart."""
@@ -120,11 +99,6 @@ class Reliability:
     @property
     def goodput(self) -> float:
         return goodput(self.interval, self.save, self.restart, self.mtbf)
-
-    @property
-    def lost_per_failure(self) -> float:
-        """Average seconds that one interruption costs, including saves."""
-        return (1 / self.goodput - 1) * self.mtbf if self.goodput else math.inf
 
 
 def reliability(gpus: int, save: float, restart: float, gpu_mtbf: float = GPU_MTBF) -> Reliability:

@@ -123,11 +123,3 @@ def crossing(
     # Exchanged every H steps it hides behind H steps: transfer − OVERLAP·H·step ≤ share·H·step.
     every = max(1, math.ceil(transfer / ((OVERLAP + share) * alone)))
     return Crossing(sites, size, transfer, alone, exposed, every, share)
-
-
-def axes_across(e: Estimate, level: int) -> dict[str, int]:
-    """Axes whose groups span a level of the cluster or one above it, with their degrees; this should be only dp."""
-    b = e.program.batch
-    unit = e.cluster.spans[level - 1]
-    sizes = {axis: int(b.size(axis)[0]) for axis in ("tp", "cp", "pp", "dp", "ep")}
-    return {axis: size for axis, size in sizes.items() if size > 1 and float(b.members(axis, unit)[0]) < size}

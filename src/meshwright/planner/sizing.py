@@ -106,7 +106,7 @@ def size(
         )
     search = {name: question.pop(name) for name in OPTIONS if name in question}
     request = read(model, cluster, **question)
-    check_question(request.config, *limits)
+    check_question(request.config, limits[1])
     curve = explore(request, *limits, progress)
     for one in tried_in_full(curve, *limits):
         result = plan(model, cluster, gpus=one.gpus, **question, **search)
@@ -145,7 +145,7 @@ def read_budget(budget: str | float) -> float:
         ) from error
 
 
-def check_question(config: Config, days: float, budget: float) -> None:
+def check_question(config: Config, budget: float) -> None:
     """Raise where the question lacks the token budget, a price, or a cluster that can grow."""
     if not config.workload.tokens or config.model.kind != "transformer":
         raise MeshwrightError(

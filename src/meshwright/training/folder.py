@@ -171,7 +171,7 @@ class RunFolder:
         self._append(STEPS, {**record.row(), "attempt": attempt, "time": round(time.time(), 3)})
 
     def event(self, kind: str, step: int, text: str, **fields: Any) -> None:
-        """Append an event: one of `EVENT_KINDS` for programs, a sentence for people."""
+        """Append an event: a kind for programs (docs/runs.md), a sentence for people."""
         self._append(EVENTS, {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text, **fields})
 
     def save(self, name: str, content: Any, indent: int | None = 2) -> None:

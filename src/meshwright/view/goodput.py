@@ -145,8 +145,7 @@ def between(start: Estimate) -> Iterator[str]:
                 f"{format_seconds(c.step_s)} | {c.slowdown:.2f}× | {c.every} |"
             )
     yield ""
-    yield "Tensor, context and pipeline groups must stay within a site: `planner.sites.axes_across` lists the axes that span a level, and `lint`"
-    yield "shows what they cost there."
+    yield "Tensor, context and pipeline groups must stay within a site: `meshwright lint` names the axes that do not, and what they cost there."
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from meshwright.describe.sharding.rules import (
     rule_of,
     share,
 )
-from meshwright.describe.sharding.zero import padding, shape_in_transit, shard_dim, shard_range, shard_size
+from meshwright.describe.sharding.zero import padding, shape_in_transit, shard_dim, shard_range
 
 __all__ = [
     "DATA_AXES",
@@ -71,7 +71,6 @@ __all__ = [
     "shape_in_transit",
     "shard_dim",
     "shard_range",
-    "shard_size",
     "share",
     "tied_copy",
 ]

@@ -45,9 +45,3 @@ def shard_range(shape: Sequence[int], parts: int, index: int) -> tuple[int, int,
     dim = shard_dim(shape, parts)
     each = share(shape[dim], parts)
     return dim, min(index * each, shape[dim]), min((index + 1) * each, shape[dim])
-
-
-def shard_size(shape: Sequence[int], parts: int, index: int) -> int:
-    """Elements that the index-th rank keeps."""
-    dim, start, stop = shard_range(shape, parts, index)
-    return math.prod(shape) // shape[dim] * (stop - start) if shape[dim] else 0

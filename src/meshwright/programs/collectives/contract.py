@@ -38,7 +38,6 @@ OPERATIONS = {
     "barrier": "no rank continues before all ranks have arrived",
 }
 SHARDED = {"scatter", "gather", "all-gather", "reduce-scatter", "barrier"}
-ROOTED = {"broadcast", "reduce", "scatter", "gather"}
 DUAL = {"broadcast": "reduce", "scatter": "gather", "all-gather": "reduce-scatter"}
 DUAL |= {dual: operation for operation, dual in DUAL.items()}
 
@@ -115,4 +114,4 @@ def collective(
     return Program(operation, "", ranks, elements, sizes, starts, ends, table, root, groups, switches)
 
 
-__all__ = ["DUAL", "OPERATIONS", "ROOTED", "SHARDED", "chunk_sizes", "collective", "contract"]
+__all__ = ["DUAL", "OPERATIONS", "SHARDED", "chunk_sizes", "collective", "contract"]

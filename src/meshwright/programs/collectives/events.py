@@ -30,7 +30,7 @@ class Events:
         self.private = private[via.pair] | (sent.bytes == 0)
         self.alpha = via.alpha[via.pair]
         self.private_time = self.alpha + np.where(sent.bytes == 0, 0.0, sent.bytes / via.bottleneck[via.pair])
-        self._visits(ranks)
+        self._visits()
         count = len(sent.step)
         self.start, self.end, self.done = np.zeros(count), np.zeros(count), np.zeros(count)
         self.absent = np.where(
@@ -40,7 +40,7 @@ class Events:
         self.when, self.kind, self.subject = np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         self.flows, self.left, self.rates = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
 
-    def _visits(self, ranks: int) -> None:
+    def _visits(self) -> None:
         """Find the visits, that is the (rank, step) pairs in which a rank sends or receives, in order, and their messages."""
         sent, steps = self.sent, len(self.sent.bounds)
         keys = [rank.astype(np.int64) * steps + sent.step for rank in (sent.source, sent.target)]

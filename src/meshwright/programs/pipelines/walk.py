@@ -103,10 +103,6 @@ class Walked:
         return self.idle / self.makespan if self.makespan else np.zeros_like(self.busy)
 
     @property
-    def bubble_overhead_by_rank(self) -> np.ndarray:
-        return np.divide(self.idle, self.busy, out=np.zeros_like(self.busy), where=self.busy > 0)
-
-    @property
     def span(self) -> np.ndarray:
         """(ranks,) seconds from a rank's first start to its last end."""
         return self.end[self.program.first[1:] - 1] - self.start[self.program.first[:-1]]

@@ -32,8 +32,8 @@ class View:
         return found
 
 
-def _view(name: str, title: str, kind: Literal["cheap", "search"] = CHEAP, module: str = "") -> tuple[str, View]:
-    return name, View(name, title, f"meshwright.view.page.{module or name}", kind)
+def _view(name: str, title: str, kind: Literal["cheap", "search"] = CHEAP) -> tuple[str, View]:
+    return name, View(name, title, f"meshwright.view.page.{name}", kind)
 
 
 VIEWS: dict[str, View] = dict(

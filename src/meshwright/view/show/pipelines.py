@@ -18,7 +18,6 @@ from meshwright.programs.pipelines import RULES, Durations, Walked, build, name_
 from meshwright.view import tables
 
 CLASSICS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
-TOPICS: dict[str, str] = {name: rule.about for name, rule in RULES.items()}
 
 
 def show(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,3 @@ def _source(path: Path, format: str) -> SourceFile:
         raise MeshwrightError("MW-DATA-010", f"'{path}' is compressed", fix="decompress it first", valid=[*FORMATS])
     kind = SUFFIXES.get(path.suffix, TEXT) if format == "auto" else format
     return SourceFile(str(path), kind, status.st_size, status.st_mtime_ns)
-
-
-def total_bytes(files: Iterable[SourceFile]) -> int:
-    return sum(file.size for file in files)
