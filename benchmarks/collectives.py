@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from meshwright.training.launch import local
@@ -71,11 +72,11 @@ def on_host(context: Any, sizes: list[float], repeats: int) -> list[dict[str, fl
     for mib in sizes:
         tensor = torch.ones(int(mib * 2**20 / 4))
         ring, direct = (build("all-reduce", name, context.world, tensor.numel()) for name in ("ring", "direct"))
-        ways = {
-            "gloo": lambda tensor=tensor: distributed.all_reduce(tensor),
-            "ring, point-to-point": lambda tensor=tensor, ring=ring: far.run(ring, tensor),
-            "direct, shared memory": lambda tensor=tensor, direct=direct: near.run(direct, tensor),
-            "backend": lambda tensor=tensor: distributed.all_reduce(tensor, group=ours),
+        ways: dict[str, Callable[[], Any]] = {
+            "gloo": partial(distributed.all_reduce, tensor),
+            "ring, point-to-point": partial(far.run, ring, tensor),
+            "direct, shared memory": partial(near.run, direct, tensor),
+            "backend": partial(distributed.all_reduce, tensor, group=ours),
         }
         found.append(medians(ways, tensor, repeats, HOST_LEAD_S))
     return found
@@ -131,7 +132,7 @@ def as_rank(task: dict[str, Any]) -> None:
     programs = Communicator.of_group(timeout=limit)
     for size in task["bytes"]:
         tensor = torch.ones(int(size / 4))
-        ways: dict[str, Callable[[], Any]] = {"gloo": lambda tensor=tensor: distributed.all_reduce(tensor)}
+        ways: dict[str, Callable[[], Any]] = {"gloo": partial(distributed.all_reduce, tensor)}
         predicted: dict[str, float] = {}
         if task["order"]:
             times = compare("all-reduce", cluster, world, (size,), PROGRAMS, placement).times
@@ -139,9 +140,9 @@ def as_rank(task: dict[str, Any]) -> None:
             for name in PROGRAMS:
                 options = options_for("all-reduce", name, cluster, world, size, placement)
                 program = build("all-reduce", name, world, tensor.numel(), **options)
-                ways[name] = lambda tensor=tensor, program=program: programs.run(program, tensor)
+                ways[name] = partial(programs.run, program, tensor)
         else:
-            ways["backend"] = lambda tensor=tensor: distributed.all_reduce(tensor, group=ours)
+            ways["backend"] = partial(distributed.all_reduce, tensor, group=ours)
         found = medians(ways, tensor, task["repeats"] if size < 2**25 else 2, NODES_LEAD_S)
         if distributed.get_rank() == 0:
             chosen = ours.chooser.choose("all-reduce", int(size)).algorithm

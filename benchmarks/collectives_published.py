@@ -95,8 +95,8 @@ def main(path: str) -> None:
     print("| source and machine | operation | rows | error | of 16 MiB and more | bias there |")
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     table = []
-    for (source, kind), found in sorted(errors.items()):
-        size, error = np.array(found).T
+    for (source, kind), points in sorted(errors.items()):
+        size, error = np.array(points).T
         large = error[size >= LARGE] if np.any(size >= LARGE) else error
         table.append((np.median(np.abs(error)), np.median(np.abs(large))))
         cells = f"{100 * table[-1][0]:.1f}% | {100 * table[-1][1]:.1f}% | {100 * np.median(large):+.1f}%"

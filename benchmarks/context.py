@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -94,8 +95,8 @@ def main() -> None:
     )
     for seq in sequences:
         flops = 3.5 * 4 * HEADS * WIDTH * seq * seq / 2  # backward is 2.5 × forward, because it recomputes the scores
-        seconds, peak = measured(lambda seq=seq: one_rank(seq, options.ranks, device), device)
-        all_seconds, all_peak = measured(lambda seq=seq: whole(seq, device), device)
+        seconds, peak = measured(partial(one_rank, seq, options.ranks, device), device)
+        all_seconds, all_peak = measured(partial(whole, seq, device), device)
         print(
             f"{seq:>9}  {1e3 * seconds:>13.1f} ms {flops / options.ranks / seconds / 1e12:>8.0f} {peak / 2**30:>9.2f}   "
             f"{1e3 * all_seconds:>6.1f} ms {flops / all_seconds / 1e12:>8.0f} {all_peak / 2**30:>9.2f}   "

@@ -47,7 +47,7 @@ WORK = Workload(batch=4096, seq=8192)
 
 def candidates() -> list[tuple[int, ...]]:
     """Every combination of a grid, in a fixed order; legality is checked afterwards."""
-    out = []
+    out: list[tuple[int, ...]] = []
     for tp, cp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 5, 8, 10, 16, 20)):
         if WORLD % (tp * cp * pp):
             continue

@@ -19,6 +19,7 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 PAIRS, REPEAT = 3, 2
 VOCABULARY = 8192
@@ -105,7 +106,7 @@ def loading(tokens: Path, steps: int = 60) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     plan = {"microbatch": 8, "param_dtype": "fp32", "master": False}
-    parts = {
+    parts: dict[str, Any] = {
         "model": "nano",
         "cluster": "laptop",
         "workload": {"batch": 16, "seq": 64, "precision": "fp32"},

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
@@ -102,6 +103,11 @@ def command_seconds() -> float:
     return time.perf_counter() - start
 
 
+def changed(page: Any, view: str, n: int) -> float:
+    """Milliseconds until a view shows the n-th change."""
+    return float(page.evaluate(CHANGE, fragment(view, varied(n)))[1])
+
+
 def measure(browser: Any, address: str, rounds: int) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     received: list[int] = []
@@ -115,7 +121,7 @@ def measure(browser: Any, address: str, rounds: int) -> None:
     for view in ("memory", "waterfall", "roofline"):
         page.goto(f"{address}/#{fragment(view, LARGE)}")
         page.wait_for_selector(READY, timeout=60_000)
-        report(f"change: {view}", rounds, lambda n, view=view: page.evaluate(CHANGE, fragment(view, varied(n)))[1])
+        report(f"change: {view}", rounds, partial(changed, page, view))
     command = statistics.median(command_seconds() for _ in range(min(rounds, 3)))
     print(f"the command     {command:8.2f} s")
     for place, view in enumerate(SEARCHED):

@@ -79,7 +79,8 @@ class Plain:
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh("cpu", (self.ranks,))
-            for unit in (*self.module.layers.values(), self.module.embedding, self.module.head, self.module):
+            module: Any = self.module
+            for unit in (*module.layers.values(), module.embedding, module.head, module):
                 fully_shard(unit, mesh=mesh)
         elif self.case == "tp":
             self.wrap_tensor_parallel()
@@ -120,7 +121,8 @@ class Plain:
         if self.case == "1f1b":
             self.distributed.all_reduce(square)
         for parameter in parameters:
-            local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            gradient: Any = parameter.grad
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             local.mul_((1.0 / (torch.sqrt(square) + 1e-6)).clamp(max=1.0))
         return square
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from meshwright.describe.cluster import Accelerator, Cluster, Level, Link, uniform
 from meshwright.programs.collectives import build, check, walk
@@ -24,7 +25,7 @@ def nodes_of_eight(ranks: int, **between: float) -> Cluster:
     return Cluster(name="nodes of eight", accelerator=DEVICE, levels=levels, gpus=ranks)
 
 
-def timed(run: Callable[[], object]) -> tuple[float, object]:
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
     result = run()
     return time.perf_counter() - start, result

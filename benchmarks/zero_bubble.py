@@ -21,10 +21,19 @@ from meshwright.lower import step_program
 
 
 def main(path: str) -> None:
-    groups = defaultdict(list)
+    groups: dict[tuple[str, int, int], list[tuple[str, float, float, float, float]]] = defaultdict(list)
     for row in rows.read(path):
         c = rows.case(row)
-        if row["file"] == "zero_bubble" and not c.refused and c.model and c.plan and c.workload and c.cluster:
+        if (
+            row["file"] == "zero_bubble"
+            and not c.refused
+            and c.model
+            and c.plan
+            and c.workload
+            and c.cluster
+            and c.step_time
+            and c.memory
+        ):
             program = step_program(c.model, c.plan, c.workload, c.stack)
             cost = step_cost(program, c.cluster, every_rank=True)
             context = max(float(np.broadcast_to(m["context"], 1)[0]) for m in cost.memory)

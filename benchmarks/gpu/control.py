@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from typing import Any
 
 import torch
 from shapes import SHAPES
@@ -64,18 +65,19 @@ class HuggingFace(nn.Module):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"hidden_size": h, "intermediate_size": ffn, "num_hidden_layers": layers, "vocab_size": vocab}
-        self.llama = LlamaForCausalLM(
-            LlamaConfig(
-                **sizes,
-                num_attention_heads=heads,
-                num_key_value_heads=kv,
-                max_position_embeddings=seq,
-                tie_word_embeddings=False,
-                attn_implementation="sdpa",
-                use_cache=False,
-            )
-        )
+        settings: dict[str, Any] = {
+            "hidden_size": h,
+            "intermediate_size": ffn,
+            "num_hidden_layers": layers,
+            "vocab_size": vocab,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv,
+            "max_position_embeddings": seq,
+            "tie_word_embeddings": False,
+            "attn_implementation": "sdpa",
+            "use_cache": False,
+        }
+        self.llama = LlamaForCausalLM(LlamaConfig(**settings))
 
     def forward(self, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self.llama(input_ids=ids, labels=target, use_cache=False).loss

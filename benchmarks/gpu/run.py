@@ -145,7 +145,7 @@ def long(lengths: list[int]) -> None:
     for tokens in lengths:
         shape = LONG | {"batch": 1, "seq": tokens}
         steps = {32768: 8, 131072: 3}.get(tokens, 1)
-        kept = [{}] if tokens == 32768 else []
+        kept: list[dict[str, Any]] = [{}] if tokens == 32768 else []
         for plan in [*kept, {"offload": "activations"}]:
             name = f"{tokens // 1024}k, recompute" + (", offload" if plan else "")
             row(name, train(shape, "bf16", steps, plan={"recompute": "full", **plan}))
