@@ -217,6 +217,17 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def cluster_of(options: argparse.Namespace) -> str:
+    return options.cluster or ("laptop" if options.device == "cpu" else "dgx-h100")
+
+
+def described_as(options: argparse.Namespace) -> str:
+    """The cluster of the predictions, and whether its numbers are this machine's."""
+    if options.cluster:
+        return str(options.cluster)
+    return f"the catalog's {cluster_of(options)}, which is not measured on this machine (--cluster FILE)"
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = options_of(sys.argv[1:] if arguments is None else arguments)
     place = placement(os.environ)
@@ -236,11 +247,11 @@ def main(arguments: list[str] | None = None) -> int:
     rows = check_parity(place, ranks, options.device, chosen)
     if reports:
         print_parity(rows)
-        print(f"\nsteps of a {'small' if options.reduced else '1.1B'} model: measured, predicted, and communication")
+        model = "small" if options.reduced else "1.1B"
+        print(f"\nsteps of a {model} model: measured, predicted for {described_as(options)}, and communication")
     runs = []
     for title, fields in chosen.items():
-        cluster = options.cluster or ("laptop" if options.device == "cpu" else "dgx-h100")
-        config = busy_config(title, fields, ranks, cluster, options.reduced)
+        config = busy_config(title, fields, ranks, cluster_of(options), options.reduced)
         steps = 3 if options.reduced else 20
         row = guarded(title, partial(measure, title, config, options.device, steps))
         if row is not None:
@@ -252,7 +263,8 @@ def main(arguments: list[str] | None = None) -> int:
     result = {"version": 1, "machine": about_machine(options.device, ranks), "parity": rows, "runs": runs}
     options.out.write_text(json.dumps(result, indent=1), "utf-8")
     failed = [row["layout"] for row in rows if not row["passed"]] + [row["layout"] for row in runs if "error" in row]
-    print(f"\nPlease send us {options.out}: attach it to an issue, with the name of the machine or cloud instance.")
+    if options.out != Path(os.devnull):
+        print(f"\nPlease send us {options.out}: attach it to an issue, with the name of the machine or cloud instance.")
     print(f"Failed: {', '.join(failed)}" if failed else "All layouts agree with one device.")
     return 1 if failed else 0
 

@@ -1,6 +1,6 @@
 """Overlap on a slowed link: the time that data-parallel communication adds to a step, compared with the part that cannot be hidden.
 
-    python benchmarks/overlap.py [--ranks 2] [--rounds 5]
+    python benchmarks/overlap.py [--ranks 2] [--rounds 3]
 
 Every rank limits the rate of its sockets in the kernel (which uses no core), so that the gradient reduction takes half,
 once and twice as long as backward. It times, one after the other:
@@ -127,7 +127,7 @@ def timed(side: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     results = local.run("__main__:work", options.ranks, options.rounds, silence=600)
     print(

@@ -1,6 +1,6 @@
 """The trainer against a bare PyTorch loop that does the same, and what its hooks and its batches cost.
 
-    python benchmarks/train.py [--ranks 4] [--pairs 20] [--block 5]
+    python benchmarks/train.py [--ranks 4] [--pairs 15] [--block 5]
 
 Loop      A loop in plain PyTorch (DistributedDataParallel, AdamW with decay groups, clipping, warm-up, the mean loss over all ranks) and
           the trainer with everything that `train` adds: recorder of communication, metrics, rows in a run folder. Both train the same
@@ -9,7 +9,7 @@ Hooks     The same trainer with and without these hooks.
 Batches   How often a step found its batch not ready, after the first block.
 Save      An asynchronous checkpoint every `--every` steps: the time that the loop stands still for it, on average over its steps, of a
           step. The limit is 5%. Blocks with and without saves alternate too: their ratio also has what the writing thread takes from
-          the cores that compute.
+          the cores that compute. These blocks are long, so there are half as many pairs of them.
 
 Blocks of steps alternate on the same processes: of each pair, the bare loop goes first in every second one. Printed are the median of the
 ratios and the interval that holds it with 95%.
@@ -133,7 +133,7 @@ def work(context: Any, config: Config, pairs: int, block: int, every: int, folde
             times[kind].append(runs[kind]())
         context.send(pair)  # the parent ends ranks that are silent for long
     waited = trainer.loader.waits - waits, trainer.loader.steps - steps
-    stall = saving(context, trainer, config, pairs, every, Path(folder))
+    stall = saving(context, trainer, config, (pairs + 1) // 2, every, Path(folder))
     return {"times": times, "losses": losses, "waits": waited, "stall": stall}
 
 
@@ -181,7 +181,7 @@ def compare(name: str, ours: list[float], base: list[float]) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--ranks", type=int, default=4)
-    options.add_argument("--pairs", type=int, default=20)
+    options.add_argument("--pairs", type=int, default=15)
     options.add_argument("--block", type=int, default=5)
     options.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
     chosen = options.parse_args()

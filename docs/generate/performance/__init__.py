@@ -27,6 +27,8 @@ BY_HAND = (
 )  # fmt: skip
 # Benchmarks of several minutes, in parts that run and are shown one by one.
 PARTS = {"planner": ("speed", "growth", "ranking")}
+# Arguments of benchmarks whose default needs hardware that `make bench` does not assume.
+ARGUMENTS = {"multi_gpu": ("--device", "cpu", "--ranks", "2", "--reduced", "--out", os.devnull)}
 LIMIT_S = 900
 INTRODUCTION = """\
 # Performance
@@ -67,7 +69,7 @@ def run(name: str) -> tuple[int, str]:
     lines: list[str] = []
     script, *part = name.split()
     process = subprocess.Popen(
-        [sys.executable, "-u", f"benchmarks/{script}.py", *part],
+        [sys.executable, "-u", f"benchmarks/{script}.py", *part, *ARGUMENTS.get(script, ())],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -100,7 +102,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 def section(name: str, output: str, seconds: float, code: int) -> str:
     failed = f" It ended with exit code {code}." if code else ""
-    about = f"{machine()}; {seconds:.0f} s.{failed}"
+    arguments = f" With `{' '.join(ARGUMENTS[name])}`." if name in ARGUMENTS else ""
+    about = f"{machine()}; {seconds:.0f} s.{arguments}{failed}"
     return f"## {name}\n\n{purpose(name)}\n\n{about}\n\n```text\n{output.replace('```', '')}\n```\n"
 
 

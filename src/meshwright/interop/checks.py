@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.interop.assemble import Assembled
+from meshwright.interop.checks_megatron import check_megatron
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import Facts
 from meshwright.interop.problems import Problem
@@ -30,6 +31,7 @@ def check_facts(
     yield from _experts_on_nvlink(facts, made, hardware)
     yield from _zero_in_pipeline(facts, framework)
     yield from _two_lengths(settings)
+    yield from check_megatron(facts, framework, settings)
 
 
 def _precision(facts: Facts) -> Iterator[Problem]:
