@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshwright"
-MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "pty"}
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "pty"}
 CALLS = {
     "torch.load", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen", "os.execvp",
     "eval", "exec", "compile", "input",
@@ -44,6 +44,8 @@ def dangers(text: str) -> list[str]:
             name = name_of(node.func)
             if name in CALLS or OBJECTS.search(name):
                 found.append(f"{name}(…) in line {node.lineno}")
+            if any(k.arg == "allow_pickle" for k in node.keywords):
+                found.append(f"allow_pickle=… in line {node.lineno}")
             if any(
                 k.arg == "shell" and not (isinstance(k.value, ast.Constant) and k.value.value is False)
                 for k in node.keywords
@@ -59,6 +61,7 @@ def dangers(text: str) -> list[str]:
         ("from dill import loads", 1),
         ("torch.load('x')", 1),
         ("distributed.all_gather_object(a, b)", 1),
+        ("read(path, allow_pickle=True)", 1),
         ("subprocess.run('x', shell=True)", 1),
         ("subprocess.run(['x'], shell=False)", 0),
         ("json.load(file); re.compile('x'); module.eval()", 0),

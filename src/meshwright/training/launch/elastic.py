@@ -202,6 +202,8 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         self.ending.set()
+        if self._pcontext is not None:  # a rank that has returned waits until its result is read, which no one does now
+            self._pcontext._worker_finished_event.set()
         super()._shutdown(*args, **kwargs)
 
     def _note_exits(self) -> None:
