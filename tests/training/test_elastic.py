@@ -229,7 +229,9 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 def test_the_private_names_of_torch_are_there():
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+    from torch.multiprocessing import ProcessContext
 
     for name in ("_start_workers", "_monitor_workers", "_shutdown"):
         assert name in SimpleElasticAgent.__abstractmethods__, name
-    assert "_worker_finished_event" in MultiprocessContext.__init__.__code__.co_names
+    assert {"_worker_finished_event", "_pc"} <= set(MultiprocessContext.__init__.__code__.co_names)
+    assert "processes" in ProcessContext.__init__.__code__.co_names

@@ -181,8 +181,8 @@ class Agent(LocalElasticAgent):
             except (EOFError, OSError) as error:
                 time.sleep(GRACE_S)  # if Ctrl-C ended the forkserver, it is about to arrive here too
                 raise local.forkserver_ended() from error
-        started = {process.pid: process for process in multiprocessing.active_children()}
-        self.processes = [started[pids[rank]] for rank in sorted(pids)]
+        context: Any = self._pcontext
+        self.processes = list(context._pc.processes)  # by rank; active_children() lacks those that have ended already
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, self._stop if number == signal.SIGTERM else handler)
@@ -202,8 +202,9 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         self.ending.set()
-        if self._pcontext is not None:  # a rank that has returned waits until its result is read, which no one does now
-            self._pcontext._worker_finished_event.set()
+        context: Any = self._pcontext
+        if context is not None:  # a rank that has returned waits until its result is read, which no one does now
+            context._worker_finished_event.set()
         super()._shutdown(*args, **kwargs)
 
     def _note_exits(self) -> None:
