@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from lower.cases import GQA, MLA, MOE, WORK, lowered, one
+from meshwright.cost.collective import Network
 from meshwright.cost.estimate import estimate
 from meshwright.cost.memory import state_memory
 from meshwright.describe import catalog
+from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import boxes, degrees_of, matrices
 from meshwright.describe.stack import Stack
 from meshwright.lower import muon, sync
 from meshwright.lower.rank import traffic_of_rank
@@ -35,6 +38,10 @@ def matrix_elements(model):
         for linear in (model.blocks[kind].linears if count else ())
         if linear.name not in ("router", "shared-scale")
     )
+
+
+def flops(op):
+    return one(op.count) * one(op.flops)
 
 
 def test_without_a_cut_nothing_is_sent():
@@ -87,10 +94,45 @@ def test_the_batch_is_a_lower_bound_of_the_busiest_rank(model, plan):
         assert expected <= max(mine) * (1 + 1e-9) <= 2 * expected * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    "plan", [{"shard": 8, "zero": 1}, {"shard": 4, "zero": 3, "tp": 2}, {"tp": 8}, {"shard": 64, "zero": 1}]
+)
+def test_the_batch_has_the_rounds_of_the_assignment(plan):
+    """Matrices of 2²⁴ elements and more are rounds of their own; of smaller ones a round has several. The real rounds may be a few more: the
+    heaviest matrix of each rank does not end exactly where a round is full."""
+    model, made = catalog.load("models", "llama3-8b"), Plan(**plan)
+    _, ops = step_ops(model, **plan)
+    found = matrices(boxes(model, made, Layout(made), 0, range(model.layers)), degrees_of(model, made))
+    real, batch = len({m.round for m in found}), one(ops["orthogonalise", ""].count)
+    assert batch <= real <= 1.25 * batch + 1
+    for (name, axis), op in ops.items():
+        if name == muon.EXCHANGE:
+            assert one(op.count) == 2 * batch, axis
+
+
+def test_messages_behind_the_products_of_other_rounds_cost_no_time():
+    """ZeRO over 8 GPUs of a node: the products take longer than the messages, of which 1/R remains. Over 512 ranks there is one round, and
+    nothing to hide behind."""
+    model, cluster = catalog.load("models", "llama3-8b"), catalog.load("clusters", "dgx-h100")
+    workload = WORK.but(batch=512, seq=4096, optimizer="muon")
+    exposed = {}
+    for ranks in (8, 512):
+        for overlap in ((), ("dp",)):
+            plan = Plan(shard=ranks, zero=1, overlap=overlap)
+            found = estimate(model, cluster.with_gpus(ranks), plan, workload, Stack(hides=1.0, compute_slowdown=0.0))
+            exposed[ranks, bool(overlap)] = found.prediction.exposed_s["optimizer"]
+    assert exposed[512, True] == exposed[512, False]
+    _, ops = step_ops(model, shard=8, zero=1)
+    rounds = one(ops[muon.EXCHANGE, "shard_cp"].count) / 2
+    network = Network(cluster.with_gpus(8), lowered(model, workload, shard=8, zero=1).batch)
+    messages = one(network.time(ops[muon.EXCHANGE, "shard_cp"])) * 2 * rounds
+    assert exposed[8, False] - exposed[8, True] == pytest.approx(messages * (1 - 1 / rounds), rel=1e-6)
+
+
 def test_ranks_that_hold_one_matrix_divide_the_products():
     _, alone = step_ops(GQA, replicate=4)
     _, over_four = step_ops(GQA, shard=4, zero=1)
-    ratio = one(alone["orthogonalise", ""].flops) / one(over_four["orthogonalise", ""].flops)
+    ratio = flops(alone["orthogonalise", ""]) / flops(over_four["orthogonalise", ""])
     assert ratio == pytest.approx(4.0)
 
 

@@ -8,8 +8,10 @@ from meshwright.cost import compute
 from meshwright.cost.collective import Network
 from meshwright.cost.phase import AXIS_OF, RankTime, in_units, unit_overlap
 from meshwright.describe.cluster import Accelerator, Cluster
+from meshwright.describe.sharding import DATA_AXES
+from meshwright.describe.sharding.matrices import axes_of
 from meshwright.describe.stack import Stack
-from meshwright.lower import sync
+from meshwright.lower import muon, sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
 from meshwright.lower.op import Array, Op, StepProgram
@@ -25,6 +27,7 @@ def closing_time(
     """Seconds of the gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
     b, device = program.batch, cluster.accelerator
     reduce, gather, compress, update, last, hooks = (np.zeros(b.n) for _ in range(6))
+    matrices = MuonTime()
     after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # reductions that wait for the data-parallel ones
     for op in ops:
         seconds = network.time(op) if op.axis else compute.memory_time(device, op) * b.stack.elementwise
@@ -33,7 +36,9 @@ def closing_time(
         if op.kind == "host":
             update = update + op.count * compute.host_copy_time(device, op)
         elif op.part == "optimizer":
-            update = update + op.count * _update_time(b, op, seconds if op.axis else _on_device(b, device, op))
+            took = op.count * _update_time(b, op, seconds if op.axis else _on_device(b, device, op))
+            update = update + took
+            matrices.add(op, took)
         elif op.name in ("compress", "average-parameters"):  # never overlaps
             compress = compress + op.count * (seconds + _compress_time(b.stack, device, op))
         elif op.part == "closing":
@@ -56,11 +61,41 @@ def closing_time(
         **after,
         "after": sum(after.values()),
         "dp": exposed,
-        "optimizer": update,
+        "optimizer": update - matrices.hidden(b) * (1 - b.stack.compute_slowdown),
         "reduce": reduce + gather,
         "tail": tail,
         "unhidden": reduce - hidden + late,
     }
+
+
+class MuonTime:
+    """Seconds of Muon's messages over each axis and of its products. Messages run behind the products of other rounds:
+
+        hidden = min(Σ messages · (R − d) / R, hides · products)
+
+    of R rounds, of which the first d have nothing to hide behind on the way there, and the last d on the way back."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, Array] = {}
+        self.rounds: dict[str, Array] = {}
+        self.products: Array = 0.0
+
+    def add(self, op: Op, seconds: Array) -> None:
+        if op.name == muon.EXCHANGE:
+            self.messages[op.axis], self.rounds[op.axis] = seconds, op.count / 2  # there and back
+        elif op.name == muon.ORTHOGONALISE:
+            self.products = self.products + seconds
+
+    def hidden(self, b: Batch) -> Array:
+        """Seconds of messages that cost no time."""
+        behind = np.zeros(b.n)
+        for shard, tensor in map(axes_of, DATA_AXES):
+            by_tensor = self.rounds.get(tensor, np.zeros(b.n)) > 0
+            for axis in {shard, tensor} & {*self.messages}:
+                rounds = np.maximum(self.rounds[axis], 1.0)
+                share = np.maximum(1 - muon.turns_ahead(axis, by_tensor) / rounds, 0.0)
+                behind = behind + self.messages[axis] * share
+        return np.minimum(behind, b.stack.hides * self.products) * b.overlap["dp"]
 
 
 def _on_device(b: Batch, device: Accelerator, op: Op) -> Array:

@@ -9,6 +9,9 @@ tensor-parallel axis, and gets boxes of the updates back. Of M elements in boxes
 
 With more ranks than matrices some ranks own none, and the one with the largest matrix decides: that is the bound max(total / ranks, largest)
 of the batch evaluation. `exchanges_of_rank` follows the real assignment.
+
+The update runs in rounds of at most `ROUND` elements on a rank. With R rounds each of these messages becomes R messages of 1/R of its length,
+and those of a round overlap with the products of others: all but the first there and the last back, d rounds at each end (`turns_ahead`).
 """
 
 from __future__ import annotations
@@ -34,16 +37,16 @@ from meshwright.describe.sharding import (
     padding,
     shard_dim,
 )
-from meshwright.describe.sharding.matrices import NEWTON_SCHULZ_STEPS, TENSOR_AXES
+from meshwright.describe.sharding.matrices import NEWTON_SCHULZ_STEPS, ROUND, TENSOR_AXES
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.gradients import sharded
 from meshwright.lower.op import NARROW, Array, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks
 
-EXCHANGE = "exchange-matrices"
+EXCHANGE, ORTHOGONALISE = "exchange-matrices", "orthogonalise"
 PASSES = 4.0 * NEWTON_SCHULZ_STEPS  # over a matrix in device memory: each step reads it three times and writes it once
-LAUNCHES = 6.0 * NEWTON_SCHULZ_STEPS  # kernels for one matrix: three products and three sums in each step
+LAUNCHES = 6.0 * NEWTON_SCHULZ_STEPS  # kernels for one matrix or stack: three products and three sums in each step
 
 
 class MatrixShare(NamedTuple):
@@ -60,6 +63,11 @@ class MatrixShare(NamedTuple):
     by_tensor: Array
     owners: Array
     copies: Array  # ranks of the tensor-parallel axis that hold the same part
+
+    @property
+    def together(self) -> Array:
+        """How many of them a rank computes in one round."""
+        return np.maximum(np.floor(ROUND / np.maximum(self.whole, 1.0)), 1.0)
 
 
 def is_used(b: Batch) -> bool:
@@ -128,14 +136,17 @@ def step_ops(program: StepProgram, held: StageBlocks) -> list[Op]:
         sent = sum((count * m.by_zero * m.own for count, m in here), np.zeros(b.n))
         crossing = busiest((count * m.by_tensor, m.box, ranks) for count, m, ranks in rows)
         wholes = busiest((count * m.by_tensor, m.whole * m.copies, m.owners) for count, m in here)
+        returned = busiest((count * m.by_zero, m.box, ranks) for count, m, ranks in rows)
+        by_zero, by_tensor = ([(count * getattr(m, cut), m) for count, m in here] for cut in ("by_zero", "by_tensor"))
         ops += [
-            exchange(b, shard, sent, busiest((count * m.by_zero, m.box, ranks) for count, m, ranks in rows), sent > 0),
-            exchange(b, TENSOR_AXES[group], crossing, wholes, wholes > 0),
+            exchange(b, shard, sent, returned, number_of_rounds(by_zero), sent > 0),
+            exchange(b, TENSOR_AXES[group], crossing, wholes, number_of_rounds(by_tensor), wholes > 0),
             products(
                 b,
                 busiest((count, m.flops, m.owners) for count, m in here),
                 busiest((count, m.whole, m.owners) for count, m in here),
-                busiest((count, np.ones(b.n), m.owners) for count, m in here),
+                sum((np.ceil(count / m.owners / m.together) for count, m in here), np.zeros(b.n)),
+                number_of_rounds(here),
             ),
         ]
     return [op for op in ops if present(op.count)]
@@ -151,14 +162,25 @@ def busiest(parts: Iterable[tuple[Array, Array, Array]]) -> Array:
     return np.maximum(total, largest)
 
 
-def exchange(b: Batch, axis: str, sent: Array, returned: Array, on: Array = True) -> Op:
-    """Two all-to-alls over an axis, there and back, of the mean length."""
-    n = (sent + returned) / 2 * wire_bytes(b)
+def number_of_rounds(parts: Iterable[tuple[Array, MatrixShare]]) -> Array:
+    """In how many rounds the owners compute (count, matrices): each round has as many as fit together, or one."""
+    return np.maximum(np.ceil(sum(count / m.owners / m.together for count, m in parts)), 1.0)
+
+
+def turns_ahead(axis: str, by_tensor: Array) -> Array:
+    """How many rounds before its products a round's boxes leave over an axis, and how many rounds later they are back. ZeRO's boxes then still
+    have to cross the tensor-parallel axis, if the matrix is cut there too."""
+    return 1.0 if axis in TENSOR_AXES.values() else np.where(by_tensor, 2.0, 1.0)
+
+
+def exchange(b: Batch, axis: str, sent: Array, returned: Array, rounds: Array, on: Array = True) -> Op:
+    """Two all-to-alls over an axis in each round, there and back, of the mean length."""
+    n = (sent + returned) / 2 / rounds * wire_bytes(b)
     return Op(
         EXCHANGE,
         "optimizer",
         "collective",
-        2.0 * on * (b.size(axis) > 1),
+        2.0 * rounds * on * (b.size(axis) > 1),
         collective="all_to_all",
         axis=axis,
         message_bytes=n,
@@ -166,27 +188,30 @@ def exchange(b: Batch, axis: str, sent: Array, returned: Array, on: Array = True
     )
 
 
-def products(b: Batch, flops: Array, elements: Array, number: Array) -> Op:
-    """The orthogonalisation of a rank's matrices."""
+def products(b: Batch, flops: Array, elements: Array, stacks: Array, rounds: Array) -> Op:
+    """The orthogonalisation of a rank's matrices, once for each round; those of equal shape are one stack."""
     dtype = "bf16" if b.workload.precision in NARROW else b.workload.precision
     return Op(
-        "orthogonalise",
+        ORTHOGONALISE,
         "optimizer",
         "gemm",
-        (np.asarray(flops) > 0) * 1.0,
-        flops,
-        PASSES * elements * wire_bytes(b),
+        (np.asarray(flops) > 0) * rounds,
+        flops / rounds,
+        PASSES * elements / rounds * wire_bytes(b),
         dtype=dtype,
-        launches=LAUNCHES * number,
+        launches=LAUNCHES * stacks / rounds,
     )
 
 
 def buffer_bytes(program: StepProgram, held: StageBlocks) -> Array:
-    """Bytes of the buffers of the update: what a rank sends and receives, and its matrices twice, before and after a step."""
+    """Bytes of the buffers of the update: what a rank sends and receives in a round, there of one and back of another, and the matrices of
+    two rounds, before and after a step of the iteration."""
     out = np.zeros(program.batch.n)
     for op in step_ops(program, held):
-        size = op.message_bytes if op.axis else op.bytes / PASSES
-        out = out + (op.count > 0) * 2 * size
+        if op.axis:
+            out = out + 2 * op.message_bytes * np.minimum(op.count, 4) / 2
+        else:
+            out = out + 2 * op.bytes / PASSES * np.minimum(op.count, 2)
     return out
 
 
@@ -200,12 +225,14 @@ def exchanges_of_rank(b: Batch, held: Sequence[Box], d: Degrees, index: Mapping[
         by_zero = [m for m in own if m.cut_over(shard)]
         if by_zero:
             returned = sum(m.box.size for m in by_zero if m in row)
-            yield exchange(b, shard, float(sum(m.box.local_size for m in by_zero)), float(returned))
-        if any(m.cut_over(tensor) for m in own):
+            rounds = len({m.round for m in by_zero})
+            yield exchange(b, shard, float(sum(m.box.local_size for m in by_zero)), float(returned), rounds)
+        rounds = len({m.round for m in own if m.cut_over(tensor)})
+        if rounds:
             crossing = [m for m in row if m.cut_over(tensor)]
             sent = sum(m.box.size if m.cut_over(shard) else m.box.local_size for m in crossing)
             mine = [m for m in crossing if m.owner_on(tensor) == index[tensor]]
-            yield exchange(b, tensor, float(sent), float(sum(returned_size(m, tensor) for m in mine)))
+            yield exchange(b, tensor, float(sent), float(sum(returned_size(m, tensor) for m in mine)), rounds)
 
 
 def returned_size(m: Matrix, axis: str) -> int:

@@ -15,12 +15,18 @@ A stack of experts [expert, out, in] is several matrices. Cut over ep, or by ZeR
 
 The heaviest matrix is assigned first, each to the rank with the least work so far (`assign`). Where a matrix is cut over one axis only, the
 ranks of the other axis do the same work.
+
+The update runs in **rounds** (`in_rounds`), so that messages overlap with products: while the owners compute the matrices of one round, the
+boxes of the next round travel there and those of the round before travel back. In a round each rank computes at most `ROUND` elements,
+or one larger matrix: enough that messages are long and that matrices of equal shape fill a GPU together. Matrices that are whole
+everywhere come last: their products hide the last messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +36,7 @@ from meshwright.describe.sharding.rules import DATA_AXES, KV_COPIES, Degrees, ev
 from meshwright.describe.sharding.zero import shard_range
 
 NEWTON_SCHULZ_STEPS = 5
+ROUND = 2**24  # elements of the matrices that a rank computes together
 TENSOR_AXES = {"dense": "tp", "expert": "expert_tp"}
 
 
@@ -47,12 +54,13 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix (or a stack of experts' matrices) that Muon updates: how it is cut, ZeRO's cut first, and the index of its owner on the axis
-    of each cut."""
+    """A matrix (or a stack of experts' matrices) that Muon updates: how it is cut, ZeRO's cut first, the index of its owner on the axis
+    of each cut, and in which round of the update it is computed."""
 
     box: Box
     cuts: tuple[Cut, ...]
     owner: tuple[int, ...] = ()
+    round: int = 0
 
     def cut_over(self, axis: str) -> Cut | None:
         return next((cut for cut in self.cuts if cut.axis == axis), None)
@@ -69,18 +77,56 @@ def newton_schulz_flops(rows: float, columns: float) -> float:
 
 
 def matrices(boxes: Sequence[Box], d: Degrees) -> list[Matrix]:
-    """The matrices of a rank that Muon updates, with their owners; the same owners on every rank that holds one."""
+    """The matrices of a rank that Muon updates, with their owners and rounds; the same ones on every rank that holds one."""
     found = [Matrix(box, cuts_of(box, d)) for box in boxes if box.learns and box.parameter.role == "matrix"]
-    out: dict[int, Matrix] = {}
-    for group, (_, shard, _) in DATA_AXES.items():
-        own = [(i, m) for i, m in enumerate(found) if m.box.group == group]
-        axes = shard, TENSOR_AXES[group]
-        sizes = tuple(max((len(c.ranges) for _, m in own if (c := m.cut_over(axis))), default=1) for axis in axes)
-        on_axes = [tuple(m.cut_over(axis) is not None for axis in axes) for _, m in own]
-        owners = assign([work(m.box) for _, m in own], on_axes, sizes)
-        for (i, m), places, on in zip(own, owners, on_axes, strict=True):
-            out[i] = replace(m, owner=tuple(place for place, is_cut in zip(places, on, strict=True) if is_cut))
-    return [out[i] for i in range(len(found))]
+    groups = [(axes_of(group), [i for i, m in enumerate(found) if m.box.group == group]) for group in DATA_AXES]
+    for axes, own in groups:
+        for i, owner in zip(own, owners_of([found[i] for i in own], axes), strict=True):
+            found[i] = replace(found[i], owner=owner)
+    first = 0
+    in_order = [(axes, [i for i in own if found[i].cuts]) for axes, own in groups]
+    in_order.append(((), [i for i, m in enumerate(found) if not m.cuts]))
+    for axes, some in in_order:
+        rounds = in_rounds([found[i] for i in some], axes)
+        for i, index in zip(some, rounds, strict=True):
+            found[i] = replace(found[i], round=first + index)
+        first += 1 + max(rounds, default=-1)
+    return found
+
+
+def axes_of(group: str) -> tuple[str, str]:
+    """The axes over which matrices of a group are cut: ZeRO's, and that of tensor parallelism."""
+    return DATA_AXES[group].shard, TENSOR_AXES[group]
+
+
+def sizes_of(found: Sequence[Matrix], axes: Sequence[str]) -> tuple[int, ...]:
+    """The ranks of each axis that holds parts of these matrices; 1 for an axis that cuts none of them."""
+    return tuple(max((len(cut.ranges) for m in found if (cut := m.cut_over(axis))), default=1) for axis in axes)
+
+
+def owners_of(found: Sequence[Matrix], axes: Sequence[str]) -> list[tuple[int, ...]]:
+    """The owner of each matrix on the axes of its cuts."""
+    on_axes = [tuple(m.cut_over(axis) is not None for axis in axes) for m in found]
+    owners = assign([work(m.box) for m in found], on_axes, sizes_of(found, axes))
+    return [
+        tuple(place for place, is_cut in zip(places, on, strict=True) if is_cut)
+        for places, on in zip(owners, on_axes, strict=True)
+    ]
+
+
+def in_rounds(found: Sequence[Matrix], axes: Sequence[str]) -> list[int]:
+    """The round of each matrix, matrices of equal shape one after the other: no earlier than the rounds of its owners so far, and one in
+    which each of them has room for it."""
+    last, filled = np.zeros(sizes_of(found, axes), int), np.zeros(sizes_of(found, axes))
+    out = [0] * len(found)
+    for i in sorted(range(len(found)), key=lambda i: (*found[i].box.full_shape, i)):
+        m = found[i]
+        at = tuple(m.owner_on(axis) if m.cut_over(axis) else slice(None) for axis in axes)
+        size = elements(m.box)
+        out[i] = int(np.max(last[at] + ((filled[at] > 0) & (filled[at] + size > ROUND))))
+        filled[at] = np.where(last[at] < out[i], 0, filled[at]) + size
+        last[at] = out[i]
+    return out
 
 
 def cuts_of(box: Box, d: Degrees) -> tuple[Cut, ...]:
@@ -105,6 +151,11 @@ def work(box: Box) -> float:
     """FLOPs of the update of a box's whole matrices. Before ZeRO: every rank of the ZeRO axis must find the same number."""
     experts = box.shape[0] if len(box.shape) > 2 else 1
     return experts * newton_schulz_flops(*box.full_shape[-2:])
+
+
+def elements(box: Box) -> int:
+    """Elements of a box's whole matrices; before ZeRO, as `work`."""
+    return prod(box.shape[:-2]) * prod(box.full_shape[-2:])
 
 
 def assign(

@@ -16,7 +16,8 @@ Embeddings, the head, routers, norm weights and biases are updated by AdamW with
 directions of one linear map.
 
 Under tensor parallelism and ZeRO a rank holds a box of each matrix. u is computed on the boxes, brought together on one rank for each
-matrix, and the boxes of O are returned (`whole_matrices`). In 16-bit runs u and O are sent in bf16 and the iteration runs in bf16 on GPUs,
+matrix, and the boxes of O are returned, while other matrices are orthogonalised (`whole_matrices`). AdamW's updates run while the first messages
+travel; on a GPU on a second stream. In 16-bit runs u and O are sent in bf16 and the iteration runs in bf16 on GPUs,
 in fp32 on CPUs; in other runs everything has the dtype of the parameters.
 """
 
@@ -71,23 +72,44 @@ class Muon(torch.optim.Optimizer):
         on_gpu = torch.device(parallel.mesh.device).type == "cuda"
         self.compute = self.dtype if on_gpu else at_least_single(self.dtype)
         self.device = parallel.mesh.device
-        self.whole = WholeMatrices(found, parallel.mesh, self.dtype)
+        overlap = parallel.plan.overlap is None or "dp" in parallel.plan.overlap
+        self.whole = WholeMatrices(found, parallel.mesh, self.dtype, overlap)
+        self.side = torch.cuda.Stream(self.device) if on_gpu and adamw is not None else None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters; a collective of the ranks that hold parts of the same matrices."""
         group_of = {p: group for group in self.param_groups for p in group["params"]}
+
+        def momentum(i: int) -> torch.Tensor:
+            return self._momentum(self.pieces[i], group_of[self.pieces[i].parameter])
+
+        def update(i: int, orthogonal: torch.Tensor) -> None:
+            piece = self.pieces[i]
+            group, local = group_of[piece.parameter], piece.local
+            size = group["lr"] * MATCH_ADAMW * sqrt(max(piece.full_shape[-2:]))
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(orthogonal.to(local), alpha=-size)
+
         if self.pieces:
-            updates = self.whole.apply([self._momentum(p, group_of[p.parameter]) for p in self.pieces], self._update_of)
-            for piece, update in zip(self.pieces, updates, strict=True):
-                group, local = group_of[piece.parameter], piece.local
-                size = group["lr"] * MATCH_ADAMW * sqrt(max(piece.full_shape[-2:]))
-                local.mul_(1 - group["lr"] * group["weight_decay"])
-                local.add_(update.to(local), alpha=-size)
-        if self.adamw is not None:
-            # Its groups and states are those of this optimizer, which hooks, schedules and checkpoints see.
-            self.adamw.param_groups = [group for group in self.param_groups if not group["orthogonal"]]
-            self.adamw.state = self.state
+            self.whole.apply(momentum, self._orthogonal, update, meanwhile=self._step_adamw)
+        else:
+            self._step_adamw()
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
+
+    def _step_adamw(self) -> None:
+        """Update the parameters that are not matrices: on a GPU on a second stream, after all that was launched so far."""
+        if self.adamw is None:
+            return
+        # Its groups and states are those of this optimizer, which hooks, schedules and checkpoints see.
+        self.adamw.param_groups = [group for group in self.param_groups if not group["orthogonal"]]
+        self.adamw.state = self.state
+        if self.side is None:
+            self.adamw.step()
+            return
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
             self.adamw.step()
 
     def _momentum(self, piece: Piece, group: dict[str, Any]) -> torch.Tensor:
@@ -98,5 +120,5 @@ class Muon(torch.optim.Optimizer):
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]).to(self.device, self.dtype)
 
-    def _update_of(self, whole: torch.Tensor) -> torch.Tensor:
+    def _orthogonal(self, whole: torch.Tensor) -> torch.Tensor:
         return orthogonalise(whole.to(self.compute))
