@@ -6,7 +6,7 @@ import pytest
 from lower.cases import GPT, GQA, MLA, MODELS, MOE, WORK, lowered, one
 from meshwright.describe.plan import Plan
 from meshwright.lower.op import StepProgram
-from meshwright.lower.rank import traffic_of_rank
+from meshwright.lower.rank import OURS, traffic_of_rank
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic
 
@@ -55,6 +55,13 @@ def test_activation_gathers_have_one_byte_per_element_and_other_messages_are_unc
     assert halved >= 3 * sum(bool(part) and part != "experts" for kind in model.kinds for part in model.parts_of(kind))
 
 
+def test_our_trainer_gathers_activations_in_16_bits() -> None:
+    plan = {"shard": 2, "zero": 3, **TENSOR}
+    before, after = (messages(lowered(GQA, FP8, OURS, **plan, gather_dtype=d)) for d in ("same", "fp8"))
+    changed = {name for (_, _, name, _), size in before.items() if size not in after.values()}
+    assert changed == {"gather-weights", "fp8-operands"}
+
+
 def test_three_tenths_of_a_layers_bytes_are_saved() -> None:
     """The figure of docs/planner.md: six of ten messages of T·h are gathers."""
 
@@ -97,7 +104,7 @@ def test_zero_3_gathers_matrices_of_layers_in_fp8(model, more) -> None:
 @pytest.mark.parametrize("model", [GPT, GQA, MOE], ids=["gpt", "gqa", "moe"])
 def test_both_evaluations_of_a_program_agree(model, plan) -> None:
     chosen = Plan(**plan, gather_dtype="fp8").check(model, FP8)
-    program = lowered(model, FP8, **plan, gather_dtype="fp8")
+    program = lowered(model, FP8, OURS, **plan, gather_dtype="fp8")
     mine = {(r.axis, r.collective): r.bytes for r in traffic(program)}
     exact = {(r.axis, r.collective): r.bytes for r in traffic_of_rank(model, chosen, FP8, 0)}
     assert {k: v for k, v in mine.items() if k[1] == "all_gather"} == {

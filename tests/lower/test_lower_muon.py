@@ -98,8 +98,8 @@ def test_the_batch_is_a_lower_bound_of_the_busiest_rank(model, plan):
     "plan", [{"shard": 8, "zero": 1}, {"shard": 4, "zero": 3, "tp": 2}, {"tp": 8}, {"shard": 64, "zero": 1}]
 )
 def test_the_batch_has_the_rounds_of_the_assignment(plan):
-    """Matrices of 2²⁴ elements and more are rounds of their own; of smaller ones a round has several. The real rounds may be a few more: the
-    heaviest matrix of each rank does not end exactly where a round is full."""
+    """A matrix of 2²⁴ elements or more is one round; smaller matrices share a round. The assignment may have a few more rounds, because
+    matrices do not fill a round exactly."""
     model, made = catalog.load("models", "llama3-8b"), Plan(**plan)
     _, ops = step_ops(model, **plan)
     found = matrices(boxes(model, made, Layout(made), 0, range(model.layers)), degrees_of(model, made))

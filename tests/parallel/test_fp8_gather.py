@@ -36,7 +36,8 @@ def trained(context, plans):
         parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.bfloat16)
         trainer = Trainer(parallel, RandomSamples(MODEL, WORKLOAD.seq, 0))
         losses = [trainer.train_step().loss]
-        rows = slice(context.rank * 2, context.rank * 2 + 2)
+        first = 2 * parallel.mesh.index("shard_cp")
+        rows = slice(first, first + 2)
         tokens = torch.arange(6 * 8).view(6, 8)[rows] % MODEL.vocab
         losses.append(float(parallel.evaluate(tokens, tokens)))
         with Observer(trainer) as observer:
@@ -54,8 +55,16 @@ def three_ranks():
     return ranks.run(3, trained, plans)
 
 
-def test_training_and_evaluation_do_not_change(three_ranks):
-    for (same, fp8), _ in three_ranks:
+@pytest.fixture(scope="module")
+def four_ranks():
+    """Two shards of each half of a layer, and sequence parallelism."""
+    plans = [Plan(shard=2, tp=2, sp=True, **Z3, **fields) for fields in ({}, {"gather_dtype": "fp8"})]
+    return ranks.run(4, trained, plans)
+
+
+@pytest.mark.parametrize("layout", ["three_ranks", "four_ranks"])
+def test_training_and_evaluation_do_not_change(layout, request):
+    for (same, fp8), _ in request.getfixturevalue(layout):
         assert same[0] == fp8[0]
         assert same[1].keys() == fp8[1].keys()
         assert all((same[1][name] == fp8[1][name]).all() for name in same[1])
@@ -69,6 +78,12 @@ def test_a_byte_per_element_of_a_matrix_is_gathered(three_ranks):
         assert same[2][key][0] == fp8[2][key][0]
         assert same[2][key][1] - fp8[2][key][1] == 4 * matrices
         assert fp8[2]["shard", "all_reduce"][1] - same[2]["shard", "all_reduce"][1] == 4 * 7 * MODEL.layers
+
+
+def test_activations_of_sequence_parallelism_are_gathered_as_before(four_ranks):
+    for (same, fp8), _ in four_ranks:
+        assert same[2]["tp", "all_gather"] == fp8[2]["tp", "all_gather"]
+        assert same[2]["shard", "all_gather"][1] > fp8[2]["shard", "all_gather"][1]
 
 
 def test_gathered_parameters_have_the_dtype_of_gradients_and_no_memory(three_ranks):

@@ -43,6 +43,38 @@ def test_products_are_within_their_bounds_forward_and_backward():
     assert (w.grad - g.T @ flat_x).norm() > 1e-3 * w.grad.norm()  # and it was fp8
 
 
+def device_product(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
+    """`torch._scaled_mm` of a GPU: it refuses other layouts and sizes."""
+    assert a.is_contiguous()
+    assert b.T.is_contiguous()
+    assert not any(size % 16 for size in (*a.shape, *b.shape))
+    rows, columns = ((len(a), 1), (1, b.shape[1])) if scale_a.ndim else ((), ())
+    assert (scale_a.shape, scale_b.shape) == (rows, columns)
+    assert scale_a.is_contiguous()
+    assert scale_b.is_contiguous()
+    return ((a.double() * scale_a) @ (b.double() * scale_b)).to(out_dtype)
+
+
+@pytest.mark.parametrize("numerics", [fp8, fp8_rows], ids=["tensor", "row"])
+@pytest.mark.parametrize("tokens", [32, 21])
+def test_any_number_of_tokens_meets_the_alignment_of_the_device(numerics, tokens, monkeypatch):
+    """The gradient of a weight sums over tokens: 21 are padded to 32. A product of a GPU differs from the emulation by its bf16 result."""
+
+    def run():
+        x, w = random(1, tokens, 48).requires_grad_(), random(32, 48, seed=1).requires_grad_()
+        y = numerics.linear(x, w)
+        y.backward(random(1, tokens, 32, seed=2))
+        return [part.detach() for part in (y, x.grad, w.grad)]
+
+    emulated = run()
+    calls = []
+    monkeypatch.setattr(numerics, "has_scaled_product", lambda a, b: calls.append(len(b) % 16 == 0) or calls[-1])
+    monkeypatch.setattr(torch, "_scaled_mm", device_product)
+    for got, expected in zip(run(), emulated, strict=True):
+        assert ((got - expected).abs() <= 2.0**-7 * expected.abs() + 1e-12).all()
+    assert calls == [True] * 3
+
+
 def test_an_outlier_token_does_not_change_the_other_tokens():
     x, w = random(8, 32), random(24, 32, seed=1)
     calm = {linear: linear(x, w)[1:] for linear in (fp8_rows.linear, fp8.linear)}

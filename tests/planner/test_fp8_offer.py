@@ -41,7 +41,7 @@ def test_a_chip_without_fp8_refuses_it_with_a_legal_fix() -> None:
 
 @pytest.mark.parametrize("what", [api.verify, api.train])
 def test_verify_and_train_report_what_is_only_modelled(what) -> None:
-    with pytest.raises(MeshwrightError, match=r"MW-PAR-001: plan\.gather_dtype=fp8 with sp is modelled only"):
+    with pytest.raises(MeshwrightError, match=r"MW-PAR-001: plan\.gather_dtype=fp8 with sp and without ZeRO-3"):
         what(config(tp=8, sp=True, gather_dtype="fp8"))
 
 
@@ -79,6 +79,8 @@ def test_reasons_offer_it_with_its_gain() -> None:
     ):
         assert "gather_dtype" not in reasons(other)
     assert "gather_dtype" in reasons(estimated("meshwright", shard=8, zero=3))
+    sharded = fp8_traffic(estimated("meshwright", shard=4, zero=3, tp=2, sp=True, gather_dtype="fp8"))
+    assert sharded.startswith("halved: all-gathers of ZeRO-3 weights;")
     assert "our trainer does not" in fp8_traffic(estimated("meshwright", tp=8, sp=True))
     assert "in 16 bits a step takes +" in fp8_gathers(faster, Trial(e.model, e.cluster, e.workload, e.stack))
 

@@ -90,7 +90,7 @@ class PlanFields(Described):
     comm_dtype: Dtype | None = Field(default=None, description="dtype of gradient reduction; default: grad_dtype")
     gather_dtype: GatherDtype = Field(
         default="same",
-        description="fp8: sequence parallelism all-gathers the operands of fp8 products, and ZeRO-3 their weights, in fp8; same: as they are",
+        description="fp8: ZeRO-3 all-gathers the weights of fp8 products in fp8, and sequence parallelism, in stacks that can, their inputs",
     )
     overlap: tuple[Axis, ...] | None = Field(
         default=None, description="axes whose communication overlaps with compute; default: the stack's"

@@ -116,6 +116,10 @@ class Stack(Described):
         default=False,
         description="fp8: can all-gather activations and ZeRO-3 weights in fp8 (plan.gather_dtype)",
     )
+    fp8_activation_gathers: bool = Field(
+        default=True,
+        description="fp8: plan.gather_dtype also narrows the all-gathers of sequence parallelism, not only those of ZeRO-3 weights",
+    )
     fp8_passes: float = Field(
         default=0.0,
         ge=0,

@@ -10,9 +10,10 @@ gathers them as well as W (phase G). With more ranks than KV heads each head has
 The all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
 
 fp8 products do not narrow what is sent, unless the plan has `gather_dtype=fp8`. Then sequence parallelism's all-gathers of their operands
-(the inputs forward and again for the gradient of the weights, the gradients of the outputs) have a byte per element and scales. What is
-summed (reduce-scatters, all-reduces) stays in 16 bits: a sum of tp numbers in fp8 would lose what cancels. Pipeline sends, context
-parallelism and the exchanges of experts are not narrowed either: their readers are not only fp8 products.
+(the inputs forward and again for the gradient of the weights, the gradients of the outputs) have a byte per element and scales, in stacks
+that do so (`fp8_activation_gathers`). What is summed (reduce-scatters, all-reduces) stays in 16 bits: a sum of tp numbers in fp8 would lose
+what cancels. Pipeline sends, context parallelism and the exchanges of experts are not narrowed either: their readers are not only fp8
+products.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ class BlockBuilder:
         """Bytes of an all-gather over tp of an operand of products: those of `message`; in fp8 a byte for all but `wide` of its width, and
         scales. The head multiplies in 16 bits."""
         n = self.message(width)
-        if not self.b.gathers_fp8 or self.block.kind == "head":
+        narrows = self.b.gathers_fp8 and self.b.stack.fp8_activation_gathers
+        if not narrows or self.block.kind == "head":
             return n
         if (width, wide) not in self.messages:
             narrow = self.b.fp8_gather_bytes(self.b.tokens * (width - wide), "tp")

@@ -38,7 +38,7 @@ from meshwright.lower.traffic import DATA_PARALLEL, Record, boundary_ops, number
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.programs.pipelines.program import PipelineProgram
 
-OURS = Stack(shared_scales=True)  # what `parallel` does
+OURS = Stack(shared_scales=True, fp8_activation_gathers=False)  # what `parallel` does
 # Operations whose bytes routing decides, by the count of rows that they move.
 ROUTED_ROWS = {
     "dispatch": "sent",

@@ -236,7 +236,8 @@ def notes(e: Estimate) -> Group:
 def fp8_traffic(e: Estimate) -> str:
     """Return which traffic fp8 halves and which it does not."""
     unchanged = "not reductions (reduce-scatter and all-reduce add in 16 bits or more) or pipeline sends"
-    halves = "all-gathers of sequence-parallel activations and of ZeRO-3 weights"
+    activations = "sequence-parallel activations and of " if e.stack.fp8_activation_gathers else ""
+    halves = f"all-gathers of {activations}ZeRO-3 weights"
     if not e.plan.gathers:
         return f"no traffic is halved: this plan has no {halves}"
     if e.plan.gather_dtype == "fp8":

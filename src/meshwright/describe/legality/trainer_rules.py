@@ -125,13 +125,14 @@ class SequenceGathersAreTrained(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return (p.gather_dtype == FP8_GATHERS) & (p.tp > 1) & p.sp
+        weights = (p.zero == 3) & (p.shard * p.cp > 1)
+        return (p.gather_dtype == FP8_GATHERS) & (p.tp > 1) & p.sp & (weights == False)  # noqa: E712
 
     @staticmethod
     def explain(p: Case) -> Problem:
         return Problem(
-            "plan.gather_dtype=fp8 with sp is modelled only: `train` and `verify` do not run it",
-            why="Our trainer gathers the weights of ZeRO-3 in fp8, and the activations of sequence parallelism in their own dtype",
+            "plan.gather_dtype=fp8 with sp and without ZeRO-3 is modelled only: `train` and `verify` do not run it",
+            why="Our trainer gathers the weights of ZeRO-3 in fp8, and the activations of sequence parallelism in 16 bits",
             fixes=[{"plan.gather_dtype": "same"}, {"plan.sp": False}],
         )
 

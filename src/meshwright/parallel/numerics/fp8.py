@@ -23,7 +23,8 @@ would save these small messages, but rounding would depend on the plan.
 
 On a CPU the product is emulated: operands are rounded through torch's float8 types and multiplied in full precision, as
 a tensor core does up to its accumulation. On a GPU with fp8 units `torch._scaled_mm` computes it (the one private name
-used, only here); where it does not support the shapes (multiples of 16) or is missing, the product is emulated.
+used, only here): sizes must be multiples of 16, so tokens and sums are padded with zeros. Where the width of an output is no multiple of 16
+or the GPU has no fp8 units, the product is emulated.
 """
 
 from __future__ import annotations
@@ -111,10 +112,17 @@ def device_product(
     out: torch.dtype,
     fast: bool = False,
 ) -> torch.Tensor:
-    """The GPU's fp8 product; rows are padded with zeros to a multiple of `UNIT`."""
-    rows = len(a)
-    whole = F.pad(a.view(torch.uint8), (0, 0, 0, -rows % UNIT)).view(a.dtype) if rows % UNIT else a
-    return torch._scaled_mm(whole, b.T, scale_a, scale_b, out_dtype=out, use_fast_accum=fast)[:rows]
+    """The GPU's fp8 product, of any number of rows of `a` and any length of the sums."""
+    units_a, units_b = padded(a, rows=True), padded(b)
+    return torch._scaled_mm(units_a, units_b.T, scale_a, scale_b, out_dtype=out, use_fast_accum=fast)[: len(a)]
+
+
+def padded(units: torch.Tensor, rows: bool = False) -> torch.Tensor:
+    """Units as the GPU's product needs them: contiguous along the summed dimension, which is padded with zeros to a multiple of `UNIT`, and
+    with `rows` their number as well. The gradient of a weight sums over tokens, of which there may be any number."""
+    missing = -units.shape[1] % UNIT, -len(units) % UNIT if rows else 0
+    bits = units.view(torch.uint8)  # copied as bytes, which every device supports
+    return (F.pad(bits, (0, missing[0], 0, missing[1])) if any(missing) else bits).contiguous().view(units.dtype)
 
 
 def transposed(x: Quantised) -> Quantised:
@@ -124,8 +132,8 @@ def transposed(x: Quantised) -> Quantised:
 
 
 def has_scaled_product(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the GPU's fp8 product supports these shapes: K and N multiples of 16."""
-    return a.is_cuda and gpu_has_units() and a.shape[1] % UNIT == 0 and b.shape[0] % UNIT == 0
+    """Whether the GPU's fp8 product supports these operands: N must be a multiple of 16; M and K are padded."""
+    return a.is_cuda and gpu_has_units() and b.shape[0] % UNIT == 0
 
 
 def gpu_has_units() -> bool:

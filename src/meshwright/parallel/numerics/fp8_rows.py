@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from meshwright.models.dtypes import at_least_single
 from meshwright.models.parts import Linear
-from meshwright.parallel.numerics.fp8 import E4M3, UNIT, Quantised, gpu_has_units, has_scaled_product, quantise
+from meshwright.parallel.numerics.fp8 import E4M3, UNIT, Quantised, gpu_has_units, has_scaled_product, padded, quantise
 
 
 def quantise_rows(x: torch.Tensor) -> Quantised:
@@ -47,12 +47,11 @@ def row_product(a: torch.Tensor, b: torch.Tensor, out: torch.dtype) -> torch.Ten
 
 
 def device_row_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
-    """The GPU's product with a scale per row, in bf16; rows of `a` are padded with zeros to a multiple of `UNIT`."""
-    rows = len(a)
-    if rows % UNIT:
-        a = F.pad(a.view(torch.uint8), (0, 0, 0, -rows % UNIT)).view(a.dtype)
-        scale_a = F.pad(scale_a, (0, 0, 0, -rows % UNIT))
-    return torch._scaled_mm(a, b.T, scale_a, scale_b.T, out_dtype=torch.bfloat16, use_fast_accum=True)[:rows]
+    """The GPU's product with a scale per row, in bf16. The operands of backward are transposed and are copied: the GPU reads rows."""
+    scales_a, scales_b = F.pad(scale_a, (0, 0, 0, -len(a) % UNIT)), scale_b.reshape(1, -1)
+    units_a, units_b = padded(a, rows=True), padded(b)
+    product = torch._scaled_mm(units_a, units_b.T, scales_a, scales_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return product[: len(a)]
 
 
 class _RowLinear(torch.autograd.Function):

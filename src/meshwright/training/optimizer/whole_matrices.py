@@ -57,12 +57,12 @@ class WholeMatrices:
         """Compute function(matrix) for all matrices, in rounds: `box` makes this rank's box of a matrix, `use` gets this rank's box of the
         result. `meanwhile` runs once, behind the first messages."""
         waiting = [self._round(members, box, function, use) for members in self.rounds]
-        started: list[Turns] = []
-        while waiting or started:
-            started = [*([waiting.pop(0)] if waiting else []), *started]
+        started = [one for one in waiting[:1] if takes_turn(one)]
+        meanwhile()
+        for newest in waiting[1:]:
+            started = [one for one in (newest, *started) if takes_turn(one)]
+        while started:
             started = [one for one in started if takes_turn(one)]
-            meanwhile()
-            meanwhile = nothing
 
     def _round(
         self,
@@ -143,10 +143,6 @@ class WholeMatrices:
 def takes_turn(one: Turns) -> bool:
     """Let a round run until its next messages are under way; False if it has ended."""
     return next(one, True) is None
-
-
-def nothing() -> None:
-    """For a caller that has nothing to do meanwhile."""
 
 
 def equal_shapes(matrices: Boxes) -> list[list[int]]:
