@@ -78,6 +78,7 @@ PLAIN: list[tuple[str, Fields]] = [
 FP8_GATHERED: list[tuple[str, Fields]] = [
     ("llama", {"microbatch": 2, "recompute": "full"}), ("five", {"pp": 2, "offload": "states"}), ("qwen", {"tp": 2, "reshard": False}),
     ("gpt", {**CP[0], "offload": "activations"}), ("mlp", {"replicate": 2, "wrap": 0}), ("deepseek", {"ep": 2}),
+    ("llama", {**SP, "recompute": "selective"}),
 ]  # fmt: skip
 FP8: list[tuple[str, Fields]] = [
     *((model, {"microbatch": 2, **fields}) for model, fields in PLAIN),

@@ -27,7 +27,26 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+_gathered: ContextVar[int] = ContextVar("gathered", default=-1)  # the address of the tensor that `regather` replaces
 _outside: ContextVar[tuple[Pack, Unpack]] = ContextVar("outside", default=(_unchanged, _unchanged))
+
+
+@contextlib.contextmanager
+def saving_share_of(whole: torch.Tensor) -> Iterator[None]:
+    """A context whose hooks save this rank's share in place of the gathered tensor."""
+    token = _gathered.set(whole.untyped_storage().data_ptr())
+    try:
+        yield
+    finally:
+        _gathered.reset(token)
+
+
+def is_saved_as_share(tensor: torch.Tensor) -> bool:
+    """Whether saving this tensor for backward saves a share of it only: cheaper than saving anything that was computed from it. In a
+    compiled graph the compiler decides what is saved."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.untyped_storage().data_ptr() == _gathered.get()
 
 
 def outside() -> tuple[Pack, Unpack]:

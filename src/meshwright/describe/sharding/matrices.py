@@ -84,11 +84,11 @@ def matrices(boxes: Sequence[Box], d: Degrees) -> list[Matrix]:
         for i, owner in zip(own, owners_of([found[i] for i in own], axes), strict=True):
             found[i] = replace(found[i], owner=owner)
     first = 0
-    in_order: list[tuple[tuple[str, ...], list[int]]]
-    in_order = [(axes, [i for i in own if found[i].cuts]) for axes, own in groups]
+    in_order: list[tuple[Sequence[str], list[int]]] = []
+    in_order += [(axes, [i for i in own if found[i].cuts]) for axes, own in groups]
     in_order.append(((), [i for i, m in enumerate(found) if not m.cuts]))
-    for axes, some in in_order:
-        rounds = in_rounds([found[i] for i in some], axes)
+    for cut_over, some in in_order:
+        rounds = in_rounds([found[i] for i in some], cut_over)
         for i, index in zip(some, rounds, strict=True):
             found[i] = replace(found[i], round=first + index)
         first += 1 + max(rounds, default=-1)

@@ -7,7 +7,8 @@
     dx = s_g s_w · (ĝ ŵ)        ĝ = fp8(g / s_g),  s_g = max|g| / 57,344
     dw = s_g s_x · (ĝᵀ x̂)      accumulated in fp32 or wider
 
-x̂ is kept for backward, one byte per element instead of two. A GPU multiplies rows with rows: both operands must have the summed dimension
+x̂ is kept for backward, one byte per element instead of two; where sequence parallelism gathers x, this rank's share of x is kept instead, and
+gathered and quantised again in backward. A GPU multiplies rows with rows: both operands must have the summed dimension
 last. So dx needs a transposed copy of ŵ, and dw transposed copies of ĝ and x̂. Where a rank holds the whole weight, ŵ and its transpose are
 computed once per step, not once per micro-batch (`quantise_weights`). In a compiled layer the other quantisations become part of the
 kernels before them, and q, k and v, or gate and up, share the quantisation of their input.
@@ -41,6 +42,7 @@ from torch.nn import functional as F
 from meshwright.models.dtypes import at_least_single
 from meshwright.models.parts import Linear
 from meshwright.parallel import exchange
+from meshwright.parallel.saved_tensors import is_saved_as_share
 
 Quantised = tuple[torch.Tensor, torch.Tensor]  # in units of the scale, and the scale
 
@@ -165,13 +167,15 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         units_x, scale_x = quantise(x.flatten(0, -2), E4M3, amax)
         kept = units if units_t is None else units_t
-        ctx.save_for_backward(units_x, scale_x, kept, scale)
+        ctx.from_share = is_saved_as_share(x)
+        ctx.save_for_backward(*((x, amax) if ctx.from_share else (units_x, scale_x)), kept, scale)
         ctx.groups, ctx.shape, ctx.transposed, ctx.dtype = groups, x.shape, units_t is not None, weight.dtype
         return product((units_x, scale_x), (units, scale), x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        units_x, scale_x, units_w, scale_w = ctx.saved_tensors
+        *x, units_w, scale_w = ctx.saved_tensors
+        units_x, scale_x = quantise(x[0].flatten(0, -2), E4M3, x[1]) if ctx.from_share else x
         flat_g = gradient.flatten(0, -2)
         g = quantise(flat_g, E5M2, max_over_ranks(amax_of(flat_g), ctx.groups) if ctx.groups else None)
         w_t = (units_w, scale_w) if ctx.transposed else transposed((units_w, scale_w))

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from meshwright.parallel import exchange
-from meshwright.parallel.saved_tensors import outside
+from meshwright.parallel.saved_tensors import outside, saving_share_of
 
 _keeps_gathered: ContextVar[bool] = ContextVar("keeps_gathered", default=False)
 
@@ -96,5 +96,5 @@ def regather(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup, dim:
             return saved.of.get().as_strided(saved.size, saved.stride, saved.offset)
         return outer_unpack(saved)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), saving_share_of(whole):
         yield
