@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from comm import in_threads
 from meshwright.comm.call import Call
 from meshwright.comm.reductions import array_of, combiner, divide
 from meshwright.comm.run import execute, prepare
+from meshwright.comm.run_shared import without_warnings
 from meshwright.comm.schedule import largest_message, schedule
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, build
@@ -203,12 +206,30 @@ def asynchronous(context):
         assert work.wait()
     assert works[0].is_completed()
     assert works[0].get_future().wait()[0] is tensors[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a sum that overflows is infinite, without a warning of numpy
+        huge = torch.full((1000,), 3e38, requires_grad=True)
+        communicator.run(program, huge)
+    assert huge.isinf().all()
     return [tensor[0].item() for tensor in tensors], halves.tolist()
 
 
 def test_asynchronous_calls_and_tensors_that_are_not_contiguous():
     halves = (torch.arange(20.0).view(4, 5).t()[::2] * 3).tolist()
     assert ranks.run(3, asynchronous) == [([3.0 * k + 3 for k in range(8)], halves)] * 3
+
+
+@pytest.mark.parametrize("keeps_settings", [True, False])
+def test_numpy_does_not_warn_and_keeps_its_settings(keeps_settings, monkeypatch):
+    if not keeps_settings:  # numpy 1 has its settings in the thread, and no context changes them
+        context = SimpleNamespace(run=lambda function, *args, **options: function(*args, **options))
+        monkeypatch.setattr("contextvars.copy_context", lambda: context)
+    before = np.geterr()
+    call = without_warnings()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(lambda: np.add(np.float32([3e38]), np.float32([3e38])))
+    assert np.geterr() == before
 
 
 def disagree(context, case, transport):

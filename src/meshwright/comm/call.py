@@ -17,6 +17,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 
 LAYOUT = struct.Struct("<IIQHHBBBx")
+NUMBER = struct.Struct("<I")  # the first field: the call's number
 NAMES = ("", *OPERATIONS)
 PROGRAMS = ("", *sorted({name for programs in ALGORITHMS.values() for name in programs}))
 DTYPES = (
@@ -58,9 +59,12 @@ class Call:
     def numbered(self, sequence: int) -> Call:
         """The same call with another number; a quick copy, because every collective needs one."""
         found = Call.__new__(Call)
-        number = struct.pack("<I", sequence & 0xFFFFFFFF)
-        found.__dict__.update(self.__dict__, sequence=sequence, packed=number + self.packed[len(number) :])
+        found.__dict__.update(self.__dict__, sequence=sequence, packed=self.packed_as(sequence))
         return found
+
+    def packed_as(self, sequence: int) -> bytes:
+        """The packed form of the same call with another number."""
+        return NUMBER.pack(sequence & 0xFFFFFFFF) + self.packed[NUMBER.size :]
 
     @classmethod
     def unpack(cls, data: bytes) -> Call:

@@ -27,6 +27,7 @@ from meshwright.comm.call import Call
 from meshwright.comm.failure import Failure
 from meshwright.comm.reductions import name_of
 from meshwright.comm.run import Prepared, execute, prepare
+from meshwright.comm.run_shared import SharedPlan
 from meshwright.comm.schedule import largest_message, schedule
 from meshwright.comm.transport import area, handshake
 from meshwright.comm.transport.base import Transport
@@ -55,6 +56,7 @@ class Communicator:
         self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
         self.group: Any = None  # the gloo group, where this communicator created it
         self.sequence = 0
+        self.finished = Work().finish()  # the handle of all synchronous collectives: a new one costs up to 30 µs
         self.lock = threading.Lock()  # held while a thread executes a collective
         self.tasks: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
         self.waiting = 0  # tasks in the queue or being executed by the thread
@@ -117,25 +119,49 @@ class Communicator:
         The tensor holds the chunks the rank starts with, the output those it ends with, each in chunk order: the
         conventions of torch.distributed. Tensors need not be contiguous. `splits`: ranks may have different numbers of
         elements (all-to-all with splits), so that the number is not compared. `after` is called when the output is
-        complete; `result` is what the handle returns (default: the output). `background`: never in the calling thread,
-        whose dispatch modes would see the additions.
+        complete; `result` is what the handle of an asynchronous collective returns (default: the output). `background`: never
+        in the calling thread, whose dispatch modes would see the additions.
         """
-        if program.ranks != self.size:
-            raise MeshwrightError(
-                "MW-COMM-001", f"{program!r} was built for {program.ranks} ranks, and the group has {self.size}"
-            )
+        prepared = self.prepared(program, tensor.dtype, reduction, splits)
         output = tensor if output is None else output
-        prepared = self.prepared(program, tensor.dtype, reduction if program.operation in REDUCING else "", splits)
+        return self.start(prepared, tensor, output, async_op, after, result, background)
+
+    def start(
+        self,
+        prepared: Prepared,
+        tensor: torch.Tensor,
+        output: torch.Tensor,
+        async_op: bool,
+        after: Callable[[], None] | None = None,
+        result: Any = None,
+        background: bool = False,
+    ) -> Work:
+        """Execute a program that is prepared: now, or by the background thread if it is asynchronous or others are waiting."""
+        now = not (async_op or background or self.waiting) and self.failure.error is None
+        if now and self.lock.acquire(blocking=False):
+            try:
+                self.execute(prepared, tensor, output)
+                if after is not None:
+                    after()
+            except Exception as found:
+                raise self.failed(found) from None
+            finally:
+                self.lock.release()
+            return self.finished
 
         def task() -> None:
             self.execute(prepared, tensor, output)
             if after is not None:
                 after()
 
-        return self.submit(task, [output] if result is None else result, async_op, background)
+        return self.enqueue(task, Work([output] if result is None else result), async_op)
 
     def execute(self, prepared: Prepared, tensor: torch.Tensor, output: torch.Tensor) -> None:
         self.sequence += 1
+        shared = prepared.shared
+        usual = output is tensor or not overlap(tensor, output)
+        if shared is not None and usual and shared.execute(tensor, output, self.sequence):
+            return
         plan, call = prepared.schedule, prepared.begin.call.numbered(self.sequence)
         source = flat(tensor)
         result = source if output is tensor else flat(output)
@@ -154,17 +180,8 @@ class Communicator:
         if plan.outputs and result.data_ptr() != output.data_ptr():
             output.copy_(result.view(output.shape))
 
-    def submit(self, task: Callable[[], None], result: Any, async_op: bool, background: bool = False) -> Work:
-        """Execute a task now, or in the background if it is asynchronous or others are waiting."""
-        work = Work(result)
-        if not async_op and not background and self.waiting == 0 and self.lock.acquire(blocking=False):
-            try:
-                self.perform(task, work)
-            finally:
-                self.lock.release()
-            if work.error is not None:
-                raise work.error
-            return work
+    def enqueue(self, task: Callable[[], None], work: Work, async_op: bool) -> Work:
+        """Give a task to the background thread; wait for it unless it is asynchronous."""
         if self.thread is None:
             self.thread = threading.Thread(target=self.work_off, name="meshwright-comm", daemon=True)
             self.thread.start()
@@ -187,14 +204,17 @@ class Communicator:
         if error is None:
             try:
                 task()
-            except MeshwrightError as found:
-                breaks = found.code in ("MW-COMM-003", "MW-COMM-004")
-                error = self.fail(found) if breaks else found
-                if not breaks:
-                    self.failure.refuse(found)
             except Exception as found:
-                error = found
+                error = self.failed(found)
         work.finish(error)
+
+    def failed(self, error: Exception) -> Exception:
+        """The error to raise after a task has failed: the first of any rank, if it breaks the group."""
+        if isinstance(error, MeshwrightError):
+            if error.code in ("MW-COMM-003", "MW-COMM-004"):
+                return self.fail(error)
+            self.failure.refuse(error)
+        return error
 
     def fail(self, error: MeshwrightError) -> MeshwrightError:
         """Break the group: publish the error, close all connections, and return the first error of any rank."""
@@ -221,17 +241,26 @@ class Communicator:
         return max(1, min(MOST_LANES, largest // LANE_BYTES))
 
     def _prepared(self, program: Program, dtype: torch.dtype, reduction: str, splits: bool) -> Prepared:
+        """What does not change from call to call; the attribute `prepared` keeps it."""
+        if program.ranks != self.size:
+            raise MeshwrightError(
+                "MW-COMM-001", f"{program!r} was built for {program.ranks} ranks, and the group has {self.size}"
+            )
+        reduction = reduction if program.operation in REDUCING else ""
         # With splits ranks know only their own sizes, and all ranks must use the same number of lanes.
         lanes = 1 if splits else self.lanes(program, dtype.itemsize)
         elements = 0 if splits else program.elements
         call = Call(0, program.operation, program.algorithm, name_of(dtype), reduction, program.root, elements)
         largest = -1 if splits else largest_message(program)
-        return prepare(schedule(program, self.rank, lanes), self.transport, dtype, call, largest)
+        found = prepare(schedule(program, self.rank, lanes), self.transport, dtype, call, largest)
+        shared = isinstance(self.transport, SharedMemory) and self.transport.arrays
+        return found._replace(shared=SharedPlan(found)) if shared else found
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in one dimension: a view where the tensor is contiguous, else a copy."""
-    return tensor.detach().contiguous().view(-1)
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -61,7 +61,9 @@ def combiner(reduction: str, dtype: torch.dtype, arrays: bool = False) -> Combin
         )
     on_arrays, on_tensors = NUMPY[reduction], TORCH[reduction]
     if arrays and dtype not in HALVES:
-        return lambda base, received, out: on_arrays(base, received, out=out)
+        if reduction in ("min", "max"):  # numpy wants the output of these two by name
+            return lambda base, received, out: on_arrays(base, received, out=out)
+        return on_arrays
     if arrays:
 
         def combine(base: np.ndarray, received: np.ndarray, out: np.ndarray) -> None:

@@ -13,7 +13,7 @@ is in transfer. The order differs by transport:
                        WINDOW pairs early, because a receive that is posted after the send has reached the receiver costs
                        gloo one more trip over the network
     shared memory      lane by lane: lane t begins step 0, lane t − 1 finishes it and begins step 1, lane t − 2 finishes step 1, …
-                       Only a few slices are in transit, and they stay in the caches
+                       Only a few slices are in transit, and they stay in the caches. `run_shared` does it in one loop
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from meshwright.comm.call import Call, Place
 from meshwright.comm.reductions import array_of, combiner, divide, name_of
-from meshwright.comm.schedule import Receive, Schedule, Span, Step
+from meshwright.comm.schedule import Schedule, Span
 from meshwright.comm.transport.base import Begin, Destination, Pending, Piece, Transport
 from meshwright.errors import MeshwrightError
 
@@ -43,6 +43,7 @@ class Prepared(NamedTuple):
     reduction: str
     begin: Begin  # with the call of the first execution
     order: list[tuple[bool, int, int]]  # empty over a network
+    shared: Any = None  # run_shared.SharedPlan, between ranks of one host
 
 
 def prepare(schedule: Schedule, transport: Transport, dtype: torch.dtype, call: Call, largest: int = -1) -> Prepared:
@@ -52,26 +53,25 @@ def prepare(schedule: Schedule, transport: Transport, dtype: torch.dtype, call: 
     combine = combiner(call.reduction, dtype, arrays) if call.reduction else None
     sent, received = ({peer: n * size for peer, n in table.items()} for table in (schedule.sent, schedule.received))
     begin = Begin(call, combine, np.copyto if arrays else torch.Tensor.copy_, sent, received, largest * size)
-    return Prepared(
-        schedule, transport, dtype, call.reduction, begin, [] if transport.posts_early else schedule.lane_order
-    )
+    order = [] if transport.posts_early else schedule.lane_order
+    return Prepared(schedule, transport, dtype, call.reduction, begin, order)
 
 
 def execute(prepared: Prepared, source: torch.Tensor, result: torch.Tensor, call: Call) -> None:
     """Run a collective: `source` and `result` are contiguous, one-dimensional, of one dtype, and may be the same tensor."""
     schedule, transport = prepared.schedule, prepared.transport
     check_sizes(schedule, source, result, call)
-    begin = prepared.begin._replace(call=call)
-    transport.begin(begin)
     if transport.arrays:
+        transport.begin(prepared.begin)
         mine = array_of(source)
         scratch = np.empty(schedule.scratch, dtype=mine.dtype)
         buffers: tuple[Any, ...] = (mine, mine if result is source else array_of(result), scratch)
         with np.errstate(all="ignore"):  # sums that overflow are the caller's, as in torch
-            Run(prepared, buffers, begin).run()
+            Run(prepared, buffers, call).run()
     else:
+        transport.begin(prepared.begin._replace(call=call))
         room = torch.empty(schedule.scratch, dtype=source.dtype, device=source.device)
-        Run(prepared, (source, result, room), begin).run()
+        Run(prepared, (source, result, room), call).run()
     transport.end()
     if source is not result:
         for at, to in schedule.unmoved:
@@ -97,10 +97,11 @@ def check_sizes(schedule: Schedule, source: torch.Tensor, result: torch.Tensor, 
 class Run:
     """One execution: the position of each lane, and what is posted and not complete."""
 
-    def __init__(self, prepared: Prepared, buffers: tuple[Any, ...], begin: Begin) -> None:
+    def __init__(self, prepared: Prepared, buffers: tuple[Any, ...], call: Call) -> None:
         schedule = prepared.schedule
         self.lanes, self.order, self.buffers = schedule.lanes, prepared.order, buffers
-        self.transport, self.begun_with = prepared.transport, begin
+        self.transport, self.call = prepared.transport, call
+        self.combine, self.store = prepared.begin.combine, prepared.begin.store
         self.steps = len(schedule.lanes[0]) if schedule.lanes else 0
         self.begun = [-1] * len(self.lanes)  # the step that each lane has begun
         self.sends: dict[tuple[int, int], list[Pending]] = {}  # (step, lane) → sends that may not be complete
@@ -133,15 +134,15 @@ class Run:
             else:
                 self.finish(step, lane)
 
-    def begin(self, step: int, lane: int) -> None:
-        """Post the receives and the sends of a step."""
+    def begin(self, step: int, lane: int, first: int = 0) -> None:
+        """Post the receives and the sends of a step, from send number `first` on."""
         self.begun[lane] = step
         if self.transport.posts_early:
             self.post_receives(step, lane)
         now = self.lanes[lane][step]
         if now.sends:
-            place = Place(self.transport.rank, self.begun_with.call, now.number, lane)
-            posted = [self.transport.send(send.peers, self.views(send.spans), place) for send in now.sends]
+            place = self.place(step, lane)
+            posted = [self.transport.send(send.peers, self.views(send.spans), place) for send in now.sends[first:]]
             pending = [send for send in posted if send is not None]
             if pending:
                 self.sends[step, lane] = pending
@@ -155,25 +156,28 @@ class Run:
             self.post_receives(step, lane)  # all of them now: a peer's send completes only when its receive is posted
         if self.sends and (now.copies or any(receive.after_sends for receive in now.receives)):
             self.wait_for_sends(step, lane)
-        combine, store = self.begun_with.combine, self.begun_with.store
+        combine, store = self.combine, self.store
         for source, (into, base) in now.copies:
             if base is None:
                 store(self.view(into), self.view(source))
             else:
                 assert combine is not None
                 combine(self.view(base), self.view(source), self.view(into))
-        for k, receive in enumerate(now.receives):
-            posted = (
-                self.posted.pop((step, lane, k)) if self.transport.posts_early else self.post(receive, now, lane, True)
-            )
+        for k in range(len(now.receives)):
+            posted = self.posted.pop((step, lane, k)) if self.transport.posts_early else self.post(step, lane, k, True)
             posted.wait()
 
-    def post(self, receive: Receive, now: Step, lane: int, direct: bool) -> Pending:
+    def post(self, step: int, lane: int, number: int, direct: bool) -> Pending:
+        """Post one receive of a step."""
+        receive = self.lanes[lane][step].receives[number]
         targets = [
             Destination(self.view(into), None if base is None else self.view(base)) for into, base in receive.targets
         ]
-        place = Place(self.transport.rank, self.begun_with.call, now.number, lane)
-        return self.transport.receive(receive.peer, targets, place, direct)
+        return self.transport.receive(receive.peer, targets, self.place(step, lane), direct)
+
+    def place(self, step: int, lane: int) -> Place:
+        """Where this rank is, for the headers of messages and for errors."""
+        return Place(self.transport.rank, self.call, self.lanes[lane][step].number, lane)
 
     def post_receives(self, step: int, lane: int) -> None:
         """Post the receives of a step that are not posted yet and can be."""
@@ -184,7 +188,7 @@ class Run:
             direct = receive.stores and self.is_free(receive.direct_from, step, lane)
             if receive.stores and not direct and receive.elements * self.buffers[0].itemsize > STAGED:
                 continue
-            self.posted[step, lane, k] = self.post(receive, now, lane, direct)
+            self.posted[step, lane, k] = self.post(step, lane, k, direct)
 
     def is_free(self, direct_from: int, step: int, lane: int) -> bool:
         """Whether nothing that this rank has begun still uses the target of a receive that stores.

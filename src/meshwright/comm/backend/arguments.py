@@ -55,8 +55,9 @@ def last(works: list[Work]) -> Work:
 
 
 def reduction_of(opts: Any) -> str:
+    operation = opts.reduceOp
     for value, name in REDUCTIONS:
-        if opts.reduceOp == value:
+        if operation == value:
             return name
     raise MeshwrightError(
         "MW-COMM-002",

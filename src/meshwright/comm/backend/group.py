@@ -21,6 +21,7 @@ from meshwright.comm.backend.arguments import copies, last, one, reduction_of, r
 from meshwright.comm.backend.choice import Chooser
 from meshwright.comm.backend.messages import Messages
 from meshwright.comm.communicator import Communicator, flat, with_sizes
+from meshwright.comm.run import Prepared
 from meshwright.comm.transport.handshake import hosts
 from meshwright.comm.work import Deferred, Work
 from meshwright.describe.cluster import Cluster
@@ -29,6 +30,7 @@ from meshwright.programs.collectives.program import Program
 from meshwright.programs.collectives.registry import build
 
 Tensors = list[torch.Tensor]
+MOST_PREPARED = 256
 Listener = Callable[[str, torch.Tensor, str], None]  # operation, full buffer, name of the group
 LISTENERS: list[
     Listener
@@ -49,6 +51,7 @@ class MeshwrightGroup(TorchGroup):
         self.ranks, self.me, self.timeout = size, rank, timeout
         self.names = {"name": "", "desc": ""}
         self.calls = 0
+        self.prepared: dict[tuple, Prepared] = {}  # by operation, elements, dtype, reduction and root
 
     # The C++ class keeps these in a backend object, which a group in Python does not have.
 
@@ -217,7 +220,7 @@ class MeshwrightGroup(TorchGroup):
         table = np.zeros((self.ranks, self.ranks), dtype=np.int64)
         table[self.me, :], table[:, self.me] = sent, received
         program = build("all-to-all", "direct", self.ranks, 0).but(sizes=table.ravel(), elements=int(sum(sent)))
-        return self.submit(program, tensor, output, splits=True, after=after, result=result, opts=opts)
+        return self.submit(program, tensor, output, after=after, result=result, opts=opts)
 
     # Gather and scatter: only the root knows all sizes
 
@@ -228,7 +231,7 @@ class MeshwrightGroup(TorchGroup):
         merged = torch.empty(sum(out.numel() for out in into), dtype=tensor.dtype)
         sizes = [out.numel() for out in into] or [tensor.numel() if r == self.me else 0 for r in range(self.ranks)]
         program = with_sizes(build("gather", "naive", self.ranks, 0, root=opts.rootRank), sizes)
-        return self.submit(program, tensor, merged, splits=True, after=copies(into, merged), result=into, opts=opts)
+        return self.submit(program, tensor, merged, after=copies(into, merged), result=into, opts=opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
         opts = opts or distributed.ScatterOptions()
@@ -239,7 +242,7 @@ class MeshwrightGroup(TorchGroup):
         if sizes[self.me] != output.numel():
             raise sizes_differ("scatter", output.numel(), sizes[self.me])
         program = with_sizes(build("scatter", "naive", self.ranks, 0, root=opts.rootRank), sizes)
-        return self.submit(program, merged, output, splits=True, opts=opts)
+        return self.submit(program, merged, output, opts=opts)
 
     # Point to point
 
@@ -279,10 +282,18 @@ class MeshwrightGroup(TorchGroup):
     ) -> Work:
         """Run the program that the cost model chooses; `sizes` are those of the shards if they may differ."""
         whole = output if operation == "all-gather" and output is not None else tensor
-        program = self.chooser.program(operation, whole.numel(), whole.element_size(), root)
-        if sizes is not None and len(set(sizes)) > 1:
-            program = with_sizes(program, sizes)
-        return self.submit(program, tensor, output, reduction=reduction, **options)
+        key = (operation, whole.numel(), whole.dtype, reduction, root)
+        prepared = self.prepared.get(key) if sizes is None else None
+        if prepared is None:
+            program = self.chooser.program(operation, whole.numel(), whole.element_size(), root)
+            if sizes is not None and len(set(sizes)) > 1:
+                program = with_sizes(program, sizes)
+            prepared = self.communicator.prepared(program, tensor.dtype, reduction, False)
+            if sizes is None:
+                if len(self.prepared) >= MOST_PREPARED:
+                    self.prepared.clear()
+                self.prepared[key] = prepared
+        return self.start(prepared, tensor, output, **options)
 
     def submit(
         self,
@@ -290,8 +301,20 @@ class MeshwrightGroup(TorchGroup):
         tensor: torch.Tensor,
         output: torch.Tensor | None = None,
         *,
-        reduction: str = "sum",
-        splits: bool = False,
+        after: Callable[[], None] | None = None,
+        result: Any = None,
+        opts: Any = None,
+    ) -> Work:
+        """Run a program whose sizes differ from rank to rank."""
+        prepared = self.communicator.prepared(program, tensor.dtype, "sum", True)
+        return self.start(prepared, tensor, output, after=after, result=result, opts=opts)
+
+    def start(
+        self,
+        prepared: Prepared,
+        tensor: torch.Tensor,
+        output: torch.Tensor | None = None,
+        *,
         after: Callable[[], None] | None = None,
         result: Any = None,
         opts: Any = None,
@@ -301,30 +324,28 @@ class MeshwrightGroup(TorchGroup):
                 "MW-COMM-001", "the backend meshwright moves dense tensors only", fix="tensor.to_dense()"
             )
         self.calls += 1
-        self.notify(program.operation, output if program.operation == "all-gather" and output is not None else tensor)
-        options: dict[str, Any] = {
-            "reduction": reduction,
-            "async_op": bool(getattr(opts, "asyncOp", True)),
-            "background": bool(LISTENERS),
-            "splits": splits,
-        }
+        into = tensor if output is None else output
+        if LISTENERS:
+            operation = prepared.begin.call.operation
+            self.notify(operation, into if operation == "all-gather" else tensor)
+        async_op, background = bool(getattr(opts, "asyncOp", True)), bool(LISTENERS)
         if staging.is_staged(tensor) or (output is not None and staging.is_staged(output)):
-            return self.submit_staged(program, tensor, output, options, after, result)
-        return self.communicator.run(program, tensor, output, after=after, result=result, **options)
+            return self.start_staged(prepared, tensor, output, async_op, after, result)
+        return self.communicator.start(prepared, tensor, into, async_op, after, result, background)
 
-    def submit_staged(
+    def start_staged(
         self,
-        program: Program,
+        prepared: Prepared,
         tensor: torch.Tensor,
         output: torch.Tensor | None,
-        options: dict[str, Any],
+        async_op: bool,
         after: Callable[[], None] | None,
         result: Any,
     ) -> Work:
         """Run a program on host copies of tensors of a device."""
         source = staging.to_host(tensor)
         into = source if output is None else staging.host_buffer(output)
-        work = self.communicator.run(program, source, None if output is None else into, **options)
+        work = self.communicator.start(prepared, source, into, async_op, background=bool(LISTENERS))
 
         def complete() -> None:
             work.wait()

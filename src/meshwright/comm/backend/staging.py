@@ -14,7 +14,7 @@ import torch
 
 def is_staged(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on a device and has to be copied to the host."""
-    return tensor.device.type != "cpu"
+    return not tensor.is_cpu
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

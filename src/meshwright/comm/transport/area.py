@@ -106,7 +106,3 @@ class Block(NamedTuple):
         at = member * block_bytes()
         base = address(memory) + at
         return cls(memory, base, base + SEMAPHORE, at + 2 * SEMAPHORE)
-
-    def entry(self, number: int) -> int:
-        """Where the entry of the message with a number is."""
-        return self.entries + number % SLOTS * ENTRY

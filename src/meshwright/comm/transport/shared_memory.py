@@ -38,11 +38,16 @@ TRIES = 100  # before a rank that waits sleeps; one takes about a microsecond if
 SLEEP_S = 0.02  # a sleeping rank looks this often whether its peer has ended
 SHORT_SLEEP_S = 2e-4  # or, if messages wait for slots, whether slots were returned
 LOOK_S = 0.5  # a waiting rank looks this often whether another rank has failed
-SIZES, WHOLE = struct.Struct("<II"), struct.Struct("<QII")
-TOTAL = struct.Struct("<Q")
+TOTAL, SIZES = struct.Struct("<Q"), struct.Struct("<II")
 NOTHING = Destination(np.empty(0, np.uint8), None)
 
 Readers = list[tuple["Link", int]]  # who reads a slot: link, number of the slice
+
+
+def check_entry(place: Place, peer: int, entry: bytes, total: int) -> None:
+    """Raise if a peer's message belongs to another collective, or has another number of bytes."""
+    check_header(place, peer, entry[: LAYOUT.size])
+    check_bytes(place, peer, TOTAL.unpack_from(entry, LAYOUT.size)[0], total)
 
 
 class Outgoing:
@@ -51,7 +56,6 @@ class Outgoing:
     def __init__(self, memory: SharedMemory, links: list[Link], pieces: list[Any], place: Place) -> None:
         self.memory, self.links, self.pieces, self.place = memory, links, pieces, place
         self.total = sum(map(len, pieces))
-        self.head = place.call.packed + TOTAL.pack(self.total)
         self.at = 0  # bytes copied
         self.done = False
 
@@ -98,8 +102,7 @@ class Incoming(NamedTuple):
         while True:
             entry, data, in_slot = link.next_slice(place)
             if not entry.startswith(expected):
-                check_header(place, link.peer, entry[: LAYOUT.size])
-                check_bytes(place, link.peer, TOTAL.unpack_from(entry, LAYOUT.size)[0], total)
+                check_entry(place, link.peer, entry, total)
             size = len(data)
             if size == total and len(pieces) == 1:
                 received = data.view(into.dtype)
@@ -131,28 +134,24 @@ class Link:
             return *self.kept.popleft(), False
         if self.memory.try_wait(self.reading.data):
             self.memory.wait_for_data(self, place)
-        return *self.read(), True
+        entry, size, slot = self.read()
+        return entry, self.slots[slot][:size], True
 
-    def read(self) -> tuple[bytes, Any]:
-        """The entry and the data of a slice that has arrived."""
-        at = self.reading.entry(self.received)
+    def read(self) -> tuple[bytes, int, int]:
+        """The entry of a slice that has arrived, its bytes and its slot."""
+        block = self.reading
+        at = block.entries + self.received % area.SLOTS * area.ENTRY
         self.received += 1
-        entry = self.reading.memory[at : at + area.HEADER.size]
-        size, slot = SIZES.unpack_from(entry, LAYOUT.size + TOTAL.size)
-        return entry, self.slots[slot][:size]
+        entry = block.memory[at : at + area.HEADER.size]
+        return entry, *SIZES.unpack_from(entry, LAYOUT.size + TOTAL.size)
 
     def keep_arrived(self) -> None:
         """Copy what has arrived out of its slots, and return them."""
         while self.memory.try_wait(self.reading.data) == 0:
-            entry, data = self.read()
+            entry, size, slot = self.read()
+            data = self.slots[slot][:size]
             self.kept.append((entry, data.clone() if isinstance(data, torch.Tensor) else data.copy()))
             self.memory.post(self.reading.returned)
-
-    def count_returned(self) -> int:
-        """How many slices the peer has returned."""
-        while self.memory.try_wait(self.writing.returned) == 0:
-            self.returned += 1
-        return self.returned
 
 
 class SharedMemory:
@@ -201,8 +200,7 @@ class SharedMemory:
             if slot >= 0:  # the usual case: one piece, and a free slot that holds it
                 size = pieces[0].nbytes
                 self.begun.store(self.slots[slot][:size], pieces[0].view(self.byte))  # type: ignore[union-attr]
-                head = place.call.packed + WHOLE.pack(size, size, slot)
-                self.deliver(slot, head, [self.links[peer] for peer in peers])
+                self.deliver(slot, [self.links[peer] for peer in peers], place.call.packed, size, size)
                 return None
         links = [self.links[peer] for peer in peers]
         message = Outgoing(self, links, [piece.view(self.byte) for piece in pieces], place)
@@ -235,16 +233,16 @@ class SharedMemory:
             if slot < 0:
                 return
             size = message.copy_slice(self.slots[slot], self.begun.store)
-            self.deliver(slot, message.head + SIZES.pack(size, slot), message.links)
+            self.deliver(slot, message.links, message.place.call.packed, message.total, size)
             message.done = message.at == message.total
 
-    def deliver(self, slot: int, entry: bytes, links: list[Link]) -> None:
-        """Tell the receivers of a slot."""
+    def deliver(self, slot: int, links: list[Link], packed: bytes, total: int, size: int) -> None:
+        """Tell the receivers of a slot: it has `size` of a message's `total` bytes; `packed` describes the call."""
         readers: Readers = []
         for link in links:
             sent, block = link.sent, link.writing
             at = block.entries + sent % area.SLOTS * area.ENTRY
-            block.memory[at : at + len(entry)] = entry
+            area.HEADER.pack_into(block.memory, at, packed, total, size, slot)
             readers.append((link, sent))
             link.sent = sent + 1
             self.post(block.data)
@@ -259,8 +257,11 @@ class SharedMemory:
     def blocking_reader(self) -> Link | None:
         """The peer that still reads the slot that was used first; None if all have returned it."""
         for link, number in self.in_use[0][1]:
-            if link.returned <= number and link.count_returned() <= number:
-                return link
+            if link.returned <= number:
+                while not self.try_wait(link.writing.returned):
+                    link.returned += 1
+                if link.returned <= number:
+                    return link
         return None
 
     def try_queue(self) -> bool:
