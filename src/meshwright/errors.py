@@ -11,6 +11,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+SHOWN = 24  # values in a message
+
 
 class MeshwrightError(ValueError):
     """One clear error. `code` is `MW-AREA-NNN`; the other fields are sentences or values for the user.
@@ -100,24 +102,32 @@ def kind_of(value: object) -> str:
     return "a date or time" if hasattr(value, "isoformat") else "an object"
 
 
-def listed(values: Sequence[str], limit: int = 24) -> str:
+def listed(values: Sequence[str], limit: int = SHOWN) -> str:
     """Values joined for a message; a long list is cut and ends with its length."""
     if len(values) <= limit:
         return ", ".join(values)
     return ", ".join(values[:limit]) + f", … ({len(values)} in all)"
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     """The choice a person most likely meant, or "" when none is close."""
     choices = list(choices)
     folded = {c.lower().replace("_", "-"): c for c in reversed(choices)}
-    close = difflib.get_close_matches(str(word)[:100].lower().replace("_", "-"), list(folded), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(word)[:100].lower().replace("_", "-"), list(folded), n=1, cutoff=cutoff)
     return folded[close[0]] if close else ""
+
+
+def closest_first(word: str, choices: list[str]) -> list[str]:
+    """Choices in their order; of a list that is too long to show, those similar to `word` come first."""
+    if len(choices) <= SHOWN:
+        return choices
+    close = difflib.get_close_matches(word[:100].lower(), choices, n=SHOWN, cutoff=0.4)
+    return [*close, *(choice for choice in choices if choice not in close)]
 
 
 def unknown(code: str, what: str, word: str, choices: Iterable[str], fix: str = "{}") -> MeshwrightError:
     """An error for a name that is not in `choices`; `fix` is a template for the closest choice."""
-    choices = list(choices)
+    choices = closest_first(str(word), list(choices))
     near = nearest(word, choices)
     cut = str(word) if len(str(word)) <= 60 else str(word)[:57] + "..."
     return MeshwrightError(code, f"{what} '{cut}' is not known", valid=choices, fix=fix.format(near) if near else "")

@@ -345,9 +345,29 @@ def test_malformed_files(tmp_path, text, code) -> None:
 
 
 def test_a_section_is_missing(tmp_path) -> None:
-    path = tmp_path / "empty.toml"
-    path.write_text("")
+    path = tmp_path / "few.toml"
+    path.write_text('model = "nano"\n')
     assert refused(path).code == "MW-CONF-002"
+    path.write_text("# nothing yet\n")
+    assert "is empty" in str(refused(path))
+    path.write_text("tp = 8\n")
+    assert refused(path).fix == "[plan]\ntp = 8"
+
+
+def test_memory_without_a_unit_is_refused(tmp_path) -> None:
+    path = tmp_path / "unit.toml"
+    path.write_text(
+        'model = "nano"\n[cluster]\nextends = "dgx-h100"\naccelerator = { extends = "h100-sxm", memory = 80 }\n'
+    )
+    assert refused(path).fix == "80GiB"
+
+
+def test_a_missing_file_names_only_a_similar_one(tmp_path) -> None:
+    (tmp_path / "plan-a.toml").touch()
+    assert refused(tmp_path / "plan-b.toml").fix == str(tmp_path / "plan-a.toml")
+    assert refused(tmp_path / "other.toml").fix == ""
+    (tmp_path / "some.json").write_text("{}")
+    assert "neither a plan file nor settings" in str(refused(tmp_path / "some.json"))
 
 
 def test_binary_junk_folders_and_pipes(tmp_path) -> None:
@@ -368,7 +388,7 @@ def test_a_huge_file_is_refused_by_its_size(tmp_path) -> None:
     assert error.code == "MW-CONF-005"
     assert "100,000,000" in str(error)
     path.write_text("#" * LIMIT)
-    assert refused(path).code == "MW-CONF-002"
+    assert refused(path).code == "MW-CONF-006"  # comments only
 
 
 def test_files_that_extend_each_other(tmp_path) -> None:

@@ -23,6 +23,7 @@ import codecs
 import errno
 import importlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -110,6 +111,12 @@ def overview() -> str:
     return "\n".join(lines)
 
 
+PARSER_WORDS = (
+    (r"Input should be a valid integer[^.]*", "a whole number is needed"),
+    (r"Input should be a valid number[^.]*", "a number is needed"),
+    (r"Input should be less than or equal to", "at most"),
+    (r"Input should be greater than or equal to", "at least"),
+)
 EXIT_CODES = (
     "Exit codes: 0 success, 1 a check failed, 2 bad input, 3 nothing fits, 70 internal error, 130 interrupted,\n"
     "143 terminated. `meshwright --version` prints the version."
@@ -186,8 +193,15 @@ def run_command(name: str, arguments: list[str]) -> int:
         code = command(args=arguments, prog_name=f"meshwright {name}", standalone_mode=False)
     except usage_error as found:
         path = found.ctx.command_path if found.ctx else f"meshwright {name}"
-        raise MeshwrightError("MW-CLI-005", found.format_message().rstrip("?"), fix=f"{path} --help") from None
+        raise MeshwrightError("MW-CLI-005", in_plain_words(found.format_message()), fix=f"{path} --help") from None
     return code if isinstance(code, int) else 0
+
+
+def in_plain_words(message: str) -> str:
+    """A message of the parser of options, in the words of our other errors."""
+    for pattern, words in PARSER_WORDS:
+        message = re.sub(pattern, words, message)
+    return message.rstrip("?.")
 
 
 def exit_code_of(run: Callable[[], object], as_json: bool) -> int:

@@ -52,7 +52,11 @@ def command(
     from meshwright.view.tables import show, show_json
 
     source = next((f for f in (plan, model) if is_settings_file(f)), "")
-    reading = read_settings(source, gpus=result.plan.world) if source else None
+    reading = read_settings(source) if source else None
+    if reading is not None and (gpus or nodes or abs(reading.assembled.gpus) != result.plan.world):
+        reading = read_settings(
+            source, gpus=result.plan.world
+        )  # else the number is the file's, or is listed as assumed
     if html:
         from meshwright.describe.files import write_text
         from meshwright.view.page.bundle import document

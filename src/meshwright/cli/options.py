@@ -8,7 +8,28 @@ import typer
 
 CLUSTER_HELP = "A catalog name, or a TOML file with a [cluster] such as `meshwright calibrate` writes."
 ClusterOption = Annotated[str, typer.Option("--cluster", "-c", help=CLUSTER_HELP)]
-NodesOption = Annotated[int, typer.Option("--nodes", help="Number of nodes.", min=0, max=10**7, show_default=False)]
+
+
+def at_least_one(context: typer.Context, parameter: typer.CallbackParam, value: int) -> int:
+    """Refuse a number of 0 that was typed: 0 stands for an option that was not given."""
+    source = context.get_parameter_source(str(parameter.name))
+    if value == 0 and source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("at least 1 is needed")
+    return value
+
+
+NodesOption = Annotated[
+    int,
+    typer.Option("--nodes", help="Number of nodes.", min=0, max=10**7, show_default=False, callback=at_least_one),
+]
 GpusOption = Annotated[
-    int, typer.Option("--gpus", help="Number of devices, instead of nodes.", min=0, max=10**9, show_default=False)
+    int,
+    typer.Option(
+        "--gpus",
+        help="Number of devices, instead of nodes.",
+        min=0,
+        max=10**9,
+        show_default=False,
+        callback=at_least_one,
+    ),
 ]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from meshwright.errors import MeshwrightError, nearest, shown
+from meshwright.errors import MeshwrightError, closest_first, nearest, shown
 from meshwright.units import parse_bytes, parse_count, parse_flops, parse_rate, parse_seconds
 
 
@@ -115,7 +115,7 @@ def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
         return inner
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
-        known = sorted(cls.model_fields)
+        known = closest_first(key, sorted(cls.model_fields))
         near = nearest(key, known)
         return MeshwrightError("MW-CONF-001", f"unknown key '{key[:60]}' in [{section}]", valid=known, fix=near)
     if first["type"] == "missing":

@@ -20,17 +20,18 @@ import math
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from meshwright.describe.base import Bytes, Described, Devices, Flops, Rate, Seconds, Size, Whole
 from meshwright.describe.entries import entry
-from meshwright.errors import unknown
+from meshwright.errors import MeshwrightError, unknown
 
 DTYPE_BYTES = {
     "fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "fp4": 0.5,
     "int4": 0.5,
 }  # fmt: skip
 MOST_MEASURED = 256  # measured calls that a cluster keeps
+LEAST_MEMORY = 1e6  # bytes of a device
 
 
 def named(kind: str) -> BeforeValidator:
@@ -116,6 +117,19 @@ class Accelerator(Described):
     )
     source: str = ""
     checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
+
+    @field_validator("memory")
+    @classmethod
+    def _has_a_unit(cls, memory: float) -> float:
+        """A bare number is bytes: `memory = 80` without its unit would be 80 bytes."""
+        if memory < LEAST_MEMORY:
+            raise MeshwrightError(
+                "MW-CONF-003",
+                f"{memory:g} bytes of memory",
+                why="A number without a unit is bytes, and no device has so little",
+                fix=f"{memory:g}GiB" if memory >= 1 else "80GiB",
+            )
+        return memory
 
     def peak_for(self, dtype: str) -> float:
         """Peak FLOP/s of a dtype; a dtype that the device lacks runs at the rate of the next wider dtype."""

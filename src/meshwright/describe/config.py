@@ -151,7 +151,7 @@ class Config(Shown):
                     f"[{section}] is missing",
                     why="It has no default",
                     valid=catalog.names(NAMED[section]),
-                    fix=f"--set {section}=NAME",
+                    fix=f"--set {section}=NAME" if section == "model" else "--cluster NAME",
                 )
         for section in SECTIONS:
             draft.tables.setdefault(section, {})

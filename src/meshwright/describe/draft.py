@@ -16,6 +16,8 @@ from meshwright.describe import catalog, data, hf, run
 from meshwright.describe.base import SECTIONS
 from meshwright.describe.data import paths_in
 from meshwright.describe.files import DEPTH, parse_toml, read_text
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError, nearest, shown, unknown
 
 MOST_EXTENDS = 8
@@ -32,6 +34,11 @@ NAMED = {
 FILE_SECTIONS = {"clusters": "cluster", "stacks": "stack"}  # sections that a file with only that section can give
 PATHS = {"data": data.PATHS, "run": run.PATHS}  # fields that hold paths, by section
 POSITION = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
+
+
+def section_with(key: str) -> str:
+    """The section that has this key, of those whose keys people write at the top of a file; "" if none has."""
+    return next((name for name, kind in (("plan", Plan), ("workload", Workload)) if key in kind.model_fields), "")
 
 
 class Source(NamedTuple):
@@ -68,6 +75,10 @@ class Draft:
         if len(self.reading) >= MOST_EXTENDS:
             raise MeshwrightError("MW-CONF-008", f"'{path}': more than {MOST_EXTENDS} files extend each other")
         document = parse_toml(text, str(path))
+        if not document:
+            raise MeshwrightError(
+                "MW-CONF-006", f"'{path}' is empty", why="A plan file has sections", valid=[f"[{s}]" for s in SECTIONS]
+            )
         base = document.pop("extends", "")
         if not isinstance(base, str):
             raise MeshwrightError("MW-CONF-009", f"extends in {path} is not the path of a file", valid=['"base.toml"'])
@@ -81,6 +92,13 @@ class Draft:
 
     def merge(self, section: str, given: Any, origin: str, folder: Path, lines: dict[str, int] | None = None) -> None:
         """Merge a section: a name, or a table that may extend one."""
+        if section not in SECTIONS and (owner := section_with(section)):
+            raise MeshwrightError(
+                "MW-CONF-010",
+                f"in {origin}: '{section}' is not in a section",
+                why=f"It is a key of [{owner}]",
+                fix=f"[{owner}]\n{section} = {shown(given)}" if isinstance(given, int | float | str) else f"[{owner}]",
+            )
         if section not in SECTIONS:
             raise unknown("MW-CONF-010", f"in {origin}: section", section, SECTIONS, "[{}]")
         if not isinstance(given, str | dict):

@@ -55,7 +55,8 @@ def _similar_file(path: str | Path) -> str:
     """Path of a file in the same folder with a name similar to the missing one; empty if there is none."""
     try:
         folder = Path(path).parent
-        near = nearest(Path(path).name, [entry.name for entry, _ in zip(os.scandir(folder), range(1000), strict=False)])
+        names = [entry.name for entry, _ in zip(os.scandir(folder), range(1000), strict=False)]
+        near = nearest(Path(path).name, names, cutoff=0.75)
         return str(folder / near) if near else ""
     except (OSError, ValueError):
         return ""
@@ -63,6 +64,13 @@ def _similar_file(path: str | Path) -> str:
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
     """Parse a TOML document; raises if it is malformed or nested deeper than `DEPTH` levels."""
+    if name.endswith((".json", ".yaml", ".yml")):
+        raise MeshwrightError(
+            "MW-CONF-006",
+            f"{name} is neither a plan file nor settings of a framework that are known",
+            why="A plan file is TOML, and settings have at least two keys of one framework",
+            fix="meshwright config schema shows the keys of a plan file",
+        )
     for number, line in enumerate(text.splitlines(), 1):
         if line.count(".") > DOTS:
             raise MeshwrightError(

@@ -15,6 +15,7 @@ from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import Facts
 from meshwright.interop.problems import Problem
 from meshwright.interop.shapes import Shape
+from meshwright.interop.stages import stages
 
 NODE = 8  # GPUs of one NVLink domain of a server
 BEYOND_NODE = re.compile(r"^b[23]00", re.IGNORECASE)  # servers whose expert dispatchers fail across nodes
@@ -31,7 +32,9 @@ def check_facts(
     yield from _experts_on_nvlink(facts, made, hardware)
     yield from _zero_in_pipeline(facts, framework)
     yield from _two_lengths(settings)
+    yield from _stages_of_schedule(facts, framework, shape)
     yield from check_megatron(facts, framework, settings)
+    yield from _axolotl(facts, framework, settings)
 
 
 def _precision(facts: Facts) -> Iterator[Problem]:
@@ -129,4 +132,44 @@ def _two_lengths(settings: Mapping[str, Any]) -> Iterator[Problem]:
             " and ".join(f"{key} = {value}" for key, value in found.items()),
             why="The model and its data have different sequence lengths",
             severity="warning",
+        )
+
+
+def _stages_of_schedule(facts: Facts, framework: Framework, shape: Shape) -> Iterator[Problem]:
+    """torchtitan's distributed/pipeline_parallel.py (commit 02ef790c79): the layers per stage give the stages of a rank, of which a schedule
+    needs one, two, or at least two."""
+    if framework.name != "torchtitan" or facts.get("pp", 1) == 1 or not facts.get("layers_per_chunk"):
+        return
+    schedule = facts.get("schedule") or "1f1b"
+    virtual, _, problems = stages(facts, shape.layers, framework)
+    if shape.layers is None or problems:
+        return
+    least, most = {"1f1b": (1, 1), "gpipe": (1, 1), "zbv": (2, 2), "dualpipev": (2, 2)}.get(schedule, (2, virtual + 1))
+    if not least <= virtual <= most:
+        needs = f"{least}" if least == most else f"at least {least}"
+        yield Problem(
+            "MW-SET-003",
+            f"{virtual} stage{'s' * (virtual > 1)} per rank with the schedule {schedule}",
+            why=f"It needs {needs}; stages of {facts['layers_per_chunk']} layers make {virtual * facts['pp']}",
+            fix=f"{-(-(shape.layers + 2) // (least * facts['pp']))} layers per stage",
+        )
+
+
+def _axolotl(facts: Facts, framework: Framework, settings: Mapping[str, Any]) -> Iterator[Problem]:
+    """axolotl's utils/schemas/validation.py (commit 6e30f2a321)."""
+    if framework.name != "axolotl":
+        return
+    if facts.get("cp", 1) > 1 and settings.get("sample_packing") is True and facts.get("microbatch", 1) > 1:
+        yield Problem(
+            "MW-SET-009",
+            f"a micro-batch of {facts['microbatch']} packed samples with context parallelism",
+            why="Its attention over several ranks takes one packed sequence",
+            fix="micro_batch_size 1",
+        )
+    if settings.get("deepspeed") and settings.get("fsdp"):
+        yield Problem(
+            "MW-SET-009",
+            "deepspeed and fsdp are both set",
+            why="Each of the two shards the model",
+            fix="drop one of the two",
         )

@@ -63,7 +63,7 @@ def check_megatron(facts: Facts, framework: Framework, settings: Mapping[str, An
     yield from _sequence(options, facts)
     yield from _expert_overlap(options, facts)
     yield from _experts(options, facts)
-    if framework.name == "megatron-lm":  # Megatron-Bridge switches these options off by itself
+    if framework.name == "megatron-lm":  # Megatron-Bridge turns these options off where they conflict
         yield from _overlap(options, facts)
 
 

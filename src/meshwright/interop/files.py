@@ -103,7 +103,9 @@ def script_flags(text: str) -> list[str]:
         words = text.split()
     out: list[str] = []
     for word in words:
-        if (word.startswith("--") and len(word) > 2 and word[2].isalpha()) or (
+        if word.endswith(".py") and out and not out[-1].startswith("--"):
+            out.append("--")  # the program that a launcher starts, after the launcher's flags
+        elif (word.startswith("--") and len(word) > 2 and word[2].isalpha()) or (
             (out and re.fullmatch(r"[^()&|;<>$`=]+", word) and not word.startswith("-"))
             or (out and re.fullmatch(r"-\d+(\.\d+)?", word))
         ):

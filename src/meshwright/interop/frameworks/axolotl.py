@@ -41,7 +41,7 @@ def restate_fsdp(facts: Facts) -> None:
 
 
 def _derive(facts: Facts) -> None:
-    facts["cp_kind"] = "all-gather"
+    facts.setdefault("cp_kind", "all-gather")  # of packed samples
     stage = facts.get("zero")
     if isinstance(stage, int):
         derive_block(facts)
@@ -61,6 +61,7 @@ TABLE = Table(
         Key("base_model", "model", read_only=True),
         Key("tensor_parallel_size", "tp", default=1),
         Key("context_parallel_size", "cp", was=("sequence_parallel_degree",), default=1),
+        Key("ring_attn_func", "cp_kind", words={"varlen_llama3": "all-gather", "batch_ring": "ring"}, read_only=True),
         Key("expert_parallel_size", "ep", default=1),
         Key("dp_shard_size", "shard"),
         Key("dp_replicate_size", "replicate", default=1),

@@ -162,6 +162,8 @@ TABLE = Table(
         flag("fused_loss", "--cross-entropy-loss-fusion"),
         Key("--moe-flex-dispatcher-backend", "dispatcher", read_only=True),
         Key("--moe-token-dispatcher-type", "dispatcher_type", read_only=True),
+        Key("--nnodes", "nodes", read_only=True),  # of torchrun, in the same script
+        Key("--nproc-per-node", "gpus_per_node", was=("--nproc_per_node",), read_only=True),
     ),
     no_effect=(
         r"router-(dtype|group|num-groups|load|pre-softmax|enable-expert|fusion|std|beta|gbs|inter)", r"^--test-mode$", r"ckpt", r"--vocab-extra-ids",

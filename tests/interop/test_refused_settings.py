@@ -1,9 +1,10 @@
-"""Options that Megatron-LM and Megatron-Bridge refuse together are flagged, and the same settings without the conflict are not."""
+"""Options that a framework refuses together are flagged, and the same settings without the conflict are not."""
 
 from __future__ import annotations
 
 import pytest
 
+from meshwright.interop.files import read_settings
 from meshwright.interop.recipes import check
 
 MODEL = ["--num-layers", "8", "--hidden-size", "512", "--num-attention-heads", "8", "--vocab-size", "32000"]
@@ -69,6 +70,16 @@ def test_legal_combinations_are_not_flagged() -> None:
     assert findings(sizes) == []
 
 
+def test_a_script_states_its_gpus_with_the_flags_of_torchrun(tmp_path) -> None:
+    script = tmp_path / "train.sh"
+    words = " ".join([*MODEL, *BATCH, "--tensor-model-parallel-size", "8"])
+    script.write_text(f"NODES=4\ntorchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py {words}\n")
+    reading = read_settings(script)
+    assert (reading.gpus, reading.plan.world, reading.understood.unknown) == (32, 32, [])
+    script.write_text(f"torchrun --standalone pretrain_gpt.py {words}\n")
+    assert "GPUs: 8" in read_settings(script).assembled.assumed
+
+
 def test_fields_of_megatron_bridge_follow_the_same_rules() -> None:
     settings = {
         "model.num_layers": 8, "model.hidden_size": 512, "model.num_attention_heads": 8, "model.vocab_size": 32000, "model.seq_length": 1024,
@@ -77,4 +88,28 @@ def test_fields_of_megatron_bridge_follow_the_same_rules() -> None:
     row = {"id": "one", "framework": "Megatron-Bridge", "settings": settings, "gpus": 8}
     assert check(row).legal
     settings["model.recompute_num_layers"] = 1
+    assert check(row).legal is False
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers", "legal"),
+    [("1F1B", 9, True), ("1F1B", 5, False), ("Interleaved1F1B", 5, True), ("Interleaved1F1B", 9, False), ("ZBVZeroBubble", 3, False)],
+)  # fmt: skip
+def test_a_schedule_of_torchtitan_needs_its_number_of_stages(schedule: str, layers: int, legal: bool) -> None:
+    settings = {
+        "training.local_batch_size": 8, "training.seq_len": 1024, "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_schedule": schedule, "parallelism.pipeline_parallel_layers_per_stage": layers,
+    }  # fmt: skip
+    shape = {"n_layers": 16, "dim": 512, "n_heads": 8, "vocab_size": 32000}
+    found = check({"id": "one", "framework": "torchtitan", "settings": settings, "shape": shape, "gpus": 8})
+    assert found.legal is legal, found.findings
+
+
+def test_axolotl_packs_one_sequence_with_context_parallelism_and_shards_once() -> None:
+    settings = {"micro_batch_size": 2, "sequence_len": 512, "context_parallel_size": 2, "sample_packing": True}
+    row = {"id": "one", "framework": "axolotl", "settings": settings}
+    assert check(row).legal is False
+    settings["micro_batch_size"] = 1
+    assert check(row).legal
+    settings |= {"deepspeed": "zero3.json", "fsdp": ["full_shard"]}
     assert check(row).legal is False
