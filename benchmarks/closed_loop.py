@@ -128,8 +128,8 @@ def device_test(context: Any) -> dict[str, Any]:
     from torch import distributed
 
     from meshwright.comm.bench.device import measure_device
-    from meshwright.comm.bench.interference import usable_cores
     from meshwright.comm.bench.timing import Synchronization
+    from meshwright.host import usable_cores
 
     def mean(values: Any) -> list[float]:
         total = torch.tensor(list(values), dtype=torch.float64)

@@ -11,8 +11,8 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "meshwright"
 LEVELS = (
-    ("units", "errors", "version"), ("describe",), ("programs",), ("lower",), ("cost",), ("calibrate",), ("interop",), ("planner",), ("view",),
-    ("models",), ("comm",), ("parallel",), ("training",), ("proof",), ("api", "doctor"), ("cli", "web"),
+    ("units", "errors", "version", "host"), ("describe",), ("programs",), ("lower",), ("cost",), ("calibrate",), ("interop",), ("planner",),
+    ("view",), ("models",), ("comm",), ("parallel",), ("training",), ("proof",), ("api", "doctor"), ("cli", "web"),
 )  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 TORCH_FROM = HEIGHT["models"]

@@ -18,6 +18,7 @@ from typing import Any
 
 from meshwright.describe.shown import Shown
 from meshwright.errors import MeshwrightError
+from meshwright.host import usable_cores
 from meshwright.units import format_bytes
 from meshwright.version import EXTRAS, NEEDED, VERSION, installed_versions
 
@@ -125,10 +126,9 @@ def gpu_check(torch: Any) -> Check:
 
 
 def processor() -> list[Check]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pages = {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(getattr(os, "sysconf_names", ()))
     memory = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if pages else "unknown"
-    out = [Check("processor", OK, f"{cores} usable cores, {memory} memory")]
+    out = [Check("processor", OK, f"{usable_cores():g} usable cores, {memory} memory")]
     if SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free
         few = free < LITTLE_SHARED

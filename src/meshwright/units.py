@@ -149,6 +149,11 @@ def format_count(value: float, digits: int = 3) -> str:
     return _scaled(value, [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")], digits).replace(" ", "")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 rank, 2 ranks."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def format_value(value: float, unit: str) -> str:
     """A value of a measurement or prediction with its unit: s, GiB, bytes, tokens/s, or another one."""
     match unit:

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from meshwright.host import process_start
 from meshwright.training.faults.diagnose import diagnose
-from meshwright.training.faults.heartbeat import Heartbeat, HeartbeatFolder, Operation, operation_key, process_start
+from meshwright.training.faults.heartbeat import Heartbeat, HeartbeatFolder, Operation, operation_key
 from meshwright.training.faults.slow import slow_ranks
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from meshwright.describe.model import Model
+    from meshwright.units import counted
+from meshwright.describe.model import Model
 
 HELP = {"help_option_names": ["-h", "--help"]}
 command = typer.Typer(
@@ -153,7 +154,7 @@ def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None
     if as_json:
         show_json({**asdict(done), "folder": str(done.folder)})
         return
-    files = f"{done.files} file{'s' * (done.files > 1)}"
+    files = counted(done.files, "file")
     show(
         f"{done.folder}: {done.family}, {done.tensors} tensors in {done.dtype}, {format_bytes(done.nbytes)} in {files}"
     )

@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.cost import advice
 from meshwright.cost.collective import Network
 from meshwright.cost.critical import CriticalBatch, critical_batch
-from meshwright.cost.messages import Message, messages, scalar, step_calls
+from meshwright.cost.messages import Message, messages, step_calls
 from meshwright.cost.predict import COMMUNICATION, prediction
 from meshwright.cost.recompute import USABLE_MEMORY, resolve_recompute
 from meshwright.cost.roofline import Position, position
@@ -28,7 +28,7 @@ from meshwright.describe.result import Prediction
 from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.op import StepProgram
+from meshwright.lower.op import StepProgram, scalar
 from meshwright.lower.step import step_program
 
 

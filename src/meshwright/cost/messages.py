@@ -15,7 +15,7 @@ from meshwright.cost.collective import OPERATIONS, Network
 from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.step import StepCost
 from meshwright.describe.cluster import Cluster
-from meshwright.lower.op import Array, Op, StepProgram
+from meshwright.lower.op import Op, StepProgram, scalar
 from meshwright.lower.traffic import boundary_messages, boundary_ops
 
 
@@ -81,8 +81,3 @@ def _message(network: Network, op: Op, ranks: int, count: float, size: float) ->
         sent, algorithm = network.bytes_by_level(op).get(level, 0.0), network.algorithm(op)
     name, axis = OPERATIONS[op.collective], AXIS_OF[op.axis]
     return Message(op.name, axis, name, algorithm, ranks, level, count, size, sent, scalar(network.time(op)))
-
-
-def scalar(value: Array) -> float:
-    """The value of a batch of one plan."""
-    return float(np.broadcast_to(value, 1)[0])

@@ -89,6 +89,11 @@ class StepProgram:
         return list(dict.fromkeys(block for block, _ in self.blocks))
 
 
+def scalar(value: object) -> float:
+    """The value of a batch of one plan."""
+    return float(np.broadcast_to(value, 1)[0])  # type: ignore[call-overload]
+
+
 def present(count: Array) -> bool:
     """Whether any plan of the batch has an operation of this count."""
     return bool(count.any()) if isinstance(count, np.ndarray) else bool(count)

@@ -31,10 +31,10 @@ from meshwright.lower import muon, sync
 from meshwright.lower.compressed import factor_size
 from meshwright.lower.frozen import BackwardReach
 from meshwright.lower.gradients import Load, Message, data_parallel_ops, flat_messages
-from meshwright.lower.op import Op, StepProgram
+from meshwright.lower.op import Op, StepProgram, scalar
 from meshwright.lower.recompute import resolve_recompute_budget
 from meshwright.lower.step import step_program
-from meshwright.lower.traffic import DATA_PARALLEL, Record, boundary_ops, number, records
+from meshwright.lower.traffic import DATA_PARALLEL, Record, boundary_ops, records
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.programs.pipelines.program import PipelineProgram
 
@@ -112,11 +112,11 @@ def traffic_of_rank(
         ),
     ]
     found += [
-        (op.name, op.axis, op.collective, number(op.count), number(op.count * op.message_bytes))
+        (op.name, op.axis, op.collective, scalar(op.count), scalar(op.count * op.message_bytes))
         for op in ops
         if op.axis
     ]
-    sizes = {axis: number(program.batch.size(axis)) for _, axis, *_ in found}
+    sizes = {axis: scalar(program.batch.size(axis)) for _, axis, *_ in found}
     return records(row for row in found if row[3] and sizes[row[1]] > 1)
 
 
@@ -154,8 +154,8 @@ def in_blocks(program: StepProgram, plan: Plan, stage: Stage, held: list[Box], m
         for phase, op in program.ops(block):
             if not op.axis or op.part in DATA_PARALLEL or (phase == "R" and not reruns):
                 continue
-            times = number(op.count) * rounds(op, phase, block, layer, stage, reach, layer in recomputed, m)
-            n = times * number(op.message_bytes)
+            times = scalar(op.count) * rounds(op, phase, block, layer, stage, reach, layer in recomputed, m)
+            n = times * scalar(op.message_bytes)
             if times and given.routed is not None and data_decides(op, model):
                 n = routed_bytes(program, op, given.routed[layer])
             yield op.name, op.axis, op.collective, times, n
@@ -189,9 +189,9 @@ def routed_bytes(program: StepProgram, op: Op, journeys: Sequence[Routed]) -> fl
     """Of all micro-batches: an all-to-all of the rows that leave, a gather or a scatter padded to the fullest rank."""
     batch, name = program.batch, op.name.removesuffix("-again")
     if name == ROW_SCALES:
-        return 4.0 * sum(journey.rows + batch.model.experts / number(batch.ep) for journey in journeys)
+        return 4.0 * sum(journey.rows + batch.model.experts / scalar(batch.ep) for journey in journeys)
     kind = ROUTED_ROWS[name]
-    ranks = number(batch.etp) if kind == "fullest" else 1.0
+    ranks = scalar(batch.etp) if kind == "fullest" else 1.0
     return sum(getattr(journey, kind) for journey in journeys) * ranks * batch.model.hidden * program.element
 
 
@@ -202,7 +202,7 @@ def boundaries(program: StepProgram, pipeline: PipelineProgram | None, at: int, 
     pairs = [(a, b) for a, b in pairwise(pipeline.rank_of.tolist()) if a != b]
     for (_, op), senders in zip(boundary_ops(program), ([a for a, _ in pairs], [b for _, b in pairs]), strict=True):
         count = float(m * senders.count(at))
-        yield op.name, op.axis, op.collective, count, count * number(op.message_bytes)
+        yield op.name, op.axis, op.collective, count, count * scalar(op.message_bytes)
 
 
 # Once per step

@@ -16,12 +16,11 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import ends, footprint, gradients, muon, offload
 from meshwright.lower.batch import Batch
+from meshwright.lower.gradients import ENDS
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.layer_kinds import layer
 from meshwright.lower.op import Array, Op, StepProgram, present
 from meshwright.lower.recompute import activation_bytes, resolve_recompute_budget
-
-ENDS = ("embedding", "head")
 
 
 def step_program(

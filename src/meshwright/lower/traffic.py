@@ -20,7 +20,7 @@ import numpy as np
 from meshwright.describe.schedules import IS_V_SHAPED
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Op, StepProgram
+from meshwright.lower.op import Array, Op, StepProgram, scalar
 from meshwright.lower.stages import StageBlocks, rank_blocks
 
 Key = tuple[str, str]  # axis, collective
@@ -53,7 +53,7 @@ def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
     """All messages of one pipeline rank in a step, for a program of one plan."""
     held = rank_blocks(program.batch, np.full(program.batch.n, float(rank)))
     found = [
-        (op.name, op.axis, op.collective, number(times * op.count), number(times * op.count * op.message_bytes))
+        (op.name, op.axis, op.collective, scalar(times * op.count), scalar(times * op.count * op.message_bytes))
         for op, times in _operations(program, held)
     ]
     return records(row for row in found if row[3])
@@ -82,11 +82,6 @@ def records(found: Iterable[tuple[str, str, str, float, float]]) -> list[Record]
         )
         for (axis, kind), rows in by.items()
     ]
-
-
-def number(value: object) -> float:
-    """The number of a program of one plan."""
-    return float(np.broadcast_to(value, 1)[0])  # type: ignore[call-overload]
 
 
 def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:

@@ -18,9 +18,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.configure import configure
 from meshwright.planner.search import choices as search_choices
 from meshwright.planner.search.choices import Choices
+from meshwright.planner.search.common_plans import HEADROOM
 from meshwright.planner.search.space import Space
 
-HEADROOM = 0.05
 OWN_TRAINER = "Meshwright's own trainer"
 # Fields of a given plan that the search does not keep: they belong to its degrees, or (local SGD) to another algorithm.
 DROPPED = ("layers_per_stage", "recompute_every", "recompute_layers", "recompute_budget", "average_every")

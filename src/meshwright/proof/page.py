@@ -7,7 +7,7 @@ from rich.text import Text
 
 from meshwright.proof.records import Row
 from meshwright.proof.result import CopyProof, Proof
-from meshwright.units import format_bytes, format_decimal_bytes
+from meshwright.units import counted, format_bytes, format_decimal_bytes
 from meshwright.view.tables import filled, heading
 
 SHOWN_BREAKS = 5
@@ -38,10 +38,6 @@ def verdict(proof: Proof) -> Text:
         )
         mark, style = ("✗ ", "bold red"), "bold red"
     return Text.assemble(mark, (proof.title, "bold"), (words, style), (f"  {proof.seconds:.1f} s", "dim"))
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def notes(proof: Proof) -> list[Text]:

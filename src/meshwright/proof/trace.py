@@ -16,7 +16,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.compile import graph_counts
-from meshwright.parallel.numerics.precision import at_least_single
+from meshwright.parallel.numerics.precision import DTYPES, at_least_single
 from meshwright.parallel.pieces import Piece
 from meshwright.proof.emulation.fp8_products import emulate_fp8
 from meshwright.proof.emulation.lossy_sum import Emulated, lossy_sums
@@ -34,7 +34,6 @@ from meshwright.training.records import StepRecord
 # A plan whose gradients are not finite must be compared, not stopped.
 SETTINGS = Optimizer(on_nan="skip", most_skips=10**9)
 LOSS_SCALE = 2.0**10  # of fp16: the gradients of a small model overflow at the scale that large ones start with
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def record(context: RankContext, job: Job) -> dict[str, Trace]:

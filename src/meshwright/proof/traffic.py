@@ -14,7 +14,6 @@ run: a proof trains in float64 and float32 whatever the plan's dtypes are.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ import torch
 from meshwright.cost.memory import memory
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
+from meshwright.lower.op import scalar
 from meshwright.lower.rank import Given, traffic_of_rank
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
@@ -123,8 +123,4 @@ def predicted_memory(parallel: Parallel) -> float:
         workload = workload.but(precision=WIDE[parallel.dtype][0])
     program = step_program(parallel.model, plan, workload, Stack())
     parts = memory(program, rank_blocks(program.batch, np.full(1, float(parallel.mesh.index("pp")))))
-    return sum(number(size) for part, size in parts.items() if part not in ("context", "slack"))
-
-
-def number(value: Any) -> float:
-    return float(np.broadcast_to(value, 1)[0])
+    return sum(scalar(size) for part, size in parts.items() if part not in ("context", "slack"))

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from meshwright.calibrate.fit import Line, fit_line
 from meshwright.calibrate.points import Bench, DevicePoint, Point
-from meshwright.units import format_bytes, format_count, format_flops, format_rate, format_seconds
+from meshwright.units import counted, format_bytes, format_count, format_flops, format_rate, format_seconds
 from meshwright.view.tables import facts, filled, heading
 
 PAIR = "point-to-point"
@@ -53,10 +53,6 @@ def header(bench: Bench) -> RenderableType:
             ]
         ),
     )
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def collectives_table(points: Iterable[Point]) -> RenderableType:

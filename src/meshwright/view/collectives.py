@@ -23,7 +23,7 @@ from meshwright.programs.collectives.arrays import Slots, loaded, states
 from meshwright.programs.collectives.comparison import Comparison
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.programs.collectives.lists import Instruction, instructions
-from meshwright.units import format_bytes, format_decimal_bytes, format_seconds
+from meshwright.units import counted, format_bytes, format_decimal_bytes, format_seconds
 from meshwright.view.tables import facts, heading, table
 
 MOST_COLUMNS, MOST_STEPS, MOST_DRAWN = 16, 200, 32
@@ -289,10 +289,6 @@ def runs(chunks: list[int]) -> str:
             spans.append([c, c])
     words = [f"{a}" if a == b else f"{a}–{b}" for a, b in spans]
     return ",".join(words if len(words) <= 4 else [*words[:3], "…"])
-
-
-def counted(count: int, word: str) -> str:
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def shape(program: Program) -> str:

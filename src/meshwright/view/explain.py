@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +12,7 @@ from meshwright.cost.estimate import Estimate
 from meshwright.cost.library import library_of
 from meshwright.cost.phase import AXIS_OF
 from meshwright.errors import unknown
-from meshwright.lower.op import PHASES, Op
+from meshwright.lower.op import PHASES, Op, scalar
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.units import format_decimal_bytes, format_flops, format_seconds
 
@@ -40,10 +39,6 @@ def explain(e: Estimate, part: str) -> RenderableType:
     return explain_operations(e, part)
 
 
-def one(value: object) -> float:
-    return float(np.broadcast_to(value, 1)[0])  # type: ignore[call-overload]
-
-
 def explain_operations(e: Estimate, part: str) -> RenderableType:
     rank = int(e.cost.slowest[0])
     held = e.cost.stage_blocks[rank]
@@ -62,26 +57,26 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
     programs: set[tuple[str, str]] = set()
     for block in e.program.kinds():
         for phase in PHASES:
-            times = one(held.times(block, phase))
+            times = scalar(held.times(block, phase))
             for op in e.program.blocks.get((block, phase), ()):
                 if not times or part_of(op, phase) != part:
                     continue
                 kinds.add(op.kind)
                 if op.collective:
                     programs.add((OPERATIONS[op.collective], network.algorithm(op)))
-                seconds = one(
+                seconds = scalar(
                     network.time(op)
                     if op.axis
                     else compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack, op)
                 )
-                total += times * one(op.count) * seconds
+                total += times * scalar(op.count) * seconds
                 table.add_row(
                     f"{block} × {times:.0f}",
                     phase,
-                    f"{op.name} × {one(op.count):g}",
+                    f"{op.name} × {scalar(op.count):g}",
                     shape_of(op, network),
                     format_seconds(seconds),
-                    format_seconds(times * one(op.count) * seconds),
+                    format_seconds(times * scalar(op.count) * seconds),
                 )
     m = e.plan.microbatches(e.workload)
     lines: list[RenderableType] = [
@@ -118,8 +113,8 @@ def once_per_step(e: Estimate, part: str, network: Network) -> Table:
     for name, side in (("operation", "left"), ("shape", "left"), ("each", "right"), ("per step", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for op in e.cost.syncs:
-        if op.axis and one(op.count) and AXIS_OF[op.axis] == part and one(e.program.batch.size(op.axis)) > 1:
-            seconds, count = one(network.time(op)), one(op.count)
+        if op.axis and scalar(op.count) and AXIS_OF[op.axis] == part and scalar(e.program.batch.size(op.axis)) > 1:
+            seconds, count = scalar(network.time(op)), scalar(op.count)
             shape = shape_of(op, network)
             table.add_row(f"{op.name} × {count:g}", shape, format_seconds(seconds), format_seconds(count * seconds))
     return table
@@ -134,16 +129,16 @@ def part_of(op: Op, phase: str) -> str:
 
 def shape_of(op: Op, network: Network) -> str:
     if op.collective:
-        size = format_decimal_bytes(one(op.message_bytes))
+        size = format_decimal_bytes(scalar(op.message_bytes))
         return f"{OPERATIONS[op.collective]} of {size} over {op.axis}, {network.algorithm(op)}"
     if op.shape:
-        return " × ".join(f"{one(x):,.0f}" for x in op.shape)
-    return format_decimal_bytes(one(op.bytes))
+        return " × ".join(f"{scalar(x):,.0f}" for x in op.shape)
+    return format_decimal_bytes(scalar(op.bytes))
 
 
 def explain_bubble(e: Estimate) -> RenderableType:
     p, m, v = e.plan.pp, e.plan.microbatches(e.workload), e.plan.virtual
-    means = [sum(one(getattr(r, k)) for r in e.cost.ranks) / len(e.cost.ranks) for k in ("f", "i", "w")]
+    means = [sum(scalar(getattr(r, k)) for r in e.cost.ranks) / len(e.cost.ranks) for k in ("f", "i", "w")]
     idle = e.prediction.exposed_s.get("bubble", 0.0)
     return Group(
         Text(
@@ -173,7 +168,7 @@ def explain_memory(e: Estimate) -> RenderableType:
     table.add_column("GiB", justify="right")
     for part, size in e.prediction.memory_by_stage[worst].items():
         table.add_row(part, f"{size:.2f}")
-    saved = {b: {k: one(v) / 2**20 for k, v in parts.items() if one(v)} for b, parts in e.program.saved.items()}
+    saved = {b: {k: scalar(v) / 2**20 for k, v in parts.items() if scalar(v)} for b, parts in e.program.saved.items()}
     lines = [
         Text(f"fullest stage {worst}: {sum(e.prediction.memory_by_stage[worst].values()):.1f} GiB", style="bold"),
         Text(

@@ -27,6 +27,7 @@ COLUMNS = (
 
 
 def percent(value: float | None, signed: bool = False) -> str:
+    """A percentage; "–" if there is none."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{100 * value:+.1f}%" if signed else f"{100 * value:.1f}%"

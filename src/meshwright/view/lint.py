@@ -11,7 +11,7 @@ from rich.text import Text
 from meshwright.cost.estimate import Estimate
 from meshwright.describe.config import Config
 from meshwright.planner.advice.lint.check import Finding
-from meshwright.units import format_seconds
+from meshwright.units import counted, format_seconds
 
 SIGNS = {"error": ("✗", "bold red"), "warning": ("!", "bold yellow"), "note": ("·", "cyan")}
 
@@ -63,5 +63,5 @@ def worth(f: Finding) -> str:
 
 def summary(findings: Iterable[Finding]) -> Text:
     counts = {severity: sum(f.severity == severity for f in findings) for severity in SIGNS}
-    text = ", ".join(f"{n} {severity}{'s' if n > 1 else ''}" for severity, n in counts.items() if n)
+    text = ", ".join(counted(n, severity) for severity, n in counts.items() if n)
     return Text(text or "clean: no anti-pattern found", "bold" if text else "bold green")

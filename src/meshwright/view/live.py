@@ -30,7 +30,7 @@ from meshwright.describe.config import Config, load
 from meshwright.describe.result import AXES
 from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, read_json
 from meshwright.errors import MeshwrightError
-from meshwright.units import format_bytes, format_count, format_seconds
+from meshwright.units import counted, format_bytes, format_count, format_seconds
 from meshwright.view.sparkline import sparkline
 from meshwright.view.tables import heading
 
@@ -137,7 +137,7 @@ def title(run: LiveRun, width: int) -> Text:
         return heading(str(run.folder))
     about, attempts = run.about, run.follower.attempts
     world = attempts[-1]["world"] if attempts else run.config.plan.world
-    aside = [f"{world} rank{'s' * (world != 1)} on {about.get('device', '?')}"]
+    aside = [f"{counted(world, 'rank')} on {about.get('device', '?')}"]
     aside += [f"attempt {len(attempts)}"] if len(attempts) > 1 else []
     name, where = f"{run.config.model.name}  {run.config.plan.title()}", " · ".join([*aside, str(run.folder)])
     return heading(name, where) if len(name + where) + GAP <= width else heading(name) + Text(f"\n{where}", "dim")

@@ -14,7 +14,7 @@ from meshwright.describe.plan import Plan
 from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.sensitivity import Sensitivity
 from meshwright.planner.result import Comparison, Result
-from meshwright.units import format_count, format_seconds
+from meshwright.units import counted, format_count, format_seconds
 from meshwright.view import estimate as view
 from meshwright.view import goodput
 from meshwright.view.estimate import uncalibrated
@@ -187,7 +187,7 @@ def training_words(r: Result) -> str:
 def scaling_words(r: Result) -> str:
     s, world = r.explanation.scaling, r.plan.world
     if s.weak is not None:
-        few = f"{s.fewest:,} GPU{'s' * (s.fewest > 1)}"
+        few = counted(s.fewest, "GPU")
         weak = f"{100 * s.weak:.0f}% of the rate per GPU on {few}, the fewest on which this plan fits, with the same work per GPU"
     else:
         weak = f"this plan does not fit on fewer than {world:,} GPUs" if world > 1 else "one GPU: no scaling to report"

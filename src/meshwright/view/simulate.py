@@ -19,7 +19,7 @@ from meshwright.cost.estimate import Estimate, Simulation
 from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
-from meshwright.lower.op import Op
+from meshwright.lower.op import Op, scalar
 from meshwright.lower.stages import stage_blocks
 from meshwright.programs.pipelines import KINDS
 from meshwright.units import format_seconds
@@ -69,10 +69,6 @@ def page(simulation: Simulation) -> SimulationPage:
     return SimulationPage(simulation)
 
 
-def one(value: object) -> float:
-    return float(np.broadcast_to(value, 1)[0])  # type: ignore[call-overload]
-
-
 class Filler:
     """Places the operations of a stage inside its actions; each (stage, kind) is computed once."""
 
@@ -90,14 +86,14 @@ class Filler:
     def _operations(self, stage: int, kind: str) -> list[Piece]:
         batch = self.e.program.batch
         held = stage_blocks(batch, np.array([float(stage)]), np.array([float(stage % self.e.plan.pp)]))
-        blocks = [b for b in ORDER if b in held.counts for _ in range(round(one(held.counts[b])))]
+        blocks = [b for b in ORDER if b in held.counts for _ in range(round(scalar(held.counts[b])))]
         if kind != "F":
             blocks.reverse()
         out: list[Piece] = []
         free: dict[str, float] = {}  # when each communication stream becomes idle
-        recomputed = {block: round(one(held.times(block, "R"))) for block in held.counts}
+        recomputed = {block: round(scalar(held.times(block, "R"))) for block in held.counts}
         in_backward = {
-            (block, phase): one(held.times(block, phase)) > 0 for block in held.counts for phase in ("S", "G")
+            (block, phase): scalar(held.times(block, phase)) > 0 for block in held.counts for phase in ("S", "G")
         }
         at = 0.0
         for number, block in enumerate(blocks):
@@ -116,10 +112,10 @@ class Filler:
     def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[Piece]) -> float:
         ops = self.e.program.blocks.get((block, phase), [])
         room = self.e.stack.hides * sum(
-            one(op.count) * self.seconds(op) for op in ops if not op.axis and op.kind != "host"
+            scalar(op.count) * self.seconds(op) for op in ops if not op.axis and op.kind != "host"
         )
         for op in ops:
-            length = one(op.count) * self.seconds(op)
+            length = scalar(op.count) * self.seconds(op)
             if length <= 0:
                 continue
             if not op.axis and op.kind != "host":
@@ -127,7 +123,7 @@ class Filler:
                 at += length
                 continue
             axis = AXIS_OF[op.axis] if op.axis else "host"
-            overlaps = one(self.e.program.batch.overlap[axis]) if op.axis else op.name == TO_HOST
+            overlaps = scalar(self.e.program.batch.overlap[axis]) if op.axis else op.name == TO_HOST
             hidden = min(length, room) if overlaps else 0.0
             room -= hidden
             begins = max(at, free.get(axis, 0.0))
@@ -138,8 +134,8 @@ class Filler:
 
     def seconds(self, op: Op) -> float:
         if op.axis:
-            return one(self.network.time(op))
-        return one(compute.op_time(self.e.cluster.accelerator, self.e.workload.precision, self.e.stack, op))
+            return scalar(self.network.time(op))
+        return scalar(compute.op_time(self.e.cluster.accelerator, self.e.workload.precision, self.e.stack, op))
 
 
 def choose_detail(e: Estimate, walked: WalkedStep) -> str:

@@ -13,18 +13,13 @@ from meshwright.calibrate.runs.outcomes import Outcome
 from meshwright.calibrate.runs.validate import Score, by, score
 from meshwright.units import format_seconds
 from meshwright.view import left_out
+from meshwright.view.left_out import percent
 
 COLUMNS = (
     *("rows", "refused", "not scored", "bias", "median", "MAPE", "p90", "in band"),
     *("Spearman", "regret", "memory", "false alarms"),
 )
 HEADLINE_COLUMNS = ("run", "plan", "measured", "predicted", "band", "error")
-
-
-def percent(value: float | None, signed: bool = False) -> str:
-    if value is None:
-        return "–"
-    return f"{100 * value:+.1f}%" if signed else f"{100 * value:.1f}%"
 
 
 def cells(s: Score) -> list[str]:

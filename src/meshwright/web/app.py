@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from meshwright.errors import MeshwrightError
+from meshwright.host import usable_processes
 from meshwright.view.page.frame import TYPES, live_page, static_file, static_names
 from meshwright.view.page.runs import RunFolders
 from meshwright.web import schema
@@ -56,8 +56,7 @@ class Site:
 
     async def start(self) -> None:
         """Start the worker processes."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-        self.pools[QUICK] = Pool(QUICK, max(2, min(cores, 4)), QUICK_WAITING, QUICK_LIMIT_S, finish=True)
+        self.pools[QUICK] = Pool(QUICK, max(2, min(usable_processes(), 4)), QUICK_WAITING, QUICK_LIMIT_S, finish=True)
         self.pools[SEARCHED] = Pool(SEARCHED, 2, SEARCH_WAITING, SEARCH_LIMIT_S, finish=False)
         for pool in self.pools.values():
             await pool.start()

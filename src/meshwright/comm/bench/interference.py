@@ -17,16 +17,6 @@ LOOK_S = 0.5
 LOOKS = 4
 
 
-def usable_cores() -> float:
-    """Cores that this process may use: its affinity, or the quota of its control group if that is less."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
-        return min(cores, max(float(quota) / float(period), 0.1))
-    except (OSError, ValueError):  # no such group, or "max"
-        return cores
-
-
 def busy_seconds(text: str) -> float:
     """Seconds that the cores of the machine have run anything, from the first line of /proc/stat."""
     fields = [float(x) for x in text.splitlines()[0].split()[1:9]]

@@ -19,6 +19,7 @@ from torch import distributed
 from meshwright.calibrate.points import RankInfo
 from meshwright.comm.bench.timing import Synchronization
 from meshwright.comm.texts import gather_texts
+from meshwright.host import usable_processes
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def session(device: str) -> Session:
 
 def _with_ranks(rank: int, world: int, device: str, control: Any) -> Session:
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
-    info = RankInfo(rank=rank, host=host_name(), device=name, cores=usable_cores())
+    info = RankInfo(rank=rank, host=host_name(), device=name, cores=usable_processes())
     alone = Session(rank, world, torch.device(device), control, ())  # enough to gather where the ranks are
     infos = [RankInfo.model_validate_json(text) for text in alone.gather(info.model_dump_json())]
     return Session(rank, world, alone.device, control, named_hosts(infos))
@@ -102,8 +103,3 @@ def named_hosts(infos: Sequence[RankInfo]) -> tuple[RankInfo, ...]:
         for k, full in enumerate(known)
     }
     return tuple(info.but(host=names[info.host]) for info in infos)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,6 +14,7 @@ from meshwright.comm.emulate.emulation import Emulation
 from meshwright.comm.emulate.measure import LinkMeasurement, Rate
 from meshwright.comm.emulate.topology import DATA_BYTES, FRAME_BYTES
 from meshwright.errors import MeshwrightError
+from meshwright.host import usable_cores
 from meshwright.units import format_seconds
 
 REFUSED_BELOW, NOTED_BELOW = 0.7, 0.93  # shares of the asked rate that the slowest sender reaches
@@ -55,12 +56,7 @@ def check_carried(emulation: Emulation, found: LinkMeasurement) -> None:
 
 def busy() -> str:
     load = os.getloadavg()[0]
-    return f"It has {cores()} cores, and {load:.1f} processes wanted one in the last minute"
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"It has {usable_cores():g} cores, and {load:.1f} processes wanted one in the last minute"
 
 
 def megabits(rate: float) -> str:
@@ -79,9 +75,9 @@ def round_down(value: float) -> float:
 def notes(emulation: Emulation, found: LinkMeasurement | None) -> list[str]:
     """What a user must know before trusting timings of this emulation."""
     topology, lines = emulation.topology, []
-    if topology.world > cores():
+    if topology.world > usable_cores():
         lines.append(
-            f"{topology.nodes} × {topology.ranks_per_node} = {topology.world} ranks share {cores()} cores: computation "
+            f"{topology.nodes} × {topology.ranks_per_node} = {topology.world} ranks share {usable_cores():g} cores: computation "
             f"takes longer than on {topology.nodes} machines"
         )
     if emulation.links == "process":

@@ -31,6 +31,7 @@ from meshwright.comm.emulate.topology import (
     switch_namespace,
 )
 from meshwright.errors import MeshwrightError, unknown
+from meshwright.host import process_start
 
 LINKS = ("auto", "kernel", "process")
 READY_S = 20.0
@@ -144,7 +145,7 @@ class Emulation:
             )
         finally:
             os.close(log)
-        record["switch"] = {"pid": process.pid, "started": system.start_time(process.pid)}
+        record["switch"] = {"pid": process.pid, "started": process_start(process.pid)}
         assert process.stdin is not None
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], READY_S)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwright.errors import MeshwrightError
+from meshwright.host import process_start
 
 NAMESPACES = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
@@ -126,18 +127,9 @@ def set_namespace(file: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is no such process, or only its exit code is left."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
-
-
 def is_running(process: dict[str, int] | None) -> bool:
     """Whether the process {"pid", "started"} runs."""
-    return bool(process) and start_time(process["pid"]) == process["started"] != 0  # type: ignore[index]
+    return bool(process) and process_start(process["pid"]) == process["started"] != 0  # type: ignore[index]
 
 
 def end_process(process: dict[str, int] | None, grace_s: float = 3.0) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.describe.hf.config import Config, shown
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.errors import MeshwrightError
+from meshwright.units import counted
 
 EXACT_GELU, TANH_GELU = ("gelu", "gelu_python"), ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh")
 GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "quick_gelu": "geglu"}
@@ -104,5 +105,5 @@ def predicted_tokens(c: Config) -> None:
     """Multi-token-prediction layers are not counted, as in published counts; the note says how to count them."""
     if layers := c.number("num_nextn_predict_layers", 0, least=0):
         c.notes.append(
-            f"{layers} multi-token-prediction layer{'s' * (layers > 1)} not counted (model.mtp_layers={layers} counts them)"
+            f"{counted(layers, 'multi-token-prediction layer')} not counted (model.mtp_layers={layers} counts them)"
         )

@@ -18,11 +18,11 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from meshwright.describe.run_folder import CHECKPOINTS
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.training.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.units import format_bytes
 
-CHECKPOINTS = "checkpoints"  # in the run folder
 NAME = re.compile(r"step-(\d{8,})")
 WRITING, REPLACED, DAMAGED = ".writing-", ".replaced-", "damaged-"
 SLACK = 1 << 24  # bytes of the disk that a save leaves free

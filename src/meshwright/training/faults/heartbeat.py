@@ -127,12 +127,3 @@ def parse_heartbeat(text: str) -> Heartbeat:
 
 def host_name() -> str:
     return socket.gethostname()
-
-
-def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 where the system does not say it. With the pid it identifies a process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])

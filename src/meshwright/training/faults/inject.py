@@ -31,13 +31,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.describe.run_folder import CHECKPOINTS
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.training.faults.damage import damage, newest_checkpoint, set_disk_full
 from meshwright.training.hooks import Hook
 
 VARIABLE = "MESHWRIGHT_FAULTS"
 LOG = "injected.jsonl"
-CHECKPOINTS = "checkpoints"
 EVERYWHERE = ("nan", "spike")  # happen on all ranks
 KINDS = (
     "kill",

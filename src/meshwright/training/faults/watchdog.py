@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from meshwright.errors import MeshwrightError
+from meshwright.host import process_start
 from meshwright.training.faults.diagnose import Verdict, diagnose
 from meshwright.training.faults.flight import write_flight_record
 from meshwright.training.faults.heartbeat import (
@@ -37,7 +38,6 @@ from meshwright.training.faults.heartbeat import (
     HeartbeatFolder,
     Operation,
     host_name,
-    process_start,
 )
 from meshwright.training.faults.slow import slow_ranks
 from meshwright.training.hooks import Hook

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.units import counted
 
 SUFFIX = ".failure.json"
 INTERNAL_ERROR = 70  # exit code: the input is not the cause
@@ -73,7 +74,7 @@ class RankFailure(MeshwrightError):
 
     def __init__(self, rank: int, state: str, text: str, others: dict[int, str], logs: Path | None) -> None:
         self.rank, self.state, self.text, self.others = rank, state, text.rstrip(), others
-        more = f"\n{len(others)} more rank{'s' * (len(others) > 1)} failed afterwards" if others else ""
+        more = f"\n{counted(len(others), 'more rank')} failed afterwards" if others else ""
         super().__init__(
             "MW-RANK-001",
             f"rank {rank} {state}:\n{self.text}{more}",

@@ -28,7 +28,7 @@ from torch import distributed
 
 from meshwright.describe.run_folder import rank_log, read_about
 from meshwright.errors import MeshwrightError
-from meshwright.training.faults.heartbeat import process_start
+from meshwright.host import process_start
 from meshwright.training.job import Attempt, Job
 from meshwright.training.launch.failure import (
     INTERNAL_ERROR,

@@ -20,9 +20,9 @@ from importlib import metadata
 from pathlib import Path
 
 from meshwright.calibrate.machine import IDLE_SHARE, MEASURED, VERSION, MachineMeasurement, calibrated
-from meshwright.comm.bench.interference import usable_cores
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
+from meshwright.host import usable_cores
 from meshwright.training.launch import local
 from meshwright.units import format_seconds
 

@@ -19,10 +19,10 @@ from meshwright.cost.phase import AXIS_OF
 from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.lower import sync
-from meshwright.lower.op import Op, StepProgram
+from meshwright.lower.op import Op, StepProgram, scalar
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
-from meshwright.lower.traffic import boundary_ops, number
+from meshwright.lower.traffic import boundary_ops
 from meshwright.training.records import CommEvent
 
 AXES = {**AXIS_OF, "shard": "dp", "dp": "dp"}  # group of the mesh → axis under which its time is reported
@@ -81,14 +81,14 @@ class LoweredNames:
         found = [(*key, op) for key, ops in self.program.blocks.items() for op in ops]
         found += [("", ONCE, op) for op in sync.step_ops(self.program, held)]
         found += [("", phase, op) for phase, op in boundary_ops(self.program)]
-        return [row for row in found if row[2].axis and number(row[2].count) > 0]
+        return [row for row in found if row[2].axis and scalar(row[2].count) > 0]
 
     def _find(self, rank: int, axis: str, kind: str, size: int) -> list[Lowered]:
         reported, ranks = AXES.get(axis, "other"), self.members(axis, rank)
         found = []
         for block, phase, op in self._of_stage(self.stage(rank)):
             if op.collective == kind and self.members(op.axis, rank) == ranks:
-                distance = round(abs(log((number(op.message_bytes) + 1) / (size + 1))), 6)
+                distance = round(abs(log((scalar(op.message_bytes) + 1) / (size + 1))), 6)
                 own = AXIS_OF[op.axis]
                 part = "optimizer" if op.part == "optimizer" else own
                 lowered = Lowered(op.name, part, own, kind, block, phase, op.part)

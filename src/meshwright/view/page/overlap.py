@@ -12,11 +12,10 @@ import numpy as np
 
 from meshwright.cost.collective import Network
 from meshwright.cost.estimate import Estimate, estimate
-from meshwright.cost.messages import scalar
 from meshwright.cost.overlap import Layer, Span, bucket_timeline, prefetch_timeline
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.lower.op import Op
+from meshwright.lower.op import Op, scalar
 from meshwright.units import format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.describe.result import GIB
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.strategies import name_of
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
-
-GIB = 2.0**30
 
 
 def data(subject: Subject) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from meshwright.describe.legality.mend import mended
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.workload import STATE_COPIES, Precision, Scaling
 from meshwright.errors import MeshwrightError
+from meshwright.planner.sizing import MOST_GPUS
 
-MOST_GPUS = 131_072
 BATCHES = sorted({2**k for k in range(17)} | {3 * 2**k for k in range(4, 15)})
 SEQUENCES = [2**k for k in range(7, 21)]
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.estimate import Estimate, estimate
-from meshwright.cost.messages import scalar
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import RULES
 from meshwright.errors import MeshwrightError
 from meshwright.lower.footprint import elements
+from meshwright.lower.op import scalar
 from meshwright.lower.stages import stage_blocks
 from meshwright.programs.pipelines import KINDS, Walked
 from meshwright.programs.pipelines.program import KIND_NAMES

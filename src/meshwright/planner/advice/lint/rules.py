@@ -33,7 +33,7 @@ from meshwright.planner.advice.alternatives import (
     step,
 )
 from meshwright.planner.advice.lint.finding import Finding, Rule, Seen, finding, larger_batch
-from meshwright.units import format_decimal_bytes, format_rate, format_seconds
+from meshwright.units import counted, format_decimal_bytes, format_rate, format_seconds
 
 ENOUGH_ROUNDS = 4  # M ≥ 4·P
 LARGEST_BUCKET = 4e9  # bytes
@@ -86,7 +86,9 @@ def small_batch(seen: Seen) -> Finding | None:
         return None
     name = "small batch with large data parallelism"
     local = workload.batch // plan.dp
-    what = f"{local} sequence{'s' if local > 1 else ''} for each of {plan.dp} data-parallel ranks do not hide the reduction of gradients"
+    what = (
+        f"{counted(local, 'sequence')} for each of {plan.dp} data-parallel ranks do not hide the reduction of gradients"
+    )
     fewer = seen.trial.fastest(moves(best.plan, "dp", workload, seen.config.stack, ("tp", "pp")))
     if fewer is not None and step(fewer) < seen.step:
         return finding(seen, "MW-LINT-002", name, what, cost, fewer)

@@ -7,7 +7,6 @@ again.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, cannot_write, unknown
+from meshwright.host import usable_processes
 from meshwright.training.data.prepare import worker
 from meshwright.training.data.prepare.chunks import CHUNK, DOCUMENTS, Chunk, Reading, chunks_of
 from meshwright.training.data.prepare.files import FORMATS, source_files
@@ -65,7 +65,7 @@ def prepare(
     job = {**header, "files": [asdict(file) for file in files], "chunk_bytes": chunk_bytes}
     with OutputFolder(out, job, smallest_dtype(opened.vocabulary)) as folder:
         try:
-            Run(folder, chunks, reading, listen).tokenize(tokenizer, end_token, workers or usable_cores())
+            Run(folder, chunks, reading, listen).tokenize(tokenizer, end_token, workers or usable_processes())
             return folder.finish(tokenizer, header)
         except OSError as error:
             raise cannot_write(error.filename or out, error) from error
@@ -145,8 +145,3 @@ def check_choices(document: str, format: str) -> None:
         raise unknown("MW-DATA-010", "the kind of document", document, DOCUMENTS, "--document {}")
     if format not in ("auto", *FORMATS):
         raise unknown("MW-DATA-010", "the format", format, ("auto", *FORMATS), "--format {}")
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,31 @@
+"""What the operating system says about this machine and its processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def usable_cores() -> float:
+    """Cores that this process may use: its affinity, or the quota of its control group if that is less."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+        return min(cores, max(float(quota) / float(period), 0.1))
+    except (OSError, ValueError):  # no such group, or "max"
+        return cores
+
+
+def usable_processes() -> int:
+    """The number of processes that can compute at the same time: `usable_cores` rounded down, at least one."""
+    return max(1, int(usable_cores()))
+
+
+def process_start(pid: int) -> int:
+    """When a process started, in clock ticks since boot. With the pid it identifies a process. 0 if there is no such process, if only its
+    exit code is left, or if the system does not list processes in /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
