@@ -86,11 +86,13 @@ def build(name: str) -> typer.Typer:
     """Import one command and return its typer application."""
     import typer
 
+    from meshwright.cli.options import HELP_NAMES
+
     command = importlib.import_module(f"meshwright.cli.{name}").command
     if isinstance(command, typer.Typer):
         return command
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(command)
+    app.command(context_settings=HELP_NAMES)(command)
     return app
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from meshwright.cli.options import JsonOption
+
 
 def command(
     files: list[str] = typer.Argument(None, metavar="BENCH.json…", help="Results of `meshwright bench --json FILE`."),
@@ -31,7 +33,7 @@ def command(
         [], "--memory", metavar="SIZE", help="Measured peak memory per device, such as 61GiB."
     ),
     stack: str = typer.Option("", "--stack", help="The stack to adjust. Default: the run's."),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    as_json: JsonOption = False,
 ) -> None:
     """Fit constants to measurements: of links and collectives, of all stacks, or of the stack of a run.
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.options import JsonOption
 from meshwright.describe import catalog
 from meshwright.errors import unknown
 from meshwright.view import catalog as view
@@ -17,7 +18,7 @@ def command(
         str, typer.Argument(help="models, clusters, accelerators, links or stacks. Default: all of them.")
     ] = "",
     name: Annotated[str, typer.Argument(help="The name of one entry, or a cluster file, to show it in full.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """List the models, clusters, accelerators, links and stacks in the catalog, with sources."""
     if kind and kind not in catalog.KINDS:

@@ -9,22 +9,16 @@ import typer
 
 if TYPE_CHECKING:
     from meshwright.units import counted
+from meshwright.cli.options import JsonOption, command_group
 from meshwright.describe.model import Model
 
-HELP = {"help_option_names": ["-h", "--help"]}
-command = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings=HELP,
-    help="List, verify, convert and delete the checkpoints of runs.",
-)
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+command = command_group("List, verify, convert and delete the checkpoints of runs.")
 Source = Annotated[Path, typer.Argument(help="A run folder, a folder of checkpoints, or one checkpoint.")]
 TARGETS = ("meshwright", "huggingface")
 
 
 @command.command("ls")
-def list_command(source: Source, json: Json = False) -> None:
+def list_command(source: Source, json: JsonOption = False) -> None:
     """List the checkpoints of a run: step, size, and the plan that wrote each."""
     from meshwright.training.checkpoint.folder import checkpoints_in
     from meshwright.training.checkpoint.page import page, summary
@@ -35,7 +29,7 @@ def list_command(source: Source, json: Json = False) -> None:
 
 
 @command.command("verify")
-def verify_command(source: Source, json: Json = False) -> None:
+def verify_command(source: Source, json: JsonOption = False) -> None:
     """Read all files of checkpoints and compare their hashes with the manifest. Exit code 1 if one is damaged."""
     from meshwright.cli.output import patient
     from meshwright.training.checkpoint.folder import checkpoints_in
@@ -63,7 +57,7 @@ def prune_command(
     source: Source,
     keep: Annotated[int, typer.Option("--keep", help="Number of newest checkpoints to keep.", min=1)],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Delete all checkpoints of a run but the newest; the newest one is never deleted."""
     from meshwright.errors import MeshwrightError
@@ -112,7 +106,7 @@ def convert_command(
         ),
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="huggingface: write the moving average of the weights.")] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint. Sources: Meshwright's, and torch's distributed checkpoints with torchtitan's names.
 

@@ -6,20 +6,18 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption, command_group
 from meshwright.describe.config import CLASSES, configure, diff
 from meshwright.errors import unknown
 from meshwright.view import config as view
 from meshwright.view.tables import show, show_json
 
-HELP = {"help_option_names": ["-h", "--help"]}
-command = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
+command = command_group()
 
 File = Annotated[str, typer.Argument(help="A plan file (TOML).")]
 Set = Annotated[
     list[str], typer.Option("--set", metavar="A.B=C", help="Override a field, such as --set plan.tp=8. Repeatable.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @command.command("show")
@@ -33,7 +31,7 @@ def show_command(
         bool, typer.Option("--all", help="Also show sources and the defaults of every section.")
     ] = False,
     toml: Annotated[bool, typer.Option("--toml", help="Print the configuration as one TOML file.")] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Check the plan, and print the resolved configuration with the origin of each value."""
     config = configure(plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings).check()
@@ -53,7 +51,7 @@ def diff_command(
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
     settings: Set = [],
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Print the values in which two plan files differ; --cluster, --nodes, --gpus and --set apply to both."""
     changed = diff(

@@ -11,15 +11,10 @@ from typing import Annotated
 
 import typer
 
-HELP = {"help_option_names": ["-h", "--help"]}
+from meshwright.cli.options import JsonOption, command_group
+
 LINE_S = 2.0  # seconds between lines of progress where there is no terminal
-command = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings=HELP,
-    help="Make token files for [data] in a run file, and show what is in them.",
-)
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+command = command_group("Make token files for [data] in a run file, and show what is in them.")
 
 
 @command.command("prepare")
@@ -52,7 +47,7 @@ def prepare_command(
     workers: Annotated[
         int, typer.Option("--workers", help="Worker processes. Default: one per core.", min=0, max=4096)
     ] = 0,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Tokenize text into a token file for [data] in a run file.
 
@@ -95,7 +90,7 @@ def show_command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all tokens and compare their hash with the header.")
     ] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Show what is in a token file: counts, tokenizer, and the beginnings of some documents."""
     from meshwright.training.data.page import contents, page

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from meshwright.cli.options import JsonOption
 
-def command(as_json: bool = typer.Option(False, "--json", help="Print the result as JSON.")) -> None:
+
+def command(as_json: JsonOption = False) -> None:
     """Check versions, devices, network interfaces and rights, and say which commands work here and why others do not.
 
     Nothing is changed and nothing is sent. Exit code 1 if planning itself does not work."""

@@ -6,16 +6,13 @@ from typing import Annotated
 
 import typer
 
-HELP = {"help_option_names": ["-h", "--help"]}
-command = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings=HELP,
-    help="Emulate a cluster on this machine: network namespaces joined by links of a chosen rate and delay. Needs root.",
+from meshwright.cli.options import HELP_NAMES, JsonOption, command_group
+
+command = command_group(
+    "Emulate a cluster on this machine: network namespaces joined by links of a chosen rate and delay. Needs root."
 )
 
 Name = Annotated[str, typer.Option("--name", help="Name of the emulation; several can be up at once.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @command.command("up")
@@ -43,7 +40,7 @@ def up_command(
         bool,
         typer.Option("--measure/--no-measure", help="Measure the links, and refuse what the machine cannot carry."),
     ] = True,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Make the nodes and their links, measure them, and print what was asked and what was achieved.
 
@@ -66,7 +63,7 @@ def up_command(
         show(page.page(emulation, found))
 
 
-@command.command("run", context_settings={**HELP, "allow_interspersed_args": False})
+@command.command("run", context_settings={**HELP_NAMES, "allow_interspersed_args": False})
 def run_command(
     arguments: Annotated[
         list[str],
@@ -103,7 +100,7 @@ def run_command(
 def status_command(
     name: Annotated[str, typer.Option("--name", help="Name of the emulation. Default: all.")] = "",
     measured: Annotated[bool, typer.Option("--measure", help="Measure the links now.")] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Show the emulated clusters that are up; --measure compares their links with what was asked."""
     from meshwright.cli.output import patient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
 
 
 def command(
@@ -28,7 +28,7 @@ def command(
     settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=8."),
     explain: str = typer.Option("", "--explain", help="Show the formula of one part with its numbers."),
     html: str = typer.Option("", "--html", help="Write the page of this plan to one HTML file."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: JsonOption = False,
 ) -> None:
     """What will training cost? Step time, memory and traffic of one plan, by part."""
     from meshwright import api

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
 from meshwright.errors import MeshwrightError
 
 
@@ -22,7 +22,7 @@ def command(
     settings: list[str] = typer.Option(
         [], "--set", metavar="A.B=C", help="Override a field, such as --set plan.tp=8. Repeatable."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    as_json: JsonOption = False,
 ) -> None:
     """Find anti-patterns in a plan, each with its cost in seconds and a fix. Exit code 1 if a finding is significant."""
     if bool(file) == bool(recipes):

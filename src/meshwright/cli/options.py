@@ -1,4 +1,4 @@
-"""Options that several commands share: which cluster, and how many nodes or devices of it."""
+"""What several commands share: the options for a cluster and its size, --json, and the settings of a command with subcommands."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ GpusOption = Annotated[
         callback=at_least_one,
     ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+def command_group(help: str | None = None) -> typer.Typer:
+    """A command with subcommands."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP_NAMES, help=help)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
 from meshwright.cli.plan_options import (
     AllowOption,
-    AsJsonOption,
     BatchOption,
     BudgetOption,
     CaseOption,
@@ -78,7 +77,7 @@ def command(
     out: OutOption = "",
     html: HtmlOption = "",
     settings: SetOption = [],
-    as_json: AsJsonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Which plan is the fastest that fits, and why? Searches every legal plan, without a GPU.
 

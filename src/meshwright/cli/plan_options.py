@@ -100,4 +100,3 @@ OutOption = Annotated[
 HtmlOption = Annotated[
     str, typer.Option("--html", help="Write the page of the winner, with all views, to one HTML file.")
 ]
-AsJsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import typer
 
+from meshwright.cli.options import JsonOption
+
 
 def command(
     places: list[Path] = typer.Argument(
         None, help="A folder of runs, or run folders: two or more of these are compared. Default: runs."
     ),
     watch: bool = typer.Option(False, "--watch", help="Show the newest of these runs until it ends."),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    as_json: JsonOption = False,
 ) -> None:
     """List the training runs of a folder, compare some of them, or watch one that runs here or on another host."""
     from meshwright.describe.run_folder import is_run

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import typer
 
+from meshwright.cli.options import JsonOption
 from meshwright.cli.show_options import (
     AlgorithmOption,
-    AsJsonOption,
     ClusterOption,
     CompareOption,
     ElementsOption,
@@ -55,7 +55,7 @@ def command(
     virtual: VirtualOption = 0,
     trace: TraceOption = "",
     html: HtmlOption = "",
-    as_json: AsJsonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a collective, a pipeline schedule or a reference table. Without a topic: list all topics."""
     if not topic:

@@ -101,4 +101,3 @@ TraceOption = Annotated[
     str, typer.Option("--trace", help="Write a trace for Perfetto.", rich_help_panel=PIPELINE_PANEL)
 ]
 HtmlOption = Annotated[str, typer.Option("--html", help="Write a figure to this file.")]
-AsJsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
 
 
 def command(
@@ -20,7 +20,7 @@ def command(
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
     settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=8. Repeatable."),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    as_json: JsonOption = False,
 ) -> None:
     """Simulate the step of a plan action by action and show it as a timeline per rank."""
     import json

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
 from meshwright.cli.train_options import (
-    AsJsonOption,
     BackendOption,
     CalibrateOption,
     DeviceOption,
@@ -61,7 +60,7 @@ def command(
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
     settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=2. Repeatable."),
-    as_json: AsJsonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a plan and compare the run with its prediction.
 

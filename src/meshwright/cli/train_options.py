@@ -90,4 +90,3 @@ CalibrateOption = Annotated[
     ),
 ]
 RecalibrateOption = Annotated[bool, typer.Option("--recalibrate", help="Measure this machine again.")]
-AsJsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from meshwright.cli.options import JsonOption
+
 COLUMNS = (
     "source",
     "file",
@@ -31,7 +33,7 @@ def command(
     failed: str = typer.Option("", "--failed", help="A CSV file of runs that ran out of memory or crashed."),
     by: str = typer.Option("source", "--by", help="Columns to group by, such as source,model,gpus,stack."),
     headline: bool = typer.Option(False, "--headline", help="Twelve well-known runs, the wrong predictions included."),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    as_json: JsonOption = False,
     html: str = typer.Option("", "--html", help="Write a page with figures to this file."),
     markdown: str = typer.Option("", "--markdown", help="Write the page docs/accuracy.md to this file."),
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
 
 
 def command(
@@ -28,7 +28,7 @@ def command(
     gpus: GpusOption = 0,
     settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=8. Repeatable."),
     out: Path | None = typer.Option(None, "--out", help="Write the proof as JSON to this file, which `report` reads."),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    as_json: JsonOption = False,
 ) -> None:
     """Prove on local processes that a plan trains the same model as one device.
 
