@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from meshwright.units import counted
 from meshwright.cli.options import JsonOption, command_group
-from meshwright.describe.model import Model
+
+if TYPE_CHECKING:
+    from meshwright.describe.model import Model
 
 command = command_group("List, verify, convert and delete the checkpoints of runs.")
 Source = Annotated[Path, typer.Argument(help="A run folder, a folder of checkpoints, or one checkpoint.")]
@@ -140,7 +140,7 @@ def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None
 
     from meshwright.cli.output import patient
     from meshwright.training.checkpoint.huggingface import to_huggingface
-    from meshwright.units import format_bytes
+    from meshwright.units import counted, format_bytes
     from meshwright.view.tables import show, show_json
 
     with patient("converting") as set_share:
