@@ -53,6 +53,19 @@ def test_short_calls_are_timed_in_groups_and_long_calls_once() -> None:
     assert clock.called == 2
 
 
+def test_a_sample_on_a_device_hides_its_first_launch() -> None:
+    """A device starts late and then runs behind its host: the wait for the first launch is paid once per sample."""
+    clock, launch, kernel, queued = FakeClock(), 1e-4, 1.5e-3, []
+
+    def synchronize() -> None:
+        clock.now += launch + kernel * len(queued)
+        queued.clear()
+
+    found = measure(lambda: queued.append(1), Synchronization(synchronize), clock=clock, budget_s=0.25)
+    assert found.calls == 7
+    assert found.median_s == pytest.approx(kernel + launch / 7)
+
+
 def test_slowest_rank_counts_and_all_ranks_call_equally_often() -> None:
     clock, barriers, agreed = FakeClock(), [], []
 

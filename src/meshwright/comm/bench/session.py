@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 
 from meshwright.calibrate.points import RankInfo
-from meshwright.comm.bench.timing import Synchronization
+from meshwright.comm.bench.timing import Synchronization, no_operation
 from meshwright.comm.texts import gather_texts
 from meshwright.host import usable_processes
 
@@ -59,7 +59,7 @@ class Session:
 
     @property
     def synchronization(self) -> Synchronization:
-        synchronize: Callable[[], object] = torch.cuda.synchronize if self.device.type == "cuda" else (lambda: None)
+        synchronize: Callable[[], object] = torch.cuda.synchronize if self.device.type == "cuda" else no_operation
         return Synchronization(synchronize, self.barrier, self.agree)
 
 

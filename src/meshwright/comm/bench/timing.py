@@ -17,6 +17,7 @@ import numpy as np
 from meshwright.calibrate.points import Timed
 
 SAMPLE_S = 2e-3  # a sample takes at least this long
+DEVICE_SAMPLE_S = 10e-3  # on a device that runs behind its host: the first launch, which nothing hides, becomes negligible
 MOST_CALLS = 1000
 LEAST_SAMPLES, MOST_SAMPLES = 3, 25
 WARM_UP = 2  # calls before the first that is timed
@@ -32,7 +33,7 @@ def unchanged(seconds: Sequence[float]) -> Sequence[float]:
 
 
 class Synchronization(NamedTuple):
-    """How the ranks of a measurement act ranks.
+    """How the ranks of a measurement act together.
 
     `synchronize` waits until the device has finished; `barrier` waits for the other ranks; `agree` returns the largest value of any
     rank, element by element.
@@ -68,13 +69,14 @@ def measure(
     if first < budget_s:
         for _ in range(warm_up - 1):
             first = min(first, ranks.agree([seconds_of(1)])[0])
-    calls, samples = counts(first, budget_s)
+    waits = ranks.synchronize is not no_operation
+    calls, samples = counts(first, budget_s, DEVICE_SAMPLE_S if waits else SAMPLE_S)
     return timed(ranks.agree([seconds_of(calls) for _ in range(samples)]), calls)
 
 
-def counts(first_s: float, budget_s: float) -> tuple[int, int]:
-    """Calls per sample and samples that fit into the budget, for a call of `first_s` seconds."""
-    calls = min(max(math.ceil(SAMPLE_S / first_s), 1), MOST_CALLS)
+def counts(first_s: float, budget_s: float, sample_s: float = SAMPLE_S) -> tuple[int, int]:
+    """Calls per sample of at least `sample_s` seconds, and samples that fit into the budget, for a call of `first_s` seconds."""
+    calls = min(max(math.ceil(sample_s / first_s), 1), MOST_CALLS)
     samples = int(budget_s / (first_s * calls))
     if samples < 1:
         return 1, 1
