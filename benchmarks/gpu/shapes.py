@@ -11,8 +11,8 @@ LONG = SHAPES["1.5b"]
 SMALL = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 32768, "batch": 8, "seq": 512}
 
 # A model with experts, and the dense model that a token of it sees: as many layers, the width of the experts it visits.
-MIXTRAL = {"layers": 12, "hidden": 2048, "heads": 16, "kv_heads": 8, "vocab": 32000, "batch": 4, "seq": 4096}
-DEEPSEEK = {"layers": 6, "hidden": 2048, "heads": 16, "kv_heads": 16, "vocab": 32000, "batch": 4, "seq": 4096}
+MIXTRAL = {"layers": 12, "hidden": 2048, "heads": 16, "kv_heads": 8, "vocab": 32000, "batch": 8, "seq": 4096}
+DEEPSEEK = {"layers": 6, "hidden": 2048, "heads": 16, "kv_heads": 16, "vocab": 32000, "batch": 16, "seq": 4096}
 EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Mixtral-shaped": (MIXTRAL | {"ffn": 7168, "experts": 8, "top_k": 2}, MIXTRAL | {"ffn": 14336}),
     "DeepSeek-shaped": (

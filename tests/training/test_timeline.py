@@ -117,3 +117,12 @@ def test_sums_over_tp_are_named_in_the_order_they_run(timelines):
     layer = ["attention-out", "ffn-out"]
     assert names[:7] == ["embedding-out", *layer, *layer, "loss-maximum", "loss-sums"]
     assert names[7:12] == ["head-in-grad", *["ffn-in-grad", "attention-in-grad"] * 2]
+
+
+@pytest.mark.parametrize(("step_s", "timed", "traced"), [(0.1, 20, 3), (0.1, 5, 1), (12.0, 20, 2), (31.0, 20, 0)])
+def test_tracing_ends_within_half_a_minute(monkeypatch, step_s, timed, traced) -> None:
+    """The traced steps follow a run: a step of minutes would double its time."""
+    from meshwright.training.measure import trace_step
+
+    monkeypatch.setattr(trace_step, "trace_step", lambda trainer: "step")
+    assert len(trace_step.trace_steps(None, timed, step_s)) == traced

@@ -1,7 +1,8 @@
 """The report of one rank at the end of a run: its recorded steps, a few traced ones, and one that is observed.
 
 These steps follow the timed ones: tracing gives the timeline of actions and blocks, observing counts bytes sent and memory of tensors.
-No checkpoint contains their updates.
+No checkpoint contains their updates. Long steps are not traced, and where one rank trains on a GPU nothing is observed: it sends no bytes, and the
+allocator counts its memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from meshwright.training.measure.lowered_names import AXES
 from meshwright.training.measure.observe import Observer
 from meshwright.training.measure.record_comm import CommRecorder
 from meshwright.training.measure.trace_step import trace_steps
-from meshwright.training.records import RankReport
+from meshwright.training.records import Observed, RankReport
 
 PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which its bytes are predicted
 
@@ -28,12 +29,8 @@ PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which 
 def rank_report(context: RankContext, trainer: Trainer, steps: int, recorder: CommRecorder, cpu_s: float) -> RankReport:
     """The report of this rank; trains the further steps. `cpu_s`: seconds that it computed in the timed ones."""
     parallel, of_steps = trainer.parallel, device_memory(context.device)
-    traced = trace_steps(trainer, steps)
-    if parallel.local is not None:
-        parallel.local.since = parallel.local.every - 1  # local SGD averages in the observed step
-    with Observer(trainer, separate_axes=True) as observer:
-        trainer.train_step()
-    seen = observer.observed()
+    traced = trace_steps(trainer, steps, mean_step_s(trainer, recorder))
+    seen = observe(trainer) if of_steps is None or context.world > 1 else Observed()
     tensors, process = of_steps or (
         seen.peak_bytes,
         peak_resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
@@ -42,6 +39,24 @@ def rank_report(context: RankContext, trainer: Trainer, steps: int, recorder: Co
     return RankReport(
         context.rank, stage, tensors, process, traffic, kept_share(trainer), cpu_s, tuple(recorder.steps), traced
     )
+
+
+def mean_step_s(trainer: Trainer, recorder: CommRecorder) -> float:
+    """Seconds of the last recorded step, mean over all ranks, which must agree on how many more they train."""
+    last = recorder.steps[-1] if recorder.steps else None
+    seconds = torch.tensor(
+        last.ended - last.began if last else 0.0, dtype=torch.float64, device=trainer.parallel.mesh.device
+    )
+    return float(trainer.all_reduce(seconds, "world")) / trainer.parallel.plan.world
+
+
+def observe(trainer: Trainer) -> Observed:
+    """Train one step, and return the bytes it sends and the memory it takes."""
+    if (local := trainer.parallel.local) is not None:
+        local.since = local.every - 1  # local SGD averages in this step
+    with Observer(trainer, separate_axes=True) as observer:
+        trainer.train_step()
+    return observer.observed()
 
 
 def kept_share(trainer: Trainer) -> float | None:

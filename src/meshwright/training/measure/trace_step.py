@@ -23,11 +23,13 @@ from meshwright.training.records import Interval, StepRecord, TracedStep
 
 TRACED_STEPS = 3
 LONG_RUN = 10  # timed steps
+MOST_S = 30.0  # of all traced steps
 
 
-def trace_steps(trainer: Trainer, timed: int) -> tuple[TracedStep, ...]:
-    """Traces of further steps: three, or one after a short run."""
-    return tuple(trace_step(trainer) for _ in range(TRACED_STEPS if timed >= LONG_RUN else 1))
+def trace_steps(trainer: Trainer, timed: int, step_s: float) -> tuple[TracedStep, ...]:
+    """Traces of further steps: three, or one after a short run; fewer where steps of `step_s` seconds would take longer than `MOST_S`."""
+    wanted = TRACED_STEPS if timed >= LONG_RUN else 1
+    return tuple(trace_step(trainer) for _ in range(min(wanted, int(MOST_S / max(step_s, 1e-9)))))
 
 
 def trace_step(trainer: Trainer) -> TracedStep:
