@@ -6,7 +6,7 @@ import torch
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
-from meshwright.models.dropout import GOLDEN, Dropout, Moment, drawing, kept, mixed, samples, tokens
+from meshwright.models.dropout import GOLDEN, Dropout, Moment, drawing, kept, mixed, multiples, samples, tokens
 
 MOMENT = Moment(seed=5, step=3, samples=range(8))
 PLACES = torch.arange(64)
@@ -14,7 +14,7 @@ PLACES = torch.arange(64)
 
 def mask(rate=0.3, site="layers.1.ffn", places=PLACES, width=64, **changes):
     sample_B = samples(Moment(**{**vars(MOMENT), **changes}), site, places.device)
-    return kept(tokens(sample_B, places), rate, width)
+    return kept(tokens(sample_B, places * GOLDEN), rate, width)
 
 
 def test_the_hash_is_splitmix64():
@@ -75,6 +75,12 @@ def test_backward_uses_the_mask_of_forward_without_saving_it():
     assert torch.equal(x.grad, y)
     assert y.unique().tolist() == pytest.approx([0.0, 1 / (1 - 0.4)], rel=2**-15)
     assert saved == []
+
+
+def test_multiples_wrap_around_and_have_constants_of_64_bits():
+    """A compiler multiplies the numbers of a range exactly: 4 times GOLDEN has 65 bits."""
+    for numbers in (range(3), range(4, 9), range(10**6, 10**6 + 2)):
+        assert torch.equal(multiples(numbers, torch.device("cpu")), torch.tensor(list(numbers)) * GOLDEN)
 
 
 def test_dropout_is_off_in_evaluation_and_refused_without_a_moment():

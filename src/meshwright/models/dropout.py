@@ -109,15 +109,22 @@ def samples(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
     return mixed(sample_keys(moment, site, device))
 
 
-def tokens(sample_B: torch.Tensor, position_S: torch.Tensor) -> torch.Tensor:
-    """[B, S]: a hash for each token, from which the hashes of its features are computed."""
-    return mixed(sample_B[:, None] + position_S * GOLDEN)
+def multiples(numbers: range, device: torch.device) -> torch.Tensor:
+    """GOLDEN times each of consecutive numbers, modulo 2⁶⁴. The compiler computes an `arange` with exact integers, and fails on a constant
+    beyond 64 bits: GOLDEN times the first number is therefore reduced here."""
+    first = (numbers.start * GOLDEN + 2**63) % 2**64 - 2**63
+    return torch.arange(len(numbers), device=device) * GOLDEN + first
+
+
+def tokens(sample_B: torch.Tensor, multiple_S: torch.Tensor) -> torch.Tensor:
+    """[B, S]: a hash for each token, from which the hashes of its features are computed; `multiple_S` are GOLDEN times the positions."""
+    return mixed(sample_B[:, None] + multiple_S)
 
 
 def kept(token_BS: torch.Tensor, rate: float, width: int) -> torch.Tensor:
     """[B, S, H]: True for the elements that are kept."""
-    group_G = torch.arange(-(-width // FEATURES_PER_NUMBER), device=token_BS.device)
-    number_BSG = mixed(token_BS[..., None] + group_G * GOLDEN)
+    groups = range(-(-width // FEATURES_PER_NUMBER))
+    number_BSG = mixed(token_BS[..., None] + multiples(groups, token_BS.device))
     if torch.compiler.is_compiling():  # the same 16 bits by arithmetic, which fuses; a view of them would be stored
         shift_4 = torch.arange(FEATURES_PER_NUMBER, device=token_BS.device) * 16
         part_BSG4 = ((number_BSG[..., None] >> shift_4) & 0xFFFF) ^ 0x8000
@@ -199,14 +206,16 @@ class Dropout(DrawsForSamples):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.rate:
             return x
-        return _Drop.apply(x, tokens(self.sample_hashes(x), self.position_ids(x)), self.rate)
+        return _Drop.apply(x, tokens(self.sample_hashes(x), self.position_multiples(x)), self.rate)
 
-    def position_ids(self, x: torch.Tensor) -> torch.Tensor:
-        """Positions of this rank's tokens in the whole sequence; 0 for rows without a sequence."""
-        length, (index, parts) = x.shape[1] if x.ndim > 2 else 1, self.share
+    def position_multiples(self, x: torch.Tensor) -> torch.Tensor:
+        """GOLDEN times the positions of this rank's tokens in the whole sequence; 0 for rows without a sequence."""
+        length, (index, _) = x.shape[1] if x.ndim > 2 else 1, self.share
+        own = range(index * length, (index + 1) * length)
         positions = self.geometry.position_ids if self.geometry is not None else None
-        whole = torch.arange(length * parts, device=x.device) if positions is None else positions
-        return whole[index * length : (index + 1) * length].to(x.device)
+        if positions is None:
+            return multiples(own, x.device)
+        return positions[own.start : own.stop].to(x.device) * GOLDEN
 
 
 def make_dropout(rate: float, site: str, geometry: HasPositions | None = None) -> nn.Module:
@@ -229,16 +238,15 @@ class Dropped:
     def factor(self, queries_R: torch.Tensor, keys_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[B, N, R, C]: 0 for dropped probabilities, 1 / (1 − rate) for the others. Key positions must be sorted."""
         device, drops = self.sample_B.device, parts_of(self.rate)
-        heads_N = torch.arange(self.heads.start, self.heads.stop, device=device)
-        number_BN = mixed(self.sample_B[:, None] + heads_N * GOLDEN)
+        number_BN = mixed(self.sample_B[:, None] + multiples(self.heads, device))
         number_BNR = mixed(number_BN[..., None] + queries_R.to(device) * GOLDEN)
         keep = [self._numbers_of_run(number_BNR, run) >= SMALLEST + drops for run in runs_in(keys_C)]
         return torch.cat(keep, dim=-1).to(dtype).div_(1 - drops / 2**16)
 
     def _numbers_of_run(self, number_BNR: torch.Tensor, keys: range) -> torch.Tensor:
         first = keys.start // FEATURES_PER_NUMBER
-        group_G = torch.arange(first, -(-keys.stop // FEATURES_PER_NUMBER), device=number_BNR.device)
-        number_BNRG = mixed(number_BNR[..., None] + group_G * GOLDEN)
+        groups = range(first, -(-keys.stop // FEATURES_PER_NUMBER))
+        number_BNRG = mixed(number_BNR[..., None] + multiples(groups, number_BNR.device))
         return number_BNRG.view(torch.int16)[
             ..., keys.start - first * FEATURES_PER_NUMBER : keys.stop - first * FEATURES_PER_NUMBER
         ]
