@@ -12,7 +12,8 @@ from meshwright.parallel import compile as compiling
 from meshwright.proof.compare import compare
 
 SP, Z3, CP = {"tp": 2, "sp": True}, {"shard": 2, "zero": 3}, {"cp": 2}
-# A model, a plan, and the graph breaks of its layers: one per kind of layer with experts, else none.
+# A model, a plan, and the graph breaks of its layers: one at the dispatch of each kind of layer with experts (gpt-oss has two kinds, with a
+# window and without), else none.
 DAILY = [("mlp", {"tp": 2}, 0)]
 TRACED_DAILY = [("drops", {**Z3, "recompute": "full"}, 0)]
 OVER_OURS = [("qwen", {**SP, "recompute": "selective"}, 0)]  # ranks exchange through the backend meshwright
@@ -36,7 +37,7 @@ SOAK = [
     ("drops", CP, 0),
     ("mixtral", {**Z3, "ep": 2}, 1),
     ("deepseek", {**SP, "expert_tp": 1, "ep": 2}, 1),
-    ("gpt-oss", {**Z3, "recompute": "selective"}, 1),
+    ("gpt-oss", {**Z3, "recompute": "selective"}, 2),
     ("gpt", {**Z3, **SP, "offload": "both"}, 0),
     ("qwen", {**Z3, "pp": 2, "recompute": "full"}, 0),
 ]
