@@ -17,7 +17,7 @@ directions of one linear map.
 
 Under tensor parallelism and ZeRO a rank holds a box of each matrix. u is computed on the boxes, brought together on one rank for each
 matrix, and the boxes of O are returned, while other matrices are orthogonalised (`whole_matrices`). AdamW's updates run while the first messages
-travel; on a GPU on a second stream. In 16-bit runs u and O are sent in bf16 and the iteration runs in bf16 on GPUs,
+travel. In 16-bit runs u and O are sent in bf16 and the iteration runs in bf16 on GPUs,
 in fp32 on CPUs; in other runs everything has the dtype of the parameters.
 """
 
@@ -43,13 +43,14 @@ MATCH_ADAMW = 0.2  # the typical size of an AdamW update, in learning rates
 def orthogonalise(u: torch.Tensor) -> torch.Tensor:
     """The matrix, or each of a stack of matrices, with all its singular values moved to about 1."""
     tall = u.shape[-2] > u.shape[-1]
-    x = u.mT if tall else u
+    x = (u.mT if tall else u).reshape(-1, min(u.shape[-2:]), max(u.shape[-2:]))
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
     a, b, c = COEFFICIENTS
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return (x.mT if tall else x).reshape(u.shape)
 
 
 class Muon(torch.optim.Optimizer):
@@ -74,7 +75,6 @@ class Muon(torch.optim.Optimizer):
         self.device = parallel.mesh.device
         overlap = parallel.plan.overlap is None or "dp" in parallel.plan.overlap
         self.whole = WholeMatrices(found, parallel.mesh, self.dtype, overlap)
-        self.side = torch.cuda.Stream(self.device) if on_gpu and adamw is not None else None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -95,22 +95,15 @@ class Muon(torch.optim.Optimizer):
             self.whole.apply(momentum, self._orthogonal, update, meanwhile=self._step_adamw)
         else:
             self._step_adamw()
-        if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
 
     def _step_adamw(self) -> None:
-        """Update the parameters that are not matrices: on a GPU on a second stream, after all that was launched so far."""
+        """Update the parameters that are not matrices."""
         if self.adamw is None:
             return
         # Its groups and states are those of this optimizer, which hooks, schedules and checkpoints see.
         self.adamw.param_groups = [group for group in self.param_groups if not group["orthogonal"]]
         self.adamw.state = self.state
-        if self.side is None:
-            self.adamw.step()
-            return
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            self.adamw.step()
+        self.adamw.step()
 
     def _momentum(self, piece: Piece, group: dict[str, Any]) -> torch.Tensor:
         """Add the gradient of a piece to its momentum; returns u in the dtype in which it is sent."""
