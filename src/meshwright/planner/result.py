@@ -191,44 +191,15 @@ class Result:
     # JSON
 
     def as_dict(self) -> dict[str, Any]:
-        x = self.explanation
         return {
             "runs_in": self.runs_in,
             "searched": self.searched,
             "costed": self.found.costed,
             "seconds": self.seconds,
             "memory_headroom": self.headroom,
-            "plans": [
-                {
-                    "plan": c.plan.as_dict(),
-                    "title": c.plan.title(),
-                    "strategy": c.strategy,
-                    "closed_form_s": c.closed,
-                    "tied_with_winner": tie,
-                    **p.as_dict(),
-                }
-                for (c, p), tie in zip(self.leaders, self.ties, strict=True)
-            ],
+            "plans": self._plans(),
             "robust": {"plan": self.robust[0].plan.as_dict(), "step_time_high_s": self.robust[1].step_time_high_s},
-            "strategies": {
-                self.ranking.best.strategy: {
-                    "fits": True,
-                    "slower": 0.0,
-                    "why_not": "",
-                    "plan": self.plan.as_dict(),
-                    "proved": True,
-                }
-            }
-            | {
-                w.strategy: {
-                    "fits": w.fits,
-                    "slower": w.slower if w.fits else None,
-                    "why_not": w.words,
-                    "plan": w.plan.as_dict(),
-                    "proved": w.proved,
-                }
-                for w in x.why_not
-            },
+            "strategies": self._strategies(),
             "fastest": {
                 "plan": self.ranking.fastest.plan.as_dict(),
                 "step_time_s": self.ranking.fastest.time,
@@ -240,22 +211,54 @@ class Result:
                 {"plan": c.plan.as_dict(), "step_time_s": c.time, "memory_gib": why.gib(c.memory)}
                 for c in self.ranking.front
             ],
-            "explanation": {
-                "batch": x.batch,
-                "bound": x.bound,
-                "reasons": x.reasons,
-                "critical_batch": x.estimate.critical_batch.sequences,
-                "critical_batch_reason": x.critical,
-                "bubble_fraction": x.estimate.bubble_fraction,
-                "memory_low_gib": x.memory_band[0],
-                "memory_high_gib": x.memory_band[1],
-                "training": asdict(x.training) if x.training else None,
-                "scaling": asdict(x.scaling),
-                "sensitivities": [asdict(s) for s in x.sensitivities],
-                "calibrated": x.calibrated,
-                "assumed": x.assumed,
-            },
+            "explanation": self._explanation(),
         } | self._survival()
+
+    def _plans(self) -> list[dict[str, Any]]:
+        """The leaders, each with its prediction."""
+        return [
+            {
+                "plan": c.plan.as_dict(),
+                "title": c.plan.title(),
+                "strategy": c.strategy,
+                "closed_form_s": c.closed,
+                "tied_with_winner": tie,
+                **p.as_dict(),
+            }
+            for (c, p), tie in zip(self.leaders, self.ties, strict=True)
+        ]
+
+    def _strategies(self) -> dict[str, Any]:
+        """The best plan of each strategy: the winner's, and why the others lost."""
+        best = {"fits": True, "slower": 0.0, "why_not": "", "plan": self.plan.as_dict(), "proved": True}
+        return {self.ranking.best.strategy: best} | {
+            w.strategy: {
+                "fits": w.fits,
+                "slower": w.slower if w.fits else None,
+                "why_not": w.words,
+                "plan": w.plan.as_dict(),
+                "proved": w.proved,
+            }
+            for w in self.explanation.why_not
+        }
+
+    def _explanation(self) -> dict[str, Any]:
+        x = self.explanation
+        return {
+            "batch": x.batch,
+            "bound": x.bound,
+            "reasons": x.reasons,
+            "critical_batch": x.estimate.critical_batch.sequences,
+            "critical_batch_reason": x.critical,
+            "bubble_fraction": x.estimate.bubble_fraction,
+            "memory_low_gib": x.memory_band[0],
+            "memory_high_gib": x.memory_band[1],
+            "training": asdict(x.training) if x.training else None,
+            "scaling": asdict(x.scaling),
+            "sensitivities": [asdict(s) for s in x.sensitivities],
+            "calibrated": x.calibrated,
+            "assumed": x.assumed,
+        }
 
     def _survival(self) -> dict[str, Any]:
         """Goodput and sites, where the question has them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -40,61 +42,20 @@ def explain(e: Estimate, part: str) -> RenderableType:
 
 
 def explain_operations(e: Estimate, part: str) -> RenderableType:
-    rank = int(e.cost.slowest[0])
-    held = e.cost.stage_blocks[rank]
-    network = Network(e.cluster, e.program.batch)
-    table = Table(box=None, pad_edge=False)
-    for name, side in (
-        ("block × count", "left"),
-        ("phase", "left"),
-        ("operation", "left"),
-        ("shape", "left"),
-        ("each", "right"),
-        ("per micro-batch", "right"),
-    ):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
-    kinds, total = set(), 0.0
-    programs: set[tuple[str, str]] = set()
-    for block in e.program.kinds():
-        for phase in PHASES:
-            times = scalar(held.times(block, phase))
-            for op in e.program.blocks.get((block, phase), ()):
-                if not times or part_of(op, phase) != part:
-                    continue
-                kinds.add(op.kind)
-                if op.collective:
-                    programs.add((OPERATIONS[op.collective], network.algorithm(op)))
-                seconds = scalar(
-                    network.time(op)
-                    if op.axis
-                    else compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack, op)
-                )
-                total += times * scalar(op.count) * seconds
-                table.add_row(
-                    f"{block} × {times:.0f}",
-                    phase,
-                    f"{op.name} × {scalar(op.count):g}",
-                    shape_of(op, network),
-                    format_seconds(seconds),
-                    format_seconds(times * scalar(op.count) * seconds),
-                )
-    m = e.plan.microbatches(e.workload)
-    lines: list[RenderableType] = [
-        Text(f"{part}: {format_seconds(e.prediction.exposed_s[part])} of the step", style="bold")
-    ]
-    lines += [Text(FORMULAS[kind], style="cyan") for kind in FORMULAS if kind in kinds]
-    runs = library_of(e.cluster)
-    lines += [Text(f"{runs} runs {a} for {o}: {formula(o, a)}", style="cyan") for o, a in sorted(programs)]
-    eff = e.cluster.accelerator.efficiency
-    peak = e.cluster.accelerator.peak_for(e.workload.precision)
-    lines.append(
-        Text(
-            f"peak {format_flops(peak)}, e {eff.gemm:g}, c {eff.gemm_traffic:g}, floor {format_seconds(eff.floor)}; {e.cluster.accelerator.name}",
-            style="dim",
-        )
-    )
-    if table.row_count:
-        exposed = e.prediction.exposed_s[part]
+    """The formulas of a part, its operations on the slowest stage, and their sum over the micro-batches of a step."""
+    rank, network, exposed = int(e.cost.slowest[0]), Network(e.cluster, e.program.batch), e.prediction.exposed_s[part]
+    found = list(operations_of(e, part, rank))
+    lines: list[RenderableType] = [Text(f"{part}: {format_seconds(exposed)} of the step", style="bold")]
+    lines += formulas_of([op for *_, op in found], e, network)
+    if found:
+        table = columns("block × count", "phase", "operation", "shape", numbers=("each", "per micro-batch"))
+        total = 0.0
+        for block, times, phase, op in found:
+            seconds, count = seconds_of(op, e, network), scalar(op.count)
+            total += times * count * seconds
+            row = f"{block} × {times:.0f}", phase, f"{op.name} × {count:g}", shape_of(op, network)
+            table.add_row(*row, format_seconds(seconds), format_seconds(times * count * seconds))
+        m = e.plan.microbatches(e.workload)
         words = f"{format_seconds(total)} per micro-batch × {m} micro-batches = {format_seconds(total * m)} on the slowest stage ({rank})"
         if abs(total * m - exposed) > 1e-3 * exposed:
             words += f"; exposed {format_seconds(exposed)} after overlap, with the operations that run once per step"
@@ -102,16 +63,57 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
     closing = once_per_step(e, part, network)
     if closing.row_count:
         lines += [Text("once per step:"), closing]
-    elif not table.row_count:
+    elif not found:
         lines.append(Text("once per step: optimizer and overhead are not micro-batch operations", style="dim"))
     return Group(*lines)
 
 
+def operations_of(e: Estimate, part: str, rank: int) -> Iterator[tuple[str, float, str, Op]]:
+    """(block, number of such blocks, phase, operation) of one part on one pipeline rank."""
+    held = e.cost.stage_blocks[rank]
+    for block in e.program.kinds():
+        for phase in PHASES:
+            if times := scalar(held.times(block, phase)):
+                for op in e.program.blocks.get((block, phase), ()):
+                    if part_of(op, phase) == part:
+                        yield block, times, phase, op
+
+
+def formulas_of(ops: list[Op], e: Estimate, network: Network) -> Iterator[Text]:
+    """The formulas of these kinds of operations, those of the collectives that the library runs, and the constants in them."""
+    kinds = {op.kind for op in ops}
+    yield from (Text(FORMULAS[kind], style="cyan") for kind in FORMULAS if kind in kinds)
+    for operation, algorithm in sorted(
+        {(OPERATIONS[op.collective], network.algorithm(op)) for op in ops if op.collective}
+    ):
+        words = f"{library_of(e.cluster)} runs {algorithm} for {operation}: {formula(operation, algorithm)}"
+        yield Text(words, style="cyan")
+    device = e.cluster.accelerator
+    peak, eff = format_flops(device.peak_for(e.workload.precision)), device.efficiency
+    constants = f"peak {peak}, e {eff.gemm:g}, c {eff.gemm_traffic:g}, floor {format_seconds(eff.floor)}; {device.name}"
+    yield Text(constants, style="dim")
+
+
+def seconds_of(op: Op, e: Estimate, network: Network) -> float:
+    """Time of one operation."""
+    if op.axis:
+        return scalar(network.time(op))
+    return scalar(compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack, op))
+
+
+def columns(*words: str, numbers: tuple[str, ...]) -> Table:
+    """An empty table: columns of words, then columns of numbers, which are aligned to the right."""
+    table = Table(box=None, pad_edge=False)
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
 def once_per_step(e: Estimate, part: str, network: Network) -> Table:
     """Return the collectives of a part that run once per step (gradient reductions, parameter gathers), each with its algorithm."""
-    table = Table(box=None, pad_edge=False)
-    for name, side in (("operation", "left"), ("shape", "left"), ("each", "right"), ("per step", "right")):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    table = columns("operation", "shape", numbers=("each", "per step"))
     for op in e.cost.syncs:
         if op.axis and scalar(op.count) and AXIS_OF[op.axis] == part and scalar(e.program.batch.size(op.axis)) > 1:
             seconds, count = scalar(network.time(op)), scalar(op.count)

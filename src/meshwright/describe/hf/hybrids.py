@@ -236,26 +236,8 @@ def mamba2(c: Config) -> dict[str, Any]:
 
 def deepseek_v4(c: Config) -> dict[str, Any]:
     """Compressed attention in three kinds of layers, several residual streams, experts in all layers."""
-    layers, rates = c.number("num_hidden_layers", 43, most=MOST_LAYERS), c.get("compress_rates")
-    near, far = 4, 128
-    if isinstance(rates, dict):
-        table = Config(c.family, rates, c.notes)
-        near, far = table.number("compressed_sparse_attention", 4), table.number("heavily_compressed_attention", 128)
-    words, ratios = c.many("layer_types", str), c.many("compress_ratios", int)
-    if words is None and ratios is None:
-        raise MeshwrightError("MW-HF-005", "the deepseek_v4 config lacks 'layer_types'", why="It has no default")
-    found = (
-        [COMPRESSED.get(word, "") for word in words]
-        if words
-        else [{0: "W", near: "S", far: "C"}.get(r, "") for r in ratios or ()]
-    )
-    found = found[:layers]
-    if "" in found:
-        raise MeshwrightError(
-            "MW-HF-007", "a layer of this deepseek_v4 config has an unknown kind of attention", valid=COMPRESSED
-        )
-    top_k = c.number("num_experts_per_tok", 6)
-    width = c.number("moe_intermediate_size", 2048)
+    layers = c.number("num_hidden_layers", 43, most=MOST_LAYERS)
+    near, far = _compression_ratios(c)
     predicted_tokens(c)
     c.covered(
         "mlp_layer_types",
@@ -290,10 +272,10 @@ def deepseek_v4(c: Config) -> dict[str, Any]:
         "index_top_k": c.number("index_topk", 512),
         "streams": c.number("hc_mult", 4),
         "sinks": True,
-        "pattern": compact([f"{mixer}E" for mixer in found]),
+        "pattern": compact([f"{mixer}E" for mixer in _compressed_mixers(c, layers, near, far)]),
         "experts": c.number("n_routed_experts", 256),
-        "top_k": top_k,
-        "expert_ffn": width,
+        "top_k": c.number("num_experts_per_tok", 6),
+        "expert_ffn": c.number("moe_intermediate_size", 2048),
         "shared_experts": c.number("n_shared_experts", 1, least=0),
         "balance_bias": True,
         "router": {"scale": c.decimal("routed_scaling_factor", 1.5)},
@@ -303,6 +285,27 @@ def deepseek_v4(c: Config) -> dict[str, Any]:
         "max_positions": c.number("max_position_embeddings", 0, least=0),
         "tied": c.flag("tie_word_embeddings", False),
     }
+
+
+def _compression_ratios(c: Config) -> tuple[int, int]:
+    """Tokens that one compressed key stands for, in the two kinds of compressed layers."""
+    rates = c.get("compress_rates")
+    table = Config(c.family, rates if isinstance(rates, dict) else {}, c.notes)
+    return table.number("compressed_sparse_attention", 4), table.number("heavily_compressed_attention", 128)
+
+
+def _compressed_mixers(c: Config, layers: int, near: int, far: int) -> list[str]:
+    """The letter of each layer's attention, from `layer_types` or from `compress_ratios`."""
+    words, ratios = c.many("layer_types", str), c.many("compress_ratios", int)
+    if words is None and ratios is None:
+        raise MeshwrightError("MW-HF-005", "the deepseek_v4 config lacks 'layer_types'", why="It has no default")
+    by_ratio = {0: "W", near: "S", far: "C"}
+    found = [COMPRESSED.get(word, "") for word in words] if words else [by_ratio.get(r, "") for r in ratios or ()]
+    if "" in found[:layers]:
+        raise MeshwrightError(
+            "MW-HF-007", "a layer of this deepseek_v4 config has an unknown kind of attention", valid=COMPRESSED
+        )
+    return found[:layers]
 
 
 HYBRIDS: dict[str, Callable[[Config], dict[str, Any]]] = {
