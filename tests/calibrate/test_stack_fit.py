@@ -105,6 +105,21 @@ def test_a_stalled_run_moves_little(response):
     assert moved(4.0) < 0.03 < moved(1.2)
 
 
+def test_an_obsolete_stack_does_not_move_the_typical_one(response):
+    """Two sources of two stacks, one of them twice as slow: the typical stack follows it only if it is in use."""
+    measured = np.concatenate([exact(TYPICAL), exact(TYPICAL) + np.log(1.5)])
+    twice = response.take(np.tile(np.arange(len(PLANS)), 2))
+    first, second = np.arange(len(PLANS)), np.arange(len(PLANS), 2 * len(PLANS))
+
+    def typical(obsolete):
+        leaves = [stack_fit.Leaf("a", "x", first), stack_fit.Leaf("b", "y", second, obsolete)]
+        return stack_fit.fit(twice, measured, leaves).population().mean
+
+    assert (typical(False)[:5] > typical(True)[:5]).all()
+    alone = stack_fit.fit(response, measured[first], [stack_fit.Leaf("a", "x", first)]).population().mean
+    assert typical(True) == pytest.approx(alone, abs=0.02)  # of the second family only its own numbers depend on the first
+
+
 def rows(source, stack, scale, gpus=("8", "16", "32")):
     base = {
         "file": source, "model": "GPT", "layers": "24", "hidden": "2048", "ffn_hidden": "8192", "heads": "16", "kv_heads": "16",

@@ -57,6 +57,25 @@ def test_collectives_take_the_share_of_the_network():
     assert one(slow.busy["comm:tp"]) == pytest.approx(2 * one(fast.busy["comm:tp"]))
 
 
+def test_zero_3_parameter_by_parameter_sends_more_messages_and_hides_none():
+    """Each of a layer's parameters is gathered forward, for recompute and for backward; a unit only forward and backward."""
+    plan = Plan(shard=16, zero=3, recompute="full")
+    units, parameters = (cost(plan, gathers=word) for word in ("layer", "parameter"))
+
+    def gathers(found, phase):
+        (op,) = (op for op in found.program.blocks["dense", phase] if op.name == "gather-weights")
+        return one(op.count), one(op.message_bytes)
+
+    tensors = units.program.batch.layer_tensors
+    assert tensors > 5
+    for phase, times in (("F", 1), ("I", 2)):
+        (count, size), (more, smaller) = gathers(units, phase), gathers(parameters, phase)
+        assert more == pytest.approx(times * tensors * count)
+        assert smaller == pytest.approx(size / tensors)
+    assert one(parameters.exposed["dp"]) >= one(parameters.busy["comm:dp"]) * (1 - 1e-9)
+    assert one(units.exposed["dp"]) < 0.5 * one(units.busy["comm:dp"])
+
+
 def test_a_deduplicating_dispatch_sends_a_token_once_to_each_node():
     """k = 8 copies over two nodes reach 2(1 − 2⁻⁸) of them: a quarter of the copies."""
     plan = Plan(replicate=16, ep=16)

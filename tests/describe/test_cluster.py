@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -173,3 +176,12 @@ def test_a_uniform_cluster_matches_the_formulas() -> None:
     assert cluster.world == 8
     assert cluster.path(0, 7).alpha == 1e-6
     assert cluster.device_bandwidth(0) == 1e9
+
+
+def test_the_shares_of_hopper_are_those_that_bench_measured():
+    text = (Path(__file__).parents[2] / "benchmarks" / "gpu" / "h200.toml").read_text("utf-8")
+    measured = tomllib.loads(text)["cluster"]["accelerator"]["efficiency"]
+    for device in ("h100-sxm", "h200"):
+        efficiency = catalog.load("accelerators", device).efficiency
+        for name in ("gemm", "flash", "fused", "memory"):
+            assert getattr(efficiency, name) == round(measured[name], 2)

@@ -27,8 +27,8 @@ PLAN_DOUBT = 0.02
 PART_DOUBTS = (0.35, 0.25, 0.10)  # of communication, host and bubble: the noise of `calibrate.stack_fit`
 NINE_OF_TEN = 1.28  # standard deviations
 # A device that was never measured has the median shares of the measured ones (`describe.cluster.Efficiency`). Its true shares may be
-# their best in matrix products (0.74 instead of 0.66) or their worst in attention (0.18 instead of 0.25).
-UNMEASURED = (0.66 / 0.74, 0.25 / 0.18)
+# their best in matrix products (0.79 instead of 0.66) or their worst in fused attention (0.35 instead of 0.39).
+UNMEASURED = (0.66 / 0.79, 0.39 / 0.35)
 
 
 def width(exposed: Mapping[str, float], device_doubt: float = 0.0) -> float:

@@ -152,8 +152,8 @@ def together(stack: Stack, device: Array, host: Array) -> Array:
 
 def unit_overlap(stack: Stack) -> float:
     """Whether ZeRO units communicate behind compute. `fully_shard` overlaps by the streams of a device: where the host computes (CPU) there are
-    none, and each of its collectives blocks."""
-    return 1.0 if stack.asynchronous else 0.0
+    none, and each of its collectives blocks. So do those of a stack that gathers each parameter only when its module runs."""
+    return 1.0 if stack.asynchronous and stack.gathers == "layer" else 0.0
 
 
 def launch_time(stack: Stack, op: Op) -> float:

@@ -65,7 +65,7 @@ class Efficiency(Described):
     )
     floor: Seconds = Field(default=2e-6, description="ramp of any kernel")
     flash: float = Field(default=0.25, gt=0, le=1, description="flash attention, forward and backward, head dim 128")
-    fused: float = Field(default=0.38, gt=0, le=1, description="the vendor's fused attention")
+    fused: float = Field(default=0.39, gt=0, le=1, description="the vendor's fused attention")
     memory: float = Field(default=0.80, gt=0, le=1, description="elementwise kernels, of memory bandwidth")
     tile: float = Field(default=128.0, ge=1, description="a smaller dimension of a product costs as much; 1 on CPUs")
     sequence_half: float = Field(

@@ -148,6 +148,10 @@ class Stack(Described):
         default=False,
         description="ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks",
     )
+    gathers: Literal["layer", "parameter"] = Field(
+        default="layer",
+        description="what one collective of ZeRO-3 gathers or reduces: the parameters of a layer, the next layer's ahead of it; or one parameter, when its module runs",
+    )
     interleaved_rounds: bool = Field(
         default=False,
         description="interleaved schedules run micro-batches in rounds of pp: the number of micro-batches must be a multiple of pp",
@@ -180,6 +184,9 @@ class Stack(Described):
     communicator: Bytes = Field(default=0.25e9, description="buffers per communicator and device")
     can: Abilities = Field(
         default=Abilities(), description="what the framework can run; the planner searches only that"
+    )
+    obsolete: bool = Field(
+        default=False, description="no longer in use: its runs do not tell what a stack without published runs is like"
     )
     evidence: Literal["typical", "published", "calibrated"] = Field(
         default="typical",

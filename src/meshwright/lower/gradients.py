@@ -188,7 +188,7 @@ def _selects(b: Batch) -> Array:
 
 def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[Op]]:
     """ZeRO-3 of one block in one micro-batch: gather its weights forward and backward, reduce its gradients. The block is a `share` of
-    a unit, or several units like it."""
+    a unit, or several units like it. A stack that gathers parameter by parameter sends the bytes of a unit in more messages."""
     shard = DATA_AXES[group].shard
     unit = load if share is None else Load(*(x / np.where(share > 0, share, 1.0) for x in load))
     times = 1.0 if share is None else share
@@ -196,15 +196,17 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[O
     once = 1.0 / np.maximum(b.microbatches, 1)
     reduces = on * np.where(b.reduce_each, 1.0, once) * times
 
+    pieces = b.layer_tensors if b.stack.gathers == "parameter" else 1.0
+
     def op(e: Exchange, count: Array) -> Op:
         return Op(
             e.name,
             group,
             "collective",
-            count * e.count,
+            count * e.count * pieces,
             collective=e.collective,
             axis=e.axis,
-            message_bytes=e.bytes,
+            message_bytes=e.bytes / pieces,
             stream="comm:dp",
         )
 
@@ -217,9 +219,14 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[O
     # Without resharding after forward, the weights are gathered once per step, not once per micro-batch.
     return {
         "F": [op(gather, on * np.where(b.reshard, 1.0, once) * times)],
-        "I": [op(gather, on * b.reshard * times)],
+        "I": [op(gather, on * b.reshard * times * gathers_in_backward(b))],
         "W": scatter,
     }
+
+
+def gathers_in_backward(b: Batch) -> Array:
+    """How often backward gathers a unit. A stack that frees a parameter when its module ends gathers it for recompute and for backward."""
+    return np.where(b.recompute == 2, 2.0, 1.0) if b.stack.gathers == "parameter" else 1.0
 
 
 # The messages of a batch of plans

@@ -139,10 +139,13 @@ def usable(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def leaves_of(runs: list[Outcome]) -> list[Leaf]:
+    """The runs of each family of stacks in each source. Stacks of one family share their numbers, so their runs in one source do too."""
     groups: dict[tuple[str, str], list[int]] = {}
     for k, o in enumerate(runs):
-        groups.setdefault((o.source, o.case.stack.name), []).append(k)
-    return [Leaf(source, stack, family_of(stack, source), np.array(ks)) for (source, stack), ks in groups.items()]
+        groups.setdefault((o.source, family_of(o.case.stack.name, o.source)), []).append(k)
+    return [
+        Leaf(source, family, np.array(ks), runs[ks[0]].case.stack.obsolete) for (source, family), ks in groups.items()
+    ]
 
 
 def family_of(stack: str, source: str) -> str:

@@ -3,6 +3,7 @@
     DualPipe                     the schedule `dualpipev`, and DeepSeek's own stack
     interleaved, degree unknown  the schedule `interleaved`, with one layer for each virtual stage where the layers divide
     a table of MegaScale         the stack `megascale`; the tables of the same paper for Megatron-LM keep theirs
+    ZeRO-3 of DeepSpeed in 2021  the stack `deepspeed-2021`, which gathers parameter by parameter
     FSDP without a named stack   the stack `fsdp`: PyTorch's library with its defaults
     parameters in fp32, autocast no separate master weights; gradients in fp32
     parameters in bf16 only      no master weights; gradients and states of the optimizer in bf16
@@ -57,6 +58,8 @@ def _stack_name(c: Case) -> str | None:
         return "hai-llm"
     if "MegaScale" in c.row["table"]:
         return "megascale"
+    if c.row["stack"] == "megatron-lm" and c.row["zero"] == "3" and "DeepSpeed" in c.row["zero_fsdp"]:
+        return "deepspeed-2021"
     unknown = c.row["stack"] not in catalog.names("stacks")
     sharded = c.plan is not None and c.plan.zero == 3
     return "fsdp" if unknown and sharded and re.search(r"\bfsdp|fully.shard", text, re.IGNORECASE) else None

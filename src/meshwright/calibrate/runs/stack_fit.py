@@ -87,12 +87,12 @@ def product(parts: Sequence[Normal]) -> Normal:
 
 @dataclass
 class Leaf:
-    """The runs of one stack in one source."""
+    """The runs of one family of stacks in one source."""
 
     source: str
-    stack: str
-    family: str  # the stack that it extends, or itself; a stack without a name is a separate family
+    family: str  # a stack and those that extend it; a stack without a name is a separate family
     runs: np.ndarray  # indices
+    obsolete: bool = False  # nobody uses the stack any more, so it does not tell what the typical stack is like
 
 
 @dataclass
@@ -124,8 +124,8 @@ class Fit:
         )
 
     def _population(self, family: str, without: str) -> Normal:
-        """The typical stack by all families but one."""
-        names = sorted({leaf.family for leaf in self.leaves} - {family})
+        """The typical stack by all families that are in use, but one."""
+        names = sorted({leaf.family for leaf in self.leaves if not leaf.obsolete} - {family})
         messages = [self._runs_say(name, without).through(BETWEEN_STACKS) for name in names]
         return product([self.typical, *messages])
 
