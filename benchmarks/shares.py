@@ -35,9 +35,7 @@ def product_share(device: Accelerator, m: float, n: float, k: float, rate: float
     seconds = work / rate
     shape = {"m": m, "n": n, "k": k}
     times = {"median_s": seconds, "low_s": seconds, "high_s": seconds}
-    return share_of(
-        DevicePoint(kind="gemm", dtype="bf16", shape=shape, work=work, samples=1, **times), device, "gemm"
-    )
+    return share_of(DevicePoint(kind="gemm", dtype="bf16", shape=shape, work=work, samples=1, **times), device, "gemm")
 
 
 def main(folder: Path) -> None:

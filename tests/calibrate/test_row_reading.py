@@ -178,9 +178,7 @@ def test_stages_without_layers_are_refused_unless_nearly_all_have_some():
 
 def test_zero_3_of_deepspeed_in_2021_gathers_parameter_by_parameter():
     fields = {"stack": "megatron-lm", "tp": "1", "pp": "1", "dp": "64", "sp": "0"}
-    old, own = (
-        apply_readings(case(**fields, zero=zero, zero_fsdp=f"ZeRO-{zero} (DeepSpeed)")).stack for zero in "31"
-    )
+    old, own = (apply_readings(case(**fields, zero=zero, zero_fsdp=f"ZeRO-{zero} (DeepSpeed)")).stack for zero in "31")
     assert (old.name, old.gathers, old.attention) == ("deepspeed-2021", "parameter", "flash")
     assert own.name == "megatron-lm"
 

@@ -150,7 +150,7 @@ class Stack(Described):
     )
     gathers: Literal["layer", "parameter"] = Field(
         default="layer",
-        description="what one collective of ZeRO-3 gathers or reduces: the parameters of a layer, the next layer's ahead of it; or one parameter, when its module runs",
+        description="what one collective of ZeRO-3 gathers: the parameters of a layer, the next layer's ahead; or one parameter as its module runs",
     )
     interleaved_rounds: bool = Field(
         default=False,

@@ -37,13 +37,14 @@ operations over one pass per kernel; share of compute that hides communication. 
 stacks at once (`calibrate/runs/stack_fit.py`): population → stack → source, each level normal with a prior, errors of a run
 Student's t with {freedom:g} degrees of freedom and a scale of {noise:.0%} (more where communication or the host dominate). All runs of a source
 count as at most {most:g}.
-Shares of peak are not fitted to runs (`benchmarks/shares.py` compares them with what was measured): those of H100 and H200 are what `meshwright bench`
-measured on one H200, those of B200 and MI355X come from measured products. No operation of an A100 was measured: its products and copies reach the
-shares of Hopper, its attention the rate of the paper of flash attention 2. Switches, assumptions for unpublished settings and the scales of the
-priors were chosen while looking at left-out errors, and the bytes that nanotron saves were fitted to its own runs. So were the host time of a
-collective over that of an operator (Megatron-LM 0.5, nanotron 3, others 2) and the rate of the scan of Mamba-2 (half of attention's). Expectation
-maximisation, with the widths of the priors between sources as four sources more, changes none of them by more than 10%, but for what all numbers have
-in common (0.05 instead of 0.08), and no error by more than 0.3 points. A stack that nobody uses any more (`obsolete`) says nothing of the typical one.
+Shares of peak are not fitted to runs (`benchmarks/shares.py` compares them with what was measured): those of H100 and H200 are what `meshwright
+bench` measured on one H200, those of B200 and MI355X come from measured products. No operation of an A100 was measured: its products and copies
+reach the shares of Hopper, its attention the rate of the paper of flash attention 2. Switches, assumptions for unpublished settings and the
+scales of the priors were chosen while looking at left-out errors, and the bytes that nanotron saves were fitted to its own runs. So were the
+host time of a collective over that of an operator (Megatron-LM 0.5, nanotron 3, others 2) and the rate of the scan of Mamba-2 (half of
+attention's). Expectation maximisation, with the widths of the priors between sources as four sources more, changes none of them by more than
+10%, but for what all numbers have in common (0.05 instead of 0.08), and no error by more than 0.3 points. A stack that nobody uses any more
+(`obsolete`) does not count in the typical one.
 """
 
 
@@ -92,7 +93,7 @@ def _floor(found: Accuracy) -> str:
         return ""
     residuals = found.left_out.by_source(np.abs(np.expm1(found.left_out.fitted)))
     floor = float(np.mean([np.median(sizes) for sizes in residuals.values() if len(sizes) > 1]))
-    seen = [s for s in found.unseen.values() if math.isfinite(s.after[1])]  # a source of one run has no other one to predict
+    seen = [s for s in found.unseen.values() if math.isfinite(s.after[1])]  # sources of two runs or more
     before, one = (float(np.mean(x)) for x in ([s.median for s in seen], [s.after[1] for s in seen]))
     return (
         f"\n\nOne run takes {percent(1 - one / before)} of the error off (target: a quarter). With all runs of a source seen, {percent(floor)} "
@@ -144,7 +145,7 @@ def _widths_by_source(found: Accuracy) -> str:
         "of ten runs of every source cannot be inside narrow bands while some sources have runs that the cost model does not explain: in "
         "megatron_bridge_perf_summary recompute, CUDA graphs and overlap are not published, and experts on GB200 and GB300 take 0.4 to "
         "1.7 times the prediction (without this source the half-width is 2 points smaller); all of bigscience_bloom is slower than predicted. Other "
-        "coefficients of the width (a grid of 960) make the mean half-width at most 2% smaller; widths from the covariance of the fit make it larger. "
+        "coefficients of the width (a grid of 960) make the mean half-width at most 2% smaller; widths from the fit's covariance make it larger. "
         "In megatron_sc21 six of 22 runs are ZeRO-3 of an early DeepSpeed (`deepspeed-2021`): it gathers parameter by parameter, which explains half "
         "of what they take above their compute; they count as an unknown stack.\n\n"
     )
