@@ -1,4 +1,4 @@
-"""The shares of peak in the catalog, beside those that measurements give.
+"""Compare the shares of peak in the catalog with those that measurements give.
 
     python benchmarks/shares.py MEASUREMENTS
 

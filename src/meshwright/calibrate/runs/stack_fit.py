@@ -92,7 +92,7 @@ class Leaf:
     source: str
     family: str  # a stack and those that extend it; a stack without a name is a separate family
     runs: np.ndarray  # indices
-    obsolete: bool = False  # nobody uses the stack any more, so it does not tell what the typical stack is like
+    obsolete: bool = False  # the stack is no longer in use, so it does not count in the typical one
 
 
 @dataclass
