@@ -205,12 +205,44 @@ def test_the_ray_file_calls_ray_and_our_trainer(monkeypatch, tmp_path) -> None:
     assert calls["train"] == ((), {"resume": str(tmp_path / "run"), "save_every": 25})
 
 
-def test_a_framework_is_started_by_torchrun_but_not_by_ray(framework) -> None:
+def test_a_worker_of_ray_starts_a_rank_of_a_framework_as_a_child_with_another_port(
+    framework, monkeypatch, tmp_path
+) -> None:
+    """Ray and the collectives of torch are stubs; the child is a process, which writes what it was started with."""
+    child = (
+        "import os, sys; print(os.environ['RANK'], os.environ['MASTER_PORT'], *sys.argv[1:], file=open('child', 'w'))"
+    )
+    (tmp_path / "train.py").write_text(child)
+    job = job_of(framework=framework, folder=str(tmp_path / "run"))
+    job = replace(job, program=replace(job.program, file="settings.toml", settings="tp = 2\n"))
+    ports: list[int] = []
+    stub = types.ModuleType("torch")
+    stub.zeros, stub.int64 = lambda size, dtype: [0], int
+    stub.distributed = types.SimpleNamespace(get_rank=lambda: 0, broadcast=lambda port, source: ports.append(port[0]))
+    train = types.ModuleType("ray.train")
+    train.FailureConfig = train.RunConfig = train.ScalingConfig = dict
+    ray_torch = types.ModuleType("ray.train.torch")
+    ray_torch.TorchConfig = dict
+    ray_torch.TorchTrainer = lambda loop, **config: types.SimpleNamespace(fit=loop)
+    stubs = {"torch": stub, "ray": types.ModuleType("ray"), "ray.train": train, "ray.train.torch": ray_torch}
+    for name, module in stubs.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.chdir(tmp_path)
+    text = LAUNCHERS["ray"].write(job)
+    exec(compile(text.replace("int(port)", "port[0]"), "ray.py", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "child").read_text() == f"0 {ports[0]} --config x y.toml\n"
+    assert ports[0] > 1
+    assert (tmp_path / "run" / "settings.toml").read_text() == "tp = 2\n"
+
+
+def test_a_framework_is_started_by_torchrun(framework) -> None:
     job = job_of(framework=framework)
     for name in ("slurm", "kubernetes", "skypilot", "torchrun"):
         assert "train.py --config 'x y.toml'" in LAUNCHERS[name].write(job)
-    with pytest.raises(MeshwrightError, match="MW-LAUNCH-004"):
-        LAUNCHERS["ray"].write(job)
+    with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-004.*accelerate"):
+        LAUNCHERS["ray"].write(replace(job, program=replace(job.program, agent="accelerate")))
     with pytest.raises(MeshwrightError, match="MW-LAUNCH-002"):
         job_of(framework="unheard-of")
 
