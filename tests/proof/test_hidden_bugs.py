@@ -88,7 +88,14 @@ def rounding_not_fed_back():
 
 def each_rank_orthogonalises_its_shard():
     """Muon on the rows of a rank, as if they were the matrix."""
-    whole_matrices.WholeMatrices.apply = lambda self, boxes, function: [function(box).to(box) for box in boxes]
+
+    def apply(self, box, function, use, meanwhile):
+        meanwhile()
+        for i in range(len(self.matrices)):
+            shard = box(i)
+            use(i, function(shard).to(shard))
+
+    whole_matrices.WholeMatrices.apply = apply
 
 
 def averages_without_token_weights():

@@ -90,10 +90,10 @@ def stop_and_resume(context, cases, folder):
 
 CASES = [
     (2, [("dense", {**Z3, **BF16}, {}, "bfloat16"), ("tied", {"tp": 2, "sp": True}, {"optimizer": "muon"}),
-         ("experts", {"replicate": 2, "ep": 2}), ("dense", {"replicate": 2, "average_every": 3}),
-         ("dense", {"replicate": 2, "bucket": 2000, "compression": "powersgd"})]),
+         ("experts", {"replicate": 2, "ep": 2}), ("dense", {"replicate": 2, "bucket": 2000, "compression": "powersgd"})]),
 ]  # fmt: skip
 MORE = [
+    (2, [("dense", {"replicate": 2, "average_every": 3})]),
     (1, [("dense", {"param_dtype": "fp16"}, {}, "float16"), ("dense", {"offload": "states"}, {"optimizer": "momentum"})]),
     (1, [("dense", {}), ("tied", {"microbatch": 2}), ("experts", {}), ("dense", BF16, {}, "bfloat16"), ("dense", {}, {"optimizer": "sgd"})]),
     (2, [("tied", ZBV), ("dense", {**Z3, "compression": "top-k"}), ("dense", {"replicate": 2, "bucket": 2000})]),
