@@ -193,7 +193,7 @@ def train(
     its plan. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. With `share_device` several ranks use one GPU,
     for tests. `shrink` trains the small copy of the plan that `verify` uses; `listen` is called with the record of every finished step.
     A run on CPU processes with gloo is predicted from a calibration of this machine, measured in seconds and cached (`calibrate`);
-    `recalibrate` measures anew; `announce` is called with what a calibration is doing.
+    `recalibrate` measures again; `announce` is called with what a calibration is doing.
     """
     import os
 

@@ -38,8 +38,8 @@ def command(
     """Fit constants to measurements: of links and collectives, of all stacks, or of the stack of a run.
 
     With BENCH.json: latency and bandwidth of every level; prints a verdict for each level against the catalog: normal, or slow by a factor
-    with likely causes. The file stands for --cluster FILE. With --from-run: the numbers of a stack, by Bayes' rule from what is known of
-    it and what was measured. The file stands for --stack FILE. With --runs: the numbers of all stacks of the catalog, from published runs."""
+    with likely causes. Use the file as --cluster FILE. With --from-run: the numbers of a stack, by Bayes' rule from what is known of
+    it and what was measured. Use the file as --stack FILE. With --runs: the numbers of all stacks of the catalog, from published runs."""
     from meshwright.cli.output import writable
     from meshwright.errors import MeshwrightError
 

@@ -131,7 +131,7 @@ def search(
 
 
 def target_framework(name: str, settings_file: str, model: str) -> Framework | None:
-    """The framework of --for, or of the settings file that is planned anew; --write needs one of them."""
+    """The framework of --for, or of the settings file that is planned again; --write needs one of them."""
     from meshwright.interop.files import is_settings_file, read_settings
     from meshwright.interop.frameworks import FRAMEWORKS, framework_named
 

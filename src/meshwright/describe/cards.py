@@ -1,6 +1,6 @@
 """The catalog's accelerator for a card as people write it: "NVIDIA A100-SXM4-80GB", "H100 SXM5 80GB", "GB200 NVL72", "MI300X OAM".
 
-What stands before a parenthesis or a semicolon decides; only if it names no card, the whole text is searched.
+The text before a parenthesis or a semicolon decides; only if it names no card, the whole text is searched.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from meshwright.errors import MeshwrightError, nearest, shown, unknown
 MOST_EXTENDS = 8
 HERE = Path()
 
-# Where a catalog name may stand, as dotted paths with list positions left out.
+# Where a catalog name is allowed, as dotted paths with list positions left out.
 NAMED = {
     "model": "models",
     "cluster": "clusters",

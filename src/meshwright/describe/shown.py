@@ -1,6 +1,6 @@
 """Results that show themselves: a page in the terminal, an HTML element with tables and figures in a notebook.
 
-The pages are in `view`, which stands above the results, so the module is imported when a result is shown, by the name in `shown_by`.
+The pages are in `view`, which is above the results, so the module is imported when a result is shown, by the name in `shown_by`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     zero 1   reduce-scatter, the optimizer on one shard, all-gather of the parameters: the same bytes as an all-reduce, apart from
              rows padded to a multiple of the ranks; unit by unit, or in buckets where a stack shards flat buffers (`flat_shards`)
     zero 2   the same; gradients are kept only as shards, so each micro-batch reduces (unless the plan accumulates them whole)
-    zero 3   parameters live as shards: each unit gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
+    zero 3   parameters are kept as shards: each unit gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
     hybrid   shard inside a group, then all-reduce the shard over the replicas
 
 A *message* is one of two things:

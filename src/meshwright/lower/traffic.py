@@ -3,7 +3,7 @@
 The step program is one description, read in two ways:
 
     batch_traffic   arrays over a batch of plans, for one pipeline rank of each: the first of its tensor-parallel and ZeRO groups, which
-                    holds the most of whatever does not divide evenly. This is what costs are made of
+                    holds the most of whatever does not divide evenly. Costs are computed from it
     rank.traffic_of_rank   integers, for any one rank, with what only a run knows: frozen parameters, real routing, the step's number
 
 Tests compare the two on that rank, and the second with what the runtime issues. A tensor-parallel layer without sequence parallelism,

@@ -1,6 +1,6 @@
 """Document masks: in a sequence packed from several documents, a token attends only to tokens of its own document.
 
-Without the mask, attention reads whatever document happens to stand before in the sequence. With it, a document trains as if
+Without the mask, attention also reads the documents before it in the sequence. With it, a document trains as if
 it stood alone, apart from its positions: rotary attention depends only on distances, so they make no difference there.
 
 Every token has a document number, [B, S] for the whole sequences of the micro-batch. A context-parallel rank has these numbers

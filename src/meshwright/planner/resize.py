@@ -1,7 +1,7 @@
-"""Another plan for the same training on fewer (or more) devices: what a restart runs when a node is gone.
+"""Another plan for the same training on fewer (or more) devices: what a restart runs when a node is lost.
 
 The training stays the same: model, global batch, sequence, dtypes, compression and learning rate are those of the given plan. The search
-chooses the layout anew (degrees, ZeRO, recompute, micro-batch, schedule) among the common plans that `train` can run and that fit in memory.
+chooses a new layout (degrees, ZeRO, recompute, micro-batch, schedule) among the common plans that `train` can run and that fit in memory.
 
 Not every number of devices has a legal plan: 3 ranks cannot divide a batch of 8. Then the largest smaller number that has one is used and
 the other devices stay idle. Local SGD is an algorithm of its replicas: its plan keeps every degree except the number of replicas.

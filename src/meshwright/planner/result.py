@@ -280,7 +280,7 @@ class Result:
             out["sites"] = asdict(self.crossing) | {"slowdown": self.crossing.slowdown}
         return out
 
-    # Text and HTML. `view` stands above the planner, so it is imported by name, and only when needed.
+    # Text and HTML. `view` is above the planner, so it is imported by name, and only when needed.
 
     def __rich__(self) -> Any:
         return importlib.import_module("meshwright.view.plan").page(self)

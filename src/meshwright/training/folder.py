@@ -113,7 +113,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, config: Config, prediction: Prediction, **about: Any) -> RunFolder:
-        """A run that goes on: after a restart, or with `--resume`. Its measurement and other results are written anew."""
+        """A run that continues: after a restart, or with `--resume`. Its measurement and other results are overwritten."""
         folder = cls(path)
         with folder._closed_on_error():
             before = read_about(path)

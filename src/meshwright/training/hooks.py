@@ -8,7 +8,7 @@
 
 Every rank calls its hooks in the same order, so a hook may communicate. The first hook of the list is the nearest to the
 step: its `before_step` is called last, its `after_step` first. So a recorder of communication in front does not see what the hooks
-behind it send, and a hook that reports the record stands behind those that add to it.
+behind it send, and a hook that reports the record runs after the hooks that add to it.
 
 A hook ends the training after the current step with `trainer.stopped = True`, on all ranks in the same step.
 """

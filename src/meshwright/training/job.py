@@ -32,5 +32,5 @@ class Job:
     resume: bool = False  # continue the run that is in the folder
     faults: str = ""  # a file of faults to inject (`faults.inject`), relative to the folder
     agents: tuple[str, ...] = ()  # of torchrun, which started these ranks
-    rejoins: bool = False  # an agent of torchrun starts a rank anew that ends with an error
+    rejoins: bool = False  # an agent of torchrun restarts a rank that ends with an error
     saves: bool = True  # false if the folder is removed after the run: there are no checkpoints

@@ -52,7 +52,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 class Logging(Hook):
-    """The hook of rank 0 that passes every n-th record to the loggers. It stands behind the hooks that add to the record."""
+    """The hook of rank 0 that passes every n-th record to the loggers. It runs after the hooks that add to the record."""
 
     def __init__(
         self, names: Sequence[str], every: int, folder: RunFolder, config: Config, first_step: int = 0

@@ -113,7 +113,7 @@ def kernels_table(training: Training) -> list[RenderableType]:
 
 
 def difference_table(rows: list[Difference]) -> RenderableType:
-    """All rows but those of the parts, which have their table."""
+    """All rows except those of the parts, which have a table to themselves."""
     parts = {part_label(part) for part in PARTS}
     cells = []
     for row in rows:

@@ -1,6 +1,6 @@
 """A training run, as its user starts it: check, predict, start ranks on this machine or join those of a launcher, return the result.
 
-    no launcher in the environment       `elastic` starts the ranks here, and starts them anew after a failure
+    no launcher in the environment       `elastic` starts the ranks here, and restarts them after a failure
     torchrun, Slurm, Open MPI, env://    this process is one rank (`launched`)
 
 Ranks do the work (`worker`), and rank 0 writes the run folder (`describe.run_folder` lists its files). All that watch a run read the
@@ -113,7 +113,7 @@ def with_own_stack(config: Config, device: str) -> Config:
 
 
 def check(config: Config, steps: int, folder: Path | None = None) -> None:
-    """Raise if the plan is illegal, or `train` cannot run it on any machine. `folder`: the run folder, of a run that goes on."""
+    """Raise if the plan is illegal, or `train` cannot run it on any machine. `folder`: the run folder, of a run that continues."""
     if steps < 1:
         raise MeshwrightError("MW-TRAIN-003", f"steps={steps}: a run needs at least one step", fix="--steps 1")
     config.check_trainable()

@@ -1,7 +1,7 @@
 """Results as HTML elements for a notebook: tables, bars and small figures in SVG, without scripts and without network.
 
 The functions take the results of `meshwright.api`: a configuration, an estimate, a simulation, a proof, a training. The first three are known here;
-of the other two, whose classes stand above this room, only the numbers of `as_dict` and `describe.result` are read.
+of the other two, whose classes are above this room, only the numbers of `as_dict` and `describe.result` are read.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def cards(*rows: tuple[str, str, str]) -> str:
 
 
 def predicted(e: Estimate, memory_aside: str = "", below: str = "") -> str:
-    """The head of a page: the model, the devices, the plan, and the four numbers people ask for."""
+    """The head of a page: the model, the devices, the plan, and the four main numbers."""
     p = e.prediction
     band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
     rate = "tokens/s" if e.model.kind == "transformer" else "samples/s"

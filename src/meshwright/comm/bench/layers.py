@@ -1,9 +1,9 @@
 """A chain of transformer layers of fixed sizes, forward and backward, with room for a collective where tensor parallelism has one.
 
 Operations that are timed one by one are too fast to predict a training step. In a layer no operation follows itself: each finds caches, and
-branches of the processor, that other operations have used. Around the operations stand modules, views and saved tensors, which take the
+branches of the processor, that other operations have used. Around the operations are modules, views and saved tensors, which take the
 host's time and start no kernel. So a calibration also times whole layers, built as the trainer builds them (`models.transformer`), at sizes
-that stand in `device.LAYERS`, before any model is known; what they take beyond their operations becomes two factors (`device_fit`).
+listed in `device.LAYERS`, before any model is known; what they take beyond their operations becomes two factors (`device_fit`).
 
     x + attention(norm(x)),  then  x + ffn(norm(x))          heads of 16, half as many of keys and values, FFN twice as wide
 

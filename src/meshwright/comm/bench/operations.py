@@ -1,7 +1,7 @@
 """The operations that are timed on a device, forward and backward where they have one: parts of a transformer layer, linear layers,
 attention, the optimizer.
 
-Operations stand in a chain, so that the cost of starting a backward is shared by several of them.
+Operations run in a chain, so that several of them share the cost of starting a backward.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Emulation:
         process.stdin.write(b"carry\n")
         process.stdin.close()
         process.stdout.close()
-        process.returncode = 0  # it outlives this process: no warning when the object goes
+        process.returncode = 0  # it outlives this process: no warning when the object is deleted
 
     def _configure_nodes(self) -> None:
         for node in range(self.topology.nodes):

@@ -1,4 +1,4 @@
-"""Frames between a TUN device and the switch process: how a frame is read, where it goes, and what it costs on the wire.
+"""Frames between a TUN device and the switch process: how a frame is read, its destination, and what it costs on the wire.
 
 The kernel hands over a packet before it cuts it into frames of the link's size (segmentation offload), up to 64 KiB in one piece:
 one system call in place of forty. A header of 10 bytes before each packet (`virtio_net_hdr`) has the size of the cuts; it is passed
@@ -39,7 +39,7 @@ def open_tun() -> int:
 
 
 def destination(frame: bytes) -> bytes | None:
-    """The four bytes of the IPv4 address that a frame goes to; None for another protocol or a frame that is too short."""
+    """The four bytes of the IPv4 address of a frame's destination; None for another protocol or a frame that is too short."""
     if len(frame) < ADDRESS_AT + 4 or frame[OFFLOAD_HEADER.size] >> 4 != 4:
         return None
     return frame[ADDRESS_AT : ADDRESS_AT + 4]

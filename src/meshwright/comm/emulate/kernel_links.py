@@ -63,7 +63,7 @@ def attach(switch: str, device: str, bridge: str) -> None:
 
 
 def limit(where: str, device: str, rate: float, delay: float = 0.0) -> None:
-    """Limit what leaves a device to `rate` bytes/s, and delay it. netem stands under tbf, as its inner queue."""
+    """Limit what leaves a device to `rate` bytes/s, and delay it. netem is the inner queue of tbf."""
     burst = max(BURST_BYTES, int(rate * BURST_S))
     system.call(
         "tc", "-n", where, "qdisc", "add", "dev", device, "root", "handle", "1:", "tbf",

@@ -1,6 +1,6 @@
 """Messages through the point-to-point operations of torch.distributed: gloo between hosts, or any other backend's.
 
-**Data never meets a receive of another size.** gloo accepts a message that is shorter than the receive buffer, and ends the
+**Data never arrives in a receive of another size.** gloo accepts a message that is shorter than the receive buffer, and ends the
 process at one that is longer. Here
 
     small collective   every message is an *envelope* of ENVELOPE bytes: header, then the data. All envelopes have the same size,
@@ -178,7 +178,7 @@ class PointToPoint:
 
 
 def data_tag(place: Place, size: int) -> int:
-    """A tag for each kind of message: calls that differ, or messages of other sizes, never meet.
+    """A tag for each kind of message: calls that differ, or messages of other sizes, never match.
 
     The number of the call is not part of it: equal messages arrive in order, and gloo keeps an entry for every tag.
     """

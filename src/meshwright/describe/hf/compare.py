@@ -2,7 +2,7 @@
 
 Fields that only training uses (dropout, balancing losses, capacity) and what padding adds may differ: a folder of weights
 can be trained with other values, and a trained model has no such values. Fields that have a derived default (`kv_heads = 0`)
-are compared by what they stand for.
+are compared by their meaning.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def free_values(plan: PlanFields, layers: int, flat_shards: bool = False) -> dic
 
 
 def order_values(plan: PlanFields) -> list[list[str]]:
-    """The orders of the axes that place ranks differently: axes of one rank may stand anywhere. Empty: the stack's order."""
+    """The orders of the axes that place ranks differently: the position of axes of one rank does not matter. Empty: the stack's order."""
     used = [axis for axis in AXES if getattr(plan, axis) > 1]
     found = {order: [*order, *(axis for axis in AXES if axis not in order)] for order in permutations(used)}
     if sorted(plan.order) == sorted(AXES):

@@ -1,6 +1,6 @@
 """The nearest legal plan after the model, the cluster or the workload changed.
 
-A person who picks another model, or moves the number of GPUs, wants the plan to follow: the data-parallel degree takes the devices that are left
+A person who picks another model, or moves the number of GPUs, expects the plan to follow: the data-parallel degree takes the devices that are left
 (`fixes.completed`); where that is not enough, tensor, context and pipeline degrees move to other values, the nearest first.
 """
 

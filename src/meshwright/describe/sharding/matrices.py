@@ -165,7 +165,7 @@ def assign(
     """The owner of each matrix as its place on both axes, of which only those count on which the matrix is cut.
 
     `load[i, j]` is the work of the rank at place i of the ZeRO axis and place j of the tensor-parallel axis. A matrix that is cut over one
-    axis only is computed at all places of the other."""
+    axis only is computed at all positions of the other."""
     load = np.zeros(sizes)
     out: list[tuple[int, ...]] = [(0, 0)] * len(works)
     for i in sorted(range(len(works)), key=lambda i: -works[i]):

@@ -1,4 +1,4 @@
-"""Where the values of each of our parameters stand in their tensors, computed from the table of a family and the shapes of a model.
+"""Where the values of each of our parameters are in their tensors, computed from the table of a family and the shapes of a model.
 
 A place is one tensor of theirs, or one per expert, and a map of rows: row i of our output dimension is row offset + i·step of theirs.
 With it any box of ours is a slice of theirs, which is all that reading and writing need:
@@ -26,7 +26,7 @@ PADDED = ("vocabulary", "logits")  # styles whose rows are padded on our side: t
 
 @dataclass(frozen=True)
 class Place:
-    """Where one parameter of ours stands in their tensors."""
+    """Where the values of one of our parameters are in their tensors."""
 
     theirs: str  # a name; contains {expert} if each expert has a separate tensor
     shape: tuple[int, ...]  # of such a tensor

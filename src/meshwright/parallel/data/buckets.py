@@ -1,6 +1,6 @@
 """Plain data parallelism: gradients in one flat buffer, all-reduced in buckets while backward still runs.
 
-All gradients live in one flat buffer in the order in which backward produces them, and each parameter's `.grad` is a
+All gradients are in one flat buffer in the order in which backward produces them, and each parameter's `.grad` is a
 view into it. The buffer is cut into ⌈bytes / bucket⌉ equal messages, at any element. A message is sent as soon as the
 last parameter that touches it has its gradient, so nothing is copied, and only the last message cannot be hidden behind
 backward. torch's own DDP does the same in C++, but it averages, and it does not support pipelines with several stages

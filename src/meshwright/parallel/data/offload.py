@@ -1,6 +1,6 @@
 """Offload: keep tensors on the host while the device does not need them.
 
-    states        Adam's moments and the masters live on the host and are updated there (`precision.Masters`): a step
+    states        Adam's moments and the masters are on the host and are updated there (`precision.Masters`): a step
                   sends each gradient down and each parameter up, 4 + 2 bytes, and frees 12 of 16 bytes per parameter
     activations   tensors that a layer saves for backward go to the host after forward and return before its backward
 

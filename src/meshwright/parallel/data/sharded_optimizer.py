@@ -4,7 +4,7 @@
     update       the optimizer, on the share
     parameters   all-gathered: the same bytes as an all-reduce of the gradients
 
-All parameters of one dtype live in one flat buffer, padded to P equal shares; `parameter.data` is a view into it. A share may
+All parameters of one dtype are in one flat buffer, padded to P equal shares; `parameter.data` is a view into it. A share may
 end inside a parameter, so the optimizer sees one-dimensional slices: right for those that update element by element (SGD, Adam,
 AdamW, RMSprop). One that looks at whole matrices (Muon, Adafactor) takes `whole=True`: shares then end between parameters,
 gradients are all-reduced and parameters broadcast, 3/2 of the bytes.

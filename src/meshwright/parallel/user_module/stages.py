@@ -53,7 +53,7 @@ def find_layers(module: nn.Module, path: str | None, needed: bool) -> tuple[str,
 
 @dataclass
 class Recorded:
-    """What one micro-batch showed: the input of every layer, whether layers return tuples, and what stands before and after them."""
+    """What one micro-batch showed: the input of every layer, whether layers return tuples, and what is before and after them."""
 
     path: str
     numbers: list[str]  # the names of the layers in their list

@@ -1,6 +1,6 @@
 """What to change first: the throughput of the winner with one quantity 20% better or worse, and its scaling.
 
-Each row re-costs the winner under a cluster, stack or batch that differs in one number by ±20%, and asks whether another leader would then
+Each row re-costs the winner under a cluster, stack or batch that differs in one number by ±20%, and checks whether another leader would then
 win. The largest change is what to buy or tune first; a row without change needs no attention.
 
 Scaling. **Weak**: the same work per device on the fewest devices on which this plan's shape fits; T(few) / T(all), 100% is perfect. **Strong**: twice

@@ -1,11 +1,11 @@
-"""Save while training goes on: copy the state to the host at the end of a step, write the copy on a thread.
+"""Save while training continues: copy the state to the host at the end of a step, write the copy on a thread.
 
     step 1000 ends   copy to the host          the loop waits: bytes / memory bandwidth
     steps 1001 …     write, hash, fsync, rename     a thread, with a process group that nothing else uses
     next save        wait for the thread       only where writing takes longer than the steps between two saves
 
 The copies are reused by the next save. On a GPU they are in pinned memory and all copies are issued before the loop waits once. Saves
-start in the same order on every rank, so that the collectives of the thread meet. A save that fails does not end the training: the error is
+start in the same order on every rank, so that the collectives of the thread match. A save that fails does not end the training: the error is
 reported, and the next save tries again. The last save of a run waits, and raises.
 """
 
@@ -141,7 +141,7 @@ class Saver:
             path, size = save(self.root, state, self.description, self.group, self.keep)
         except MeshwrightError as error:
             self._fail(state.step, error)
-        except Exception as error:  # a lost rank, or an error of torch: the loop meets it too, in its next collective
+        except Exception as error:  # a lost rank, or an error of torch: the loop gets it too, in its next collective
             why = f"{type(error).__name__}: {error}"[:300]
             self._fail(state.step, MeshwrightError("MW-CKPT-007", f"cannot save step {state.step}", why=why))
         else:

@@ -10,7 +10,7 @@ from meshwright.training.records import StepRecord
 
 
 class Checkpoints(Hook):
-    """Saves after every n-th step while training goes on (0: not), and after the last one, which is complete when `finish` returns."""
+    """Saves after every n-th step while training continues (0: no saves), and after the last one, which is complete when `finish` returns."""
 
     def __init__(self, saver: Saver, every: int) -> None:
         self.saver, self.every = saver, every
@@ -22,7 +22,7 @@ class Checkpoints(Hook):
 
     def after_step(self, trainer: Any, record: StepRecord) -> StepRecord | None:
         if trainer.policy.error is not None:
-            return None  # gradients were not finite: the run goes back or stops, and this step is no good state to go back to
+            return None  # gradients were not finite: the run goes back or stops, and the state of this step is not one to go back to
         if self.every and trainer.step % self.every == 0:
             self.requested_step = trainer.step
             self.saver.save()

@@ -140,7 +140,7 @@ def restore_numbers(trainer: Trainer, manifest: Manifest, same: bool) -> None:
 
 
 def restore_rank(trainer: Trainer, path: Path, manifest: Manifest, same: bool) -> Iterator[str]:
-    """Restore what belongs to this rank alone; yields messages about what starts anew."""
+    """Restore what belongs to this rank alone; yields messages about what starts empty."""
     parallel = trainer.parallel
     rank, device = parallel.mesh.rank, parallel.mesh.device
     for compressor in compressors_in(parallel.reductions):

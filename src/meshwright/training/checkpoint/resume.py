@@ -1,6 +1,6 @@
 """Resume: find the last good checkpoint, check that it is of this model, and fill a trainer with it.
 
-On the plan that wrote the checkpoint, training goes on bit for bit as if it had not stopped. On another plan the same numbers are in other
+On the plan that wrote the checkpoint, training continues bit for bit as if it had not stopped. On another plan the same numbers are in other
 places, and sums are rounded in another order (`load`). Nothing of a trainer is changed before everything has been checked: the hash of every file,
 which the ranks share out, and that the tensors are those of the model (`fit`).
 """

@@ -54,7 +54,7 @@ def permuted(index: int, size: int, *key: int) -> int:
 
 
 class Order:
-    """Draws from sources of these sizes, mixed by weights. Without `shuffle` the sequences of a source are drawn as they stand."""
+    """Draws from sources of these sizes, mixed by weights. Without `shuffle` the sequences of a source are drawn in file order."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
         self.sizes, self.seed, self.shuffle = list(sizes), seed, shuffle

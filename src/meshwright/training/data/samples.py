@@ -33,7 +33,7 @@ class TokenSamples:
 
 
 class ValidationSamples:
-    """The same sequences in every evaluation: as they stand in the sources, mixed by their sizes, each at most once. Where the
+    """The same sequences in every evaluation: in the order of the sources, mixed by their sizes, each at most once. Where the
     last batch is larger than what is left, its samples are padding."""
 
     def __init__(self, sources: Sequence[Sequences], batch: int, batches: int) -> None:

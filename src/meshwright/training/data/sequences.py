@@ -1,6 +1,6 @@
 """Sequences of S tokens cut from the documents of one token file.
 
-Packed: documents stand one after the other, and sequence j is tokens [j·S, j·S + S + 1): its targets are its inputs moved by
+Packed: documents follow one another, and sequence j is tokens [j·S, j·S + S + 1): its targets are its inputs moved by
 one. Nothing is padding and no token is lost but the last, incomplete sequence. With document masks, attention stays inside a document,
 and the last token of a document has no target: its next token belongs to another document.
 

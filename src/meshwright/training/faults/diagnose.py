@@ -1,6 +1,6 @@
 """Which rank makes all others wait: from the heartbeats of a run in which nothing moves.
 
-When one rank hangs, every rank soon stands still, almost all of them inside a collective. The cause is at the end of a chain: rank 0
+When one rank hangs, every rank soon waits, almost all of them inside a collective. The cause is at the end of a chain: rank 0
 waits in an all-reduce of dp for rank 2, which waits in an all-gather of tp for rank 3, which is in no collective at all. So follow
 
     rank → a rank of its open operation that has not yet issued this operation (it counts fewer operations of that group)

@@ -128,7 +128,7 @@ def await_agent() -> NoReturn:
     """End a rank of torchrun that stopped because of a signal to another node.
 
     Its agent would take a normal exit as the end of the job, and leave. If a node joins, the agent ends this process a moment later, and
-    starts it anew. If a node leaves, the agent does not know of it: an exit code makes it start this rank anew, with the nodes that remain."""
+    restarts it. If a node leaves, the agent does not know of it: an exit code makes it restart this rank, with the nodes that remain."""
     time.sleep(AGENT_S)
     raise SystemExit(128 + signal.SIGTERM)
 

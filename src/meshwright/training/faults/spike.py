@@ -33,7 +33,7 @@ class Spike(Rollback):
 
 
 class LossSpikes(Hook):
-    """Raises `Spike` after a step whose loss is `factor` times the usual one. It stands in front of the checkpoint hook."""
+    """Raises `Spike` after a step whose loss is `factor` times the usual one. It runs before the checkpoint hook."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine with torch elastic, and start them anew after a failure.
+"""Start the ranks of a run on this machine with torch elastic, and restart them after a failure.
 
 The agent of torch elastic starts the processes with the variables that torchrun sets, so a rank joins here as it does under
 torchrun (`join`). It notices within a tenth of a second that a process has ended, and ends the others. What is added here:

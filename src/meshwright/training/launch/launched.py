@@ -4,7 +4,7 @@ Every rank runs the same command, so every rank finds the same errors. They agre
 prints its error (`Meeting.succeed`). Later, a rank whose failure only follows from that of another one stays silent too: each writes its
 failure to the run folder, waits a second, and reads those of the others.
 
-torchrun starts all ranks anew when a rank fails, and also when a node joins an elastic job (`--nnodes 1:4`), which it does not count as a
+torchrun restarts all ranks when a rank fails, and also when a node joins an elastic job (`--nnodes 1:4`), which it does not count as a
 restart. Such a start continues the run in the folder. It is recognised by the agents: the run folder lists the agent processes that
 started its ranks, and one of these is among those of the new start. Agents of another job never are, so a new job in a used folder is
 still refused.

@@ -135,7 +135,7 @@ def end_with_agent(rank: int, folder: Path) -> threading.Thread:
         while os.getppid() == agent:
             time.sleep(AGENT_POLL_S)
         what = f"the agent of torchrun (process {agent}) that started rank {rank} was killed"
-        error = MeshwrightError("MW-RANK-011", what, fix="start torchrun anew with --resume", exit_code=INTERNAL_ERROR)
+        error = MeshwrightError("MW-RANK-011", what, fix="start torchrun again with --resume", exit_code=INTERNAL_ERROR)
         write_failure(folder, failure_of(rank, error))
         with contextlib.suppress(OSError):  # what the agent read is closed
             os.write(2, f"{error}\n".encode())

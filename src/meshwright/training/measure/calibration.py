@@ -1,7 +1,7 @@
 """The calibration of this machine: measured in seconds, kept in the user's cache folder, used by every prediction of `train`.
 
 A calibration holds for a processor, a number of usable cores, the versions of Python and torch, and a number of ranks at once: they are its
-key. A change of any of them measures anew, and so does `--recalibrate`. One that was measured on a busy machine is used once and measured
+key. A change of any of them starts a new measurement, and so does `--recalibrate`. One that was measured on a busy machine is used once and measured
 again by the next run.
 """
 

@@ -1,6 +1,6 @@
 """The clock of recorded steps on a GPU: marks are events of the stream that is current, read after the step.
 
-The host only issues kernels, so its own time says nothing. What counts is when the stream that computes stands still:
+The host only issues kernels, so its time says nothing. What counts is when the compute stream is idle:
 
     synchronous call     NCCL runs on the current stream: the two marks around the call enclose it
     asynchronous call    NCCL runs on its stream; `wait` makes the current stream wait: the marks around `wait` enclose that.

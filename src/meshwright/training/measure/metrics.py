@@ -27,7 +27,7 @@ from meshwright.training.records import RecordedStep, StepRecord
 
 
 class Metrics(Hook):
-    """Stands in front of the hooks that write or log the record; with a recorder of communication, behind it."""
+    """Runs before the hooks that write or log the record, and after a recorder of communication if there is one."""
 
     def __init__(self, config: Config, recorder: CommRecorder | None = None) -> None:
         self.config, self.recorder = config, recorder

@@ -37,7 +37,7 @@ STEP, GRADIENTS, UPDATE = "step", "forward and backward", "norm and update"
 
 
 class Profiler(Hook):
-    """Profiles `steps` steps of a training that ends with step `end`. It stands in front of the other hooks, whose work then is not
+    """Profiles `steps` steps of a training that ends with step `end`. It runs before the other hooks, whose work then is not
     in the trace."""
 
     def __init__(self, folder: Path, steps: int, end: int, writer: RunFolder | None = None) -> None:

@@ -250,7 +250,7 @@ class CommRecorder(Hook):
         return Operation(running.operation, running.axis, running.ranks, running.number, running.bytes, started)
 
     def _joined(self, plain: Callable) -> Callable:
-        """The end of a batch of messages that NCCL sends together: its handle stands for the last of them."""
+        """The end of a batch of messages that NCCL sends together: its handle completes with the last of them."""
 
         def end(group: Any, *args: Any, **kwargs: Any) -> Any:
             work = plain(group, *args, **kwargs)

@@ -1,6 +1,6 @@
 """The command that trains a plan, as every launch file needs it.
 
-A program is what stands after `torchrun` (`-m meshwright train …`), once for a new run and once for a run that continues; a framework that
+A program is the command line after `torchrun` (`-m meshwright train …`), once for a new run and once for a run that continues; a framework that
 reads its settings from a file brings the text of that file.
 """
 
@@ -20,7 +20,7 @@ class Program:
     """The words after `torchrun`, or another agent, that begin a run and that continue it.
 
     `proceed` is empty for a framework that looks for checkpoints each time it starts: the same words do both. `saves_on` is
-    the signal upon which every rank saves a checkpoint and ends; empty if there is none. `file` and `settings` are a settings file, which the
+    the signal on which every rank saves a checkpoint and ends; empty if there is none. `file` and `settings` are a settings file, which the
     launch file writes into the run folder. `notes` are lines for the reader, `install` is what pip installs.
     """
 

@@ -1,7 +1,7 @@
 """The communication roofline: what one device can send through each level of links, and what this plan's collectives reach of it.
 
 A call that sends s bytes through a level in t seconds reaches s/t. The ceiling of a level is the bandwidth of one device there; for small messages
-the latency is the limit: s/(α + s·β) is half the ceiling at s* = α/β. Each collective stands against the level that its group really crosses.
+the latency is the limit: s/(α + s·β) is half the ceiling at s* = α/β. Each collective is compared with the level that its group crosses.
 The second figure is the roofline of the whole step (`cost.roofline`): FLOPs per byte sent through a level, and the share of the peak it allows.
 """
 

@@ -2,7 +2,7 @@
 
 Every schedule is built and walked with the times of the plan's own stages (`cost.walked`), as `meshwright simulate` does. A start is a whole
 number of ticks, a millionth of the schedule: the page zooms until an action fills the screen, and the text stays small. All actions of one kind
-and stage take the same time, so their durations stand in one table.
+and stage take the same time, so their durations are in one table.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from meshwright.units import counted, format_decimal_bytes, format_rate, format_
 ENOUGH_ROUNDS = 4  # M ≥ 4·P
 LARGEST_BUCKET = 4e9  # bytes
 SLOW = 12.5e9  # bytes/s a device: "on a 100G link ZeRO-3 is unusable"
-DP_SHARE = 0.05  # exposed data-parallel communication that speaks of too small a batch
+DP_SHARE = 0.05  # exposed data-parallel communication above which the batch is too small
 
 
 def crosses(seen: Seen, axis: str) -> int:

@@ -25,7 +25,7 @@ from meshwright.training.data.tokenizer import package
 
 CHUNK = 8 << 20  # bytes of source text
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# What stands before the first byte of a chunk, by the kind of documents.
+# What is before the first byte of a chunk, by the kind of documents.
 CUTS = {
     "line": re.compile(rb"\n"),
     "blank-line": re.compile(rb"\n\r?\n(?:\r?\n)*"),
