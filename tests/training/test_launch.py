@@ -198,13 +198,17 @@ def test_nobody_leaves_before_all_are_done():
     assert ranks.run(3, wait_for_the_first) == [0, 1, 2]
 
 
-def test_a_forkserver_that_is_gone_is_told(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(EOFError("unexpected EOF"), "MW-RANK-003"), (OSError(28, "No space left on device"), "MW-RANK-012")],
+)
+def test_processes_that_cannot_be_started(error, code, monkeypatch):
     def start(process):
-        raise EOFError("unexpected EOF")
+        raise error
 
     monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", start)
     monkeypatch.setattr("meshwright.training.launch.local.GRACE_S", 0.0)
-    with pytest.raises(MeshwrightError, match="MW-RANK-003"):
+    with pytest.raises(MeshwrightError, match=code):
         ranks.run(1, add_ranks, 10)
 
 

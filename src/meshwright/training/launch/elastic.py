@@ -179,8 +179,7 @@ class Agent(LocalElasticAgent):
             try:
                 pids = super()._start_workers(worker_group)
             except (EOFError, OSError) as error:
-                time.sleep(GRACE_S)  # if Ctrl-C ended the forkserver, it is about to arrive here too
-                raise local.forkserver_ended() from error
+                raise local.not_started(error) from error
         context: Any = self._pcontext
         self.processes = list(context._pc.processes)  # by rank; active_children() lacks those that have ended already
         if threading.current_thread() is threading.main_thread():

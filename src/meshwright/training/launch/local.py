@@ -18,6 +18,7 @@ ended exits too: it reads a pipe that closes with the parent.
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import shutil
@@ -166,13 +167,21 @@ def _start(
         try:
             process.start()
         except (EOFError, OSError) as error:
-            time.sleep(GRACE_S)  # if Ctrl-C ended the forkserver, it is about to arrive here too
-            raise forkserver_ended() from error
+            raise not_started(error) from error
     theirs.close()
     return Rank(index, process, ours, log)
 
 
-def forkserver_ended() -> MeshwrightError:
+def not_started(error: EOFError | OSError) -> MeshwrightError:
+    """The error to raise when processes cannot be started."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return MeshwrightError(
+            "MW-RANK-012",
+            f"/dev/shm has no space for the semaphores of new processes ({error.strerror})",
+            why="A semaphore between processes is a small file in /dev/shm",
+            fix="delete files in /dev/shm that no process uses; in a container: docker run --shm-size=1g",
+        )
+    time.sleep(GRACE_S)  # if Ctrl-C ended the forkserver, it is about to arrive here too
     what = "the forkserver, from which ranks are forked, has ended"
     return MeshwrightError("MW-RANK-003", what, exit_code=INTERNAL_ERROR)
 
