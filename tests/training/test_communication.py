@@ -53,6 +53,23 @@ def test_a_reduction_is_hidden_from_its_last_arrival_to_its_wait():
     assert hidden_too["dp"] == pytest.approx(2.9)  # from 4.1 to 7
 
 
+def test_blocked_time_before_the_last_rank_has_issued_is_waiting_and_not_communication():
+    """Rank 0 is blocked from 2 to 7 in a collective that rank 1 issues at 5; the second one is asynchronous, and rank 1 comes after its call."""
+    early = [event("replicate", "all_reduce", 12_345, 2, 7), event("replicate", "all_reduce", 12_345, 7, 7.2, 9, 9.5)]
+    late = [event("replicate", "all_reduce", 12_345, 5, 7), event("replicate", "all_reduce", 12_345, 8, 8.1, 9, 9.5)]
+    (first, _), (second, _) = divided(
+        config(replicate=2), RecordedStep(0, 0, 10, 10, early), RecordedStep(0, 0, 10, 10, late)
+    )
+    assert first == pytest.approx({"compute": 4.3, "waiting": 3.0, "dp": 2.7, "optimizer": 0.0})
+    assert second == pytest.approx({"compute": 7.4, "dp": 2.6, "optimizer": 0.0})
+
+
+def test_clocks_of_different_machines_show_no_waiting():
+    early, late = (event("replicate", "all_reduce", 12_345, t, t + 5) for t in (2, 1002))
+    found = divided(config(replicate=2), RecordedStep(0, 0, 9, 9, [early]), RecordedStep(0, 1000, 1009, 1009, [late]))
+    assert [exposed["dp"] for exposed, _ in found] == [5.0, 5.0]
+
+
 def test_the_sums_of_three_numbers_belong_to_the_optimizer_as_predicted():
     tokens, norm = event("replicate", "all_reduce", 8, 0, 1), event("world", "all_reduce", 16, 8, 9)
     step = RecordedStep(0, 0, 7, 10, [tokens, norm])
@@ -129,13 +146,13 @@ def slow_rank(context, made, seconds):
 
 
 @pytest.mark.slow
-def test_a_rank_that_sleeps_shows_as_exposed_on_the_other():
+def test_a_rank_that_sleeps_shows_as_waiting_on_the_other():
     made = config(replicate=2)
     fast, slow = by_rank(made, ranks.run(2, slow_rank, made, 0.1))
     microbatches = 2
-    assert fast.exposed_s["dp"] > 0.9 * microbatches * 0.1
+    assert fast.exposed_s["waiting"] > 0.9 * microbatches * 0.1
     assert slow.exposed_s["compute"] > microbatches * 0.1
-    assert slow.exposed_s["dp"] < fast.exposed_s["dp"]
+    assert slow.exposed_s.get("waiting", 0.0) < fast.exposed_s["waiting"]
     assert busiest([fast, slow]).rank == 1
 
 

@@ -57,6 +57,7 @@ class Communicator:
         self.group: Any = None  # the gloo group, where this communicator created it
         self.sequence = 0
         self.finished = Work().finish()  # the handle of all synchronous collectives: a new one costs up to 30 µs
+        self.finished.finished_at = float("nan")  # when the call returned: one handle cannot say it for all calls
         self.lock = threading.Lock()  # held while a thread executes a collective
         self.tasks: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
         self.waiting = 0  # tasks in the queue or being executed by the thread

@@ -13,7 +13,7 @@ from typing import Any
 
 GIB = 2.0**30
 AXES = ("tp", "cp", "ep", "pp", "dp")  # whose communication is a part of `exposed_s` each
-MEASURED_PARTS = (*AXES, "bubble", "optimizer")  # of `exposed_s`, which a run can tell apart
+MEASURED_PARTS = (*AXES, "bubble", "waiting", "optimizer")  # of `exposed_s`, which a run can tell apart
 OVERHEAD = ("context", "slack")  # memory of the driver, the libraries and the allocator, without tensors
 
 

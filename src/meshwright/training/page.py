@@ -17,8 +17,10 @@ from meshwright.view.sparkline import sparkline
 from meshwright.view.tables import filled, heading
 
 PARTS = ("compute", *MEASURED_PARTS, "other")
+COMPUTE_OR_IDLE = ("compute", "bubble", "waiting")
 PART_NAMES = {axis: f"{axis}: {name}" for axis, name in COMMUNICATION.items()} | {
     "bubble": "bubble: waits for other stages",
+    "waiting": "waiting: for slower ranks",
     "other": "other groups",
 }
 
@@ -93,7 +95,23 @@ def parts_table(training: Training) -> list[RenderableType]:
     total = Text(format_seconds(sum(predicted_parts.values())), "bold"), Text(format_seconds(m.step_time_s), "bold")
     cells.append([Text("step", "bold"), *total, "", "", ""])
     columns = ("", ">predicted", ">measured", ">of the step", ">hidden, predicted", ">hidden, measured")
-    return [filled(columns, cells, title="Step of the busiest rank by part")]
+    return [filled(columns, cells, title="Step of the busiest rank by part"), *shared_cores(training)]
+
+
+def shared_cores(training: Training) -> list[RenderableType]:
+    """How to compare compute where ranks share cores: the system decides which of them computes and which waits."""
+    world, found = training.config.plan.world, training.interference
+    if found is None or world <= found.cores:
+        return []
+    both = (
+        sum(r.parts.get(part, 0.0) for part in COMPUTE_OR_IDLE) for r in (training.prediction, training.measurement)
+    )
+    predicted_s, measured_s = map(format_seconds, both)
+    words = (
+        f"{world} ranks share {found.cores:g} cores. Predicted compute includes the time in which other ranks have the core; a "
+        f"measured rank spends part of it in bubble and waiting. The three together: predicted {predicted_s}, measured {measured_s}"
+    )
+    return [Text(words, "dim")]
 
 
 def kernels_table(training: Training) -> list[RenderableType]:

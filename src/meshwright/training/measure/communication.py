@@ -1,7 +1,8 @@
 """Divide measured steps into the parts of a prediction: compute, exposed communication by axis, bubble, optimizer; and what was hidden.
 
-    exposed    seconds that a rank is blocked in collectives, sends and receives of an axis
-    bubble     of these, in groups of several pipeline stages, the seconds before the other ranks have issued their part
+    exposed    seconds that a rank is blocked in collectives, sends and receives of an axis after all ranks have issued their part
+    bubble     seconds that it is blocked before that, in groups of several pipeline stages
+    waiting    seconds that it is blocked before that, in other groups: for a slower rank, or one that has to share its core
     optimizer  from complete gradients to the end of the step, and the sums of three numbers (tokens, norm, loss) wherever they are
     compute    all other time of the rank: forward and backward, host, data
     hidden     seconds that communication of an axis is in progress while the rank is not blocked by it
@@ -29,6 +30,7 @@ from meshwright.training.measure.lowered_names import LoweredNames
 from meshwright.training.records import CommEvent, RankReport, RecordedStep
 
 VERSION = 1
+IDLE = ("bubble", "waiting")
 SEEN_WAITING_S = 1e-4  # a receive whose wait was shorter had arrived before
 Span = tuple[float, float]
 
@@ -149,10 +151,10 @@ def parts_of_step(
     for key, event in zip(others.keys[rank], step.events, strict=True):
         part = names.matches(rank, event)[0].part
         start = others.start(key, event)
-        idles = names.spans_stages(event.axis, rank) and event.operation != "send"
+        idle_part = "bubble" if names.spans_stages(event.axis, rank) else "waiting"
         for begin, end in ((event.issued, event.returned), (event.waited, event.resumed)):
-            idle = min(max(start - begin, 0.0), end - begin) if idles else 0.0
-            exposed["bubble"] = exposed.get("bubble", 0.0) + idle
+            idle = idle_seconds(event, start, begin, end, idle_part)
+            exposed[idle_part] = exposed.get(idle_part, 0.0) + idle
             exposed[part] = exposed.get(part, 0.0) + end - begin - idle
             blocked[part].append((begin, end))
         if event.operation != "send" and part != "optimizer":
@@ -165,7 +167,18 @@ def parts_of_step(
     for part, spans in progress.items():
         busy = union(spans)
         hidden[part] = length(busy) - length(common(busy, union(blocked[part])))
-    return {part: s for part, s in exposed.items() if s or part != "bubble"}, hidden
+    return {part: s for part, s in exposed.items() if s or part not in IDLE}, hidden
+
+
+def idle_seconds(event: CommEvent, start: float, begin: float, end: float, part: str) -> float:
+    """Seconds of a blocked interval before the operation could start.
+
+    A call that returned before the other ranks had issued theirs did not wait for them: it is the cost of the call. Between machines
+    whose clocks differ no interval contains the start of the others, so nothing counts as waiting.
+    """
+    if event.operation == "send" or (part == "waiting" and start > end):
+        return 0.0
+    return min(max(start - begin, 0.0), end - begin)
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
