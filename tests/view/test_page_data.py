@@ -287,3 +287,12 @@ def test_a_second_plan_shares_the_search(subjects):
     assert second.result is subject.result
     assert second.estimate.plan.tp == 2
     assert VIEWS["heatmap"].data(second)["mine"]["tp"] == 2
+
+
+def test_a_written_file_has_the_view_at_which_it_opens(subjects):
+    from meshwright.view.page.bundle import document
+
+    page = document(subjects["pipeline"], first="timeline")
+    assert '"timeline":{"title":"Pipeline timeline","data":{' in page
+    assert '"view":"timeline"' in page
+    assert '"heatmap":{' not in page  # views that need a search are left out

@@ -62,7 +62,7 @@ def command(
         from meshwright.view.page.bundle import document
         from meshwright.view.page.subject import Subject
 
-        write_text(html, document(Subject.of_estimate(result)))
+        write_text(html, document(Subject.of_estimate(result), first="overview"))
     if as_json:
         show_json(result.as_dict() | ({"settings": settings_view.as_dict(reading)} if reading else {}))
         return

@@ -214,7 +214,7 @@ def write(result: Any, out: str, html: str, target: Framework | None = None, set
         from meshwright.view.page.registry import VIEWS
         from meshwright.view.page.subject import Subject
 
-        write_text(html, document(Subject.of_result(result), names=VIEWS))
+        write_text(html, document(Subject.of_result(result), first="overview", names=VIEWS))
     if target:
         from meshwright.interop.write import write_file
 

@@ -39,7 +39,7 @@ export function changes(element, verdict, advice, context) {
     const saves = f.saves_s > 0 ? ` Saves ${format.seconds(f.saves_s)} (${format.percent(f.saves_s / advice.step_time_s)}).` : f.cost_s ? ` Costs ${format.seconds(f.cost_s)} (${format.percent(f.cost_s / advice.step_time_s)}).` : "";
     list.append(h("li", null, h("b", null, `${f.name[0].toUpperCase()}${f.name.slice(1)}. `), `${f.what}.${saves} `, f.fix ? h("code", null, f.fix) : null, " ", f.saves_s > 0 ? apply("Apply", f.set) : null));
   }
-  clear(element).append(h("h3", null, "The best next changes"), list.children.length ? list : h("p", null, advice ? "No change of one field is known to help: “Find the best” searches all plans." : "The live page computes them: meshwright web."));
+  clear(element).append(h("h3", null, "The best next changes"), list.children.length ? list : h("p", null, advice ? `No change of one field is known to help${context.live ? ": “Find the best” searches all plans" : ""}.` : "The live page computes them: meshwright web."));
 }
 
 /** What the numbers are of. Shared with the verdict view. */
