@@ -13,9 +13,10 @@ from meshwright.proof.compare import compare
 SMALL = 1  # elements of a round: one matrix on each rank
 CASES = [
     layouts.Layout("llama", Plan(shard=2, zero=3, tp=2, sp=True), optimizer="muon"),  # two axes
-    layouts.Layout("deepseek", Plan(shard=4, zero=1, ep=2), optimizer="muon"),  # experts, of which some are whole
-    layouts.Layout("mlp", Plan(shard=4, zero=2, overlap=()), optimizer="muon"),
+    layouts.Layout("mlp", Plan(shard=4, zero=1), optimizer="muon", layers=16),
+    layouts.Layout("mlp", Plan(shard=4, zero=2, overlap=()), optimizer="muon", layers=16),
 ]
+EXPERTS = layouts.Layout("deepseek", Plan(shard=4, zero=1, ep=2), optimizer="muon")  # some of its matrices are whole
 
 
 def train(context, jobs):
@@ -69,14 +70,22 @@ def trained():
     return ranks.run(4, train, [case.job() for case in CASES])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
-def test_several_rounds_train_what_one_device_trains(case, trained):
+def check(case, traces):
     one = ranks.run(1, layouts.train_all, [case.reference.job()])[0][0]
-    traces = [rank[CASES.index(case)][0] for rank in trained]
     agreement = compare(one, traces)
     assert not agreement.breaks, [str(b) for b in agreement.breaks[:5]]
     assert all(error < BOUND for error in agreement.errors.values()), agreement.errors
     assert_issues_what_is_lowered(case, traces)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+def test_several_rounds_train_what_one_device_trains(case, trained):
+    check(case, [rank[CASES.index(case)][0] for rank in trained])
+
+
+@pytest.mark.slow
+def test_experts_in_several_rounds_train_what_one_device_trains():
+    check(EXPERTS, [rank[0][0] for rank in ranks.run(4, train, [EXPERTS.job()])])
 
 
 @pytest.mark.parametrize(("case", "axes", "exposed"), [(0, 2, 5), (1, 1, 1)])
