@@ -42,6 +42,8 @@ def findings(options: list[str]) -> list[str]:
         (["--use-distributed-optimizer", "--overlap-grad-reduce"], ["--tp-comm-overlap"], "without sequence parallelism"),
         ([], ["--overlap-param-gather"], "without sharded optimizer states"),
         (["--use-distributed-optimizer"], ["--overlap-param-gather"], "without overlap of the gradient reduction"),
+        (["--use-torch-fsdp2"], PIPELINE, "FSDP2 with a pipeline of 2 stages"),
+        (["--use-megatron-fsdp"], ["--use-tp-pp-dp-mapping"], "in the order tp, pp, dp"),
         (["--fp8-format", "hybrid"], ["--fp4-format", "e2m1"], "fp8 and fp4"),
     ],
 )  # fmt: skip

@@ -63,6 +63,7 @@ def check_megatron(facts: Facts, framework: Framework, settings: Mapping[str, An
     yield from _sequence(options, facts)
     yield from _expert_overlap(options, facts)
     yield from _experts(options, facts)
+    yield from _fsdp(options, facts)
     if framework.name == "megatron-lm":  # Megatron-Bridge turns these options off where they conflict
         yield from _overlap(options, facts)
 
@@ -236,6 +237,27 @@ def _experts(options: Options, facts: Facts) -> Iterator[Problem]:
     for both in (("fp8_format", "fp4_format"), ("fp8", "fp4")):
         if len(options.which(both)) == 2:
             yield Problem("MW-SET-005", "fp8 and fp4 are both set", why="The two precisions exclude each other")
+
+
+def _fsdp(options: Options, facts: Facts) -> Iterator[Problem]:
+    """The two implementations of FSDP, and what each excludes."""
+    megatron = options.which(("use_megatron_fsdp", "use_custom_fsdp"))
+    if options.on("use_torch_fsdp2"):
+        conflicts = {
+            "Megatron's FSDP": bool(megatron),
+            f"a pipeline of {facts.get('pp', 1)} stages": facts.get("pp", 1) > 1,
+            f"expert parallelism {facts.get('ep', 1)}": facts.get("ep", 1) > 1,
+        }
+        for name in (name for name, found in conflicts.items() if found):
+            yield _refused(
+                f"PyTorch's FSDP2 with {name}", "The framework refuses the two together", "drop one of the two"
+            )
+    if megatron and options.on("use_tp_pp_dp_mapping"):
+        yield _refused(
+            "Megatron's FSDP with ranks in the order tp, pp, dp",
+            "Its shards need the default order",
+            "drop use tp pp dp mapping",
+        )
 
 
 def _stated_twice(first: str, second: str) -> Problem:
