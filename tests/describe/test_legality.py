@@ -94,7 +94,7 @@ def cases(draw) -> Case:
 def as_one_batch(several: list[Case]) -> Case:
     """Cases with the same model, workload, cluster and stack as one batch."""
     fields = {name: np.array([case.fields[name] for case in several]) for name in several[0].fields}
-    return several[0].varied(fields)
+    return several[0].with_columns(fields)
 
 
 @settings(max_examples=300)

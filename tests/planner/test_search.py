@@ -164,9 +164,13 @@ def test_no_plan_beats_the_bounds_above_it(seed):
         "microbatch",
         "order",
     )
-    sharding = rows.only("replicate", "shard", "zero", "reshard", "reduce_each").columns
-    sharded = bounds.of_kernels(where, bounds.kernels(where, rows.only(*frame)).but(**sharding), limit)
-    for some in (bounds.of_shapes(where, rows.only(*frame), limit), sharded, bounds.of_sharded(where, sharded, limit)):
+    sharding = rows.select("replicate", "shard", "zero", "reshard", "reduce_each").columns
+    sharded = bounds.of_kernels(where, bounds.kernels(where, rows.select(*frame)).but(**sharding), limit)
+    for some in (
+        bounds.of_shapes(where, rows.select(*frame), limit),
+        sharded,
+        bounds.of_sharded(where, sharded, limit),
+    ):
         assert (some.time <= np.where(exact.memory <= limit, least, np.inf)).all()
     assert (rows.memory <= exact.memory * (1 + 1e-9)).all()
     assert rows.exact.any() != where.stack.blocking_p2p

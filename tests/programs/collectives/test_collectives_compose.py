@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.describe.cluster import Accelerator, Cluster, Level, Link
 from meshwright.errors import MeshwrightError
-from meshwright.programs.collectives import ALGORITHMS, build, check, groups_of, reverse, then
+from meshwright.programs.collectives import ALGORITHMS, build, check, groups_of, in_sequence, reverse
 from meshwright.programs.collectives.arrays import run_on_arrays
 from meshwright.programs.collectives.compose import grid
 from meshwright.programs.collectives.contract import DUAL
@@ -36,7 +36,7 @@ def test_operations_are_compositions_of_others(whole, first, second, one, two):
                 if "chain" in (a, b) or "double-tree" in (a, b) or (a == "multi-ring") != (b == "multi-ring"):
                     continue
                 options = [{k: ranks if v == "ranks" else v for k, v in given.items()} for given in (one, two)]
-                program = then(
+                program = in_sequence(
                     whole, build(first, a, ranks, 11, **options[0]), build(second, b, ranks, 11, **options[1])
                 )
                 check(program)
@@ -68,7 +68,7 @@ def test_operations_without_a_dual_raise():
 
 def test_programs_on_different_chunks_do_not_compose():
     with pytest.raises(MeshwrightError, match="cannot be combined"):
-        then("all-reduce", build("reduce", "binomial", 4, 8), build("broadcast", "chain", 4, 8))
+        in_sequence("all-reduce", build("reduce", "binomial", 4, 8), build("broadcast", "chain", 4, 8))
 
 
 def test_a_ring_matches_the_textbook():

@@ -4,7 +4,7 @@
     check(plan, model, workload, cluster, stack)              raise the first broken rule as a MeshwrightError
 
 A rule has an error code, a condition that works on integers and on arrays, and a function that explains it: the arithmetic, the
-valid values, and changes that could mend it. Only a change after which **every** rule holds is offered as the fix.
+valid values, and changes that could mend it. Only a change after which **every** rule holds is legal_fix as the fix.
 
 A rule needs some of model, workload, cluster, stack; it applies where these are given. Three more needs say what runs the plan: `trainer`
 (what `meshwright train` and `verify` can run at all), `dtypes` (the dtypes in which `train` can run it) and `framework` (what the framework of
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality.case import Case, Flag
-from meshwright.describe.legality.fixes import offered
+from meshwright.describe.legality.fixes import legal_fix
 from meshwright.describe.legality.rule import Rule
 from meshwright.describe.legality.rules import rules_for
 from meshwright.describe.legality.run_rules import DeviceHasPrecision, round_size
@@ -48,7 +48,7 @@ def problem(case: Case) -> MeshwrightError | None:
 
 def _error(rule: type[Rule], case: Case) -> MeshwrightError:
     found = rule.explain(case)
-    fix = offered(case, found.fixes, legal)
+    fix = legal_fix(case, found.fixes, legal)
     return MeshwrightError(rule.code, found.what, why=found.why, valid=found.valid, fix=fix)
 
 

@@ -157,7 +157,7 @@ class Case:
             fields, self._model, workload, self._cluster, self._stack, self.trainer, self.dtypes, self.framework
         )
 
-    def varied(self, columns: Mapping[str, Number]) -> Case:
+    def with_columns(self, columns: Mapping[str, Number]) -> Case:
         """The case with some fields as arrays: a batch of plans."""
         return Case(
             {**self.fields, **columns},

@@ -80,7 +80,7 @@ def _around(values: list[Any], present: Any) -> list[Any]:
 
 def _choices(case: Case, field: str, values: list[Any], legal: Callable[[Case], Flag]) -> list[Choice]:
     codes = np.array([WORDS[field].index(v) for v in values]) if field in WORDS else np.array(values)
-    alone = np.broadcast_to(np.asarray(legal(case.varied({field: codes}))), len(values))
+    alone = np.broadcast_to(np.asarray(legal(case.with_columns({field: codes}))), len(values))
     return [
         Choice(v, True) if good else _completed_choice(case, field, v, legal)
         for v, good in zip(values, alone, strict=True)

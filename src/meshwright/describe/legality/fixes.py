@@ -21,7 +21,7 @@ MOST_TRIED = 48
 Settings = Mapping[str, Any]
 
 
-def offered(case: Case, candidates: Iterable[Settings], legal: Callable[[Case], Flag]) -> str:
+def legal_fix(case: Case, candidates: Iterable[Settings], legal: Callable[[Case], Flag]) -> str:
     """The first candidate, completed where needed, after which the plan is legal, as `--set` options; "" where none is."""
     for settings in islice(candidates, MOST_TRIED):
         for trial in (settings, completed(case, settings)):

@@ -74,7 +74,9 @@ class Fp8Tensors:
         if name + SCALE not in self.all_names:
             return values
         out, shape = values.to(torch.float32), self.stored.shape(name)
-        blocks = tuple(touched(part, size, length) for part, size, length in zip(box, self.block, shape, strict=True))
+        blocks = tuple(
+            blocks_of_slice(part, size, length) for part, size, length in zip(box, self.block, shape, strict=True)
+        )
         scale = self.stored.read(name + SCALE, blocks).to(torch.float32)
         for dim, (part, size) in enumerate(zip(box, self.block, strict=True)):
             scale = scale.repeat_interleave(size, dim)
@@ -117,7 +119,7 @@ class Mxfp4Tensors:
         if name not in self.packed:
             return self.stored.read(name, box)
         experts, d_in, d_out = box
-        groups = touched(d_in, GROUP, self.shape(name)[1])
+        groups = blocks_of_slice(d_in, GROUP, self.shape(name)[1])
         packed = self.stored.read(name + BLOCKS, (experts, d_out, groups, slice(0, GROUP // 2)))
         exponents = self.stored.read(name + EXPONENTS, (experts, d_out, groups))
         values = unpacked(packed, exponents)
@@ -132,7 +134,7 @@ def unpacked(packed_EOGB: torch.Tensor, exponents_EOG: torch.Tensor) -> torch.Te
     return torch.ldexp(values, exponents_EOG.to(torch.int32).unsqueeze(-1) - BIAS).flatten(-2)
 
 
-def touched(part: slice, size: int, length: int) -> slice:
+def blocks_of_slice(part: slice, size: int, length: int) -> slice:
     """The blocks of `size` elements that a slice touches."""
     assert part.step in (None, 1)
     return slice(part.start // size, -(-min(part.stop, length) // size))

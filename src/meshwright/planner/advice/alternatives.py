@@ -103,7 +103,7 @@ def rebatched(plan: Plan | None, workload: Workload, stack: Stack | None = None)
     if plan is None or workload.batch % plan.dp:
         return None
     sizes = np.array([d for d in divisors(workload.batch // plan.dp) if d <= plan.microbatch])
-    legal = legality.legal(Case.of(plan, workload=workload, stack=stack).varied({"microbatch": sizes}))
+    legal = legality.legal(Case.of(plan, workload=workload, stack=stack).with_columns({"microbatch": sizes}))
     found = sizes[np.broadcast_to(legal, len(sizes))]
     return changed(plan, microbatch=int(found[-1])) if len(found) else None
 

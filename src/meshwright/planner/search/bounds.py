@@ -164,7 +164,7 @@ def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
         return some.alone + np.maximum(0.0, kept - (some.lighter * np.maximum(*ends) + some.saved) / some.pp)
 
     over = space.stack.step_overhead + host_update(space, rows)
-    work = rows.only("pp", "layer", "lighter", "saved").but(
+    work = rows.select("pp", "layer", "lighter", "saved").but(
         m=m, alone=alone, **{k: rows.columns[k] / rows.pp for k in "fiw"}
     )
     time, least = best_schedule(space, work.but(looped=over, folded=over), memory, limit)
@@ -295,7 +295,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
         **sampled_ranks(program, cost),
         **intervals.ends(program, cost),
     )
-    work = rows.only(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing - tail, bytes=folded)
+    work = rows.select(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing - tail, bytes=folded)
     work = work.but(folded=np.full(n, space.stack.step_overhead))
     time, least = best_schedule(space, work, partial(in_flight_bytes, space), limit)
     alone = rows.pp == 1

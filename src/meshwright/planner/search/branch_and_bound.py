@@ -114,7 +114,7 @@ class Incumbents:
 
     def offer(self, rows: Table) -> None:
         """Costed plans: remember those that fit and are close to the best of their strategy, or on the front."""
-        rows = rows.only(*PLAN, *COSTED).take(rows.memory <= self.limit)
+        rows = rows.select(*PLAN, *COSTED).take(rows.memory <= self.limit)
         if not len(rows):
             return
         rows = rows.but(strategy=strategies.strategy(rows))
@@ -186,7 +186,7 @@ class Search:
         """Search bounded frames only for plans that take at most `enough` seconds, whatever their strategy, and cost about `effort` plans at most."""
         self.best.front[:], self.best.strategy[:] = enough, -np.inf
         self.spent[:], self.spent_on_front, self.effort = EFFORT + 1, FRONT_EFFORT + 1, effort
-        frames = frames.take(self.promising(frames.only(*BOUNDED)))
+        frames = frames.take(self.promising(frames.select(*BOUNDED)))
         if len(frames):
             self.descend(0, frames)
         rows = self.best.found() if self.best.kept else Table(time=np.zeros(0))
@@ -212,7 +212,7 @@ class Search:
         if hidden.any():
             memory[hidden] = fullest(lower(self.space.batch(rows.take(hidden))))
         found = intervals.of(self.space, program, cost)
-        return rows.only(*PLAN).but(time=found.low, memory=memory, **found.columns)
+        return rows.select(*PLAN).but(time=found.low, memory=memory, **found.columns)
 
     # Down the layers
 
@@ -222,7 +222,7 @@ class Search:
         nearest = np.full(int(groups.max()) + 1, np.inf)
         np.minimum.at(nearest, groups, rows.time)
         left = np.argsort(rows.time / nearest[groups], kind="stable")
-        known = rows.only(*BOUNDED)
+        known = rows.select(*BOUNDED)
         for size in chain(SIZES[depth], repeat(SIZES[depth][-1])):
             if depth == 0 and self.progress:
                 self.progress(1 - len(left) / len(rows))
@@ -240,7 +240,7 @@ class Search:
             self.confirm()
             return
         below = self.layers[depth](rows)
-        below = below.take(self.promising(below.only(*BOUNDED)))
+        below = below.take(self.promising(below.select(*BOUNDED)))
         if len(below):
             self.descend(depth + 1, below)
 
@@ -260,9 +260,9 @@ class Search:
         """What the states and schedules that then fit rule out is not costed."""
         below = self.space.sharded(rows)
         below = below.but(memory=bounds.least_memory(self.space, below))
-        below = below.take(self.promising(below.only(*BOUNDED)))
+        below = below.take(self.promising(below.select(*BOUNDED)))
         below = bounds.of_kernels(self.space, below, self.best.limit)
-        below = below.take(self.promising(below.only(*BOUNDED)))
+        below = below.take(self.promising(below.select(*BOUNDED)))
         self.costed += len(below)
         self.spend(below)
         parts = [bounds.of_sharded(self.space, part, self.best.limit) for part in below.chunks(bounds.CHUNK)]
@@ -275,11 +275,11 @@ class Search:
             exact = self.space.scheduled(rows.take(alone))
             self.best.offer(exact.but(low=exact.time, closed=exact.time, high=exact.time, estimate=exact.time))
         rows = rows.take(~alone)
-        light = rows.only(*BOUNDED, *bounds.SCHEDULED).but(place=np.arange(len(rows)))
+        light = rows.select(*BOUNDED, *bounds.SCHEDULED).but(place=np.arange(len(rows)))
         plans = bounds.of_schedules(self.space, self.space.scheduled(light))
-        plans = plans.take(self.promising(plans.only(*BOUNDED)))
+        plans = plans.take(self.promising(plans.select(*BOUNDED)))
         exact, rest = (
-            rows.take(some.place).but(**some.only("schedule", "virtual", *COSTED).columns)
+            rows.take(some.place).but(**some.select("schedule", "virtual", *COSTED).columns)
             for some in (plans.take(plans.exact), plans.take(~plans.exact))
         )
         self.costed += len(exact)

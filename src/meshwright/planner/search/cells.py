@@ -70,7 +70,7 @@ class CellIncumbents(Incumbents):
         return (rows.memory <= self.limit) & (rows.time < self.time[self.groups(rows)] * (1 - CLOSE))
 
     def offer(self, rows: Table) -> None:
-        rows = rows.only(*PLAN, *COSTED)
+        rows = rows.select(*PLAN, *COSTED)
         if not len(rows):
             return
         self._take(rows, rows.memory, self.memory, self.leanest)

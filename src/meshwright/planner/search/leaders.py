@@ -70,7 +70,7 @@ def candidates(space: Space, found: Found) -> list[Candidate]:
     rows = rows.but(estimate=first.copy())
     seen: dict[int, Candidate] = {}
     for _ in range(MOST_WAVES):
-        wave = [i for i in wanted(rows, found, space.cluster.accelerator.memory) if i not in seen]
+        wave = [i for i in leading_rows(rows, found, space.cluster.accelerator.memory) if i not in seen]
         if not wave:
             break
         for i, candidate in zip(wave, walked(space, rows.take(wave), found), strict=True):
@@ -83,7 +83,7 @@ def candidates(space: Space, found: Found) -> list[Candidate]:
     return refined(space, [c for c in seen.values() if c.memory <= limit], limit)
 
 
-def wanted(rows: Table, found: Found, memory: float) -> list[int]:
+def leading_rows(rows: Table, found: Found, memory: float) -> list[int]:
     """Rows that lead by the current estimates."""
     order = np.argsort(rows.estimate, kind="stable")
     sorted_rows = rows.take(order)

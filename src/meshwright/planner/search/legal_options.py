@@ -75,7 +75,7 @@ class LegalOptions:
         """Which rows are legal. Fields missing from `columns` belong to lower layers and take their least demanding value: micro-batch 1,
         replicated data parallelism, no sequence parallelism, the naive schedule."""
         rows = len(next(iter(columns.values())))
-        return np.broadcast_to(legality.legal(self.least.varied(columns)), rows)
+        return np.broadcast_to(legality.legal(self.least.with_columns(columns)), rows)
 
     @cached_property
     def least(self) -> Case:
@@ -108,7 +108,7 @@ class LegalOptions:
 
     def _splits(self, tp: np.ndarray) -> list[int]:
         """Tensor-parallel degrees that the model accepts."""
-        case = Case.of(self.base.but(tp=1), self.model).varied({"tp": tp, "expert_tp": self._least_expert_tp(tp)})
+        case = Case.of(self.base.but(tp=1), self.model).with_columns({"tp": tp, "expert_tp": self._least_expert_tp(tp)})
         found = [int(t) for t in tp[np.broadcast_to(legality.legal(case), len(tp))]]
         if self.stack.can.tensor_divides_kv and self.model.kind == "transformer" and self.model.attention == "gqa":
             return [t for t in found if self.model.kv_groups % t == 0]
@@ -162,7 +162,7 @@ class LegalOptions:
     def recompute_codes(self) -> list[int]:
         """Codes of the legal kinds of recompute."""
         codes = np.array([RECOMPUTES.index(word) for word in self.choices.words["recompute"]])
-        case = Case.of(self.base, self.model).varied({"recompute": codes})
+        case = Case.of(self.base, self.model).with_columns({"recompute": codes})
         return [int(code) for code in codes[np.broadcast_to(legality.legal(case), len(codes))]]
 
     @cache  # noqa: B019  (a space lives as long as its search)
@@ -243,6 +243,6 @@ class LegalOptions:
         schedule, virtual = np.array(found, np.int64).reshape(-1, 2).T
         workload = self.workload.model_copy(update={"batch": microbatches})  # the batch of one rank, with micro-batch 1
         case = Case(self.least.fields, self.model, workload, stack=self.stack)
-        legal = legality.legal(case.varied({"pp": pp, "schedule": schedule, "virtual": virtual}))
+        legal = legality.legal(case.with_columns({"pp": pp, "schedule": schedule, "virtual": virtual}))
         legal = np.broadcast_to(legal, len(schedule))
         return Table(schedule=schedule[legal], virtual=virtual[legal])

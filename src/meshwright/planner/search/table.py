@@ -42,7 +42,7 @@ class Table:
         for start in range(0, len(self), size):
             yield self.take(slice(start, start + size))
 
-    def only(self, *names: str) -> Table:
+    def select(self, *names: str) -> Table:
         """Some of the columns, those that there are."""
         return Table(**{name: self.columns[name] for name in names if name in self.columns})
 

@@ -21,7 +21,7 @@ from meshwright.programs.collectives import (  # noqa: I001
     switches,
 )
 from meshwright.programs.collectives.checker import check
-from meshwright.programs.collectives.compose import reverse, then
+from meshwright.programs.collectives.compose import in_sequence, reverse
 from meshwright.programs.collectives.contract import OPERATIONS
 from meshwright.programs.collectives.program import Program
 from meshwright.programs.collectives.registry import ALGORITHMS, accepts, build, groups_of
@@ -29,5 +29,5 @@ from meshwright.programs.collectives.walker import Walk, walk
 
 __all__ = [
     "ALGORITHMS", "OPERATIONS", "Program", "Walk", "accepts", "bruck", "build", "check", "double_tree", "exchange", "groups_of",
-    "nodes", "rails", "recursive", "reverse", "ring", "switches", "then", "trees", "walk",
+    "in_sequence", "nodes", "rails", "recursive", "reverse", "ring", "switches", "trees", "walk",
 ]  # fmt: skip

@@ -1,10 +1,10 @@
 """Build larger programs from smaller ones.
 
-    in_turn(a, b)       the moves of a, then the moves of b; the numbers of steps add up
-    together([a, b])    the moves of both in the same steps: for disjoint groups of ranks or parts of the buffer
-    relabelled(a, …)    the moves of a small program on a subset of the ranks of a larger one, with finer chunks
-    then(op, p, q)      two programs on the same chunks as one, e.g. all-reduce = reduce-scatter then all-gather
-    reverse(p)          the dual: the steps in reverse order, each move in the opposite direction, stores become sums
+    in_turn(a, b)            the moves of a, then the moves of b; the numbers of steps add up
+    together([a, b])         the moves of both in the same steps: for disjoint groups of ranks or parts of the buffer
+    relabelled(a, …)         the moves of a small program on a subset of the ranks of a larger one, with finer chunks
+    in_sequence(op, p, q)    two programs on the same chunks as one, e.g. all-reduce = reduce-scatter then all-gather
+    reverse(p)               the dual: the steps in reverse order, each move in the opposite direction, stores become sums
 
 Why reversal works: in a broadcast every rank receives each chunk once, so the moves form a tree (or chain, or ring)
 that leads away from the root. Reverse the direction of every move and the order of the steps, and the same tree brings
@@ -46,7 +46,7 @@ def relabelled(table: Moves, members: Sequence[int], edges: Array | None = None)
     return in_order(Moves(table.step, source, target, chunk, width, table.reduce, chunk))
 
 
-def then(operation: str, *programs: Program) -> Program:
+def in_sequence(operation: str, *programs: Program) -> Program:
     """Run programs one after the other as one program of `operation`."""
     first, *following = programs
     for other in following:
@@ -92,4 +92,4 @@ def grid(elements: int, parts: set[int]) -> tuple[Array, dict[int, Array]]:
     return np.diff(offsets), {p: np.array([place[Fraction(c, p)] for c in range(p + 1)]) for p in parts}
 
 
-__all__ = ["grid", "in_turn", "relabelled", "reverse", "then", "together"]
+__all__ = ["grid", "in_sequence", "in_turn", "relabelled", "reverse", "together"]

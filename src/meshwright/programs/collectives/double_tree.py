@@ -21,7 +21,7 @@ and broadcast: it approaches 2nβ with O(log P) latency, for any P.
 
 from __future__ import annotations
 
-from meshwright.programs.collectives.compose import reverse, then
+from meshwright.programs.collectives.compose import in_sequence, reverse
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, Row, rows
 from meshwright.programs.collectives.registry import algorithm
@@ -50,7 +50,7 @@ def double_tree_reduce(ranks: int, elements: int, root: int = 0, segments: int =
 def double_tree_all_reduce(ranks: int, elements: int, segments: int = SEGMENTS) -> Program:
     """Reduce up both trees, then broadcast down both."""
     up = double_tree_reduce(ranks, elements, segments=segments)
-    return then("all-reduce", up, double_tree_broadcast(ranks, elements, segments=segments))
+    return in_sequence("all-reduce", up, double_tree_broadcast(ranks, elements, segments=segments))
 
 
 def trees(ranks: int) -> list[Edge]:

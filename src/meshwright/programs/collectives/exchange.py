@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.programs.collectives.compose import then
+from meshwright.programs.collectives.compose import in_sequence
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, moves
 from meshwright.programs.collectives.registry import algorithm
@@ -56,7 +56,7 @@ def all_reduce(ranks: int, elements: int) -> Program:
     """Pairwise reduce-scatter; then every rank sends its shard to all others."""
     source, target = np.nonzero(~np.eye(ranks, dtype=bool))
     gather = collective("all-gather", ranks, elements, moves(0, source, target, source))
-    return then("all-reduce", reduce_scatter(ranks, elements), gather)
+    return in_sequence("all-reduce", reduce_scatter(ranks, elements), gather)
 
 
 __all__ = ["all_reduce", "direct", "pairwise", "reduce_scatter"]

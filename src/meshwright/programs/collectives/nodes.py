@@ -27,7 +27,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.programs.collectives import ring
-from meshwright.programs.collectives.compose import grid, in_turn, relabelled, reverse, then, together
+from meshwright.programs.collectives.compose import grid, in_sequence, in_turn, relabelled, reverse, together
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Array, Moves, Program, moves
 from meshwright.programs.collectives.registry import Groups, algorithm
@@ -83,7 +83,7 @@ def two_level_reduce_scatter(ranks: int, elements: int, groups: Groups = ()) -> 
 def two_level_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
     """Reduce-scatter inside nodes, reduce-scatter and all-gather of the shards between nodes, all-gather inside nodes."""
     halves = [build(ranks, elements, groups=groups) for build in (two_level_reduce_scatter, two_level_all_gather)]
-    return then("all-reduce", *halves)
+    return in_sequence("all-reduce", *halves)
 
 
 @algorithm("all-to-all", "two-level")

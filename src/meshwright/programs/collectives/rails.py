@@ -32,7 +32,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.programs.collectives.bruck import bruck_all_gather, bruck_reduce_scatter
-from meshwright.programs.collectives.compose import in_turn, relabelled, reverse, then, together
+from meshwright.programs.collectives.compose import in_sequence, in_turn, relabelled, reverse, together
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.double_tree import double_tree_broadcast, double_tree_reduce
 from meshwright.programs.collectives.program import Moves, Program, moves
@@ -63,7 +63,7 @@ def multi_ring_reduce_scatter(ranks: int, elements: int, groups: Groups = ()) ->
 def multi_ring_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
     """Reduce-scatter, then all-gather."""
     halves = [build(ranks, elements, groups=groups) for build in (multi_ring_reduce_scatter, multi_ring_all_gather)]
-    return then("all-reduce", *halves)
+    return in_sequence("all-reduce", *halves)
 
 
 @algorithm("all-reduce", "rail-tree")

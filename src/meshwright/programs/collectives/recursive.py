@@ -18,7 +18,7 @@ pair sends its data to the even rank first, and receives the result at the end: 
 
 from __future__ import annotations
 
-from meshwright.programs.collectives.compose import in_turn, relabelled, reverse, then
+from meshwright.programs.collectives.compose import in_sequence, in_turn, relabelled, reverse
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, Row, rows
 from meshwright.programs.collectives.registry import algorithm
@@ -64,7 +64,7 @@ def halving_doubling_all_reduce(ranks: int, elements: int) -> Program:
     """Halving, then doubling, on p ranks; the other e ranks send their buffer first and receive the result at the end."""
     p, e = core_of(ranks)
     core = [k + min(k, e) for k in range(p)]
-    inner = then("all-reduce", halving_reduce_scatter(p, elements), doubling_all_gather(p, elements))
+    inner = in_sequence("all-reduce", halving_reduce_scatter(p, elements), doubling_all_gather(p, elements))
     fold = rows([(0, 2 * i + 1, 2 * i, 0, p) for i in range(e)], reduce=True)
     unfold = rows([(0, 2 * i, 2 * i + 1, 0, p) for i in range(e)])
     table = in_turn(fold, relabelled(inner.moves, core), unfold)

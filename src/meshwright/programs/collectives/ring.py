@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.programs.collectives.compose import then
+from meshwright.programs.collectives.compose import in_sequence
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, moves
 from meshwright.programs.collectives.registry import algorithm
@@ -47,7 +47,7 @@ def reduce_scatter(ranks: int, elements: int) -> Program:
 @algorithm("all-reduce", "ring")
 def all_reduce(ranks: int, elements: int) -> Program:
     """Reduce-scatter, then all-gather."""
-    return then("all-reduce", reduce_scatter(ranks, elements), all_gather(ranks, elements))
+    return in_sequence("all-reduce", reduce_scatter(ranks, elements), all_gather(ranks, elements))
 
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.programs.collectives.compose import reverse, then
+from meshwright.programs.collectives.compose import in_sequence, reverse
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, Row, moves, rows
 from meshwright.programs.collectives.registry import algorithm
@@ -109,25 +109,29 @@ def binomial_gather(ranks: int, elements: int, root: int = 0) -> Program:
 @algorithm("all-reduce", "naive")
 def naive_all_reduce(ranks: int, elements: int) -> Program:
     """Every rank sends to rank 0 in turn; then rank 0 sends the sum to every rank in turn."""
-    return then("all-reduce", naive_reduce(ranks, elements), naive_broadcast(ranks, elements))
+    return in_sequence("all-reduce", naive_reduce(ranks, elements), naive_broadcast(ranks, elements))
 
 
 @algorithm("all-reduce", "tree")
 def tree_all_reduce(ranks: int, elements: int) -> Program:
     """Reduce up a binomial tree, then broadcast down the same tree."""
-    return then("all-reduce", binomial_reduce(ranks, elements), binomial_broadcast(ranks, elements))
+    return in_sequence("all-reduce", binomial_reduce(ranks, elements), binomial_broadcast(ranks, elements))
 
 
 @algorithm("all-gather", "tree")
 def tree_all_gather(ranks: int, elements: int) -> Program:
     """Gather to rank 0, then broadcast, by binomial trees."""
-    return then("all-gather", binomial_gather(ranks, elements), binomial_broadcast(ranks, elements, chunks=ranks))
+    return in_sequence(
+        "all-gather", binomial_gather(ranks, elements), binomial_broadcast(ranks, elements, chunks=ranks)
+    )
 
 
 @algorithm("reduce-scatter", "tree")
 def tree_reduce_scatter(ranks: int, elements: int) -> Program:
     """Reduce to rank 0, then scatter, by binomial trees."""
-    return then("reduce-scatter", binomial_reduce(ranks, elements, chunks=ranks), binomial_scatter(ranks, elements))
+    return in_sequence(
+        "reduce-scatter", binomial_reduce(ranks, elements, chunks=ranks), binomial_scatter(ranks, elements)
+    )
 
 
 @algorithm("point-to-point", "direct")

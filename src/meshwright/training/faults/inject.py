@@ -133,15 +133,15 @@ class Injector(Hook):
 
     def due(self, step: int, kinds: Sequence[str], exclude: bool = False) -> list[tuple[int, Fault]]:
         found = [(n, f) for n, f in self.faults.items() if f.step == step and (f.kind in kinds) != exclude]
-        return [(number, fault) for number, fault in found if not self.happened(number).exists()]
+        return [(number, fault) for number, fault in found if not self.mark_file(number).exists()]
 
-    def happened(self, number: int) -> Path:
+    def mark_file(self, number: int) -> Path:
         rank = f"-{self.rank}" if self.faults[number].kind in EVERYWHERE else ""
         return self.folder / f"fault-{number}{rank}.done"
 
     def mark(self, number: int, fault: Fault, step: int) -> None:
         """Write down that the fault happens now; on disk before it does."""
-        self.happened(number).touch()
+        self.mark_file(number).touch()
         if fault.rank != self.rank:
             return
         row = json.dumps({"time": time.time(), "number": number, "step": step, "kind": fault.kind, "rank": fault.rank})

@@ -98,8 +98,8 @@ def best_plans(subject: Subject) -> list[dict[str, Any]]:
         if gpus < 1 or (k > 0 and len(space.cluster.levels) == 1):
             continue
         try:
-            other = subject.shared.asked.space(space.cluster.with_gpus(gpus))
-            best, _ = best_common_plan(other, subject.shared.asked.headroom)
+            other = subject.shared.planner_question.space(space.cluster.with_gpus(gpus))
+            best, _ = best_common_plan(other, subject.shared.planner_question.headroom)
         except MeshwrightError:
             continue
         if best is not None:

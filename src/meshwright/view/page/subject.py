@@ -56,7 +56,7 @@ class Shared:
         return self.first.result if self.first else planner.plan(self.config, **self.question)
 
     @cached_property
-    def asked(self) -> Question:
+    def planner_question(self) -> Question:
         """The question that `result` answers."""
         words = {name: value for name, value in self.question.items() if name not in OPTIONS}
         return read(self.config, **words)
@@ -64,11 +64,11 @@ class Shared:
     @cached_property
     def space(self) -> Space:
         """The legal plans of the question."""
-        return self.asked.space()
+        return self.planner_question.space()
 
     @cached_property
     def _cells(self) -> Iterator[list[Cell]]:
-        return cells(self.space, self.asked.headroom)
+        return cells(self.space, self.planner_question.headroom)
 
     @cached_property
     def first_cells(self) -> list[Cell]:

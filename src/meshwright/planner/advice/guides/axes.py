@@ -55,7 +55,7 @@ def stage_states(s: Problem, stages: Mapping[int, Plan | None]) -> dict[str, flo
     return dict(zip(plans, largest_state(program).tolist(), strict=True))
 
 
-def judged(conditions: dict[str, bool]) -> str:
+def checklist(conditions: dict[str, bool]) -> str:
     return ", ".join(f"{'✓' if holds else '✗'} {what}" for what, holds in conditions.items())
 
 
@@ -76,7 +76,7 @@ def tensor(s: Problem) -> Recommendation:
         return Recommendation(
             "tensor guide",
             None,
-            f"avoid: {judged(use)}",
+            f"avoid: {checklist(use)}",
             source,
             wording,
             '"avoid for small models" means that it is not needed: with a small batch it can still be the fastest choice',
@@ -85,7 +85,7 @@ def tensor(s: Problem) -> Recommendation:
     return Recommendation(
         "tensor guide",
         plan,
-        f"use: {judged(use)}",
+        f"use: {checklist(use)}",
         source,
         wording,
         "its traffic a layer is 4·2(T−1)/T·b·s·h elements: 352 MB for GPT-3 at T = 8, not 175",
@@ -105,14 +105,14 @@ def pipeline(s: Problem) -> Recommendation:
         "tensor parallelism alone does not fit": not s.fits(s.shaped(tp=s.node, zero=1)),
     }
     if s.model.kind != "transformer" or not rounds:
-        return Recommendation("pipeline guide", None, f"avoid: {judged(ideal)}", source, wording)
+        return Recommendation("pipeline guide", None, f"avoid: {checklist(ideal)}", source, wording)
     shaped = [plan for p in rounds if (plan := s.shaped(tp=s.node, pp=p, zero=1, virtual=2)) is not None]
     enough = [plan for plan in shaped if plan.microbatches(s.workload) >= 4 * plan.pp]
     if not enough:
         return Recommendation(
             "pipeline guide",
             None,
-            f"avoid: no degree leaves M ≥ 4·P at batch {s.workload.batch}; {judged(ideal)}",
+            f"avoid: no degree leaves M ≥ 4·P at batch {s.workload.batch}; {checklist(ideal)}",
             source,
             wording,
         )
@@ -120,7 +120,7 @@ def pipeline(s: Problem) -> Recommendation:
     return Recommendation(
         "pipeline guide",
         plan,
-        f"the smallest depth that fits with M ≥ 4·P; {judged(ideal)}",
+        f"the smallest depth that fits with M ≥ 4·P; {checklist(ideal)}",
         source,
         wording,
         "1F1B has GPipe's bubble and saves memory; interleaving shrinks the bubble and multiplies messages",
