@@ -81,17 +81,17 @@ def phase_time(
     for op in ops:
         if op.axis:
             axis = AXIS_OF[op.axis]
-            t.comm[axis] = t.comm.get(axis, 0.0) + op.count * network.time(op)
+            add(t.comm, axis, op.count * network.time(op))
             t.host = t.host + op.count * collective_launch(stack, op)
             continue
         if op.kind == "host":
             copied = op.count * compute.host_copy_time(device, op)
-            t.comm["host"] = t.comm.get("host", 0.0) + copied
+            add(t.comm, "host", copied)
             t.host = t.host + op.count * op.launches * stack.launch
             continue
         times = op.count * compute.pace(stack, op)  # mostly numbers: one array operation less
         seconds = times * compute.device_time(device, b.workload.precision, stack.attention, op)
-        t.parts[op.part] = t.parts.get(op.part, 0.0) + seconds
+        add(t.parts, op.part, seconds)
         t.host = t.host + op.count * op.launches * launch_time(stack, op)
         t.flops = t.flops + op.count * op.flops
         work = work + seconds
@@ -99,19 +99,20 @@ def phase_time(
             core = core + seconds
     t.busy = work
     t.left = left = stack.hides * work if main is None else main.left  # compute hides one stream at a time
-    room = {"tp": stack.hides * (work - core), "cp": stack.hides * core, "ep": left, "dp": left}
-    if main is not None:
-        room = dict.fromkeys(room, left)
     for axis in b.overlap:  # in a fixed order, independent of the other plans of the batch
         if axis not in t.comm:
             continue
         seconds = t.comm[axis]
-        allowed = b.overlap[axis] * (b.prefetch * unit_overlap(stack) if axis == "dp" else 1.0)
-        hidden = np.minimum(np.minimum(seconds, room[axis]), left) * allowed
+        hidden = np.minimum(seconds, left)
+        if main is None and axis in ("tp", "cp"):  # attention hides the messages of cp, all other compute those of tp
+            hidden = np.minimum(hidden, stack.hides * (core if axis == "cp" else work - core))
+        hidden = hidden * b.overlap[axis]
+        if axis == "dp":
+            hidden = hidden * b.prefetch * unit_overlap(stack)
         t.left = left = left - hidden
         slowed = stack.compute_slowdown * hidden
         t.parts[axis] = seconds - hidden
-        t.parts["interference"] = t.parts.get("interference", 0.0) + slowed
+        add(t.parts, "interference", slowed)
         t.busy = t.busy + seconds - hidden + slowed
     if "host" in t.comm:  # copies down overlap with forward; those up with the backward of the layer that ran before
         hidden = np.minimum(t.comm["host"], left)
@@ -121,6 +122,11 @@ def phase_time(
     if stack.graphs:
         t.host = t.host * GRAPH_HOST
     return t
+
+
+def add(table: dict[str, Array], key: str, value: Array) -> None:
+    """Add a value to an entry of the table. The first one is stored as it is: adding it to zero would be an operation on arrays."""
+    table[key] = table[key] + value if key in table else value
 
 
 def rank_time(

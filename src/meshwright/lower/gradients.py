@@ -189,25 +189,19 @@ def _selects(b: Batch) -> Array:
 def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[Op]]:
     """ZeRO-3 of one block in one micro-batch: gather its weights forward and backward, reduce its gradients. The block is a `share` of
     a unit, or several units like it. A stack that gathers parameter by parameter sends the bytes of a unit in more messages."""
-    shard = DATA_AXES[group].shard
+    shard, by_parameter = DATA_AXES[group].shard, b.stack.gathers == "parameter"
     unit = load if share is None else Load(*(x / np.where(share > 0, share, 1.0) for x in load))
     times = 1.0 if share is None else share
     on = (b.zero == 3) & (b.size(shard) > 1) & (np.asarray(load.held) > 0) & np.True_
     once = 1.0 / np.maximum(b.microbatches, 1)
     reduces = on * np.where(b.reduce_each, 1.0, once) * times
 
-    pieces = b.layer_tensors if b.stack.gathers == "parameter" else 1.0
-
     def op(e: Exchange, count: Array) -> Op:
+        count, n = count * e.count, e.bytes
+        if by_parameter:
+            count, n = count * b.layer_tensors, n / b.layer_tensors
         return Op(
-            e.name,
-            group,
-            "collective",
-            count * e.count * pieces,
-            collective=e.collective,
-            axis=e.axis,
-            message_bytes=e.bytes / pieces,
-            stream="comm:dp",
+            e.name, group, "collective", count, collective=e.collective, axis=e.axis, message_bytes=n, stream="comm:dp"
         )
 
     scatter = [op(e, reduces) for e in reduce_once(b, group, unit, True)]
@@ -216,17 +210,15 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[O
         selected = unit.sent * _selects(b)
         scatter.append(_compress(b, "optimizer", reduces * (passes > 0), passes, selected, b.layer_tensors))
     gather = Exchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, unit))
+    backward = on * b.reshard * times
+    if by_parameter:  # a parameter is freed when its module ends, so recompute and backward each gather it
+        backward = backward * np.where(b.recompute == 2, 2.0, 1.0)
     # Without resharding after forward, the weights are gathered once per step, not once per micro-batch.
     return {
         "F": [op(gather, on * np.where(b.reshard, 1.0, once) * times)],
-        "I": [op(gather, on * b.reshard * times * gathers_in_backward(b))],
+        "I": [op(gather, backward)],
         "W": scatter,
     }
-
-
-def gathers_in_backward(b: Batch) -> Array:
-    """How often backward gathers a unit. A stack that frees a parameter when its module ends gathers it for recompute and for backward."""
-    return np.where(b.recompute == 2, 2.0, 1.0) if b.stack.gathers == "parameter" else 1.0
 
 
 # The messages of a batch of plans
