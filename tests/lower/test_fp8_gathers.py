@@ -58,7 +58,8 @@ def test_activation_gathers_have_one_byte_per_element_and_other_messages_are_unc
 def test_our_trainer_gathers_activations_in_16_bits() -> None:
     plan = {"shard": 2, "zero": 3, **TENSOR}
     before, after = (messages(lowered(GQA, FP8, OURS, **plan, gather_dtype=d)) for d in ("same", "fp8"))
-    changed = {name for (_, _, name, _), size in before.items() if size not in after.values()}
+    assert before.keys() == after.keys()
+    changed = {key[2] for key in before if before[key] != after[key]}
     assert changed == {"gather-weights", "fp8-operands"}
 
 
