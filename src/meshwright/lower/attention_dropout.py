@@ -21,15 +21,13 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.tensors import AttentionCore
+from meshwright.lower.attention_tiles import PRODUCTS, TILE, WIDE
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import NARROW, Array, Op
 
-TILE = 2.0**24  # scores of one tile
 ACCESSES = {"F": 32.5, "I": 36.5}  # reads and writes of a score
-PRODUCTS = {"F": 2.0, "I": 5.0}
 LAUNCHES = {"F": 45.0, "I": 60.0}  # kernels for each tile
 LIVE = 5.0  # tensors of a tile at once: probabilities, their mask, the product of both, ds and what it is made of
-WIDE = 4.0  # bytes of a float32
 TOKEN_BYTES = 8.0  # saved per token to recompute the mask between the products
 
 

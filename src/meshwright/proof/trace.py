@@ -13,6 +13,7 @@ import torch
 from meshwright.describe.layout import Layout
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
+from meshwright.describe.shown import function_of
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.compile import graph_counts
@@ -25,7 +26,7 @@ from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
 from meshwright.training.data.random_tokens import RandomSamples
 from meshwright.training.hooks import Hook
-from meshwright.training.launch.rank import RankContext, resolve
+from meshwright.training.launch.rank import RankContext
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.observe import Observer
 from meshwright.training.optimizer.groups import role_of
@@ -39,7 +40,7 @@ LOSS_SCALE = 2.0**10  # of fp16: the gradients of a small model overflow at the 
 def record(context: RankContext, job: Job) -> dict[str, Trace]:
     """Run on every rank: one trace for each dtype."""
     if job.prepare:
-        resolve(job.prepare)()
+        function_of(job.prepare)()
     return {dtype: record_one(context, job, dtype) for dtype in job.dtypes}
 
 

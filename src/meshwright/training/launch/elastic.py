@@ -36,6 +36,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from meshwright.describe.run_folder import rank_log
+from meshwright.describe.shown import function_of
 from meshwright.training.job import Attempt
 from meshwright.training.launch import local
 from meshwright.training.launch.failure import (
@@ -46,7 +47,7 @@ from meshwright.training.launch.failure import (
     remove_failures,
     root_cause,
 )
-from meshwright.training.launch.rank import end_with_parent, resolve
+from meshwright.training.launch.rank import end_with_parent
 from meshwright.training.main_script import main_hidden
 
 LOOPBACK = "127.0.0.1"
@@ -125,7 +126,7 @@ def call(target: str, args: tuple, files: Path) -> Any:
     parent = multiprocessing.parent_process()
     assert parent is not None
     end_with_parent(lambda: wait([parent.sentinel]), files)
-    return resolve(target)(*args)
+    return function_of(target)(*args)
 
 
 class OneMachine(RendezvousHandler):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import os
 import shutil
 import signal
@@ -24,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from meshwright.describe.shown import function_of
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch.failure import INTERNAL_ERROR, failure_of, write_failure
 
@@ -56,7 +56,7 @@ def main(
     try:
         device = _join(rank, world, store, group_timeout, device, backend)
         context = RankContext(rank, world, device, lambda message: pipe.send(("message", message)))
-        result = resolve(target)(context, *args)
+        result = function_of(target)(context, *args)
         pipe.send(("done", result))
     except BaseException as error:  # the parent must learn of every failure
         fields = {**error.as_dict(), "exit_code": error.exit_code} if isinstance(error, MeshwrightError) else None
@@ -66,12 +66,6 @@ def main(
         os._exit(1)
     sys.stdout.flush()
     parent.join()  # stay until the parent closes the pipe: other ranks may still be connecting to this one
-
-
-def resolve(target: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _prepare_process(log: str, pipe: Connection, folder: Path) -> threading.Thread:
