@@ -57,7 +57,7 @@ def test_local_sgd_changes_the_number_of_replicas_only():
 
 def test_without_any_layout_the_error_has_the_ranks_that_are_needed():
     tight = config(shard=8, zero=3)
-    small = tight.cluster.accelerator.but(memory=1e3)
+    small = tight.cluster.accelerator.but(memory=2e6)
     from dataclasses import replace
 
     tight = replace(tight, cluster=tight.cluster.but(accelerator=small))
