@@ -14,7 +14,9 @@ With 80 layers in 4 stages 20 + 1.2 layers pace the pipeline; 20, 20, 21, 19 do 
 **Several stages per rank** (looped or V-shaped): the rank that does the least gets the next layer, and inside it the stage that does the least.
 For layers of one kind no division has a shorter slowest rank.
 
-The division becomes a candidate of its own if its simulated step is shorter and it fits.
+These divisions balance the work of a micro-batch. A step also has its first and last micro-batches, in which ranks wait for each other, and gathers
+that hide behind more compute or less: there a neighbour, with one layer moved, may be faster. So the neighbours are simulated too, and the
+fastest that fits becomes a candidate if it is faster than the original.
 """
 
 from __future__ import annotations
@@ -51,25 +53,27 @@ def divided(space: Space, candidates: Sequence[Candidate], limit: float) -> list
     enough = min(c.time for c in candidates) * (1 + NEAR)
     variants: dict[int, list[tuple[Candidate, Plan]]] = {}
     for c, seconds in zip(piped, block_seconds(space, [c.plan for c in piped]), strict=True):
-        plan = c.plan.but(layers_per_stage=other_division(c.plan, seconds))
-        shorter = slowest_rank(plan, seconds) / slowest_rank(c.plan, seconds)
+        balance = other_division(c.plan, seconds)
+        shorter = slowest_rank(c.plan.but(layers_per_stage=balance), seconds) / slowest_rank(c.plan, seconds)
         if shorter < 1 - WORTH and c.time * shorter <= enough:
-            variants.setdefault(plan.pp, []).append((c, plan))
+            plans = [c.plan.but(layers_per_stage=lengths) for lengths in (balance, *neighbours(balance))]
+            variants.setdefault(c.plan.pp, []).extend((c, plan) for plan in plans)
     return [found for some in variants.values() for found in simulated(space, some, limit)]
 
 
 def simulated(space: Space, variants: Sequence[tuple[Candidate, Plan]], limit: float) -> list[Candidate]:
-    """The variants, all with one number of ranks, that fit and whose simulated steps are shorter."""
+    """Of the variants of each candidate, all with one number of ranks, the one with the shortest simulated step that fits, if it is shorter."""
     program = step_program(space.model, [plan for _, plan in variants], space.workload, space.stack)
     cost = step_cost(program, space.cluster, every_rank=True)
-    stages, peaks, out = stage_times(program, cost), fullest(program), []
+    stages, peaks = stage_times(program, cost), fullest(program)
+    best: dict[int, Candidate] = {}
     for at, (c, plan) in enumerate(variants):
         time = walked_time(program, cost, plan, at, stages) if peaks[at] <= limit else np.inf
-        if time < c.time * (1 - WORTH):
+        if time < best.get(id(c), c).time * (1 - WORTH):
             closed, memory = float(cost.time[at]), float(peaks[at])
             parts = c.complexity + PART
-            out.append(replace(c, plan=plan, time=time, closed=closed, memory=memory, complexity=parts))
-    return out
+            best[id(c)] = replace(c, plan=plan, time=time, closed=closed, memory=memory, complexity=parts)
+    return list(best.values())
 
 
 def block_seconds(space: Space, plans: Sequence[Plan]) -> list[Seconds]:
@@ -110,6 +114,27 @@ def slowest_rank(plan: Plan, seconds: Seconds) -> float:
 def other_division(plan: Plan, seconds: Seconds) -> tuple[int, ...]:
     """Layers of each stage of a plan, with less for stages that have an end of the model."""
     return balanced(seconds, plan.pp) if plan.virtual == 1 else filled(plan, seconds)
+
+
+def neighbours(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Divisions with one layer moved between an end of the model and another stage: the other end, the longest or the shortest in between."""
+    first, last = 0, len(lengths) - 1
+    inner = range(1, last)
+    others = {
+        first,
+        last,
+        max(inner, key=lengths.__getitem__, default=0),
+        min(inner, key=lengths.__getitem__, default=0),
+    }
+    moves = {(a, b) for end in (first, last) for k in others if k != end for a, b in ((end, k), (k, end))}
+    out = []
+    for source, target in sorted(moves):
+        if lengths[source] > 1:
+            moved = list(lengths)
+            moved[source] -= 1
+            moved[target] += 1
+            out.append(tuple(moved))
+    return out
 
 
 def filled(plan: Plan, seconds: Seconds) -> tuple[int, ...]:
