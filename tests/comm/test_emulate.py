@@ -22,6 +22,7 @@ from meshwright.comm.emulate.emulation import Emulation, find, take_down
 from meshwright.comm.emulate.ranks import RunSettings
 from meshwright.comm.emulate.topology import Topology, namespace, switch_namespace
 from meshwright.errors import MeshwrightError
+from meshwright.host import process_start
 
 
 def missing_rights() -> str:
@@ -73,7 +74,7 @@ def processes_with(text: str) -> list[str]:
                     line = file.read().replace(b"\0", b" ").decode("utf-8", "replace")
             except OSError:
                 continue
-            if text in line and system.start_time(int(entry)):
+            if text in line and process_start(int(entry)):
                 found.append(line)
     return found
 
@@ -272,7 +273,7 @@ def test_an_interrupted_run_ends_its_ranks(name: str, number: int) -> None:
         command = [sys.executable, "-m", "meshwright", "emulate", "run", "--name", name, "--", "sleep", "60"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             wait_until(lambda: len(children(process.pid)) == 4)
-            started = [{"pid": pid, "started": system.start_time(pid)} for pid in children(process.pid)]
+            started = [{"pid": pid, "started": process_start(pid)} for pid in children(process.pid)]
             with pytest.raises(MeshwrightError, match="MW-EMU-006"):
                 take_down(name)
             process.send_signal(number)
