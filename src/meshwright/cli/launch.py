@@ -65,8 +65,7 @@ def command(
     from meshwright.view.launch_files import LAUNCHERS
     from meshwright.view.launch_files.job import make_job
 
-    flags = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "torchrun": torchrun, "ray": ray}
-    chosen = chosen_launcher(flags, plan)
+    chosen = chosen_launcher(plan, slurm=slurm, kubernetes=kubernetes, skypilot=skypilot, torchrun=torchrun, ray=ray)
     job = make_job(
         api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings),
         plan,
@@ -81,16 +80,15 @@ def command(
         time_limit=time_limit,
     )
     launcher = LAUNCHERS[chosen]
-    text = launcher.write(job)
     if out == "-":
-        print(text, end="")
+        print(launcher.write(job), end="")
         return
     file = Path(out or job.name + launcher.suffix)
-    write_file(file, text, force)
+    write_file(file, launcher.write(job), force)
     show_written(job, file, launcher)
 
 
-def chosen_launcher(flags: dict[str, bool], plan: str) -> str:
+def chosen_launcher(plan: str, **flags: bool) -> str:
     """The one launcher that is given."""
     chosen = [name for name, given in flags.items() if given]
     if len(chosen) != 1:

@@ -267,9 +267,7 @@ def apply(
     pieces: list[Piece] = []
     reductions: list[reduction.Reduction] = []
     position_ids: torch.Tensor | None = None
-    in_fp8 = None
-    if plan.zero == 3 and plan.gather_dtype == "fp8" and mesh.sharded:
-        in_fp8 = Fp8Weights(mesh.groups("shard_cp", "tp"), mesh.size("shard_cp"), dtype)
+    in_fp8 = weights_gathered_in_fp8(plan, mesh, dtype)
     for i, layers in stages_of(model, plan, program, mesh).items():
         module = stages[i] = build(model, layers).to(kept)
         table = boxes(model, plan, mesh.layout, rank, layers, frozen_in(module))
@@ -312,6 +310,13 @@ def apply(
         parallel.pipeline = make_pipeline(parallel, program, dtype)
     choose_attention_kernel(model, plan, workload, dtype, device)
     return parallel
+
+
+def weights_gathered_in_fp8(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> Fp8Weights | None:
+    """The weights that ZeRO-3 gathers in fp8; None if it gathers none so."""
+    if plan.zero != 3 or plan.gather_dtype != "fp8" or not mesh.sharded:
+        return None
+    return Fp8Weights(mesh.groups("shard_cp", "tp"), mesh.size("shard_cp"), dtype)
 
 
 def resolve_plan(model: Model, plan: Plan, workload: Workload, device: str) -> tuple[Plan, PipelineProgram | None]:

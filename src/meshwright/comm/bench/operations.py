@@ -6,7 +6,7 @@ Operations run in a chain, so that several of them share the cost of starting a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,11 @@ def part_call(part: str, dtype: torch.dtype, tokens: int, width: int, chain: int
         steps = [lambda y: y + x] * chain
     else:
         steps = [_rotation(tokens, width, dtype)] * chain
+    return _chain_call(x, steps, start)
+
+
+def _chain_call(x: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.Tensor]], start: torch.Tensor) -> Call:
+    """Forward through the steps, one after the other, and backward from the gradient `start` of the last output."""
 
     def run() -> None:
         y = x
@@ -80,15 +85,7 @@ def linear_call(dtype: torch.dtype, m: int, n: int, k: int, chain: int = CHAIN) 
     for layer in layers:
         layer.weight.grad = torch.zeros_like(layer.weight)
     x = torch.randn(1, m, k, dtype=dtype, requires_grad=True)
-    start = torch.randn(1, m, sizes[-1][1], dtype=dtype)
-
-    def run() -> None:
-        y = x
-        for layer in layers:
-            y = layer(y)
-        y.backward(start)
-
-    return run
+    return _chain_call(x, layers, torch.randn(1, m, sizes[-1][1], dtype=dtype))
 
 
 def attention_call(
