@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.models.dtypes import at_least_single
+from meshwright.models.wide_products import add_product
 
 IGNORED = -100  # a target that is padding
 CHUNK_BYTES = 2**29  # of logits
@@ -110,16 +111,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dw_VH is not None:
             dw_VH = torch.mul(dw_VH, gradient, out=torch.empty_like(dw_VH, dtype=ctx.dtype))
         return dx_TH, dw_VH, None, None
-
-
-def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a b, in float32 or wider; None is zero."""
-    wide = at_least_single(a.dtype)
-    if wide == a.dtype:
-        return a @ b if total is None else total.addmm_(a, b)
-    if not a.is_cuda:
-        return add_product(total, a.to(wide), b.to(wide))
-    return torch.mm(a, b, out_dtype=wide) if total is None else torch.addmm(total, a, b, out_dtype=wide)
 
 
 def loss_and_gradient(

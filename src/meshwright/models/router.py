@@ -32,7 +32,7 @@ from torch import nn
 
 from meshwright.describe.model import Model
 from meshwright.describe.router import RouterOptions
-from meshwright.models.dtypes import at_least_single
+from meshwright.models.wide_products import widened_linear
 
 
 class Tokens(Protocol):
@@ -69,6 +69,7 @@ class Router(nn.Module):
         normalise = model.top_k > 1 if options.normalise is None else options.normalise
         self.normalise = options.choice == "token" and normalise
         self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))
+        self.product = widened_linear
         self.bias = nn.Parameter(torch.empty(model.experts)) if model.router_bias else None
         # A parameter without a gradient: saved and sharded like the others, and updated by `balance`.
         self.balance_bias = (
@@ -102,9 +103,8 @@ class Router(nn.Module):
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """The logits in float32 or wider, whatever the precision of the layer."""
-        wide = at_least_single(x_TH.dtype)
-        logits_TE = x_TH.to(wide) @ self.weight.to(wide).t()
-        return logits_TE if self.bias is None else logits_TE + self.bias.to(wide)
+        logits_TE = self.product(x_TH, self.weight)
+        return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
     def choose(self, scores_TE: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks [T, E] of the chosen copies and of those that the capacity limit keeps."""

@@ -1,0 +1,74 @@
+"""Products of 16-bit operands with results in float32, on a GPU's tensor cores.
+
+A tensor core multiplies bf16 numbers exactly and sums the products in float32. Widened operands would give the same products, without tensor
+cores: ten times as slow, after a pass that writes 4 bytes for each element.
+
+A router computes its logits in float32. Its two operands are bf16 already, so forward needs nothing more. The gradient of the logits is float32. It
+is the sum of three bf16 numbers, each the rounding of what the ones before it leave (8 bits of the 24 each, so the sum is exact):
+
+    g = g₁ + g₂ + g₃        dx = [g₁ g₂ g₃] [W; W; W]        dW = Σ_i g_iᵀ x
+
+So each of the three products is one product of bf16 operands, with the error of a float32 sum.
+
+Legend: T tokens, H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.dtypes import at_least_single
+
+PARTS = 3  # bf16 numbers whose sum is a float32
+
+
+def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a b, in float32 or wider; None is zero."""
+    wide = at_least_single(a.dtype)
+    if wide == a.dtype:
+        return a @ b if total is None else total.addmm_(a, b)
+    if not a.is_cuda:
+        return add_product(total, a.to(wide), b.to(wide))
+    return torch.mm(a, b, out_dtype=wide) if total is None else torch.addmm(total, a, b, out_dtype=wide)
+
+
+def in_parts(x: torch.Tensor) -> list[torch.Tensor]:
+    """bf16 tensors whose sum is a float32 tensor."""
+    parts = []
+    for _ in range(PARTS):
+        parts.append(x.to(torch.bfloat16))
+        x = x - parts[-1]
+    return parts
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_TH, weight_EH)
+        return add_product(None, x_TH, weight_EH.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TE: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x_TH, weight_EH = ctx.saved_tensors
+        trains_x, trains_weight = ctx.needs_input_grad
+        gradient_TP = torch.cat(in_parts(gradient_TE), dim=1)
+        dx_TH = gradient_TP @ weight_EH.repeat(PARTS, 1) if trains_x else None
+        dw_EH = None
+        if trains_weight:
+            dw_EH = add_product(None, gradient_TP.t(), x_TH).unflatten(0, (PARTS, -1)).sum(0).to(weight_EH.dtype)
+        return dx_TH, dw_EH
+
+
+def wide_linear(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+    """x Wᵀ in float32, of bf16 operands."""
+    return _WideLinear.apply(x_TH, weight_EH)
+
+
+def widened_linear(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+    """x Wᵀ in float32 or wider, of operands that are widened first."""
+    wide = at_least_single(x_TH.dtype)
+    return x_TH.to(wide) @ weight_EH.to(wide).t()
