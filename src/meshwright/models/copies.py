@@ -60,10 +60,7 @@ class Copies:
 
     @classmethod
     def of(cls, routing: Routing, tokens: int, sums: Sums) -> Copies:
-        place_TK = None
-        if routing.per_token:
-            place_TK = routing.token_R.argsort(stable=True).view(tokens, routing.per_token)
-        return cls(routing.token_R, tokens, place_TK, sums)
+        return cls(routing.token_R, tokens, routing.place_TK, sums)
 
     def spread(self, x_TH: torch.Tensor) -> torch.Tensor:
         if self.place_TK is None:

@@ -7,7 +7,7 @@ none of them, and twice as large a matrix: fewer tiles of a GPU's kernel are cut
 
 The two weights remain two parameters, with the names and shapes that checkpoints and sharding know. Only their memory is shared: both are
 views of one tensor [E, 2F, H], in which the rows of an expert's gate are followed by those of its up projection (`join`). What updates them,
-copies or saves them sees two tensors with gaps between the experts. Their gradients are two tensors of their own.
+copies or saves them sees two tensors with gaps between the experts. Their gradients are two separate tensors.
 
 Legend: E experts, R copies of tokens, H hidden, F expert width.
 """

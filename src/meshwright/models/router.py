@@ -52,12 +52,12 @@ class Tokens(Protocol):
 @dataclass
 class Routing:
     """Copies of tokens, sorted by expert: the token of each copy, the weight of its expert's output, and the number of
-    copies per expert. `per_token` is the number of copies of each token; 0 if they differ."""
+    copies per expert. `place_TK` lists where the copies of each token are; None if tokens differ in their number of copies."""
 
     token_R: torch.Tensor
     weight_R: torch.Tensor
     counts_E: torch.Tensor
-    per_token: int = 0
+    place_TK: torch.Tensor | None = None
 
 
 class Router(nn.Module):
@@ -80,21 +80,47 @@ class Router(nn.Module):
     def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> Routing:
         logits_TE = self.logits(x_TH)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
+        route = self._route_all if self.dropless else self._route_some
+        return route(logits_TE, scores_TE, tokens, x_TH.dtype)
+
+    def _route_all(
+        self, logits_TE: torch.Tensor, scores_TE: torch.Tensor, tokens: Tokens, dtype: torch.dtype
+    ) -> Routing:
+        """Every token visits k experts. The number of copies is known, so the host does not wait for it; they are sorted by expert as short
+        integers, of which a GPU sorts 8 bits in a pass."""
+        with torch.no_grad():
+            expert_TK = self.best(scores_TE.detach()).sort(1).values
+            expert_R, order_R = expert_TK.flatten().to(torch.int16).sort(stable=True)
+            experts_E = torch.arange(self.experts, dtype=expert_R.dtype, device=expert_R.device)
+            counts_E = torch.searchsorted(expert_R, experts_E, right=True).diff(prepend=order_R.new_zeros(1))
+            place_TK = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+            self._count(counts_E, torch.zeros_like(counts_E))
+        weights_TK = self._weights(scores_TE.gather(1, expert_TK))
+        if self.options.aux or self.options.z:
+            chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, expert_TK, True)
+            weights_TK = add_loss(weights_TK, self.losses(logits_TE, scores_TE, chosen_TE, tokens), tokens.share)
+        # `gather` and not an index: its backward need not sort the places.
+        weight_R = weights_TK.flatten().gather(0, order_R).to(dtype)
+        return Routing(order_R // self.k, weight_R, counts_E, place_TK.view_as(expert_TK))
+
+    def _route_some(
+        self, logits_TE: torch.Tensor, scores_TE: torch.Tensor, tokens: Tokens, dtype: torch.dtype
+    ) -> Routing:
+        """Tokens differ in the number of experts they visit."""
         with torch.no_grad():
             chosen_TE, kept_TE = self.choose(scores_TE.detach(), tokens)
-            self._count(chosen_TE, kept_TE)
-        weights_TE = scores_TE * chosen_TE
-        if self.normalise:
-            weights_TE = weights_TE / (weights_TE.sum(-1, keepdim=True) + 1e-20)
-        weights_TE = weights_TE * self.options.scale
+            self._count(chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum(0))
+        weights_TE = self._weights(scores_TE * chosen_TE)
         if self.options.aux or self.options.z:
             weights_TE = add_loss(weights_TE, self.losses(logits_TE, scores_TE, chosen_TE, tokens), tokens.share)
-        if self.dropless:  # the number of copies is known: the host does not wait for it
-            expert_R, token_R = kept_TE.t().nonzero_static(size=len(x_TH) * self.k).unbind(1)
-        else:
-            expert_R, token_R = kept_TE.t().nonzero(as_tuple=True)
-        weight_R = weights_TE[token_R, expert_R].to(x_TH.dtype)
-        return Routing(token_R, weight_R, kept_TE.sum(0), self.k if self.dropless else 0)
+        expert_R, token_R = kept_TE.t().nonzero(as_tuple=True)
+        return Routing(token_R, weights_TE[token_R, expert_R].to(dtype), kept_TE.sum(0))
+
+    def _weights(self, chosen_scores: torch.Tensor) -> torch.Tensor:
+        """The weights of each token's experts, for the scores of those it chose."""
+        if self.normalise:
+            chosen_scores = chosen_scores / (chosen_scores.sum(-1, keepdim=True) + 1e-20)
+        return chosen_scores * self.options.scale
 
     @property
     def dropless(self) -> bool:
@@ -107,22 +133,24 @@ class Router(nn.Module):
         return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
     def choose(self, scores_TE: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masks [T, E] of the chosen copies and of those that the capacity limit keeps."""
+        """Masks [T, E] of the chosen copies and of those that the capacity limit keeps, where there is one."""
         if self.options.choice == "expert":
             all_scores = tokens.gather_tokens(scores_TE)
             most = min(len(all_scores), max(1, self.capacity(len(all_scores), self.options.capacity or 1.0)))
             chosen = tokens.local_rows(highest(all_scores, most))
             return chosen, chosen
-        biased = scores_TE if self.balance_bias is None else scores_TE + self.balance_bias.to(scores_TE.dtype)
-        if self.options.groups > 1:
-            biased = self.within_groups(biased)
-        chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, biased.topk(self.k, dim=1).indices, True)
-        if not self.options.capacity:
-            return chosen, chosen
+        chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, self.best(scores_TE), True)
         # Scores are at least 0, so −1 ranks below all of them: an expert keeps only tokens that chose it.
         candidates = tokens.gather_tokens(scores_TE.masked_fill(~chosen, -1.0))
         most = min(len(candidates), max(1, self.capacity(len(candidates), self.options.capacity)))
         return chosen, chosen & tokens.local_rows(highest(candidates, most))
+
+    def best(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The k experts of each token, in any order."""
+        biased = scores_TE if self.balance_bias is None else scores_TE + self.balance_bias.to(scores_TE.dtype)
+        if self.options.groups > 1:
+            biased = self.within_groups(biased)
+        return biased.topk(self.k, dim=1, sorted=False).indices
 
     def within_groups(self, scores_TE: torch.Tensor) -> torch.Tensor:
         """The scores, set to −∞ for experts outside the best groups of each token."""
@@ -154,10 +182,10 @@ class Router(nn.Module):
             return tokens.sequences()
         return torch.zeros(len(chosen), dtype=torch.long, device=chosen.device), 1
 
-    def _count(self, chosen_TE: torch.Tensor, kept_TE: torch.Tensor) -> None:
+    def _count(self, chosen_E: torch.Tensor, dropped_E: torch.Tensor) -> None:
         if not self.training:  # evaluation between steps does not count
             return
-        load = torch.stack((chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum(0))).to(torch.float64)
+        load = torch.stack((chosen_E, dropped_E)).to(torch.float64)
         self.load = load if self.load is None else self.load + load
 
     def balance(self, load_E: torch.Tensor) -> torch.Tensor:
