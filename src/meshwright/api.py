@@ -83,7 +83,9 @@ def estimate(
     file = is_plan_file(model) or is_settings_file(model)
     given = plan or file or isinstance(model, Config) or any(w.strip().startswith("plan.") for w in set)
     config, assumed = (config, []) if given else with_best_plan(config)
-    return estimate_plan(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
+    return estimate_plan(
+        config.model, config.cluster, config.plan, config.workload, config.stack, assumed, config.run.compiled
+    )
 
 
 def with_best_plan(config: Config) -> tuple[Config, list[str]]:

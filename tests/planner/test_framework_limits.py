@@ -13,7 +13,7 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.planner.advice.lint.check import check
-from meshwright.planner.question import OWN_TRAINER, read, runs_in
+from meshwright.planner.question import ANY_FRAMEWORK, OWN_TRAINER, read, runs_in
 from meshwright.planner.search.space import Space
 
 DENSE = Model(hidden=64, layers=6, heads=8, kv_heads=2, ffn=128, vocab=256)
@@ -46,10 +46,12 @@ def test_a_constraint_that_the_framework_cannot_meet_names_it() -> None:
     assert "Megatron-Core" in caught.value.what
 
 
-def test_the_plan_is_for_our_trainer_unless_a_framework_is_named() -> None:
-    assert runs_in(read("llama3-8b", "dgx-h100", nodes=1).config) == OWN_TRAINER
+def test_the_plan_is_for_the_stack_that_is_named() -> None:
+    assert runs_in(read("llama3-8b", "dgx-h100", nodes=1).config) == ANY_FRAMEWORK
+    assert runs_in(read("llama3-8b", "dgx-h100", nodes=1, stack="meshwright").config) == OWN_TRAINER
     assert runs_in(read("llama3-8b", "dgx-h100", nodes=1, stack="torchtitan").config) == "torchtitan"
-    narrow = read("llama3-8b", "dgx-h100", nodes=1, settings=["workload.precision=mxfp8"])
+    assert runs_in(read("llama3-8b", "dgx-h100", nodes=1, stack="maxtext").config) == "maxtext"
+    narrow = read("llama3-8b", "dgx-h100", nodes=1, stack="meshwright", settings=["workload.precision=mxfp8"])
     assert "modelled only" in runs_in(narrow.config)
 
 

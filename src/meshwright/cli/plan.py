@@ -93,8 +93,8 @@ def command(
     user_plan = UserPlan(compare) if compare else None
     writable(out, html, settings_file)
     question: dict[str, Any] = {name: value for name, value in context.params.items() if name not in NOT_ASKED}
-    if target and not stack:
-        question["stack"] = target.stack
+    if (target or framework) and not stack:
+        question["stack"] = target.stack if target else own_stack_name(model, cluster, settings)
     with patient("searching") as progress:
         sizing, result = search(model, cluster, days, budget, question, progress)
     compared = result.compare(user_plan.for_gpus(result.config.cluster.world)) if user_plan else None
@@ -132,9 +132,19 @@ def search(
 
 def target_framework(name: str, settings_file: str, model: str) -> Framework | None:
     """The framework of --for, or of the settings file that is planned again; --write needs one of them."""
+    from meshwright.describe.own_trainer import OURS
     from meshwright.interop.files import is_settings_file, read_settings
     from meshwright.interop.frameworks import FRAMEWORKS, framework_named
 
+    if name == OURS and settings_file:
+        raise MeshwrightError(
+            "MW-CLI-003",
+            f"--write has no settings for {OURS}",
+            why="Our own trainer reads plan files",
+            fix=f"--out {settings_file}",
+        )
+    if name == OURS:
+        return None
     if name:
         return framework_named(name)
     if is_settings_file(model):
@@ -148,6 +158,15 @@ def target_framework(name: str, settings_file: str, model: str) -> Framework | N
             fix="--for torchtitan",
         )
     return None
+
+
+def own_stack_name(model: str, cluster: str, settings: list[str]) -> str:
+    """The stack of our own trainer on the cluster of the question."""
+    from meshwright import api
+    from meshwright.describe.own_trainer import own_stack
+
+    described = [word for word in settings if not word.strip().startswith("plan.")]
+    return own_stack(api.load(model, cluster=cluster, set=described).cluster).name
 
 
 class UserPlan:

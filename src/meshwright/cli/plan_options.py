@@ -28,7 +28,9 @@ StackOption = Annotated[
 FrameworkOption = Annotated[
     str,
     typer.Option(
-        "--for", metavar="FRAMEWORK", help="Search only what it can run: torchtitan, megatron-lm, deepspeed, …"
+        "--for",
+        metavar="FRAMEWORK",
+        help="Search only what it can run: meshwright, torchtitan, megatron-lm, deepspeed, …",
     ),
 ]
 SettingsFileOption = Annotated[

@@ -16,18 +16,21 @@ from meshwright.cost import advice
 from meshwright.cost.collective import Network
 from meshwright.cost.critical import CriticalBatch, critical_batch
 from meshwright.cost.messages import Message, messages, step_calls
-from meshwright.cost.predict import COMMUNICATION, prediction
+from meshwright.cost.predict import COMMUNICATION, predict, prediction
 from meshwright.cost.recompute import USABLE_MEMORY, resolve_recompute
 from meshwright.cost.roofline import Position, position
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
+from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
+from meshwright.describe.own_trainer import is_typical, own_stack
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
 from meshwright.lower.op import StepProgram, scalar
 from meshwright.lower.step import step_program
 
@@ -50,6 +53,21 @@ class Latency:
     seconds: float
 
 
+@dataclass(frozen=True)
+class OwnTrainer:
+    """The prediction of a plan on Meshwright's own trainer, or why the trainer does not run the plan."""
+
+    stack: str
+    prediction: Prediction | None = None
+    refused: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        if self.prediction is None:
+            return {"stack": self.stack, "refused": self.refused}
+        keys = ("step_time_s", "step_time_low_s", "step_time_high_s", "memory_gib", "fits")
+        return {"stack": self.stack} | {key: getattr(self.prediction, key) for key in keys}
+
+
 @dataclass(frozen=True, repr=False)
 class Estimate(Shown):
     """The prediction of one configuration, and what it was computed from."""
@@ -67,6 +85,22 @@ class Estimate(Shown):
     prediction: Prediction
     levels: dict[str, str]
     inference: tuple[Latency, ...]
+    given: Plan  # before `recompute = auto` was resolved for the stack
+    compiled: bool = True  # whether our own trainer would compile it (`run.compile`)
+
+    @cached_property
+    def own_trainer(self) -> OwnTrainer | None:
+        """The prediction on our own trainer, where the stack is not known: the number that `train` predicts on these devices."""
+        if not is_typical(self.stack):
+            return None
+        stack = own_stack(self.cluster, self.compiled)
+        refused = legality.not_trained(self.given, self.model, self.workload, stack)
+        if refused is None:
+            try:
+                return OwnTrainer(stack.name, predict(self.model, self.cluster, self.given, self.workload, stack))
+            except MeshwrightError as error:  # nothing that `recompute = auto` may choose fits
+                refused = error
+        return OwnTrainer(stack.name, refused=refused.what)
 
     @cached_property
     def walked(self) -> WalkedStep:
@@ -108,6 +142,8 @@ class Estimate(Shown):
             "parameters_by_part": self.model.parameters(),
             "plan": self.plan.as_dict(),
             "world": self.plan.world,
+            "stack": self.stack.name,
+            **({"own_trainer": self.own_trainer.as_dict()} if self.own_trainer else {}),
             "verdicts": {v.name: {"value": v.value, "target": v.target, "good": v.good} for v in self.verdicts},
             "bubble_fraction": self.bubble_fraction,
             "critical_batch": self.critical_batch.sequences,
@@ -152,16 +188,22 @@ class Simulation(Shown):
 
 
 def estimate(
-    model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
+    model: Model,
+    cluster: Cluster,
+    plan: Plan,
+    workload: Workload,
+    stack: Stack,
+    assumed: list[str] | None = None,
+    compiled: bool = True,
 ) -> Estimate:
     """Check, lower and cost one configuration; verdicts, roofline, walk and critical batch are computed on first access."""
     plan.check(model, workload, cluster, stack)
-    plan = resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
+    given, plan = plan, resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
     program = step_program(model, plan, workload, stack)
     cost = step_cost(program, cluster, every_rank=True)
     result = prediction(cost, model, cluster, plan, workload, stack, assumed)
-    levels = axis_levels(program, cluster)
-    return Estimate(model, cluster, plan, workload, stack, program, cost, result, levels, inference(model, cluster))
+    shown = axis_levels(program, cluster), inference(model, cluster)
+    return Estimate(model, cluster, plan, workload, stack, program, cost, result, *shown, given, compiled)
 
 
 def communication(cost: StepCost) -> tuple[float, float]:

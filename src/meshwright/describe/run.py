@@ -52,6 +52,11 @@ class Run(Described):
     log_every: Size = Field(default=1, description="steps between the rows that loggers receive")
     profile_steps: Whole = Field(default=0, description="steps of which torch traces are written; 0: none")
 
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled on GPUs."""
+        return self.compile != "off"
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if 0 < self.spike <= 1:

@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
+from meshwright.describe.own_trainer import OWN_STACKS, is_typical
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.interop.configure import configure
@@ -22,6 +23,7 @@ from meshwright.planner.search.common_plans import HEADROOM
 from meshwright.planner.search.space import Space
 
 OWN_TRAINER = "Meshwright's own trainer"
+ANY_FRAMEWORK = "any framework, at typical speed"
 # Fields of a given plan that the search does not keep: they belong to its degrees, or (local SGD) to another algorithm.
 DROPPED = ("layers_per_stage", "recompute_every", "recompute_layers", "recompute_budget", "average_every")
 Words = Sequence[str] | Mapping[str, Any]
@@ -102,10 +104,11 @@ def assumptions(config: Config, stack: Any) -> list[str]:
 
 
 def runs_in(config: Config) -> str:
-    """What the plan is for: the framework of the stack, or our own trainer; and what of it our trainer does not run."""
-    can = config.stack.can
-    if can.framework:
-        return can.framework
+    """What the plan is for: the framework of the stack, our own trainer, with what of the plan it does not run, or, if no stack is named, any."""
+    if is_typical(config.stack):
+        return ANY_FRAMEWORK
+    if config.stack.name not in OWN_STACKS:
+        return config.stack.can.framework or config.stack.name
     error = legality.not_trained(config.plan, config.model, config.workload, config.stack)
     return OWN_TRAINER if error is None else f"{OWN_TRAINER}, modelled only: {error.what}"
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -118,7 +118,8 @@ class Result:
     @cached_property
     def estimate(self) -> Estimate:
         """The winner's estimate, its pipeline simulated."""
-        return why.walked_estimate(self.space, self.plan, self.ranking.best.time, self.assumed)
+        found = why.walked_estimate(self.space, self.plan, self.ranking.best.time, self.assumed)
+        return replace(found, compiled=self.config.run.compiled)
 
     @property
     def prediction(self) -> Prediction:

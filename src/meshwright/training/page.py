@@ -38,7 +38,10 @@ def page(training: Training, folder: str = "") -> RenderableType:
         (f"  ({low} to {high})", "dim"),
         ("   predicted ", "dim"),
         format_seconds(p.step_time_s),
-        (f"  ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)})", "dim"),
+        (
+            f"  ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}; stack {training.config.stack.name})",
+            "dim",
+        ),
     )
     lines = [title, *(Text(f"not run: {part}", "yellow") for part in training.config.model.not_run), loss, step]
     evaluated = [loss for _, loss in m.validation_loss]

@@ -19,9 +19,8 @@ from pathlib import Path
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
-from meshwright.describe.entries import entry
+from meshwright.describe.own_trainer import with_own_stack
 from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, is_run
-from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
 from meshwright.planner.resize import plan_for_world
 from meshwright.training.data.sources import check_data
@@ -96,20 +95,12 @@ def make_job(
         optimizer=config.optimizer.with_steps(steps),
     )
     device = resolve_device(device, ranks_here)
-    config, memory = with_own_stack(config, device), config.cluster.accelerator.memory
+    config, memory = with_own_stack(config), config.cluster.accelerator.memory
     config = replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
     watch = LoadWatch(config, machine)
     backend = resolve_backend(backend, device)
     check_machine(watch.config.plan, watch.prediction, device, folder, steps, ranks_here)
     return Job(watch.config, watch, steps, seed, device, backend, folder)
-
-
-def with_own_stack(config: Config, device: str) -> Config:
-    """The configuration with the stack that this trainer is on GPUs, unless the plan file names one."""
-    if device != "cuda" or config.stack.name != Stack().name:
-        return config
-    name = "torch-eager" if config.run.compile == "off" else "meshwright"
-    return replace(config, stack=Stack(**entry("stacks", name)))
 
 
 def check(config: Config, steps: int, folder: Path | None = None) -> None:

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cost.estimate import Estimate
+from meshwright.cost.estimate import Estimate, OwnTrainer
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe import legality
 from meshwright.describe.workload import FP8
@@ -78,13 +78,17 @@ def header(e: Estimate) -> Panel:
     active = f", {format_count(e.model.active)} active" if e.model.experts else ""
     lines = [
         Text.assemble((e.model.name, "bold"), (f"  {count} parameters{active}: {e.model.describe_shape()}", "dim")),
-        Text.assemble((f"{e.plan.world} × {e.cluster.accelerator.name}", "bold"), (f"  {e.cluster.name}", "dim")),
+        Text.assemble(
+            (f"{e.plan.world} × {e.cluster.accelerator.name}", "bold"),
+            (f"  {e.cluster.name}, stack {e.stack.name}", "dim"),
+        ),
         Text.assemble(
             (e.plan.title(), "bold"),
             (f"  batch {e.workload.batch} × {e.workload.seq} tokens, {e.workload.precision}", "dim"),
         ),
         Text(""),
         big,
+        *on_own_trainer(e),
         *uncalibrated(e),
     ]
     if not p.fits:
@@ -98,6 +102,20 @@ def header(e: Estimate) -> Panel:
             Text(f"{format_count(e.workload.tokens)} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}")
         )
     return Panel(Group(*lines), title="estimate", title_align="left", border_style="blue")
+
+
+def on_own_trainer(e: Estimate) -> list[Text]:
+    """Return the prediction on our own trainer in one line, if the plan names no stack."""
+    return [Text(own_trainer_words(e.own_trainer), "dim")] if e.own_trainer else []
+
+
+def own_trainer_words(own: OwnTrainer) -> str:
+    p = own.prediction
+    if p is None:
+        return f"Meshwright's own trainer does not run this plan: {own.refused}"
+    low, high = format_seconds(p.step_time_low_s), format_seconds(p.step_time_high_s)
+    fits = "" if p.fits else ": does not fit"
+    return f"on Meshwright's own trainer {format_seconds(p.step_time_s)} ({low} to {high}), {p.memory_gib:.1f} GiB{fits}; stack {own.stack}"
 
 
 def uncalibrated(e: Estimate) -> list[Text]:

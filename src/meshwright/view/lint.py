@@ -22,7 +22,7 @@ def page(config: Config, findings: Sequence[Finding], now: Estimate | None) -> R
 
 
 def headline(config: Config, now: Estimate | None) -> Text:
-    place = f"{config.model.name} on {config.cluster.world} × {config.cluster.accelerator.name} ({config.cluster.name})"
+    place = f"{config.model.name} on {config.cluster.world} × {config.cluster.accelerator.name} ({config.cluster.name}, stack {config.stack.name})"
     words = Text.assemble((place, "bold"), (f"  {config.plan.title()}", "dim"))
     if now is not None:
         p = now.prediction

@@ -17,7 +17,7 @@ from meshwright.planner.result import Comparison, Result
 from meshwright.units import counted, format_count, format_seconds
 from meshwright.view import estimate as view
 from meshwright.view import goodput
-from meshwright.view.estimate import uncalibrated
+from meshwright.view.estimate import on_own_trainer, uncalibrated
 from meshwright.view.tables import PIPED_WIDTH, facts
 
 BAR = 16
@@ -92,6 +92,7 @@ def header(r: Result) -> Panel:
             ("   tokens/s " if text else "   samples/s ", "dim"),
             (format_count(p.tokens_per_s or 0), "bold"),
         ),
+        *on_own_trainer(e),
         *uncalibrated(e),
         Text(searched(r), "dim"),
         *([Text(r.choice, "dim")] if r.choice else []),

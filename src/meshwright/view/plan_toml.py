@@ -7,6 +7,7 @@ import re
 from meshwright.planner.advice.explain import memory_words
 from meshwright.planner.result import Result
 from meshwright.units import format_seconds
+from meshwright.view.estimate import own_trainer_words
 
 KEY = re.compile(r"^(\w+) =", re.ASCII)
 COMMENT_COLUMN = 28  # column of the comments, if the line is shorter
@@ -30,6 +31,7 @@ def opening(r: Result) -> list[str]:
         *([f"It is {r.choice}."] if r.choice else []),
         f"step {format_seconds(p.step_time_s)} ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}), "
         f"MFU {100 * (p.mfu or 0):.1f}%, memory {memory_words(p)}",
+        *([f"{own_trainer_words(r.estimate.own_trainer)}"] if r.estimate.own_trainer else []),
         f"bound by {x.bound}",
         f"constants: {x.calibrated}",
     ]

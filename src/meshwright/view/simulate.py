@@ -57,7 +57,7 @@ class SimulationPage:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         e, walked = self.simulation.estimate, self.simulation.walked
-        yield f"[bold]{e.model.name}[/] on {e.plan.world} × {e.cluster.accelerator.name}: {e.plan.title()}"
+        yield f"[bold]{e.model.name}[/] on {e.plan.world} × {e.cluster.accelerator.name} (stack {e.stack.name}): {e.plan.title()}"
         yield explained_timeline(walked.walk, console, seconds=True)
         closing = ", ".join(f"{name} {format_seconds(s)}" for name, s in walked.closing.items() if s > 0)
         yield f"step {format_seconds(walked.time)}: schedule {format_seconds(walked.walk.makespan)}, then {closing}"

@@ -21,12 +21,13 @@ from typing import Any
 
 from meshwright.describe import catalog, legality
 from meshwright.describe.config import Config
+from meshwright.describe.own_trainer import OURS, with_own_stack
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.interop.frameworks import FRAMEWORKS, find
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.write import settings_of, text_of
 from meshwright.view.launch_files import megatron
-from meshwright.view.launch_files.program import OURS, SCRIPT, Program, our_program
+from meshwright.view.launch_files.program import SCRIPT, Program, our_program
 
 # torchtitan's name and flavor of the models of the catalog that it has; its settings cannot state another shape.
 TORCHTITAN_MODELS = {
@@ -255,7 +256,7 @@ def for_framework(config: Config, name: str) -> Config:
     """The plan with the stack of the framework that will run it; raises where the framework cannot run or express it."""
     framework = FRAMEWORKS.get(name)
     if framework is None:
-        return config
+        return with_own_stack(config)
     if config.stack.name != framework.stack:
         config = replace(config, stack=catalog.load("stacks", framework.stack))
     legality.check(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)

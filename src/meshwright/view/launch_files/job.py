@@ -63,10 +63,8 @@ class Job:
             f"{config.plan.world} ranks: {self.nodes} × {self.per_node} {device} of {config.cluster.name}.",
             f"Predicted: step {format_seconds(p.step_time_s)} ({low} to {high}), {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB.",
         ]
-        if self.program.is_ours and config.stack.name not in ("default", "gloo-cpu"):
-            out.append(f"The program is Meshwright's trainer; the prediction is for the stack {config.stack.name}.")
-        if not self.program.is_ours:
-            out.append(f"The program is {self.program.framework}; the prediction is for the stack {config.stack.name}.")
+        program = "Meshwright's trainer" if self.program.is_ours else self.program.framework
+        out.append(f"The program is {program}; the prediction is for the stack {config.stack.name}.")
         return [*out, *self.program.notes]
 
 

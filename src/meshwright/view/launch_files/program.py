@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.describe.config import Config
+from meshwright.describe.own_trainer import OURS
 
-OURS = "meshwright"
 SCRIPT = "train.py"  # the reader's, for frameworks that are a library
 
 

@@ -49,7 +49,7 @@ class Shared:
     @cached_property
     def estimate(self) -> Estimate:
         c = self.config
-        return estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
+        return estimate(c.model, c.cluster, c.plan, c.workload, c.stack, compiled=c.run.compiled)
 
     @cached_property
     def result(self) -> Result:

@@ -48,9 +48,9 @@ export function about(verdict) {
   return panel("What this is", null,
     h("dl", { class: "reasons" },
       h("dt", null, "model"), h("dd", null, `${verdict.subject.model}, ${format.count(verdict.subject.parameters)} parameters`),
-      h("dt", null, "cluster"), h("dd", null, `${format.whole(verdict.subject.gpus)} × ${verdict.subject.accelerator}, ${verdict.subject.cluster}`),
+      h("dt", null, "cluster"), h("dd", null, `${format.whole(verdict.subject.gpus)} × ${verdict.subject.accelerator}, ${verdict.subject.cluster}; stack ${verdict.subject.stack}`),
       h("dt", null, "plan"), h("dd", null, `${verdict.subject.plan}; ${format.whole(verdict.subject.microbatches)} micro-batches per step`),
-      h("dt", null, "step time"), h("dd", null, `${format.seconds(verdict.step_time_s)}, likely ${format.seconds(verdict.step_time_low_s)} to ${format.seconds(verdict.step_time_high_s)}`),
+      h("dt", null, "step time"), h("dd", null, `${format.seconds(verdict.step_time_s)}, likely ${format.seconds(verdict.step_time_low_s)} to ${format.seconds(verdict.step_time_high_s)}${verdict.own_trainer ? `; ${verdict.own_trainer}` : ""}`),
       t ? [h("dt", null, "training"), h("dd", null, `${format.count(t.tokens)} tokens in ${format.seconds(t.total_s)}, ${format.whole(t.gpu_hours)} GPU-hours${t.price_usd ? `, $${format.whole(t.price_usd)}` : ""}`)] : null,
       h("dt", null, "constants"), h("dd", null, verdict.calibrated),
       verdict.assumed.length ? [h("dt", null, "assumed"), h("dd", null, verdict.assumed.join("; "))] : null));

@@ -1,0 +1,41 @@
+"""The training stack of Meshwright's own trainer.
+
+A plan file, `--stack` or `--for` names the stack of a prediction. A plan without one is predicted with the stack `default`: the typical
+framework, with a wide band, since it is not known what will run the plan. Our own trainer is a stack that is known. `train` predicts such a
+plan with it, and so does `launch` where it starts our trainer; `plan` and `estimate` print this prediction below the typical one.
+
+    gloo-cpu       on CPU processes
+    torch-eager    on GPUs, with `run.compile = "off"`
+    meshwright     on GPUs
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.describe import catalog
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config
+from meshwright.describe.stack import Stack
+
+OURS = "meshwright"  # our trainer, where a framework is named (`--for`), and its stack on GPUs
+OWN_STACKS = (OURS, "gloo-cpu")  # stacks that describe nothing but our trainer
+
+
+def is_typical(stack: Stack) -> bool:
+    """Whether nothing is known of a stack: the default, none of its numbers changed."""
+    return stack.name == Stack().name and stack in (catalog.load("stacks", Stack().name), Stack())
+
+
+def own_stack(cluster: Cluster, compiled: bool = True) -> Stack:
+    """The stack that our trainer is on the devices of a cluster."""
+    name = "gloo-cpu" if cluster.accelerator.name == "cpu" else OURS if compiled else "torch-eager"
+    found: Stack = catalog.load("stacks", name)
+    return found
+
+
+def with_own_stack(config: Config) -> Config:
+    """A configuration that our trainer will run: with the trainer's stack, unless it names one."""
+    if not is_typical(config.stack):
+        return config
+    return replace(config, stack=own_stack(config.cluster, config.run.compiled))
