@@ -66,45 +66,6 @@ def test_experts_in_one_kernel_equal_experts_one_by_one():
         assert ((one - many).abs() <= 2**-7 * many.abs().max()).all()
 
 
-def test_fused_adamw_rounds_to_weights_with_a_gap_after_each_expert():
-    from meshwright.training.optimizer.fused import FusedAdamW
-
-    both = torch.zeros(5, 2 * 48, 64, device="cuda", dtype=torch.bfloat16)
-    gate, up = both.chunk(2, dim=1)
-    masters = [nn.Parameter(drawn(5, 48, 64, seed=s)) for s in (0, 1)]
-    fused = FusedAdamW(masters, lr=1e-2)
-    fused.rounded = dict(zip(masters, (gate, up), strict=True))
-    for master in masters:
-        master.grad = drawn(5, 48, 64, seed=2)
-    fused.step()
-    for master, rounded in fused.rounded.items():
-        assert torch.equal(rounded, master.detach().to(torch.bfloat16))
-
-
-def test_gate_and_up_in_one_product_equal_two_products():
-    from meshwright.models.joined import join, joined, joined_product
-    from meshwright.models.moe import GroupedLinear
-
-    counts = torch.tensor([100, 0, 33, 517, 1], device="cuda")
-    x = drawn(int(counts.sum()), 64, dtype=torch.bfloat16)
-    parts = [GroupedLinear(5, 64, 48, bias=False).cuda() for _ in range(2)]
-    for i, part in enumerate(parts):
-        part.weight = nn.Parameter(drawn(5, 48, 64, seed=i + 1, dtype=torch.bfloat16))
-    results = []
-    for joins in (False, True):
-        if joins:
-            join(*parts)
-        weights, a = [part.weight for part in parts], x.clone().requires_grad_()
-        if joins:
-            y = joined_product(a, *weights, joined(*weights), counts)
-        else:
-            y = torch.cat([part(a, counts) for part in parts], dim=1)
-        y.backward(drawn(*y.shape, seed=3, dtype=torch.bfloat16))
-        results.append([y.detach(), a.grad, *(w.grad for w in weights)])
-    for two, one in zip(*results, strict=True):
-        assert ((one - two).abs() <= 2**-7 * two.abs().max()).all()
-
-
 def test_logits_of_bf16_operands_are_as_exact_as_float32():
     from meshwright.models.wide_products import wide_linear
 

@@ -28,7 +28,6 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.models.copies import Copies, Sums
-from meshwright.models.joined import joined, joined_product, on_joined
 from meshwright.models.parts import ACTIVATIONS, FeedForward, Linear, gated_product
 from meshwright.models.router import Router, Tokens
 
@@ -146,22 +145,14 @@ class Experts(nn.Module):
         self.down = GroupedLinear(count, width, hidden, model.ffn_bias)
         self.gated, self.activation = model.gated, ACTIVATIONS[model.activation]
         self.product = gated_product(model)
-        self.product_of_joined = on_joined(self.product)
 
     def forward(self, x_RH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         counts = counts_E if self.in_one_kernel(x_RH, counts_E) else counts_E.tolist()
-        both = self.joined_weights() if isinstance(counts, torch.Tensor) else None
-        if both is not None:
-            inner_RF = self.product_of_joined(joined_product(x_RH, self.gate.weight, self.up.weight, both, counts_E))
-        elif self.gated:
+        if self.gated:
             inner_RF = self.product(self.gate(x_RH, counts), self.up(x_RH, counts))
         else:
             inner_RF = self.activation(self.up(x_RH, counts))
         return self.down(inner_RF, counts)
-
-    def joined_weights(self) -> torch.Tensor | None:
-        """The weights of gate and up in one tensor, if they are kept so (`models.joined`)."""
-        return joined(self.gate.weight, self.up.weight) if self.gated and self.up.bias is None else None
 
     def in_one_kernel(self, x_RH: torch.Tensor, counts_E: torch.Tensor) -> bool:
         """Whether torch's grouped product supports these rows: bf16 on a GPU since Hopper."""

@@ -48,8 +48,7 @@ from meshwright.parallel.data import reduction, zero
 from meshwright.parallel.data.fp8_gather import Fp8Weights
 from meshwright.parallel.data.local_sgd import LocalSgd
 from meshwright.parallel.expert import balance
-from meshwright.parallel.expert.gpu_products import use_gpu_products
-from meshwright.parallel.kernels import can_fuse_loss, choose_attention_kernel, choose_loss
+from meshwright.parallel.kernels import can_fuse_loss, choose_attention_kernel, choose_loss, choose_router_product
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import fp8
 from meshwright.parallel.numerics.precision import Masters, at_least_single, masters_of
@@ -280,7 +279,7 @@ def apply(
         if mesh.sharded:
             zero.shard(module, mesh, plan, dtype)
         materialise(module, device)
-        use_gpu_products(module, plan, workload, mesh, program, dtype)
+        choose_router_product(module, device, dtype, program)
         if in_fp8 is not None:
             in_fp8.add(module)
         own = pieces_of(module, table)

@@ -137,8 +137,6 @@ def compile_layer(layer: Any, geometry: Any) -> None:
         moe, experts = layer.moe, layer.moe.experts
         name = "product" if experts.gated else "activation"
         setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, dynamic=True, backend=BACKEND))
-        # Its sizes are constants of the graph, until the number of rows changes: they are divisors in the addresses of both gradients.
-        experts.product_of_joined = torch.compile(experts.product_of_joined, fullgraph=True, backend=BACKEND)
         moe.sums = Sums(*(torch.compile(f, fullgraph=True, backend=BACKEND) for f in Sums().functions))
         if moe.shared is not None:
             moe.shared.forward = compiled_part(moe.shared, moe.shared.forward)

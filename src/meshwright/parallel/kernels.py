@@ -1,8 +1,9 @@
-"""Which functions a rank computes with, where there is a choice: the loss, and torch's attention kernel on a GPU."""
+"""Which functions a rank computes with, where there is a choice: the loss, and on a GPU torch's attention kernel and the product of routers."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -10,6 +11,8 @@ from meshwright.describe.sharding import even_range
 from meshwright.describe.workload import Workload
 from meshwright.models import loss_function
 from meshwright.models.attention_kernels import prefer_fastest
+from meshwright.models.router import Router
+from meshwright.models.wide_products import wide_linear
 from meshwright.parallel.compile import Compilation, compile_function
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import Loss
@@ -48,6 +51,16 @@ def choose_attention_kernel(model: Model, plan: Plan, workload: Workload, dtype:
     """Let this process use the fastest of torch's attention kernels, measured on the shapes of this rank (`models.attention_kernels`)."""
     if model.kind == "transformer" and plan.cp == 1 and torch.device(device).type == "cuda":
         prefer_fastest(*attention_shapes(model, plan, workload), model.causal, dtype, device)
+
+
+def choose_router_product(module: nn.Module, device: str, dtype: torch.dtype, program: PipelineProgram | None) -> None:
+    """Let routers of bf16 tokens use a GPU's tensor cores (`models.wide_products`). Not under a schedule that splits backward: torch may drop a
+    custom autograd function there."""
+    splits_backward = program is not None and program.splits_backward
+    if dtype == torch.bfloat16 and torch.device(device).type == "cuda" and not splits_backward:
+        for part in module.modules():
+            if isinstance(part, Router):
+                part.product = wide_linear
 
 
 def attention_shapes(model: Model, plan: Plan, workload: Workload) -> tuple[torch.Size, torch.Size, torch.Size]:

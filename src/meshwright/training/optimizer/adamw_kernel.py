@@ -14,12 +14,11 @@ BLOCK = 2048  # elements of one program
 
 @triton.jit
 def adamw_kernel(  # type: ignore[no-untyped-def]
-    weight, gradient, first, second, rounded, factor, count, run, gap,
+    weight, gradient, first, second, rounded, factor, count,
     decay, beta_1, beta_2, rate, correction_2, epsilon,
     rounds: tl.constexpr, clips: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * size
-    i = start + tl.arange(0, size)
+    i = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     inside = i < count
     g = tl.load(gradient + i, mask=inside).to(tl.float32)
     if clips:
@@ -33,21 +32,8 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     tl.store(weight + i, w, mask=inside)
     tl.store(first + i, m, mask=inside)
     tl.store(second + i, v, mask=inside)
-    if rounds:  # a block meets at most one gap between the runs of `rounded`
-        runs = start // run
-        runs = tl.where(i >= (runs + 1) * run, runs + 1, runs)
-        tl.store(rounded + i + runs * gap, w, mask=inside)
-
-
-def runs_of(x: torch.Tensor) -> tuple[int, int]:
-    """The number of elements that are consecutive in memory, and the gap after them: experts' weights may have one after each expert
-    (`models.joined`)."""
-    if x.is_contiguous():
-        return x.numel(), 0
-    run = x[0].numel()
-    assert x[0].is_contiguous()
-    assert run >= BLOCK
-    return run, x.stride(0) - run
+    if rounds:
+        tl.store(rounded + i, w, mask=inside)
 
 
 def update(
@@ -62,7 +48,7 @@ def update(
     """One step of AdamW, in place. `group` has torch's options."""
     gradient = gradient.contiguous()
     assert weight.is_contiguous()
-    run, gap = runs_of(rounded) if rounded is not None else (weight.numel(), 0)
+    assert rounded is None or rounded.is_contiguous()
     (beta_1, beta_2), rate = group["betas"], float(group["lr"])
     count = weight.numel()
     if not count:
@@ -71,7 +57,7 @@ def update(
         weight, gradient, *moments,
         weight if rounded is None else rounded,
         weight if factor is None else factor,
-        count, run, gap,
+        count,
         1 - rate * group["weight_decay"], beta_1, beta_2, rate / (1 - beta_1**step), sqrt(1 - beta_2**step), group["eps"],
         rounds=rounded is not None, clips=factor is not None, size=BLOCK,
     )  # fmt: skip
