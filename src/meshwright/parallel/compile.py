@@ -136,7 +136,8 @@ def compile_layer(layer: Any, geometry: Any) -> None:
     if getattr(layer, "expert", False):
         moe, experts = layer.moe, layer.moe.experts
         name = "product" if experts.gated else "activation"
-        setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, dynamic=True, backend=BACKEND))
+        # A constant number of rows, as on one rank, gives the faster kernel; where it changes, the next graph is for any number.
+        setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, backend=BACKEND))
         moe.sums = Sums(*(torch.compile(f, fullgraph=True, backend=BACKEND) for f in Sums().functions))
         if moe.shared is not None:
             moe.shared.forward = compiled_part(moe.shared, moe.shared.forward)
