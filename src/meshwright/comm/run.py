@@ -26,7 +26,7 @@ import torch
 
 from meshwright.comm.call import Call, Place
 from meshwright.comm.reductions import array_of, combiner, divide, name_of
-from meshwright.comm.schedule import Schedule, Span
+from meshwright.comm.schedule import Receive, Schedule, Span
 from meshwright.comm.transport.base import Begin, Destination, Pending, Piece, Transport
 from meshwright.errors import MeshwrightError
 
@@ -121,6 +121,7 @@ class Run:
             self.begin(0, lane)
         for pair in range(self.steps * count):
             for ahead in range(pair + 1, min(pair + WINDOW + 1, self.steps * count)):
+                self.free_targets(pair, *divmod(ahead, count))
                 self.post_receives(*divmod(ahead, count))
             step, lane = divmod(pair, count)
             self.finish(step, lane)
@@ -185,18 +186,26 @@ class Run:
         for k, receive in enumerate(now.receives):
             if (step, lane, k) in self.posted:
                 continue
-            direct = receive.stores and self.is_free(receive.direct_from, step, lane)
+            direct = receive.stores and self.is_free(receive, lane)
             if receive.stores and not direct and receive.elements * self.buffers[0].itemsize > STAGED:
                 continue
             self.posted[step, lane, k] = self.post(step, lane, k, direct)
 
-    def is_free(self, direct_from: int, step: int, lane: int) -> bool:
-        """Whether nothing that this rank has begun still uses the target of a receive that stores.
-
-        In its own step it is free when the sends of the previous step are complete: no step stores what it sends.
-        """
+    def is_free(self, receive: Receive, lane: int) -> bool:
+        """Whether nothing that this rank has begun still uses the target of a receive that stores. No step stores what it sends."""
         begun = self.begun[lane]
-        return direct_from <= begun or (begun == step and not self.sends.get((step - 1, lane)))
+        return receive.last_write < begun >= receive.last_send and not self.sends.get((receive.last_send, lane))
+
+    def free_targets(self, pair: int, step: int, lane: int) -> None:
+        """Wait for the sends that keep the receives of a later step from being posted, where they belong to pairs before `pair`.
+
+        All ranks finish pairs in one order, so such a send needs nothing that this rank has not posted. With two ranks the second half of a
+        ring stores into what the first half sends: without this wait its receives would be posted one by one.
+        """
+        for receive in self.lanes[lane][step].receives:
+            sent = receive.last_send
+            if receive.stores and sent * len(self.lanes) + lane < pair and receive.last_write < self.begun[lane]:
+                self.wait_for_sends(sent, lane)
 
     def wait_for_sends(self, step: int, lane: int) -> None:
         for pending in self.sends.pop((step, lane), ()):

@@ -14,9 +14,9 @@ beforehand. A chunk that ends where it started and was never written is copied f
 **Lanes.** With K lanes every chunk is cut into K slices, and lane j runs the whole program on slice j of every chunk.
 The lanes are independent, so a rank reduces a slice of one lane while a slice of the next lane is in transfer.
 
-**What a receive may overwrite.** A receive that is posted early may be written at any time from then on. `direct_from`
-is the first step at whose start no operation reads or writes the receive's target any more (a send of step t is complete
-when step t + 1 is). `after_sends` marks a receive that reduces into a chunk which this rank sends in the same step: that
+**What a receive may overwrite.** A receive that is posted early may be written at any time from then on. `last_send` and
+`last_write` are the last steps before it that send from its target and that write into it: it may be posted when those sends
+are complete and that step is finished. `after_sends` marks a receive that reduces into a chunk which this rank sends in the same step: that
 send must be complete before the received data is applied.
 """
 
@@ -62,7 +62,8 @@ class Send(NamedTuple):
 class Receive(NamedTuple):
     peer: int
     targets: tuple[Target, ...]
-    direct_from: int
+    last_send: int  # −1: none
+    last_write: int
     after_sends: bool
     stores: bool  # nothing is reduced
     elements: int
@@ -209,16 +210,16 @@ class Lane:
         self.steps.append(Step(number, messages, tuple(receives), tuple(copies)))
 
     def receive(self, peer: int, rows: list[tuple], index: int) -> Receive:
-        targets, direct, after_sends = [], 0, False
+        targets, last_send, last_write, after_sends = [], -1, -1, False
         for _, _, _, _, width, adds, into in rows:
             for chunk in range(into, into + width):
-                sent, written = self.last_send.get(chunk, -2), self.last_write.get(chunk, -1)
-                direct = max(direct, sent + 2, written + 1)
+                sent = self.last_send.get(chunk, -1)
+                last_send, last_write = max(last_send, sent), max(last_write, self.last_write.get(chunk, -1))
                 after_sends |= sent == index
                 targets.append(self.write(chunk, adds, index))
         stores = not any(adds for _, _, _, _, _, adds, _ in rows)
         elements = length(target.into for target in targets)
-        return Receive(peer, tuple(joined_targets(targets)), direct, after_sends, stores, elements)
+        return Receive(peer, tuple(joined_targets(targets)), last_send, last_write, after_sends, stores, elements)
 
     def write(self, chunk: int, adds: bool, index: int) -> Target:
         """Record that a step writes a chunk into its home."""
