@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from meshwright.comm.work import Work
+from meshwright.training.records import CommEvent
 
 
 class DeviceClock:
@@ -88,6 +89,16 @@ class DeviceClock:
         if isinstance(mark, float):  # of the host's clock, from a handle of our backend
             return mark
         return float("nan") if mark is None else self.origin_s + self.origin.elapsed_time(mark) / 1e3
+
+    def events(self, operations: list[Any]) -> list[CommEvent]:
+        """The operations of a step, with seconds for their marks."""
+        return [
+            CommEvent(
+                e.axis, e.operation, e.bytes, e.peer,
+                *map(self.seconds, (e.issued, e.returned, e.waited, e.resumed, e.done)),
+            )
+            for e in operations
+        ]  # fmt: skip
 
     def begin_step(self) -> None:
         self.last_on.clear()

@@ -2,8 +2,9 @@
 
 torch.distributed, `fully_shard`, pipeline stages and our strategies all call a method of the process group and then `wait` on the
 handle that it returns. While a recorder is active these two methods are wrapped: two clock readings each, about 10 µs together, where a
-dispatch mode or the profiler would add that to every operator. Functional collectives (DTensor) reach the group from C++, so their
-Python entries in `torch.ops._c10d_functional` are wrapped too.
+dispatch mode or the profiler would add that to every operator. Attributes of torch's C++ objects (the name of a group, the bytes of a
+tensor) take as long when the model has emptied the caches, so they are read once for each group, or after the operation was issued.
+Functional collectives (DTensor) reach the group from C++, so their Python entries in `torch.ops._c10d_functional` are wrapped too.
 
     exposed   the rank's thread is inside the call or inside `wait`
     hidden    the operation is in progress, and the rank computes
@@ -91,8 +92,9 @@ class Running:
         "waited",
     )
 
-    def __init__(self, axis: str, operation: str, size: int, peer: int, ranks: tuple[int, ...], number: int) -> None:
-        self.axis, self.operation, self.bytes, self.peer = axis, operation, size, peer
+    def __init__(self, axis: str, operation: str, buffers: Any, peer: int, ranks: tuple[int, ...], number: int) -> None:
+        self.axis, self.operation, self.peer = axis, operation, peer
+        self.bytes: Any = buffers  # until the call returns the buffers themselves: counting them first would delay it
         self.ranks, self.number = (
             ranks,
             number,
@@ -102,10 +104,6 @@ class Running:
         self.waited: Any = None
         self.resumed: Any = None
         self.done: Any = None
-
-    def returns(self, mark: Any) -> None:
-        """The call has returned; until a `wait` it did not block after that."""
-        self.returned = self.waited = self.resumed = mark
 
 
 class HostClock:
@@ -136,6 +134,15 @@ class HostClock:
     def seconds(self, mark: Any) -> float:
         return UNKNOWN if mark is None else mark
 
+    def events(self, operations: list[Running]) -> list[CommEvent]:
+        """The operations of a step; their marks are seconds already."""
+        return [
+            CommEvent(
+                e.axis, e.operation, e.bytes, e.peer, e.issued, e.returned, e.waited, e.resumed, UNKNOWN if e.done is None else e.done
+            )
+            for e in operations
+        ]  # fmt: skip
+
     def begin_step(self) -> None:
         """Nothing to align."""
 
@@ -154,7 +161,8 @@ class CommRecorder(Hook):
         self.issued: dict[str, int] = {}  # operations so far, by `operation_key`
         self.completed = 0  # operations that ended: it does not change while the rank hangs
         self.open: Running | None = None  # what the rank is blocked by now
-        self.keys: dict[tuple[str, str, int], str] = {}
+        self.groups: dict[int, tuple[Any, str, str | None]] = {}  # by id of a group: itself, its name and axis
+        self.channels: dict[tuple[str, str, int], tuple[tuple[int, ...], str]] = {}  # ranks and key, by group and peer
         self.clock: Any = HostClock()
         alone = (
             trainer.parallel.plan.world == 1
@@ -199,45 +207,51 @@ class CommRecorder(Hook):
 
     def _recorded(self, plain: Callable, operation: str, which: int | None) -> Callable:
         """A method of a process group that also records its call."""
-        mark = self.clock.mark
-        message = operation in MESSAGES
+        clock, axis_of, groups, waiting, events = self.clock, self.axis_of, self.groups, self.waiting, self.events
+        mark, message, on_host = clock.mark, operation in MESSAGES, isinstance(clock, HostClock)
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            axis = self.axis_of.get(group.group_name)
+            known = groups.get(id(group))
+            if known is None:
+                known = groups[id(group)] = group, group.group_name, axis_of.get(group.group_name)
+            _, name, axis = known
             if self.inside or axis is None:
                 return plain(group, *args, **kwargs)
             peer = args[1] if message and len(args) > 1 and isinstance(args[1], int) else -1
-            size = 0 if which is None else bytes_of(args[which])
-            running = self._begin(group.group_name, axis, operation, size, peer)
+            running = self._begin(name, axis, operation, 0 if which is None else args[which], peer)
             self.inside = True
             try:
                 running.issued = mark()
                 work = plain(group, *args, **kwargs)
-                running.returns(mark())
+                running.returned = running.waited = running.resumed = mark()
             finally:
                 self.inside, self.open = False, None
+            running.bytes = bytes_of(running.bytes)
             self.completed += 1
-            self.events.append(running)
-            self.clock.place(running)
+            events.append(running)
+            if not on_host:
+                clock.place(running)
             if work is not None:
                 if message or getattr(args[-1] if args else None, "asyncOp", True):
-                    self.clock.watch(running, work)
-                self.waiting[id(work)] = work, running
+                    clock.watch(running, work)
+                waiting[id(work)] = work, running
             return work
 
         return call
 
-    def _begin(self, group: str, axis: str, operation: str, size: int, peer: int) -> Running:
-        """Count an operation of a group, and note that the rank is inside of it."""
-        ranks, direction = self.members[group], ""
-        if operation in MESSAGES and peer >= 0:
-            direction, other = operation, ranks[peer]
-            ranks = (self.rank, other) if operation == "send" else (other, self.rank)
-        key = self.keys.get((group, direction, peer))
-        if key is None:
-            key = self.keys[group, direction, peer] = operation_key(axis, ranks, direction)
+    def _begin(self, group: str, axis: str, operation: str, buffers: Any, peer: int) -> Running:
+        """Count an operation of a group, and note that the rank is inside of it. It blocks until its call returns."""
+        direction = operation if peer >= 0 else ""
+        channel = self.channels.get((group, direction, peer))
+        if channel is None:
+            ranks = self.members[group]
+            if direction:
+                other = ranks[peer]
+                ranks = (self.rank, other) if operation == "send" else (other, self.rank)
+            channel = self.channels[group, direction, peer] = ranks, operation_key(axis, ranks, direction)
+        ranks, key = channel
         number = self.issued[key] = self.issued.get(key, 0) + 1
-        self.open = Running(axis, operation, size, peer, ranks, number)
+        self.open = Running(axis, operation, buffers, peer, ranks, number)
         return self.open
 
     def open_operation(self) -> Operation | None:
@@ -247,7 +261,9 @@ class CommRecorder(Hook):
             running, started = self.clock.unfinished(self.events)
         if running is None:
             return None
-        return Operation(running.operation, running.axis, running.ranks, running.number, running.bytes, started)
+        return Operation(
+            running.operation, running.axis, running.ranks, running.number, bytes_of(running.bytes), started
+        )
 
     def _joined(self, plain: Callable) -> Callable:
         """The end of a batch of messages that NCCL sends together: its handle completes with the last of them."""
@@ -294,13 +310,7 @@ class CommRecorder(Hook):
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         ended = time.perf_counter()
         seconds = self.clock.seconds
-        events = [
-            CommEvent(
-                e.axis, e.operation, e.bytes, e.peer,
-                *map(seconds, (e.issued, e.returned, e.waited, e.resumed, e.done)),
-            )
-            for e in self.events
-        ]  # fmt: skip
+        events = self.clock.events(self.events)
         # A rank that loses its core after the step was timed gets here late: the step began before its first event.
         began = min(ended - record.seconds, *(e.issued for e in events[:1]), seconds(self.gradients))
         self.steps.append(RecordedStep(record.step, began, seconds(self.gradients), ended, events))
@@ -325,7 +335,7 @@ class FunctionalCall:
             out = self.plain(*args, **kwargs)
         finally:
             recorder.inside, recorder.open = outer, None
-        running.returns(recorder.clock.mark())
+        running.returned = running.waited = running.resumed = recorder.clock.mark()
         running.bytes = bytes_of(out if self.which is None else args[self.which])
         recorder.completed += 1
         recorder.events.append(running)
@@ -359,7 +369,11 @@ class FunctionalWait:
 
 
 def bytes_of(buffers: Any) -> int:
-    """Bytes of a tensor, or of all tensors of nested lists."""
-    if isinstance(buffers, torch.Tensor):
-        return buffers.nbytes
-    return sum(map(bytes_of, buffers))
+    """Bytes of a tensor, or of all tensors of nested lists; a number of bytes is returned as it is."""
+    if isinstance(buffers, int):
+        return buffers
+    while not isinstance(buffers, torch.Tensor):
+        if len(buffers) != 1:
+            return sum(map(bytes_of, buffers))
+        (buffers,) = buffers  # the usual case, a list of one tensor
+    return buffers.nbytes
