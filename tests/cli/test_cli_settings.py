@@ -159,3 +159,25 @@ def test_yaml_without_its_library_says_what_to_install(capsys, tmp_path, monkeyp
     path.write_text("parallelism:\n  tp: 2\n")
     _, out = run(capsys, "estimate", str(path), "--json")
     assert json.loads(out)["error"]["code"] == "MW-SET-011"
+
+
+def test_our_own_trainer_is_a_framework_to_plan_for(capsys, tmp_path):
+    best, narrow = tmp_path / "best.toml", ["plan", "nano", "--batch", "16", "--seq", "64", "--without", "pp,cp"]
+    for cluster, stack in (("dgx-h100", "meshwright"), ("laptop", "gloo-cpu")):
+        found = document(capsys, *narrow, "--cluster", cluster, "--for", "Meshwright", "--out", str(best))
+        assert found["runs_in"] == "Meshwright's own trainer"
+        assert f'stack = "{stack}"' in best.read_text()
+    _, refused = run(capsys, *narrow, "--cluster", "laptop", "--for", "meshwright", "--write", "x.toml", "--json")
+    assert json.loads(refused)["error"]["fix"] == "--out x.toml"
+    _, unknown = run(capsys, *narrow, "--cluster", "laptop", "--for", "none", "--json")
+    assert "meshwright" in json.loads(unknown)["error"]["valid"]
+
+
+@pytest.mark.parametrize("command", [["plan"], ["estimate"], ["verify"]])
+def test_a_folder_in_place_of_a_plan_names_the_file_in_it(command, capsys, tmp_path):
+    code, text = run(capsys, *command, str(tmp_path), "--json")
+    error = json.loads(text)["error"]
+    assert (code, error["code"], error["what"]) == (2, "MW-CONF-004", f"'{tmp_path}' is a folder")
+    (tmp_path / "plan.toml").touch()
+    _, text = run(capsys, *command, str(tmp_path), "--json")
+    assert json.loads(text)["error"]["fix"] == str(tmp_path / "plan.toml")

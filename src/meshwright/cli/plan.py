@@ -136,17 +136,18 @@ def target_framework(name: str, settings_file: str, model: str) -> Framework | N
     from meshwright.interop.files import is_settings_file, read_settings
     from meshwright.interop.frameworks import FRAMEWORKS, framework_named
 
-    if name == OURS and settings_file:
+    ours = name.strip().lower() == OURS
+    if ours and settings_file:
         raise MeshwrightError(
             "MW-CLI-003",
             f"--write has no settings for {OURS}",
             why="Our own trainer reads plan files",
             fix=f"--out {settings_file}",
         )
-    if name == OURS:
+    if ours:
         return None
     if name:
-        return framework_named(name)
+        return framework_named(name, also=(OURS,))
     if is_settings_file(model):
         return read_settings(model).framework
     if settings_file:

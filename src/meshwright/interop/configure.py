@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.describe import catalog
 from meshwright.describe.config import Config, load_cluster
 from meshwright.describe.config import configure as configure_plan_file
 from meshwright.describe.plan import Plan
+from meshwright.describe.run_folder import PLAN
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import is_settings_file, read_settings
 from meshwright.interop.names import catalog_cluster
@@ -33,6 +36,7 @@ def configure(
     sizes: dict[str, Any] = {"nodes": nodes, "gpus": gpus, "batch": batch, "seq": seq, "tokens": tokens}
     source = plan if is_settings_file(plan) else model if is_settings_file(model) else None
     if source is None:
+        refuse_folder(model)
         return configure_plan_file(
             model, cluster, plan=plan, stack=stack, workload=workload, overrides=overrides, **sizes
         )
@@ -50,6 +54,19 @@ def configure(
         workload=reading.assembled.workload | (workload if isinstance(workload, dict) else {}),
         overrides=overrides,
         **sizes,
+    )
+
+
+def refuse_folder(model: object) -> None:
+    """Raise if the argument `model` is a folder, for example that of a run or of Transformers; the error names the file in it to give."""
+    if not isinstance(model, str | Path) or not os.path.isdir(model) or str(model) in catalog.names("models"):
+        return
+    files = [name for name in (PLAN, "config.json") if (Path(model) / name).is_file()]
+    raise MeshwrightError(
+        "MW-CONF-004",
+        f"'{model}' is a folder",
+        why="A plan file, a config.json or a name of the catalog is needed",
+        fix=str(Path(model) / files[0]) if files else "",
     )
 
 

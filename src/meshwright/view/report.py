@@ -43,7 +43,7 @@ def check_run(folder: Path) -> None:
     if not folder.is_dir():
         raise MeshwrightError(
             "MW-REP-001",
-            f"the run folder {str(folder)!r} does not exist",
+            f"the run folder {str(folder)!r} {'is a file' if folder.exists() else 'does not exist'}",
             fix="meshwright train PLAN.toml --out FOLDER",
         )
     if not is_run(folder):

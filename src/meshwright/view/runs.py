@@ -35,7 +35,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
         if not place.is_dir():
             raise MeshwrightError(
                 "MW-REP-001",
-                f"the folder '{place}' does not exist",
+                f"the folder '{place}' {'is a file' if place.exists() else 'does not exist'}",
                 fix="meshwright train PLAN.toml --out FOLDER",
             )
         inside = [place] if is_run(place) else sorted(p for p in place.iterdir() if p.is_dir() and is_run(p))

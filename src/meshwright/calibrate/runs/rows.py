@@ -39,7 +39,9 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
     path = Path(path)
     if not path.is_file():
         raise MeshwrightError(
-            "MW-VAL-001", f"the file {str(path)!r} does not exist", fix="give a CSV with the columns of runs.csv"
+            "MW-VAL-001",
+            f"{str(path)!r} is not a file" if path.exists() else f"the file {str(path)!r} does not exist",
+            fix="give a CSV with the columns of runs.csv",
         )
     if path.stat().st_size > LIMIT:
         raise MeshwrightError("MW-VAL-001", f"{str(path)!r} is larger than {LIMIT // 10**6} MB")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meshwright.errors import unknown
 from meshwright.interop.frameworks.accelerate import ACCELERATE
 from meshwright.interop.frameworks.automodel import AUTOMODEL
@@ -22,11 +24,11 @@ FRAMEWORKS: dict[str, Framework] = {f.name: f for f in WRITTEN}
 READABLE: dict[str, Framework] = {f.name: f for f in (*WRITTEN, *READ)}
 
 
-def framework_named(name: str) -> Framework:
-    """The framework of a name, as on the command line or as its makers write it."""
+def framework_named(name: str, also: Sequence[str] = ()) -> Framework:
+    """The framework of a name, as on the command line or as its makers write it. `also`: names that the caller accepts too."""
     found = find(name)
     if found is None or found.name not in FRAMEWORKS:
-        raise unknown("MW-SET-012", "framework", str(name), FRAMEWORKS, "--for {}")
+        raise unknown("MW-SET-012", "framework", str(name), [*FRAMEWORKS, *also], "--for {}")
     return found
 
 

@@ -46,7 +46,8 @@ def checkpoints_in(source: Path) -> list[Path]:
     root = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
     found = [path for _, path in complete(root)]
     if not found:
-        why = "It has no folder step-…" if root.is_dir() else "There is no such folder"
+        missing = "It is a file" if root.exists() else "There is no such folder"
+        why = "It has no folder step-…" if root.is_dir() else missing
         raise MeshwrightError("MW-CKPT-001", f"'{source}' contains no checkpoint", why=why)
     return found
 
