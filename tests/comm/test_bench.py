@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -29,12 +33,41 @@ from meshwright.programs.collectives.comparison import SWITCHED
 from meshwright.training.launch import local
 
 TWO_HOSTS = ["a", "a", "b", "b"]
+LONG = ("--budget", "60s", "--operations", "all-reduce")  # without the device, whose points come all at once
 
 
-def bench(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
+def bench(
+    *arguments: str, environment: dict[str, str] | None = None, stderr: int = subprocess.PIPE
+) -> subprocess.Popen:
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | (environment or {})
     command = [sys.executable, "-m", "meshwright", "bench", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=variables)
+
+
+def bench_in_terminal(*arguments: str, environment: dict[str, str] | None = None) -> tuple[subprocess.Popen, int]:
+    """A bench whose stderr is a terminal, because it shows there what it measures; and the terminal's other end."""
+    ours, theirs = pty.openpty()
+    try:
+        return bench(*arguments, environment=environment, stderr=theirs), ours
+    finally:
+        os.close(theirs)
+
+
+def read_terminal(terminal: int, is_enough: Callable[[str], bool], seconds: float = 90) -> str:
+    """The text of a terminal until it is enough, or until the process has closed it."""
+    text, limit = "", time.monotonic() + seconds
+    while not is_enough(text) and time.monotonic() < limit:
+        if select.select([terminal], [], [], 1.0)[0]:
+            try:
+                text += os.read(terminal, 65536).decode(errors="replace")
+            except OSError:  # closed
+                break
+    return text
+
+
+def has_points(text: str) -> bool:
+    """Whether a bench has begun its second measurement of a collective, so that the first is complete."""
+    return len(set(re.findall(r"s left\s+(?!the device)(\S.*?)\s*[\r\n\x1b]", text))) > 1
 
 
 def ended(process: subprocess.Popen, seconds: float = 60) -> tuple[int, str, str]:
@@ -245,11 +278,12 @@ def test_ranks_of_a_launcher_join_and_rank_0_writes(tmp_path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_a_bench_with_its_result(tmp_path) -> None:
     file = tmp_path / "bench.json"
-    process = bench("--ranks", "2", "--budget", "60s", "--json", str(file))
-    time.sleep(15)
+    process, terminal = bench_in_terminal("--ranks", "2", *LONG, "--json", str(file))
+    shown = read_terminal(terminal, has_points)
+    assert has_points(shown), shown[-300:]
     process.send_signal(signal.SIGINT)
-    code, out, err = ended(process, 20)
-    assert code == 130, err
+    code, out, _ = ended(process, 20)
+    assert code == 130, read_terminal(terminal, lambda text: False, 5)
     assert Bench.read(file).state == "interrupted"
     assert "interrupted" in out
 
@@ -270,12 +304,15 @@ def test_full_shared_memory_is_not_used(monkeypatch, tmp_path) -> None:
 @pytest.mark.slow
 def test_rank_that_dies_leaves_the_result_of_the_others(tmp_path) -> None:
     port, file = free_port(), tmp_path / "bench.json"
-    options = ("--budget", "60s", "--timeout", "10s", "--json", str(file))
-    processes = [bench(*options, environment=variables_of(r, 2, port)) for r in range(2)]
-    time.sleep(20)
-    processes[1].kill()
-    code, out, err = ended(processes[0], 40)
-    ended(processes[1])
+    options = (*LONG, "--timeout", "10s", "--json", str(file))
+    first, terminal = bench_in_terminal(*options, environment=variables_of(0, 2, port))
+    second = bench(*options, environment=variables_of(1, 2, port))
+    shown = read_terminal(terminal, has_points)
+    assert has_points(shown), shown[-300:]
+    second.kill()
+    err = read_terminal(terminal, lambda text: False, 40)
+    code, out, _ = ended(first, 10)
+    ended(second)
     assert code == 2, (out, err)
     assert "MW-RANK-008" in err
     found = Bench.read(file)

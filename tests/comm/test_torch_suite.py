@@ -32,6 +32,7 @@ def test_a_sample_of_pytorchs_process_group_tests():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_pytorchs_process_group_tests():
     failed = run(torch_suite.names())
     assert sorted(set(failed) - set(torch_suite.CANNOT_PASS)) == []
