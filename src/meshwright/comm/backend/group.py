@@ -1,8 +1,7 @@
-"""A torch.distributed process group whose collectives are programs.
+"""The methods of a process group that torch calls for each collective, from Python and from C++ (DDP, functional collectives, DTensor).
 
-torch calls a method of this class for each collective, from Python and from C++ (DDP, functional collectives, DTensor).
 torch 2.13 renamed some methods (`_allgather_base` → `all_gather_single`, …); both names are here. Each method brings the
-tensors into the form of a program (one flat input, one flat output) and submits it to the communicator.
+tensors into the form of a program (one flat input, one flat output) and submits it (`program_group`).
 """
 
 from __future__ import annotations
@@ -16,73 +15,18 @@ import numpy as np
 import torch
 from torch import distributed
 
-from meshwright.comm.backend import staging
 from meshwright.comm.backend.arguments import copies, last, one, reduction_of, rows, sizes_differ
-from meshwright.comm.backend.choice import Chooser
-from meshwright.comm.backend.messages import Messages
-from meshwright.comm.communicator import Communicator, flat, with_sizes
-from meshwright.comm.run import Prepared
-from meshwright.comm.transport.handshake import hosts
-from meshwright.comm.work import Deferred, Work
-from meshwright.describe.cluster import Cluster
+from meshwright.comm.backend.program_group import ProgramGroup
+from meshwright.comm.communicator import flat, with_sizes
+from meshwright.comm.work import Work
 from meshwright.errors import MeshwrightError
-from meshwright.programs.collectives.program import Program
 from meshwright.programs.collectives.registry import build
 
 Tensors = list[torch.Tensor]
-MOST_PREPARED = 256
-Listener = Callable[[str, torch.Tensor, str], None]  # operation, full buffer, name of the group
-LISTENERS: list[
-    Listener
-] = []  # called for each collective and send: torch's dispatcher does not see those of a group in Python
-TorchGroup: Any = distributed.ProcessGroup  # torch declares overloads that a Python group is never called with
 
 
-class MeshwrightGroup(TorchGroup):
-    """The ranks of one group."""
-
-    def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, cluster: Cluster | None, shared_memory: bool
-    ) -> None:
-        super().__init__(rank, size)
-        self.communicator = Communicator.create(store, rank, size, timeout, shared_memory)
-        self.chooser = Chooser(store, rank, hosts(store, size), cluster)
-        self.messages = Messages(self.communicator.group, rank, timeout, self.communicator.fail)
-        self.ranks, self.me, self.timeout = size, rank, timeout
-        self.names = {"name": "", "desc": ""}
-        self.calls = 0
-        self.prepared: dict[tuple, Prepared] = {}  # by operation, elements, dtype, reduction and root
-
-    # The C++ class keeps these in a backend object, which a group in Python does not have.
-
-    @property
-    def group_name(self) -> str:
-        return self.names["name"]
-
-    @property
-    def group_desc(self) -> str:
-        return self.names["desc"]
-
-    def _set_group_name(self, name: str) -> None:
-        self.names["name"] = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self.names["desc"] = desc
-
-    def getBackendName(self) -> str:
-        return "meshwright"
-
-    def name(self) -> str:
-        return "meshwright"
-
-    def _get_backend_name(self) -> str:
-        return "meshwright"
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Sequence numbers start with the group."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.calls
+class MeshwrightGroup(ProgramGroup):
+    """The ranks of one group, with torch's collectives."""
 
     # Collectives of one buffer
 
@@ -258,102 +202,6 @@ class MeshwrightGroup(TorchGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self.communicator.group.monitored_barrier(timeout or self.timeout, wait_all_ranks)
-
-    def notify(self, operation: str, buffer: torch.Tensor) -> None:
-        for listener in LISTENERS:
-            listener(operation.replace("-", "_"), buffer, self.group_name)
-
-    def shutdown(self) -> None:
-        self.communicator.close()
-
-    def abort(self) -> None:
-        self.communicator.close()
-
-    def run(
-        self,
-        operation: str,
-        tensor: torch.Tensor,
-        output: torch.Tensor | None = None,
-        *,
-        root: int = 0,
-        reduction: str = "sum",
-        sizes: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Work:
-        """Run the program that the cost model chooses; `sizes` are those of the shards if they may differ."""
-        whole = output if operation == "all-gather" and output is not None else tensor
-        key = (operation, whole.numel(), whole.dtype, reduction, root)
-        prepared = self.prepared.get(key) if sizes is None else None
-        if prepared is None:
-            program = self.chooser.program(operation, whole.numel(), whole.element_size(), root)
-            if sizes is not None and len(set(sizes)) > 1:
-                program = with_sizes(program, sizes)
-            prepared = self.communicator.prepared(program, tensor.dtype, reduction, False)
-            if sizes is None:
-                if len(self.prepared) >= MOST_PREPARED:
-                    self.prepared.clear()
-                self.prepared[key] = prepared
-        return self.start(prepared, tensor, output, **options)
-
-    def submit(
-        self,
-        program: Program,
-        tensor: torch.Tensor,
-        output: torch.Tensor | None = None,
-        *,
-        after: Callable[[], None] | None = None,
-        result: Any = None,
-        opts: Any = None,
-    ) -> Work:
-        """Run a program whose sizes differ from rank to rank."""
-        prepared = self.communicator.prepared(program, tensor.dtype, "sum", True)
-        return self.start(prepared, tensor, output, after=after, result=result, opts=opts)
-
-    def start(
-        self,
-        prepared: Prepared,
-        tensor: torch.Tensor,
-        output: torch.Tensor | None = None,
-        *,
-        after: Callable[[], None] | None = None,
-        result: Any = None,
-        opts: Any = None,
-    ) -> Work:
-        if tensor.layout != torch.strided:
-            raise MeshwrightError(
-                "MW-COMM-001", "the backend meshwright moves dense tensors only", fix="tensor.to_dense()"
-            )
-        self.calls += 1
-        into = tensor if output is None else output
-        if LISTENERS:
-            operation = prepared.begin.call.operation
-            self.notify(operation, into if operation == "all-gather" else tensor)
-        async_op, background = bool(getattr(opts, "asyncOp", True)), bool(LISTENERS)
-        if staging.is_staged(tensor) or (output is not None and staging.is_staged(output)):
-            return self.start_staged(prepared, tensor, output, async_op, after, result)
-        return self.communicator.start(prepared, tensor, into, async_op, after, result, background)
-
-    def start_staged(
-        self,
-        prepared: Prepared,
-        tensor: torch.Tensor,
-        output: torch.Tensor | None,
-        async_op: bool,
-        after: Callable[[], None] | None,
-        result: Any,
-    ) -> Work:
-        """Run a program on host copies of tensors of a device."""
-        source = staging.to_host(tensor)
-        into = source if output is None else staging.host_buffer(output)
-        work = self.communicator.start(prepared, source, into, async_op, background=bool(LISTENERS))
-
-        def complete() -> None:
-            work.wait()
-            (tensor if output is None else output).detach().copy_(into)
-            if after is not None:
-                after()
-
-        return Deferred(complete, result if result is not None else [tensor if output is None else output])
 
 
 COLLECTIVES = (

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.comm.backend.group import LISTENERS
+from meshwright.comm.backend.program_group import LISTENERS
 from meshwright.describe.sharding import KV_COPIES
 from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.mesh import ON_DEMAND, Mesh
