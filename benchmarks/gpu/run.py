@@ -148,7 +148,10 @@ def long(lengths: list[int]) -> None:
         kept: list[dict[str, Any]] = [{}] if tokens == 32768 else []
         for plan in [*kept, {"offload": "activations"}]:
             name = f"{tokens // 1024}k, recompute" + (", offload" if plan else "")
-            row(name, train(shape, "bf16", steps, plan={"recompute": "full", **plan}))
+            result = train(shape, "bf16", steps, plan={"recompute": "full", **plan})
+            row(name, result)
+            notes = result.get("measurement", {}).get("assumed", ())
+            print(*(f"    {note}" for note in notes if "compilation" in note), sep="\n", flush=True)
 
 
 def prepare_text(folder: Path) -> Path:

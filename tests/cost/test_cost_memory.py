@@ -306,3 +306,32 @@ def test_the_fullest_rank_holds_the_rows_that_zero_pads():
     assert held[1] - held[0] == pytest.approx(
         12 * (experts / 6 + dense / 6)
     )  # 2/4 − 1/3 of what an expert's ranks share
+
+
+def own(model, workload=WORK, **plan):
+    """Memory by part with the stack of our trainer on GPUs."""
+    stack = Stack(**catalog.entry("stacks", "meshwright"))
+    return of(lowered(model, workload, stack.but(workspace=0), **plan))
+
+
+def test_a_backward_that_reuses_saved_tensors_allocates_one_gradient_of_the_widest_product():
+    work = Workload(batch=1, seq=512)
+    plain, reusing = (
+        one(room.layer_moment(lowered(GQA, work, Stack(reuses_saved=reuses))).working) for reuses in (False, True)
+    )
+    assert plain - reusing == pytest.approx(512 * 2 * 3 * GQA.ffn)  # of four: gate, up and the gradients of both
+    assert reusing == pytest.approx(512 * 2 * (2 * GQA.hidden + GQA.ffn))
+
+
+def test_gradients_that_are_allocated_lazily_meet_few_activations():
+    """The fullest moment: with all activations the gradient of the head; with few activations those of most layers; with none all of them."""
+    lazy = {"param_dtype": "bf16", "grad_dtype": "bf16", "microbatch": 4}
+    long, short = Workload(batch=4, seq=4096), Workload(batch=4, seq=4)
+    model = GQA.but(vocab=512)  # so that a layer needs more than the loss
+    head = 512 * model.hidden * 2
+    parts = own(model, long, **lazy)
+    assert parts["gradients"] == pytest.approx(head, rel=0.01)
+    everything = of(lowered(model, long, **lazy))["gradients"]
+    offloaded = own(model, long, recompute="full", offload="activations", **lazy)
+    assert head < offloaded["gradients"] < everything
+    assert own(model, short, recompute="full", **lazy)["gradients"] == pytest.approx(everything)

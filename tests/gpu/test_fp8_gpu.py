@@ -37,22 +37,26 @@ def test_products_and_gradients_equal_the_emulation(numerics, tokens):
         assert ((got - expected).abs() <= 2**-7 * largest).all(), float(((got - expected).abs() / largest).max())
 
 
-def losses(context, workload, dtype, compiled):
+def losses(context, cases):
+    """The losses of several trainings, one after the other in one process."""
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
 
-    plan = Plan(microbatch=1, param_dtype="fp32" if dtype == "float32" else "bf16", master=dtype != "float32")
-    parallel = apply(
-        MODEL, plan, workload, context.rank, device=context.device, dtype=getattr(torch, dtype), compile=compiled
-    )
-    return [r.loss for r in Trainer(parallel, RandomSamples(MODEL, workload.seq, 0)).train(4)]
+    out = []
+    for workload, dtype, compiled in cases:
+        plan = Plan(microbatch=1, param_dtype="fp32" if dtype == "float32" else "bf16", master=dtype != "float32")
+        options = {"device": context.device, "dtype": getattr(torch, dtype), "compile": compiled}
+        parallel = apply(MODEL, plan, workload, context.rank, **options)
+        out.append([r.loss for r in Trainer(parallel, RandomSamples(MODEL, workload.seq, 0)).train(4)])
+    return out
 
 
-@pytest.mark.parametrize("compiled", ["off", "blocks"])
-def test_training_with_a_scale_per_row(compiled):
-    wide = ranks.run(1, losses, WORKLOAD.but(precision="fp32"), "float32", "off", device="cuda", silence=100.0)[0]
+def test_training_with_a_scale_per_row():
     rows = WORKLOAD.but(scaling="row")
-    narrow = ranks.run(1, losses, rows, "bfloat16", compiled, device="cuda", silence=100.0)[0]
-    assert narrow == pytest.approx(wide, rel=0.05)
-    assert narrow[-1] < narrow[0]
+    cases = [(WORKLOAD.but(precision="fp32"), "float32", "off")]
+    cases += [(rows, "bfloat16", compiled) for compiled in ("off", "blocks")]
+    wide, *narrow = ranks.run(1, losses, cases, device="cuda", silence=120.0)[0]
+    for (*_, compiled), found in zip(cases[1:], narrow, strict=True):
+        assert found == pytest.approx(wide, rel=0.05), compiled
+        assert found[-1] < found[0]

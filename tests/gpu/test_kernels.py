@@ -114,7 +114,8 @@ def test_a_kernel_for_attention_is_chosen():
     assert prefer_fastest(q, k, k, True, torch.bfloat16, "cuda") in KERNELS
 
 
-def losses(context, precision, compile):
+def losses(context, cases):
+    """The losses of several trainings, one after the other in one process."""
     from meshwright.describe.model import Model
     from meshwright.describe.plan import Plan
     from meshwright.describe.workload import Workload
@@ -122,18 +123,19 @@ def losses(context, precision, compile):
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
 
-    model = Model(hidden=256, layers=2, heads=4, kv_heads=2, ffn=512, vocab=512)
-    workload, plan = Workload(batch=4, seq=128, precision=precision), Plan(microbatch=4)
-    options = {"device": context.device, "dtype": torch.bfloat16, "compile": compile}
-    parallel = apply(model, plan, workload, context.rank, **options)
-    return [r.loss for r in Trainer(parallel, RandomSamples(model, workload.seq, 0)).train(4)]
+    model, out = Model(hidden=256, layers=2, heads=4, kv_heads=2, ffn=512, vocab=512), []
+    for precision, compiled in cases:
+        workload, plan = Workload(batch=4, seq=128, precision=precision), Plan(microbatch=4)
+        options = {"device": context.device, "dtype": torch.bfloat16, "compile": compiled}
+        parallel = apply(model, plan, workload, context.rank, **options)
+        out.append([r.loss for r in Trainer(parallel, RandomSamples(model, workload.seq, 0)).train(4)])
+    return out
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_compiled_layers_train_as_eager_ones(precision):
+def test_compiled_layers_train_as_eager_ones():
     """A fused kernel rounds less often: losses differ by a few roundings of bf16."""
-    eager, compiled = (
-        ranks.run(1, losses, precision, mode, device="cuda", silence=120.0)[0] for mode in ("off", "blocks")
-    )
-    assert eager == pytest.approx(compiled, rel=2e-2)
-    assert eager[0] == pytest.approx(compiled[0], rel=2e-3)
+    cases = [(precision, mode) for precision in ("bf16", "fp8") for mode in ("off", "blocks")]
+    found = ranks.run(1, losses, cases, device="cuda", silence=120.0)[0]
+    for precision, eager, compiled in (("bf16", *found[:2]), ("fp8", *found[2:])):
+        assert eager == pytest.approx(compiled, rel=2e-2), precision
+        assert eager[0] == pytest.approx(compiled[0], rel=2e-3), precision

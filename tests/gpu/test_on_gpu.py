@@ -69,14 +69,14 @@ def test_attention_in_blocks_is_as_exact_as_in_one_kernel(dtype):
 
 @pytest.mark.parametrize("dtypes", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")])
 def test_fp8_products_of_the_device_equal_the_emulation(dtypes):
-    from meshwright.parallel.numerics.fp8 import has_scaled_product, rounded, scaled_product
+    from meshwright.parallel.numerics.fp8 import has_scaled_product, product, quantise, rounded
 
     a_dtype, b_dtype = (getattr(torch, f"float8_{name}") for name in dtypes)
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.randn(size, 512, generator=generator, device="cuda", dtype=torch.bfloat16) for size in (256, 384))
     if not has_scaled_product(a, b):
         pytest.skip("no fp8 units")
-    ours = scaled_product(a, b, a_dtype, b_dtype).double()
+    ours = product(quantise(a, a_dtype), quantise(b, b_dtype), a.dtype).double()
     parts = rounded(a, a_dtype).double(), rounded(b, b_dtype).double()
     emulated = parts[0] @ parts[1].T
     # The sum is kept to about 14 bits of its largest term, the result rounded to bfloat16.
@@ -160,42 +160,48 @@ def test_the_hook_waits_for_its_messages_on_the_gpu():
         assert 0 < error < bound, (name, error)
 
 
-def losses(context, plan, workload, dtype, model=MODEL):
+def losses(context, cases):
+    """The losses of several trainings, one after the other in one process: each process takes seconds to start."""
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
 
     torch.set_float32_matmul_precision("highest")
-    parallel = apply(model, plan, workload, context.rank, device=context.device, dtype=getattr(torch, dtype))
-    return [r.loss for r in Trainer(parallel, RandomSamples(model, workload.seq, 0)).train(5)]
+    out = []
+    for plan, workload, dtype, model in cases:
+        parallel = apply(model, plan, workload, context.rank, device=context.device, dtype=getattr(torch, dtype))
+        out.append([r.loss for r in Trainer(parallel, RandomSamples(model, workload.seq, 0)).train(5)])
+    return out
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"}, {"offload": "states"}]
-)
-def test_training_on_a_gpu_equals_a_cpu(fields):
-    plan = Plan(microbatch=4, param_dtype="fp32", master=False, **fields)
-    cpu, gpu = (ranks.run(1, losses, plan, WORKLOAD, "float32", device=device)[0] for device in ("cpu", "cuda"))
-    assert cpu == pytest.approx(gpu, rel=2e-5)
+WIDE = {"microbatch": 4, "param_dtype": "fp32", "master": False}
+FIELDS = [{}, {"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"}, {"offload": "states"}]
 
 
-def test_muon_on_a_gpu_equals_a_cpu():
-    """float32; its iteration enlarges rounding errors in small singular values by up to 485, and the update is a thousandth of a weight."""
-    plan, workload = Plan(microbatch=4, param_dtype="fp32", master=False), WORKLOAD.but(optimizer="muon")
-    cpu, gpu = (ranks.run(1, losses, plan, workload, "float32", device=device)[0] for device in ("cpu", "cuda"))
-    assert cpu == pytest.approx(gpu, rel=1e-4)
+def test_training_on_a_gpu_equals_a_cpu():
+    """float32. Muon's iteration enlarges rounding errors in small singular values by up to 485, and the update is a thousandth of a weight."""
+    cases = [(Plan(**WIDE, **fields), WORKLOAD, "float32", MODEL) for fields in FIELDS]
+    cases.append((Plan(**WIDE), WORKLOAD.but(optimizer="muon"), "float32", MODEL))
+    cpu, gpu = (ranks.run(1, losses, cases, device=device, silence=100.0)[0] for device in ("cpu", "cuda"))
+    for (plan, workload, *_), expected, found in zip(cases, cpu, gpu, strict=True):
+        bound = 1e-4 if workload.optimizer == "muon" else 2e-5
+        assert found == pytest.approx(expected, rel=bound), (plan, workload.optimizer)
 
 
-@pytest.mark.parametrize(("precision", "experts"), [("bf16", 0), ("fp16", 0), ("fp8", 0), ("fp8", 4)])
-def test_training_on_a_gpu_in_16_bits(precision, experts):
-    model = MODEL.but(experts=experts, top_k=2, expert_ffn=256, shared_experts=1) if experts else MODEL
-    wide = Plan(microbatch=4, param_dtype="fp32", master=False)
-    exact_losses = ranks.run(1, losses, wide, WORKLOAD, "float32", model, device="cuda")[0]
-    plan = Plan(microbatch=4, param_dtype="fp16" if precision == "fp16" else "bf16")
-    dtype = "float16" if precision == "fp16" else "bfloat16"
-    narrow = ranks.run(1, losses, plan, WORKLOAD.but(precision=precision), dtype, model, device="cuda")[0]
-    assert narrow == pytest.approx(exact_losses, rel=0.05 if precision == "fp8" else 0.01)
-    assert narrow[-1] < narrow[0]
+def test_training_on_a_gpu_in_16_bits():
+    experts = MODEL.but(experts=4, top_k=2, expert_ffn=256, shared_experts=1)
+    exact_cases = [(Plan(**WIDE), WORKLOAD, "float32", model) for model in (MODEL, experts)]
+    kinds = [("bf16", MODEL), ("fp16", MODEL), ("fp8", MODEL), ("bf16", experts), ("fp8", experts)]
+    cases = []
+    for precision, model in kinds:
+        plan = Plan(microbatch=4, param_dtype="fp16" if precision == "fp16" else "bf16")
+        dtype = "float16" if precision == "fp16" else "bfloat16"
+        cases.append((plan, WORKLOAD.but(precision=precision), dtype, model))
+    dense, sparse, *narrow = ranks.run(1, losses, exact_cases + cases, device="cuda", silence=100.0)[0]
+    for (precision, model), found in zip(kinds, narrow, strict=True):
+        exact_losses = sparse if model.experts else dense
+        assert found == pytest.approx(exact_losses, rel=0.05 if precision == "fp8" else 0.01), (precision, model)
+        assert found[-1] < found[0]
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 256), (torch.bfloat16, 1030), (torch.float64, 33)])

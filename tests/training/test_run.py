@@ -196,6 +196,20 @@ def test_a_training_that_diverges_is_reported(losses):
     assert training.diverged_at == (2 if losses[0] == 5.0 else 0)
 
 
+@pytest.mark.parametrize(("later", "expected"), [([], 4.0), ([3.0] * 3, 3.0)], ids=["one step", "warm-up"])
+def test_a_measured_step_is_without_compilation(later, expected):
+    """A single step of minutes is compared like with like; where the first step is warm-up, nothing is left out of the others."""
+    made, first = config(), StepRecord(0, 5.0, 1.0, 128, 10.0, compile_s=6.0)
+    steps = [first, *(StepRecord(i + 1, 5.0, 1.0, 128, seconds) for i, seconds in enumerate(later))]
+    found = measure(made, steps, [], len(steps))
+    assert found.step_time_s == pytest.approx(expected)
+    assert any("without 6 s of compilation" in text for text in found.assumed) == (not later)
+    with (out := console()).capture() as text:
+        out.print(page(Training(made, steps, found, predicted(made)), "here"))
+    assert "first step 10 s, of which compilation 6 s" in text.get()
+    assert ("left out above" in text.get()) == (not later)
+
+
 def test_bytes_saved_by_compression_are_shown():
     steps = [StepRecord(0, 5.0, 1.0, 128, 0.1)]
     lines = {}

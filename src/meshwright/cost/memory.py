@@ -16,6 +16,8 @@ DDP 112 GB, ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 (docs/figures.md lists publishe
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
@@ -93,26 +95,87 @@ def kept_activations(program: StepProgram, held: StageBlocks) -> Array:
     return np.where(b.offload_activations, np.minimum(one, two_layers), one * in_flight(b, held.rank))
 
 
-def temporary_memory(program: StepProgram, held: StageBlocks) -> tuple[Array, Array]:
-    """Bytes that only a part of backward needs, as saved tensors and as working memory: the larger of the loss and of one layer.
+class Moment(NamedTuple):
+    """Bytes that a rank holds at one moment of backward, besides the states that it always holds."""
 
-    The head's backward directly follows its forward, so its logits are freed after each micro-batch and before any layer runs backward. A layer
-    needs its gradients of activations, and with full recompute the tensors that its forward saved again.
-    """
-    b, m = program.batch, program.batch.model
+    saved: Array  # for backward
+    working: Array
+    gradients: Array = 0.0  # of parameters
+
+    @property
+    def total(self) -> Array:
+        return self.saved + self.working + self.gradients
+
+
+def fullest(moments: list[Moment]) -> Moment:
+    """The moment with the most bytes, for each plan."""
+    index = np.argmax(np.stack(np.broadcast_arrays(*(m.total for m in moments))), axis=0)
+    return Moment(*(np.choose(index, np.broadcast_arrays(*parts)) for parts in zip(*moments, strict=True)))
+
+
+def loss_moment(program: StepProgram, held: StageBlocks) -> Moment:
+    """What only the loss needs. The head's backward directly follows its forward, so its logits are freed after each micro-batch and before any
+    layer runs backward."""
     head = sum(
         held.counts[block] * sum(program.saved[block].values()) for block in AFTER_LAYERS if block in program.saved
     )
-    layer = np.where(b.reruns_layers, program.transient, 0.0)
-    if m.kind == "counts":
-        return head + layer, np.zeros(b.n)
-    e = program.element
+    return Moment(head, held.counts["head"] * _loss_bytes(program))
+
+
+def layer_moment(program: StepProgram) -> Moment:
+    """What only the backward of a layer needs: its gradients of activations, and with full recompute the tensors that its forward saved again.
+
+    The gradients of the inputs and of the outputs of the widest product exist together. A backward that reuses the memory of saved tensors
+    allocates one of them, of one column: the gradient of the input of the down projection, which the others replace."""
+    b, m, e = program.batch, program.batch.model, program.element
     columns = 2 if m.gated else 1
-    widest = max(m.ffn * columns, m.top_k * m.expert_width * columns, 3 * m.hidden, m.linear.projected)
-    flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e) + working_bytes(b)
-    loss = held.counts["head"] * _loss_bytes(program)
-    of_loss = head + loss > layer + flow
-    return np.where(of_loss, head, layer), np.where(of_loss, loss, flow)
+    widest = 2 * max(m.ffn * columns, m.top_k * m.expert_width * columns, 3 * m.hidden, m.linear.projected)
+    if b.stack.reuses_saved:
+        widest = max(
+            m.ffn, 2 * m.top_k * m.expert_width * columns, m.linear.projected
+        )  # routed experts are not compiled
+    flow = b.tokens * (2 * m.hidden + widest / b.tp) * e + working_bytes(b)
+    return Moment(np.where(b.reruns_layers, program.transient, 0.0), flow)
+
+
+def temporary_memory(program: StepProgram, held: StageBlocks) -> tuple[Array, Array]:
+    """Bytes that only a part of backward needs, as saved tensors and as working memory: the larger of the loss and of one layer."""
+    b = program.batch
+    if b.model.kind == "counts":
+        layer = np.where(b.reruns_layers, program.transient, 0.0)
+        return loss_moment(program, held).saved + layer, np.zeros(b.n)
+    found = fullest([layer_moment(program), loss_moment(program, held)])
+    return found.saved, found.working
+
+
+def lazy_moment(program: StepProgram, held: StageBlocks, gradients: Array) -> Moment:
+    """The fullest moment of a backward that allocates gradients when they are computed.
+
+    From layer to layer activations shrink and gradients grow, both linearly, so the fullest layer is the last one or the first one of the model:
+
+        loss          all activations, no gradient
+        last layer    all activations, the gradients of the head
+        first layer   its activations, the gradients of all layers after it and of the head
+        update        no activations, all gradients
+    """
+    b = program.batch
+    kept, loss, layer = kept_activations(program, held), loss_moment(program, held), layer_moment(program)
+    counts = {block: held.counts[block] for block in program.parameters}
+    sizes = {block: counts[block] * sum(program.parameters[block].values()) for block in counts}
+    share = {block: gradients * size / sum(sizes.values()) for block, size in sizes.items()}
+    head = sum((share[block] for block in AFTER_LAYERS if block in share), np.zeros(b.n))
+    layers = [block for block in counts if block in b.model.kinds]
+    number = np.maximum(sum(counts[block] for block in layers), 1.0)
+    one = np.where(b.offload_activations, kept, kept / number)
+    after_first = head + sum(share[block] for block in layers) * (1 - 1 / number)
+    return fullest(
+        [
+            Moment(kept + loss.saved, loss.working, np.zeros(b.n)),
+            Moment(kept + layer.saved, layer.working, head),
+            Moment(one + layer.saved, layer.working, after_first),
+            Moment(np.zeros(b.n), np.zeros(b.n), gradients),
+        ]
+    )
 
 
 def _loss_bytes(program: StepProgram) -> Array:
@@ -185,10 +248,11 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     if muon.is_used(b):  # its buffers take the place of activations, which are freed by then
         live = out["activations"] + out["gathered"] + out["working"]
         out["working"] = out["working"] + np.maximum(muon.buffer_bytes(program, held) - live, 0.0)
-    if b.stack.lazy_gradients:
-        live = out["activations"] + out["gathered"] + out["working"]
-        lazy = (b.microbatches == 1) & (b.size("dp_cp") == 1)
-        out["gradients"] = np.where(lazy, np.maximum(out["gradients"] - live, 0.0), out["gradients"])
+    if b.stack.lazy_gradients and b.model.kind != "counts":
+        lazy, found = (b.microbatches == 1) & (b.size("dp_cp") == 1), lazy_moment(program, held, out["gradients"])
+        for part, size in (("activations", found.saved), ("gradients", found.gradients)):
+            out[part] = np.where(lazy, size, out[part])
+        out["working"] = np.where(lazy, out["working"] - working + found.working, out["working"])
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
     out["slack"] = b.stack.allocator_slack * live

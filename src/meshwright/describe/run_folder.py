@@ -53,7 +53,7 @@ RESULTS = (
 VERSION = 1  # of run.json
 STEP_KEYS = (
     "step", "time", "loss", "grad_norm", "tokens", "seconds", "tokens_per_s", "learning_rate", "mfu", "memory_gib", "exposed_s",
-    "validation_loss", "skipped", "attempt",
+    "validation_loss", "compile_s", "skipped", "attempt",
 )  # fmt: skip
 LIMIT = 50_000_000  # bytes of a JSON file
 LONGEST_LINE = 100_000  # bytes

@@ -134,6 +134,10 @@ class Stack(Described):
         default=False,
         description="backward allocates gradients while it frees activations, where a step has one micro-batch on one data-parallel rank",
     )
+    reuses_saved: bool = Field(
+        default=False,
+        description="a compiled backward writes gradients of activations into the memory of saved tensors that it has read for the last time",
+    )
     weighs_activations: bool = Field(
         default=False,
         description="routing weights multiply the activations of experts before their last product, whose outputs backward does not need then",

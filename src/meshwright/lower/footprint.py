@@ -196,10 +196,17 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
 
 
 def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
-    """Bytes of an element of a product's input that is kept for backward: one where the stack keeps what it quantised, with one scale per
-    tensor."""
+    """Bytes of an element of a product's input that is kept for backward.
+
+    A stack that quantises in compiled layers, with one scale per tensor, keeps what was quantised, a byte. It keeps nothing where the input is the
+    output of a norm or of an activation: backward computes that again from tensors that are kept anyway. The backward of attention
+    reads its output in 16 bits too. Routed experts are not compiled."""
     in_fp8 = b.workload.precision == "fp8" and b.workload.scaling == "tensor" and linear.part not in ("head", "router")
-    return 1.0 if in_fp8 and b.stack.fp8_passes else element
+    if not in_fp8 or not b.stack.fp8_passes:
+        return element
+    if linear.name == "o":
+        return element + 1.0
+    return 1.0 if linear.part == "experts" else 0.0
 
 
 def _saved_outputs(b: Batch, block: Block, element: float) -> Array:

@@ -30,7 +30,7 @@ are routed; the layer around it is two graphs), embeddings (a lookup), and a hea
 one kernel: `models.loss`).
 
 Private names of torch: the options `torch._dynamo.config.recompile_limit` and `torch._inductor.config.compile_threads`, and
-`torch._dynamo.utils.counters`.
+`torch._dynamo.utils.counters` and `calculate_time_spent`.
 """
 
 from __future__ import annotations
@@ -174,6 +174,13 @@ def graph_counts() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent in the compiler, forward and backward. The first launches of compiled kernels are not part of it."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent()["total_wall_time"]
 
 
 def prepare_compiler(device: torch.device) -> None:

@@ -48,6 +48,7 @@ def page(training: Training, folder: str = "") -> RenderableType:
     if evaluated:
         change = f"{evaluated[0]:.3f} → {evaluated[-1]:.3f}  "
         lines.insert(-1, Text.assemble(("validation loss ", "dim"), change, (sparkline(evaluated), "cyan")))
+    lines += [Text(sentence, "dim") for sentence in compilation(training)]
     if training.diverged_at is not None:
         lines.append(Text(f"Loss is NaN or infinite from step {training.diverged_at} on", "bold red"))
     if training.interference is not None:
@@ -65,6 +66,17 @@ def page(training: Training, folder: str = "") -> RenderableType:
     lines += compression_savings(training)
     tables = [difference_table(training.differences), *parts_table(training), *kernels_table(training)]
     return Group(*lines, *tables, *([Text(f"written to {folder}", "dim")] if folder else []))
+
+
+def compilation(training: Training) -> list[str]:
+    """The time of the compiler in the first step, and whether the measured step is without it."""
+    first = next((record for record in training.steps if record.compile_s), None)
+    if first is None or not first.compile_s:
+        return []
+    measured = first.step >= training.steps[0].step + training.measurement.warmup
+    note = ", left out above: no later step compiles" if measured else ""
+    seconds = format_seconds(first.seconds), format_seconds(first.compile_s)
+    return [f"first step {seconds[0]}, of which compilation {seconds[1]}{note}"]
 
 
 def compression_savings(training: Training) -> list[Text]:

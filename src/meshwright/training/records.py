@@ -25,6 +25,11 @@ class StepRecord:
     mfu: float | None = None
     memory_gib: float | None = None  # peak of the process of rank 0 so far; on a GPU, of its allocator
     exposed_s: dict[str, float] | None = None  # by part: seconds that rank 0 was blocked in communication
+    compile_s: float | None = None  # seconds of this step that rank 0 spent in the compiler; None: it compiled nothing
+
+    @property
+    def seconds_without_compilation(self) -> float:
+        return self.seconds - (self.compile_s or 0.0)
 
     def row(self) -> dict[str, Any]:
         """The row of `steps.jsonl`; values that were not measured are left out. A model with experts adds entropy, peak, idle and
@@ -52,7 +57,14 @@ class StepRecord:
 
 
 ROUTER = "router_"  # begins the keys of a router's balance
-MEASURED = ("learning_rate", "mfu", "memory_gib", "exposed_s", "validation_loss")  # keys of a row that may be missing
+MEASURED = (
+    "learning_rate",
+    "mfu",
+    "memory_gib",
+    "exposed_s",
+    "validation_loss",
+    "compile_s",
+)  # keys of a row that may be missing
 
 
 @dataclass

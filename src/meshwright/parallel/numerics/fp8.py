@@ -84,18 +84,6 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = Non
     return quantised.to(sum_dtype(x)) * scale
 
 
-def scaled_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_dtype: torch.dtype,
-    b_dtype: torch.dtype,
-    a_amax: torch.Tensor | None = None,
-    b_amax: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """a [M, K] times b [N, K]ᵀ, both rounded to fp8."""
-    return product(quantise(a, a_dtype, a_amax), quantise(b, b_dtype, b_amax), a.dtype)
-
-
 def product(a: Quantised, b: Quantised, out: torch.dtype, fast: bool = False) -> torch.Tensor:
     """a [M, K] times b [N, K]ᵀ. `fast` keeps the sum to fewer bits."""
     (units_a, scale_a), (units_b, scale_b) = a, b

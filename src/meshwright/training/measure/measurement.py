@@ -165,9 +165,10 @@ def measure(
 ) -> Measurement:
     """The measurement of a run of `steps` steps. After an interruption there are fewer records and no reports, and so
     no memory, no traffic and no parts. The parts have the shares of the mean step, and sum to the median one. The first `earlier`
-    records are those of earlier attempts, which may have had another number of ranks: their times do not count."""
+    records are those of earlier attempts, which may have had another number of ranks: their times do not count. Of a run too short for
+    warm-up, the first step counts without the seconds of the compiler, which no later step would have."""
     warmup = earlier + warmup_of(records[earlier:])
-    seconds = np.array([r.seconds for r in records[warmup:]])
+    seconds = np.array([r.seconds_without_compilation for r in records[warmup:]])
     low, middle, high = np.percentile(seconds, (10, 50, 90))
     model, workload = config.model, config.workload
     peak = config.cluster.accelerator.peak_for(workload.precision)
@@ -183,6 +184,8 @@ def measure(
     assumed = ["traffic is what the step's collectives must send"]
     busiest = communication.busiest(ranks) if ranks else None
     scale = float(middle) / busiest.step_s if busiest is not None else 0.0
+    if compiled := sum(r.compile_s or 0.0 for r in records[warmup:]):
+        assumed.append(f"without {format_seconds(compiled)} of compilation in the first step")
     if len(records) < steps:
         assumed.append(f"interrupted after {len(records)} of {steps} steps")
     return Measurement(

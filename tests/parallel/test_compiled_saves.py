@@ -1,0 +1,76 @@
+"""The bytes that a compiled layer saves for backward equal those that `lower.footprint` predicts for our stack on GPUs: bf16 and fp8 products."""
+
+import numpy as np
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+from meshwright.describe import catalog
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.lower.batch import Batch
+from meshwright.lower.footprint import saved
+from meshwright.models import build
+from meshwright.parallel.numerics import fp8
+from meshwright.parallel.pieces import materialise
+
+MODEL = Model(hidden=64, layers=1, heads=4, kv_heads=2, ffn=160, vocab=96)
+TOKENS = 48
+
+
+@torch.library.custom_op("meshwright_test::scaled_product", mutates_args=())
+def scaled_product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """In place of the GPU's product: the compiler cannot look into it."""
+    return (a.to(torch.float32) @ b.to(torch.float32).T * scale).to(torch.bfloat16)
+
+
+@scaled_product.register_fake
+def _(a, b, scale):
+    return a.new_empty(len(a), len(b), dtype=torch.bfloat16)
+
+
+def saved_bytes(precision, monkeypatch):
+    """Bytes that the graph of a layer saves, without weights and without what it saves for each token only."""
+    net = build(MODEL, range(1)).to(torch.bfloat16)
+    materialise(net, "cpu")
+    for p in net.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    if precision == "fp8":
+        monkeypatch.setattr(fp8, "has_scaled_product", lambda a, b: True)
+        monkeypatch.setattr(fp8, "device_product", lambda a, b, sa, sb, out, fast=False: scaled_product(a, b, sa * sb))
+        fp8.enable_fp8([net.layers["0"]], keeps=True)
+        fp8.quantise_weights([net])
+    found = []
+
+    def forward(graph, inputs):
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        found.extend(node.meta["val"] for node in output.args[0][1:] if node is not None and "val" in node.meta)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=lambda *a, **k: min_cut_rematerialization_partition(*a, **{"compiler": "inductor", **k}),
+        decompositions=select_decomp_table(),
+    )
+    net.geometry.prepare(TOKENS, torch.bfloat16, torch.device("cpu"))
+    net.geometry.hold()
+    x = torch.randn(1, TOKENS, MODEL.hidden, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(net.layers["0"].forward, backend=backend, dynamic=False)(x)
+    tensors = [t for t in found if isinstance(t, torch.Tensor) and TOKENS in t.shape and t.dtype != torch.float32]
+    storages = {t.untyped_storage()._cdata: t for t in tensors if t.shape != (2, TOKENS, 16)}  # not the angles
+    return sum(t.numel() * t.element_size() for t in storages.values())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_compiled_layer_saves_what_is_predicted(precision, monkeypatch):
+    stack = Stack(**catalog.entry("stacks", "meshwright"))
+    workload = Workload(batch=1, seq=TOKENS, precision=precision)
+    batch = Batch.of([Plan()], MODEL, workload, stack)
+    predicted = sum(float(np.sum(size)) for size in saved(batch, MODEL.blocks["dense"], 2.0).values())
+    assert saved_bytes(precision, monkeypatch) == pytest.approx(predicted, rel=0.02)
