@@ -31,6 +31,20 @@ def test_the_loss_kernel_equals_float64_logits_up_to_its_rounding(dtype):
     assert ((gradient.double() - exact.grad).abs() <= bound).all()
 
 
+def test_a_wide_product_is_added_in_place():
+    from meshwright.models.wide_products import add_product
+
+    a, b, total = (
+        drawn(64, 512, dtype=torch.bfloat16),
+        drawn(512, 48, seed=1, dtype=torch.bfloat16),
+        drawn(64, 48, seed=2),
+    )
+    exact, address = total.double() + a.double() @ b.double(), total.data_ptr()
+    found = add_product(total, a, b)
+    assert found.data_ptr() == address
+    assert torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-3)
+
+
 def test_fused_adamw_updates_as_torch_does_and_rounds_the_masters():
     from meshwright.training.optimizer.fused import FusedAdamW
 
@@ -135,7 +149,7 @@ def losses(context, cases):
 def test_compiled_layers_train_as_eager_ones():
     """A fused kernel rounds less often: losses differ by a few roundings of bf16."""
     cases = [(precision, mode) for precision in ("bf16", "fp8") for mode in ("off", "blocks")]
-    found = ranks.run(1, losses, cases, device="cuda", silence=120.0)[0]
+    found = ranks.run(1, losses, cases, device="cuda", silence=150.0)[0]
     for precision, eager, compiled in (("bf16", *found[:2]), ("fp8", *found[2:])):
         assert eager == pytest.approx(compiled, rel=2e-2), precision
         assert eager[0] == pytest.approx(compiled[0], rel=2e-3), precision

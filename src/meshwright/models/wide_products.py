@@ -26,13 +26,13 @@ PARTS = 3  # bf16 numbers whose sum is a float32
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a b, in float32 or wider; None is zero."""
+    """total + a b, in float32 or wider, in the memory of `total`; None is zero."""
     wide = at_least_single(a.dtype)
     if wide == a.dtype:
         return a @ b if total is None else total.addmm_(a, b)
     if not a.is_cuda:
         return add_product(total, a.to(wide), b.to(wide))
-    return torch.mm(a, b, out_dtype=wide) if total is None else torch.addmm(total, a, b, out_dtype=wide)
+    return torch.mm(a, b, out_dtype=wide) if total is None else torch.addmm(total, a, b, out_dtype=wide, out=total)
 
 
 def in_parts(x: torch.Tensor) -> list[torch.Tensor]:

@@ -134,15 +134,20 @@ def compile_layer(layer: Any, geometry: Any) -> None:
     """One graph; with experts two, before and after them, one for the shared experts, one for the activation of routed ones, of any
     number of rows, and three for the sums of their outputs and gradients."""
     if getattr(layer, "expert", False):
-        moe, experts = layer.moe, layer.moe.experts
-        name = "product" if experts.gated else "activation"
-        # A constant number of rows, as on one rank, gives the faster kernel; where it changes, the next graph is for any number.
-        setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, backend=BACKEND))
-        moe.sums = Sums(*(torch.compile(f, fullgraph=True, backend=BACKEND) for f in Sums().functions))
-        if moe.shared is not None:
-            moe.shared.forward = compiled_part(moe.shared, moe.shared.forward)
-        moe.forward = torch.compiler.disable(moe.forward)
+        compile_experts(layer.moe)
     layer.forward = compiled_part(layer, layer.forward, geometry, one_graph=not getattr(layer, "expert", False))
+
+
+def compile_experts(moe: Any) -> None:
+    """Compile the parts of a mixture of experts between its routing and its products, which stay as they are."""
+    experts = moe.experts
+    name = "product" if experts.gated else "activation"
+    # A constant number of rows, as on one rank, gives the faster kernel; where it changes, the next graph is for any number.
+    setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, backend=BACKEND))
+    moe.sums = Sums(*(torch.compile(f, fullgraph=True, backend=BACKEND) for f in Sums().functions))
+    if moe.shared is not None:
+        moe.shared.forward = compiled_part(moe.shared, moe.shared.forward)
+    moe.forward = torch.compiler.disable(moe.forward)
 
 
 def compiled_part(
