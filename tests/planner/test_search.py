@@ -94,7 +94,8 @@ def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, fields):
         walked_time(step_program(where.model, plan, where.workload, where.stack), where.cluster, plan) for plan in plans
     ]
     _, ranking = solve(where)
-    assert min(c.time for c in ranking.leaders) >= min(times) * (1 - 1e-3)
+    # The plans of the space have the usual stages; other divisions are compared in test_stage_lengths.
+    assert min(c.time for c in ranking.leaders if not c.plan.layers_per_stage) >= min(times) * (1 - 1e-3)
     assert ranking.best.time <= min(times) * (1 + TIE) * (
         1 + 1e-3
     )  # the most that is given for free memory and fewer parts

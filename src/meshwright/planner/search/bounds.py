@@ -377,7 +377,7 @@ def of_schedules(space: Space, plans: Table) -> Table:
     found = intervals.interval(
         space, plans.but(ramp=ramp, mean=plans.f + plans.i + plans.w, leads=np.zeros(len(plans), bool))
     )
-    return plans.but(time=np.where(exact, found.low, time), memory=memory, exact=exact, **found.columns)
+    return plans.but(memory=memory, exact=exact, **found.columns).but(time=np.where(exact, found.time, time))
 
 
 def looped_bytes(rows: Table, schedule: str, virtuals: Virtuals) -> np.ndarray:

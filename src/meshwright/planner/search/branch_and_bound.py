@@ -63,7 +63,7 @@ PLAN = (
     "dtype",
     "overlap_index",
 )
-COSTED = ("time", "memory", "low", "closed", "high", "estimate")
+COSTED = ("time", "memory", "low", "closed", "high", "estimate", "balanced")
 BOUNDED = (
     "time",
     "memory",
@@ -212,7 +212,7 @@ class Search:
         if hidden.any():
             memory[hidden] = fullest(lower(self.space.batch(rows.take(hidden))))
         found = intervals.of(self.space, program, cost)
-        return rows.select(*PLAN).but(time=found.low, memory=memory, **found.columns)
+        return rows.select(*PLAN).but(memory=memory, **found.columns)
 
     # Down the layers
 
@@ -273,7 +273,7 @@ class Search:
         alone = rows.pp == 1
         if alone.any():
             exact = self.space.scheduled(rows.take(alone))
-            self.best.offer(exact.but(low=exact.time, closed=exact.time, high=exact.time, estimate=exact.time))
+            self.best.offer(exact.but(**dict.fromkeys(("low", "closed", "high", "estimate", "balanced"), exact.time)))
         rows = rows.take(~alone)
         light = rows.select(*BOUNDED, *bounds.SCHEDULED).but(place=np.arange(len(rows)))
         plans = bounds.of_schedules(self.space, self.space.scheduled(light))

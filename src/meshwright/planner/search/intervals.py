@@ -15,8 +15,14 @@ and twice the delay where stages have different numbers of layers, since neighbo
 Where in the interval a simulation ends depends on the rounds K = M/P of the pipeline (medians of 9,600 random plans). Ranks that are not looped
 reach the closed form except for 1/2K of the way from low. Of the turns, one round of K is delayed, in breadth-first schedules nearly all; with
 unequal numbers of layers half of the plans are not delayed at all. A V-shaped schedule whose slowest rank is the first, with embedding and head,
-hides its ramp while K is small. This is the **estimate**, by which plans are ranked until they are simulated. The search keeps a plan while its
-`low` may win, and excludes others by its `high`.
+hides its ramp while K is small. This is the **estimate**, by which plans are ranked until they are simulated.
+
+**Other divisions.** The leaders may get stages of other lengths (`stage_lengths`), and no division has a slowest rank below the mean. So
+
+    time      = M · mean + ramp + closing                       no division of the layers into stages takes less
+    balanced  = estimate − (pace − M · mean)                    the estimate if every rank took the mean
+
+The search keeps a plan while its `time` may win, and excludes others by its `high`. Where stages cannot be divided otherwise, time is low.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ NAIVE, GPIPE, BREADTH_FIRST = (SCHEDULES.index(name) for name in ("naive", "gpip
 
 
 def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
-    """low, closed, high and estimate of a costed batch."""
+    """The interval of a costed batch: time, low, closed, high, estimate and balanced."""
     b = program.batch
     slowest = np.choose(cost.slowest, [np.broadcast_to(r.total, b.n) for r in cost.ranks])
     bubble, pace = cost.exposed["bubble"], np.maximum(b.microbatches, 1.0) * slowest
@@ -58,18 +64,22 @@ def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
 
 
 def interval(space: Space, rows: Table) -> Table:
-    """low, closed, high and estimate of rows with their pp, virtual, schedule, m; pace, ramp, closing, mean; `ends` and `longest` layer; and
+    """time, low, closed, high, estimate and balanced of rows with their pp, virtual, schedule, m; pace, ramp, closing, mean; `ends` and `longest` layer; and
     whether their slowest rank is the first (`leads`)."""
     closed = rows.pace + rows.ramp + rows.closing
     piped, looped = rows.pp > 1, (rows.pp > 1) & (rows.virtual > 1) & np.isin(rows.schedule, LOOPED)
-    low = np.where(piped, np.maximum(rows.pace, rows.m * rows.mean + rows.ramp) + rows.closing, closed)
+    even = rows.m * rows.mean
+    low = np.where(piped, np.maximum(rows.pace, even + rows.ramp) + rows.closing, closed)
     delay = np.where(looped, np.maximum(0.0, rows.m * turns(space, rows) - rows.pace), 0.0)
     uneven = space.uneven(rows)
     high = closed + np.where(uneven, 2.0, 1.0) * delay
     estimate = np.where(
         looped, closed + delayed_share(rows) * ~uneven * delay, low + closed_form_share(rows) * (closed - low)
     )
-    return Table(low=low, closed=closed, high=high, estimate=estimate)
+    divisible = piped & space.divides
+    time = np.where(divisible, even + rows.ramp + rows.closing, low)
+    balanced = np.where(divisible, np.maximum(time, estimate - np.maximum(0.0, rows.pace - even)), estimate)
+    return Table(time=time, low=low, closed=closed, high=high, estimate=estimate, balanced=balanced)
 
 
 def delayed_share(rows: Table) -> np.ndarray:

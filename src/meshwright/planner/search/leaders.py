@@ -34,6 +34,7 @@ TIE = 0.01  # share of the step within which plans count as equally fast
 MEMORY_TIE = 0.025  # share of a device's memory within which plans count as equally lean
 ENOUGH_FREE = 1 / 3  # share of free memory beyond which more is not worth a slower or more complex plan
 MOST_WALKED = 12  # plans of each kind near the best that are walked
+MOST_DIVIDED = 4  # plans that only another division of their layers may bring near the best
 MOST_WAVES = 12
 SHAPE = ("tp", "cp", "pp", "dp", "ep", "microbatch", "recompute")
 LOOK = (*SHAPE, "etp", "sp", "cp_kind", "schedule", "virtual")
@@ -67,7 +68,7 @@ def candidates(space: Space, found: Found) -> list[Candidate]:
         complexity=strategies.complexity(rows, own),
     )
     first = rows.estimate
-    rows = rows.but(estimate=first.copy())
+    rows = rows.but(estimate=first.copy(), gain=rows.balanced / first)
     seen: dict[int, Candidate] = {}
     for _ in range(MOST_WAVES):
         wave = [i for i in leading_rows(rows, found, space.cluster.accelerator.memory) if i not in seen]
@@ -92,6 +93,7 @@ def leading_rows(rows: Table, found: Found, memory: float) -> list[int]:
             int(order[k])
             for k in (
                 *near(sorted_rows, found.incumbents.margin, memory),
+                *divisible(sorted_rows, found.incumbents.margin),
                 *strategy_bests(sorted_rows),
                 *rungs(sorted_rows, found),
             )
@@ -135,6 +137,15 @@ def near(rows: Table, margin: float, memory: float) -> list[int]:
         _, first = np.unique(key[order], return_index=True)
         out += order[np.sort(first)][:MOST_WALKED].tolist()
     return out
+
+
+def divisible(rows: Table, margin: float) -> list[int]:
+    """Rows that are not near the best, but may be once their stages are balanced, the fastest of each look: `stage_lengths` divides them."""
+    time, enough = rows.estimate * rows.gain, rows.estimate[0] * (1 + margin)
+    close = np.flatnonzero((time <= enough) & (rows.estimate > enough))
+    close = close[np.argsort(time[close], kind="stable")]
+    _, first = np.unique(rows.look[close], return_index=True)
+    return close[np.sort(first)][:MOST_DIVIDED].tolist()
 
 
 def strategy_bests(rows: Table) -> list[int]:

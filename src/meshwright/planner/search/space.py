@@ -92,6 +92,11 @@ class Space(LegalOptions):
         """Whether the model has several kinds of layers."""
         return self.model.kind != "counts" and len(self.model.kinds) > 1
 
+    @property
+    def divides(self) -> bool:
+        """Whether the planner may give the stages of a plan other numbers of layers (`stage_lengths`)."""
+        return self.choices.uneven and not self.stack.can.own_stages and self.model.kind != "counts"
+
     def uneven(self, rows: Table) -> np.ndarray:
         """Which rows have stages with different numbers of layers."""
         return self.model.layers % (rows.pp * rows.virtual) != 0

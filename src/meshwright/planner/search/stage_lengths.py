@@ -48,7 +48,7 @@ Seconds = tuple[float, ...]
 def divided(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:
     """Variants of candidates with other stage lengths, each faster than its original and within the memory limit."""
     piped = [c for c in candidates if c.plan.pp > 1 and not c.plan.layers_per_stage]
-    if not piped or not space.choices.uneven or space.stack.can.own_stages or space.model.kind == "counts":
+    if not piped or not space.divides:
         return []
     enough = min(c.time for c in candidates) * (1 + NEAR)
     variants: dict[int, list[tuple[Candidate, Plan]]] = {}
