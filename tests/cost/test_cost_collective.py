@@ -158,14 +158,6 @@ def test_regime_names_the_dominant_term():
     assert how == link.BANDWIDTH_ADVICE
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.floats(1e-7, 1e-3), st.floats(1e8, 1e12))
-def test_fit_recovers_alpha_and_beta(alpha, bandwidth):
-    sizes = [1024.0 * 2**i for i in range(0, 20, 2)]
-    fitted = link.fit_alpha_beta(sizes, [alpha + n / bandwidth for n in sizes])
-    assert fitted == pytest.approx((alpha, 1 / bandwidth), rel=1e-4)
-
-
 # Prices of a batch of plans
 
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]

@@ -9,7 +9,6 @@ from meshwright import planner
 from meshwright.cost.band import band
 from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
-from meshwright.describe.cluster import Efficiency
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
@@ -124,7 +123,9 @@ def test_an_unmeasured_chip_has_median_efficiency_and_a_wider_band():
     assert width[0] > 1.3 * width[1]
     x, p = amd.explanation, amd.prediction
     assert x.calibrated.startswith("uncalibrated")
-    assert p.step_time_high_s / p.step_time_s == pytest.approx(band(amd.estimate.stack, p.exposed_s, Efficiency())[1])
+    assert p.step_time_high_s / p.step_time_s == pytest.approx(
+        band(amd.estimate.stack, p.exposed_s, amd.plan, amd.estimate.cluster)[1]
+    )
     assert "never measured" in str(amd).split("Leaders")[0]
     assert "never measured" not in str(nvidia).split("Leaders")[0]
 

@@ -116,7 +116,7 @@ def test_offload_needs_a_clear_gain():
     assert all(c.plan.offload == "none" for c in ranking.leaders)
     question = {"gpus": 4, "batch": 64, "seq": 1024}
     r = planner.plan("llama3-8b", "workstation-4x3090", **question)
-    assert r.plan.offload == "states"
+    assert r.plan.offload in ("states", "both")
     without = [c.time for c in r.ranking.leaders if c.plan.offload == "none"]
     assert all(time >= r.ranking.fastest.time * (1 + OFFLOAD_WORTH) for time in without)
     assert "offload" in r.explanation.reasons

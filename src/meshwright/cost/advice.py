@@ -89,12 +89,6 @@ def ring_step(
     return work / flops, 2 * block * kv_heads * head_dim * dtype_bytes / bandwidth
 
 
-def ring_is_free(*args: float, **kwargs: float) -> bool:
-    """Whether the transfers of ring attention are hidden behind its compute."""
-    compute, transfer = ring_step(*args, **kwargs)  # type: ignore[arg-type]
-    return compute >= transfer
-
-
 def ring_free_block(
     heads: int, kv_heads: int, flops: float, bandwidth: float, dtype_bytes: float = 2, causal: bool = True
 ) -> float:
@@ -105,17 +99,6 @@ def ring_free_block(
 def accumulation(batch: int, microbatch: int, dp: int) -> int:
     """The number of micro-batches that a rank accumulates: batch = micro-batch × accumulation × dp."""
     return batch // (microbatch * dp)
-
-
-def scaled_learning_rate(rate: float, batch: float, reference: float, rule: str = "linear") -> float:
-    """Linear (SGD) or square-root (Adam) scaling of the learning rate with the batch."""
-    ratio = batch / reference
-    return rate * (ratio if rule == "linear" else math.sqrt(ratio))
-
-
-def scaling_efficiency(time_one: float, time_many: float, devices: int, strong: bool = False) -> float:
-    """Weak scaling: T₁/T_P at the same work per device; strong: T₁/(P·T_P) at the same total work."""
-    return time_one / (devices * time_many) if strong else time_one / time_many
 
 
 def communication_share(compute: float, communication: float) -> tuple[float, float]:

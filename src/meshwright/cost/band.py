@@ -2,10 +2,13 @@
 
     low, high = t · exp(−q_low · w),  t · exp(q_high · w)
 
-    w² = 1 + (5 · share of communication)² + (3.5 · share of the host)² + (6 · share of experts)² + (doubt of the device / 7%)²
+    w² = base² + (10 · share of communication between nodes)² + (share of communication inside nodes)²
+       + (2 · share of the host)² + (6 · share of experts)² + (doubt of the device / 7%)²
 
-The width w grows with what is least certain: exposed communication, time in which the device waits for its host, experts (their kernels, dispatch
-and balance differ by stack and version), and shares of peak of a device that were assumed (`Efficiency.doubt`). The quantiles q depend on
+The width w grows with what is least certain: exposed communication between nodes (its overlap, its congestion, the network of a cluster), experts
+(their kernels, dispatch and balance differ by stack and version), time in which the device waits for its host, and shares of peak of a device
+that were assumed (`Efficiency.doubt`). Communication inside a node is as certain as compute. The base is 1, and 2 for an unknown stack: there
+the compute is less certain too, so that what communication adds counts for less. The quantiles q depend on
 what is known of the stack (`Stack.evidence`): nothing (`typical`), published runs of the same stack (`published`), or runs of the user
 (`calibrated`). `meshwright calibrate --runs` computes them from the residuals of left-out sources, so that each band holds 90% of the runs.
 A device that was never measured has a wider band: its shares of peak may be the best or the worst of the measured ones.
@@ -14,14 +17,16 @@ A device that was never measured has a wider band: its shares of peak may be the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from meshwright.describe.cluster import Efficiency
+from meshwright.describe.axes import strides
+from meshwright.describe.cluster import Cluster
 from meshwright.describe.entries import fitted
+from meshwright.describe.plan import Plan
 from meshwright.describe.result import AXES
 from meshwright.describe.stack import Stack
 
-COMMUNICATION_DOUBT, HOST_DOUBT, EXPERT_DOUBT = 5.0, 3.5, 6.0
+BETWEEN_DOUBT, INSIDE_DOUBT, HOST_DOUBT, EXPERT_DOUBT = 10.0, 1.0, 2.0, 6.0
 LEAST_DOUBT = 0.07  # of ln seconds: a step that only computes, on a measured device
 PLAN_DOUBT = 0.02
 PART_DOUBTS = (0.35, 0.25, 0.10)  # of communication, host and bubble: the noise of `calibrate.stack_fit`
@@ -31,11 +36,35 @@ NINE_OF_TEN = 1.28  # standard deviations
 UNMEASURED = (0.66 / 0.79, 0.39 / 0.35)
 
 
-def width(exposed: Mapping[str, float], device_doubt: float = 0.0) -> float:
-    """The width of the band of a step relative to that of a step that only computes, on a measured device."""
+def width(
+    exposed: Mapping[str, float], inside: Collection[str], evidence: str = "published", device_doubt: float = 0.0
+) -> float:
+    """The width of the band of a step relative to that of a step that only computes, on a measured device with a known stack. `inside` are the
+    axes whose communication stays inside nodes."""
+    total = max(sum(exposed.values()), 1e-30)
+    within = sum(exposed.get(axis, 0.0) for axis in inside) / total
     communication, host, _ = shares(exposed)
-    parts = COMMUNICATION_DOUBT * communication, HOST_DOUBT * host, EXPERT_DOUBT * expert_share(exposed)
-    return math.sqrt(1 + sum(part**2 for part in parts) + (device_doubt / LEAST_DOUBT) ** 2)
+    parts = (
+        BETWEEN_DOUBT * (communication - within),
+        INSIDE_DOUBT * within,
+        HOST_DOUBT * host,
+        EXPERT_DOUBT * expert_share(exposed),
+        device_doubt / LEAST_DOUBT,
+    )
+    return math.hypot(base(evidence), *parts)
+
+
+def base(evidence: str) -> float:
+    """The width of a step that only computes, by what is known of its stack."""
+    return 2.0 if evidence == "typical" else 1.0
+
+
+def inside_nodes(plan: Plan, stack: Stack, cluster: Cluster) -> tuple[str, ...]:
+    """The axes whose groups lie inside nodes: all of them on one node; on several, tp and cp if their ranks are neighbours there."""
+    if plan.world <= cluster.node_size:
+        return AXES
+    steps = strides(plan, plan.order or stack.order)
+    return tuple(axis for axis in ("tp", "cp") if steps[axis] * getattr(plan, axis) <= cluster.node_size)
 
 
 def expert_share(exposed: Mapping[str, float]) -> float:
@@ -69,9 +98,10 @@ def quantiles(evidence: str) -> tuple[float, float]:
     return float(table["low"]), float(table["high"])
 
 
-def band(stack: Stack, exposed: Mapping[str, float], device: Efficiency) -> tuple[float, float]:
+def band(stack: Stack, exposed: Mapping[str, float], plan: Plan, cluster: Cluster) -> tuple[float, float]:
     """Factors on the predicted step time: the band holds nine of ten measured times."""
-    w = width(exposed, device.doubt)
+    device = cluster.accelerator.efficiency
+    w = width(exposed, inside_nodes(plan, stack, cluster), stack.evidence, device.doubt)
     low, high = quantiles(stack.evidence)
     edges = (1.0, 1.0) if device.measured else UNMEASURED
     return math.exp(-low * w) * edges[0], math.exp(high * w) * edges[1]

@@ -42,14 +42,3 @@ def regime(n: float, link: Link) -> tuple[str, tuple[str, ...]]:
     if n < link.crossover:
         return f"latency-bound (below n* = {format_decimal_bytes(link.crossover)})", LATENCY_ADVICE
     return f"bandwidth-bound (above n* = {format_decimal_bytes(link.crossover)})", BANDWIDTH_ADVICE
-
-
-def fit_alpha_beta(sizes: list[float], times: list[float]) -> tuple[float, float]:
-    """Least-squares α and β of measured T(n), weighted by 1/T so that small messages count as much as large ones."""
-    import numpy as np
-
-    n, t = np.asarray(sizes, float), np.asarray(times, float)
-    weights = 1 / t
-    design = np.stack([np.ones_like(n), n], axis=1) * weights[:, None]
-    (alpha, beta), *_ = np.linalg.lstsq(design, np.ones_like(n), rcond=None)
-    return max(float(alpha), 0.0), max(float(beta), 0.0)

@@ -54,7 +54,7 @@ def prediction(
     memory = [{part: one(x) / GIB for part, x in parts.items()} for parts in cost.memory]
     total = one(cost.peak_memory)
     source = cluster.accelerator.efficiency.source
-    low, high = band(stack, exposed, cluster.accelerator.efficiency)
+    low, high = band(stack, exposed, plan, cluster)
     return Prediction(
         step_time_s=time,
         step_time_low_s=time * low,

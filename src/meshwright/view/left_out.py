@@ -11,6 +11,7 @@ from meshwright.calibrate.runs.bands import Band
 from meshwright.calibrate.runs.left_out import SEEN, SourceScore
 from meshwright.calibrate.runs.response import NUMBERS, fields_of
 from meshwright.calibrate.runs.stack_fit import Fit
+from meshwright.cost.band import base
 from meshwright.describe.stack import Stack
 from meshwright.units import format_seconds
 
@@ -75,7 +76,7 @@ def bands_table(bands: dict[str, Band]) -> Table:
     for k, name in enumerate(("stack", "runs", "low", "high", "inside, source left out", "median half-width")):
         out.add_column(name, justify="right" if k else "left")
     for level, b in bands.items():
-        edges = (f"{100 * math.expm1(-b.low):+.0f}%", f"{100 * math.expm1(b.high):+.0f}%")
+        edges = [f"{100 * math.expm1(q * base(level)):+.0f}%" for q in (-b.low, b.high)]
         out.add_row(level, str(b.runs), *edges, percent(b.coverage), percent(b.half_width))
     return out
 

@@ -5,7 +5,7 @@
     calibrated   five runs of the source itself were seen
 
 For each, the 5% and 95% quantiles of ln(measured / predicted) / w, with w the width of `cost.band`. Sources have equal weight. The coverage
-of a source is computed with quantiles from the other sources only, so it is that of an unseen source; the quantiles are widened until it is 90%.
+of a source is computed with quantiles from the other sources only, so it is that of an unseen source; the quantiles are scaled until it is 90%.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from meshwright.calibrate.runs.left_out import LeftOut
 from meshwright.calibrate.runs.outcomes import Outcome
-from meshwright.cost.band import width
+from meshwright.cost.band import inside_nodes, width
 
 LEVELS = ("typical", "published", "calibrated")
 INSIDE = 0.90
-WIDER = tuple(1 + 0.02 * k for k in range(26))  # factors on the quantiles
+FACTORS = tuple(0.8 + 0.01 * k for k in range(81))  # factors on the quantiles
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class Band:
 def bands(left_out: LeftOut) -> dict[str, Band]:
     """The bands of all levels."""
     runs = left_out.runs
-    widths = np.array([run_width(o) for o in runs])
     sources = np.array([o.source for o in runs])
     named = left_out.named
     found = {}
@@ -49,22 +48,27 @@ def bands(left_out: LeftOut) -> dict[str, Band]:
         else:
             run = np.flatnonzero(named if level == "published" else ~named)
             residual = -left_out.source[run]
-        found[level] = _band(residual / widths[run], widths[run], sources[run], len(set(run.tolist())))
+        width_of = {k: run_width(runs[k], level) for k in set(run.tolist())}
+        widths = np.array([width_of[k] for k in run.tolist()])
+        found[level] = _band(residual / widths, widths, sources[run], len(width_of))
     return found
 
 
-def run_width(o: Outcome) -> float:
-    """The width of the band of a run."""
+def run_width(o: Outcome, level: str) -> float:
+    """The width of the band of a run, if this is known of its stack."""
     assert o.prediction is not None
-    assert o.case.cluster is not None
-    return width(o.prediction.exposed_s, o.case.cluster.accelerator.efficiency.doubt)
+    assert o.plan is not None
+    c = o.case
+    assert c.cluster is not None
+    inside = inside_nodes(o.plan, c.stack, c.cluster)
+    return width(o.prediction.exposed_s, inside, level, c.cluster.accelerator.efficiency.doubt)
 
 
 def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray, runs: int) -> Band:
-    """Quantiles of few sources miss the tails of another one. So they are widened by the smallest factor with which left-out sources are covered."""
+    """Quantiles of few sources miss the tails of another one. So they are scaled by the smallest factor with which left-out sources are covered."""
     low, high = edges(scaled, sources)
     held_out = [_held_out(scaled, sources, name) for name in sorted(set(sources))]
-    covered = [(factor, _coverage(held_out, factor)) for factor in WIDER]
+    covered = [(factor, _coverage(held_out, factor)) for factor in FACTORS]
     factor, coverage = next((pair for pair in covered if pair[1] >= INSIDE), covered[-1])
     low, high = factor * low, factor * high
     half = (np.exp(high * widths) - np.exp(-low * widths)) / 2
@@ -83,7 +87,7 @@ def _held_out(scaled: np.ndarray, sources: np.ndarray, name: str) -> tuple[np.nd
 
 
 def _coverage(held_out: list[tuple[np.ndarray, float, float]], factor: float) -> float:
-    """Mean over sources of the share of runs inside the widened quantiles of the other sources."""
+    """Mean over sources of the share of runs inside the scaled quantiles of the other sources."""
     inside = [np.mean((part >= -factor * low) & (part <= factor * high)) for part, low, high in held_out]
     return float(np.mean(inside))
 

@@ -90,11 +90,6 @@ def memory_stage(notes: str) -> int | None:
     return 0 if re.search(r"first pipeline stage", notes) else None
 
 
-def predict_row(row: dict[str, str]) -> Outcome:
-    """Predict one row."""
-    return predict_rows([row])[0]
-
-
 def predict_rows(
     rows: Iterable[dict[str, str]],
     progress: Callable[[], None] | None = None,

@@ -70,11 +70,6 @@ def fields_of(x: np.ndarray, stack: Stack) -> dict[str, np.ndarray]:
     }
 
 
-def with_numbers(stack: Stack, x: np.ndarray) -> Stack:
-    """The stack with the numbers of these coordinates, rounded to four digits."""
-    return stack.but(**{name: float(f"{value:.4g}") for name, value in fields_of(x, stack).items()})
-
-
 def grid() -> np.ndarray:
     """The costed points: every launch time, with each other number at its centre, below it and above it."""
     moves = [np.zeros(len(NUMBERS))]

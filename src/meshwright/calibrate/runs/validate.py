@@ -43,7 +43,6 @@ class Score:
     memory_median: float | None = None
     false_alarms: float | None = None
     not_scored: int = 0
-    not_scored_median: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return self.__dict__.copy()
@@ -54,18 +53,15 @@ def score(outcomes: list[Outcome]) -> Score:
     disagrees, may be a stalled run: it is counted but not scored."""
     s = Score(rows=len(outcomes))
     repeated = {o.case.row.get("file", "") for o in outcomes if o.pair_ratio is not None}
-    usable, unscored = [], []
+    usable = []
     for o in outcomes:
         if o.refused:
             s.refused += 1
             s.reasons[o.refused] = s.reasons.get(o.refused, 0) + 1
         elif stalled(o, repeated):
-            unscored.append(o)
+            s.not_scored += 1
         else:
             usable.append(o)
-    s.not_scored = len(unscored)
-    errors_unscored = [abs(o.error) for o in unscored if o.error is not None]
-    s.not_scored_median = float(np.median(errors_unscored)) if errors_unscored else None
     errors = np.array([o.error for o in usable if o.error is not None])
     if len(errors):
         size = np.abs(errors)

@@ -64,8 +64,8 @@ def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
 
 
 def interval(space: Space, rows: Table) -> Table:
-    """time, low, closed, high, estimate and balanced of rows with their pp, virtual, schedule, m; pace, ramp, closing, mean; `ends` and `longest` layer; and
-    whether their slowest rank is the first (`leads`)."""
+    """time, low, closed, high, estimate and balanced of rows with their pp, virtual, schedule, m; pace, ramp, closing, mean; `ends` and `longest`
+    layer; and whether their slowest rank is the first (`leads`)."""
     closed = rows.pace + rows.ramp + rows.closing
     piped, looped = rows.pp > 1, (rows.pp > 1) & (rows.virtual > 1) & np.isin(rows.schedule, LOOPED)
     even = rows.m * rows.mean
