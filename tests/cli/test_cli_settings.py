@@ -181,3 +181,33 @@ def test_a_folder_in_place_of_a_plan_names_the_file_in_it(command, capsys, tmp_p
     (tmp_path / "plan.toml").touch()
     _, text = run(capsys, *command, str(tmp_path), "--json")
     assert json.loads(text)["error"]["fix"] == str(tmp_path / "plan.toml")
+
+
+MEGATRON = "torchrun pretrain_gpt.py --num-layers 12 --hidden-size 2048 --num-attention-heads 16 --tensor-model-parallel-size 8 "
+MEGATRON += "--micro-batch-size 1 --global-batch-size 64 --seq-length 2048 --bf16"
+
+
+def test_what_a_script_does_not_say_of_its_model_is_named_and_may_be_set(capsys, tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text(MEGATRON)
+    words = ["estimate", str(path), "--cluster", "dgx-h100", "--gpus", "64"]
+    error = json.loads(run(capsys, *words, "--json")[1])["error"]
+    assert error["what"].endswith("model.vocab, model.ffn")
+    assert error["fix"].startswith("--set model.vocab=N --set model.ffn=N, or ")
+    found = document(capsys, *words, "--set", "model.vocab=50304", "--set", "model.ffn=8192")
+    assert found["plan"] | {"tp": 8, "replicate": 8} == found["plan"]
+    assert found["parameters"] > 50304 * 2048
+
+
+def test_settings_of_megatron_switch_on_the_overlap_that_its_stack_is_predicted_with(capsys, tmp_path):
+    path = tmp_path / "best.sh"
+    asked = ["plan", "gpt3-2.7b", "--cluster", "dgx-a100", "--nodes", "2", "--batch", "64", "--seq", "1024"]
+    asked += ["--for", "megatron-lm", "--without", "cp,pp", "--write", str(path)]
+    every = {"--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap"}
+    for fixed, expected in (
+        (["tp=8", "sp=true", "zero=1"], every),
+        (["tp=1", "zero=0"], {"--overlap-grad-reduce"}),
+        (["tp=8", "sp=true", "zero=1", "overlap=tp"], {"--tp-comm-overlap"}),
+    ):
+        document(capsys, *asked, *(word for f in fixed for word in ("--fix", f)))
+        assert every & {line.split()[0] for line in path.read_text().splitlines()} == expected, fixed

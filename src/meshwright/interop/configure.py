@@ -47,7 +47,7 @@ def configure(
     if reading.gpus and not nodes and not gpus and cluster and not _gpus_of(cluster):
         sizes["gpus"] = reading.gpus
     return configure_plan_file(
-        named or model_part(reading, source),
+        named or model_part(reading, source, overrides),
         cluster,
         plan=reading.assembled.plan,
         stack=stack or reading.framework.stack,
@@ -94,15 +94,18 @@ def raise_first(reading: Reading) -> None:
         raise MeshwrightError(problem.code, problem.what, why=problem.why, fix=problem.fix)
 
 
-def model_part(reading: Reading, source: object) -> str | dict[str, Any]:
-    """The model of settings as a plan file has it."""
+def model_part(reading: Reading, source: object, overrides: Sequence[str] = ()) -> str | dict[str, Any]:
+    """The model of settings as a plan file has it. `overrides` may state what the settings do not."""
     shape = reading.shape
-    if not shape.complete:
+    given = {word.partition("=")[0].strip() for word in overrides}
+    missing = [f"model.{name}" for name in shape.missing if f"model.{name}" not in given]
+    if missing:
+        estimate = f"meshwright estimate MODEL --plan {source}"
         raise MeshwrightError(
             "MW-SET-013",
-            f"'{source}' does not give the shape of its model",
+            f"'{source}' does not give the shape of its model: {', '.join(missing)}",
             why=f"{reading.facts.get('model') or 'The model'} is not in the catalog, and the settings do not state all of its shape",
-            fix=f"meshwright estimate MODEL --plan {source}",
+            fix=estimate if len(missing) > 2 else " ".join(f"--set {name}=N" for name in missing) + f", or {estimate}",
         )
     entry = shape.source.removeprefix("catalog ")
     return (

@@ -74,6 +74,18 @@ class Shape:
         return self.model.layers if "layers" in self.stated else None
 
     @property
+    def missing(self) -> list[str]:
+        """Numbers of the model that are not stated, although memory and time depend on them."""
+        if self.complete:
+            return []
+        needed = ["layers", "hidden", "heads", "vocab"]
+        if not {"ffn", "expert_ffn"} & self.stated:
+            needed.append("ffn")
+        if self.model.experts:
+            needed += ["experts", "top_k"]
+        return [name for name in needed if name not in self.stated]
+
+    @property
     def experts(self) -> bool | None:
         """Whether the model has experts; None: not known."""
         return bool(self.model.experts) if "experts" in self.stated else None

@@ -7,8 +7,9 @@ the layers of the first and last stage are given.
 
 from __future__ import annotations
 
+from meshwright.describe.config import Config
 from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Table, flag, rows
+from meshwright.interop.keys import Facts, Key, Settings, Table, flag, rows
 from meshwright.interop.stages import layout_text
 
 STRATEGIES = {"no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters"}
@@ -186,6 +187,21 @@ TABLE = Table(
     restate=_restate,
 )  # fmt: skip
 
+
+def _overlaps(config: Config) -> Settings:
+    """Flags of the overlap with which the stack is predicted: Megatron-LM has it off by default. The gather of parameters needs the
+    distributed optimizer, and tensor-parallel overlap needs sequence parallelism and ranks inside a node."""
+    plan, axes = config.plan, config.stack.overlap if config.plan.overlap is None else config.plan.overlap
+    out: Settings = {}
+    if "dp" in axes and plan.dp * plan.cp > 1:
+        out["--overlap-grad-reduce"] = True
+        if plan.zero:
+            out["--overlap-param-gather"] = True
+    if "tp" in axes and plan.sp and 1 < plan.tp <= config.cluster.node_size:
+        out["--tp-comm-overlap"] = True
+    return out
+
+
 MEGATRON = Framework(
     name="megatron-lm",
     title="Megatron-LM",
@@ -197,4 +213,5 @@ MEGATRON = Framework(
     splits_evenly=True,
     expert_tp="tp",
     comment="Megatron-LM arguments",
+    overlaps=_overlaps,
 )
