@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,13 @@ def test_settings_of_megatron_switch_on_the_overlap_that_its_stack_is_predicted_
     ):
         document(capsys, *asked, *(word for f in fixed for word in ("--fix", f)))
         assert every & {line.split()[0] for line in path.read_text().splitlines()} == expected, fixed
+
+
+@pytest.mark.parametrize(("tp", "asynchronous"), [(1, False), (2, True)])
+def test_settings_of_torchtitan_switch_on_what_its_stack_is_predicted_with(tp, asynchronous, capsys, tmp_path):
+    path = tmp_path / "best.toml"
+    asked = ["plan", "llama3-8b", "--cluster", "dgx-h100", "--nodes", "1", "--batch", "32", "--without", "cp,pp"]
+    document(capsys, *asked, "--fix", f"tp={tp}", "--for", "torchtitan", "--write", str(path))
+    written = tomllib.loads(path.read_text())
+    assert written["compile"]["enable"]
+    assert written["parallelism"].get("enable_async_tensor_parallel", False) == asynchronous

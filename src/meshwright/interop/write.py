@@ -53,7 +53,7 @@ class Written:
 def settings_of(config: Config, framework: Framework, form: Form | None = None) -> Written:
     """The settings of a framework that say a configuration's plan."""
     settings, _ = write_settings(framework.table, express(config.plan, config.workload, config.model))
-    settings |= framework.overlaps(config) if framework.overlaps else {}
+    settings |= framework.switches(config) if framework.switches else {}
     inexpressible = difference(config, framework, settings)
     return Written(
         framework, settings, text_of(settings, framework, form or framework.form, inexpressible), inexpressible

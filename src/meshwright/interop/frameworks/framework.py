@@ -40,7 +40,9 @@ class Framework:
         ""  # pattern of the paths of recipes whose number of GPUs is the smallest that their degrees allow
     )
     comment: str = ""  # the first line of a written file
-    overlaps: Callable[[Config], Settings] | None = None  # settings that switch on the overlap that the stack has
+    switches: Callable[[Config], Settings] | None = (
+        None  # settings that are off by default and that the stack is predicted with
+    )
 
     def names_least_gpus(self, path: str) -> bool:
         """Whether the number of GPUs of a recipe at this path of the framework's repository is the smallest that its degrees allow."""

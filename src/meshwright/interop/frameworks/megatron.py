@@ -188,7 +188,7 @@ TABLE = Table(
 )  # fmt: skip
 
 
-def _overlaps(config: Config) -> Settings:
+def _switches(config: Config) -> Settings:
     """Flags of the overlap with which the stack is predicted: Megatron-LM has it off by default. The gather of parameters needs the
     distributed optimizer, and tensor-parallel overlap needs sequence parallelism and ranks inside a node."""
     plan, axes = config.plan, config.stack.overlap if config.plan.overlap is None else config.plan.overlap
@@ -213,5 +213,5 @@ MEGATRON = Framework(
     splits_evenly=True,
     expert_tp="tp",
     comment="Megatron-LM arguments",
-    overlaps=_overlaps,
+    switches=_switches,
 )

@@ -6,8 +6,9 @@ pipeline the local batch is divided into micro-batches of `pipeline_parallel_mic
 
 from __future__ import annotations
 
+from meshwright.describe.config import Config
 from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Table
+from meshwright.interop.keys import Facts, Key, Settings, Table
 
 SCHEDULES = {
     "1F1B": "1f1b",
@@ -127,6 +128,14 @@ TABLE = Table(
     restate=_restate,
 )  # fmt: skip
 
+
+def _switches(config: Config) -> Settings:
+    """Compiled layers and asynchronous tensor parallelism, with which the stack is predicted: torchtitan has both off by default."""
+    axes = config.stack.overlap if config.plan.overlap is None else config.plan.overlap
+    overlapped = {P + "enable_async_tensor_parallel": True} if "tp" in axes and config.plan.tp > 1 else {}
+    return {"compile.enable": True, **overlapped}
+
+
 TORCHTITAN = Framework(
     name="torchtitan",
     title="torchtitan",
@@ -136,4 +145,5 @@ TORCHTITAN = Framework(
     ends_are_layers=True,
     torch_pipeline=True,
     comment="torchtitan settings; newer versions take the same names as flags: --parallelism.tensor_parallel_degree 8",
+    switches=_switches,
 )
