@@ -20,6 +20,7 @@ from meshwright.describe.base import Described, Seconds, Size, Whole
 from meshwright.describe.data import paths_in
 from meshwright.errors import MeshwrightError
 
+PORT = 29_500  # where the ranks of a job meet: torchrun's default
 PATHS = ("start_from",)  # fields that hold paths
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 

@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from meshwright.describe.run import PORT
 from meshwright.errors import MeshwrightError
-
-PORT = 29_500
 
 
 class Placement(NamedTuple):

@@ -13,7 +13,6 @@ from meshwright.units import format_seconds
 from meshwright.view.launch_files.frameworks import PROGRAMS, for_framework, framework_of
 from meshwright.view.launch_files.program import Program
 
-PORT = 29_500  # torchrun's default
 MOST_IN_ONE_HOST = 16  # a larger first level is an NVLink domain of many hosts …
 DOMAIN_HOST = 4  # … such as NVL72, whose hosts have 4 GPUs
 SAVE_SECONDS = 1800.0  # between checkpoints, where the plan file gives no number of steps

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.describe.run import PORT
 from meshwright.view.launch_files import agent
-from meshwright.view.launch_files.job import PORT, Job, comment
+from meshwright.view.launch_files.job import Job, comment
 from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
 # Our catalog's accelerators under SkyPilot's names; others are written in capitals, and a comment says so.

@@ -7,8 +7,9 @@ torchrun, or accelerate's agent.
 
 from __future__ import annotations
 
+from meshwright.describe.run import PORT
 from meshwright.view.launch_files import agent
-from meshwright.view.launch_files.job import PORT, SAVE_BEFORE_END, Job, comment
+from meshwright.view.launch_files.job import SAVE_BEFORE_END, Job, comment
 from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
 INTERFACE = """\

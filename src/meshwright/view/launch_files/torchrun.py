@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 
+from meshwright.describe.run import PORT
 from meshwright.view.launch_files import agent
-from meshwright.view.launch_files.job import PORT, Job, comment
+from meshwright.view.launch_files.job import Job, comment
 
 LONGEST_LINE = 140
 FAILURES = """\
