@@ -7,9 +7,10 @@ layer and micro-batch. (4·B·S·H·(E−1)/E, an often quoted formula, omits k 
 Experts re-factorise the ranks of a stage: expert_tp · ep · expert_dp = tp · cp · dp. A rank dispatches 1/tp of its tensor-parallel
 group's tokens, and an all-gather over expert_tp completes the input of a split expert (a reduce-scatter its output). The busiest rank
 receives `imbalance` times the mean, or its capacity; a capacity below 1 drops copies before they are sent. Where experts compare
-tokens, the scores of all tokens are gathered. A router's product is priced in 16 bits, as published stacks run it; `models.router`
-multiplies in float32. Latent experts (`expert_hidden`) work in a narrower width than the model: one product before dispatch and one after
-combine project each token down and up, and what is sent shrinks with the width.
+tokens, the scores of all tokens are gathered. A router's product is priced at the rate of 16-bit operands, as published stacks and
+our trainer on GPUs run it (`models.wide_products`: float32 results of bf16 operands). Latent experts (`expert_hidden`) work in a narrower
+width than the model: one product before dispatch and one after combine project each token down and up, and what is sent shrinks with the
+width.
 """
 
 from __future__ import annotations
