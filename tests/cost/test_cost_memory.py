@@ -321,6 +321,8 @@ def test_a_backward_that_reuses_saved_tensors_allocates_one_gradient_of_the_wide
     )
     assert plain - reusing == pytest.approx(512 * 2 * 3 * GQA.ffn)  # of four: gate, up and the gradients of both
     assert reusing == pytest.approx(512 * 2 * (2 * GQA.hidden + GQA.ffn))
+    again = room.layer_moment(lowered(GQA, work, Stack(reuses_saved=True), recompute="full"))
+    assert one(again.working) == pytest.approx(512 * 2 * (2 * GQA.hidden + 3 * GQA.ffn))
 
 
 def test_gradients_that_are_allocated_lazily_meet_few_activations():

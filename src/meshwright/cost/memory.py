@@ -126,14 +126,15 @@ def layer_moment(program: StepProgram) -> Moment:
     """What only the backward of a layer needs: its gradients of activations, and with full recompute the tensors that its forward saved again.
 
     The gradients of the inputs and of the outputs of the widest product exist together. A backward that reuses the memory of saved tensors
-    allocates one of them, of one column: the gradient of the input of the down projection, which the others replace."""
+    allocates one of them, of one column: the gradient of the input of the down projection, which the others replace. On a GPU it was measured
+    not to reuse the tensors of a layer that was run again: there every column has a separate gradient."""
     b, m, e = program.batch, program.batch.model, program.element
     columns = 2 if m.gated else 1
-    widest = 2 * max(m.ffn * columns, m.top_k * m.expert_width * columns, 3 * m.hidden, m.linear.projected)
-    if b.stack.reuses_saved:
-        widest = max(
-            m.ffn, 2 * m.top_k * m.expert_width * columns, m.linear.projected
-        )  # routed experts are not compiled
+    experts = 2 * m.top_k * m.expert_width * columns
+    widest: Array = max(2 * m.ffn * columns, experts, 6 * m.hidden, 2 * m.linear.projected)
+    if b.stack.reuses_saved:  # routed experts are not compiled
+        once, each = (max(m.ffn * copies, experts, m.linear.projected) for copies in (1, 1 + columns))
+        widest = np.where(b.reruns_layers, each, once)
     flow = b.tokens * (2 * m.hidden + widest / b.tp) * e + working_bytes(b)
     return Moment(np.where(b.reruns_layers, program.transient, 0.0), flow)
 

@@ -100,7 +100,7 @@ def _floor(found: Accuracy) -> str:
         f"remain: six numbers of a stack cannot explain more. Of the {100 * (before - floor):.1f} points that a calibration can remove, "
         f"one run removes {100 * (before - one):.1f}. Priors 0.6 or 1.5 times as wide change the error after one run by less than 0.3 points. "
         "What one run shows is only partly true of the others: if all predictions are multiplied by (measured / predicted of one run)ᵏ, the "
-        "best k of each source, known beforehand, takes 15% off; for six of twelve sources it is 0. The best k of the other sources makes the "
+        "best k of each source, known beforehand, takes 15% off; for half of the sources it is 0. The best k of the other sources makes the "
         "error a sixth larger."
     )
 
