@@ -210,6 +210,16 @@ def test_a_measured_step_is_without_compilation(later, expected):
     assert ("left out above" in text.get()) == (not later)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_report_says_which_precision_was_not_calibrated(precision):
+    made = Config.from_parts(MODEL, "laptop", "gloo-cpu", {**WORKLOAD, "precision": precision}, FP32)
+    steps = [StepRecord(0, 5.0, 1.0, 128, 0.1)]
+    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], 1), predicted(made))
+    with (out := console()).capture() as text:
+        out.print(page(training, "here"))
+    assert ("calibrated in fp32: bf16 takes longer" in " ".join(text.get().split())) == (precision == "bf16")
+
+
 def test_bytes_saved_by_compression_are_shown():
     steps = [StepRecord(0, 5.0, 1.0, 128, 0.1)]
     lines = {}

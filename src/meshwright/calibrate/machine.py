@@ -75,11 +75,10 @@ class MachineMeasurement(Described):
         return self.busy_cores <= IDLE_SHARE * self.cores
 
 
-def accelerator(fit: DeviceFit, sharing: float, source: str, dtypes: dict[str, float] | None = None) -> Accelerator:
-    """The device that one rank gets: its share of a core. `dtypes`: seconds of a product in a dtype over those in fp32."""
+def accelerator(fit: DeviceFit, sharing: float, source: str) -> Accelerator:
+    """The device that one rank gets: its share of a core. Measured in fp32; 16-bit types are taken to be as fast, fp64 half as fast."""
     plain = load("accelerators", ACCELERATOR)
     rate = rate_of(fit.flop * sharing)
-    slower = {"fp64": 2.0, **(dtypes or {})}
     bandwidth = rate_of(fit.byte * sharing)
     efficiency = Efficiency(
         gemm=1.0,
@@ -96,7 +95,7 @@ def accelerator(fit: DeviceFit, sharing: float, source: str, dtypes: dict[str, f
         selection=fit.selection * sharing,
         source=source,
     )
-    peak = {dtype: rate / slower.get(dtype, 1.0) for dtype in plain.peak}
+    peak = {dtype: rate / 2 if dtype == "fp64" else rate for dtype in plain.peak}
     return plain.but(memory_bandwidth=bandwidth, peak=peak, efficiency=efficiency, source=source, checked=source)
 
 

@@ -17,6 +17,7 @@ from meshwright.view.sparkline import sparkline
 from meshwright.view.tables import filled, heading
 
 PARTS = ("compute", *MEASURED_PARTS, "other")
+NARROW = ("bf16", "fp16", "fp8")  # not measured by a calibration on CPUs
 COMPUTE_OR_IDLE = ("compute", "bubble", "waiting")
 PART_NAMES = {axis: f"{axis}: {name}" for axis, name in COMMUNICATION.items()} | {
     "bubble": "bubble: waits for other stages",
@@ -29,7 +30,8 @@ def page(training: Training, folder: str = "") -> RenderableType:
     """The result of a run: loss, step time, expert balance, and the table of predicted and measured values."""
     m, p = training.measurement, training.prediction
     low, high = format_seconds(m.step_time_low_s), format_seconds(m.step_time_high_s)
-    fp8 = ", matrix products in fp8" if training.config.workload.precision == "fp8" else ""
+    dtype = training.config.workload.precision
+    fp8 = ", matrix products in fp8" if dtype == "fp8" else ""
     title = heading(training.config.plan.title(), f"{m.steps} steps, {m.warmup} of them warm-up{fp8}")
     loss = Text.assemble(("loss ", "dim"), f"{m.loss[0]:.3f} → {m.loss[-1]:.3f}  ", (sparkline(m.loss), "cyan"))
     step = Text.assemble(
@@ -53,6 +55,10 @@ def page(training: Training, folder: str = "") -> RenderableType:
         lines.append(Text(f"Loss is NaN or infinite from step {training.diverged_at} on", "bold red"))
     if training.interference is not None:
         lines += [Text(sentence, "yellow") for sentence in training.interference.sentences()]
+    if training.comparable and training.config.cluster.accelerator.name == "cpu" and dtype in NARROW:
+        lines.append(
+            Text(f"This machine was calibrated in fp32: {dtype} takes longer than predicted on most CPUs", "yellow")
+        )
     if not training.comparable:
         name = training.config.cluster.accelerator.name
         lines.append(Text(f"The prediction is for {name}, the run used CPU processes: times do not compare", "yellow"))
