@@ -170,7 +170,6 @@ def _llama_width(given: Facts, fields: Facts) -> None:
     """Llama's FFN width: two thirds of 4 × hidden, times a factor, up to a multiple."""
     if "ffn" in fields or not fields.get("hidden") or not (given.get("ffn_multiple") or given.get("ffn_factor")):
         return
-    width = int(given.get("ffn_factor") or 1) if not given.get("ffn_factor") else None
     base = int(2 * 4 * fields["hidden"] / 3)
     width = int(given["ffn_factor"] * base) if given.get("ffn_factor") else base
     unit = int(given.get("ffn_multiple") or 1)
