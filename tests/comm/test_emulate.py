@@ -235,7 +235,8 @@ def test_a_namespace_that_is_not_ours_is_left_alone(name: str) -> None:
 
 
 UP = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background of a shell ignores it
 from meshwright.comm.emulate import emulation
 from meshwright.comm.emulate.topology import Topology
 def stop(*arguments):

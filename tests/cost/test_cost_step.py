@@ -306,7 +306,7 @@ def test_prediction_states_its_denominators():
     assert "989" in result.mfu_denominator
     assert result.assumed == ["nothing"]
     assert (result.step_time_low_s, result.step_time_high_s) == pytest.approx(
-        [result.step_time_s * b for b in band(Stack(), result.exposed_s, DGX.accelerator.efficiency)]
+        [result.step_time_s * b for b in band(Stack(), result.exposed_s, plan, DGX.with_gpus(8))]
     )
     assert 0.25 < result.mfu < 0.65
 

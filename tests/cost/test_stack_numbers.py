@@ -131,18 +131,23 @@ def test_memory_is_that_of_the_stage_that_a_source_reports():
 
 
 def test_a_band_is_wider_where_communication_or_the_host_dominate():
-    compute, network = {"ffn": 1.0}, {"ffn": 0.6, "tp": 0.4}
-    assert width(compute) == 1.0
-    assert width(network) == pytest.approx(math.sqrt(1 + 4))
-    assert width({"ffn": 0.6, "host": 0.4}) == pytest.approx(math.sqrt(1 + 1.96))
-    measured, unmeasured = Efficiency(source="measured"), Efficiency()
-    low, high = band(Stack(), network, measured)
-    assert low < band(Stack(), compute, measured)[0] < 1 < band(Stack(), compute, measured)[1] < high
-    assert band(Stack(), compute, unmeasured)[1] > band(Stack(), compute, measured)[1]
-    assumed = measured.but(doubt=0.1)
-    assert band(Stack(), compute, assumed)[1] > band(Stack(), compute, measured)[1]
-    experts = {"attention": 0.5, "experts": 0.5}
-    assert band(Stack(), experts, measured)[1] > band(Stack(), compute, measured)[1]
+    compute, network, experts = {"ffn": 1.0}, {"ffn": 0.6, "tp": 0.4}, {"attention": 0.5, "experts": 0.5}
+    assert width(compute, ()) == 1.0
+    assert width(compute, (), "typical") == 2.0
+    assert width(network, ()) == pytest.approx(math.sqrt(1 + 16))
+    assert width(network, ("tp",)) == pytest.approx(math.sqrt(1 + 0.16))  # inside nodes
+    assert width({"ffn": 0.6, "host": 0.4}, ()) == pytest.approx(math.sqrt(1 + 0.64))
+
+    def of(exposed, plan=None, **fields):
+        efficiency = Efficiency(**{"source": "measured", **fields})
+        return band(
+            Stack(), exposed, plan or Plan(tp=16), DGX.but(accelerator=DGX.accelerator.but(efficiency=efficiency))
+        )
+
+    assert of(network)[0] < of(compute)[0] < 1 < of(compute)[1] < of(network)[1]  # tp between two nodes
+    assert of(network, Plan(tp=8, replicate=2))[1] < of(network)[1]
+    for wider in (of(compute, source=Efficiency().source), of(compute, doubt=0.1), of(experts)):
+        assert wider[1] > of(compute)[1]
 
 
 def test_plans_of_one_kind_are_ranked_more_finely_than_plans_of_two():
