@@ -48,7 +48,7 @@ from meshwright.parallel.data import reduction, zero
 from meshwright.parallel.data.fp8_gather import Fp8Weights
 from meshwright.parallel.data.local_sgd import LocalSgd
 from meshwright.parallel.expert import balance
-from meshwright.parallel.kernels import can_fuse_loss, choose_attention_kernel, choose_loss, choose_router_product
+from meshwright.parallel.kernels import can_fuse_loss, choose_attention_kernel, choose_loss, choose_products
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import fp8
 from meshwright.parallel.numerics.precision import Masters, at_least_single, masters_of
@@ -272,14 +272,12 @@ def apply(
         module = stages[i] = build(model, layers).to(kept)
         table = boxes(model, plan, mesh.layout, rank, layers, frozen_in(module))
         position_ids = shard_stage(module, table, model, plan, workload, mesh, copies)
-        if fuses_loss and module.head is not None:
-            module.head.fuses_loss = True  # type: ignore[union-attr]
+        choose_products(module, device, dtype, program, fuses_loss)
         compile_stage(module, compilation, (workload.seq // plan.cp, dtype, torch.device(device)))
         wrap_layers(module, plan)
         if mesh.sharded:
             zero.shard(module, mesh, plan, dtype)
         materialise(module, device)
-        choose_router_product(module, device, dtype, program)
         if in_fp8 is not None:
             in_fp8.add(module)
         own = pieces_of(module, table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -43,8 +45,11 @@ def choose_loss(model: Model, mesh: Mesh, compilation: Compilation) -> Loss:
 def can_fuse_loss(model: Model, mesh: Mesh, program: PipelineProgram | None) -> bool:
     """Whether the head computes the loss with its projection, chunk by chunk (`models.loss`). Not where ranks split the vocabulary, and
     not under a schedule that splits backward: the gradient of the head's weight is not a separate action then."""
-    splits_backward = program is not None and program.splits_backward
-    return model.kind == "transformer" and mesh.group("tp") is None and not splits_backward
+    return model.kind == "transformer" and mesh.group("tp") is None and not splits_backward(program)
+
+
+def splits_backward(program: PipelineProgram | None) -> bool:
+    return program is not None and program.splits_backward
 
 
 def choose_attention_kernel(model: Model, plan: Plan, workload: Workload, dtype: torch.dtype, device: str) -> None:
@@ -53,11 +58,15 @@ def choose_attention_kernel(model: Model, plan: Plan, workload: Workload, dtype:
         prefer_fastest(*attention_shapes(model, plan, workload), model.causal, dtype, device)
 
 
-def choose_router_product(module: nn.Module, device: str, dtype: torch.dtype, program: PipelineProgram | None) -> None:
-    """Let routers of bf16 tokens use a GPU's tensor cores (`models.wide_products`). Not under a schedule that splits backward: torch may drop a
-    custom autograd function there."""
-    splits_backward = program is not None and program.splits_backward
-    if dtype == torch.bfloat16 and torch.device(device).type == "cuda" and not splits_backward:
+def choose_products(
+    module: nn.Module, device: str, dtype: torch.dtype, program: PipelineProgram | None, fuses_loss: bool
+) -> None:
+    """Let the head of a stage compute the loss with its projection, and routers of bf16 tokens use a GPU's tensor cores
+    (`models.wide_products`). The latter not under a schedule that splits backward: torch may drop a custom autograd function there."""
+    head: Any = getattr(module, "head", None)
+    if fuses_loss and head is not None:
+        head.fuses_loss = True
+    if dtype == torch.bfloat16 and torch.device(device).type == "cuda" and not splits_backward(program):
         for part in module.modules():
             if isinstance(part, Router):
                 part.product = wide_linear

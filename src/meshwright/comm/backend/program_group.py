@@ -114,18 +114,10 @@ class ProgramGroup(TorchGroup):
         return self.start(prepared, tensor, output, **options)
 
     def submit(
-        self,
-        program: Program,
-        tensor: torch.Tensor,
-        output: torch.Tensor | None = None,
-        *,
-        after: Callable[[], None] | None = None,
-        result: Any = None,
-        opts: Any = None,
+        self, program: Program, tensor: torch.Tensor, output: torch.Tensor | None = None, **options: Any
     ) -> Work:
         """Run a program whose sizes differ from rank to rank."""
-        prepared = self.communicator.prepared(program, tensor.dtype, "sum", True)
-        return self.start(prepared, tensor, output, after=after, result=result, opts=opts)
+        return self.start(self.communicator.prepared(program, tensor.dtype, "sum", True), tensor, output, **options)
 
     def start(
         self,
