@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from meshwright.describe.model import Model
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.compile import compile_experts
-from meshwright.parallel.kernels import choose_router_product
+from meshwright.parallel.kernels import choose_products
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 REPEATS, TOKENS, SHRINK = (7, 16384, 1) if DEVICE == "cuda" else (1, 64, 16)
@@ -99,7 +99,7 @@ def main() -> None:
         x = torch.randn(1, TOKENS, model.hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         loop = Loop(layer, model.top_k)
         compare(name, layer, loop, x, "eager")
-        choose_router_product(layer, DEVICE, x.dtype, None)
+        choose_products(layer, DEVICE, x.dtype, None, fuses_loss=False)
         compile_experts(layer)  # and the shared experts, which the loop calls too
         loop.gated = torch.compile(gated, dynamic=True)
         compare(name, layer, loop, x, "compiled")
