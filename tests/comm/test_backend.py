@@ -397,6 +397,34 @@ def test_the_cost_model_chooses_the_program_and_says_why():
     )  # placed round-robin, every hop of a ring leaves its host
 
 
+class Kept(dict):
+    """A store of one process."""
+
+    def set(self, key, value):
+        self[key] = value
+
+
+def test_of_equally_fast_programs_the_one_with_small_messages_and_few_steps_is_chosen():
+    """Placed round-robin, halving and doubling is as fast in the walk as two levels, and sends messages twice as large between hosts."""
+    from meshwright.comm.backend.choice import TIE, Chooser
+    from meshwright.describe import catalog
+    from meshwright.describe.cluster import Level
+    from meshwright.programs.collectives.comparison import compare
+
+    slow = catalog.load("links", "ethernet-10").but(bandwidth=25e6)
+    cluster = catalog.load("clusters", "laptop")
+    inside = cluster.levels[0].but(size=2, link=catalog.load("links", "shared-memory"))
+    cluster = cluster.but(levels=(inside, Level(name="nodes", size=4, link=slow, ports=1)), gpus=8)
+    round_robin = Chooser(Kept(), 0, [(0, 4), (1, 5), (2, 6), (3, 7)], cluster)
+    names = ("halving-doubling", "two-level")
+    times = compare("all-reduce", round_robin.cluster, 8, (2.0**26,), names, round_robin.placement).times
+    assert times["two-level"][0] == pytest.approx(times["halving-doubling"][0], rel=TIE)
+    assert round_robin.uncounted("all-reduce", "halving-doubling", 2**26)[0] == 2**24
+    assert round_robin.uncounted("all-reduce", "two-level", 2**26)[0] == 2**23
+    assert round_robin.choose("all-reduce", 2**26).algorithm == "two-level"
+    assert Chooser(Kept(), 0, [(0, 1, 2, 3)], None).choose("all-reduce", 2**20).algorithm == "direct"
+
+
 def test_a_reduction_that_torch_has_and_we_have_not():
     from torch import distributed as d
 

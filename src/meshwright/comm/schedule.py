@@ -22,7 +22,7 @@ send must be complete before the received data is applied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -139,14 +139,20 @@ def schedule(program: Program, rank: int, lanes: int = 1) -> Schedule:
     )
 
 
-def largest_message(program: Program) -> int:
-    """Return the elements of the largest message between any two ranks: the same number on every rank."""
+def largest_message(program: Program, hosts: Sequence[int] | None = None) -> int:
+    """Return the elements of the largest message between any two ranks, with `hosts` (the host of each rank) between ranks of different
+    hosts: the same number on every rank."""
     table = program.moves
-    if len(table.step) == 0:
-        return 0
     key = (table.step.astype(np.int64) * program.ranks + table.source) * program.ranks + table.target
+    elements = np.asarray(program.moved)
+    if hosts is not None:
+        host = np.asarray(hosts)
+        between = host[table.source] != host[table.target]
+        key, elements = key[between], elements[between]
+    if len(key) == 0:
+        return 0
     _, message = np.unique(key, return_inverse=True)
-    return int(np.bincount(message.ravel(), weights=program.moved).max())
+    return int(np.bincount(message.ravel(), weights=elements).max())
 
 
 def length(spans: Iterable[Span]) -> int:

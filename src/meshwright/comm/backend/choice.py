@@ -4,6 +4,10 @@ Rank 0 of the group walks every program that `cost.library` lists for the backen
 (its ranks by host) and the links of the calibration, or of the catalog if there is none. It publishes the choice in the
 group's store, so that all ranks run the same program also where their floating point differs. Sizes are rounded up to
 powers of two, and a choice is made once for each; a log line says which and why.
+
+Programs whose times are equal within TIE are chosen by what the walk does not count: first the smallest messages between hosts (the walk
+gives the flows over one link equal shares; in fact one may get more, and the ranks behind the others wait for a whole message), then
+the fewest steps (each ends with ranks that wait for each other), then the order of the library.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 import logging
 from typing import Any, NamedTuple
 
+from meshwright.comm.schedule import largest_message
 from meshwright.cost.library import LIBRARIES
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster, Level
@@ -23,6 +28,7 @@ from meshwright.units import format_bytes, format_seconds
 log = logging.getLogger("meshwright.comm")
 INSIDE, BETWEEN = "shared-memory", "ethernet-10"  # links of the catalog, until the machine is measured
 SMALLEST = 1024  # bytes; smaller calls use the same program
+TIE = 0.01
 
 
 class Choice(NamedTuple):
@@ -73,18 +79,31 @@ class Chooser:
     def fastest(self, operation: str, size: int, names: tuple[str, ...]) -> str:
         times = compare(operation, self.cluster, self.size, (float(size),), names, self.placement).times
         order = sorted(names, key=lambda name: times[name][0])
+        equal = [name for name in names if times[name][0] <= (1 + TIE) * times[order[0]][0]]
+        chosen = min(equal, key=lambda name: self.uncounted(operation, name, size))
         shown = ", ".join(f"{name} {format_seconds(times[name][0])}" for name in order[:3])
+        why = "the smallest simulated time"
+        if len(equal) > 1:
+            why += f" within {TIE:.0%}, of these the smallest messages between hosts and the fewest steps"
         log.info(
-            "%s up to %s on %d ranks of %d hosts: %s, the smallest simulated time (%s; links: %s)",
+            "%s up to %s on %d ranks of %d hosts: %s, %s (%s; links: %s)",
             operation,
             format_bytes(size),
             self.size,
             len(self.hosts),
-            order[0],
+            chosen,
+            why,
             shown,
             self.cluster.name if self.calibrated else "uncalibrated, from the catalog",
         )
-        return order[0]
+        return chosen
+
+    def uncounted(self, operation: str, name: str, size: int) -> tuple[int, int]:
+        """The elements of a program's largest message between hosts, and its steps."""
+        options = options_for(operation, name, self.cluster, self.size, size, self.placement)
+        host = {rank: k for k, members in enumerate(self.hosts) for rank in members}
+        program = build(operation, name, self.size, size, **options)
+        return largest_message(program, [host[rank] for rank in range(self.size)]), program.steps
 
 
 def placement_of(hosts: list[tuple[int, ...]]) -> list[int]:
