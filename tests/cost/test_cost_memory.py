@@ -194,6 +194,31 @@ def test_gathered_weights_of_zero_three():
     assert of(lowered(zero=2, shard=8))["gathered"] == 0
 
 
+def test_gathers_in_fp8_halve_weights_but_not_gradients():
+    work = Workload(batch=16, seq=512, precision="fp8")
+    for model in (GPT, MOE):
+        same, fp8 = (lowered(model, work, zero=3, shard=8, gather_dtype=dtype) for dtype in ("same", "fp8"))
+        block = fp8.loads["moe" if model is MOE else "dense"].values()
+        held, narrow = sum(one(load.held) for load in block), sum(one(load.fp8) for load in block)
+        assert narrow > 0.9 * held
+        assert of(same, 0)["gathered"] == pytest.approx(2 * 2 * held + 4 * held)
+        assert of(same, 0)["gathered"] - of(fp8, 0)["gathered"] == pytest.approx(2 * narrow)
+        kept = [lowered(model, work, zero=3, shard=8, gather_dtype=d, reshard=False) for d in ("same", "fp8")]
+        of_all = sum(
+            one(load.fp8) * model.layer_count(kind) for kind in model.kinds for load in fp8.loads[kind].values()
+        )
+        assert of(kept[0], 0)["gathered"] - of(kept[1], 0)["gathered"] == pytest.approx(of_all)
+
+
+def test_experts_of_which_a_rank_has_the_only_copy_are_not_gathered():
+    work = Workload(batch=16, seq=512)
+    spread, sharded = (lowered(MOE.but(tied=False, vocab=64), work, zero=3, shard=8, ep=ep) for ep in (8, 4))
+    largest = max(one(groups["dense"].held) for groups in spread.loads.values())
+    assert of(spread, 0)["gathered"] == pytest.approx((2 * 2 + 4) * largest)
+    layer = sum(one(load.held) for load in sharded.loads["moe"].values())
+    assert of(sharded, 0)["gathered"] == pytest.approx((2 * 2 + 4) * layer)
+
+
 def test_offloaded_activations_leave_the_device():
     here, there = (of(lowered(GPT, offload=offload))["activations"] for offload in ("none", "activations"))
     assert there < here / 2

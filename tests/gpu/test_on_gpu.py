@@ -87,7 +87,7 @@ def test_fp8_products_of_the_device_equal_the_emulation(dtypes):
 def test_fp8_products_of_experts_equal_the_emulation():
     """Numbers of rows that are not a multiple of 16, and zero rows; forward and both gradients."""
     from meshwright.parallel.numerics.fp8 import has_scaled_product
-    from meshwright.parallel.numerics.fp8_grouped import grouped
+    from meshwright.parallel.numerics.fp8_grouped import Fp8Grouped
 
     counts, generator = [100, 0, 33], torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(*s, generator=generator) for s in ((133, 256), (3, 384, 256), (133, 384)))
@@ -97,7 +97,7 @@ def test_fp8_products_of_experts_equal_the_emulation():
     results = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
         a, b, grad_output = (t.to(torch.bfloat16).to(device, dtype, copy=True) for t in (x, w, g))
-        y = grouped(a.requires_grad_(), b.requires_grad_(), counts)
+        y = Fp8Grouped()(a.requires_grad_(), b.requires_grad_(), counts)
         y.backward(grad_output)
         results.append([t.detach().double().cpu() for t in (y, a.grad, b.grad)])
     # Sums are kept to about 14 bits of their largest term, a result rounded to bfloat16.

@@ -26,6 +26,7 @@ pytestmark = [
 SHAPE = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
 DENSE, STAGES = Model(**SHAPE), Model(**{**SHAPE, "layers": 4})
 EXPERTS = Model(**SHAPE, experts=4, top_k=2, expert_ffn=32, shared_experts=1)
+FEW_EXPERTS = EXPERTS.but(experts=2, top_k=1)  # ZeRO-3 cuts each of them
 DROPS = Model(**SHAPE, dropout_rate=0.1)
 WORKLOAD = Workload(batch=8, seq=32)
 SP, Z3 = {"tp": 2, "sp": True}, {"shard": 2, "zero": 3}
@@ -47,6 +48,7 @@ TWO = {
     "recompute": (DROPS, {**SP, "recompute": "full"}, "off", "bf16"),
     "fp8": (DENSE, SP, "off", "fp8"),
     "fp8 zero 3, weights gathered in fp8": (DENSE, {**Z3, "gather_dtype": "fp8"}, "off", "fp8"),
+    "fp8 zero 3, experts gathered in fp8": (EXPERTS, {**Z3, "gather_dtype": "fp8"}, "off", "fp8"),
 }
 FOUR = {
     "zero 3 and tp with sp": (DENSE, {**Z3, **SP}, "off", "bf16"),
@@ -55,6 +57,12 @@ FOUR = {
     "cp ring and zero 3": (DENSE, {"cp": 2, **Z3}, "off", "bf16"),
     "ep and zero 3": (EXPERTS, {"shard": 4, "zero": 3, "ep": 2}, "off", "bf16"),
     "fp8 zero 3 and tp with sp, weights gathered in fp8": (DENSE, {**Z3, **SP, "gather_dtype": "fp8"}, "off", "fp8"),
+    "fp8 zero 3 and ep, experts gathered in fp8": (
+        FEW_EXPERTS,
+        {"shard": 4, "zero": 3, "ep": 2, "gather_dtype": "fp8"},
+        "off",
+        "fp8",
+    ),
 }
 # Muon, a matrix on each rank in a round: messages, products and AdamW on a second stream overlap.
 MUON = {
@@ -65,6 +73,7 @@ MUON = {
 COMPILED = {
     "compiled zero 3": (DENSE, Z3, "blocks", "bf16"),
     "compiled fp8 zero 3, weights gathered in fp8": (DENSE, {**Z3, "gather_dtype": "fp8"}, "blocks", "fp8"),
+    "compiled fp8 zero 3, experts gathered in fp8": (EXPERTS, {**Z3, "gather_dtype": "fp8"}, "blocks", "fp8"),
     "compiled tp with sp and recompute": (DENSE, {**SP, "recompute": "selective"}, "blocks", "bf16"),
 }
 GROUPS = {"two ranks": (2, TWO), "four ranks": (4, FOUR), "compiled": (2, COMPILED), "muon": (4, MUON)}

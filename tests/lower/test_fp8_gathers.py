@@ -101,6 +101,31 @@ def test_zero_3_gathers_matrices_of_layers_in_fp8(model, more) -> None:
         assert gathers[0][2] == matrices + 2 * vectors
 
 
+@pytest.mark.parametrize("more", [{}, {"ep": 2}, {"ep": 4}], ids=str)
+def test_matrices_of_experts_take_one_byte_where_zero_3_shards_them(more) -> None:
+    """A scale per row leaves dense weights in 16 bits; experts have one scale each. With ep = 4 each rank has the only copy of its experts."""
+
+    def gathers(dtype: str, scaling: str = "tensor") -> dict[str, float]:
+        program = lowered(MOE, FP8.but(scaling=scaling), OURS, **ZERO, **more, gather_dtype=dtype)
+        found = [
+            (op.part, one(op.count) * one(op.message_bytes))
+            for _, op in program.ops("moe")
+            if op.name == "gather-weights"
+        ]
+        return {part: sum(n for p, n in found if p == part) for part in ("dense", "expert")}
+
+    same, fp8, by_row = (
+        gathers("same"),
+        gathers("fp8"),
+        gathers("fp8", "row") if more.get("ep") != 4 else gathers("same"),
+    )
+    matrices = 2 * 3 * MOE.experts // more.get("ep", 1) * MOE.hidden * MOE.expert_width * (more.get("ep") != 4)
+    assert same["expert"] - fp8["expert"] == matrices  # no biases: 2 bytes become 1, forward and backward
+    assert same["expert"] == 2 * matrices
+    assert by_row == {"dense": same["dense"], "expert": fp8["expert"] if matrices else same["expert"]}
+    assert fp8["dense"] < 0.75 * same["dense"]
+
+
 @pytest.mark.parametrize("plan", [{**ZERO}, {**ZERO, "wrap": 3}, {**ZERO, "tp": 2, "sp": True}, {**ZERO, "wrap": 0}])
 @pytest.mark.parametrize("model", [GPT, GQA, MOE], ids=["gpt", "gqa", "moe"])
 def test_both_evaluations_of_a_program_agree(model, plan) -> None:
@@ -108,8 +133,9 @@ def test_both_evaluations_of_a_program_agree(model, plan) -> None:
     program = lowered(model, FP8, OURS, **plan, gather_dtype="fp8")
     mine = {(r.axis, r.collective): r.bytes for r in traffic(program)}
     exact = {(r.axis, r.collective): r.bytes for r in traffic_of_rank(model, chosen, FP8, 0)}
-    assert {k: v for k, v in mine.items() if k[1] == "all_gather"} == {
-        k: pytest.approx(v, rel=1e-9) for k, v in exact.items() if k[1] == "all_gather"
+    compared = ("all_gather", "all_reduce")  # weights, and their scales
+    assert {k: v for k, v in mine.items() if k[1] in compared} == {
+        k: pytest.approx(v, rel=1e-9) for k, v in exact.items() if k[1] in compared
     }
 
 

@@ -212,7 +212,7 @@ def test_fp8_of_experts_is_within_its_bounds_for_any_grouping_of_tokens():
     x, w = random(8, 32).requires_grad_(), random(3, 24, 32, seed=1).requires_grad_()
     x.data[6] *= 1e-6  # scaled with the others of its expert it would be gone
     gradient = random(8, 24, seed=3) * torch.logspace(-9, 0, 8, dtype=torch.float64)[:, None]
-    y = fp8_grouped.grouped(x, w, counts)
+    y = fp8_grouped.Fp8Grouped()(x, w, counts)
     y.backward(gradient)
     start = 0
     for count, weight, learnt in zip(counts, w.detach(), w.grad, strict=True):
@@ -225,7 +225,7 @@ def test_fp8_of_experts_is_within_its_bounds_for_any_grouping_of_tokens():
         assert ((learnt - g.T @ a).abs() <= (2**-3 + 2**-4 + 2**-7) * (g.abs().T @ a.abs()) + 2 * below).all()
     assert (w.grad[0] - gradient[:5].T @ x[:5]).norm() > 1e-3 * w.grad[0].norm()  # and it was fp8
     assert not w.grad[1].any()
-    alone = fp8_grouped.grouped(x.detach()[6:7], w.detach(), [0, 0, 1])
+    alone = fp8_grouped.Fp8Grouped()(x.detach()[6:7], w.detach(), [0, 0, 1])
     assert torch.equal(alone[0], y.detach()[6])
 
 

@@ -81,7 +81,7 @@ def test_reasons_offer_it_with_its_gain() -> None:
     assert "gather_dtype" in reasons(estimated("meshwright", shard=8, zero=3))
     sharded = fp8_traffic(estimated("meshwright", shard=4, zero=3, tp=2, sp=True, gather_dtype="fp8"))
     assert sharded.startswith("halved: all-gathers of ZeRO-3 weights;")
-    assert "our trainer does not" in fp8_traffic(estimated("meshwright", tp=8, sp=True))
+    assert "activations of sequence parallelism in 16 bits" in fp8_traffic(estimated("meshwright", tp=8, sp=True))
     assert "in 16 bits a step takes +" in fp8_gathers(faster, Trial(e.model, e.cluster, e.workload, e.stack))
 
 

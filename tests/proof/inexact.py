@@ -79,6 +79,9 @@ FP8_GATHERED: list[tuple[str, Fields]] = [
     ("llama", {"microbatch": 2, "recompute": "full"}), ("five", {"pp": 2, "offload": "states"}), ("qwen", {"tp": 2, "reshard": False}),
     ("gpt", {**CP[0], "offload": "activations"}), ("mlp", {"replicate": 2, "wrap": 0}), ("deepseek", {"ep": 2}),
     ("llama", {**SP, "recompute": "selective"}),
+    # Experts: whole ones on each rank, with ep, halves of each on two ranks and on four, and split over tp.
+    ("mixtral", {}), ("qwen-moe", {"shard": 4, "ep": 2}), ("few", {"shard": 4, "recompute": "full"}), ("few", {"shard": 4, "ep": 2}),
+    ("deepseek", {"tp": 2, "microbatch": 2}), ("mixtral", {**CP[0], "ep": 2, "reshard": False}), ("mixtral", {"replicate": 2, "ep": 2}),
 ]  # fmt: skip
 FP8: list[tuple[str, Fields]] = [
     *((model, {"microbatch": 2, **fields}) for model, fields in PLAIN),

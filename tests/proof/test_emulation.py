@@ -89,5 +89,5 @@ def test_emulated_fp8_products_equal_those_of_the_ranks(dtype):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     rows, experts, counts = x.flatten(0, 1), torch.randn(3, 5, 6, generator=random).to(dtype), [7, 0, 5]
     ours = results(fp8_products._Experts.apply, rows, experts, counts)
-    for got, expected in zip(ours, results(fp8_grouped.grouped, rows, experts, counts), strict=True):
+    for got, expected in zip(ours, results(fp8_grouped.Fp8Grouped(), rows, experts, counts), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)

@@ -26,7 +26,7 @@ from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.batch import COMPRESSIONS
 from meshwright.lower.compression_memory import compression_buffers
 from meshwright.lower.footprint import GROUPS, elements, padded_elements
-from meshwright.lower.gradients import batch_messages
+from meshwright.lower.gradients import batch_messages, gathered_weights, sharded
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
 from meshwright.lower.sync import average_bytes
@@ -63,15 +63,14 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
         if group in by_muon:  # other parameters have Adam's second moment as well
             before, after = by_muon[group]
             out["optimizer"] += on_device * b.state_bytes * np.where(b.zero >= 1, share - after, count - before)
-    if (
-        b.stack.fp8_passes and b.workload.precision == "fp8" and b.workload.scaling == "tensor"
-    ):  # weights of layers in fp8, and transposed
+    if b.stack.fp8_passes and b.workload.precision == "fp8":
         layers = [kind for kind in program.parameters if kind in b.model.kinds]
-        kept = sum(held.counts[kind] * program.parameters[kind]["dense"] for kind in layers)
-        out["parameters"] += 2.0 * np.where((b.zero == 0) & (b.tp == 1), kept, 0.0)
-        if b.gathers_fp8:  # the shards in fp8, as they are sent
-            sent = sum(held.counts[kind] * program.loads[kind]["dense"].fp8 for kind in layers)
-            out["parameters"] += np.where(b.gathers_fp8_weights, sent / b.size("shard_cp"), 0.0)
+        if b.workload.scaling == "tensor":  # weights of layers in fp8, and transposed
+            kept = sum(held.counts[kind] * program.parameters[kind]["dense"] for kind in layers)
+            out["parameters"] += 2.0 * np.where((b.zero == 0) & (b.tp == 1), kept, 0.0)
+        for group, axes in DATA_AXES.items() if b.gathers_fp8 else ():  # the shards in fp8, as they are sent
+            sent = sum(held.counts[kind] * program.loads[kind][group].fp8 for kind in layers)
+            out["parameters"] += np.where(b.gathers_fp8_weights(group), sent / b.size(axes.shard), 0.0)
     return out
 
 
@@ -228,11 +227,17 @@ def gathered_memory(program: StepProgram, held: StageBlocks) -> Array:
     b = program.batch
     if not np.any(b.zero == 3):
         return np.zeros(b.n)
-    by_block = {block: np.minimum(held.counts[block], 1.0) * size for block, size in program.gathered.items()}
-    largest = np.maximum.reduce([np.broadcast_to(size, b.n) for size in by_block.values()])
-    copies = np.where(b.prefetch, 2.0, 1.0)
-    grads = largest / b.param_bytes * np.maximum(b.param_bytes, b.comm_bytes)
-    whole = sum(elements(program, held).values()) * b.param_bytes
+
+    def largest_unit(sizes: dict[str, Array]) -> Array:
+        here = (np.minimum(held.counts[block], 1.0) * size for block, size in sizes.items())
+        return np.maximum.reduce([np.broadcast_to(size, b.n) for size in here])
+
+    largest, copies = largest_unit(program.gathered), np.where(b.prefetch, 2.0, 1.0)
+    grads = largest_unit(program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes)
+    whole = sum(np.where(sharded(b, g), n, 0.0) for g, n in elements(program, held).items()) * b.param_bytes
+    for block, groups in program.loads.items() if b.gathers_fp8 else ():
+        for group, load in groups.items():  # bytes that fp8 saves
+            whole = whole - held.counts[block] * (load.held * b.param_bytes - gathered_weights(b, group, load))
     return np.where(b.zero == 3, np.where(b.reshard, np.minimum(copies * largest, whole), whole) + grads, 0.0)
 
 

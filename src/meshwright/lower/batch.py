@@ -21,6 +21,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import COMPRESSIONS, CP_KINDS, ORDERS, RECOMPUTES
 from meshwright.describe.schedules import RULES, SCHEDULES
+from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 
@@ -215,10 +216,17 @@ class Batch:
             return elements * (1 + 1 / MX_BLOCK)
         return elements + (SCALE_BYTES * self.size(axis) if axis else 0.0)
 
+    def gathers_fp8_weights(self, group: str) -> Any:
+        """Where ZeRO-3 gathers the weights of fp8 products of a group in fp8. With a scale per row a dense weight has other units forward and
+        backward, and is gathered in 16 bits; an expert has one scale in both."""
+        shards = self.size(DATA_AXES[group].shard) > 1
+        by_row = self.workload.scaling == "row" and group == "dense"
+        return np.asarray(self.gather_fp8) & (self.zero == 3) & shards & (not by_row)
+
     @property
-    def gathers_fp8_weights(self) -> Any:
-        """Where ZeRO-3 gathers the weights of fp8 products in fp8."""
-        return np.asarray(self.gather_fp8) & (self.zero == 3) & (self.size("shard_cp") > 1)
+    def experts_scaled_forward(self) -> Any:
+        """Experts of a rank whose weights get their scales in each forward: weights that ZeRO-3 gathers in fp8 have them already."""
+        return np.where(self.gathers_fp8_weights("expert"), 0.0, self.model.experts / self.ep)
 
     def size(self, axis: str) -> np.ndarray:
         """Ranks in one group of an axis."""

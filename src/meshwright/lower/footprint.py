@@ -96,11 +96,10 @@ def _load(b: Batch, held: list[Tensor]) -> Load:
     return Load(whole, sent - exact, exact, first, second, fp8)
 
 
-def fp8_matrices(model: Model, kind: str) -> int:
-    """Dense weights of a block that an fp8 workload multiplies by in fp8."""
-    return sum(
-        p.multiplied_in_fp8 and RULES[p.style].group == "dense" for p in block_parameters(model, model.blocks[kind])
-    )
+def fp8_weights(model: Model, kind: str, group: str) -> int:
+    """Weights of a group in a block that an fp8 workload multiplies by in fp8; the weights of all experts of a layer count as one."""
+    found = [p for p in block_parameters(model, model.blocks[kind]) if RULES[p.style].group == group]
+    return sum(p.multiplied_in_fp8 for p in found)
 
 
 def compressed(b: Batch, held: list[Tensor]) -> list[tuple[Array, Array, Array]]:

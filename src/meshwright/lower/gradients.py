@@ -128,7 +128,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
                 extra = extra + times * message.load.sent * _passes(b)
                 selected = selected + times * message.load.sent * _selects(b)
         if message.unit and active.any():
-            updated, weights = message.load.held * b.param_bytes, gathered_weights(b, message.load)
+            updated, weights = message.load.held * b.param_bytes, gathered_weights(b, group, message.load)
             freed = np.where(b.reshard, m * (1.0 + message.regathered), 1.0)
             for name, when, times, n in (
                 ("gather-parameters", b.zero < 3, 1.0, updated),
@@ -151,15 +151,15 @@ def _compress(b: Batch, part: str, count: Array, passes: Array, selected: Array,
     return Op("compress", part, "memory", count, bytes=passes, launches=launches, selected_from=selected)
 
 
-def gathered_weights(b: Batch, load: Load) -> Array:
-    """Bytes of the weights that ZeRO-3 gathers for a message. With `gather_dtype=fp8` the matrices that fp8 products multiply by take a
-    byte per element (their scales are reduced once per step: `sync`); the ends of the model, norms, biases and routers stay in the parameters'
-    dtype."""
+def gathered_weights(b: Batch, group: str, load: Load) -> Array:
+    """Bytes of the weights that ZeRO-3 gathers for a message. With `gather_dtype=fp8` the matrices that fp8 products multiply by, of layers and
+    of experts, take a byte per element (their scales are reduced once per step: `sync`); the ends of the model, norms, biases and routers
+    stay in the parameters' dtype."""
     n = load.held * b.param_bytes
     if not (b.gathers_fp8 and present(load.fp8)):
         return n
     narrow = b.fp8_gather_bytes(load.fp8)
-    on = b.gather_fp8 & (b.param_bytes > 1) & (np.asarray(load.fp8) > 0)
+    on = b.gathers_fp8_weights(group) & (b.param_bytes > 1) & (np.asarray(load.fp8) > 0)
     return np.where(on, n - load.fp8 * b.param_bytes + narrow, n)
 
 
@@ -209,7 +209,7 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[O
         passes = unit.sent * _passes(b)
         selected = unit.sent * _selects(b)
         scatter.append(_compress(b, "optimizer", reduces * (passes > 0), passes, selected, b.layer_tensors))
-    gather = Exchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, unit))
+    gather = Exchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, group, unit))
     backward = on * b.reshard * times
     if by_parameter:  # a parameter is freed when its module ends, so recompute and backward each gather it
         backward = backward * np.where(b.recompute == 2, 2.0, 1.0)

@@ -241,19 +241,19 @@ class LayerLowering(BlockBuilder):
     def shared_scales(self) -> None:
         """Add fp8's scales, where ranks that hold parts of a tensor agree on one scale for it: the maxima of a product's two operands
         forward, of its gradient backward. Weights that ZeRO-3 gathers in fp8 have a scale already. Experts scale each token separately; ranks that
-        split an expert agree on the scales of its weights and of the rows that `down` reads."""
+        split an expert agree on the scales of its weights, and of the rows that `down` reads."""
         if not self.b.scales:
             return
         products = sum(linear.part not in ("router", "experts") for linear in self.block.linears)
         for axis in ("tp", "cp"):
             on = (self.b.size(axis) > 1) * float(products)
-            operands = np.where(self.b.gathers_fp8_weights, 4.0, 8.0) if self.b.gathers_fp8 else 8.0
+            operands = np.where(self.b.gathers_fp8_weights("dense"), 4.0, 8.0) if self.b.gathers_fp8 else 8.0
             self.collective("F", "fp8-operands", "norm", "all_reduce", axis, operands, on)
             self.collective("I", "fp8-gradients", "norm", "all_reduce", axis, 4.0, on)
             if self.b.splits_twice:
                 self.collective("S", "fp8-gradients", "norm", "all_reduce", axis, 4.0, on * self.b.splits)
         if self.block.kind in self.m.expert_kinds:
-            experts, split = self.m.experts / self.b.ep, (self.b.etp > 1) * 1.0
+            experts, split = self.b.experts_scaled_forward, (self.b.etp > 1) * 1.0
             rows = self.b.tokens / self.b.tp * self.m.top_k * self.m.router.travelling * self.b.etp
             self.collective(
                 "F",
@@ -262,7 +262,7 @@ class LayerLowering(BlockBuilder):
                 "all_reduce",
                 "expert_tp",
                 4.0 * experts,
-                split * (2.0 if self.m.gated else 1.0),
+                split * (experts > 0) * (2.0 if self.m.gated else 1.0),
             )
             self.collective("F", "fp8-expert-rows", "experts", "all_reduce", "expert_tp", 4.0 * (experts + rows), split)
 

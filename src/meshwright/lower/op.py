@@ -73,7 +73,10 @@ class StepProgram:
     )  # block → axis over which gradients are partial sums → elements of one rank, after ZeRO
     matrices: dict[str, list[Any]] = field(default_factory=dict)  # block → `muon.MatrixShare` of what Muon updates
     tied: Array = 0.0  # elements of one rank, after ZeRO, of a tied embedding that two stages hold
-    gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its unsharded weights under ZeRO-3
+    gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its gathered weights under ZeRO-3
+    unit_elements: dict[str, Array] = field(
+        default_factory=dict
+    )  # block → elements of these weights, and of their gradients
     recompute_savings: dict[str, Array] = field(
         default_factory=dict
     )  # block → bytes recompute spares in one such layer

@@ -189,7 +189,7 @@ def routed_bytes(program: StepProgram, op: Op, journeys: Sequence[Routed]) -> fl
     """Of all micro-batches: an all-to-all of the rows that leave, a gather or a scatter padded to the fullest rank."""
     batch, name = program.batch, op.name.removesuffix("-again")
     if name == ROW_SCALES:
-        return 4.0 * sum(journey.rows + batch.model.experts / scalar(batch.ep) for journey in journeys)
+        return 4.0 * sum(journey.rows + scalar(batch.experts_scaled_forward) for journey in journeys)
     kind = ROUTED_ROWS[name]
     ranks = scalar(batch.etp) if kind == "fullest" else 1.0
     return sum(getattr(journey, kind) for journey in journeys) * ranks * batch.model.hidden * program.element
@@ -313,8 +313,11 @@ def other_sums(program: StepProgram, plan: Plan, held: list[Box], given: Given) 
         elements["ends"] = float(tied[0].local_size)
     routers = sum(box.name.endswith(".router.weight") for box in held)
     elements["stage"] = sync.ROUTER_LOADS * program.batch.model.experts * routers
-    if program.batch.scales and plan.gather_dtype == "fp8" and plan.zero == 3:
-        elements[sync.FP8_SCALES] = sum(box.parameter.multiplied_in_fp8 and not box.expert for box in held if box.zero)
+    if program.batch.scales:
+        for group, name in sync.FP8_SCALES.items():
+            found = [box for box in held if box.group == group and box.parameter.multiplied_in_fp8]
+            scales = sum(box.shape[0] if box.expert else 1 for box in found)
+            elements[name] = scales * scalar(program.batch.gathers_fp8_weights(group))
     averages = plan.average_every > 0 and given.step % plan.average_every == 0
     own = float(sum(box.local_size for box in held))
     return [*sync.small_sums(program.batch, elements), *sync.parameter_average(program.batch, own, float(averages))]

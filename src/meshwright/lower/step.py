@@ -84,8 +84,12 @@ def _add_weight_gathers(program: StepProgram) -> None:
         for group, load in groups.items():
             share = _share_of_unit(program, kind, load) if group == "dense" and batch.wraps else None
             unit = load if share is None else gradients.Load(*(x / np.where(share > 0, share, 1.0) for x in load))
-            size = gradients.gathered_weights(batch, unit)
-            program.gathered[kind] = program.gathered[kind] + np.where(batch.zero == 3, size, 0.0)
+            size, on = (
+                gradients.gathered_weights(batch, group, unit),
+                (batch.zero == 3) & gradients.sharded(batch, group),
+            )
+            program.gathered[kind] = program.gathered[kind] + np.where(on, size, 0.0)
+            program.unit_elements[kind] = program.unit_elements.get(kind, 0.0) + np.where(on, unit.held, 0.0)
             for phase, ops in gradients.unit_ops(batch, group, load, share).items():
                 program.blocks[kind, phase] = ops + program.blocks[kind, phase]
 

@@ -18,13 +18,13 @@ import numpy as np
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower import muon
 from meshwright.lower.batch import Batch
-from meshwright.lower.footprint import fp8_matrices, padded_elements
+from meshwright.lower.footprint import fp8_weights, padded_elements
 from meshwright.lower.gradients import batch_messages, data_parallel_ops, flat_gather
 from meshwright.lower.offload import state_copies
 from meshwright.lower.op import Array, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks
 
-FP8_SCALES = "fp8-weight-scales"
+FP8_SCALES = {"dense": "fp8-weight-scales", "expert": "fp8-expert-scales"}  # of the weights that ZeRO-3 gathers in fp8
 ROUTER_LOADS = 2.0  # numbers per expert that a layer sums: copies sent to it, copies kept
 UPDATE_LAUNCHES = 12.0  # kernels that an unfused optimizer launches for each parameter
 NORM_LAUNCHES = 4.0  # the same of the norm of the gradients and of clipping
@@ -61,7 +61,8 @@ def step_ops(
 
 
 def summed(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
-    """Elements that a rank reduces once per step besides its gradients, by axis; `stage`: the loads of the routers; `FP8_SCALES`: weights."""
+    """Elements that a rank reduces once per step besides its gradients, by axis; `stage`: the loads of the routers; `FP8_SCALES`: scales of
+    weights."""
     b, out = program.batch, dict[str, Array]()
     for block, axes in program.partial.items():
         for axis, count in axes.items():
@@ -69,8 +70,10 @@ def summed(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     if present(program.tied):  # a rank with both ends, as in a V-shaped pipeline, adds its two copies locally
         out["ends"] = np.abs(held.counts["embedding"] - held.counts["head"]) * (b.pp > 1) * program.tied
     if b.scales and b.gathers_fp8:
-        weights = sum(held.counts[kind] * fp8_matrices(b.model, kind) for kind in b.model.kinds)
-        out[FP8_SCALES] = weights * b.gathers_fp8_weights
+        for group, name in FP8_SCALES.items():
+            weights = sum(held.counts[kind] * fp8_weights(b.model, kind, group) for kind in b.model.kinds)
+            each = b.model.experts / b.ep if group == "expert" else 1.0
+            out[name] = weights * each * b.gathers_fp8_weights(group)
     if b.model.experts:
         out["stage"] = sum(held.counts[kind] for kind in b.model.expert_kinds) * ROUTER_LOADS * b.model.experts
     return out
@@ -102,8 +105,9 @@ def small_sums(b: Batch, elements: Mapping[str, Array]) -> list[Op]:
             # A shard's gradient is as wide as the shard, which is its own master.
             wide = np.where((b.zero >= 1) & (b.size(group.shard) > 1), b.kept_bytes, b.grad_bytes)
             reduce("sum-tied" if axis == "ends" else "sum-partial", axis, elements[axis] * wide)
-    for axis in ("shard_cp", "tp"):  # the largest magnitudes of the weights that ZeRO-3 gathers in fp8
-        reduce(FP8_SCALES, axis, elements.get(FP8_SCALES, 0.0) * 4.0, "optimizer")
+    for group, split in (("dense", "tp"), ("expert", "expert_tp")):
+        for axis in (DATA_AXES[group].shard, split):
+            reduce(FP8_SCALES[group], axis, elements.get(FP8_SCALES[group], 0.0) * 4.0, "optimizer")
     reduce("sum-loads", "stage", elements.get("stage", 0.0) * 8.0)
     reduce("worst-load", "pp", 32.0 * bool(b.model.experts), "optimizer")
     together = np.equal(b.average_every, 0)

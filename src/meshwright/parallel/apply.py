@@ -315,7 +315,7 @@ def weights_gathered_in_fp8(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> Fp8We
     """The weights that ZeRO-3 gathers in fp8; None if it gathers none so."""
     if plan.zero != 3 or plan.gather_dtype != "fp8" or not mesh.sharded:
         return None
-    return Fp8Weights(mesh.groups("shard_cp", "tp"), mesh.size("shard_cp"), dtype)
+    return Fp8Weights(mesh, dtype)
 
 
 def resolve_plan(model: Model, plan: Plan, workload: Workload, device: str) -> tuple[Plan, PipelineProgram | None]:

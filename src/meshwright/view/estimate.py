@@ -255,12 +255,13 @@ def fp8_traffic(e: Estimate) -> str:
     """Return which traffic fp8 halves and which it does not."""
     unchanged = "not reductions (reduce-scatter and all-reduce add in 16 bits or more) or pipeline sends"
     activations = "sequence-parallel activations and of " if e.stack.fp8_activation_gathers else ""
-    halves = f"all-gathers of {activations}ZeRO-3 weights"
+    weights = "experts' ZeRO-3 weights" if e.workload.scaling == "row" else "ZeRO-3 weights"
+    halves = f"all-gathers of {activations}{weights}"
     if not e.plan.gathers:
         return f"no traffic is halved: this plan has no {halves}"
     if e.plan.gather_dtype == "fp8":
         support = "" if e.stack.fp8_gathers else f"; {e.stack.name} is not known to support this (stack.fp8_gathers)"
         return f"halved: {halves}; {unchanged}{support}"
-    if legality.not_trained(e.plan.but(gather_dtype="fp8"), e.model, e.workload, e.stack):
-        return "no traffic is halved: our trainer does not gather activations or sharded experts in fp8"
+    if refused := legality.not_trained(e.plan.but(gather_dtype="fp8"), e.model, e.workload, e.stack):
+        return f"no traffic is halved; plan.gather_dtype=fp8 is refused: {refused.why}"
     return f"no traffic is halved; --set plan.gather_dtype=fp8 halves {halves}, {unchanged}"

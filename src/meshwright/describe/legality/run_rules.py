@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.describe.axes import axis_size
 from meshwright.describe.legality.case import Case, Flag, lookup
 from meshwright.describe.legality.fixes import divisors, fitting_microbatch, values
 from meshwright.describe.legality.rule import Problem, Rule
@@ -211,17 +212,35 @@ class RowScalingNeedsWholeRows(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return (p.workload.scaling == "row") & ((p.tp > 1) | (p.cp > 1) | (p.gather_dtype == FP8_GATHERS))
+        return (p.workload.scaling == "row") & ((p.tp > 1) | (p.cp > 1))
 
     @staticmethod
     def explain(p: Case) -> Problem:
         fields = [f"plan.{name}={p.setting(f'plan.{name}')}" for name in ("tp", "cp") if p.setting(f"plan.{name}") > 1]
-        fields += ["plan.gather_dtype=fp8"] if p.word("gather_dtype") == "fp8" else []
         return Problem(
             f"workload.scaling=row with {' and '.join(fields)}",
-            why="A rank needs whole rows and columns of each operand to scale them, in 16 bits",
-            valid=["scaling=tensor", "tp=1, cp=1 and gather_dtype=same"],
+            why="A rank needs whole rows and columns of each operand to scale them",
+            valid=["scaling=tensor", "tp=1, cp=1"],
             fixes=[{"workload.scaling": "tensor"}],
+        )
+
+
+class RowScalingGathersExperts(Rule):
+    code = "MW-PLAN-024"
+    needs = ("model", "workload")
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        experts = (p.model.experts > 0) & (p.zero == 3) & (axis_size(p, "expert_shard") > 1)
+        return (p.workload.scaling == "row") & (p.gather_dtype == FP8_GATHERS) & (experts == False)  # noqa: E712
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            "workload.scaling=row with plan.gather_dtype=fp8 and no experts that ZeRO-3 shards",
+            why="Forward scales a dense weight by rows and backward by columns: it is gathered in 16 bits; experts have one scale each",
+            valid=["scaling=tensor", "gather_dtype=same"],
+            fixes=[{"workload.scaling": "tensor"}, {"plan.gather_dtype": "same"}],
         )
 
 
@@ -254,5 +273,6 @@ RUN_RULES: tuple[type[Rule], ...] = (
     GathersNeedFp8Products,
     RowScalingNeedsFp8,
     RowScalingNeedsWholeRows,
+    RowScalingGathersExperts,
     MuonNeedsMatrices,
 )

@@ -137,24 +137,6 @@ class SequenceGathersAreTrained(Rule):
         )
 
 
-class ExpertGathersAreTrained(Rule):
-    code = "MW-PAR-001"
-    needs = ("model", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        copies = (p.model.experts > 0) & (p.expert_ranks > p.ep)
-        return (p.gather_dtype == FP8_GATHERS) & (p.zero == 3) & (p.shard * p.cp > 1) & copies
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        return Problem(
-            "plan.gather_dtype=fp8 with sharded experts is modelled only: `train` and `verify` do not run it",
-            why="Our trainer gathers the weights of routed experts in their own dtype",
-            fixes=[{"plan.gather_dtype": "same"}, *values("plan.ep", [p.expert_ranks], p.ep)],
-        )
-
-
 class TokensDivideOverTensorRanks(Rule):
     code = "MW-EP-001"
     needs = ("model", "workload", "trainer")
@@ -252,7 +234,6 @@ TRAINER_RULES: tuple[type[Rule], ...] = (
     PositionsAreLearned,
     GatheredColumnsDivide,
     SequenceGathersAreTrained,
-    ExpertGathersAreTrained,
     TokensDivideOverTensorRanks,
     ParametersAreTrained,
     ProductsAreTrained,

@@ -3,10 +3,16 @@
     same   gather w in 16 bits, 2 bytes per element, and quantise the whole weight on every rank
     fp8    quantise the shard, gather units of E4M3, 1 byte per element, and multiply by these units
 
-A scale belongs to the whole weight, so ranks must agree on it before they quantise. Once per step, before the first gather, each rank
-computes the largest magnitude of its shard of every weight, one all-reduce (max) of these numbers gives the scales, and the shards are
-quantised with them (`Fp8Weights.refresh`). The units then equal those of one device, bit by bit: the shard is first rounded to the
-parameters' dtype, as torch would round it before a gather. Every forward and backward of the step gathers the same bytes.
+A scale belongs to a whole matrix: to the weight of a linear layer, or of routed experts [E, out, in] to each expert's. So ranks must agree on it
+before they quantise. Once per step, before the first gather, each rank computes the largest magnitudes of its shards, one all-reduce (max)
+of these numbers gives the scales, and the shards are quantised with them (`Fp8Weights.refresh`). The units then equal those of one device,
+bit by bit: a shard is first rounded to the parameters' dtype, as torch would round it before a gather. Every forward and backward of the
+step gathers the same bytes.
+
+ZeRO cuts experts by expert, or by their rows where there are fewer experts than ranks (`describe.sharding.zero`). A rank needs the scales of
+all experts that it gathers, so where it holds whole experts it sends zeros for the others. Parts of experts lie on other ranks than parts of
+dense weights: these are two families, each with its all-reduce. With a scale per row (`scaling = "row"`) a dense weight has other units in
+backward than in forward, and is gathered in 16 bits; experts have one scale per expert there too, and are gathered in fp8.
 
 `fully_shard` looks for the attributes `fsdp_pre_all_gather` and `fsdp_post_all_gather` on the local tensor of a parameter. The first
 returns what is sent: the units as bytes, in the padded shape of a shard. torch puts them into one message with the parameters of the unit
@@ -24,66 +30,84 @@ may return another).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
+from functools import cache, cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from meshwright.describe.sharding import shard_dim
-from meshwright.describe.sharding.zero import share
+from meshwright.describe.sharding import DATA_AXES
+from meshwright.describe.sharding.zero import shard_range, share
+from meshwright.models.moe import GroupedLinear
 from meshwright.models.parts import Linear
-from meshwright.parallel.numerics.fp8 import E4M3, Fp8Product, amax_of, layers_of, max_over_ranks, quantise, scale_of
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.numerics.fp8 import E4M3, Fp8Product, layers_of, max_over_ranks, quantise, scale_of
+from meshwright.parallel.numerics.fp8_grouped import Fp8Grouped
+
+Product = Fp8Product | Fp8Grouped
 
 
 def amaxes_of(shards: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The largest magnitudes of shards, some of which may be empty, as they are rounded to the dtype of the parameters."""
-    found = [amax_of(shard) if shard.numel() else shard.new_zeros((), dtype=torch.float32) for shard in shards]
-    return torch.stack(found).to(dtype).to(torch.float32)
+    """The largest magnitude of each row of shards, some of which may be empty, as they are rounded to the dtype of the parameters."""
+    found = [shard.abs().amax(1) if shard.shape[1] else shard.new_zeros(len(shard)) for shard in shards]
+    return torch.cat(found).to(dtype).to(torch.float32)
 
 
 def quantise_shards(
     shards: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, out: list[torch.Tensor]
-) -> torch.Tensor:
-    """Write the E4M3 units of shards into bytes, given the largest magnitudes of the whole weights; returns the scales."""
-    for shard, amax, part in zip(shards, amaxes.unbind(), out, strict=True):
+) -> None:
+    """Write the E4M3 units of shards into bytes, given the largest magnitude of the whole matrix of each row of them."""
+    for shard, amax, part in zip(shards, amaxes.split([len(shard) for shard in shards]), out, strict=True):
         if shard.numel():
-            units, _ = quantise(shard.to(dtype), E4M3, amax)
+            units, _ = quantise(shard.to(dtype), E4M3, amax[:, None])
             part.copy_(units.view(torch.uint8))
-    return scale_of(amaxes, E4M3)
 
 
 @cache
-def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function for all weights of a layer in few kernels: a call costs the host more time than a shard costs the GPU."""
     return torch.compile(function, dynamic=False)
 
 
 class GatheredWeight:
-    """The weight of one linear layer: the bytes of its shard, and the units that its product reads after a gather."""
+    """The weight of a linear layer or of its experts: the bytes of its shard, and the units that its product reads after a gather."""
 
-    def __init__(self, layer: Linear, ranks: int, owner: Fp8Weights) -> None:
-        product = layer.product
+    def __init__(self, layer: Linear | GroupedLinear, product: Product, ranks: int, index: int, owner: Fp8Weights):
+        """The shard is the `index`-th of `ranks`."""
         assert isinstance(layer.weight, DTensor)
-        assert isinstance(product, Fp8Product)
         self.parameter, self.product, self.owner = layer.weight, product, owner
         self.shape = tuple(layer.weight.shape)
         layer.load_state_dict({}, strict=False)  # torch pads the shard now, not in the first forward
         local = self.local
-        dim = shard_dim(self.shape, ranks)
+        dim, start, stop = shard_range(self.shape, ranks, index)
         padded = [share(size, ranks) if i == dim else size for i, size in enumerate(self.shape)]
         self.bytes = torch.zeros(padded, dtype=torch.uint8, device=local.device)
-        product.scale = self.scale = torch.zeros((), dtype=torch.float32, device=local.device)
+        self.sent = self.by_matrix(self.bytes[: len(local)])
+        self.matrices = self.shape[0] if self.stacked else 1
+        self.own = (
+            range(start, stop) if self.stacked and dim == 0 else range(self.matrices)
+        )  # of which this shard is a part
+        shape = (self.matrices, 1, 1) if self.stacked else ()
+        product.scale = self.scale = torch.zeros(shape, dtype=torch.float32, device=local.device)
         local.fsdp_pre_all_gather = self.before_gather  # type: ignore[attr-defined]
         local.fsdp_post_all_gather = self.after_gather  # type: ignore[attr-defined]
 
     @property
     def local(self) -> torch.Tensor:
         return self.parameter._local_tensor
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the weight is a matrix for each expert."""
+        return len(self.shape) == 3
+
+    def by_matrix(self, shard: torch.Tensor) -> torch.Tensor:
+        """A shard with a row for each matrix that has a scale."""
+        return shard.flatten(1) if self.stacked else shard.flatten()[None]
 
     def before_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, policy: Any
@@ -104,35 +128,72 @@ class GatheredWeight:
         return self.owner.placeholder, ()
 
 
-class Fp8Weights:
-    """All weights of this rank's stages that are gathered in fp8. The ranks of `groups` hold parts of the same weights."""
+class Family:
+    """Weights whose parts the same ranks hold: ZeRO's over the first of `axes`, those of tensor parallelism over the second."""
 
-    def __init__(self, groups: Sequence[ProcessGroup], ranks: int, dtype: torch.dtype) -> None:
-        """`fully_shard` shards over `ranks` ranks; `dtype` is that of the gathered parameters."""
-        self.groups, self.ranks, self.dtype = groups, ranks, dtype
+    def __init__(self, mesh: Mesh, axes: tuple[str, str], kind: type[Product]) -> None:
+        self.mesh, self.axes, self.kind = mesh, axes, kind
         self.layers: list[list[GatheredWeight]] = []
+
+    def add(self, layer: nn.Module, owner: Fp8Weights) -> None:
+        ranks, index = self.mesh.size(self.axes[0]), self.mesh.index(self.axes[0])
+        parts = [part for part in layer.modules() if isinstance(part, Linear | GroupedLinear)]
+        found = [(part, part.product) for part in parts if isinstance(part.product, self.kind)]
+        weights = [GatheredWeight(part, product, ranks, index, owner) for part, product in found]
+        self.layers += [weights] if weights else []
+
+    @cached_property
+    def weights(self) -> list[GatheredWeight]:
+        return [weight for layer in self.layers for weight in layer]
+
+    @cached_property
+    def own(self) -> torch.Tensor:
+        """The positions of the matrices of this rank's shards among all matrices of the family."""
+        starts = accumulate((weight.matrices for weight in self.weights), initial=0)
+        positions = [start + i for start, weight in zip(starts, self.weights, strict=False) for i in weight.own]
+        return torch.tensor(positions, device=self.weights[0].local.device)
+
+    def refresh(self, dtype: torch.dtype) -> None:
+        """Compute the scales and quantise the shards; a collective of the ranks that hold parts of the same weights."""
+        if not self.layers:
+            return
+        on_gpu = self.weights[0].local.is_cuda
+        find, write = (_compiled(amaxes_of), _compiled(quantise_shards)) if on_gpu else (amaxes_of, quantise_shards)
+        shards = [[weight.by_matrix(weight.local) for weight in layer] for layer in self.layers]
+        found = torch.cat([find(some, dtype) for some in shards])
+        matrices = [weight.matrices for weight in self.weights]
+        amaxes = found.new_zeros(sum(matrices)).index_copy_(0, self.own, found)
+        amaxes = max_over_ranks(amaxes, self.mesh.groups(*self.axes))
+        rows = [sum(map(len, some)) for some in shards]
+        for layer, some, largest in zip(self.layers, shards, amaxes[self.own].split(rows), strict=True):
+            write(some, largest, dtype, [weight.sent for weight in layer])
+        scales = scale_of(amaxes, E4M3).split(matrices)
+        torch._foreach_copy_([weight.scale.view(-1) for weight in self.weights], list(scales))
+
+
+class Fp8Weights:
+    """All weights of this rank's stages that are gathered in fp8."""
+
+    def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
+        """`dtype` is that of the gathered parameters."""
+        self.dtype = dtype
+        self.families = [Family(mesh, (DATA_AXES["dense"].shard, "tp"), Fp8Product)]
+        if mesh.size(DATA_AXES["expert"].shard) > 1:
+            self.families.append(Family(mesh, (DATA_AXES["expert"].shard, "expert_tp"), Fp8Grouped))
         self.placeholder: torch.Tensor | None = None
 
     def add(self, stage: nn.Module) -> None:
         """Gather the weights of the fp8 layers of a stage in fp8: after `fully_shard` and after the shards have memory, before the first
         forward."""
         for layer in layers_of(stage):
-            linears = [part for part in layer.modules() if isinstance(part, Linear)]
-            weights = [GatheredWeight(x, self.ranks, self) for x in linears if isinstance(x.product, Fp8Product)]
-            self.layers += [weights] if weights else []
+            for family in self.families:
+                family.add(layer, self)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the scales and quantise the shards; a collective of the ranks that hold parts of the same weights."""
-        if not self.layers:
-            return
-        on_gpu = self.layers[0][0].local.is_cuda
-        find, write = (_compiled(amaxes_of), _compiled(quantise_shards)) if on_gpu else (amaxes_of, quantise_shards)
-        shards = [[weight.local for weight in layer] for layer in self.layers]
-        amaxes = max_over_ranks(torch.cat([find(some, self.dtype) for some in shards]), self.groups)
-        for layer, some, found in zip(self.layers, shards, amaxes.split([len(x) for x in shards]), strict=True):
-            scales = write(some, found, self.dtype, [w.bytes[: len(x)] for w, x in zip(layer, some, strict=True)])
-            torch._foreach_copy_([weight.scale for weight in layer], list(scales.unbind()))
+        """Bring the weights as the optimizer left them to fp8; a collective."""
+        for family in self.families:
+            family.refresh(self.dtype)
 
     def free_placeholder(self) -> None:
         if self.placeholder is not None:

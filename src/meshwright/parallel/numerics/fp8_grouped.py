@@ -14,7 +14,9 @@ is saved for backward.
 A scale that is a power of two does not change the mantissa, so it does not affect rounding, except for numbers 2³⁰ times
 below the largest. So ranks that hold parts of a row, or some rows of an expert, need not agree on σ. E4M3 spans only 2¹⁵,
 and its full range is needed: if experts are split over expert_tp, ranks reduce s_e (one number per expert and weight) and
-s_r of the inputs of `down`, of which each rank has some columns. Backward sends no message.
+s_r of the inputs of `down`, of which each rank has some columns. Backward sends no message. The scale of a weight is per expert for every
+`workload.scaling`: forward sums along the rows of a weight and backward along its columns, and both use the same ŵ_e. So ZeRO-3 can gather ŵ_e
+instead of w_e.
 
 On a GPU with fp8 units each expert's rows are one `torch._scaled_mm`, multiplied by the rows' scales afterwards; where it
 does not support the shapes, and on a CPU, the product is emulated (`fp8`).
@@ -36,6 +38,7 @@ from meshwright.parallel.numerics.fp8 import (
     E4M3,
     E5M2,
     UNIT,
+    Quantised,
     device_product,
     has_scaled_product,
     max_over_ranks,
@@ -75,62 +78,71 @@ def columns(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Grouped(torch.autograd.Function):
+    """`weight` and its largest magnitudes, from which backward computes the units again; or with `gathered` the units and their scale, which
+    ZeRO-3 frees and gathers again in the same memory: there `weight`, which has none, receives its gradient only."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x_RI: torch.Tensor,
+        amax_R: torch.Tensor,
         weight_EOI: torch.Tensor,
+        amax_E: torch.Tensor | None,
+        gathered: Quantised | None,
         counts: list[int],
-        group: ProcessGroup | None,
-        part: bool,
     ) -> torch.Tensor:
-        amax_R, amax_E = amax_over(x_RI, 1), amax_over(weight_EOI, (1, 2))
-        if group is not None:
-            maxima = max_over_ranks(
-                torch.cat((amax_R.flatten(), amax_E.flatten())) if part else amax_E.flatten(), [group]
-            )
-            amax_E = maxima[-len(amax_E) :].view_as(amax_E)
-            amax_R = maxima[: -len(amax_E)].view_as(amax_R) if part else amax_R
-        (quantised_RI, scale_R), (quantised_EOI, scale_E) = (
-            quantise(x_RI, E4M3, amax_R),
-            quantise(weight_EOI, E4M3, amax_E),
-        )
-        ctx.counts, ctx.amax_E = counts, amax_E
-        ctx.save_for_backward(quantised_RI, scale_R, weight_EOI)
+        quantised_RI, scale_R = quantise(x_RI, E4M3, amax_R)
+        quantised_EOI, scale_E = gathered or quantise(weight_EOI, E4M3, amax_E)
+        ctx.counts, ctx.gathered, ctx.dtype = counts, gathered is not None, weight_EOI.dtype
+        ctx.save_for_backward(quantised_RI, scale_R, *(gathered or (weight_EOI, amax_E)))
         runs = zip(quantised_RI.split(counts), quantised_EOI, scale_E, strict=True)
         return (torch.cat([product(x, w, s, x_RI) for x, w, s in runs]) * scale_R).to(x_RI.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient_RO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        quantised_RI, scale_R, weight_EOI = ctx.saved_tensors
-        quantised_EOI, scale_E = quantise(weight_EOI, E4M3, ctx.amax_E)
+        quantised_RI, scale_R, *weight = ctx.saved_tensors
+        quantised_EOI, scale_E = weight if ctx.gathered else quantise(weight[0], E4M3, weight[1])
         quantised_RO, grad_scale_R = quantise(gradient_RO, E5M2, amax_of_power_of_two_scale(amax_over(gradient_RO, 1)))
         runs = zip(quantised_RO.split(ctx.counts), quantised_EOI, scale_E, strict=True)
         dx_RI = torch.cat([product(g, columns(w)[:, : len(w)], s, gradient_RO) for g, w, s in runs]) * grad_scale_R
-        by_expert = zip(
-            (gradient_RO * scale_R).split(ctx.counts), quantised_RI.split(ctx.counts), weight_EOI, strict=True
-        )
-        dw_EOI = torch.stack([_weight_gradient(h, x, w) for h, x, w in by_expert])
-        return dx_RI.to(gradient_RO.dtype), dw_EOI.to(weight_EOI.dtype), None, None, None
+        by_expert = zip((gradient_RO * scale_R).split(ctx.counts), quantised_RI.split(ctx.counts), strict=True)
+        dw_EOI = torch.stack([_weight_gradient(h, x) for h, x in by_expert])
+        return dx_RI.to(gradient_RO.dtype), None, dw_EOI.to(ctx.dtype), None, None, None
 
 
-def _weight_gradient(h_RO: torch.Tensor, quantised_RI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(h_RO: torch.Tensor, quantised_RI: torch.Tensor) -> torch.Tensor:
     if not len(h_RO):  # an expert without a token
-        return torch.zeros_like(weight_OI, dtype=sum_dtype(h_RO))
+        return h_RO.new_zeros(h_RO.shape[1], quantised_RI.shape[1], dtype=sum_dtype(h_RO))
     quantised_RO, scale = quantise(h_RO, E5M2, amax_of_power_of_two_scale(amax_over(h_RO, (0, 1))))
     return product(columns(quantised_RO), columns(quantised_RI), scale, h_RO)
 
 
-def grouped(
-    x_RI: torch.Tensor,
-    weight_EOI: torch.Tensor,
-    counts: list[int],
-    group: ProcessGroup | None = None,
-    part: bool = False,
-) -> torch.Tensor:
-    """The rows of each expert times its weight, in fp8. The weights are split over `group`; with `part` the columns of the rows
-    are split too."""
-    return _Grouped.apply(x_RI, weight_EOI, counts, group, part)
+class Fp8Grouped:
+    """The rows of each expert times its weight, in fp8. The weights are split over `group`; with `part` the columns of the rows are split too.
+    ZeRO-3 may gather the weights in fp8 (`data.fp8_gather`), which sets `units` and `scale`."""
+
+    def __init__(self, group: ProcessGroup | None = None, part: bool = False) -> None:
+        self.group, self.part = group, part
+        self.units: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None  # [E, 1, 1]
+
+    def __call__(self, x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        gathered = None if self.units is None or self.scale is None else (self.units, self.scale)
+        amax_R, amax_E = amax_over(x_RI, 1), None if gathered else amax_over(weight_EOI, (1, 2))
+        if self.group is not None:
+            amax_R, amax_E = self._agree(self.group, amax_R, amax_E)
+        return _Grouped.apply(x_RI, amax_R, weight_EOI, amax_E, gathered, counts)
+
+    def _agree(
+        self, group: ProcessGroup, amax_R: torch.Tensor, amax_E: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The largest magnitudes of whole rows and weights, of which ranks hold parts, in one message."""
+        parts = ([amax_R] if self.part else []) + ([] if amax_E is None else [amax_E])
+        if not parts:
+            return amax_R, None
+        largest = max_over_ranks(torch.cat([part.flatten() for part in parts]), [group])
+        found = [x.view_as(part) for x, part in zip(largest.split([p.numel() for p in parts]), parts, strict=True)]
+        return found[0] if self.part else amax_R, None if amax_E is None else found[-1]
 
 
 def enable_fp8(modules: Iterable[nn.Module], group: ProcessGroup | None = None) -> None:
@@ -138,8 +150,4 @@ def enable_fp8(modules: Iterable[nn.Module], group: ProcessGroup | None = None) 
     for experts in (part for module in modules for part in module.modules() if isinstance(part, Experts)):
         for kind, linear in experts.named_children():
             if isinstance(linear, GroupedLinear):
-                linear.product = _grouped_over(group, kind == "down")
-
-
-def _grouped_over(group: ProcessGroup | None, part: bool) -> Any:
-    return lambda x_RI, weight_EOI, counts: grouped(x_RI, weight_EOI, counts, group, part)
+                linear.product = Fp8Grouped(group, kind == "down")
