@@ -105,9 +105,9 @@ def small_sums(b: Batch, elements: Mapping[str, Array]) -> list[Op]:
             # A shard's gradient is as wide as the shard, which is its own master.
             wide = np.where((b.zero >= 1) & (b.size(group.shard) > 1), b.kept_bytes, b.grad_bytes)
             reduce("sum-tied" if axis == "ends" else "sum-partial", axis, elements[axis] * wide)
-    for group, split in (("dense", "tp"), ("expert", "expert_tp")):
-        for axis in (DATA_AXES[group].shard, split):
-            reduce(FP8_SCALES[group], axis, elements.get(FP8_SCALES[group], 0.0) * 4.0, "optimizer")
+    for family, split in (("dense", "tp"), ("expert", "expert_tp")):
+        for axis in (DATA_AXES[family].shard, split):
+            reduce(FP8_SCALES[family], axis, elements.get(FP8_SCALES[family], 0.0) * 4.0, "optimizer")
     reduce("sum-loads", "stage", elements.get("stage", 0.0) * 8.0)
     reduce("worst-load", "pp", 32.0 * bool(b.model.experts), "optimizer")
     together = np.equal(b.average_every, 0)
