@@ -61,6 +61,26 @@ def test_what_a_row_leaves_open_is_chosen_by_the_published_count(changes, expect
     assert found.total == pytest.approx(count, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("params", "vocab"), [("6.7e9", 50304), ("6.6e9", 32000), ("6.59e9", 32000), ("7.0e9", 128256)]
+)
+def test_the_vocabulary_is_the_first_whose_count_rounds_to_the_published_one(params, vocab):
+    """GPT with 4096 × 32 has 6.67e9, 6.59e9 and 6.98e9 parameters with these vocabularies: all but the last within 2% of 6.6e9."""
+    found = model(model="GPT", ffn_hidden="16384", vocab="", params=params)
+    assert (found.vocab, found.activation, found.positions) == (vocab, "gelu", "learned")
+    digits = len(params.removesuffix("e9").replace(".", "")) - 1
+    assert round(found.total / 1e9, digits) == float(params.removesuffix("e9"))
+
+
+def test_virtual_stages_that_a_source_publishes_beside_its_table_are_read():
+    row = {"file": "nvidia_dgxc_benchmarking", "model": "Nemotron-4-340B", "tp": "8", "pp": "8", "dp": "", "gpus": "256", "global_batch": "64",
+           "layers": "96", "hidden": "18432", "ffn_hidden": "73728", "heads": "96", "kv_heads": "8", "vocab": "256000"}  # fmt: skip
+    read = apply_readings(case(**row)).plan
+    assert (read.schedule, read.virtual) == ("interleaved", 12)
+    for changes in ({"vpp": "1"}, {"pp": "4"}, {"file": "invented"}):
+        assert apply_readings(case(**(row | changes))).plan.schedule == "1f1b"
+
+
 def test_a_shape_that_misses_the_published_count_is_refused_with_both_numbers():
     found = case(params="13e9")
     assert "13B are published" in found.refused

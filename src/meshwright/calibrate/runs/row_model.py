@@ -3,7 +3,8 @@
 The name of the row is compared with the names of the catalog. A variant ("layers reduced", other experts) keeps the entry's architecture and
 takes the row's numbers. A name that the catalog does not have becomes a transformer of the row's layers, hidden width, heads and FFN. What a row
 leaves open (SwiGLU or GELU, tied embeddings, learned positions, FFN width, vocabulary) is chosen so that the shape has the published number of
-parameters: the usual choice first, then others. If no choice comes within 2% of it, the row is refused.
+parameters: the first choice, in the order of how usual they are, whose number of parameters rounds to the published one; if there is none, the
+first within 2% of it. If there is none either, the row is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MODEL_COLUMNS = (
     "seq_len",
 )
 TOLERANCE = 0.02  # of the published number of parameters
-EXACT = 0.001  # a choice this close to the published number is taken before the usual one
+EXACT = 0.001  # a published number is not more exact than this
 ALIASES = (  # canonical name → catalog entry, where the two are written differently
     (r"opt175b", "gpt3-175b"),
     (r"llama3\|405b", "llama3.1-405b"),
@@ -58,7 +59,7 @@ def read_model(c: Case) -> Model:
     """The model of a row, with the assumptions added to the case."""
     r, name = c.row, c.row["model"].lower()
     published = {key: integer(r[key]) for key in ("layers", "hidden", "heads", "vocab") if integer(r[key])}
-    count = _parameters(r["params"])
+    count, rounding = _parameters(r["params"]), _rounding(r["params"])
     base = catalog_entry(name)
     if re.search(ENCODER_DECODER, name):
         raise refusal("a model of encoder and decoder cannot be described: its layers attend to two sequences")
@@ -76,7 +77,7 @@ def read_model(c: Case) -> Model:
         raise refusal("the shape of the model is not published")
     if re.search(HYBRID, name) or (base and shape.pattern):
         raise refusal(f"the pattern of layer kinds of {r['model']} is not published")
-    return _built(c, published, name, count)
+    return _built(c, published, name, count, rounding)
 
 
 def canonical(name: str) -> str:
@@ -117,6 +118,15 @@ def _parameters(text: str) -> float | None:
     value = number(text.replace(",", ""))
     unit = re.search(r"\d\s*([kmbt])\b", text.lower())
     return None if not value else value * {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[unit[1]] if unit else value
+
+
+def _rounding(text: str) -> float:
+    """How far a published number may be from the true one, relative to it: half a unit of its last digit, between `EXACT` and `TOLERANCE`.
+    "6.2e9" is 0.8%: 6.25e9 parameters would have been published as "6.3e9"."""
+    digits = re.search(r"[\d.,]+", text)
+    figures = len(digits[0].replace(".", "").replace(",", "").lstrip("0")) if digits else 0
+    value = float(digits[0].replace(",", "").replace(".", "")) if digits and figures else 0.0
+    return min(max(0.5 / value, EXACT), TOLERANCE) if value else EXACT
 
 
 @dataclass(frozen=True)
@@ -167,7 +177,7 @@ def _variant(c: Case, shape: Model, published: dict[str, int]) -> Model:
     return shape.but(name=r["model"], **keep)
 
 
-def _built(c: Case, published: dict[str, int], name: str, count: float | None) -> Model:
+def _built(c: Case, published: dict[str, int], name: str, count: float | None, rounding: float) -> Model:
     """A transformer of the row's numbers: of the choices that the row leaves open, the usual one, or one that meets the published count."""
     found: list[tuple[float, Model, list[str]]] = []
     for fields, assumed in _choices(c, published, name, count is not None):
@@ -179,11 +189,11 @@ def _built(c: Case, published: dict[str, int], name: str, count: float | None) -
             continue
         error = abs(model.total / count - 1) if count else 0.0
         found.append((error, model, assumed))
-        if error <= EXACT:
+        if error <= rounding:
             break
     if not found:
         raise refusal("no shape of the row's numbers is a transformer")
-    near = [choice for choice in found if choice[0] <= EXACT] or [choice for choice in found if choice[0] <= TOLERANCE]
+    near = [x for x in found if x[0] <= rounding] or [x for x in found if x[0] <= TOLERANCE]
     if not near:
         assert count is not None
         raise _other_count(min(found, key=lambda choice: choice[0])[1], count)
@@ -201,7 +211,8 @@ def _other_count(model: Model, count: float) -> MeshwrightError:
 def _choices(
     c: Case, published: dict[str, int], name: str, counted: bool
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """The fields of the shapes that fit the row, the usual one first, each with what it assumes; one only if the row has no parameter count."""
+    """The fields of the shapes that fit the row, the usual one first, each with what it assumes; one only if the row has no parameter count.
+    The vocabulary changes first: neither the name nor the source of a row says anything of it, as they do of the architecture."""
     r, hidden = c.row, published["hidden"]
     heads = published.get("heads") or max(1, hidden // 128)
     kv_heads = [integer(r["kv_heads"]) or heads]
@@ -213,8 +224,8 @@ def _choices(
     vocabularies = [published["vocab"]] if "vocab" in published else list(VOCABULARIES)
     gated = bool(re.search(GATED, name))
     kinds = [gated, not gated] if counted else [gated]
-    options = product(vocabularies, plain, kv_heads, kinds, (False, True), (False, True))
-    for vocab, ffn, kv, is_gated, other_tie, other_positions in options:
+    options = product(plain, kv_heads, kinds, (False, True), (False, True), vocabularies)
+    for ffn, kv, is_gated, other_tie, other_positions, vocab in options:
         fields: dict[str, Any] = {
             "name": r["model"],
             "layers": published["layers"],
