@@ -1,6 +1,7 @@
 """A stack adjusted to the user's runs: predictions are centred, the file is accepted by every command, bad input is refused."""
 
 import json
+import math
 
 import pytest
 
@@ -39,13 +40,15 @@ def predicted(path, stack=""):
     return api.estimate(plan=path, stack=stack).prediction
 
 
-def test_one_run_centres_its_own_prediction_and_moves_others(tmp_path):
+def test_runs_that_agree_centre_predictions_and_one_run_moves_them_less(tmp_path):
     a, b = written(tmp_path, "a.toml"), written(tmp_path, "b.toml", dp=4, tp=2, micro=2)
-    slow = 1.25
+    slow, moves = 1.25, []
     rate = predicted(a).tokens_per_s / slow
-    result = adjusted(measured_runs([a], [str(rate)], [], ""))
-    old, new = result.predicted_before[0], result.predicted_after[0]
-    assert abs(new / (old * slow) - 1) < 0.75 * abs(1 / slow - 1)  # a quarter off or more
+    for count in (1, 2, 5):
+        result = adjusted(measured_runs([a] * count, [str(rate)] * count, [], ""))
+        moves.append(math.log(result.predicted_after[0] / result.predicted_before[0]) / math.log(slow))
+    assert 0.1 < moves[0] < moves[1] < moves[2] < 1
+    assert moves[2] > 0.7
     stack = tmp_path / "stack.toml"
     stack.write_text(result.to_toml())
     assert predicted(b, str(stack)).step_time_s > 1.03 * predicted(b).step_time_s

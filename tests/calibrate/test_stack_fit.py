@@ -5,6 +5,7 @@ import pytest
 
 from meshwright.calibrate.runs import bands, fit_file, left_out, outcomes, published, stack_fit
 from meshwright.calibrate.runs.left_out import leave_out
+from meshwright.calibrate.runs.posterior import posterior
 from meshwright.calibrate.runs.response import NUMBERS, Response, fields_of, grid, numbers_of, step_times
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, TYPICAL, UNCERTAIN, Normal, evidence
 from meshwright.describe import catalog
@@ -88,9 +89,38 @@ def test_the_numbers_of_generated_runs_are_recovered(response):
     """Many exact runs: predictions with the posterior mean are right to a third of the noise, whatever combination of
     numbers explains them."""
     prior = Normal.of(TYPICAL, BETWEEN_STACKS + BETWEEN_SOURCES)
-    posterior = prior * evidence(response, exact(TRUE), prior)
-    before, after = (np.abs(response.log_time(x) - exact(TRUE)) for x in (TYPICAL, posterior.mean))
+    found = prior * evidence(response, exact(TRUE), prior)
+    before, after = (np.abs(response.log_time(x) - exact(TRUE)) for x in (TYPICAL, found.mean))
     assert after.max() < 0.3 * before.max()
+
+
+def test_one_run_moves_less_than_runs_that_agree_and_those_more_than_runs_that_do_not(response):
+    """How far a source is from its stack is learned from its runs. Where the offsets of runs are all +15%, they are followed; where they
+    cancel, or where there is one run only, little of them is."""
+    prior = Normal.of(TYPICAL, BETWEEN_STACKS + BETWEEN_SOURCES)
+    expected = response.log_time(TYPICAL)
+
+    def moved(offsets, update):
+        seen = response.take(np.arange(len(offsets)))
+        x = update(seen, expected[: len(offsets)] + np.array(offsets), prior).mean
+        return float(np.mean(response.log_time(x) - expected))
+
+    def at_once(*arguments):
+        return arguments[2] * evidence(*arguments)
+
+    one, agreeing, cancelling = [0.15], [0.15] * 5, [0.15, -0.15, 0.15, -0.15, 0.15]
+    assert 0 < moved(one, posterior) < 0.6 * moved(one, at_once)
+    assert moved(agreeing, posterior) > 0.6 * moved(agreeing, at_once)
+    assert moved(agreeing, posterior) > 2 * moved(one, posterior)
+    assert abs(moved(cancelling, posterior)) < abs(moved(cancelling, at_once))
+
+
+def test_a_mixture_has_the_mean_and_the_spread_of_its_parts(response):
+    prior = Normal.of(TYPICAL, BETWEEN_STACKS + BETWEEN_SOURCES)
+    found = posterior(response, exact(TRUE), prior)
+    assert np.linalg.eigvalsh(found.covariance).min() > 0
+    assert np.all(np.diag(found.covariance) <= np.diag(prior.covariance) * (1 + 1e-9))
+    assert posterior(response.take(np.arange(0)), np.array([]), prior) is prior
 
 
 def test_a_stalled_run_moves_little(response):

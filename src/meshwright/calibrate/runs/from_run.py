@@ -2,7 +2,8 @@
 
     prior        the stack's numbers in another source (`stack_fit`): wide for the typical stack, narrower for one with published runs; for a
                  stack file of an earlier calibration its own distribution, so that runs can be added one at a time
-    likelihood   the measured step times, with the noise and the robust weights of `stack_fit`: one odd run moves little
+    likelihood   the measured step times, with the noise and the robust weights of `stack_fit`; `posterior` averages over how far the source is
+                 from its stack and how noisy its runs are, so one run moves little and several that agree move more
     memory       the allocator's slack moves by half of what the measured peak differs, within its limits
 
 The result is a stack with the posterior means and their covariance. Every command accepts its file as --stack FILE.
@@ -18,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.calibrate.runs.posterior import SCALES, posterior
 from meshwright.calibrate.runs.response import NUMBERS, Response, doubt_of, fields_of, grid, numbers_of, step_times
-from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, Normal, evidence
+from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, Normal
 from meshwright.cost.predict import predict
 from meshwright.describe.config import Config, configure, load
 from meshwright.describe.result import GIB
@@ -148,14 +150,13 @@ def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
     points = grid()
     response = Response.of([_times(run, stack, points) for run in runs], [_doubt(run, stack) for run in runs])
     measured = np.log([run.step_time for run in runs])
-    prior = prior_of(stack)
-    posterior = prior * evidence(response, measured, prior)
-    fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(posterior.mean, stack).items()}
+    found = posterior(response, measured, prior_of(stack), (1.0,) if stack.evidence == "calibrated" else SCALES)
+    fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(found.mean, stack).items()}
     after = stack.but(
         **fields,
         name=name or f"{stack.name}-calibrated",
         evidence="calibrated",
-        covariance=tuple(float(f"{x:.6g}") for x in posterior.covariance.ravel()),
+        covariance=tuple(float(f"{x:.6g}") for x in found.covariance.ravel()),
         allocator_slack=_slack(runs, stack),
         source=f"{stack.name}, adjusted to {len(runs)} measured run{'s' * (len(runs) > 1)}",
     )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibrate.runs.outcomes import Outcome
+from meshwright.calibrate.runs.posterior import posterior
 from meshwright.calibrate.runs.response import Response, doubt_of
 from meshwright.calibrate.runs.rows import Case, number
 from meshwright.calibrate.runs.stack_fit import Fit, Leaf, Normal, evidence, fit
@@ -171,11 +172,11 @@ def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
         part, truth = response.take(leaf.runs), measured[leaf.runs]
         out.named[leaf.runs] = any(a.family == leaf.family and a.source != leaf.source for a in leaves)
         out.source[leaf.runs] = part.log_time(prior.mean) - truth
-        out.fitted[leaf.runs] = part.log_time(posterior(part, truth, prior).mean) - truth
+        out.fitted[leaf.runs] = part.log_time((prior * evidence(part, truth, prior)).mean) - truth
         models = np.array([shape_key(runs[k]) for k in leaf.runs])
         for name in sorted(set(models)):
             seen, unseen = models != name, models == name
-            x = posterior(part.take(seen), truth[seen], prior).mean
+            x = (prior * evidence(part.take(seen), truth[seen], prior)).mean
             out.model[leaf.runs[unseen]] = part.take(unseen).log_time(x) - truth[unseen]
         for count in SEEN:
             out.calibrated[leaf.runs] = -_after(part, truth, prior, count, random)
@@ -187,10 +188,6 @@ def responses(runs: list[Outcome]) -> tuple[list[np.ndarray], list[float]]:
     """The seconds of each run at the points of the grid, and its doubt."""
     known = [(o.times, doubt_of(o.prediction, o.case.cluster)) for o in runs if o.prediction and o.case.cluster]
     return [times for times, _ in known if times is not None], [doubt for _, doubt in known]
-
-
-def posterior(response: Response, measured: np.ndarray, prior: Normal) -> Normal:
-    return prior * evidence(response, measured, prior)
 
 
 def _after(

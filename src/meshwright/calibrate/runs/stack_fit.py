@@ -130,17 +130,26 @@ class Fit:
         return product([self.typical, *messages])
 
 
-def evidence(response: Response, measured: np.ndarray, prior: Normal, most: float = MOST_RUNS) -> Normal:
-    """What runs say of their numbers: the likelihood around the most probable numbers under the prior. `measured`: ln seconds."""
+def evidence(
+    response: Response,
+    measured: np.ndarray,
+    prior: Normal,
+    noise: float = 1.0,
+    trust: np.ndarray | None = None,
+    steps: int = NEWTON,
+) -> Normal:
+    """What runs say of their numbers: the likelihood around the most probable numbers under the prior, which Newton's method finds in at most
+    `steps`. `measured`: ln seconds. `noise`: a factor on `NOISE`. `trust`: the credibility of each run, if it is known."""
     if not len(measured):
         return Normal.flat()
     x = prior.mean
     found = Normal.flat()
-    trust = credibility(response, measured, prior) * min(1.0, most / len(measured))
-    for _ in range(NEWTON):
+    trust = credibility(response, measured, prior) if trust is None else trust
+    trust = trust * min(1.0, MOST_RUNS / len(measured))
+    for _ in range(steps):
         value, slope = response.with_gradient(x)
         error = value - measured
-        precision_of_run = weights(response, error, slope) * trust
+        precision_of_run = weights(response, error, slope, noise) * trust
         precision = slope.T @ (precision_of_run[:, None] * slope)
         found = Normal(precision, precision @ x - slope.T @ (precision_of_run * error))
         before, x = x, (prior * found).mean
@@ -160,20 +169,16 @@ def credibility(response: Response, measured: np.ndarray, prior: Normal) -> np.n
     return 1 / (1 + ((error - usual) / (DOUBT * expected)) ** 4)
 
 
-def variance(response: Response, slope: np.ndarray) -> np.ndarray:
+def variance(response: Response, slope: np.ndarray, noise: float = 1.0) -> np.ndarray:
     """The variance of ln seconds that no number of a stack explains: of all runs, of experts and of the device (`Response.doubt`), and of
     what a run spends on communication and on its host, whose shares are its responses to these numbers."""
-    return (
-        NOISE[0] ** 2
-        + response.doubt**2
-        + (NOISE[1] * slope[:, NUMBERS.index("network")]) ** 2
-        + (NOISE[2] * slope[:, 0]) ** 2
-    )
+    communication, host = NOISE[1] * slope[:, NUMBERS.index("network")], NOISE[2] * slope[:, 0]
+    return noise**2 * (NOISE[0] ** 2 + communication**2 + host**2) + response.doubt**2
 
 
-def weights(response: Response, error: np.ndarray, slope: np.ndarray) -> np.ndarray:
+def weights(response: Response, error: np.ndarray, slope: np.ndarray, noise: float = 1.0) -> np.ndarray:
     """Precision of each run, robust: that of Student's t with `FREEDOM` degrees, for which a stalled run has little weight."""
-    spread = variance(response, slope)
+    spread = variance(response, slope, noise)
     return (FREEDOM + 1) / (FREEDOM + error**2 / spread) / spread
 
 
