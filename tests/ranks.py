@@ -17,7 +17,8 @@ from meshwright.training.launch import local
 
 # What the modules of tests import, once in the forkserver instead of in every rank; ignored where it is missing.
 local.PRELOAD += ["meshwright.proof.trace", "meshwright.training.worker", "meshwright.training.run"]
-local.PRELOAD += ["pytest", "hypothesis", "transformers.models.llama.modeling_llama"]
+local.PRELOAD += ["pytest", "hypothesis"]
+local.PRELOAD += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral", "vit")]
 SILENCE_S = 25.0
 GROUP_TIMEOUT_S = 15.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ MODULES = {
 }
 
 
+@cache
 def imported(name: str) -> set[str]:
     """Every module named by an import anywhere in a module, in functions too."""
     path, found = MODULES[name], set()

@@ -10,7 +10,6 @@ from figures.figure import half_unit, number, rows
 from figures.page import TEXTS, counts
 
 PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
-EVERY = figures()
 
 
 def test_the_page_equals_the_generated_one():
@@ -19,20 +18,20 @@ def test_the_page_equals_the_generated_one():
 
 
 def test_every_verdict_follows_from_its_numbers():
-    assert [f"{f.text} {f.place} {f.claim}: {f.expected}" for f in EVERY if f.verdict != f.expected] == []
+    assert [f"{f.text} {f.place} {f.claim}: {f.expected}" for f in figures() if f.verdict != f.expected] == []
 
 
 def test_every_convention_is_named_and_every_wrong_figure_has_a_reason():
-    assert all(bool(f.convention) == (f.verdict == "convention") == (f.by_convention is not None) for f in EVERY)
-    assert [f.claim for f in EVERY if f.verdict == "wrong" and not f.remark] == []
+    assert all(bool(f.convention) == (f.verdict == "convention") == (f.by_convention is not None) for f in figures())
+    assert [f.claim for f in figures() if f.verdict == "wrong" and not f.remark] == []
 
 
 def test_all_five_texts_are_checked():
-    counted = {text: sum(f.text == text for f in EVERY) for text in TEXTS}
+    counted = {text: sum(f.text == text for f in figures()) for text in TEXTS}
     assert all(n >= 15 for n in counted.values())
-    assert sum(counted.values()) == len(EVERY) > 300
-    assert len({(f.text, f.place, f.claim) for f in EVERY}) == len(EVERY)
-    assert all(f.error == pytest.approx(0, abs=0.35) for f in EVERY if f.verdict in ("holds", "bound"))
+    assert sum(counted.values()) == len(figures()) > 300
+    assert len({(f.text, f.place, f.claim) for f in figures()}) == len(figures())
+    assert all(f.error == pytest.approx(0, abs=0.35) for f in figures() if f.verdict in ("holds", "bound"))
 
 
 # Computed by hand: (text, words of the claim) → the right value.
@@ -50,7 +49,7 @@ KNOWN = {
 
 @pytest.mark.parametrize(("text", "words"), KNOWN, ids=str)
 def test_known_figures(text, words):
-    found = [f for f in EVERY if f.text == text and words in f.claim]
+    found = [f for f in figures() if f.text == text and words in f.claim]
     assert len(found) == 1
     assert found[0].ours == pytest.approx(KNOWN[text, words], rel=2e-3)
 
@@ -67,7 +66,7 @@ RECHECKED = {
 
 @pytest.mark.parametrize(("text", "words"), RECHECKED, ids=str)
 def test_verdicts_of_bounds_and_conventions(text, words):
-    found = {f.verdict for f in EVERY if f.text == text and words in f.claim}
+    found = {f.verdict for f in figures() if f.text == text and words in f.claim}
     assert found == {RECHECKED[text, words]}
 
 
@@ -125,7 +124,7 @@ def test_the_page_names_the_texts_and_counts_the_verdicts():
     page = markdown()
     assert all(f"## {title}\n" in page for title, _ in TEXTS.values())
     assert "seed" not in page
-    assert counts(EVERY) in page
+    assert counts(figures()) in page
     assert "| holds by another convention | 20: ~2D, as the sentence before says; 2(N−1)/N · D |" in page
 
 

@@ -3,10 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
@@ -36,6 +32,11 @@ def _(a, b, scale):
 
 def saved_bytes(precision, monkeypatch):
     """Bytes that the graph of a layer saves, without weights and without what it saves for each token only."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
     net = build(MODEL, range(1)).to(torch.bfloat16)
     materialise(net, "cpu")
     for p in net.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,7 @@ WANTED = {
     "deepseek-v2",
     "deepseek-v3",
 }
-RESULTS = {name: studies.evaluate(name) for name in studies.CASES}
-PAGES = view.pages()
+evaluate, pages = cache(studies.evaluate), cache(view.pages)  # once, and not when tests are collected
 
 
 def test_all_cases_are_there() -> None:
@@ -51,12 +51,12 @@ def test_a_case_lists_published_values_assumptions_and_sources(name: str) -> Non
 
 @pytest.mark.parametrize("name", studies.CASES)
 def test_our_values_have_the_published_order_of_magnitude(name: str) -> None:
-    for row in RESULTS[name].rows:
+    for row in evaluate(name).rows:
         assert 0.6 < row.ratio < 1.5, f"{row.what}: published {row.published}, ours {row.ours}"
 
 
 def test_most_published_figures_are_in_our_band() -> None:
-    rows = [row for r in RESULTS.values() for row in r.rows]
+    rows = [row for r in map(evaluate, studies.CASES) for row in r.rows]
     assert sum(row.within for row in rows) >= 0.7 * len(rows)
 
 
@@ -82,7 +82,7 @@ def test_a_published_plan_for_gpt3_does_not_fit() -> None:
     case = studies.load("gpt3")
     seeds = case.config.plan.but(pp=8, replicate=16)
     assert not studies.estimated(case, seeds).prediction.fits
-    assert RESULTS["gpt3"].estimate.prediction.fits
+    assert evaluate("gpt3").estimate.prediction.fits
 
 
 def test_gpt3_data_parallel_volume() -> None:
@@ -114,7 +114,7 @@ def test_palm_runs_without_a_pipeline_on_two_pods() -> None:
 
 
 def test_days_and_gpu_hours_follow_from_the_step_time() -> None:
-    r = RESULTS["bloom"]
+    r = evaluate("bloom")
     steps = 366e9 / (2048 * 2048)
     assert r.days == pytest.approx(steps * step(r.estimate) / 86400)
     assert studies.gpu_hours(r.estimate) == pytest.approx(r.days * 24 * 384)
@@ -122,7 +122,7 @@ def test_days_and_gpu_hours_follow_from_the_step_time() -> None:
 
 def test_gains_sum_to_the_difference() -> None:
     case = studies.load("llama-65b")
-    was, now = RESULTS["llama-65b"].estimate, studies.estimated(case, case.config.plan.but(recompute="full"))
+    was, now = evaluate("llama-65b").estimate, studies.estimated(case, case.config.plan.but(recompute="full"))
     gains = studies.gains(was, now, least=0.0)
     assert sum(s for _, s in gains) == pytest.approx(step(was) - step(now))
     assert gains[0][0] == "recompute"
@@ -130,7 +130,7 @@ def test_gains_sum_to_the_difference() -> None:
 
 
 def test_verdicts() -> None:
-    r = RESULTS["llama-65b"]
+    r = evaluate("llama-65b")
     over = studies.estimated(r.case, r.case.config.plan.but(microbatch=8))
     assert f"{over.prediction.memory_gib:.0f} of" in studies.verdict(over, r.estimate)
     assert "within 1%" in studies.verdict(r.estimate, r.estimate)
@@ -139,7 +139,7 @@ def test_verdicts() -> None:
 
 
 def test_as_dict_is_json() -> None:
-    for r in RESULTS.values():
+    for r in map(evaluate, studies.CASES):
         data = json.loads(json.dumps(r.as_dict(), allow_nan=False))
         assert data["step_time_s"] == pytest.approx(step(r.estimate))
         assert Plan(**data["plan"]) == r.estimate.plan
@@ -152,21 +152,21 @@ def test_an_unknown_case_suggests_a_similar_one() -> None:
     assert "gpt3" in error.value.fix
 
 
-@pytest.mark.parametrize("name", sorted(PAGES))
+@pytest.mark.parametrize("name", sorted(f"{name}.md" for name in ("README", *studies.CASES)))
 def test_pages_equal_the_generated_ones(name: str) -> None:
     written = (DOCS / name).read_text("utf-8")
-    assert written == PAGES[name], "run `make pages`"
+    assert written == pages()[name], "run `make pages`"
 
 
 def test_there_is_no_page_without_a_case() -> None:
-    assert {path.name for path in DOCS.iterdir()} == set(PAGES)
+    assert {path.name for path in DOCS.iterdir()} == set(pages())
 
 
 # The planner's choice
 
 
 def test_the_choice_of_every_case_fits_and_is_not_slower() -> None:
-    for name, r in RESULTS.items():
+    for name, r in zip(studies.CASES, map(evaluate, studies.CASES), strict=True):
         assert r.choice is not None, name
         assert r.choice.prediction.fits, name
         assert step(r.choice) <= step(r.estimate), name
@@ -179,7 +179,7 @@ def test_the_stored_choice_matches_the_search(name: str) -> None:
     """A stored choice may be another plan within 1%, but not slower."""
     found = studies.choose(name)
     assert found is not None
-    now, was = step(studies.estimated(studies.load(name), found)), RESULTS[name].choice
+    now, was = step(studies.estimated(studies.load(name), found)), evaluate(name).choice
     assert was is not None
     assert now == pytest.approx(step(was), rel=0.01), (
         "run `python -m meshwright.planner.cases.studies src/meshwright/planner/cases/case_choices.toml`"

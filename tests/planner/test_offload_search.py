@@ -38,6 +38,11 @@ def problem(name: str) -> Space:
 
 
 @cache
+def frames_of(name: str):
+    return search(problem(name)).frames
+
+
+@cache
 def every_plan(name: str, kind: str):
     where = offloading(problem(name), kind)
     one = Search(where, np.inf)
@@ -48,7 +53,7 @@ def every_plan(name: str, kind: str):
 def test_the_search_below_a_time_finds_what_costing_every_plan_finds(name, kind):
     where, rows = problem(name), every_plan(name, kind)
     limit = float(np.quantile(rows.memory, 0.3))
-    frames = search(where).frames
+    frames = frames_of(name)
     fitting = rows.take(rows.memory <= limit)
     enough = 1.05 * float(fitting.high.min())
     there = offloading(where, kind)
@@ -63,7 +68,7 @@ def test_the_search_below_a_time_finds_what_costing_every_plan_finds(name, kind)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_no_plan_that_offloads_beats_the_bounds_of_its_frame(name, kind):
     where, rows = offloading(problem(name), kind), every_plan(name, kind)
-    frames = bounds.reused(where, search(problem(name)).frames)
+    frames = bounds.reused(where, frames_of(name))
     keys = ("tp", "cp", "pp", "dp", "ep", "etp", "recompute", "sp", "cp_kind")
     best = {}
     for i, key in enumerate(zip(*(rows.columns[k].tolist() for k in keys), strict=True)):

@@ -348,7 +348,7 @@ class Layout(NamedTuple):
 def layers_of(model: str, plan: Plan) -> int:
     """Two layers if the model is not cut into stages: a first and a last layer are sufficient."""
     layers = MODELS[model].layers
-    return 2 if layers == 4 and plan.pp == 1 and plan.recompute_every == 1 else layers
+    return 2 if layers in (3, 4) and plan.pp == 1 and plan.recompute_every == 1 else layers
 
 
 def workload_of(plan: Plan, whole: bool = False) -> Workload:

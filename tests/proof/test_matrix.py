@@ -1,6 +1,7 @@
 """Every layout of the matrix trains what one device trains (loss, norm, every gradient, every parameter, in float64) and
 issues the lowered collectives."""
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 
@@ -44,16 +45,24 @@ def train_on_one(jobs):
     return [halves[i % 2][i // 2] for i in range(len(jobs))]
 
 
+@cache
+def sets():
+    """The set of each layout: layouts that train in the same processes have the same world size and preparation and are all daily or none;
+    at most `TOGETHER`. A refused layout is a set of one."""
+    same = defaultdict(list)
+    for layout in ALL:
+        alone = layout if layout in REFUSED else None
+        same[layout.plan.world, layout.prepare, layout in DAILY, alone].append(layout)
+    found = {}
+    for (world, *_), every in same.items():
+        for start in range(0, len(every), TOGETHER[world]):
+            together = tuple(every[start : start + TOGETHER[world]])
+            found |= dict.fromkeys(together, together)
+    return found
+
+
 def companions(layout):
-    """Layouts that train in the same processes: the same world size and preparation, all daily or none, at most `TOGETHER`."""
-
-    def key(layout):
-        return layout.plan.world, layout.prepare, layout in DAILY
-
-    same = [other for other in ALL if key(other) == key(layout) and (other not in REFUSED or other == layout)]
-    size = TOGETHER[layout.plan.world]
-    start = same.index(layout) // size * size
-    return tuple(same[start : start + size])
+    return sets()[layout]
 
 
 @cache
