@@ -13,14 +13,13 @@ TRUE = {
 }  # fmt: skip
 
 
-def point(kind: str, shape: dict[str, float], seconds: float = 1.0) -> DevicePoint:
-    return DevicePoint(
-        kind=kind, shape=shape, work=1.0, unit="launch", median_s=seconds, low_s=seconds, high_s=seconds, samples=1
-    )
+def point(kind: str, shape: dict[str, float], seconds: float = 1.0, dtype: str = "fp32") -> DevicePoint:
+    times = {"median_s": seconds, "low_s": seconds, "high_s": seconds, "samples": 1}
+    return DevicePoint(kind=kind, dtype=dtype, shape=shape, work=1.0, unit="launch", **times)
 
 
-def synthetic(factor: float = 1.0) -> list[DevicePoint]:
-    """Points that follow the model exactly, with the constants of `TRUE`."""
+def synthetic(factor: float = 1.0, dtype: str = "fp32") -> list[DevicePoint]:
+    """Points that follow the model exactly, with the constants of `TRUE`. Updates are those of fp32 masters."""
     shapes = [(part, size) for part in device_fit.PARTS for size in SIZES]
     shapes += [
         ("linear", {"m": m, "n": n, "k": k})
@@ -40,14 +39,15 @@ def synthetic(factor: float = 1.0) -> list[DevicePoint]:
     }
     out = []
     for kind, shape in shapes:
-        f = device_fit.features(point(kind, shape))
         updates = kind == "optimizer"
+        measured_in = "fp32" if updates else dtype
+        f = device_fit.features(point(kind, shape, dtype=measured_in))
         flop = TRUE["attention_flop" if kind == "attention" else "flop"]
         seconds = f.launches * TRUE[launches.get(kind, "launch")]
         seconds += f.other_launches * TRUE["update_launch" if updates else "launch"]
         seconds += f.flops * flop + f.bytes * TRUE["update_byte" if updates else "byte"]
         seconds += f.exponentials * TRUE["exponential"]
-        out.append(point(kind, shape, factor * seconds))
+        out.append(point(kind, shape, factor * seconds, measured_in))
     return out
 
 

@@ -223,7 +223,9 @@ def train(
         check(config, steps, folder)
         if folder is not None and resume is None:
             check_unused(folder)
-        machine = calibration.machine_measurement(config.plan.world, recalibrate=recalibrate, listen=announce)
+        machine = calibration.machine_measurement(
+            config.plan.world, config.plan.param_dtype, recalibrate=recalibrate, listen=announce
+        )
     return run_training(
         config,
         steps,

@@ -27,11 +27,25 @@ def seconds(config: Config) -> float:
     return predict(config.model, config.cluster, config.plan, config.workload, config.stack).step_time_s
 
 
-def test_a_fit_finds_the_constants_that_made_the_points() -> None:
-    found = device_fit.fit_device(synthetic())
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_a_fit_finds_the_constants_that_made_the_points(dtype: str) -> None:
+    found = device_fit.fit_device(synthetic(dtype=dtype))
     for name, value in TRUE.items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-6), name
     assert max(found.residuals.values()) < 1e-9
+
+
+def test_points_are_lowered_with_the_bytes_of_their_dtype() -> None:
+    wide, narrow = (device_fit.features(point("residual", SIZES[1], dtype=dtype)) for dtype in ("fp32", "bf16"))
+    assert (narrow.launches, narrow.bytes) == (wide.launches, wide.bytes / 2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_the_measured_dtype_has_the_measured_rate(dtype: str) -> None:
+    measured = measurement().but(dtype=dtype, operations=synthetic(dtype=dtype))
+    device = calibrated(measured).cluster.accelerator
+    assert device.peak[dtype] == pytest.approx(1 / (TRUE["flop"] * measured.sharing))
+    assert [d for d in ("fp32", "bf16", "fp64") if machine.is_measured_in(d, device.source)] == [dtype]
 
 
 def test_a_term_that_would_be_negative_is_left_out() -> None:

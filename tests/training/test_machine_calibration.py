@@ -10,6 +10,8 @@ import pytest
 from meshwright import api
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.comm.bench import interference
+from meshwright.comm.bench.device import DTYPES
+from meshwright.comm.bench.host_cases import cpu_cases
 from meshwright.comm.bench.interference import Moment, busy_seconds
 from meshwright.errors import MeshwrightError
 from meshwright.training.measure import calibration
@@ -42,10 +44,30 @@ def test_a_calibration_is_kept_for_its_user_only_and_found_again(cache: Path) ->
     assert calibration.machine_measurement(4) == made  # nothing is measured
 
 
-@pytest.mark.parametrize("changed", ["processor", "cores", "ranks", "torch", "python", "version", "threads", "device"])
+CHANGED = ["processor", "cores", "ranks", "dtype", "torch", "python", "version", "threads", "device"]
+
+
+@pytest.mark.parametrize("changed", CHANGED)
 def test_another_machine_or_library_measures_anew(changed: str) -> None:
     made = kept()
     assert calibration.read_cached({**made.key, changed: "another"}) is None
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_is_calibrated_in_its_dtype(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations are timed in the dtype of the parameters; the update, which works on masters, and top-k of summed gradients in fp32."""
+    asked = []
+
+    def measure(target: str, ranks: int, *args: object, **options: object) -> None:
+        asked.append((target, ranks, args))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration.local, "run", measure)
+    with pytest.raises(KeyboardInterrupt):
+        api.train(DEMO, set=[f"workload.precision={dtype}", f"plan.param_dtype={dtype}"])
+    assert asked == [(calibration.TARGET, 4, (dtype,))]
+    cases = {(case.kind, case.dtype) for case in cpu_cases(DTYPES[dtype])}
+    assert {kind for kind, other in cases if other} == ({"optimizer", "top-k"} if dtype == "bf16" else set())
 
 
 def test_a_busy_or_damaged_calibration_is_not_used(cache: Path) -> None:

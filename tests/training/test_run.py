@@ -12,6 +12,7 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
+from meshwright.training.measure.calibration import with_this_machine
 from meshwright.training.measure.measurement import Training, measure, predicted
 from meshwright.training.page import page, percent
 from meshwright.training.records import RankReport, StepRecord
@@ -19,6 +20,7 @@ from meshwright.training.run import run_training
 from meshwright.view.report import page as report_page
 from meshwright.view.tables import console
 from meshwright.view.watch import progress_display
+from synthetic_machine import measurement, synthetic
 
 MODEL = {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256, "tied": True}
 WORKLOAD = {"batch": 8, "seq": 16, "precision": "fp32"}
@@ -210,14 +212,29 @@ def test_a_measured_step_is_without_compilation(later, expected):
     assert ("left out above" in text.get()) == (not later)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_report_says_which_precision_was_not_calibrated(precision):
-    made = Config.from_parts(MODEL, "laptop", "gloo-cpu", {**WORKLOAD, "precision": precision}, FP32)
+@pytest.mark.parametrize(
+    ("precision", "calibrated", "says"),
+    [
+        ("fp32", "fp32", ""),
+        ("bf16", "bf16", ""),
+        ("bf16", "fp32", "not calibrated in bf16: it takes longer"),
+        ("fp8", "bf16", "in fp8 are emulated on a CPU: they take longer"),
+    ],
+)
+def test_a_report_says_which_precision_was_not_calibrated(precision, calibrated, says):
+    dtype = "bf16" if precision == "fp8" else precision
+    made = Config.from_parts(
+        MODEL, "laptop", "gloo-cpu", {**WORKLOAD, "precision": precision}, {**FP32, "param_dtype": dtype}
+    )
+    machine = measurement().but(dtype=calibrated, operations=synthetic(dtype=calibrated))
+    made = with_this_machine(made, machine)
     steps = [StepRecord(0, 5.0, 1.0, 128, 0.1)]
     training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], 1), predicted(made))
     with (out := console()).capture() as text:
         out.print(page(training, "here"))
-    assert ("calibrated in fp32: bf16 takes longer" in " ".join(text.get().split())) == (precision == "bf16")
+    shown = " ".join(text.get().split())
+    assert says in shown
+    assert ("than predicted" in shown) == bool(says)
 
 
 def test_bytes_saved_by_compression_are_shown():

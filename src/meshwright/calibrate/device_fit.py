@@ -17,7 +17,8 @@ The fits go part by part, each with the constants of the part before, weighted b
                                                   views take the host's time
     optimizer; ZeRO units                       → update_launch, update_byte, unit_launch, unit_hooks
 
-An update has a separate rate: it works in place, while other operators allocate their results.
+An update has a separate rate: it works in place, while other operators allocate their results. Points are measured in the dtype of the
+run, and their bytes are those of that dtype; an update of 16-bit parameters works on fp32 masters, so it is measured in fp32.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 
 from meshwright.calibrate.points import DevicePoint
 from meshwright.describe.catalog import load
+from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -81,22 +83,22 @@ def lowered(point: DevicePoint) -> list[Op]:
     """The operations of the step program that a measured point ran, forward and backward."""
     s = point.shape
     if point.kind == "linear":
-        low = _lowering(int(s["m"]), 16)
+        low = _lowering(point, int(s["m"]), 16)
         low.gemm("linear", "ffn", s["m"], s["n"], s["k"])
     elif point.kind == "attention":
-        low = _lowering(int(s["seq"]), int(s["heads"] * s["width"]), int(s["heads"]), int(s["batch"]))
+        low = _lowering(point, int(s["seq"]), int(s["heads"] * s["width"]), int(s["heads"]), int(s["batch"]))
         low.core(s["heads"])
     elif point.kind == "layer":
-        return layer_ops(int(s["width"]), int(s["tokens"] // s["sequences"]), int(s["sequences"]))
+        return layer_ops(int(s["width"]), int(s["tokens"] // s["sequences"]), int(s["sequences"]), point.dtype)
     elif point.kind == "tile":
         launches = {"F": s["operators"], "I": 0.0}
         phases = attention_tiles.tile_ops(s["batch"] * s["heads"], s["seq"], s["seq"], s["width"], s["width"], launches)
         return [op for ops in phases.values() for op in ops]
     elif point.kind == "optimizer":
-        low = _lowering(1, 16)
+        low = _lowering(point, 1, 16)
         return sync.optimizer(low.b, np.array([s["tensors"] * s["elements"]]), np.array([s["tensors"]]))
     else:
-        low = _lowering(int(s["tokens"]), int(s["width"]), max(1, int(s["width"]) // 16))
+        low = _lowering(point, int(s["tokens"]), int(s["width"]), max(1, int(s["width"]) // 16))
         size = s["tokens"] * s["width"] * low.element
         if point.kind == "norm":
             low.norm("norm")
@@ -113,13 +115,14 @@ def lowered(point: DevicePoint) -> list[Op]:
     return [op for ops in low.phases.values() for op in ops]
 
 
-def _lowering(seq: int, width: int, heads: int = 1, batch: int = 1) -> LayerLowering:
-    """The lowering of a layer of a given width, as `train` runs it on one CPU process."""
+def _lowering(point: DevicePoint, seq: int, width: int, heads: int = 1, batch: int = 1) -> LayerLowering:
+    """The lowering of a layer of a given width, as `train` runs it on one CPU process in the dtype of the point."""
+    dtype = point.dtype
     model = load("models", MODEL).but(hidden=width, heads=heads, kv_heads=heads, ffn=width, vocab=width)
-    workload = Workload(batch=batch, seq=seq, precision="fp32")
-    plan = Plan(microbatch=batch, param_dtype="fp32", master=False)
+    workload = Workload(batch=batch, seq=seq, precision=dtype)
+    plan = Plan(microbatch=batch, param_dtype=dtype, master=False)
     made = Batch.of([plan], model, workload, load("stacks", STACK))
-    return LayerLowering(made, model.blocks["dense"], 4.0, {})
+    return LayerLowering(made, model.blocks["dense"], DTYPE_BYTES[dtype], {})
 
 
 def layer_model(width: int, seq: int) -> Model:
@@ -129,10 +132,10 @@ def layer_model(width: int, seq: int) -> Model:
     return load("models", MODEL).but(**sizes, max_positions=seq)
 
 
-def layer_ops(width: int, seq: int, batch: int) -> list[Op]:
+def layer_ops(width: int, seq: int, batch: int, dtype: str = "fp32") -> list[Op]:
     """The operations of one layer, forward and backward, as `train` runs it on one CPU process."""
-    workload = Workload(batch=batch, seq=seq, precision="fp32")
-    plan = Plan(microbatch=batch, param_dtype="fp32", master=False)
+    workload = Workload(batch=batch, seq=seq, precision=dtype)
+    plan = Plan(microbatch=batch, param_dtype=dtype, master=False)
     program = step_program(layer_model(width, seq), plan, workload, load("stacks", STACK))
     return [op for phase in ("F", "I", "W") for op in program.blocks["dense", phase]]
 

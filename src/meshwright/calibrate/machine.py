@@ -53,6 +53,7 @@ class MachineMeasurement(Described):
     version: int = VERSION
     made: str = Field(default="", description="date and time, UTC")
     key: dict[str, str] = Field(default_factory=dict, description="hardware and libraries that it holds for")
+    dtype: str = Field(default="fp32", description="of the measured operations: that of the run")
     ranks: int = Field(ge=1)
     cores: float = Field(gt=0, description="cores that the ranks may use")
     busy_cores: float = Field(default=0.0, ge=0, description="cores that other processes used meanwhile")
@@ -75,8 +76,8 @@ class MachineMeasurement(Described):
         return self.busy_cores <= IDLE_SHARE * self.cores
 
 
-def accelerator(fit: DeviceFit, sharing: float, source: str) -> Accelerator:
-    """The device that one rank gets: its share of a core. Measured in fp32; 16-bit types are taken to be as fast, fp64 half as fast."""
+def accelerator(fit: DeviceFit, sharing: float, source: str, dtype: str = "fp32") -> Accelerator:
+    """The device that one rank gets: its share of a core. Measured in `dtype`; other types are taken to be as fast, fp64 half as fast."""
     plain = load("accelerators", ACCELERATOR)
     rate = rate_of(fit.flop * sharing)
     bandwidth = rate_of(fit.byte * sharing)
@@ -95,7 +96,7 @@ def accelerator(fit: DeviceFit, sharing: float, source: str) -> Accelerator:
         selection=fit.selection * sharing,
         source=source,
     )
-    peak = {dtype: rate / 2 if dtype == "fp64" else rate for dtype in plain.peak}
+    peak = {name: rate / 2 if name == "fp64" != dtype else rate for name in plain.peak}
     return plain.but(memory_bandwidth=bandwidth, peak=peak, efficiency=efficiency, source=source, checked=source)
 
 
@@ -165,7 +166,14 @@ def source_of(measured: MachineMeasurement) -> str:
     """A sentence about the origin of the constants."""
     busy = "" if measured.is_idle else f", while other processes used {measured.busy_cores:.1f} cores"
     ranks = f"{measured.ranks} process{'es' * (measured.ranks > 1)} at once on {measured.cores:g} cores"
-    return f"{MEASURED} at {measured.made}: operations and collectives of fixed sizes, {ranks}{busy}"
+    return (
+        f"{MEASURED} at {measured.made}: operations in {measured.dtype} and collectives of fixed sizes, {ranks}{busy}"
+    )
+
+
+def is_measured_in(dtype: str, source: str) -> bool:
+    """Whether constants with this origin were measured on operations in `dtype`."""
+    return source.startswith(MEASURED) and f"operations in {dtype} " in source
 
 
 def slowdown(ranks: int, cores: float, busy_cores: float) -> float:
@@ -185,7 +193,7 @@ def calibrated(
     """A cluster and a stack with the constants of this machine, while other processes keep `busy_cores` busy."""
     fit, slower = fit_device(measured.operations), slowdown(measured.ranks, measured.cores, busy_cores)
     source, stretch = source_of(measured), measured.sharing * slower
-    device = accelerator(fit, stretch, source).but(memory=cluster.accelerator.memory)
+    device = accelerator(fit, stretch, source, measured.dtype).but(memory=cluster.accelerator.memory)
     level = cluster.levels[0].but(size=max(measured.ranks, cluster.node_size), shared=False)
     found = cluster.but(accelerator=device, sharing=measured.sharing, source=source)
     if measured.collectives:

@@ -8,6 +8,7 @@ from math import isfinite
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshwright.calibrate.machine import is_measured_in
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.result import MEASURED_PARTS, Difference, part_label
 from meshwright.training.measure.measurement import Training, predicted
@@ -17,7 +18,6 @@ from meshwright.view.sparkline import sparkline
 from meshwright.view.tables import filled, heading
 
 PARTS = ("compute", *MEASURED_PARTS, "other")
-NARROW = ("bf16", "fp16", "fp8")  # not measured by a calibration on CPUs
 COMPUTE_OR_IDLE = ("compute", "bubble", "waiting")
 PART_NAMES = {axis: f"{axis}: {name}" for axis, name in COMMUNICATION.items()} | {
     "bubble": "bubble: waits for other stages",
@@ -30,8 +30,7 @@ def page(training: Training, folder: str = "") -> RenderableType:
     """The result of a run: loss, step time, expert balance, and the table of predicted and measured values."""
     m, p = training.measurement, training.prediction
     low, high = format_seconds(m.step_time_low_s), format_seconds(m.step_time_high_s)
-    dtype = training.config.workload.precision
-    fp8 = ", matrix products in fp8" if dtype == "fp8" else ""
+    fp8 = ", matrix products in fp8" if training.config.workload.precision == "fp8" else ""
     title = heading(training.config.plan.title(), f"{m.steps} steps, {m.warmup} of them warm-up{fp8}")
     loss = Text.assemble(("loss ", "dim"), f"{m.loss[0]:.3f} → {m.loss[-1]:.3f}  ", (sparkline(m.loss), "cyan"))
     step = Text.assemble(
@@ -55,13 +54,7 @@ def page(training: Training, folder: str = "") -> RenderableType:
         lines.append(Text(f"Loss is NaN or infinite from step {training.diverged_at} on", "bold red"))
     if training.interference is not None:
         lines += [Text(sentence, "yellow") for sentence in training.interference.sentences()]
-    if training.comparable and training.config.cluster.accelerator.name == "cpu" and dtype in NARROW:
-        lines.append(
-            Text(f"This machine was calibrated in fp32: {dtype} takes longer than predicted on most CPUs", "yellow")
-        )
-    if not training.comparable:
-        name = training.config.cluster.accelerator.name
-        lines.append(Text(f"The prediction is for {name}, the run used CPU processes: times do not compare", "yellow"))
+    lines += [Text(sentence, "yellow") for sentence in not_measured(training)]
     routers = [record.row() for record in training.steps if record.router]
     if routers:
         entropy = sparkline([row["router_entropy"] for row in routers])
@@ -72,6 +65,21 @@ def page(training: Training, folder: str = "") -> RenderableType:
     lines += compression_savings(training)
     tables = [difference_table(training.differences), *parts_table(training), *kernels_table(training)]
     return Group(*lines, *tables, *([Text(f"written to {folder}", "dim")] if folder else []))
+
+
+def not_measured(training: Training) -> list[str]:
+    """Why the prediction may be wrong for the device that ran: another device, or a dtype in which its operations were not measured."""
+    config, device = training.config, training.config.cluster.accelerator
+    if not training.comparable:
+        return [f"The prediction is for {device.name}, the run used CPU processes: times do not compare"]
+    if device.name != "cpu":
+        return []
+    if config.workload.precision == "fp8":
+        return ["Products in fp8 are emulated on a CPU: they take longer than predicted"]
+    dtype = config.plan.param_dtype
+    if dtype == "fp32" or is_measured_in(dtype, device.source):
+        return []
+    return [f"This machine was not calibrated in {dtype}: it takes longer than predicted on most CPUs"]
 
 
 def compilation(training: Training) -> list[str]:

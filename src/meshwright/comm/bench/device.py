@@ -39,10 +39,9 @@ def measure_device(
         seconds = {k: v / case.repeats for k, v in took.as_dict().items() if k.endswith("_s")}
         counts = {"samples": took.samples, "calls": took.calls}
         work, unit = amount_of_work(case)
-        precision = "fp8" if case.kind == "fp8-gemm" else dtype
         point = {
             "kind": case.kind,
-            "dtype": precision,
+            "dtype": case.dtype or dtype,
             "shape": dict(case.shape),
             "work": work,
             "unit": unit,

@@ -37,7 +37,7 @@ def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for m, n, k, fast in FP8_PRODUCTS:
         product = fp8_product_call(device, m, n, k, fast)
         if works(product):
-            yield Case("fp8-gemm", {"m": m, "n": n, "k": k}, 1, product)
+            yield Case("fp8-gemm", {"m": m, "n": n, "k": k}, 1, product, "fp8")
     for experts, m, n, k in GROUPED_PRODUCTS:
         product = grouped_product_call(device, dtype, experts, m, n, k)
         if works(product):

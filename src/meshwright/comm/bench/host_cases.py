@@ -53,12 +53,13 @@ def cpu_cases(dtype: torch.dtype) -> Iterator[Case]:
         tile = tile_call(dtype, batch, heads, seq, width)
         sizes = {"batch": float(batch), "heads": float(heads), "seq": float(seq), "width": float(width)}
         yield Case("tile", {**sizes, "operators": count_operators(tile)}, 1, tile)
-    values = torch.randn(SELECTED_FROM, dtype=dtype)
+    state, name = (dtype, "") if dtype.itemsize > 2 else (torch.float32, "fp32")  # masters and summed gradients
+    values = torch.randn(SELECTED_FROM, dtype=state)
     kept = SELECTED_FROM // 100
-    yield Case("top-k", {"elements": SELECTED_FROM}, 1, lambda: values.abs().topk(kept, sorted=False))
+    yield Case("top-k", {"elements": SELECTED_FROM}, 1, lambda: values.abs().topk(kept, sorted=False), name)
     for tensors, elements in UPDATES:
-        plain = [torch.randn(elements, dtype=dtype) for _ in range(tensors)]
-        yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(plain))
+        plain = [torch.randn(elements, dtype=state) for _ in range(tensors)]
+        yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(plain), name)
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         yield from sharded_cases(dtype)
 

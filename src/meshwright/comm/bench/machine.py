@@ -33,8 +33,8 @@ class Context(Protocol):
     def send(self) -> Callable[[Any], None]: ...
 
 
-def calibrate_rank(context: Context) -> dict[str, Any]:
-    """What this rank measured, as plain data; the parent reads rank 0's."""
+def calibrate_rank(context: Context, dtype: str) -> dict[str, Any]:
+    """What this rank measured, as plain data; the parent reads rank 0's. Operations are timed in `dtype`."""
 
     def mean(values: Sequence[float]) -> list[float]:
         total = torch.tensor(list(values), dtype=torch.float64)
@@ -48,7 +48,7 @@ def calibrate_rank(context: Context) -> dict[str, Any]:
     start, own = Moment.read(), time.process_time()
     report("timing operations")
     ranks = Synchronization(barrier=distributed.barrier, agree=mean)
-    points = measure_device(context.device, ranks, budget_s=BUDGET_S, rank=context.rank)
+    points = measure_device(context.device, ranks, dtype, BUDGET_S, context.rank)
     collectives, function, overlap = [], 0.0, 0.0
     if context.world > 1:
         report("timing collectives")

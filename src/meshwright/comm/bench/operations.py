@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.models.loss import cross_entropy
+
 CHAIN = 4  # operations of one kind in a row
 
 Call = Callable[[], object]
@@ -25,6 +27,7 @@ class Case(NamedTuple):
     shape: Mapping[str, float]
     repeats: int
     call: Call
+    dtype: str = ""  # if it is not that of the measurement
 
 
 def part_call(part: str, dtype: torch.dtype, tokens: int, width: int, chain: int = CHAIN) -> Call:
@@ -35,7 +38,7 @@ def part_call(part: str, dtype: torch.dtype, tokens: int, width: int, chain: int
         target = torch.zeros(tokens, dtype=torch.long)
 
         def loss() -> None:
-            F.cross_entropy((x * 1.0).flatten(0, 1), target, reduction="sum").backward()
+            cross_entropy(x * 1.0, target).backward()
 
         return loss
     steps: list[Callable[[torch.Tensor], torch.Tensor]]

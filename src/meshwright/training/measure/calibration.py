@@ -1,8 +1,8 @@
 """The calibration of this machine: measured in seconds, kept in the user's cache folder, used by every prediction of `train`.
 
-A calibration holds for a processor, a number of usable cores, the versions of Python and torch, and a number of ranks at once: they are its
-key. A change of any of them starts a new measurement, and so does `--recalibrate`. One that was measured on a busy machine is used once and measured
-again by the next run.
+A calibration holds for a processor, a number of usable cores, the versions of Python and torch, a number of ranks at once, and the dtype in
+which they compute (many CPUs multiply bf16 more slowly than fp32): they are its key. A change of any of them starts a new measurement, and so
+does `--recalibrate`. One that was measured on a busy machine is used once and measured again by the next run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshwright"
 
 
-def machine_key(ranks: int, device: str = "cpu") -> dict[str, str]:
+def machine_key(ranks: int, dtype: str = "fp32", device: str = "cpu") -> dict[str, str]:
     """What a calibration holds for."""
     return {
         "version": str(VERSION),
@@ -46,6 +46,7 @@ def machine_key(ranks: int, device: str = "cpu") -> dict[str, str]:
         "cores": f"{usable_cores():g}",
         "device": device,
         "ranks": str(ranks),
+        "dtype": dtype,
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -97,10 +98,10 @@ def write_cached(measured: MachineMeasurement) -> None:
 
 
 def machine_measurement(
-    ranks: int, device: str = "cpu", recalibrate: bool = False, listen: Callable[[str], None] | None = None
+    ranks: int, dtype: str = "fp32", recalibrate: bool = False, listen: Callable[[str], None] | None = None
 ) -> MachineMeasurement:
-    """The calibration of this machine for `ranks` processes at once: cached, or measured now."""
-    key = machine_key(ranks, device)
+    """The calibration of this machine for `ranks` processes that compute in `dtype` at once: cached, or measured now."""
+    key = machine_key(ranks, dtype)
     if not recalibrate and (found := read_cached(key)) is not None:
         return found
     if listen is not None:
@@ -108,12 +109,14 @@ def machine_measurement(
     results = local.run(
         TARGET,
         ranks,
+        dtype,
         silence=SILENCE_S,
         listen=lambda rank, text: listen(f"calibrating this machine: {text}") if listen is not None else None,
     )
     measured = MachineMeasurement(
         made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         key=key,
+        dtype=dtype,
         ranks=ranks,
         cores=usable_cores(),
         **results[0],
