@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find
+from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find, megatron
 from meshwright.interop.keys import is_misspelling
 from meshwright.interop.names import catalog_model
 from meshwright.interop.recipes import Verdict, check, rows
@@ -321,3 +321,14 @@ def test_offloaded_activations_take_no_memory(offload: dict[str, Any], share: fl
         assert less.memory_gib - found.memory_gib == pytest.approx(
             share * (plain.memory_gib - found.memory_gib), rel=1e-6
         )
+
+
+@pytest.mark.parametrize(("swiglu", "ffn"), [(True, 10880), (False, 16384)])
+def test_megatron_chooses_the_width_of_a_feed_forward_layer(swiglu: bool, ffn: int) -> None:
+    """4 × hidden; with SwiGLU, which has a third matrix, two thirds of that in multiples of 64."""
+    facts = {"model.hidden": 4096, "gated": swiglu}
+    megatron.TABLE.derive(facts)
+    assert facts["model.ffn"] == ffn
+    named = {"model.hidden": 4096, "gated": swiglu, "model.ffn": 14336}
+    megatron.TABLE.derive(named)
+    assert named["model.ffn"] == 14336

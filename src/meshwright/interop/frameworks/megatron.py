@@ -70,6 +70,11 @@ def restate_schedule(facts: Facts) -> None:
         facts.pop("virtual", None)
 
 
+def default_ffn(hidden: int, gated: bool) -> int:
+    """The width of a feed-forward layer that a script does not name: with SwiGLU two thirds of 4 × hidden, in multiples of 64."""
+    return int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+
+
 def _derive(facts: Facts) -> None:
     derive_sharding(facts)
     derive_recompute(facts)
@@ -78,6 +83,8 @@ def _derive(facts: Facts) -> None:
         facts["grad_dtype"] = "bf16"
     if facts.get("gated") is not None and "model.activation" not in facts:
         facts["model.activation"] = "swiglu" if facts["gated"] else "gelu"
+    if facts.get("model.hidden") and not (facts.get("model.ffn") or facts.get("model.expert_ffn")):
+        facts["model.ffn"] = default_ffn(facts["model.hidden"], bool(facts.get("gated")))
     if "untied" in facts:
         facts["model.tied"] = not facts["untied"]
     if facts.get("model.q_rank") and facts.get("model.kv_rank"):
