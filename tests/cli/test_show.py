@@ -169,6 +169,8 @@ def test_text_in_a_figure_cannot_end_its_script():
         (["all-reduce", "--algorithm", "rign"], "MW-PROG-005", "ring"),
         (["all-reduce", "--compare", "ring,treee"], "MW-PROG-005", "tree"),
         (["all-reduce", "--ranks", "-3"], "MW-PROG-006", ""),
+        (["all-reduce", "--ranks", "0"], "MW-SHOW-003", "--ranks 4"),
+        (["zbv", "--virtual", "0"], "MW-SHOW-003", "--virtual 2"),
         (["all-reduce", "--root", "1"], "MW-PROG-004", ""),
         (["all-reduce", "--size", "64Mebi"], "MW-UNIT-002", "64Mbit"),
         (["all-reduce", "--cluster", "dgx-h10"], "MW-CAT-002", "dgx-h100"),

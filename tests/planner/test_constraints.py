@@ -11,6 +11,7 @@ from meshwright.cost.advice import bucket_for
 from meshwright.cost.estimate import estimate
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.infeasible import no_plan, none_fits
+from meshwright.planner.search.choices import read
 from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space
 from planner.spaces import MODELS, space
@@ -90,6 +91,13 @@ def test_a_batch_that_is_offered_has_plans():
     where = space(MODELS["dense"], 8, 6, fix=["dp=4", "pp=2", "schedule=interleaved"])
     offered = int(no_plan(where).fix.rpartition("--batch ")[2])
     assert len(space(MODELS["dense"], 8, offered, fix=["dp=4", "pp=2", "schedule=interleaved"]))
+
+
+@pytest.mark.parametrize("words", [",", "", "tp,,pp"])
+def test_an_empty_name_is_refused(words):
+    with pytest.raises(MeshwrightError, match="MW-PLANNER-002: --without '' is not known"):
+        read(without=[words])
+    assert [c.value for c in read(without=["tp, pp,"])] == ["tp", "pp"]
 
 
 def test_buckets_follow_the_group_and_the_leaders_try_others():

@@ -68,5 +68,12 @@ def test_offered_numbers_are_close_and_divisible(value, found):
     assert rounder(value, 0.125) == found
 
 
+def test_offered_numbers_are_within_the_limits_of_a_cluster():
+    """As many GPUs as a cluster may have: neither more GPUs nor twice as many are tried."""
+    assert rounder(10**9, 0.15)[0] == 2**30
+    assert rounder(10**9, 0.15, 10**9) == [7 * 2**27, 29 * 2**25]
+    assert asked("gpt2-xl", gpus=10**9, batch=10**9, seq=1024, fix={"tp": 1, "pp": 1, "cp": 1}).plan.world == 10**9
+
+
 def test_models_without_tokens_have_no_near_misses():
     assert not planner.plan(catalog.load("models", "resnet-50"), "dgx-a100", gpus=8, batch=248).near_misses

@@ -63,12 +63,13 @@ def command(
 
         return list_topics(LESSONS, as_json)
     from meshwright.cli.output import writable
-    from meshwright.view.show.options import refuse_unused
+    from meshwright.view.show.options import refuse_unused, refuse_zero
 
     writable(html, trace)
     topic, names, compare = sort_arguments(topic.lower(), names, compare)
     kind = kind_of(topic)
     refuse_unused(topic, kind, explicit_options(context))
+    refuse_zero({name: context.params[name] for name in explicit_options(context)})
     if kind == LESSON:
         return module_of(topic).show(topic, as_json=as_json)
     if kind == PIPELINES:

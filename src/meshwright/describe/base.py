@@ -26,6 +26,7 @@ Flops = Annotated[float, BeforeValidator(parse_flops), quantity("989TFLOP/s")]
 Count = Annotated[float, BeforeValidator(parse_count), quantity("15T", "175B")]
 
 SECTIONS = ("model", "cluster", "stack", "workload", "plan", "data", "optimizer", "checkpoint", "run")
+MOST_DEVICES = 10**9
 MOST = 2**40  # upper limit of dimensions, degrees and batch: arithmetic stays exact, and hostile input stays bounded
 
 
@@ -40,7 +41,7 @@ Size = Annotated[int, Field(ge=1, le=MOST), BeforeValidator(number)]
 Whole = Annotated[int, Field(ge=0, le=MOST), BeforeValidator(number)]
 # A narrower limit needs its own type: where a type and a field have limits, pydantic applies the type's.
 Length = Annotated[int, Field(ge=1, le=2**32), BeforeValidator(number)]
-Devices = Annotated[int, Field(ge=0, le=10**9), BeforeValidator(number)]
+Devices = Annotated[int, Field(ge=0, le=MOST_DEVICES), BeforeValidator(number)]
 Norms = Annotated[int, Field(ge=0, le=4), BeforeValidator(number)]
 
 

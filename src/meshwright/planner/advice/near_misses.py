@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.cost.estimate import Estimate
+from meshwright.describe.base import MOST, MOST_DEVICES
 from meshwright.describe.plan import Plan
 from meshwright.planner.advice.alternatives import Trial, step
 from meshwright.planner.advice.infeasible import other
@@ -56,9 +57,9 @@ def near_misses(space: Space, winner: Estimate, headroom: float) -> list[NearMis
     return [*sorted(nearest.values(), key=lambda m: -m.gain), *_vocabulary(winner)]
 
 
-def rounder(value: int, share: float) -> list[int]:
-    """Numbers close to `value` that a larger power of two divides, the roundest first."""
-    low, high = int(value * (1 - share)), int(value * (1 + share))
+def rounder(value: int, share: float, most: int = MOST) -> list[int]:
+    """Numbers close to `value` and at most `most` that a larger power of two divides, the roundest first."""
+    low, high = int(value * (1 - share)), min(int(value * (1 + share)), most)
     unit = 1 << max(high.bit_length() - 1, 0)
     found: list[int] = []
     while unit > value & -value and len(found) < MOST_TRIED:
@@ -93,7 +94,7 @@ def _gpus(space: Space, winner: Estimate, headroom: float) -> Iterator[NearMiss]
     unit = node if world % node == 0 else 1
     if world <= node and len(space.cluster.levels) == 1:
         return
-    for n in rounder(world // unit, NEAR["GPUs"]):
+    for n in rounder(world // unit, NEAR["GPUs"], MOST_DEVICES // unit):
         gpus = n * unit
         rate, plan = _throughput(other(space, cluster=space.cluster.with_gpus(gpus)), headroom)
         gain = rate / gpus / (_rate(winner) / world) - 1

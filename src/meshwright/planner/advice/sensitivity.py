@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.cost.step import step_cost
+from meshwright.describe.base import MOST, MOST_DEVICES
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality import batch_unit
 from meshwright.describe.plan import Plan, divisors
@@ -120,7 +121,7 @@ def _batch(space: Space, best: Candidate) -> Sensitivity:
         other = round(batch * by / unit) * unit
         if other in (0, batch):
             other = batch + (unit if by > 1 else -unit)
-        time = timed(space, plan, space.workload.but(batch=other)) if other > 0 else None
+        time = timed(space, plan, space.workload.but(batch=other)) if 0 < other <= MOST else None
         used.append(f"{other:,}")
         found.append(None if time is None else (other / time) / (batch / best.closed) - 1)
     return Sensitivity("batch", found[0], found[1], f"batches of {used[0]} and {used[1]}")
@@ -157,6 +158,6 @@ def scaling(space: Space, best: Candidate) -> Scaling:
             fewest, weak = rest * dp, time / best.closed
             break
     twice = resized(plan, 2 * plan.dp)
-    reaches = len(cluster.levels) > 1
+    reaches = len(cluster.levels) > 1 and 2 * plan.world <= MOST_DEVICES
     time = timed(space, twice, workload, cluster.with_gpus(2 * plan.world)) if twice and reaches else None
     return Scaling(fewest, weak, best.closed / time if time else None)

@@ -165,7 +165,7 @@ def read(
     allow: Sequence[str] = (),
 ) -> list[Constraint]:
     """Parse the constraints of the command line."""
-    out = [_without(word) for words in without for word in words.split(",") if word.strip()]
+    out = [_without(word) for words in without for word in words.strip(", ").split(",")]
     out += [_bound("--max", word, "max") for word in most] + [_bound("--min", word, "min") for word in least]
     out += [_allowed(word) for word in allow]
     return out + [_fixed(word) for word in fix]

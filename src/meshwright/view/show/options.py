@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from meshwright.errors import MeshwrightError
 
@@ -12,6 +12,7 @@ USED = {
     PIPELINES: {"names", "compare", "stages", "microbatches", "virtual", "trace", "html"},
     LESSON: set(),
 }  # fmt: skip
+DEFAULTS = {"ranks": 4, "segments": 4, "node": 2, "virtual": 2}
 INSTEAD = {
     (PIPELINES, "ranks"): "--stages",
     (COLLECTIVES, "stages"): "--ranks",
@@ -26,6 +27,14 @@ def refuse_unused(topic: str, kind: str, given: Iterable[str]) -> None:
             used = [f"--{option}" for option in sorted(USED[kind] - {"names"})] or ["--json"]
             option = "the second argument" if name == "names" else f"--{name}"
             raise unused(option, f"{topic} is a {kind}", INSTEAD.get((kind, name), ""), used)
+
+
+def refuse_zero(given: Mapping[str, object]) -> None:
+    """Raise for a count of 0 on the command line: 0 stands for the default of an option that is not given."""
+    for name in ("ranks", "segments", "node", "virtual"):
+        if given.get(name) == 0:
+            what = f"--{name} 0 is not a whole number of 1 or more"
+            raise MeshwrightError("MW-SHOW-003", what, fix=f"--{name} {DEFAULTS[name]}")
 
 
 def unused(option: str, why: str, fix: str = "", valid: list[str] | None = None) -> MeshwrightError:
