@@ -14,7 +14,7 @@ FILES = sorted(FOLDER.rglob("*.py"))
 
 @pytest.fixture(autouse=True)
 def neighbours(monkeypatch):
-    """A script finds the files beside it, under their names; other tests do not."""
+    """Let a script import the files in its folder, during the test only."""
     for folder in {file.parent for file in FILES}:
         monkeypatch.syspath_prepend(str(folder))
     yield
