@@ -89,7 +89,9 @@ def test_a_compiled_layout_trains_what_one_device_trains(model, fields, breaks, 
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
     assert all(error < 1e-10 for error in agreement.errors.values()), agreement.errors
     assert {trace.compiled for trace in many} == {"blocks"}
-    assert all(0 < trace.graphs < 12 for trace in many), [trace.graphs for trace in many]
+    # The activation and three sums of experts are compiled a second time, for any number of rows.
+    most = 12 + (4 if layout.job().model.experts else 0)
+    assert all(0 < trace.graphs < most for trace in many), [trace.graphs for trace in many]
     assert [trace.graph_breaks for trace in many] == [breaks] * len(many)
 
 
