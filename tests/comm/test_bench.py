@@ -21,10 +21,11 @@ import ranks
 from meshwright.calibrate.points import Bench, DevicePoint, RankInfo
 from meshwright.cli import main
 from meshwright.cli.bench import finish, measured
-from meshwright.comm.bench import collectives, topology
+from meshwright.comm.bench import collectives, run, topology
 from meshwright.comm.bench.backends import OPERATIONS
-from meshwright.comm.bench.collectives import PAIR, Sweep, concurrent_pairs, groups_of, pairs_of, sizes_of
+from meshwright.comm.bench.collectives import DEVICE, PAIR, Sweep, concurrent_pairs, groups_of, pairs_of, sizes_of
 from meshwright.comm.bench.options import sweep_of
+from meshwright.comm.bench.run import Collector
 from meshwright.comm.bench.session import named_hosts, session
 from meshwright.comm.bench.slowdown import measure_slowdown
 from meshwright.errors import MeshwrightError
@@ -33,7 +34,7 @@ from meshwright.programs.collectives.comparison import SWITCHED
 from meshwright.training.launch import local
 
 TWO_HOSTS = ["a", "a", "b", "b"]
-LONG = ("--budget", "60s", "--operations", "all-reduce")  # without the device, whose points come all at once
+LONG = ("--budget", "60s", "--operations", "all-reduce")  # without the device
 
 
 def bench(
@@ -261,6 +262,38 @@ def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch
     assert Bench.read(tmp_path / "bench.json") == found
     (rendezvous,) = (folder for folder in folders if "meshwright-" in folder)
     assert not os.path.exists(rendezvous)
+
+
+def test_bench_interrupted_while_it_measures_the_device_keeps_the_first_round(monkeypatch) -> None:
+    """Ctrl-C after the first message about the device, which has one round and no slowdown under other ranks."""
+    received = []
+
+    class Interrupted(Collector):
+        def __call__(self, message):
+            super().__call__(message)
+            if "device" in message:
+                received.append(len(self.device))
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "Collector", Interrupted)
+    sweep = Sweep(operations=(DEVICE,), budget_s=60.0)
+    found, failure = measured(None, 1, sweep, "cpu", 30.0, lambda share, left, doing: None)
+    assert isinstance(failure, KeyboardInterrupt)
+    assert found.state == "interrupted"
+    assert received == [len(found.device)]
+    assert {p.samples for p in found.device} == {1}
+    assert "gemm" not in {p.kind for p in found.device if p.condition}
+
+
+def test_bench_interrupted_before_anything_was_measured_says_so(monkeypatch, capsys) -> None:
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local, "run", interrupted)
+    with pytest.raises(SystemExit) as leaving:
+        main(["bench", "--ranks", "2"])
+    assert leaving.value.code == 130
+    assert "stopped before anything was measured" in capsys.readouterr().err
 
 
 @pytest.mark.slow

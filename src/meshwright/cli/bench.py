@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,7 @@ def command(
     An interrupted bench keeps what was measured, marked as interrupted."""
     from meshwright.cli.output import writable
     from meshwright.comm.bench.options import sweep_of
+    from meshwright.errors import MeshwrightError
     from meshwright.units import parse_seconds
 
     sweep = sweep_of(backends, operations, smallest, largest, budget)
@@ -51,6 +53,8 @@ def command(
         result, failure = measured(place, ranks, sweep, device, wait, show)
     if chief and (result.points or result.device or not failure):
         finish(result, json_file, html)
+    elif chief and not isinstance(failure, MeshwrightError):
+        print("stopped before anything was measured: nothing is written", file=sys.stderr)
     if failure:
         raise failure
 

@@ -10,6 +10,7 @@ threads of one core) slows them as it will in training. On a GPU the clock is th
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -24,36 +25,55 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def measure_device(
-    device: str, ranks: Synchronization, dtype: str = "fp32", budget_s: float = 4.0, rank: int = 0
+    device: str,
+    ranks: Synchronization,
+    dtype: str = "fp32",
+    budget_s: float = 4.0,
+    rank: int = 0,
+    so_far: Callable[[list[DevicePoint]], object] = lambda points: None,
 ) -> list[DevicePoint]:
-    """Time all operations on this rank, while the other ranks time theirs."""
+    """Time all operations on this rank, while the other ranks time theirs. `so_far` gets what an interrupted bench would keep: on a GPU after
+    each operation, on a CPU after each round."""
     torch.manual_seed(0)
     cuda = device.startswith("cuda")
     cases = list(gpu_cases(device, DTYPES[dtype]) if cuda else cpu_cases(DTYPES[dtype]))
-    if cuda:
-        times = [measure(case.call, ranks, budget_s=budget_s / len(cases)) for case in cases]
-    else:
-        times = measure_in_turn([case.call for case in cases], ranks, budget_s)
-    out = []
-    for case, took in zip(cases, times, strict=True):
-        seconds = {k: v / case.repeats for k, v in took.as_dict().items() if k.endswith("_s")}
-        counts = {"samples": took.samples, "calls": took.calls}
-        work, unit = amount_of_work(case)
-        point = {
-            "kind": case.kind,
-            "dtype": case.dtype or dtype,
-            "shape": dict(case.shape),
-            "work": work,
-            "unit": unit,
-            "rank": rank,
-        }
-        out.append(DevicePoint(**seconds, **counts, **point))
-    return out
+
+    def points(times: list[Timed]) -> list[DevicePoint]:
+        return [point_of(case, took, dtype, rank) for case, took in zip(cases, times, strict=False)]
+
+    if not cuda:
+        return points(measure_in_turn([case.call for case in cases], ranks, budget_s, lambda t: so_far(points(t))))
+    times: list[Timed] = []
+    for case in cases:
+        times.append(measure(case.call, ranks, budget_s=budget_s / len(cases)))
+        so_far(points(times))
+    return points(times)
 
 
-def measure_in_turn(calls: list[Call], ranks: Synchronization, budget_s: float) -> list[Timed]:
+def point_of(case: Case, took: Timed, dtype: str, rank: int) -> DevicePoint:
+    seconds = {k: v / case.repeats for k, v in took.as_dict().items() if k.endswith("_s")}
+    work, unit = amount_of_work(case)
+    return DevicePoint(
+        **seconds,
+        samples=took.samples,
+        calls=took.calls,
+        kind=case.kind,
+        dtype=case.dtype or dtype,
+        shape=dict(case.shape),
+        work=work,
+        unit=unit,
+        rank=rank,
+    )
+
+
+def measure_in_turn(
+    calls: list[Call],
+    ranks: Synchronization,
+    budget_s: float,
+    so_far: Callable[[list[Timed]], object] = lambda times: None,
+) -> list[Timed]:
     """Time calls one after the other, in rounds: each finds the caches filled by the others, as an operation of a step does. A call that
-    is repeated alone takes two thirds of that."""
+    is repeated alone takes two thirds of that. `so_far` gets the result of all rounds until then, after each."""
 
     def run_round() -> list[float]:
         ranks.barrier()
@@ -64,11 +84,18 @@ def measure_in_turn(calls: list[Call], ranks: Synchronization, budget_s: float) 
             out.append(max(time.thread_time() - start, 1e-9))
         return out
 
+    def result() -> list[Timed]:
+        medians = [median(column) for column in zip(*samples, strict=True)]
+        return [timed([value]).but(samples=len(samples)) for value in ranks.agree(medians)]
+
     run_round()
     rounds = min(max(round(budget_s / ranks.agree([sum(run_round())])[0]), LEAST_SAMPLES), MOST_SAMPLES)
-    samples = [run_round() for _ in range(rounds)]
-    medians = [median(column) for column in zip(*samples, strict=True)]
-    return [timed([value]).but(samples=rounds) for value in ranks.agree(medians)]
+    samples: list[list[float]] = []
+    for _ in range(rounds):
+        samples.append(run_round())
+        found = result()
+        so_far(found)
+    return found
 
 
 def amount_of_work(case: Case) -> tuple[float, str]:

@@ -59,8 +59,7 @@ def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
     device_s = min(DEVICE_PART * sweep.budget_s, MOST_DEVICE_S) if DEVICE in sweep.operations else 0.0
     if device_s:
         tell({"progress": 0.0, "left_s": sweep.budget_s, "doing": "the device"})
-        for point in device_points(here, device_s):
-            tell({"device": point.model_dump(mode="json")})
+        device_points(here, device_s, lambda points: tell({"device": [p.model_dump(mode="json") for p in points]}))
     rest = _but(sweep, backends=backends, memory_bytes=memory, budget_s=sweep.budget_s - device_s)
     if here.world > 1:
         collectives.run(here, rest, emit)
@@ -68,11 +67,12 @@ def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
         tell({"skipped": "collectives: one rank has no other rank to exchange with"})
 
 
-def device_points(here: Session, seconds: float) -> list[DevicePoint]:
-    """The operations of a training step on this rank's device, and how much slower a product is while something else runs."""
+def device_points(here: Session, seconds: float, so_far: Callable[[list[DevicePoint]], object]) -> None:
+    """The operations of a training step on this rank's device, and how much slower a product is while something else runs. `so_far` gets
+    all that is measured, again and again."""
     dtype = "bf16" if here.device.type == "cuda" else "fp32"
-    found = measure_device(str(here.device), here.synchronization, dtype, seconds * 3 / 4, here.rank)
-    return [*found, *measure_slowdown(here, seconds / 4)]
+    found = measure_device(str(here.device), here.synchronization, dtype, seconds * 3 / 4, here.rank, so_far)
+    so_far([*found, *measure_slowdown(here, seconds / 4)])
 
 
 def _but(sweep: Sweep, **changes: Any) -> Sweep:
@@ -110,8 +110,8 @@ class Collector:
                 self.show(share, left, doing)
             case {"point": fields}:
                 self.points.append(Point(**fields))
-            case {"device": fields}:
-                self.device.append(DevicePoint(**fields))
+            case {"device": points}:
+                self.device = [DevicePoint(**fields) for fields in points]
             case {"skipped": text}:
                 self.skipped.append(text)
             case {"ranks": ranks, "topology": detected, "libraries": libraries}:
