@@ -6,6 +6,7 @@ import pytest
 
 from meshwright import planner
 from meshwright.describe import catalog
+from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.near_misses import rounder
 
 FEW = {
@@ -72,6 +73,9 @@ def test_offered_numbers_are_within_the_limits_of_a_cluster():
     """As many GPUs as a cluster may have: neither more GPUs nor twice as many are tried."""
     assert rounder(10**9, 0.15)[0] == 2**30
     assert rounder(10**9, 0.15, 10**9) == [7 * 2**27, 29 * 2**25]
+    with pytest.raises(MeshwrightError, match="MW-PLANNER") as none:  # with more GPUs than a batch of 64 can use
+        asked("gpt2-xl", gpus=10**9, batch=64, seq=1024)
+    assert "1000000008" not in str(none.value)
     assert asked("gpt2-xl", gpus=10**9, batch=10**9, seq=1024, fix={"tp": 1, "pp": 1, "cp": 1}).plan.world == 10**9
 
 

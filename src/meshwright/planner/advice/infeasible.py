@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.cost.memory import minimum_gpus
+from meshwright.describe.base import MOST_DEVICES
 from meshwright.describe.legality import lacking_precision
 from meshwright.describe.plan import divisors
 from meshwright.errors import MeshwrightError, nearest_number
@@ -134,7 +135,7 @@ def _nearest_worlds(space: Space) -> list[int]:
     for way in (-1, 1):
         start = world // step * step + (step if way > 0 else 0)
         for w in range(start, start + way * 64 * step, way * step):
-            if w > 0 and w != world and len(other(space, cluster=space.cluster.with_gpus(w)).frames):
+            if 0 < w <= MOST_DEVICES and w != world and len(other(space, cluster=space.cluster.with_gpus(w)).frames):
                 out.append(w)
                 break
     return out
@@ -203,7 +204,7 @@ def enough_gpus(space: Space, limit: float) -> int:
     reach = len(cluster.levels) > 1
     start = cluster.world if reach else 0
     times = 2
-    while start and times <= MOST_TIMES:
+    while start and times <= MOST_TIMES and start * times <= MOST_DEVICES:
         if fits(other(space, cluster=cluster.with_gpus(start * times)), limit):
             eighths = sorted({start * times * k // 8 // cluster.node_size * cluster.node_size for k in (5, 6, 7)})
             return next(
