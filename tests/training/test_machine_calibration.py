@@ -150,3 +150,7 @@ def test_a_used_folder_is_refused_before_the_machine_is_measured(
     monkeypatch.setattr(calibration, "machine_measurement", lambda *a, **k: pytest.fail("measured"))
     with pytest.raises(MeshwrightError, match="MW-FOLDER-002"):
         api.train(DEMO, out=tmp_path)
+
+
+def test_a_calibration_in_another_dtype_is_another():
+    assert calibration.machine_key(4, "bf16") != calibration.machine_key(4, "fp32")
