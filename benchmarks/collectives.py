@@ -24,11 +24,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from meshwright.comm.backend.choice import TIE  # programs whose predictions differ by less are not ordered
 from meshwright.training.launch import local
 
 NODES, PER_NODE, RATE = 4, 2, 200e6 / 8
 HOST_LEAD_S, NODES_LEAD_S = 0.005, 0.1  # a broadcast reaches all ranks within this time
-TIE = 0.01  # programs whose predictions differ by less are not ordered
 AIMS = {"host": "0.5 with shared memory from 1 MiB, ring over point-to-point 1.0 from 64 MiB", "blocks": "1.0", "round-robin": "0.55"}  # fmt: skip
 PROGRAMS = ("ring", "halving-doubling", "tree", "two-level", "hierarchical", "rail-tree")
 

@@ -59,11 +59,6 @@ def train(context, job, mode, backend, cache):
     compiling.BACKEND = backend
     from dataclasses import replace
 
-    if backend == "inductor":
-        from torch._inductor import config
-
-        config.compile_threads = 1  # processes that compile would first import torch, for longer than they compile
-
     return layouts.train_all(context, [replace(job, compile=mode)])
 
 

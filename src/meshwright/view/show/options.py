@@ -12,7 +12,7 @@ USED = {
     PIPELINES: {"names", "compare", "stages", "microbatches", "virtual", "trace", "html"},
     LESSON: set(),
 }  # fmt: skip
-DEFAULTS = {"ranks": 4, "segments": 4, "node": 2, "virtual": 2}
+EXAMPLES = {"ranks": 4, "segments": 4, "node": 2, "virtual": 2}  # offered in the place of 0
 INSTEAD = {
     (PIPELINES, "ranks"): "--stages",
     (COLLECTIVES, "stages"): "--ranks",
@@ -31,10 +31,10 @@ def refuse_unused(topic: str, kind: str, given: Iterable[str]) -> None:
 
 def refuse_zero(given: Mapping[str, object]) -> None:
     """Raise for a count of 0 on the command line: 0 stands for the default of an option that is not given."""
-    for name in ("ranks", "segments", "node", "virtual"):
+    for name, example in EXAMPLES.items():
         if given.get(name) == 0:
             what = f"--{name} 0 is not a whole number of 1 or more"
-            raise MeshwrightError("MW-SHOW-003", what, fix=f"--{name} {DEFAULTS[name]}")
+            raise MeshwrightError("MW-SHOW-003", what, fix=f"--{name} {example}")
 
 
 def unused(option: str, why: str, fix: str = "", valid: list[str] | None = None) -> MeshwrightError:
