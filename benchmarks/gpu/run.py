@@ -5,7 +5,7 @@
     python benchmarks/gpu/run.py long                           32k, 128k and 512k tokens; 32k with and without offload
     python benchmarks/gpu/run.py loss --steps 2000 --seeds 3    fp8 against bf16 on text: validation loss
 
-Each contender runs in a separate process, one after the other. Every part takes less than 10 minutes on one H200. `benchmarks/gpu/gpu.md` has
+Each contender runs in a separate process, one after the other. Every part takes less than 10 minutes on one H200. `benchmarks/gpu.md` has
 the figures.
 """
 
