@@ -155,6 +155,17 @@ def test_fp8_rounds_to_representable_values():
     assert fp8.rounded(torch.full((2,), 1e30), fp8.E5M2).isfinite().all()
 
 
+def test_a_weight_that_is_quantised_in_each_call_is_saved_as_it_is():
+    """Saved units would be a copy of each weight that ZeRO-3 could not free."""
+    x, w = torch.randn(4, 32, requires_grad=True), torch.randn(64, 32, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        fp8.linear(x, w)
+    own = [t for t in saved if t.data_ptr() != w.data_ptr()]
+    assert len(own) == len(saved) - 1
+    assert max(t.numel() for t in own) == x.numel()
+
+
 def test_fp8_layers_use_the_weights_that_were_quantised_last():
     layer, x = Linear(16, 16), torch.randn(4, 16)
     fp8.enable_fp8([layer], keeps=True)

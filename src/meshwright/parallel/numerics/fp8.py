@@ -140,47 +140,52 @@ def max_over_ranks(amax: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.
 
 
 class _Linear(torch.autograd.Function):
-    """`weight` is there to receive its gradient: the product uses `units` of it, and in backward their transpose."""
+    """With `units` of a weight that outlive the call, `weight` is there to receive its gradient only: the product uses the units, and in
+    backward their transpose. Without them forward and backward quantise the weight, given its largest magnitude: kept units would be a copy of
+    the weight for each micro-batch, which ZeRO-3 could not free."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        units: torch.Tensor,
+        amax_w: torch.Tensor | None,
+        units: torch.Tensor | None,
         units_t: torch.Tensor | None,
-        scale: torch.Tensor,
+        scale: torch.Tensor | None,
         amax: torch.Tensor | None,
         groups: Sequence[ProcessGroup],
     ) -> torch.Tensor:
         units_x, scale_x = quantise(x.flatten(0, -2), E4M3, amax)
-        kept = units if units_t is None else units_t
+        w = quantise(weight, E4M3, amax_w) if units is None or scale is None else (units, scale)
+        kept = (weight, amax_w) if units is None else (units if units_t is None else units_t, scale)
         ctx.from_share = is_saved_as_share(x)
-        ctx.save_for_backward(*((x, amax) if ctx.from_share else (units_x, scale_x)), kept, scale)
-        ctx.groups, ctx.shape, ctx.transposed, ctx.dtype = groups, x.shape, units_t is not None, weight.dtype
-        return product((units_x, scale_x), (units, scale), x.dtype, fast=True).unflatten(0, x.shape[:-1])
+        ctx.save_for_backward(*((x, amax) if ctx.from_share else (units_x, scale_x)), *kept)
+        ctx.groups, ctx.shape, ctx.dtype = groups, x.shape, weight.dtype
+        ctx.quantises, ctx.transposed = units is None, units_t is not None
+        return product((units_x, scale_x), w, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *x, units_w, scale_w = ctx.saved_tensors
+        *x, kept, of_kept = ctx.saved_tensors
         units_x, scale_x = quantise(x[0].flatten(0, -2), E4M3, x[1]) if ctx.from_share else x
         flat_g = gradient.flatten(0, -2)
         g = quantise(flat_g, E5M2, max_over_ranks(amax_of(flat_g), ctx.groups) if ctx.groups else None)
-        w_t = (units_w, scale_w) if ctx.transposed else transposed((units_w, scale_w))
+        w = quantise(kept, E4M3, of_kept) if ctx.quantises else (kept, of_kept)  # its largest magnitude, or the scale
+        w_t = w if ctx.transposed else transposed(w)
         dx = product(g, w_t, gradient.dtype).view(ctx.shape)
         dw = product(transposed(g), transposed((units_x, scale_x)), ctx.dtype)
-        return dx, dw, None, None, None, None, None
+        return dx, dw, None, None, None, None, None, None
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, groups: Sequence[ProcessGroup] = ()
 ) -> torch.Tensor:
     """`F.linear` with fp8 products; the bias is added in full precision. The operands are split over `groups`."""
-    amax_x = amax_w = None
+    amax_x, amax_w = None, amax_of(weight.detach())
     if groups:
-        amax_x, amax_w = max_over_ranks(torch.stack((amax_of(x.detach()), amax_of(weight.detach()))), groups)
-    units, scale = quantise(weight.detach(), E4M3, amax_w)
-    y = _Linear.apply(x, weight, units, None, scale, amax_x, groups)
+        amax_x, amax_w = max_over_ranks(torch.stack((amax_of(x.detach()), amax_w)), groups)
+    y = _Linear.apply(x, weight, amax_w, None, None, None, amax_x, groups)
     return y if bias is None else y + bias
 
 
@@ -215,7 +220,7 @@ class Fp8Product:
         if self.units is None or self.scale is None:
             return linear(x, weight, bias, self.groups)
         amax = max_over_ranks(amax_of(x.detach()), self.groups) if self.groups else None
-        y = _Linear.apply(x, weight, self.units, self.units_t, self.scale, amax, self.groups)
+        y = _Linear.apply(x, weight, None, self.units, self.units_t, self.scale, amax, self.groups)
         return y if bias is None else y + bias
 
 
