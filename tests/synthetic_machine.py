@@ -75,6 +75,7 @@ def measurement(
     ]
     return MachineMeasurement(
         made="2026-01-01",
+        dtype="fp32",
         ranks=ranks,
         cores=cores,
         busy_cores=busy,

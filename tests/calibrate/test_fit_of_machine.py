@@ -45,7 +45,7 @@ def test_the_measured_dtype_has_the_measured_rate(dtype: str) -> None:
     measured = measurement().but(dtype=dtype, operations=synthetic(dtype=dtype))
     device = calibrated(measured).cluster.accelerator
     assert device.peak[dtype] == pytest.approx(1 / (TRUE["flop"] * measured.sharing))
-    assert [d for d in ("fp32", "bf16", "fp64") if machine.is_measured_in(d, device.source)] == [dtype]
+    assert device.efficiency.measured_dtype == dtype
 
 
 def test_a_term_that_would_be_negative_is_left_out() -> None:

@@ -79,6 +79,13 @@ def test_a_busy_or_damaged_calibration_is_not_used(cache: Path) -> None:
         assert calibration.read_cached(made.key) is None
 
 
+def test_a_calibration_of_an_unknown_dtype_is_made_anew(cache: Path) -> None:
+    made = kept()
+    (file,) = cache.iterdir()
+    file.write_text(made.model_dump_json(exclude={"dtype"}))
+    assert calibration.read_cached(made.key) is None
+
+
 def test_a_cache_that_cannot_be_written_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

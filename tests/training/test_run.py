@@ -217,7 +217,8 @@ def test_a_measured_step_is_without_compilation(later, expected):
     [
         ("fp32", "fp32", ""),
         ("bf16", "bf16", ""),
-        ("bf16", "fp32", "not calibrated in bf16: it takes longer"),
+        ("bf16", "fp32", "calibrated in fp32, not in bf16: operations may take longer"),
+        ("fp32", "bf16", "calibrated in bf16, not in fp32: operations may take longer"),
         ("fp8", "bf16", "in fp8 are emulated on a CPU: they take longer"),
     ],
 )

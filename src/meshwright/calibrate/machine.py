@@ -23,7 +23,6 @@ from meshwright.describe.stack import Stack
 from meshwright.programs.collectives.formulas import FORMULAS, Shape, Terms
 
 VERSION = 7  # raised whenever what is measured changes: a cached calibration of another version is measured anew
-MEASURED = "measured on this machine"
 IDLE_SHARE = 0.10  # a machine is idle if other processes use less than this share of its cores
 ACCELERATOR = "cpu"
 ACTION_LAUNCHES = (
@@ -53,7 +52,7 @@ class MachineMeasurement(Described):
     version: int = VERSION
     made: str = Field(default="", description="date and time, UTC")
     key: dict[str, str] = Field(default_factory=dict, description="hardware and libraries that it holds for")
-    dtype: str = Field(default="fp32", description="of the measured operations: that of the run")
+    dtype: str = Field(description="of the measured operations: that of the run")
     ranks: int = Field(ge=1)
     cores: float = Field(gt=0, description="cores that the ranks may use")
     busy_cores: float = Field(default=0.0, ge=0, description="cores that other processes used meanwhile")
@@ -76,7 +75,7 @@ class MachineMeasurement(Described):
         return self.busy_cores <= IDLE_SHARE * self.cores
 
 
-def accelerator(fit: DeviceFit, sharing: float, source: str, dtype: str = "fp32") -> Accelerator:
+def accelerator(fit: DeviceFit, sharing: float, source: str, dtype: str) -> Accelerator:
     """The device that one rank gets: its share of a core. Measured in `dtype`; other types are taken to be as fast, fp64 half as fast."""
     plain = load("accelerators", ACCELERATOR)
     rate = rate_of(fit.flop * sharing)
@@ -94,6 +93,7 @@ def accelerator(fit: DeviceFit, sharing: float, source: str, dtype: str = "fp32"
         exponential=fit.exponential * sharing,
         elementwise=fit.elementwise,
         selection=fit.selection * sharing,
+        measured_dtype=dtype,
         source=source,
     )
     peak = {name: rate / 2 if name == "fp64" != dtype else rate for name in plain.peak}
@@ -167,13 +167,8 @@ def source_of(measured: MachineMeasurement) -> str:
     busy = "" if measured.is_idle else f", while other processes used {measured.busy_cores:.1f} cores"
     ranks = f"{measured.ranks} process{'es' * (measured.ranks > 1)} at once on {measured.cores:g} cores"
     return (
-        f"{MEASURED} at {measured.made}: operations in {measured.dtype} and collectives of fixed sizes, {ranks}{busy}"
+        f"measured on this machine at {measured.made}: operations in {measured.dtype} and collectives of fixed sizes, {ranks}{busy}"
     )
-
-
-def is_measured_in(dtype: str, source: str) -> bool:
-    """Whether constants with this origin were measured on operations in `dtype`."""
-    return source.startswith(MEASURED) and f"operations in {dtype} " in source
 
 
 def slowdown(ranks: int, cores: float, busy_cores: float) -> float:

@@ -91,6 +91,10 @@ class Efficiency(Described):
         le=1,
         description="standard deviation of ln seconds of a step that shares add which were assumed",
     )
+    measured_dtype: str = Field(
+        default="",
+        description="dtype of the operations that `train` timed on this machine; empty: catalog, published runs or `bench`",
+    )
     source: str = PRIOR
 
     def products(self, dtype: str) -> float:

@@ -8,7 +8,6 @@ from math import isfinite
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.calibrate.machine import is_measured_in
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.result import MEASURED_PARTS, Difference, part_label
 from meshwright.training.measure.measurement import Training, predicted
@@ -76,10 +75,10 @@ def not_measured(training: Training) -> list[str]:
         return []
     if config.workload.precision == "fp8":
         return ["Products in fp8 are emulated on a CPU: they take longer than predicted"]
-    dtype = config.plan.param_dtype
-    if dtype == "fp32" or is_measured_in(dtype, device.source):
+    dtype, measured = config.plan.param_dtype, device.efficiency.measured_dtype or "fp32"  # the catalog's CPU is in fp32
+    if dtype == measured:
         return []
-    return [f"This machine was not calibrated in {dtype}: it takes longer than predicted on most CPUs"]
+    return [f"This machine was calibrated in {measured}, not in {dtype}: operations may take longer or shorter than predicted"]
 
 
 def compilation(training: Training) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from meshwright.calibrate.machine import IDLE_SHARE, MEASURED, VERSION, MachineMeasurement, calibrated
+from meshwright.calibrate.machine import IDLE_SHARE, VERSION, MachineMeasurement, calibrated
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.host import usable_cores
@@ -127,9 +127,8 @@ def machine_measurement(
 
 def is_for_this_machine(config: Config) -> bool:
     """Whether a configuration is for CPU processes whose constants are not measured."""
-    return config.cluster.accelerator.name == "cpu" and not config.cluster.accelerator.efficiency.source.startswith(
-        MEASURED
-    )
+    device = config.cluster.accelerator
+    return device.name == "cpu" and not device.efficiency.measured_dtype
 
 
 def with_this_machine(config: Config, measured: MachineMeasurement, busy: float = 0.0) -> Config:
