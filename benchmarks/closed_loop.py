@@ -138,7 +138,12 @@ def device_test(context: Any) -> dict[str, Any]:
 
     ranks = Synchronization(barrier=distributed.barrier, agree=mean)
     points = measure_device("cpu", ranks, budget_s=DEVICE_BUDGET_S, rank=context.rank)
-    return {"dtype": "fp32", "ranks": context.world, "cores": usable_cores(), "operations": [p.as_dict() for p in points]}
+    return {
+        "dtype": "fp32",
+        "ranks": context.world,
+        "cores": usable_cores(),
+        "operations": [p.as_dict() for p in points],
+    }
 
 
 def run_plan(name: str, context: Any, job: dict[str, Any]) -> dict[str, Any]:

@@ -166,9 +166,7 @@ def source_of(measured: MachineMeasurement) -> str:
     """A sentence about the origin of the constants."""
     busy = "" if measured.is_idle else f", while other processes used {measured.busy_cores:.1f} cores"
     ranks = f"{measured.ranks} process{'es' * (measured.ranks > 1)} at once on {measured.cores:g} cores"
-    return (
-        f"measured on this machine at {measured.made}: operations in {measured.dtype} and collectives of fixed sizes, {ranks}{busy}"
-    )
+    return f"measured on this machine at {measured.made}: operations in {measured.dtype} and collectives of fixed sizes, {ranks}{busy}"
 
 
 def slowdown(ranks: int, cores: float, busy_cores: float) -> float:

@@ -75,10 +75,13 @@ def not_measured(training: Training) -> list[str]:
         return []
     if config.workload.precision == "fp8":
         return ["Products in fp8 are emulated on a CPU: they take longer than predicted"]
-    dtype, measured = config.plan.param_dtype, device.efficiency.measured_dtype or "fp32"  # the catalog's CPU is in fp32
+    dtype = config.plan.param_dtype
+    measured = device.efficiency.measured_dtype or "fp32"  # the constants of the catalog are for fp32
     if dtype == measured:
         return []
-    return [f"This machine was calibrated in {measured}, not in {dtype}: operations may take longer or shorter than predicted"]
+    return [
+        f"This machine was calibrated in {measured}, not in {dtype}: operations may take longer or shorter than predicted"
+    ]
 
 
 def compilation(training: Training) -> list[str]:
