@@ -90,6 +90,24 @@ def variables_of(rank: int, world: int, port: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), **local}
 
 
+def test_a_bench_that_can_measure_nothing_is_an_error(capsys) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["bench", "--ranks", "1", "--operations", "all-reduce", "--budget", "2s"])
+    assert leaving.value.code == 2
+    error = capsys.readouterr().err
+    assert "MW-BENCH-006: nothing was measured. collectives: one rank has no other rank" in " ".join(error.split())
+
+
+def test_the_progress_bar_does_not_wait_for_torch() -> None:
+    """torch takes seconds to import on a busy machine; the bar is there before."""
+    code = (
+        "import sys; from meshwright.cli import bench\n"
+        "bench.progress_display = lambda *a: sys.exit(3 if 'torch' in sys.modules else 0)\n"
+        "bench.command(2, '', '', '1KiB', '1KiB', '5s', 'cpu', '5s', '', '')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 # What is measured
 
 
@@ -213,7 +231,7 @@ def test_every_algorithm_of_ours_is_measured_by_name() -> None:
     sweep = Sweep(
         ("meshwright",), ("all-reduce", "all-gather", "scatter", "gather", "reduce-scatter"), 1024, 1024, 30.0
     )
-    found, failure = measured(None, 2, sweep, "cpu", 20.0, lambda share, left, doing: None)
+    found, failure = measured(None, 2, sweep, "cpu", 20.0, lambda left, doing: None)
     assert failure is None
     algorithms = {(p.operation, p.algorithm) for p in found.points}
     late = {f"{name} {operation}" for operation, name in algorithms} | {
@@ -242,7 +260,7 @@ def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch
     """Ctrl-C after the fifth progress message, as the parent of the ranks receives it."""
     shown = []
 
-    def show(share: float, left: float, doing: str) -> None:
+    def show(left: float, doing: str) -> None:
         shown.append(doing)
         if len(shown) == 5:
             raise KeyboardInterrupt
@@ -277,7 +295,7 @@ def test_bench_interrupted_while_it_measures_the_device_keeps_the_first_round(mo
 
     monkeypatch.setattr(run, "Collector", Interrupted)
     sweep = Sweep(operations=(DEVICE,), budget_s=60.0)
-    found, failure = measured(None, 1, sweep, "cpu", 30.0, lambda share, left, doing: None)
+    found, failure = measured(None, 1, sweep, "cpu", 30.0, lambda left, doing: None)
     assert isinstance(failure, KeyboardInterrupt)
     assert found.state == "interrupted"
     assert received == [len(found.device)]

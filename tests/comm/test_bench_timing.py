@@ -7,6 +7,7 @@ import json
 import pytest
 
 from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo, bus_factor
+from meshwright.comm.bench import device
 from meshwright.comm.bench.timing import MOST_SAMPLES, SAMPLE_S, Synchronization, counts, measure, timed
 from meshwright.errors import MeshwrightError
 
@@ -78,6 +79,30 @@ def test_slowest_rank_counts_and_all_ranks_call_equally_often() -> None:
     assert found.samples == 10  # derived from the agreed 0.02 s, not from this rank's 0.01 s
     assert len(barriers) == found.samples + 2
     assert [len(values) for values in agreed] == [1, 1, 10]
+
+
+def test_a_round_that_would_end_after_the_deadline_is_not_started(monkeypatch) -> None:
+    """Four ranks on two cores compute for half of the time on the clock; the budget of a bench counts the clock."""
+    clock = FakeClock()
+    monkeypatch.setattr(device.time, "monotonic", lambda: 2 * clock())
+    monkeypatch.setattr(device.time, "thread_time", clock)
+    calls = [clock.call_of(0.4), clock.call_of(0.6)]  # a round computes for 1 s, and takes 2
+    (plain, _) = device.measure_in_turn(calls, Synchronization(), budget_s=10.0)
+    assert plain.samples == 10
+    clock.now = 0.0
+    (late, _) = device.measure_in_turn(calls, Synchronization(), budget_s=10.0, deadline=9.0)
+    assert (late.samples, 2 * clock()) == (3, 8.0)
+    clock.now = 0.0
+    (least, _) = device.measure_in_turn(calls, Synchronization(), budget_s=10.0, deadline=0.0)
+    assert least.samples == 1
+
+
+def test_operations_of_a_cpu_have_a_spread(monkeypatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(device.time, "thread_time", clock)
+    (found,) = device.measure_in_turn([clock.call_of(0.2, 0.1, 0.2, 0.3)], Synchronization(), budget_s=1.0)
+    assert found.samples == 10  # 0.1, 0.2, 0.3, 0.2, … after the first
+    assert (found.low_s, found.median_s, found.high_s) == pytest.approx((0.125, 0.2, 0.2))
 
 
 def test_quartiles() -> None:

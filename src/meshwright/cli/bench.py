@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,19 +40,24 @@ def command(
     Alone it starts local processes; under torchrun or srun it joins their ranks, and rank 0 prints the result.
     An interrupted bench keeps what was measured, marked as interrupted."""
     from meshwright.cli.output import writable
-    from meshwright.comm.bench.options import sweep_of
     from meshwright.errors import MeshwrightError
+    from meshwright.training.launch.placement import placement
     from meshwright.units import parse_seconds
 
-    sweep = sweep_of(backends, operations, smallest, largest, budget)
-    wait = max(parse_seconds(timeout), 1.0)
+    wait, limit = max(parse_seconds(timeout), 1.0), parse_seconds(budget)
     writable(json_file, html)
-    from meshwright.training.launch.placement import placement
-
     place = None if ranks else placement(os.environ)
     chief = place is None or place.rank == 0
-    with progress_display(chief) as show:
+    with progress_display(chief, limit) as show:
+        from meshwright.comm.bench.options import (
+            sweep_of,
+        )  # imports torch, which takes longer than a user waits for a bar
+
+        sweep = sweep_of(backends, operations, smallest, largest, budget)
         result, failure = measured(place, ranks, sweep, device, wait, show)
+    if chief and not failure and not (result.points or result.device):
+        why = "; ".join(result.skipped[:3])
+        raise MeshwrightError("MW-BENCH-006", "nothing was measured", why=why, fix="meshwright bench --backends gloo")
     if chief and (result.points or result.device or not failure):
         finish(result, json_file, html)
     elif chief and not isinstance(failure, MeshwrightError):
@@ -60,7 +67,7 @@ def command(
 
 
 def measured(
-    place: Any, ranks: int, sweep: Any, device: str, wait: float, show: Callable[[float, float, str], None]
+    place: Any, ranks: int, sweep: Any, device: str, wait: float, show: Callable[[float, str], None]
 ) -> tuple[Any, BaseException | None]:
     """The result, and what interrupted it: Ctrl-C, a signal, or a rank that failed."""
     from dataclasses import replace
@@ -116,18 +123,29 @@ def finish(result: Any, json_file: str, html: str) -> None:
 
 
 @contextmanager
-def progress_display(visible: bool) -> Iterator[Callable[[float, float, str], None]]:
-    """A bar on stderr with the seconds left and what is measured, from the start; on one rank and in terminals only."""
+def progress_display(visible: bool, budget_s: float) -> Iterator[Callable[[float, str], None]]:
+    """A bar on stderr with the seconds left and what is measured, from the start; on one rank and in terminals only. The seconds count down
+    between two messages of the ranks, and the bar is the part of the budget that is spent."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.text import Text
 
-    err = Console(stderr=True)
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        TextColumn("{task.fields[left]}"),
-        TextColumn("{task.description}"),
-    )
+    err, deadline = Console(stderr=True), math.inf
+
+    class TimeLeft(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            left = max(deadline - time.monotonic(), 0.0)
+            if left == math.inf:
+                return Text()
+            task.completed = 1.0 - min(left / budget_s, 1.0)
+            return Text(f"{left:.0f} s left")
+
+    def update(left: float, doing: str) -> None:
+        nonlocal deadline
+        deadline = time.monotonic() + left
+        bar.update(task, description=doing)
+
+    columns = (TextColumn("measuring"), BarColumn(), TimeLeft(), TextColumn("{task.description}"))
     with Progress(*columns, console=err, transient=True, disable=not (visible and err.is_terminal)) as bar:
-        task = bar.add_task("starting the ranks", total=1.0, left="")
-        yield lambda share, left, doing: bar.update(task, completed=share, left=f"{left:.0f} s left", description=doing)
+        task = bar.add_task("starting the ranks", total=1.0)
+        yield update

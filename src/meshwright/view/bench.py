@@ -77,7 +77,8 @@ def collectives_table(points: Iterable[Point]) -> RenderableType:
 
 
 def spread(point: Point | DevicePoint) -> Text:
-    return Text(f"{point.spread:.0%}", "yellow" if point.spread > NOISY else "")
+    """± of a median; nothing where there was time for one sample only."""
+    return Text(f"{point.spread:.0%}" if point.samples > 1 else "", "yellow" if point.spread > NOISY else "")
 
 
 def by_series(points: Iterable[Point]) -> dict[tuple, list[Point]]:
@@ -128,7 +129,10 @@ def device_table(points: Sequence[DevicePoint]) -> RenderableType:
     rows = []
     for point in points:
         rate = {"FLOP": format_flops, "byte": format_rate}.get(point.unit, lambda r: f"{format_count(r)}/s")(point.rate)
-        shape = " × ".join(f"{name} {value:g}" for name, value in point.shape.items())
+        shape = " × ".join(
+            f"{name} {format_bytes(value) if name == 'bytes' else f'{value:,.0f}'}"
+            for name, value in point.shape.items()
+        )
         slow = f"{point.slowdown:.2f}×" if point.condition else ""
         rows.append(
             (point.kind, point.dtype, shape, format_seconds(point.median_s), spread(point), rate, slow, point.condition)

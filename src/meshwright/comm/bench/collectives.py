@@ -69,13 +69,13 @@ class Task(NamedTuple):
 
 
 def run(session: Session, sweep: Sweep, emit: Emit) -> None:
-    """Measure, and emit {"point": …}, {"skipped": …} and {"progress": …} on rank 0."""
+    """Measure, and emit {"point": …}, {"skipped": …} and {"left_s": …, "doing": …} on rank 0."""
     tell = emit if session.rank == 0 else (lambda message: None)
     tasks = tasks_of(session, sweep)
     state = Progress(len(tasks), sweep.budget_s, time.monotonic())
     for task in tasks:
         left = -session.agree([state.elapsed() - sweep.budget_s])[0]
-        tell({"progress": state.done / max(state.total, 1), "left_s": max(left, 0.0), "doing": str(task)})
+        tell({"left_s": max(left, 0.0), "doing": str(task)})
         reason = state.reason_to_skip(task, left)
         if reason:
             tell({"skipped": f"{task}: {reason}"})

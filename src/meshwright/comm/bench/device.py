@@ -9,9 +9,9 @@ threads of one core) slows them as it will in training. On a GPU the clock is th
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,18 +31,21 @@ def measure_device(
     budget_s: float = 4.0,
     rank: int = 0,
     so_far: Callable[[list[DevicePoint]], object] = lambda points: None,
+    wall_s: float = math.inf,
+    others: Sequence[Case] = (),
 ) -> list[DevicePoint]:
-    """Time all operations on this rank, while the other ranks time theirs. `so_far` gets what an interrupted bench would keep: on a GPU after
-    each operation, on a CPU after each round."""
+    """Time all operations on this rank, and `others`, while the other ranks time theirs. `so_far` gets what an interrupted bench would keep:
+    on a GPU after each operation, on a CPU after each round. A CPU computes for `budget_s`, or less where `wall_s` have passed on the clock."""
     torch.manual_seed(0)
-    cuda = device.startswith("cuda")
-    cases = list(gpu_cases(device, DTYPES[dtype]) if cuda else cpu_cases(DTYPES[dtype]))
+    start, cuda = time.monotonic(), device.startswith("cuda")
+    cases = [*(gpu_cases(device, DTYPES[dtype]) if cuda else cpu_cases(DTYPES[dtype])), *others]
 
     def points(times: list[Timed]) -> list[DevicePoint]:
         return [point_of(case, took, dtype, rank) for case, took in zip(cases, times, strict=False)]
 
     if not cuda:
-        return points(measure_in_turn([case.call for case in cases], ranks, budget_s, lambda t: so_far(points(t))))
+        calls = [case.call for case in cases]
+        return points(measure_in_turn(calls, ranks, budget_s, lambda t: so_far(points(t)), start + wall_s))
     times: list[Timed] = []
     for case in cases:
         times.append(measure(case.call, ranks, budget_s=budget_s / len(cases)))
@@ -71,9 +74,12 @@ def measure_in_turn(
     ranks: Synchronization,
     budget_s: float,
     so_far: Callable[[list[Timed]], object] = lambda times: None,
+    deadline: float = math.inf,
 ) -> list[Timed]:
     """Time calls one after the other, in rounds: each finds the caches filled by the others, as an operation of a step does. A call that
-    is repeated alone takes two thirds of that. `so_far` gets the result of all rounds until then, after each."""
+    is repeated alone takes two thirds of that. `so_far` gets the result of all rounds until then, after each. Ranks that share cores, with each
+    other or with other processes, compute for a part of the time only: no round starts that would end after `deadline` (`time.monotonic`),
+    except the first."""
 
     def run_round() -> list[float]:
         ranks.barrier()
@@ -85,16 +91,26 @@ def measure_in_turn(
         return out
 
     def result() -> list[Timed]:
-        medians = [median(column) for column in zip(*samples, strict=True)]
-        return [timed([value]).but(samples=len(samples)) for value in ranks.agree(medians)]
+        own = [timed(column) for column in zip(*samples, strict=True)]
+        medians, lows, highs = (
+            ranks.agree([getattr(t, name) for t in own]) for name in ("median_s", "low_s", "high_s")
+        )
+        agreed = zip(own, medians, lows, highs, strict=True)
+        return [t.but(median_s=median, low_s=low, high_s=high) for t, median, low, high in agreed]
 
     run_round()
-    rounds = min(max(round(budget_s / ranks.agree([sum(run_round())])[0]), LEAST_SAMPLES), MOST_SAMPLES)
     samples: list[list[float]] = []
-    for _ in range(rounds):
+    rounds = MOST_SAMPLES
+    while len(samples) < rounds:
+        start = time.monotonic()
         samples.append(run_round())
         found = result()
         so_far(found)
+        if len(samples) == 1:
+            rounds = min(max(round(budget_s / ranks.agree([sum(samples[0])])[0]), LEAST_SAMPLES), MOST_SAMPLES)
+        end = time.monotonic()
+        if ranks.agree([2 * end - start - deadline])[0] > 0:
+            break
     return found
 
 

@@ -6,7 +6,7 @@ work per operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -32,6 +32,7 @@ ATTENTIONS = ((1, 1, 8, 8), (2, 4, 64, 16), (1, 4, 256, 16), (1, 4, 128, 64))
 TILES = ((2, 2, 8, 8), (4, 4, 16, 16))
 LAYERS = ((32, 32, 1), (160, 48, 5), (192, 96, 3), (384, 128, 2))  # tokens, width and sequences of whole layers
 UPDATES = ((16, 64), (16, 16384))
+PRODUCT, COPIED, LAUNCHES = (512, 512, 512), 2**26, 1000  # of `rate_cases`: m, n, k; bytes; operators in a row
 SELECTED_FROM = 2**20  # elements, of which a top-k keeps one in a hundred
 
 
@@ -62,6 +63,22 @@ def cpu_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(plain), name)
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         yield from sharded_cases(dtype)
+
+
+def rate_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Rates that `bench` shows and no fit uses: a matrix product, a copy beyond the caches, and the host's time for a single operator."""
+    m, n, k = PRODUCT
+    a, b, out = (torch.randn(*shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
+    yield Case("gemm", {"m": m, "n": n, "k": k}, 1, partial(torch.mm, a, b, out=out))
+    source = torch.zeros(COPIED, dtype=torch.uint8)
+    yield Case("copy", {"bytes": float(COPIED)}, 1, partial(torch.empty_like(source).copy_, source))
+    little = torch.zeros(16, dtype=dtype)
+    yield Case("launch", {}, LAUNCHES, partial(repeated, partial(little.add_, 1.0), LAUNCHES))
+
+
+def repeated(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:

@@ -19,6 +19,7 @@ from meshwright.comm.bench import collectives, topology
 from meshwright.comm.bench.backends import usable
 from meshwright.comm.bench.collectives import DEVICE, Emit, Sweep
 from meshwright.comm.bench.device import measure_device
+from meshwright.comm.bench.host_cases import rate_cases
 from meshwright.comm.bench.session import Session, session
 from meshwright.comm.bench.slowdown import measure_slowdown
 from meshwright.errors import MeshwrightError
@@ -44,6 +45,7 @@ def bench_rank(context: Context, sweep: Sweep) -> None:
 def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
     """Say where the ranks run, then measure. Messages are sent by rank 0."""
     tell = emit if here.rank == 0 else (lambda message: None)
+    start = time.monotonic()
     first = here.hosts.index(here.hosts[here.rank]) == here.rank
     reports = here.gather(json.dumps(topology.detect() if first else None))
     detected = {host: json.loads(text) for host, text in zip(here.hosts, reports, strict=True) if text != "null"}
@@ -58,9 +60,9 @@ def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
     memory = here.smallest(min(sweep.memory_bytes, device_memory(here.device)))
     device_s = min(DEVICE_PART * sweep.budget_s, MOST_DEVICE_S) if DEVICE in sweep.operations else 0.0
     if device_s:
-        tell({"progress": 0.0, "left_s": sweep.budget_s, "doing": "the device"})
+        tell({"left_s": sweep.budget_s - (time.monotonic() - start), "doing": "the device"})
         device_points(here, device_s, lambda points: tell({"device": [p.model_dump(mode="json") for p in points]}))
-    rest = _but(sweep, backends=backends, memory_bytes=memory, budget_s=sweep.budget_s - device_s)
+    rest = _but(sweep, backends=backends, memory_bytes=memory, budget_s=sweep.budget_s - (time.monotonic() - start))
     if here.world > 1:
         collectives.run(here, rest, emit)
     else:
@@ -70,8 +72,9 @@ def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
 def device_points(here: Session, seconds: float, so_far: Callable[[list[DevicePoint]], object]) -> None:
     """The operations of a training step on this rank's device, and how much slower a product is while something else runs. `so_far` gets
     all that is measured, again and again."""
-    dtype = "bf16" if here.device.type == "cuda" else "fp32"
-    found = measure_device(str(here.device), here.synchronization, dtype, seconds * 3 / 4, here.rank, so_far)
+    cuda, part = here.device.type == "cuda", seconds * 3 / 4
+    dtype, rates = ("bf16", []) if cuda else ("fp32", list(rate_cases(torch.float32)))
+    found = measure_device(str(here.device), here.synchronization, dtype, part, here.rank, so_far, part, rates)
     so_far([*found, *measure_slowdown(here, seconds / 4)])
 
 
@@ -95,9 +98,9 @@ def versions() -> dict[str, str]:
 
 
 class Collector:
-    """Receives the messages of a bench. `show` is called with (share done, seconds left, what is measured)."""
+    """Receives the messages of a bench. `show` is called with (seconds left, what is measured)."""
 
-    def __init__(self, show: Callable[[float, float, str], None] = lambda share, left, doing: None) -> None:
+    def __init__(self, show: Callable[[float, str], None] = lambda left, doing: None) -> None:
         self.show = show
         self.about: dict[str, Any] = {}
         self.points: list[Point] = []
@@ -106,8 +109,8 @@ class Collector:
 
     def __call__(self, message: dict[str, Any]) -> None:
         match message:
-            case {"progress": share, "left_s": left, "doing": doing}:
-                self.show(share, left, doing)
+            case {"left_s": left, "doing": doing}:
+                self.show(left, doing)
             case {"point": fields}:
                 self.points.append(Point(**fields))
             case {"device": points}:
