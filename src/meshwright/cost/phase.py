@@ -69,6 +69,19 @@ class RankTime:
         return self.f + self.i + self.w
 
 
+def phase_times(program: StepProgram, cluster: Cluster, network: Network) -> dict[tuple[str, str], PhaseTime]:
+    """The time of each phase of each block, for one micro-batch."""
+    times: dict[tuple[str, str], PhaseTime] = {}
+    latest: dict[str, str] = {}  # for each block, the phase whose remaining compute can hide communication
+    for (block, phase), ops in program.blocks.items():
+        main = times[block, latest[block]] if phase in SPLIT_ONLY else None
+        times[block, phase] = phase_time(program, cluster, network, ops, main)
+        times[block, phase].host = times[block, phase].host + unit_hooks(program.batch, phase)
+        if TIMED_AS[phase] == "I":
+            latest[block] = phase
+    return times
+
+
 def phase_time(
     program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], main: PhaseTime | None = None
 ) -> PhaseTime:

@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.cost.closing import closing_time, fullest_rank, largest_sums
 from meshwright.cost.collective import Network
 from meshwright.cost.memory import memory
-from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, TIMED_AS, PhaseTime, RankTime, phase_time, rank_time, unit_hooks
+from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, PhaseTime, RankTime, phase_times, rank_time
 from meshwright.cost.pipeline import ramp
 from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
@@ -76,7 +76,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     """Time, memory and traffic of every plan of the batch."""
     b = program.batch
     network = Network(cluster, b)
-    times = _phase_times(program, cluster, network)
+    times = phase_times(program, cluster, network)
     boundary_op = program.sync.get("boundary-F", [None])[0]
     boundary = network.time(boundary_op) if boundary_op is not None else np.zeros(b.n)
     held = bounding_ranks(b, every_rank)
@@ -135,19 +135,6 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         syncs,
         cluster.sharing,
     )
-
-
-def _phase_times(program: StepProgram, cluster: Cluster, network: Network) -> dict[tuple[str, str], PhaseTime]:
-    """The time of each phase of each block, for one micro-batch."""
-    times: dict[tuple[str, str], PhaseTime] = {}
-    latest: dict[str, str] = {}  # for each block, the phase whose remaining compute can hide communication
-    for (block, phase), ops in program.blocks.items():
-        main = times[block, latest[block]] if phase in SPLIT_ONLY else None
-        times[block, phase] = phase_time(program, cluster, network, ops, main)
-        times[block, phase].host = times[block, phase].host + unit_hooks(program.batch, phase)
-        if TIMED_AS[phase] == "I":
-            latest[block] = phase
-    return times
 
 
 def _add_closing(exposed: dict[str, Array], closing: dict[str, Array]) -> None:

@@ -10,8 +10,10 @@ The placement of an axis is described by two numbers per level: its group's size
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise, starmap
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +52,16 @@ def repeated(value: Any, at: np.ndarray) -> Any:
     if isinstance(value, dict):
         return {key: part[at] for key, part in value.items()}
     return tuple(value[i] for i in at) if isinstance(value, tuple) else value[at]
+
+
+class PartlyRecomputed(NamedTuple):
+    """The layers of each stage of plans that recompute some of their layers, by kind: (distinct plans, stages + 1). The last column, which index −1
+    reads, is zero: no stage."""
+
+    plans: np.ndarray  # indices in the batch
+    row: np.ndarray  # of each of these plans in the tables
+    recomputed: dict[str, np.ndarray]
+    kept: dict[str, np.ndarray]
 
 
 class Batch:
@@ -196,6 +208,22 @@ class Batch:
         fields["wrap"] = np.array([float(min(wrap or n, n)) if n else 1.0 for wrap, n in wraps])
         fields["one_unit"] = np.array([p.wrap == 0 for p in plans])
         return fields
+
+    @cached_property
+    def partly_recomputed(self) -> PartlyRecomputed:
+        """The layers that some plans of the batch recompute. A plan that is there several times is read once."""
+        distinct = {id(plan): plan for plan in self.some_recomputed.values()}
+        places = {key: k for k, key in enumerate(distinct)}
+        row = np.array([places[id(plan)] for plan in self.some_recomputed.values()])
+        shape = len(distinct), max(plan.stages for plan in distinct.values()) + 1
+        recomputed, kept = ({kind: np.zeros(shape) for kind in self.model.kinds} for _ in range(2))
+        for k, plan in enumerate(distinct.values()):
+            edges = [0, *accumulate(plan.stage_layers(self.model.layers))]
+            for stage, layers in enumerate(starmap(range, pairwise(edges))):
+                chosen = plan.recomputed_layers(layers)
+                for layer in layers:
+                    (recomputed if layer in chosen else kept)[self.model.layer_kinds[layer]][k, stage] += 1
+        return PartlyRecomputed(np.array(list(self.some_recomputed)), row, recomputed, kept)
 
     def _wires(self) -> list[tuple[str, Any]]:
         """The ways in which gradients are sent, and where: a compression, or 16 bits where communication is narrower than gradients."""

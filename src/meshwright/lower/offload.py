@@ -32,13 +32,10 @@ def _kept_by_some(program: StepProgram, kind: str) -> Array:
     """Bytes that the mean layer saves beyond its input, in plans that recompute some of their layers."""
     b = program.batch
     more = np.zeros(b.n)
-    for i, plan in b.some_recomputed.items():
-        start, recomputed = 0, 0
-        for length in plan.stage_layers(b.model.layers):
-            recomputed += len(plan.recomputed_layers(range(start, start + length)))
-            start += length
-        spared = np.broadcast_to(program.recompute_savings.get(kind, 0.0), b.n)[i]
-        more[i] = (1 - recomputed / b.model.layers) * spared
+    if b.some_recomputed:
+        at, row, _, kept = b.partly_recomputed
+        share = sum(table.sum(axis=1) for table in kept.values())[row] / b.model.layers
+        more[at] = share * np.broadcast_to(program.recompute_savings.get(kind, 0.0), b.n)[at]
     return more
 
 

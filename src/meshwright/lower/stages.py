@@ -12,9 +12,9 @@ micro-batches of the stage on the way down and P − ⌈(r+1)/2⌉ of the stage 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +106,7 @@ def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
         first = split_share(batch, rank)
         second_share = split_share(batch, np.where(v_shaped, 2 * batch.pp - 1 - rank, rank + batch.pp))
         held.split = {kind: first * down[kind] + second_share * (n - down[kind]) for kind, n in held.counts.items()}
-    return _with_recompute(batch, held, stages_of_rank)
+    return _with_recompute(batch, held, lambda: _stages_of(batch, rank))
 
 
 def _layers_alike(batch: Batch) -> bool:
@@ -150,14 +150,16 @@ def blocks_by_stage(batch: Batch, held: StageBlocks) -> list[tuple[Array, dict[s
     return [(often, blocks) for often, blocks in sorts if often.any()]
 
 
-def split_share(batch: Batch, stage: Array) -> Array:
-    """The share of a stage's micro-batches whose backward is split."""
-    if not np.any(batch.schedule == DUALPIPEV):
-        return batch.splits * (stage > 0) * 1.0
-    down = stage < batch.pp
-    rank = np.where(down, stage, 2 * batch.pp - 1 - stage)
-    paired = (batch.pp - np.ceil((rank + ~down) / 2)) / batch.rounds
-    return np.where(batch.schedule == DUALPIPEV, paired, 1.0) * batch.splits * (stage > 0)
+def split_share(batch: Batch, stage: Array, at: Any = slice(None)) -> Array:
+    """The share of a stage's micro-batches whose backward is split, in the plans `at` some indices."""
+    splits, dualpipev = batch.splits[at], batch.schedule[at] == DUALPIPEV
+    if not np.any(dualpipev):
+        return splits * (stage > 0) * 1.0
+    pp = batch.pp[at]
+    down = stage < pp
+    rank = np.where(down, stage, 2 * pp - 1 - stage)
+    paired = (pp - np.ceil((rank + ~down) / 2)) / batch.rounds[at]
+    return np.where(dualpipev, paired, 1.0) * splits * (stage > 0)
 
 
 def stages_of_rank(plan: Plan, rank: int) -> list[int]:
@@ -174,11 +176,9 @@ def stage_ranges(batch: Batch, rank: Array, i: int) -> list[range]:
     return [range(start[v, i], end[v, i]) for v in range(len(stage)) if stage[v, i] >= 0]
 
 
-def _with_recompute(
-    batch: Batch, held: StageBlocks, stages: Callable[[Plan, int], Sequence[int]], where: Array = None
-) -> StageBlocks:
-    """Count the recomputed layers in `stages` of (plan, where), for the few plans that recompute some of their layers. A recomputed
-    layer gathers its inputs once, for the recomputation, and keeps them: a split backward does not gather them twice."""
+def _with_recompute(batch: Batch, held: StageBlocks, stages: Callable[[], Array]) -> StageBlocks:
+    """Count the recomputed layers in some stages of each plan, (stages, plans) with −1 for none, for the few plans that recompute some of their
+    layers. A recomputed layer gathers its inputs once, for the recomputation, and keeps them: a split backward does not gather them twice."""
     if held.split is not None:
         kept = batch.recompute != 2
         held.regathered = {kind: n * kept if kind in batch.model.kinds else n for kind, n in held.split.items()}
@@ -187,30 +187,16 @@ def _with_recompute(
     held.recomputed = {
         kind: np.array(np.broadcast_to(count, batch.n), dtype=float) for kind, count in held.counts.items()
     }
-    places = np.broadcast_to(held.rank if where is None else where, batch.n)
-    counted: dict[tuple[int, int], int] = {}  # a batch may have one plan several times: its first index
-    for i, plan in batch.some_recomputed.items():
-        first = counted.setdefault((id(plan), int(places[i])), i)
-        if first != i:
-            for table in (held.recomputed, held.regathered):
-                for kind in batch.model.kinds if table else ():
-                    table[kind][i] = table[kind][first]  # type: ignore[index]
-            continue
-        edges = [0, *accumulate(plan.stage_layers(batch.model.layers))]
-        here = [s for s in stages(plan, int(places[i])) if 0 <= s < plan.stages]
-        for kind in batch.model.kinds:
-            held.recomputed[kind][i] = 0.0
-            if held.regathered is not None:
-                held.regathered[kind][i] = 0.0
-        for s in here:
-            layers = range(edges[s], edges[s + 1])
-            chosen = set(plan.recomputed_layers(layers))
-            share = split_share(batch, np.full(batch.n, float(s)))[i]
-            for layer in layers:
-                kind = batch.model.layer_kinds[layer]
-                held.recomputed[kind][i] += layer in chosen
-                if held.regathered is not None:
-                    held.regathered[kind][i] += share * (layer not in chosen)
+    partly = batch.partly_recomputed
+    at = partly.plans
+    stage = stages()
+    stage = np.broadcast_to(stage, (len(stage), batch.n))[:, at].astype(int)
+    stage = np.where((stage >= 0) & (stage < (batch.pp * batch.virtual)[at]), stage, -1)
+    for kind in batch.model.kinds:
+        held.recomputed[kind][at] = partly.recomputed[kind][partly.row, stage].sum(axis=0)
+        if held.regathered is not None:
+            gathered = split_share(batch, stage, at) * partly.kept[kind][partly.row, stage]
+            held.regathered[kind][at] = gathered.sum(axis=0)
     return held
 
 
@@ -236,9 +222,9 @@ def average_blocks(batch: Batch) -> StageBlocks:
     held = StageBlocks(zero, block_counts(model, 1 / batch.pp, layers, 1 / batch.pp))
     if batch.splits_twice:
         held.split = _mean_split(batch, held)
-    held = _with_recompute(batch, held, lambda plan, _: range(plan.stages))
+    held = _with_recompute(batch, held, lambda: np.arange(int((batch.pp * batch.virtual).max()))[:, None])
     if held.recomputed is not None:
-        here = list(batch.some_recomputed)
+        here = batch.partly_recomputed.plans
         for kind in layers:
             held.recomputed[kind][here] /= batch.pp[here]
             if held.regathered is not None:
@@ -266,7 +252,7 @@ def stage_blocks(batch: Batch, stage: Array, rank: Array) -> StageBlocks:
     if batch.splits_twice:
         share = split_share(batch, stage)
         held.split = {kind: share * count for kind, count in held.counts.items()}
-    return _with_recompute(batch, held, lambda _, s: [s], stage)
+    return _with_recompute(batch, held, lambda: stage[None, :])
 
 
 def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:

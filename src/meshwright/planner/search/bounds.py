@@ -32,8 +32,9 @@ from functools import partial, reduce
 import numpy as np
 
 from meshwright.cost.closing import host_update_time
+from meshwright.cost.collective import Network
 from meshwright.cost.memory import AFTER_LAYERS
-from meshwright.cost.phase import rank_time
+from meshwright.cost.phase import phase_times, rank_time
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.schedules import RULES
@@ -80,9 +81,10 @@ def kernel(space: Space, rows: Table) -> Table:
     bytes saved for backward by the model (`saved`) and by its largest layer (`layer`); the sum over layers of how much less than the largest
     they save (`lighter`); bytes that recomputing one layer needs (`recompute_bytes`)."""
     program = lower(space.batch(rows))
-    cost = step_cost(program, space.cluster)
-    b, counts = program.batch, average_blocks(program.batch).counts
-    mean = rank_time(program, cost.times, average_blocks(b), np.zeros(b.n))
+    b = program.batch
+    times = phase_times(program, space.cluster, Network(space.cluster, b))
+    average = average_blocks(b)
+    mean, counts = rank_time(program, times, average, np.zeros(b.n)), average.counts
     slack = 1 + b.stack.allocator_slack
     dense, expert = (
         sum(counts[block] * groups[g] for block, groups in program.parameters.items()) * b.pp

@@ -58,7 +58,10 @@ class Space(LegalOptions):
     def frames(self) -> Table:
         """The first layer. A frame has the largest legal micro-batch, whose bound holds for all shapes of the frame."""
         parts = [part for row in self.degrees.T.tolist() if len(part := self._frames(*row))]
-        return join(parts) if parts else Table(tp=np.zeros(0, int))
+        if not parts:
+            return Table(tp=np.zeros(0, int))
+        rows = join(parts)
+        return rows.take(rows.counted(self._sharding_keys(rows), self.shardings) > 0)
 
     def _frames(self, tp: int, cp: int, pp: int, dp: int) -> Table:
         kinds, experts = self.attentions.get((tp, cp), []), self.experts.get((tp, cp, dp), [])
@@ -75,7 +78,7 @@ class Space(LegalOptions):
         sp, kind = np.array(kinds)[rows.attention].T
         etp, ep = np.array(experts)[rows.expert].T
         same = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "microbatch": int(sizes.max())}
-        found = Table(
+        return Table(
             **{name: np.full(len(rows), value) for name, value in same.items()},
             sp=sp.astype(bool),
             cp_kind=kind,
@@ -85,7 +88,6 @@ class Space(LegalOptions):
             dtype=rows.dtype,
             overlap_index=rows.overlap_index,
         )
-        return found.take(found.counted(self._sharding_keys(found), self.shardings) > 0)
 
     @property
     def mixed(self) -> bool:

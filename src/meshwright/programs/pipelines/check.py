@@ -78,18 +78,18 @@ def run_order(needs: list[int], first: list[int]) -> list[int]:
     awake = list(range(len(position)))[::-1]
     while awake:
         rank = awake.pop()
-        i, stop = position[rank], first[rank + 1]
-        while i < stop:
+        start, stop = position[rank], first[rank + 1]
+        for i in range(start, stop):
             need = needs[i]
             if not done[need]:
                 sleeper[need] = rank
+                stop = i
                 break
             done[i] = True
-            order.append(i)
             if sleeper[i] >= 0:
                 awake.append(sleeper[i])
-            i += 1
-        position[rank] = i
+        order += range(start, stop)
+        position[rank] = stop
     return order
 
 

@@ -92,7 +92,7 @@ def bubble_fraction(
 def in_flight(schedule: str, ranks: Number, microbatches: Number, virtual: Number = 1, rank: Number = 0) -> np.ndarray:
     """Return the peak number of activations, in (stage, micro-batch), that a rank holds from F until B or W."""
     p, m, v, r = np.broadcast_arrays(ranks, microbatches, virtual, rank)
-    n, widest = m * v, -(-m // np.maximum(1, m // p))
+    n = m * v
     match name_of(schedule):
         case "naive":
             return np.ones_like(n)
@@ -101,9 +101,9 @@ def in_flight(schedule: str, ranks: Number, microbatches: Number, virtual: Numbe
         case "1f1b":
             return np.minimum(n, p - r)
         case "interleaved":
-            return np.minimum(n, (v - 1) * widest + 2 * (p - 1 - r) + 1)
+            return np.minimum(n, (v - 1) * _widest_round(p, m) + 2 * (p - 1 - r) + 1)
         case "interleaved-zb":
-            return np.minimum(n, (v - 1) * widest + p)
+            return np.minimum(n, (v - 1) * _widest_round(p, m) + p)
         case "zb-h1":
             return np.minimum(n, p)
         case "zb-h2":
@@ -114,6 +114,11 @@ def in_flight(schedule: str, ranks: Number, microbatches: Number, virtual: Numbe
             return 2 * p + 1
         case other:
             raise _no_closed_form(other)
+
+
+def _widest_round(p: np.ndarray, m: np.ndarray) -> np.ndarray:
+    """Micro-batches of the longest of the ⌊M/P⌋ rounds."""
+    return -(-m // np.maximum(1, m // p))
 
 
 def critical_paths(

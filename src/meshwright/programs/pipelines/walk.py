@@ -200,27 +200,34 @@ def _times(
     received: np.ndarray,
     sent: np.ndarray | None,
 ) -> np.ndarray:
-    """(actions,) start times. Plain lists, because one action is a few float operations, far cheaper than a numpy call."""
+    """(actions,) start times. Plain lists, because one action is a few float operations, far cheaper than a numpy call. The loop finds the end
+    of each action, in the order of running; entry 0 is "nothing", done at 0."""
     before = np.arange(-1, len(program) - 1)
     before[program.first[:-1]] = -1
-    start = [0.0] * len(program)
-    end = [0.0] * (len(program) + 1)  # index −1 is "nothing": done at 0
-    columns = [order, before[order], needs[order], took[order], received[order]]
+    place = np.zeros(len(program) + 1, int)  # of an action in the order of running; index −1: nothing
+    place[order] = np.arange(1, len(program) + 1)
+    before, needs, lag = before[order], place[needs[order]], received[order]
+    previous = place[before]
+    columns = [column.tolist() for column in (previous, needs, took[order], lag)]
+    ends = [0.0]
+    done = ends.append
+    start = np.empty(len(program))
     if sent is None:
-        for i, p, n, t, lag in zip(*(c.tolist() for c in columns), strict=True):
-            free, there = end[p], end[n] + lag
-            start[i] = begin = free if free > there else there
-            end[i] = begin + t
-        return np.array(start)
-    sending = np.append(sent, 0.0)[before[order]]
-    for i, p, n, t, lag, out in zip(*(c.tolist() for c in [*columns, sending]), strict=True):
-        free = end[p]
-        made = end[n]
-        there = (free if free > made else made) + lag
+        for p, n, t, wait in zip(*columns, strict=True):
+            free, there = ends[p], ends[n] + wait
+            done((free if free > there else there) + t)
+        end = np.array(ends)
+        start[order] = np.maximum(end[previous], end[needs] + lag)
+        return start
+    sending = np.append(sent, 0.0)[before]
+    for p, n, t, wait, out in zip(*columns, sending.tolist(), strict=True):
+        free, made = ends[p], ends[n]
+        there = (free if free > made else made) + wait
         free += out
-        start[i] = begin = free if free > there else there
-        end[i] = begin + t
-    return np.array(start)
+        done((free if free > there else there) + t)
+    end = np.array(ends)
+    start[order] = np.maximum(end[previous] + sending, np.maximum(end[previous], end[needs]) + lag)
+    return start
 
 
 def _join(
