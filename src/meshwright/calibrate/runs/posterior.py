@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.calibrate.runs.response import Response
-from meshwright.calibrate.runs.stack_fit import FREEDOM, MOST_RUNS, Normal, credibility, evidence, variance
+from meshwright.calibrate.runs.stack_fit import FREEDOM, MOST_RUNS, Normal, credibility, evidence, times, variance
 
 SCALES = (0.3, 1.0)  # λ
 NOISES = (1.0, 2.0, 4.0)  # κ
@@ -35,30 +35,26 @@ def posterior(response: Response, measured: np.ndarray, prior: Normal, scales: S
     prior is itself a posterior: how far the source is from its stack is then part of it."""
     if not len(measured):
         return prior
-    trust = credibility(response, measured, prior)
-    parts = [_component(response, measured, prior, scale, noise, trust) for scale in scales for noise in NOISES]
-    logs = np.array([log for _, log in parts])
+    scale, noise = np.array([(scale, noise) for scale in scales for noise in NOISES]).T
+    covariance = scale[:, None, None] ** 2 * prior.covariance
+    narrow = Normal.of(np.tile(prior.mean, (len(scale), 1)), covariance)
+    found = evidence(response, measured, narrow, noise, credibility(response, measured, prior), NEWTON)
+    after = narrow * found
+    means, covariances = after.mean, after.covariance
+    move = means - prior.mean
+    distance = (move * times(narrow.precision, move)).sum(axis=-1)
+    volume = np.linalg.slogdet(np.eye(len(prior.mean)) + covariance @ found.precision)[1]
+    logs = _log_likelihood(response, measured, means, noise) - (distance + volume) / 2
     weight = np.exp(logs - logs.max())
     weight /= weight.sum()
-    means = np.array([normal.mean for normal, _ in parts])
     mean = weight @ means
-    spread = sum(w * normal.covariance for w, (normal, _) in zip(weight, parts, strict=True))
     away = means - mean
-    return Normal.of(mean, spread + away.T @ (weight[:, None] * away))
+    return Normal.of(mean, np.tensordot(weight, covariances, 1) + away.T @ (weight[:, None] * away))
 
 
-def _component(
-    response: Response, measured: np.ndarray, prior: Normal, scale: float, noise: float, trust: np.ndarray
-) -> tuple[Normal, float]:
-    """The numbers for one λ and κ, and ln p(runs | λ, κ)."""
-    covariance = scale**2 * prior.covariance
-    narrow = Normal.of(prior.mean, covariance)
-    found = evidence(response, measured, narrow, noise, trust, NEWTON)
-    after = narrow * found
-    value, slope = response.with_gradient(after.mean)
+def _log_likelihood(response: Response, measured: np.ndarray, x: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Σ ln t₄(ε_r) over the runs, for each row of numbers and its κ. Many runs count as `MOST_RUNS`."""
+    value, slope = response.with_gradient(x)
     spread = variance(response, slope, noise)
     runs = -(FREEDOM + 1) / 2 * np.log1p((value - measured) ** 2 / spread / FREEDOM) - np.log(spread) / 2
-    move = after.mean - prior.mean
-    distance = move @ np.linalg.solve(covariance, move)
-    volume = np.linalg.slogdet(np.eye(len(move)) + covariance @ found.precision)[1]
-    return after, float(min(1.0, MOST_RUNS / len(measured)) * runs.sum() - (distance + volume) / 2)
+    return min(1.0, MOST_RUNS / len(measured)) * runs.sum(axis=-1)

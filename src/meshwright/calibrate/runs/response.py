@@ -130,28 +130,29 @@ class Response:
         return len(self.base)
 
     def log_time(self, x: np.ndarray) -> np.ndarray:
-        """ln of the predicted seconds of each run; `x` are coordinates of all runs, or one row for each run."""
+        """ln of the predicted seconds of each run; `x` are the coordinates of all runs, or several rows of them."""
         return self.with_gradient(x)[0]
 
     def with_gradient(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`log_time`, and its derivative by each number: (runs,) and (runs, numbers)."""
-        x = np.broadcast_to(x, (len(self), len(NUMBERS)))
+        """`log_time`, and its derivative by each number: (…, runs) and (…, runs, numbers) of `x` (…, numbers)."""
         spacing = LAUNCHES[1] - LAUNCHES[0]
-        at = (x[:, 0] - LAUNCHES[0]) / spacing
+        at = (x[..., 0] - LAUNCHES[0]) / spacing
         middle = np.clip(np.round(at).astype(int), 1, len(LAUNCHES) - 2)
-        u = np.clip(at - middle, -1.5, 1.5)
+        u = np.clip(at - middle, -1.5, 1.5)[..., None]
         weights = (u * (u - 1) / 2, 1 - u * u, u * (u + 1) / 2)
         changes = (u - 0.5, -2 * u, u + 0.5)
-        move = np.clip(x[:, 1:] - CENTRE[1:], -2 * STEP[1:], 2 * STEP[1:])
-        runs = np.arange(len(self))
-        value, gradient = np.zeros(len(self)), np.zeros((len(self), len(NUMBERS)))
+        move = np.clip(x[..., 1:] - CENTRE[1:], -2 * STEP[1:], 2 * STEP[1:])[..., None, :]
+        shape = (*x.shape[:-1], len(self))
+        value, gradient = np.zeros(shape), np.zeros((*shape, len(NUMBERS)))
         for k in range(3):
             near = middle + k - 1
-            slope, bend = self.slope[runs, near], self.curve[runs, near] * move
+            base = np.moveaxis(self.base[:, near], 0, -1)
+            slope, bend = (np.moveaxis(part[:, near], 0, -2) for part in (self.slope, self.curve))
+            bend = bend * move
             factor = np.exp((slope + bend) * move)
-            total = np.maximum(1 + (factor - 1).sum(axis=1), 0.05)
-            point = self.base[runs, near] + np.log(total)
+            total = np.maximum(1 + (factor - 1).sum(axis=-1), 0.05)
+            point = base + np.log(total)
             value += weights[k] * point
-            gradient[:, 0] += changes[k] / spacing * point
-            gradient[:, 1:] += (weights[k] / total)[:, None] * factor * (slope + 2 * bend)
+            gradient[..., 0] += changes[k] / spacing * point
+            gradient[..., 1:] += (weights[k] / total)[..., None] * factor * (slope + 2 * bend)
         return value, gradient

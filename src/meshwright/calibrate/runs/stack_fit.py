@@ -47,7 +47,8 @@ BETWEEN_SOURCES = covariance((0.20, 0.04, 0.10, 0.12, 0.15, 0.3), 0.08)
 
 @dataclass(frozen=True)
 class Normal:
-    """A normal distribution by its precision matrix and shift = precision · mean; a message of one may be singular."""
+    """A normal distribution by its precision matrix and shift = precision · mean; a message of one may be singular. Several distributions have
+    one array of both: (…, numbers, numbers) and (…, numbers)."""
 
     precision: np.ndarray
     shift: np.ndarray
@@ -55,7 +56,7 @@ class Normal:
     @classmethod
     def of(cls, mean: np.ndarray, covariance: np.ndarray) -> Normal:
         precision = np.linalg.inv(covariance)
-        return cls(precision, precision @ mean)
+        return cls(precision, times(precision, mean))
 
     @classmethod
     def flat(cls) -> Normal:
@@ -63,7 +64,7 @@ class Normal:
 
     @property
     def mean(self) -> np.ndarray:
-        return np.linalg.solve(self.precision, self.shift)
+        return np.linalg.solve(self.precision, self.shift[..., None])[..., 0]
 
     @property
     def covariance(self) -> np.ndarray:
@@ -76,6 +77,11 @@ class Normal:
         """The distribution of the sum with an independent normal of mean 0 and covariance `spread`."""
         gain = self.precision @ np.linalg.inv(self.precision + np.linalg.inv(spread))
         return Normal(self.precision - gain @ self.precision, self.shift - gain @ self.shift)
+
+
+def times(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    """Matrices times vectors, one or several."""
+    return (matrix @ vector[..., None])[..., 0]
 
 
 def product(parts: Sequence[Normal]) -> Normal:
@@ -134,27 +140,35 @@ def evidence(
     response: Response,
     measured: np.ndarray,
     prior: Normal,
-    noise: float = 1.0,
+    noise: float | np.ndarray = 1.0,
     trust: np.ndarray | None = None,
     steps: int = NEWTON,
 ) -> Normal:
     """What runs say of their numbers: the likelihood around the most probable numbers under the prior, which Newton's method finds in at most
-    `steps`. `measured`: ln seconds. `noise`: a factor on `NOISE`. `trust`: the credibility of each run, if it is known."""
+    `steps`. `measured`: ln seconds. `noise`: a factor on `NOISE`. `trust`: the credibility of each run, if it is known.
+
+    Several priors, each with its noise, have one answer each: a row stops to move when its step is below 0.001."""
     if not len(measured):
         return Normal.flat()
     x = prior.mean
-    found = Normal.flat()
+    found = Normal(np.zeros_like(prior.precision), np.zeros_like(prior.shift))
     trust = credibility(response, measured, prior) if trust is None else trust
     trust = trust * min(1.0, MOST_RUNS / len(measured))
+    moving = np.ones(x.shape[:-1], dtype=bool)
     for _ in range(steps):
         value, slope = response.with_gradient(x)
         error = value - measured
         precision_of_run = weights(response, error, slope, noise) * trust
-        precision = slope.T @ (precision_of_run[:, None] * slope)
-        found = Normal(precision, precision @ x - slope.T @ (precision_of_run * error))
-        before, x = x, (prior * found).mean
-        x = before + np.clip(x - before, -0.7, 0.7)
-        if np.abs(x - before).max() < 1e-3:
+        weighted = np.swapaxes(precision_of_run[..., None] * slope, -1, -2)
+        precision = weighted @ slope
+        shift = times(precision, x) - times(weighted, error)
+        found = Normal(
+            np.where(moving[..., None, None], precision, found.precision), np.where(moving[..., None], shift, found.shift)
+        )
+        step = np.clip((prior * found).mean - x, -0.7, 0.7) * moving[..., None]
+        x = x + step
+        moving = moving & (np.abs(step).max(axis=-1) >= 1e-3)
+        if not moving.any():
             break
     return found
 
@@ -169,14 +183,16 @@ def credibility(response: Response, measured: np.ndarray, prior: Normal) -> np.n
     return 1 / (1 + ((error - usual) / (DOUBT * expected)) ** 4)
 
 
-def variance(response: Response, slope: np.ndarray, noise: float = 1.0) -> np.ndarray:
+def variance(response: Response, slope: np.ndarray, noise: float | np.ndarray = 1.0) -> np.ndarray:
     """The variance of ln seconds that no number of a stack explains: of all runs, of experts and of the device (`Response.doubt`), and of
     what a run spends on communication and on its host, whose shares are its responses to these numbers."""
-    communication, host = NOISE[1] * slope[:, NUMBERS.index("network")], NOISE[2] * slope[:, 0]
-    return noise**2 * (NOISE[0] ** 2 + communication**2 + host**2) + response.doubt**2
+    communication, host = NOISE[1] * slope[..., NUMBERS.index("network")], NOISE[2] * slope[..., 0]
+    return np.square(noise)[..., None] * (NOISE[0] ** 2 + communication**2 + host**2) + response.doubt**2
 
 
-def weights(response: Response, error: np.ndarray, slope: np.ndarray, noise: float = 1.0) -> np.ndarray:
+def weights(
+    response: Response, error: np.ndarray, slope: np.ndarray, noise: float | np.ndarray = 1.0
+) -> np.ndarray:
     """Precision of each run, robust: that of Student's t with `FREEDOM` degrees, for which a stalled run has little weight."""
     spread = variance(response, slope, noise)
     return (FREEDOM + 1) / (FREEDOM + error**2 / spread) / spread
