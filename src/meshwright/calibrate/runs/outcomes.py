@@ -1,4 +1,5 @@
-"""Predictions of published runs. Runs of one problem (model, workload, cluster, stack) are lowered and costed together, as one batch of plans.
+"""Predictions of published runs. Runs of one problem (model, workload, cluster, stack) are lowered and costed together, as one batch of plans;
+they may differ in their global batch, and in the number of GPUs where it changes no link's rate.
 
 A row that does not publish its recompute is predicted with the least that fits (none, selective, a quarter, half, three quarters of the
 layers, all); if even that does not fit, without any, so that a wrong memory prediction does not change the predicted time.
@@ -21,6 +22,7 @@ from meshwright.cost.predict import prediction
 from meshwright.cost.step import step_cost
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
+from meshwright.describe.workload import Workload
 from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 
@@ -114,31 +116,38 @@ def _problem(c: Case) -> Any:
     """What the runs of one batch share. A model is compared without its name, which differs between spellings."""
     assert c.model is not None
     assert c.cluster is not None
+    assert c.workload is not None
     model = c.model.model_dump_json(exclude={"name"}, exclude_defaults=True)
-    return model, repr(c.workload), c.cluster.name, c.cluster.world, c.stack.name, c.stack.attention, c.stack.fused
+    workload = c.workload.model_dump_json(exclude={"batch"}, exclude_defaults=True)
+    rates = tuple(c.cluster.device_bandwidth(k) for k in range(len(c.cluster.levels)))
+    return model, workload, c.cluster.name, rates, c.stack.name, c.stack.attention, c.stack.fused
+
+
+def _varied_workload(runs: list[Outcome]) -> Workload:
+    """The workload of a batch of plans, one of each run, with an array over the batch in the place of the global batch."""
+    workloads = [o.case.workload for o in runs if o.case.workload is not None]
+    return workloads[0].model_copy(update={"batch": np.array([float(w.batch) for w in workloads])})
 
 
 def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
     """Set the predictions of runs of one problem, and the step times of some of them at the points of the grid. All are costed as one batch,
     first every run with the numbers of its stack, then the points of each responding run."""
     first = together[0].case
-    model, cluster, workload = first.model, first.cluster, first.workload
-    assert model is not None
-    assert cluster is not None
-    assert workload is not None
+    assert first.model is not None
+    assert first.cluster is not None
     unknown = [o for o in together if not o.case.row.get("recompute_mode")]
     least = dict(zip(map(id, unknown), _least_that_fits(unknown), strict=True))
     for o in together:
         assert o.case.plan is not None
         o.plan = least.get(id(o)) or o.case.plan
-    plans = [o.plan for o in together if o.plan is not None]
     points = grid()
-    varied, stack = plans, first.stack
+    varied, stack = together, first.stack
     if responding:
-        varied = plans + [o.plan for o in responding if o.plan is not None for _ in points]
-        stack = varied_stack(first.stack, len(plans), np.tile(points, (len(responding), 1)))
-    cost = step_cost(step_program(model, varied, workload, stack), cluster)
-    times = np.broadcast_to(cost.time, len(varied))[len(plans) :].reshape(-1, len(points))
+        varied = together + [o for o in responding for _ in points]
+        stack = varied_stack(first.stack, len(together), np.tile(points, (len(responding), 1)))
+    plans = [o.plan for o in varied if o.plan is not None]
+    cost = step_cost(step_program(first.model, plans, _varied_workload(varied), stack), first.cluster)
+    times = np.broadcast_to(cost.time, len(varied))[len(together) :].reshape(-1, len(points))
     for o, row in zip(responding, times, strict=True):
         o.times = row
     for at, o in enumerate(together):
@@ -149,7 +158,9 @@ def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
             text += f" of {used.recompute_layers} layers per stage" if used and used.recompute_layers else ""
             c.assumed = [a if not a.startswith("recompute") else f"recompute: {text}" for a in c.assumed]
         assert c.model is not None
-        o.prediction = prediction(cost, c.model, cluster, plans[at], workload, c.stack, c.assumed, at)
+        assert c.cluster is not None
+        assert c.workload is not None
+        o.prediction = prediction(cost, c.model, c.cluster, plans[at], c.workload, c.stack, c.assumed, at)
 
 
 def _recompute_choices(plan: Plan, layers: int) -> list[Plan]:
@@ -167,10 +178,10 @@ def _least_that_fits(runs: list[Outcome]) -> list[Plan | None]:
     first = runs[0].case
     assert first.model is not None
     assert first.cluster is not None
-    assert first.workload is not None
     choices = [_recompute_choices(o.case.plan, first.model.layers) for o in runs if o.case.plan is not None]
     plans = [plan for some in choices for plan in some]
-    program = step_program(first.model, plans, first.workload, first.stack)
+    workload = _varied_workload([o for o, some in zip(runs, choices, strict=True) for _ in some])
+    program = step_program(first.model, plans, workload, first.stack)
     ranks = bounding_ranks(program.batch)
     peak = np.maximum.reduce([np.broadcast_to(sum(memory(program, h).values()), len(plans)) for h in ranks])
     fits = iter((peak <= first.cluster.accelerator.memory).tolist())
