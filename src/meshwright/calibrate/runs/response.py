@@ -107,7 +107,7 @@ def varied_stack(stack: Stack, unchanged: int, x: np.ndarray) -> Stack:
 
 @dataclass
 class Response:
-    """The responses of several runs: arrays over runs and launch times (and numbers)."""
+    """The responses of several runs: arrays over launch times and runs (and numbers)."""
 
     base: np.ndarray  # ln seconds
     slope: np.ndarray
@@ -117,17 +117,17 @@ class Response:
     @classmethod
     def of(cls, times: Sequence[np.ndarray], doubts: Sequence[float]) -> Response:
         """From the seconds of each run at the points of `grid`, and the doubt of each run."""
-        logs = np.log(np.array(times)).reshape(len(times), len(LAUNCHES), -1)
+        logs = np.log(np.array(times)).reshape(len(times), len(LAUNCHES), -1).swapaxes(0, 1)
         base = logs[:, :, 0]
         low, high = (logs[:, :, first::2] - base[:, :, None] for first in (1, 2))
         step = STEP[1:]
         return cls(base, (high - low) / (2 * step), (high + low) / (2 * step**2), np.array(doubts))
 
     def take(self, rows: np.ndarray) -> Response:
-        return Response(self.base[rows], self.slope[rows], self.curve[rows], self.doubt[rows])
+        return Response(self.base[:, rows], self.slope[:, rows], self.curve[:, rows], self.doubt[rows])
 
     def __len__(self) -> int:
-        return len(self.base)
+        return len(self.doubt)
 
     def log_time(self, x: np.ndarray) -> np.ndarray:
         """ln of the predicted seconds of each run; `x` are the coordinates of all runs, or several rows of them."""
@@ -138,21 +138,16 @@ class Response:
         spacing = LAUNCHES[1] - LAUNCHES[0]
         at = (x[..., 0] - LAUNCHES[0]) / spacing
         middle = np.clip(np.round(at).astype(int), 1, len(LAUNCHES) - 2)
-        u = np.clip(at - middle, -1.5, 1.5)[..., None]
-        weights = (u * (u - 1) / 2, 1 - u * u, u * (u + 1) / 2)
-        changes = (u - 0.5, -2 * u, u + 0.5)
-        move = np.clip(x[..., 1:] - CENTRE[1:], -2 * STEP[1:], 2 * STEP[1:])[..., None, :]
-        shape = (*x.shape[:-1], len(self))
-        value, gradient = np.zeros(shape), np.zeros((*shape, len(NUMBERS)))
-        for k in range(3):
-            near = middle + k - 1
-            base = np.moveaxis(self.base[:, near], 0, -1)
-            slope, bend = (np.moveaxis(part[:, near], 0, -2) for part in (self.slope, self.curve))
-            bend = bend * move
-            factor = np.exp((slope + bend) * move)
-            total = np.maximum(1 + (factor - 1).sum(axis=-1), 0.05)
-            point = base + np.log(total)
-            value += weights[k] * point
-            gradient[..., 0] += changes[k] / spacing * point
-            gradient[..., 1:] += (weights[k] / total)[..., None] * factor * (slope + 2 * bend)
-        return value, gradient
+        u = np.clip(at - middle, -1.5, 1.5)
+        # Over three neighbours: (…, 3, runs) or (…, 3, runs, numbers).
+        near = middle[..., None] + np.array([-1, 0, 1])
+        weights = np.stack([u * (u - 1) / 2, 1 - u * u, u * (u + 1) / 2], axis=-1)[..., None]
+        changes = np.stack([u - 0.5, -2 * u, u + 0.5], axis=-1)[..., None] / spacing
+        move = np.clip(x[..., 1:] - CENTRE[1:], -2 * STEP[1:], 2 * STEP[1:])[..., None, None, :]
+        slope, bend = self.slope[near], self.curve[near] * move
+        factor = np.exp((slope + bend) * move)
+        total = np.maximum(1 + (factor - 1).sum(axis=-1), 0.05)
+        point = self.base[near] + np.log(total)
+        by_launch = (changes * point).sum(axis=-2)
+        by_others = ((weights / total)[..., None] * factor * (slope + 2 * bend)).sum(axis=-3)
+        return (weights * point).sum(axis=-2), np.concatenate([by_launch[..., None], by_others], axis=-1)

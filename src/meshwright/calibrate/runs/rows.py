@@ -30,7 +30,8 @@ from meshwright.errors import MeshwrightError
 __all__ = ["Case", "case", "number", "read"]
 
 LIMIT = 200_000_000
-CACHED = 4096  # models and clusters of rows
+CACHED = 4096  # models, clusters and stacks of rows
+KERNELS = {"0": "stored", "1": "flash", "TE auto": "fused", "fused (cuDNN)": "fused"}  # of attention, by published word
 REQUIRED = ("row_id", "file", "gpus", "tp", "pp", "global_batch", "seq_len", "step_time_s")
 
 
@@ -101,14 +102,17 @@ def _cluster(cells: tuple[str, ...]) -> tuple[Cluster, tuple[str, ...]]:
 
 
 def _stack(c: Case) -> Stack:
-    name = c.row["stack"]
-    stack: Stack = catalog.load("stacks", name if name in catalog.names("stacks") else "default")
+    name, kernel = c.row["stack"], KERNELS.get(c.row["flash_attn"], "")
+    stack = _stack_with(name if name in catalog.names("stacks") else "default", kernel)
     if not name:
         c.assumed.append("stack: default")
-    kernel = {"0": "stored", "1": "flash"}.get(c.row["flash_attn"])
-    if c.row["flash_attn"] in ("TE auto", "fused (cuDNN)"):
-        kernel = "fused"
-    if kernel:
-        return stack.but(attention=kernel)
-    c.assumed.append(f"attention: {stack.attention}")
+    if not kernel:
+        c.assumed.append(f"attention: {stack.attention}")
     return stack
+
+
+@lru_cache(CACHED)
+def _stack_with(name: str, kernel: str) -> Stack:
+    """A stack of the catalog with another attention kernel, if it is published."""
+    stack: Stack = catalog.load("stacks", name)
+    return stack.but(attention=kernel) if kernel else stack

@@ -163,7 +163,8 @@ def evidence(
         precision = weighted @ slope
         shift = times(precision, x) - times(weighted, error)
         found = Normal(
-            np.where(moving[..., None, None], precision, found.precision), np.where(moving[..., None], shift, found.shift)
+            np.where(moving[..., None, None], precision, found.precision),
+            np.where(moving[..., None], shift, found.shift),
         )
         step = np.clip((prior * found).mean - x, -0.7, 0.7) * moving[..., None]
         x = x + step
@@ -179,7 +180,7 @@ def credibility(response: Response, measured: np.ndarray, prior: Normal) -> np.n
     value, slope = response.with_gradient(prior.mean)
     error = value - measured
     usual = float(np.median(error)) if len(error) > 2 else 0.0
-    expected = np.sqrt(np.einsum("rp,pq,rq->r", slope, prior.covariance, slope) + variance(response, slope))
+    expected = np.sqrt((slope @ prior.covariance * slope).sum(axis=-1) + variance(response, slope))
     return 1 / (1 + ((error - usual) / (DOUBT * expected)) ** 4)
 
 
@@ -190,9 +191,7 @@ def variance(response: Response, slope: np.ndarray, noise: float | np.ndarray = 
     return np.square(noise)[..., None] * (NOISE[0] ** 2 + communication**2 + host**2) + response.doubt**2
 
 
-def weights(
-    response: Response, error: np.ndarray, slope: np.ndarray, noise: float | np.ndarray = 1.0
-) -> np.ndarray:
+def weights(response: Response, error: np.ndarray, slope: np.ndarray, noise: float | np.ndarray = 1.0) -> np.ndarray:
     """Precision of each run, robust: that of Student's t with `FREEDOM` degrees, for which a stalled run has little weight."""
     spread = variance(response, slope, noise)
     return (FREEDOM + 1) / (FREEDOM + error**2 / spread) / spread
