@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lower.cases import ALL, COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, plans, stack
 from meshwright.cost import pipeline
 from meshwright.cost.band import band
+from meshwright.cost.collective import choose
 from meshwright.cost.estimate import estimate
 from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.predict import bound_by, cost_of, predict
@@ -387,3 +388,13 @@ def test_a_split_backward_pays_for_the_gathers_of_its_inputs_on_all_stages_but_t
     assert one(made[0]) == one(made[1])  # a recomputed layer keeps what it gathered
     overlapped = cost(GQA, schedule="zb-h1", stack=Stack(overlap=("tp",), **IDLE_HOST), **plan)
     assert one(overlapped.times["dense", "G"].busy) < one(split.times["dense", "G"].busy)
+
+
+def test_a_gather_after_the_update_costs_its_whole_time():
+    """ZeRO-1 of flat buffers: forward hides the gather of the updated parameters, or the step is longer by all of it."""
+    behind, after = (
+        cost(stack=Stack(flat_shards=True, gathers_ahead=ahead, **IDLE_HOST), shard=8, zero=1, bucket=1e12)
+        for ahead in (True, False)
+    )
+    gather = choose(DGX.with_gpus(8), "all-gather", 2.0 * GPT.total, 8)
+    assert one(after.time - behind.time) == pytest.approx(gather.seconds)

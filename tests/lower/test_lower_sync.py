@@ -179,6 +179,22 @@ def test_messages_are_zero_units_or_buckets_of_each_stage():
     assert messages(shard=2, zero=1, bucket=4 * layer, stack=Stack(flat_shards=True)) == 8 + 1
 
 
+def test_parameters_that_no_forward_hides_are_gathered_in_one_call():
+    """ZeRO-1 of flat buffers: buckets only where the gather runs behind the next forward. The bytes are the same."""
+
+    def gather(stack, **plan):
+        program = lowered(GPT, stack=stack, shard=2, zero=1, **plan)
+        op = next(op for _, op in data_parallel(program) if op.name == "gather-parameters")
+        return one(op.count), one(op.count * op.message_bytes)
+
+    ahead, after = Stack(flat_shards=True), Stack(flat_shards=True, gathers_ahead=False)
+    bucket = 2 * one(lowered().parameters["dense"]["dense"])  # bytes of a layer in 16 bits
+    (many, sent), (once, whole) = gather(ahead, bucket=bucket), gather(after, bucket=bucket)
+    assert many > once == 1
+    assert sent == pytest.approx(whole)
+    assert gather(ahead, bucket=bucket, overlap=())[0] == 1
+
+
 @pytest.mark.parametrize(("model", "more"), [(MOE, 1), (MOE.but(hidden=516, heads=4, expert_ffn=516), 2)])
 def test_few_experts_over_many_ranks_are_cut_in_their_width_or_padded(model, more):
     """Four of eight experts over eight ranks: their width is cut if it divides by eight; else four ranks have empty rows, which

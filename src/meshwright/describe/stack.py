@@ -152,6 +152,11 @@ class Stack(Described):
         default=False,
         description="ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks",
     )
+    gathers_ahead: bool = Field(
+        default=True,
+        description="ZeRO-1 and 2 gather updated parameters in buckets behind the next forward where data parallelism overlaps; otherwise in one "
+        "call that the next forward waits for",
+    )
     gathers: Literal["layer", "parameter"] = Field(
         default="layer",
         description="what one collective of ZeRO-3 gathers: the parameters of a layer, the next layer's ahead; or one parameter as its module runs",

@@ -164,9 +164,11 @@ def gathered_weights(b: Batch, group: str, load: Load) -> Array:
 
 
 def flat_gather(b: Batch, group: str, held: Array) -> list[Op]:
-    """ZeRO-1 and 2 of a stack that shards flat buffers: updated parameters are gathered in buckets."""
+    """ZeRO-1 and 2 of a stack that shards flat buffers: updated parameters are gathered in buckets where the next forward hides them, in one
+    call otherwise."""
     n = held * b.param_bytes * (sharded(b, group) & (b.zero < 3))
-    count = np.ceil(n / b.bucket)
+    ahead = b.overlap["dp"] * b.stack.gathers_ahead > 0
+    count = np.where(ahead, np.ceil(n / b.bucket), n > 0)
     return [_op("gather-parameters", group, DATA_AXES[group].shard, "all_gather", count, n)] if present(count) else []
 
 

@@ -102,7 +102,7 @@ def predict_rows(
     problems: dict[Any, list[Outcome]] = {}
     for o in out:
         if not o.refused:
-            problems.setdefault(_problem(o.case), []).append(o)
+            problems.setdefault(problem_of(o.case), []).append(o)
         elif progress:
             progress()
     for together in problems.values():
@@ -112,8 +112,8 @@ def predict_rows(
     return out
 
 
-def _problem(c: Case) -> Any:
-    """What the runs of one batch share. A model is compared without its name, which differs between spellings."""
+def problem_of(c: Case) -> tuple[Any, ...]:
+    """What runs share that differ in their plans only. A model is compared without its name, which differs between spellings."""
     assert c.model is not None
     assert c.cluster is not None
     assert c.workload is not None

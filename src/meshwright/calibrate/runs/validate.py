@@ -3,7 +3,7 @@
     error      predicted / measured − 1, of step time
     bias       the median signed error: above 0, predictions are too slow
     MAPE       mean of |error|; the median and the 90th percentile are reported too
-    Spearman   rank correlation of predicted and measured within a group (same source, model, GPUs, batch)
+    Spearman   rank correlation of predicted and measured within a group (same source, model, GPUs, batch and stack)
     regret     slowdown of the configuration that is predicted to be the fastest of a group, against the measured fastest
     memory     error of peak memory
     false alarms   share of finished runs that are predicted not to fit; recall: share of failed runs predicted not to fit
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.runs.outcomes import Outcome
+from meshwright.calibrate.runs.outcomes import Outcome, problem_of
 
 STALLED = 1.3  # two runs of one configuration whose times differ by more than this factor: one of them stalled
 NOT_FOR_TIME = ("megatron_lm_golden_values",)  # sources scored for memory only
@@ -100,12 +100,9 @@ def recall(failed: list[Outcome]) -> float | None:
     return float(np.mean(predicted)) if predicted else None
 
 
-def group_key(o: Outcome) -> tuple[str, ...]:
-    r = o.case.row
-    return tuple(
-        r.get(k, "")
-        for k in ("file", "model", "layers", "hidden", "gpus", "gpu_type", "global_batch", "seq_len", "dtype")
-    )
+def group_key(o: Outcome) -> tuple[Any, ...]:
+    """The problem of a run in its source. A planner chooses between the plans of one problem, not between stacks or numbers of heads."""
+    return o.source, *problem_of(o.case)
 
 
 def ranking(outcomes: list[Outcome], predicted: np.ndarray) -> tuple[float | None, float | None]:
