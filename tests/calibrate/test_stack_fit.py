@@ -201,6 +201,16 @@ def test_bands_hold_the_runs_they_are_from(left):
     assert all(b.low > 0 and b.half_width > 0 for b in found.values())
 
 
+def test_a_source_that_is_far_off_widens_the_bands_of_all(monkeypatch):
+    """Of four sources one has five times the residuals: without it the half-width of the level is smaller, without another it is not."""
+    sources = np.repeat(["a", "b", "c", "wild"], 100)
+    scaled = np.random.default_rng(0).normal(size=400) * np.repeat([0.05, 0.05, 0.05, 0.25], 100)
+    monkeypatch.setattr(bands, "residuals_of", lambda *_: (scaled, np.ones(400), sources, 400))
+    all_of_them, without = bands.bands(None)["published"].half_width, bands.half_width_without(None, "published")
+    assert without["wild"] < 0.5 * all_of_them
+    assert min(without[name] for name in "abc") > 0.9 * all_of_them
+
+
 def test_quantiles_weigh_sources_not_rows():
     """A source of a thousand rows counts as much as one of two."""
     scaled = np.concatenate([np.full(1000, 0.01), [0.3, 0.3]])

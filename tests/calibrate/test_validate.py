@@ -114,6 +114,17 @@ def test_only_runs_of_one_model_and_stack_are_compared_for_regret():
         assert validate.score(made).regret is None
 
 
+def test_times_that_were_added_up_lie_on_a_line_in_the_layers():
+    """Three runs that differ in their layers only: 1, 1.5 and 2 s lie on a line; 1.53 s is 2% of itself away from it."""
+    layers = {"12": 1.0, "18": 1.5, "24": 2.0}
+    made = [outcomes.Outcome(rows.case(row(layers=n, step_time_s=str(t)))) for n, t in layers.items()]
+    assert validate.off_the_line(made) == pytest.approx([0.0], abs=1e-12)
+    made[1] = outcomes.Outcome(rows.case(row(layers="18", step_time_s="1.53")))
+    assert validate.off_the_line(made) == pytest.approx([0.03 / 1.53])
+    made[2] = outcomes.Outcome(rows.case(row(layers="24", tp="2", pp="4")))
+    assert not len(validate.off_the_line(made))
+
+
 def test_a_bucket_of_ddp_holds_whole_tensors_in_the_dtype_of_the_gradients():
     """DDP closes a bucket with the tensor that brings it to 25 MiB of 16-bit parameters; the gradients here are fp32. Of 24 layers of hidden size
     2048 a matrix of the FFN has 16.8M elements, query, key and value 12.6M, the output 4.2M (biases add 0.1%)."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
 from meshwright.calibrate.runs import published
 from meshwright.calibrate.runs.accuracy import Accuracy
+from meshwright.calibrate.runs.bands import INSIDE, half_width_without
 from meshwright.calibrate.runs.left_out import SEEN, LeftOut
-from meshwright.calibrate.runs.stack_fit import FREEDOM, MOST_RUNS, NOISE
+from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_RUNS, NOISE
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME
 from meshwright.cost.band import base, shares
+from meshwright.view.accuracy_regret import regrets, table
 from meshwright.view.left_out import number_cells, percent
 from meshwright.view.validate import headline_cells
 
@@ -65,12 +67,6 @@ def document(found: Accuracy) -> str:
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose first column is text and whose other columns are numbers."""
-    lines = [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
-
-
 def sources_table(found: Accuracy) -> str:
     names = ("source", "rows", "stack known", "bias", "source left out", "p90", *(f"after {n}" for n in SEEN))
     rows = []
@@ -96,17 +92,15 @@ def _floor(found: Accuracy) -> str:
     seen = np.isfinite(left.after[1])  # runs of a source and stack that have another run
     error = np.where(seen, np.abs(np.expm1(left.source)), np.nan)
     before, one = (_macro_median(left.by_source(sizes)) for sizes in (error, left.after[1]))
-    worse, most = _most_harm(left.by_source(error), left.by_source(left.after[1]))
+    before_of, after_of = left.by_source(error), left.by_source(left.after[1])
+    worse, most = _most_harm(before_of, after_of)
+    sizes = before_of[worse][np.isfinite(before_of[worse])]
     return (
         f"\n\nOne run takes {percent(1 - one / before)} of the error off (target: a quarter). The source whose mean error grows most by it is "
-        f"{worse}, by {100 * most:.1f} points (the standard error of the mean error of its 12 runs is 0.9 points). The median of papers_misc "
-        "grows, its mean does not: it has the runs of four papers, and a run of one says nothing of the others. With the full prior in the place "
-        "of an average over its scale (`calibrate/runs/posterior.py`) one run "
-        "takes 9% off, but makes the mean error of five sources larger, by 10 to 44%. Which sources are off as a whole cannot be seen from one run: "
-        "if the update by one run is multiplied by the best factor of each source, known beforehand, it takes 17% off: the "
-        f"bound of such factors. With all runs of a source seen, {percent(floor)} remain: six numbers of a stack cannot explain more."
-        " The scales of that average were chosen after seeing these errors; the "
-        "9, 17, 10 to 44% and 0.9 points were measured once, outside this command."
+        f"{worse}, by {100 * most:.1f} points (the standard error of the mean error of its {len(sizes)} runs is "
+        f"{100 * sizes.std(ddof=1) / math.sqrt(len(sizes)):.1f} points). Which sources are off as a whole cannot be seen from one run, so a "
+        "calibration averages over that (`calibrate/runs/posterior.py`); the scales of that average were chosen after seeing these errors. With "
+        f"all runs of a source seen, {percent(floor)} remain: six numbers of a stack cannot explain more."
     )
 
 
@@ -162,41 +156,31 @@ def bands(found: Accuracy) -> str:
 
 def _widths_by_source(found: Accuracy) -> str:
     """What the width of the bands of a published stack consists of."""
-    if "published" not in found.bands:
+    if "published" not in found.bands or found.left_out is None:
         return ""
+    common = math.sqrt(BETWEEN_SOURCES[0, 1])  # of ln seconds, in all numbers of a source together
+    alone = math.sinh(ninety_of_hundred() * common)
     text = (
-        "\n\nThe bands of a published stack by source: the share of its runs inside quantiles of the other sources, and its median half-width. Nine "
-        "of ten runs of every source cannot be inside narrow bands while some sources have runs that the cost model does not explain: in "
-        "megatron_bridge_perf_summary recompute, CUDA graphs and overlap are not published, and experts on GB200 and GB300 take 0.4 to "
-        "1.7 times the prediction (without this source the half-width is 2 points smaller); all of bigscience_bloom is slower than predicted. The "
-        "coefficients of the width were chosen on a grid of 480; chosen without the source on which they are scored, they give 90% and the same "
-        "half-widths. Widths from the fit's covariance make it larger. Runs of other sources on one stack differ by 8% in all their times together "
-        "(`stack_fit.BETWEEN_SOURCES`), which alone is a half-width of 13%. "
-        "In megatron_sc21 six of 22 runs are ZeRO-3 of an early DeepSpeed (`deepspeed-2021`): it gathers parameter by parameter, which explains half "
-        "of what they take above their compute; they count as an unknown stack.\n\n"
+        "\n\nThe bands of a published stack by source: the share of its runs inside quantiles of the other sources, its median half-width, and the "
+        "half-width of this level if the source did not exist. Nine of ten runs of every source cannot be inside narrow bands while some sources "
+        "have runs that the cost model does not explain: in megatron_bridge_perf_summary recompute, CUDA graphs and overlap are not published; all "
+        "of bigscience_bloom is slower than predicted. The coefficients of the width were chosen on a grid; chosen without the source on which they "
+        "are scored, they give the same half-widths. Widths from the fit's covariance make it larger. Separate quantiles for runs with and without "
+        "experts, pipelines, several nodes or Blackwell GPUs do not make it clearly smaller. Runs of other sources on one stack differ by "
+        f"{common:.0%} in all their times together (`stack_fit.BETWEEN_SOURCES`), which alone is a half-width of {alone:.0%}. In megatron_sc21 "
+        "the runs with ZeRO-3 of an early DeepSpeed (`deepspeed-2021`) count as an unknown stack: it gathers parameter by parameter.\n\n"
     )
+    without = half_width_without(found.left_out, "published")
     rows = [
-        (name, percent(inside), percent(half)) for name, (inside, half) in found.bands["published"].by_source.items()
+        (name, percent(inside), percent(half), percent(without.get(name)))
+        for name, (inside, half) in found.bands["published"].by_source.items()
     ]
-    return text + table(("source", "inside", "median half-width"), rows)
+    return text + table(("source", "inside", "median half-width", "all without it"), rows)
 
 
-def regrets(found: Accuracy) -> str:
-    """The mean slowdown of the configuration that is predicted to be the fastest, by source."""
-    rows = [(name, percent(s.regret)) for name, s in found.unseen.items() if s.regret is not None]
-    if not rows:
-        return ""
-    text = (
-        "## Regret\n\nSlowdown of the configuration that is predicted to be the fastest of a group (same source, model, GPUs and batch), against the "
-        "measured fastest; mean over groups, source left out. Target: 3%. In bigscience_bloom each time is one iteration of one run; of the plan "
-        "with the largest regret, a micro-batch of 1 took 43% longer than one of 2. In ultrascale_playbook a third of the runs on 512 GPUs took "
-        "three to six times as long as predicted, while others with the same degrees are within 16%, and many runs with both tensor and pipeline "
-        "parallelism took two to five times as long. In vtrain_ground_truth the choice is between plans "
-        "that are predicted within 10% of each other on one node, and the measured time of a layer under tensor parallelism does not grow evenly "
-        "with the micro-batch (hidden size 2048, tp 4: 3.2, 3.1, 5.5 and 8.1 ms for 1, 2, 4 and 8 sequences).\n\n"
-    )
-    rows.append(("**macro average**", f"**{percent(found.unseen_overall['regret'])}**"))
-    return text + table(("source", "mean regret"), rows)
+def ninety_of_hundred() -> float:
+    """Standard deviations on either side within which `INSIDE` of a normal distribution lies."""
+    return NormalDist().inv_cdf((1 + INSIDE) / 2)
 
 
 def memory(found: Accuracy) -> str:

@@ -37,21 +37,29 @@ class Band:
 
 def bands(left_out: LeftOut) -> dict[str, Band]:
     """The bands of all levels."""
+    return {level: _band(*residuals_of(left_out, level)) for level in LEVELS}
+
+
+def half_width_without(left_out: LeftOut, level: str) -> dict[str, float]:
+    """The median half-width of a level if one source did not exist, by source."""
+    scaled, widths, sources, runs = residuals_of(left_out, level)
+    names = sorted(set(sources.tolist()))
+    parts = {name: sources != name for name in names if len(names) > 2}
+    return {name: _band(scaled[kept], widths[kept], sources[kept], runs).half_width for name, kept in parts.items()}
+
+
+def residuals_of(left_out: LeftOut, level: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Of the predictions with what a level knows: ln(measured / predicted) / w, w, the source, and the number of runs."""
     runs = left_out.runs
-    sources = np.array([o.source for o in runs])
-    named = left_out.named
-    found = {}
-    for level in LEVELS:
-        if level == "calibrated":  # every draw is a calibration
-            run, draw = np.nonzero(np.isfinite(left_out.calibrated))
-            residual = left_out.calibrated[run, draw]
-        else:
-            run = np.flatnonzero(named if level == "published" else ~named)
-            residual = -left_out.source[run]
-        width_of = {k: run_width(runs[k], level) for k in set(run.tolist())}
-        widths = np.array([width_of[k] for k in run.tolist()])
-        found[level] = _band(residual / widths, widths, sources[run], len(width_of))
-    return found
+    if level == "calibrated":  # every draw is a calibration
+        run, draw = np.nonzero(np.isfinite(left_out.calibrated))
+        residual = left_out.calibrated[run, draw]
+    else:
+        run = np.flatnonzero(left_out.named if level == "published" else ~left_out.named)
+        residual = -left_out.source[run]
+    width_of = {k: run_width(runs[k], level) for k in set(run.tolist())}
+    widths = np.array([width_of[k] for k in run.tolist()])
+    return residual / widths, widths, np.array([o.source for o in runs])[run], len(width_of)
 
 
 def run_width(o: Outcome, level: str) -> float:

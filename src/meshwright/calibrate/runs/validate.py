@@ -105,24 +105,83 @@ def group_key(o: Outcome) -> tuple[Any, ...]:
     return o.source, *problem_of(o.case)
 
 
-def ranking(outcomes: list[Outcome], predicted: np.ndarray) -> tuple[float | None, float | None]:
-    """Mean Spearman and mean regret of the predicted seconds over groups of at least three configurations of one problem. Repeated runs of
-    one configuration count once, by their median."""
-    groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
+@dataclass(frozen=True)
+class Configuration:
+    """One plan of a problem: its first run, its predicted seconds, and the median of its measured ones."""
+
+    run: Outcome
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plans of one problem, the predicted fastest first."""
+
+    plans: tuple[Configuration, ...]
+
+    @property
+    def chosen(self) -> Configuration:
+        return self.plans[0]
+
+    @property
+    def fastest(self) -> Configuration:
+        return min(self.plans, key=lambda c: c.measured)
+
+    @property
+    def regret(self) -> float:
+        return self.chosen.measured / self.fastest.measured - 1
+
+
+def choices(outcomes: list[Outcome], predicted: np.ndarray) -> list[Choice]:
+    """The choice between the plans of every problem with at least three. Repeated runs of one plan count once, by their median."""
+    groups: dict[tuple, dict[tuple, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
     for o, seconds in zip(outcomes, predicted, strict=True):
         configuration = float(f"{seconds:.9g}"), o.case.plan.title()  # type: ignore[union-attr]
-        groups[group_key(o)][configuration].append(o.case.step_time)  # type: ignore[arg-type]
-    rhos, regrets = [], []
-    for runs in groups.values():
-        if len(runs) < 3:
-            continue
-        pairs = [(configuration[0], np.median(times)) for configuration, times in runs.items()]
-        by_model, measured = np.array(pairs, dtype=float).T
-        regrets.append(measured[by_model.argmin()] / measured.min() - 1)
-        ranks = [np.argsort(np.argsort(x)).astype(float) for x in (by_model, measured)]
+        groups[group_key(o)][configuration].append(o)
+    return [
+        Choice(tuple(sorted((_configuration(runs, key[0]) for key, runs in group.items()), key=lambda c: c.predicted)))
+        for group in groups.values()
+        if len(group) >= 3
+    ]
+
+
+def _configuration(runs: list[Outcome], predicted: float) -> Configuration:
+    return Configuration(runs[0], predicted, float(np.median([o.case.step_time for o in runs])))
+
+
+def ranking(outcomes: list[Outcome], predicted: np.ndarray) -> tuple[float | None, float | None]:
+    """Mean Spearman and mean regret of the predicted seconds over problems."""
+    found, rhos = choices(outcomes, predicted), []
+    for choice in found:
+        seconds = np.array([(c.predicted, c.measured) for c in choice.plans]).T
+        ranks = [np.argsort(np.argsort(x)).astype(float) for x in seconds]
         if ranks[0].std() and ranks[1].std():
             rhos.append(float(np.corrcoef(ranks[0], ranks[1])[0, 1]))
+    regrets = [choice.regret for choice in found]
     return (float(np.mean(rhos)) if rhos else None), (float(np.mean(regrets)) if regrets else None)
+
+
+def off_the_line(outcomes: list[Outcome]) -> np.ndarray:
+    """How far runs are from the straight line through two runs that differ from them in the number of layers only, as a share of their time.
+
+    The step time of a plan is linear in its layers, so these distances are the noise of the measurements: some percent between runs on a
+    cluster. Where they are a millionth, the times were not measured as whole steps but added up from the times of single layers."""
+    groups: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
+    for o in outcomes:
+        model, plan, row = o.case.model, o.case.plan, o.case.row
+        if model is None or plan is None or plan.layers_per_stage:
+            continue
+        shape = model.model_dump_json(exclude={"name", "layers"}, exclude_defaults=True)
+        key = (o.source, shape, row["gpus"], row["global_batch"], row["seq_len"], o.case.stack.name, plan.title())
+        groups[key][model.layers] = o.case.step_time or math.nan
+    found = []
+    for times in groups.values():
+        layers = sorted(times)
+        for low, middle, high in zip(layers, layers[1:], layers[2:], strict=False):
+            on_line = np.interp(middle, [low, high], [times[low], times[high]])
+            found.append(abs(on_line / times[middle] - 1))
+    return np.array(found)
 
 
 def macro(scores: dict[str, Score]) -> dict[str, float]:
