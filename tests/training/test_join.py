@@ -1,5 +1,6 @@
 """Ranks that a launcher started: what its variables say, how the ranks meet, and what they report if they cannot."""
 
+import os
 import socket
 import threading
 import time
@@ -76,11 +77,14 @@ def test_missing_rank_is_named_in_bounded_time():
     assert time.monotonic() - start < 10
 
 
-def test_unreachable_rendezvous_address_is_an_error():
+def test_unreachable_rendezvous_address_is_an_error(capfd):
     start = time.monotonic()
     with pytest.raises(MeshwrightError, match="MW-RANK-008"):
         Meeting(Placement(1, 2, 1, "127.0.0.1", free_port()), timeout_s=1.0)
     assert time.monotonic() - start < 10
+    assert capfd.readouterr().err == ""  # no stack of C++ functions
+    os.write(2, b"printed")
+    assert capfd.readouterr().err == "printed"
 
 
 def in_threads(world, work, **fields):

@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -47,14 +49,15 @@ class Meeting:
         self.place, self.timeout = place, timedelta(seconds=timeout_s)
         self.host, self.exchanges = host_name(), 0
         try:
-            server = distributed.TCPStore(
-                place.address,
-                place.port,
-                place.world,
-                is_master=place.rank == 0 and not place.store_is_running,
-                timeout=self.timeout,
-                wait_for_workers=False,
-            )
+            with without_stacks():
+                server = distributed.TCPStore(
+                    place.address,
+                    place.port,
+                    place.world,
+                    is_master=place.rank == 0 and not place.store_is_running,
+                    timeout=self.timeout,
+                    wait_for_workers=False,
+                )
         except (RuntimeError, ValueError) as error:
             raise self._unreachable(error) from None
         lobby = distributed.PrefixStore("meshwright", server)
@@ -165,6 +168,25 @@ class Meeting:
             why=f"Either it was not started, or it ended, or it cannot reach {self.place.address}:{self.place.port}",
             fix="look at the output of that rank",
         )
+
+
+@contextlib.contextmanager
+def without_stacks() -> Iterator[None]:
+    """Hold back what C++ code writes to stderr; print it on success, drop it if an exception is raised. torch's store writes the stack of its
+    C++ functions for each attempt to connect; the exception has the reason. stderr belongs to the process: other threads than the first leave it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+            held.seek(0)
+            os.write(stderr, held.read())
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def device_of(kind: str, place: Placement) -> str:
