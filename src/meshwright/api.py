@@ -194,7 +194,7 @@ def train(
     initial weights. `out` is the run folder (default: nothing is written); `resume` is the folder of a run to continue, by default with
     its plan. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. With `share_device` several ranks use one GPU,
     for tests. `shrink` trains the small copy of the plan that `verify` uses; `listen` is called with the record of every finished step.
-    A run on CPU processes with gloo is predicted from a calibration of this machine, measured in seconds and cached (`calibrate`);
+    A run on CPU processes is predicted from a calibration of this machine, measured in seconds and cached (`calibrate`);
     `recalibrate` measures again; `announce` is called with what a calibration is doing.
     """
     import os
@@ -202,7 +202,7 @@ def train(
     require_torch("`train`")
     from meshwright.training.folder import check_unused
     from meshwright.training.launch.placement import placement
-    from meshwright.training.machine import resolve_device, shared_device
+    from meshwright.training.machine import resolve_backend, resolve_device, shared_device
     from meshwright.training.measure import calibration
     from meshwright.training.run import check, plan_of_run, run_training
 
@@ -218,13 +218,13 @@ def train(
     folder = Path(out) if out is not None else None
     machine = None
     started_here = placement(os.environ) is None
-    on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu" and backend in ("auto", "gloo")
+    on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu"
     if calibrate and on_cpu and calibration.is_for_this_machine(config):
         check(config, steps, folder)
         if folder is not None and resume is None:
             check_unused(folder)
         machine = calibration.machine_measurement(
-            config.plan.world, config.plan.param_dtype, recalibrate=recalibrate, listen=announce
+            config.plan.world, config.plan.param_dtype, resolve_backend(backend, "cpu"), recalibrate, announce
         )
     return run_training(
         config,

@@ -44,7 +44,7 @@ def test_a_calibration_is_kept_for_its_user_only_and_found_again(cache: Path) ->
     assert calibration.machine_measurement(4) == made  # nothing is measured
 
 
-CHANGED = ["processor", "cores", "ranks", "dtype", "torch", "python", "version", "threads", "device"]
+CHANGED = ["processor", "cores", "ranks", "dtype", "backend", "torch", "python", "version", "threads", "device"]
 
 
 @pytest.mark.parametrize("changed", CHANGED)
@@ -53,19 +53,21 @@ def test_another_machine_or_library_measures_anew(changed: str) -> None:
     assert calibration.read_cached({**made.key, changed: "another"}) is None
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_is_calibrated_in_its_dtype(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "backend"), [("fp32", "auto"), ("bf16", "gloo"), ("fp32", "meshwright")])
+def test_a_run_is_calibrated_in_its_dtype_and_backend(
+    dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Operations are timed in the dtype of the parameters; the update, which works on masters, and top-k of summed gradients in fp32."""
     asked = []
 
     def measure(target: str, ranks: int, *args: object, **options: object) -> None:
-        asked.append((target, ranks, args))
+        asked.append((target, ranks, args, options["backend"]))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(calibration.local, "run", measure)
     with pytest.raises(KeyboardInterrupt):
-        api.train(DEMO, set=[f"workload.precision={dtype}", f"plan.param_dtype={dtype}"])
-    assert asked == [(calibration.TARGET, 4, (dtype,))]
+        api.train(DEMO, set=[f"workload.precision={dtype}", f"plan.param_dtype={dtype}"], backend=backend)
+    assert asked == [(calibration.TARGET, 4, (dtype,), "gloo" if backend == "auto" else backend)]
     cases = {(case.kind, case.dtype) for case in cpu_cases(DTYPES[dtype])}
     assert {kind for kind, other in cases if other} == ({"optimizer", "top-k"} if dtype == "bf16" else set())
 

@@ -53,6 +53,7 @@ class MachineMeasurement(Described):
     made: str = Field(default="", description="date and time, UTC")
     key: dict[str, str] = Field(default_factory=dict, description="hardware and libraries that it holds for")
     dtype: str = Field(description="of the measured operations: that of the run")
+    backend: str = Field(default="gloo", description="of torch.distributed: that of the run")
     ranks: int = Field(ge=1)
     cores: float = Field(gt=0, description="cores that the ranks may use")
     busy_cores: float = Field(default=0.0, ge=0, description="cores that other processes used meanwhile")
@@ -166,7 +167,8 @@ def source_of(measured: MachineMeasurement) -> str:
     """A sentence about the origin of the constants."""
     busy = "" if measured.is_idle else f", while other processes used {measured.busy_cores:.1f} cores"
     ranks = f"{measured.ranks} process{'es' * (measured.ranks > 1)} at once on {measured.cores:g} cores"
-    return f"measured on this machine at {measured.made}: operations in {measured.dtype} and collectives of fixed sizes, {ranks}{busy}"
+    what = f"operations in {measured.dtype} and collectives of {measured.backend}, of fixed sizes"
+    return f"measured on this machine at {measured.made}: {what}, {ranks}{busy}"
 
 
 def slowdown(ranks: int, cores: float, busy_cores: float) -> float:

@@ -75,8 +75,9 @@ def not_measured(training: Training) -> list[str]:
         return []
     if config.workload.precision == "fp8":
         return ["Products in fp8 are emulated on a CPU: they take longer than predicted"]
-    dtype = config.plan.param_dtype
-    measured = device.efficiency.measured_dtype or "fp32"  # the constants of the catalog are for fp32
+    dtype, measured = config.plan.param_dtype, device.efficiency.measured_dtype
+    if not measured:
+        return ["This machine was not calibrated: the prediction has the constants of the catalog's CPU"]
     if dtype == measured:
         return []
     return [

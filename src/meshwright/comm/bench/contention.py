@@ -28,7 +28,7 @@ from torch import distributed
 from torch.autograd.function import once_differentiable
 
 from meshwright.calibrate.machine import SIZES, AddedTime
-from meshwright.comm.bench.backends import BACKENDS, Adapter, do_nothing, rounded
+from meshwright.comm.bench.backends import Adapter, Torch, do_nothing, rounded
 from meshwright.comm.bench.layers import CALLS_PER_LAYER, layers_call, unchanged
 
 TOKENS, WIDTH, SEQUENCES = 128, 96, 2  # of a layer: about a millisecond of a slow core between two collectives
@@ -93,15 +93,16 @@ def seconds(calls: Sequence[Call]) -> tuple[float, float]:
     return float(wall), float(used) / distributed.get_world_size()
 
 
-def measure_collectives(rank: int, world: int, backend: str = "gloo") -> tuple[list[AddedTime], float]:
-    """Seconds that each collective adds in a layer, on groups of two ranks and on all of them; and those of an autograd function."""
-    layers = fixed_layers()
+def measure_collectives(rank: int, world: int) -> tuple[list[AddedTime], float]:
+    """Seconds that each collective adds in a layer, on groups of two ranks and on all of them; and those of an autograd function. The groups
+    have the backend of the default group."""
+    layers, backend, cpu = fixed_layers(), distributed.get_backend(), torch.device("cpu")
     seconds([layers(None)] * PASSES)  # warm-up
     groups = {tuple(range(i, i + 2)) for i in range(0, world - 1, 2)}
-    pairs = [BACKENDS[backend](ranks, torch.device("cpu")) for ranks in sorted(groups)]
+    pairs = [Torch(backend, ranks, cpu) for ranks in sorted(groups)]
     adapters = [next((pair for pair in pairs if rank in pair.ranks), pairs[0])]
     if world > 2:
-        adapters.append(BACKENDS[backend](tuple(range(world)), torch.device("cpu")))
+        adapters.append(Torch(backend, tuple(range(world)), cpu))
     found, functions = [], []
     for adapter in adapters:
         times, function = added_times(layers, adapter, rank)

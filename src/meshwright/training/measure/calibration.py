@@ -1,8 +1,9 @@
 """The calibration of this machine: measured in seconds, kept in the user's cache folder, used by every prediction of `train`.
 
-A calibration holds for a processor, a number of usable cores, the versions of Python and torch, a number of ranks at once, and the dtype in
-which they compute (many CPUs multiply bf16 more slowly than fp32): they are its key. A change of any of them starts a new measurement, and so
-does `--recalibrate`. One that was measured on a busy machine is used once and measured again by the next run.
+A calibration holds for a processor, a number of usable cores, the versions of Python and torch, a number of ranks at once, the dtype in
+which they compute (many CPUs multiply bf16 more slowly than fp32), and the backend of their collectives: they are its key. A change of any
+of them starts a new measurement, and so does `--recalibrate`. One that was measured on a busy machine is used once and measured again by the
+next run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshwright"
 
 
-def machine_key(ranks: int, dtype: str = "fp32", device: str = "cpu") -> dict[str, str]:
+def machine_key(ranks: int, dtype: str = "fp32", backend: str = "gloo", device: str = "cpu") -> dict[str, str]:
     """What a calibration holds for."""
     return {
         "version": str(VERSION),
@@ -47,6 +48,7 @@ def machine_key(ranks: int, dtype: str = "fp32", device: str = "cpu") -> dict[st
         "device": device,
         "ranks": str(ranks),
         "dtype": dtype,
+        "backend": backend,
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -98,10 +100,14 @@ def write_cached(measured: MachineMeasurement) -> None:
 
 
 def machine_measurement(
-    ranks: int, dtype: str = "fp32", recalibrate: bool = False, listen: Callable[[str], None] | None = None
+    ranks: int,
+    dtype: str = "fp32",
+    backend: str = "gloo",
+    recalibrate: bool = False,
+    listen: Callable[[str], None] | None = None,
 ) -> MachineMeasurement:
-    """The calibration of this machine for `ranks` processes that compute in `dtype` at once: cached, or measured now."""
-    key = machine_key(ranks, dtype)
+    """The calibration of this machine for `ranks` processes that compute in `dtype` at once and exchange by `backend`: cached, or measured now."""
+    key = machine_key(ranks, dtype, backend)
     if not recalibrate and (found := read_cached(key)) is not None:
         return found
     if listen is not None:
@@ -112,11 +118,13 @@ def machine_measurement(
         dtype,
         silence=SILENCE_S,
         listen=lambda rank, text: listen(f"calibrating this machine: {text}") if listen is not None else None,
+        backend=backend,
     )
     measured = MachineMeasurement(
         made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         key=key,
         dtype=dtype,
+        backend=backend,
         ranks=ranks,
         cores=usable_cores(),
         **results[0],
