@@ -14,7 +14,7 @@ from meshwright.describe.stack import Stack
 from meshwright.lower import muon, sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
-from meshwright.lower.op import Array, Op, StepProgram
+from meshwright.lower.op import Array, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks, rank_blocks
 from meshwright.lower.traffic import DATA_PARALLEL
 
@@ -49,7 +49,7 @@ def closing_time(
             reduce = reduce + op.count * seconds
             last = np.maximum(last, np.where(op.count > 0, seconds, 0.0))
     rounds = np.where(b.reduce_each, np.maximum(b.microbatches, 1.0), 1.0)
-    blocks = np.any(b.zero >= 1) and not unit_overlap(b.stack)
+    blocks = present(b.zero >= 1) and not unit_overlap(b.stack)
     overlaps = b.overlap["dp"] * np.where(in_units(b, "dense"), 0.0, 1.0) if blocks else b.overlap["dp"]
     window = b.stack.hides * (slow.i + slow.w) * overlaps * rounds
     hidden = np.minimum(reduce, window)
@@ -130,8 +130,8 @@ def fullest_rank(program: StepProgram, held: list[StageBlocks]) -> StageBlocks:
     if len(held) == 1:
         return held[0]
     b = program.batch
-    sizes = [np.broadcast_to(sum(padded_elements(program, h).values()), b.n) for h in held]
-    ranks = np.stack([np.broadcast_to(h.rank, b.n) for h in held])
+    sizes = [b.full(sum(padded_elements(program, h).values())) for h in held]
+    ranks = np.stack([b.full(h.rank) for h in held])
     return rank_blocks(b, np.take_along_axis(ranks, np.stack(sizes).argmax(axis=0)[None, :], 0)[0])
 
 

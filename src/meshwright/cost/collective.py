@@ -103,7 +103,7 @@ class Network:
         no_time = np.full(self.batch.n, np.inf)
         curve = min(self._curves_of(op), key=lambda curve: float(curve.improve(n, np.sqrt(n), no_time)[at]))
         inside, outside = curve.shares(int(curve.group.of_plan[at]))
-        size = float(np.broadcast_to(n, self.batch.n)[at])
+        size = float(self.batch.full(n)[at])
         found = {0: inside * size}
         if outside:
             level = self.level(op.axis, at)

@@ -18,7 +18,7 @@ from meshwright.cost import library
 from meshwright.cost.group import Group
 from meshwright.describe.cluster import Cluster
 from meshwright.errors import unknown
-from meshwright.lower.op import Array
+from meshwright.lower.op import Array, present
 from meshwright.programs.collectives.formulas import (
     FORMULAS,
     Rates,
@@ -37,7 +37,7 @@ class Curve:
     def __init__(self, cluster: Cluster, operation: str, algorithm: str, group: Group) -> None:
         self.operation, self.algorithm, self.group = operation, algorithm, group
         self.across = group.nodes > 1
-        self.crosses = bool(np.any(self.across))
+        self.crosses = present(self.across)
         self.cluster, added = cluster, cluster.collectives
         self.rates = rates_of(cluster, operation, algorithm, group)
         own = [added.factor(operation, across).call for across in (False, True)]
@@ -229,4 +229,4 @@ def curves(cluster: Cluster, operation: str, group: Group) -> list[Curve]:
     if not names:
         raise unknown("MW-PROG-005", "collective of a library", operation, sorted(library.RINGS | {"all-reduce": ()}))
     found = [CURVES.get(name, Curve)(cluster, operation, name, group) for name in names]
-    return [curve for curve in found if np.any(curve.available)]
+    return [curve for curve in found if present(curve.available)]

@@ -16,6 +16,7 @@ DDP 112 GB, ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 (docs/figures.md lists publishe
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from meshwright.lower.batch import COMPRESSIONS
 from meshwright.lower.compression_memory import compression_buffers
 from meshwright.lower.footprint import GROUPS, elements, padded_elements
 from meshwright.lower.gradients import batch_messages, gathered_weights, sharded
-from meshwright.lower.op import Array, StepProgram
+from meshwright.lower.op import Array, StepProgram, present
 from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
 from meshwright.lower.sync import average_bytes
 
@@ -77,7 +78,7 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
 def largest_state(program: StepProgram) -> Array:
     """Bytes of parameters, gradients and optimizer states on the fullest rank of each plan."""
     found = [sum(state_memory(program, held).values()) for held in bounding_ranks(program.batch)]
-    return np.maximum.reduce([np.broadcast_to(total, program.batch.n) for total in found])
+    return np.maximum.reduce([program.batch.full(total) for total in found])
 
 
 def kept_activations(program: StepProgram, held: StageBlocks) -> Array:
@@ -108,8 +109,12 @@ class Moment(NamedTuple):
 
 def fullest(moments: list[Moment]) -> Moment:
     """The moment with the most bytes, for each plan."""
-    index = np.argmax(np.stack(np.broadcast_arrays(*(m.total for m in moments))), axis=0)
-    return Moment(*(np.choose(index, np.broadcast_arrays(*parts)) for parts in zip(*moments, strict=True)))
+
+    def fuller(best: Moment, other: Moment) -> Moment:
+        more = other.total > best.total
+        return Moment(*(np.where(more, new, old) for new, old in zip(other, best, strict=True)))
+
+    return reduce(fuller, moments)
 
 
 def loss_moment(program: StepProgram, held: StageBlocks) -> Moment:
@@ -225,12 +230,12 @@ def gathered_memory(program: StepProgram, held: StageBlocks) -> Array:
     """ZeRO-3: the gathered weights of the running layer and the prefetched one (of all layers if forward does not free them), and the
     unsharded gradient of one layer before its reduce-scatter."""
     b = program.batch
-    if not np.any(b.zero == 3):
+    if not present(b.zero == 3):
         return np.zeros(b.n)
 
     def largest_unit(sizes: dict[str, Array]) -> Array:
         here = (np.minimum(held.counts[block], 1.0) * size for block, size in sizes.items())
-        return np.maximum.reduce([np.broadcast_to(size, b.n) for size in here])
+        return np.maximum.reduce([b.full(size) for size in here])
 
     largest, copies = largest_unit(program.gathered), np.where(b.prefetch, 2.0, 1.0)
     grads = largest_unit(program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes)

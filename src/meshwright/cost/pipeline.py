@@ -23,12 +23,10 @@ def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array, sharing: float 
     compute. Where `sharing` ranks share a core, an idle rank gives it to the others: a schedule with cores of its own runs that many times
     faster, and only what it takes beyond M micro-batches at the shared speed is idle."""
     out = np.zeros(batch.n)
-    for schedule, at in batch.schedules:
-        if len(at):
-            p, m, v = batch.pp[at].astype(int), batch.rounds[at], batch.virtual[at].astype(int)
-            f_, i_, w_ = (np.broadcast_to(x, batch.n)[at] / v for x in (f, i, w))
-            name = CLOSED_FORM_OF.get(schedule, schedule)
-            message = np.broadcast_to(p2p, batch.n)[at]
-            span = formulas.makespan(name, p, m, v, f_ / sharing, i_ / sharing, w_ / sharing, message)
-            out[at] = np.maximum(span - m * v * (f_ + i_ + w_), 0.0)
+    f, i, w, p2p = (batch.full(x) for x in (f, i, w, p2p))
+    for schedule, at, p, m, v in batch.schedules:
+        f_, i_, w_ = (x[at] / v for x in (f, i, w))
+        name = CLOSED_FORM_OF.get(schedule, schedule)
+        span = formulas.makespan(name, p, m, v, f_ / sharing, i_ / sharing, w_ / sharing, p2p[at])
+        out[at] = np.maximum(span - m * v * (f_ + i_ + w_), 0.0)
     return out

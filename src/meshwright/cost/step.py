@@ -60,7 +60,7 @@ class StepCost:
     @cached_property
     def peak_memory(self) -> Array:
         """Peak bytes on the fullest rank."""
-        totals = [np.broadcast_to(sum(parts.values()), self.program.batch.n) for parts in self.memory]
+        totals = [self.program.batch.full(sum(parts.values())) for parts in self.memory]
         return np.maximum.reduce(totals)
 
     @cached_property
@@ -168,13 +168,13 @@ def _slowest_rank(
     b: Batch, held: list[StageBlocks], ranks: list[RankTime], sharing: float
 ) -> tuple[Array, Callable[[list[Array]], Array]]:
     """The index of the slowest rank of each plan, and a function that takes its value from those of all ranks."""
-    slowest = np.stack([np.broadcast_to(r.total, b.n) for r in ranks]).argmax(axis=0)
+    slowest = np.stack([b.full(r.total) for r in ranks]).argmax(axis=0)
     flat_index = slowest * b.n + np.arange(b.n)  # of the slowest rank in the concatenated values of all ranks
 
     def at_slowest(values: list[Array]) -> Array:
         if len(values) == 1:
-            return np.broadcast_to(values[0], b.n)
-        return np.concatenate([np.broadcast_to(v, b.n) for v in values])[flat_index]
+            return b.full(values[0])
+        return np.concatenate([b.full(v) for v in values])[flat_index]
 
     if sharing > 1 and len(ranks) > 1:
         return slowest, _shared_pace(b, sharing, held, ranks, at_slowest)
@@ -192,7 +192,7 @@ def _shared_pace(
     exists = [(h.rank < b.pp) * 1.0 for h in held]
 
     def mean(values: list[Array]) -> Array:
-        return sum(w * np.broadcast_to(v, b.n) for w, v in zip(exists, values, strict=True)) / b.pp
+        return sum(w * b.full(v) for w, v in zip(exists, values, strict=True)) / b.pp
 
     totals = [r.total for r in ranks]
     slowest, average = at_slowest(totals), mean(totals)
@@ -233,14 +233,14 @@ def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> 
                 row = by_block.setdefault(TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis]), {})
                 row[key] = row.get(key, 0.0) + m * bytes_of(op)
     out = {
-        axis: np.maximum.reduce([np.broadcast_to(sum(h.times(*key) * x for key, x in row.items()), b.n) for h in held])
+        axis: np.maximum.reduce([b.full(sum(h.times(*key) * x for key, x in row.items())) for h in held])
         for axis, row in by_block.items()
     }
     for op in syncs:
         if op.axis not in ("", "ends") and (op.part != "optimizer" or op.name == EXCHANGE):
             axis = TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis])
             out[axis] = out.get(axis, 0.0) + bytes_of(op)
-    if np.any(b.pp > 1):
+    if present(b.pp > 1):
         message = m * bytes_of(boundary_ops(program)[0][1])  # gradients are as large as activations
         tied = sum((bytes_of(op) for op in syncs if op.axis == "ends"), np.zeros(b.n))
         out["pp"] = np.maximum.reduce(

@@ -52,10 +52,7 @@ def walk_step(
     """Build the schedule of the plan at index `at` of the batch, and walk it with the times of each stage."""
     b = program.batch
     times = stage_times(program, cost) if times is None else times
-    stages = [
-        RankTime(*(np.broadcast_to(x, b.n)[at : at + 1] for x in (t.f, t.i, t.w, t.waits)))
-        for t in times[: plan.stages]
-    ]
+    stages = [RankTime(*(b.full(x)[at : at + 1] for x in (t.f, t.i, t.w, t.waits))) for t in times[: plan.stages]]
     durations = pipelines.Durations.of(
         len(stages), *(np.array([float(getattr(s, k)[0]) for s in stages]) for k in ("f", "i", "w"))
     )
@@ -74,9 +71,9 @@ def walk_step(
     if cost.sharing > 1 and plan.pp > 1:
         speed = _mean_speed(walked, flow, durations, cost.sharing, p2p, overlap)
         walked = pipelines.walk(flow, durations.scaled(1 / speed), p2p=p2p / speed, overlap=overlap)
-    closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), b.n)[at]) for name in ONCE_PER_STEP}
+    closing = {name: float(b.full(cost.exposed.get(name, 0.0))[at]) for name in ONCE_PER_STEP}
     closing["dp"] -= _exposed_gathers(cost, b.n, at) * microbatches
-    closing["sums"] = float(np.broadcast_to(cost.after, b.n)[at])
+    closing["sums"] = float(b.full(cost.after)[at])
     return WalkedStep(walked, stages, closing)
 
 

@@ -54,6 +54,21 @@ def repeated(value: Any, at: np.ndarray) -> Any:
     return tuple(value[i] for i in at) if isinstance(value, tuple) else value[at]
 
 
+def distinct_codes(values: np.ndarray) -> list[int]:
+    """The distinct small whole numbers of an array, in order."""
+    return np.flatnonzero(np.bincount(values)).tolist()
+
+
+class Pipelines(NamedTuple):
+    """The plans of one schedule: their indices in the batch, and their whole numbers."""
+
+    schedule: str
+    at: np.ndarray
+    pp: np.ndarray
+    microbatches: np.ndarray
+    virtual: np.ndarray
+
+
 class PartlyRecomputed(NamedTuple):
     """The layers of each stage of plans that recompute some of their layers, by kind: (distinct plans, stages + 1). The last column, which index −1
     reads, is zero: no stage."""
@@ -76,7 +91,7 @@ class Batch:
         self.one_unit: Any = False  # a stage is one ZeRO unit, with the embedding and the head
         self.gather_fp8: Any = False  # plans with `gather_dtype = "fp8"`
         self.__dict__.update(fields)
-        self.gathers_fp8 = bool(np.any(self.gather_fp8))
+        self.gathers_fp8 = bool(np.count_nonzero(self.gather_fp8))
         self.n = len(fields["tp"])
         if (
             stack.overlap
@@ -97,31 +112,29 @@ class Batch:
         self.reduce_whole = self.reduce_each & (fields.get("reduce_said", False) | (self.zero == 0))
         self.reduce_each = self.reduce_each & ((self.pp == 1) | (self.zero == 0))
         self.uneven = [i for i, given in enumerate(self.layers_per_stage) if given]  # plans with explicit stage lengths
-        self.schedules = [
-            (SCHEDULES[c], np.flatnonzero((self.schedule == c) & (self.pp > 1))) for c in np.unique(self.schedule)
-        ]
+        self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
+        self.schedules = self._pipelines()
         # Plans whose backward has all tensors of one layer in memory while it recomputes some of them.
         self.reruns_layers = (self.recompute == 2) | ((self.recompute == 1) & (stack.selective == "operators"))
         self.splits = np.isin(self.schedule, SPLIT) & (self.pp > 1)  # backward is split into I and W
         # Ranks agree on the scales of fp8 products, and in a split backward once more for the gradients of the weights.
         self.scales = workload.precision == "fp8" and stack.shared_scales
-        self.splits_twice = bool(np.any(self.splits & (self.tp > 1) & self.sp)) or bool(
-            self.scales and np.any(self.splits)
+        self.splits_twice = bool(np.count_nonzero(self.splits & (self.tp > 1) & self.sp)) or bool(
+            self.scales and np.count_nonzero(self.splits)
         )
-        self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
         # Bytes of the parameter that the optimizer updates: the fp32 master, if there is one.
         self.kept_bytes = np.where(self.master, np.maximum(self.param_bytes, 4.0), self.param_bytes)
         # Where gradients are sent narrower than they are accumulated.
         self.lossy = (self.compression > 0) | (self.comm_bytes < self.grad_bytes)
-        self.compresses = bool(np.any(self.lossy))
-        self.compressions = [(code, COMPRESSIONS[code]) for code in np.unique(self.compression)]
+        self.compresses = bool(np.count_nonzero(self.lossy))
+        self.compressions = [(code, COMPRESSIONS[code]) for code in distinct_codes(self.compression)]
         self.wires = self._wires()
         self.units = not stack.flat_shards and model.kind != "counts"  # ZeRO works in units of layers
         # ZeRO pads the rows of a tensor to a multiple of the ranks.
-        self.pads = bool(np.any((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
+        self.pads = bool(np.count_nonzero((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
         # Bytes of a gradient where it is summed exactly under ZeRO.
         self.summed_bytes = np.where(self.lossy, self.grad_bytes, self.comm_bytes)
-        self.wraps = bool(np.any(self.one_unit) or np.any(np.not_equal(self.wrap, 1.0)))
+        self.wraps = bool(np.count_nonzero(self.one_unit) or np.count_nonzero(np.not_equal(self.wrap, 1.0)))
         self._sizes: dict[str, np.ndarray] = {}
         self._members: dict[tuple[str, float], np.ndarray] = {}
         self._strides = self._axis_strides()
@@ -209,6 +222,16 @@ class Batch:
         fields["one_unit"] = np.array([p.wrap == 0 for p in plans])
         return fields
 
+    def _pipelines(self) -> list[Pipelines]:
+        """The plans with a pipeline, by schedule."""
+        piped = self.pp > 1
+        found = []
+        for code in distinct_codes(self.schedule[piped]):
+            at = np.flatnonzero((self.schedule == code) & piped)
+            pp, virtual = (x[at].astype(int) for x in (self.pp, self.virtual))
+            found.append(Pipelines(SCHEDULES[code], at, pp, self.rounds[at], virtual))
+        return found
+
     @cached_property
     def partly_recomputed(self) -> PartlyRecomputed:
         """The layers that some plans of the batch recompute. A plan that is there several times is read once."""
@@ -256,6 +279,11 @@ class Batch:
         """Experts of a rank whose weights get their scales in each forward: weights that ZeRO-3 gathers in fp8 have them already."""
         return np.where(self.gathers_fp8_weights("expert"), 0.0, self.model.experts / self.ep)
 
+    def full(self, values: Any) -> np.ndarray:
+        """One value for each plan: an array over the plans as it is, a number repeated."""
+        is_full = isinstance(values, np.ndarray) and values.shape == (self.n,)
+        return values if is_full else np.broadcast_to(values, self.n)
+
     def size(self, axis: str) -> np.ndarray:
         """Ranks in one group of an axis."""
         if axis not in self._sizes:
@@ -292,7 +320,7 @@ class Batch:
 
     def _axis_strides(self) -> dict[str, np.ndarray]:
         """Distance between neighbours on every axis, under each plan's order."""
-        codes = np.unique(self.order)
+        codes = distinct_codes(self.order)
         if len(codes) == 1:
             return strides(self, ORDERS[codes[0]])
         out = {axis: np.ones(self.n) for axis in BASE}

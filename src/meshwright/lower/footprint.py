@@ -67,11 +67,15 @@ def tensors(b: Batch, block: Block) -> list[Tensor]:
     # A stage without the embedding has a copy of it, if the head or multi-token prediction uses it.
     if block.kind == "head" and (model.tied or model.mtp_layers) and model.kind == "transformer":
         found.append((tied_copy(model), b.pp > 1))
+    boxes: dict[tuple[str, tuple[int, ...]], tuple[list[Array], Array, Array]] = {}  # many parameters have equal shapes
     out = []
     for p, on in found:
-        shape = local_shape(p.style, p.shape, d)
-        added = _padding(b, p.style, shape) * on if b.pads else 0.0
-        out.append(Tensor(p.style, shape, p.learns, math.prod(shape) * on, added, p.multiplied_in_fp8))
+        key = p.style, tuple(p.shape)
+        if key not in boxes:
+            shape = local_shape(p.style, p.shape, d)
+            boxes[key] = shape, math.prod(shape), _padding(b, p.style, shape) if b.pads else 0.0
+        shape, size, added = boxes[key]
+        out.append(Tensor(p.style, shape, p.learns, size * on, added * on, p.multiplied_in_fp8))
     return out
 
 
@@ -140,7 +144,7 @@ def own_elements(b: Batch, t: Tensor) -> Array:
 def _padding(b: Batch, style: str, shape: list[Array]) -> Array:
     group = RULES[style].group
     more = padding(shape, b.size(DATA_AXES[group].shard))
-    return np.where(sharded(b, group), more, 0.0) if np.any(more) else 0.0
+    return np.where(sharded(b, group), more, 0.0) if present(more) else 0.0
 
 
 def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dict[str, Array]:
@@ -184,7 +188,7 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
     if b.stack.saved != 1 and block.kind in b.model.kinds:
         out = {part: size * b.stack.saved for part, size in out.items()}
     if block.kind in b.model.kinds and recompute:
-        if b.stack.selective == "operators" and np.any(b.recompute == 1):
+        if b.stack.selective == "operators" and present(b.recompute == 1):
             selective = b.recompute == 1
             out = {part: np.where(selective, 0.0, size) for part, size in out.items()}
             add("operators", np.where(selective, _saved_outputs(b, block, element), 0.0))

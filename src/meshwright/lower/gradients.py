@@ -335,6 +335,6 @@ def _in_order(program: StepProgram, group: str, layers: range, i: int) -> list[t
     columns: dict[str, list[tuple[float, float, float]]] = {}
     for block in dict.fromkeys(blocks):
         rows = program.compressed[block][group]
-        at = [tuple(float(np.broadcast_to(x, program.batch.n)[i]) for x in row) for row in rows]
+        at = [tuple(float(program.batch.full(x)[i]) for x in row) for row in rows]
         columns[block] = [(size, first, second) for size, first, second in at if size]
     return [part for block in reversed(blocks) for part in reversed(columns[block])]

@@ -35,7 +35,7 @@ def _kept_by_some(program: StepProgram, kind: str) -> Array:
     if b.some_recomputed:
         at, row, _, kept = b.partly_recomputed
         share = sum(table.sum(axis=1) for table in kept.values())[row] / b.model.layers
-        more[at] = share * np.broadcast_to(program.recompute_savings.get(kind, 0.0), b.n)[at]
+        more[at] = share * b.full(program.recompute_savings.get(kind, 0.0))[at]
     return more
 
 

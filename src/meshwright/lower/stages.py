@@ -23,7 +23,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import IS_V_SHAPED, SCHEDULES
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array
+from meshwright.lower.op import Array, present
 from meshwright.programs.pipelines import formulas
 
 CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
@@ -59,7 +59,7 @@ def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
         return [rank_blocks(batch, np.full(batch.n, float(r))) for r in range(most)]
     if batch.model.pattern and most <= MOST_RANKS:  # any rank of a hybrid can be the slowest
         return [rank_blocks(batch, np.minimum(float(r), last)) for r in range(most)]
-    if not np.any(last):
+    if not present(last):
         return [rank_blocks(batch, np.zeros(batch.n))]
     # The first of the longer stages is the slowest, and of the longer ones it has most micro-batches in flight.
     stages = batch.pp * batch.virtual
@@ -153,7 +153,7 @@ def blocks_by_stage(batch: Batch, held: StageBlocks) -> list[tuple[Array, dict[s
 def split_share(batch: Batch, stage: Array, at: Any = slice(None)) -> Array:
     """The share of a stage's micro-batches whose backward is split, in the plans `at` some indices."""
     splits, dualpipev = batch.splits[at], batch.schedule[at] == DUALPIPEV
-    if not np.any(dualpipev):
+    if not present(dualpipev):
         return splits * (stage > 0) * 1.0
     pp = batch.pp[at]
     down = stage < pp
@@ -184,9 +184,7 @@ def _with_recompute(batch: Batch, held: StageBlocks, stages: Callable[[], Array]
         held.regathered = {kind: n * kept if kind in batch.model.kinds else n for kind, n in held.split.items()}
     if not batch.some_recomputed:
         return held
-    held.recomputed = {
-        kind: np.array(np.broadcast_to(count, batch.n), dtype=float) for kind, count in held.counts.items()
-    }
+    held.recomputed = {kind: np.array(batch.full(count), dtype=float) for kind, count in held.counts.items()}
     partly = batch.partly_recomputed
     at = partly.plans
     stage = stages()
@@ -291,9 +289,8 @@ def _long_stages(batch: Batch, stages: Array) -> tuple[Array, Array, Array]:
 def in_flight(batch: Batch, rank: Array) -> Array:
     """Micro-batches whose activations a rank holds at its peak, in units of all its stages together."""
     out = np.ones(batch.n)
-    for schedule, at in batch.schedules:
-        if len(at):
-            p, m, v = batch.pp[at].astype(int), batch.rounds[at], batch.virtual[at].astype(int)
-            r = np.minimum(np.broadcast_to(rank, batch.n)[at].astype(int), p - 1)
-            out[at] = formulas.in_flight(CLOSED_FORM_OF.get(schedule, schedule), p, m, v, r) / v
+    rank = batch.full(rank)
+    for schedule, at, p, m, v in batch.schedules:
+        r = np.minimum(rank[at].astype(int), p - 1)
+        out[at] = formulas.in_flight(CLOSED_FORM_OF.get(schedule, schedule), p, m, v, r) / v
     return out

@@ -50,7 +50,7 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         for phase, ops in makers.get(kind, layer)(low).items():
             program.blocks[kind, phase] = ops
         program.saved[kind] = footprint.saved(batch, block, element)
-        if kind in model.kinds and np.any(batch.reruns_layers):
+        if kind in model.kinds and present(batch.reruns_layers):
             whole = sum(footprint.saved(batch, block, element, recompute=False).values())
             program.transient = np.maximum(program.transient, whole)
             program.recompute_savings[kind] = whole - sum(program.saved[kind].values())
@@ -63,7 +63,7 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
             groups = {group: [t for t in held if t.group == group] for group in footprint.GROUPS}
             program.compressed[kind] = {group: footprint.compressed(batch, mine) for group, mine in groups.items()}
     _add_boundary(program, element)
-    if (model.tied or model.mtp_layers) and np.any(batch.pp > 1):
+    if (model.tied or model.mtp_layers) and present(batch.pp > 1):
         program.tied = footprint.own_elements(batch, footprint.tensors(batch, model.blocks["head"])[-1])
     _add_weight_gathers(program)
     offload.add_activation_copies(program)
@@ -75,7 +75,7 @@ def _add_weight_gathers(program: StepProgram) -> None:
     """ZeRO-3 gathers and reduces unit by unit: one layer or several, each end separately or both if they share a weight, a layer's
     experts; or all of a stage but those."""
     batch = program.batch
-    if not np.any(batch.zero == 3):
+    if not present(batch.zero == 3):
         program.gathered = {kind: np.zeros(batch.n) for kind in program.loads}
         return
     loads = {kind: _with_other_end(program, kind) for kind in program.loads}

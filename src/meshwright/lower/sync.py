@@ -121,7 +121,7 @@ def small_sums(b: Batch, elements: Mapping[str, Array]) -> list[Op]:
 def parameter_average(b: Batch, elements: Array, often: Array | None = None) -> list[Op]:
     """Local SGD: every n-th step replicas average their parameters (masters where there are any), weighted by their tokens: one number
     more. The mean step has 1/n of it; `often` says it of one step."""
-    if not np.any(b.average_every):
+    if not present(b.average_every):
         return []
     count = (b.average_every > 0) / np.maximum(b.average_every, 1.0) if often is None else often
     n = (elements + 1) * b.kept_bytes

@@ -97,7 +97,7 @@ def local_shape(style: str, shape: Sequence[int], d: Degrees, index: Mapping[str
     """The shape of a rank's box, before ZeRO. `index` is the rank's place in its groups; by default the first, which is the fullest."""
     rule = RULES[style]
     out = _cut(rule, shape, d, index or {})
-    if rule.all_gather and np.any(d.all_gather):
+    if rule.all_gather and np.count_nonzero(d.all_gather):
         by_columns = _cut(RULES[rule.all_gather], shape, d, index or {})
         out = [_where(d.all_gather, a, b) for a, b in zip(by_columns, out, strict=True)]
     return out

@@ -35,7 +35,7 @@ def shape_in_transit(shape: Sequence[int], parts: int) -> tuple[int, ...]:
 def padding(shape: Sequence[Number], parts: Number) -> Number:
     """Elements added so that all ranks' shards are equally long."""
     missing = share(shape[0], parts) * parts - shape[0]
-    if not np.any(missing):
+    if not np.count_nonzero(missing):
         return 0
     return missing * math.prod(shape[1:]) * (shard_dim(shape, parts) == 0)
 

@@ -38,7 +38,7 @@ from meshwright.cost.phase import phase_times, rank_time
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.schedules import RULES
-from meshwright.lower.batch import SCHEDULES
+from meshwright.lower.batch import SCHEDULES, distinct_codes
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import average_blocks
 from meshwright.lower.step import lower
@@ -94,7 +94,7 @@ def kernel(space: Space, rows: Table) -> Table:
         counts[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS
     )
     kinds = b.model.kinds
-    layers = [np.broadcast_to(sum(program.saved[kind].values()), b.n) for kind in kinds]
+    layers = [b.full(sum(program.saved[kind].values())) for kind in kinds]
     layer = np.maximum.reduce(layers)
     lighter = sum(counts[kind] * b.pp * (layer - size) for kind, size in zip(kinds, layers, strict=True))
     recompute_bytes = np.where(b.reruns_layers, program.transient, 0.0)
@@ -108,7 +108,7 @@ def kernel(space: Space, rows: Table) -> Table:
         saved=kept * saved * b.pp,
         layer=kept * layer,
         lighter=kept * lighter,
-        recompute_bytes=np.broadcast_to(slack * recompute_bytes, b.n),
+        recompute_bytes=b.full(slack * recompute_bytes),
     )
 
 
@@ -160,7 +160,7 @@ def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
         """Bytes of the mean rank: the bytes that its layers save, times the micro-batches in flight. In flight means, for the `fewest` layers that
         every rank has, the mean of the first and the last rank, because the number falls from one to the other (or rises, then stays constant);
         for the remaining layers, the smaller of the two numbers; for the correction by lighter layers, the larger."""
-        ends = [least_in_flight(name, some, virtuals, rank) for rank in (0, some.pp - 1)]
+        ends = [least_in_flight(name, some, virtuals, rank) for rank in (np.zeros_like(some.pp), some.pp - 1)]
         remaining = space.model.layers / some.pp - fewest
         kept = some.layer * (fewest * (ends[0] + ends[1]) / 2 + remaining * np.minimum(*ends))
         return some.alone + np.maximum(0.0, kept - (some.lighter * np.maximum(*ends) + some.saved) / some.pp)
@@ -236,20 +236,24 @@ def best_schedule(
     looped = [np.array(x, np.int64)[which] for x in ([min(vs) for vs in legal], [max(vs) for vs in legal], fewest)]
     for name in space.choices.words["schedule"] if len(piped) else ():
         rule = RULES[name]
+        v = np.full_like(some.pp, rule.virtual)
+        *virtuals, kept = looped if rule.most_virtual > 2 else (v, v * (layers // (some.pp * v)))
         if name == "auto":  # a searched schedule may have no bubble and one micro-batch in flight
-            seconds, size = some.m * (some.f + some.i + some.w), some.alone
+            size = some.alone
         else:
-            v = np.full_like(some.pp, rule.virtual)
-            *virtuals, kept = looped if rule.most_virtual > 2 else (v, v * (layers // (some.pp * v)))
-            seconds = span(name, some.pp, some.m, virtuals[-1], some.f, some.i, some.w)
             size = np.where(some.pp * virtuals[0] <= layers, memory(name, some, tuple(virtuals), kept), np.inf)
-        seconds = seconds + (some.folded if regroups(space, name) else some.looped)
-        time[piped] = np.minimum(time[piped], np.where(size <= limit, seconds, np.inf))
         least[piped] = np.minimum(least[piped], size)
+        fits = np.flatnonzero(size <= limit)
+        f, i, w, closing = (
+            x[fits] for x in (some.f, some.i, some.w, some.folded if regroups(space, name) else some.looped)
+        )
+        pp, m = some.pp[fits], some.m[fits]
+        seconds = m * (f + i + w) if name == "auto" else span(name, pp, m, virtuals[-1][fits], f, i, w)
+        time[piped[fits]] = np.minimum(time[piped[fits]], seconds + closing)
     return time, least
 
 
-def least_in_flight(schedule: str, rows: Table, virtuals: Virtuals, rank: np.ndarray | int) -> np.ndarray:
+def least_in_flight(schedule: str, rows: Table, virtuals: Virtuals, rank: np.ndarray) -> np.ndarray:
     """Micro-batches in flight on a rank, in units of all stages of the rank, for the number of virtual stages that has fewer."""
     return reduce(np.minimum, (formulas.in_flight(schedule, rows.pp, rows.m, v, rank) / v for v in virtuals))
 
@@ -316,7 +320,7 @@ def in_flight_bytes(
     """Lower bound of the bytes of the fullest rank under a schedule: from the sampled ranks, or from the mean rank."""
     if not regroups(space, schedule):
         return looped_bytes(rows, schedule, virtuals)
-    ends = [least_in_flight(schedule, rows, virtuals, rank) for rank in (0, rows.pp - 1)]
+    ends = [least_in_flight(schedule, rows, virtuals, rank) for rank in (np.zeros_like(rows.pp), rows.pp - 1)]
     return rows.bytes + (np.minimum(*ends) - 1) * rows.saved / rows.pp
 
 
@@ -329,9 +333,9 @@ def sampled_ranks(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]
         saved = sum(
             held[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS
         )
-        out[f"r{k}"] = np.broadcast_to(cost.stage_blocks[at].rank, b.n).astype(np.int64)
-        out[f"b{k}"] = np.add.reduce([np.broadcast_to(x, b.n) for x in cost.memory[at].values()])
-        out[f"o{k}"] = np.broadcast_to((1 + b.stack.allocator_slack) * saved * ~b.offload_activations, b.n)
+        out[f"r{k}"] = b.full(cost.stage_blocks[at].rank).astype(np.int64)
+        out[f"b{k}"] = np.add.reduce([b.full(x) for x in cost.memory[at].values()])
+        out[f"o{k}"] = b.full((1 + b.stack.allocator_slack) * saved * ~b.offload_activations)
     return out
 
 
@@ -343,7 +347,7 @@ def overhead_bytes(program: StepProgram, cost: StepCost) -> np.ndarray:
         (1 + b.stack.allocator_slack) * (m["gathered"] + m["working"]) + m["context"] - b.stack.context
         for m in cost.memory
     ]
-    return np.where(b.pp > 2, np.minimum.reduce([np.broadcast_to(p, b.n) for p in parts]), 0.0)
+    return np.where(b.pp > 2, np.minimum.reduce([b.full(p) for p in parts]), 0.0)
 
 
 def of_schedules(space: Space, plans: Table) -> Table:
@@ -355,7 +359,7 @@ def of_schedules(space: Space, plans: Table) -> Table:
     plans = plans.but(m=space.microbatches(plans), bytes=plans.folded)
     time, memory, exact = plans.time.copy(), plans.memory.copy(), np.zeros(len(plans), bool)
     ramp = np.zeros(len(plans))
-    for code in np.unique(plans.schedule[plans.pp > 1]):
+    for code in distinct_codes(plans.schedule[plans.pp > 1]):
         at = np.flatnonzero((plans.schedule == code) & (plans.pp > 1))
         rows, name = plans.take(at), SCHEDULES[code]
         if name == "auto":
@@ -384,8 +388,9 @@ def of_schedules(space: Space, plans: Table) -> Table:
 
 def looped_bytes(rows: Table, schedule: str, virtuals: Virtuals) -> np.ndarray:
     """Bytes of the fullest sampled rank, with the micro-batches in flight under a looped schedule."""
-    by_rank = []
+    by_rank, in_flight = [], least_in_flight(schedule, rows, virtuals, rows.r0)
     for k in range(SAMPLED):
-        in_flight = least_in_flight(schedule, rows, virtuals, rows.columns[f"r{k}"])
+        if k and schedule in formulas.UNEVEN_RANKS:
+            in_flight = least_in_flight(schedule, rows, virtuals, rows.columns[f"r{k}"])
         by_rank.append(rows.columns[f"b{k}"] + (in_flight - 1) * rows.columns[f"o{k}"])
     return np.maximum.reduce(by_rank)

@@ -26,7 +26,7 @@ from itertools import chain, repeat
 import numpy as np
 
 from meshwright.cost.step import step_cost
-from meshwright.lower.batch import SCHEDULES
+from meshwright.lower.batch import SCHEDULES, distinct_codes
 from meshwright.lower.step import lower
 from meshwright.planner.search import bounds, intervals, strategies
 from meshwright.planner.search.pipeline_walk import fullest, walk
@@ -173,7 +173,7 @@ class Search:
         self.costed += len(frames)
         axes = strategies.axes(frames)
         self.seed(frames)
-        least = {int(code): self.least_memory(frames.take(axes == code)) for code in self.missing(np.unique(axes))}
+        least = {code: self.least_memory(frames.take(axes == code)) for code in self.missing(distinct_codes(axes))}
         misfits = {code: rows for code, rows in least.items() if rows.memory[0] > self.best.limit}
         fitting = frames.take(~np.isin(axes, list(misfits)))
         if len(fitting):
@@ -344,10 +344,10 @@ class Search:
             tuple(shapes.columns[a] for a in DEGREES), lambda *degrees: self.space.orders(*degrees).take(slice(0, 1))
         )
 
-    def missing(self, axes: np.ndarray) -> list[int]:
+    def missing(self, axes: list[int]) -> list[int]:
         """Axes in use with which no plan that fits was found yet."""
         data = np.isfinite(self.best.strategy[list(strategies.DATA)]).any()
-        return [int(code) for code in axes if not (np.isfinite(self.best.strategy[code]) if code else data)]
+        return [code for code in axes if not (np.isfinite(self.best.strategy[code]) if code else data)]
 
     def data_misfits(self, frames: Table) -> dict[int, Table]:
         """For each pure data-parallel strategy of which no plan fits, its plan with the least memory."""

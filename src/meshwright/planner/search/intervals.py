@@ -45,7 +45,7 @@ NAIVE, GPIPE, BREADTH_FIRST = (SCHEDULES.index(name) for name in ("naive", "gpip
 def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
     """The interval of a costed batch: time, low, closed, high, estimate and balanced."""
     b = program.batch
-    slowest = np.choose(cost.slowest, [np.broadcast_to(r.total, b.n) for r in cost.ranks])
+    slowest = np.choose(cost.slowest, [b.full(r.total) for r in cost.ranks])
     bubble, pace = cost.exposed["bubble"], np.maximum(b.microbatches, 1.0) * slowest
     mean = rank_time(program, cost.times, average_blocks(b), cost.boundary).total
     rows = Table(
@@ -56,7 +56,7 @@ def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
         pace=pace,
         ramp=bubble,
         closing=cost.time - bubble - pace,
-        mean=np.broadcast_to(mean, b.n),
+        mean=b.full(mean),
         leads=cost.slowest == 0,
         **ends(program, cost),
     )
@@ -115,7 +115,7 @@ def ends(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
 
     def seconds(block: str) -> Array:
         held = StageBlocks(zero, one_block(b.model, block, b.n))
-        return np.broadcast_to(rank_time(program, cost.times, held, zero).total, b.n)
+        return b.full(rank_time(program, cost.times, held, zero).total)
 
     last = seconds("head") + sum((b.model.mtp_layers * seconds(kind) for kind in b.model.mtp_kinds), zero)
     return {"ends": seconds("embedding") + last, "longest": np.maximum.reduce([seconds(k) for k in b.model.kinds])}

@@ -69,7 +69,7 @@ def fullest(program: StepProgram) -> np.ndarray:
     """Peak bytes of each plan's fullest rank, from all ranks."""
     b = program.batch
     ranks = (rank_blocks(b, np.minimum(float(r), b.pp - 1)) for r in range(int(b.pp.max())))
-    return reduce(np.maximum, (np.broadcast_to(sum(memory(program, held).values()), b.n) for held in ranks))
+    return reduce(np.maximum, (b.full(sum(memory(program, held).values())) for held in ranks))
 
 
 @lru_cache(maxsize=64)

@@ -141,11 +141,12 @@ def filled(plan: Plan, seconds: Seconds) -> tuple[int, ...]:
     """Layers of each stage, given one by one to the rank with the least work, and there to the stage with the least; each stage has one at least."""
     layer, work = sum(seconds[1:-1]) / (len(seconds) - 2), np.zeros(plan.stages)
     work[0], work[-1] = seconds[0], seconds[-1]
-    ranks = [stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank) for rank in range(plan.pp)]
+    ranks = np.array([stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank) for rank in range(plan.pp)])
     lengths = np.ones(plan.stages, int)
     for _ in range(len(seconds) - 2 - plan.stages):
-        held = min(ranks, key=lambda stages: float((work + layer * lengths)[stages].sum()))
-        lengths[min(held, key=lambda stage: float(work[stage] + layer * lengths[stage]))] += 1
+        by_rank = (work + layer * lengths)[ranks]
+        least = by_rank.sum(axis=1).argmin()
+        lengths[ranks[least, by_rank[least].argmin()]] += 1
     return tuple(lengths.tolist())
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+LARGEST_TABLE = 1 << 16  # entries of a table of distinct values
+
 
 class Table:
     """A set of named columns; `table.tp` is a column, `table.take(rows)` a smaller table."""
@@ -85,9 +87,19 @@ def codes(keys: Sequence[np.ndarray]) -> np.ndarray:
     """One whole number a row: equal exactly where all keys are equal."""
     code = np.zeros(len(keys[0]), np.int64)
     for key in keys:
-        distinct = np.unique(key)
-        code = code * len(distinct) + np.searchsorted(distinct, key)
+        place, count = places(key)
+        code = code * count + place
     return code
+
+
+def places(key: np.ndarray) -> tuple[np.ndarray, int]:
+    """The place of each value among the distinct values, in order, and the number of these. A table is faster than sorting while it is small."""
+    if not len(key) or key.max() >= LARGEST_TABLE:
+        distinct, place = np.unique(key, return_inverse=True)
+        return place, len(distinct)
+    key = key.astype(np.int64)
+    seen = np.bincount(key) > 0
+    return (np.cumsum(seen) - 1)[key], int(np.count_nonzero(seen))
 
 
 def join(tables: Sequence[Table]) -> Table:

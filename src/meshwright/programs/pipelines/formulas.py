@@ -40,6 +40,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.programs.pipelines.rules import name_of
 
 Number = int | float | np.ndarray
+UNEVEN_RANKS = ("1f1b", "interleaved", "zbv")  # schedules whose ranks hold different numbers of activations
 Path = tuple[Number, Number, Number, Number]  # forwards, backwards of inputs, backwards of weights, transfers
 
 
@@ -90,8 +91,11 @@ def bubble_fraction(
 
 
 def in_flight(schedule: str, ranks: Number, microbatches: Number, virtual: Number = 1, rank: Number = 0) -> np.ndarray:
-    """Return the peak number of activations, in (stage, micro-batch), that a rank holds from F until B or W."""
-    p, m, v, r = np.broadcast_arrays(ranks, microbatches, virtual, rank)
+    """Return the peak number of activations, in (stage, micro-batch), that a rank holds from F until B or W. It depends on the rank only in the
+    schedules `UNEVEN_RANKS`."""
+    p, m, v, r = (np.asarray(x) for x in (ranks, microbatches, virtual, rank))
+    if not p.shape == m.shape == v.shape == r.shape:
+        p, m, v, r = np.broadcast_arrays(p, m, v, r)
     n = m * v
     match name_of(schedule):
         case "naive":
