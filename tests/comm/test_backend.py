@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import distributed
 
 import ranks
+from meshwright.comm.failure import Failure
 from meshwright.errors import MeshwrightError
 
 WORLD = 3
@@ -434,3 +436,23 @@ def test_a_reduction_that_torch_has_and_we_have_not():
     options.reduceOp = d._make_nccl_premul_sum(2.0)
     with pytest.raises(MeshwrightError, match="MW-COMM-002"):
         reduction_of(options)
+
+
+def test_a_store_that_has_ended_is_not_asked_again() -> None:
+    """It ends with the process that serves it; torch prints a stack of C++ functions for each call after that."""
+
+    class Ended:
+        asked = 0
+
+        def check(self, keys):
+            self.asked += 1
+            raise distributed.DistNetworkError("Broken pipe")
+
+        set = check
+
+    failure = Failure(Ended(), 1)
+    for _ in range(3):
+        failure.check()
+    own = MeshwrightError("MW-COMM-003", "sizes differ")
+    assert failure.publish(own) is own
+    assert failure.store.asked == 1

@@ -23,7 +23,7 @@ from meshwright.describe.cluster import Cluster, Level
 from meshwright.programs.collectives.comparison import compare, options_for
 from meshwright.programs.collectives.program import Program
 from meshwright.programs.collectives.registry import build
-from meshwright.units import format_bytes, format_seconds
+from meshwright.units import counted, format_bytes, format_seconds
 
 log = logging.getLogger("meshwright.comm")
 INSIDE, BETWEEN = "shared-memory", "ethernet-10"  # links of the catalog, until the machine is measured
@@ -86,11 +86,11 @@ class Chooser:
         if len(equal) > 1:
             why += f" within {TIE:.0%}, of these the smallest messages between hosts and the fewest steps"
         log.info(
-            "%s up to %s on %d ranks of %d hosts: %s, %s (%s; links: %s)",
+            "%s up to %s on %s of %s: %s, %s (%s; links: %s)",
             operation,
             format_bytes(size),
-            self.size,
-            len(self.hosts),
+            counted(self.size, "rank"),
+            counted(len(self.hosts), "host"),
             chosen,
             why,
             shown,
