@@ -106,10 +106,12 @@ def test_repeated_runs_of_one_configuration_count_once_whatever_their_last_digit
     assert validate.ranking(same, np.array([1.0, 1.0 + 1e-13, 1.0 - 1e-13])) == (None, None)
 
 
-def test_only_runs_of_one_model_and_stack_are_compared_for_regret():
-    """Another number of heads, or another attention kernel, is no plan: the fastest of three such runs is nothing that a planner could choose."""
+def test_only_runs_of_one_problem_are_compared_for_regret():
+    """Another number of heads, attention kernel, batch or number of GPUs is no plan: the fastest of three such runs is nothing that a planner
+    could choose."""
     plans = [{"tp": "4"}, {"tp": "2", "pp": "4"}, {"tp": "8", "pp": "1"}]
-    for other in ({"heads": "32", "kv_heads": "32"}, {"flash_attn": "1"}):
+    others = {"heads": "32", "kv_heads": "32"}, {"flash_attn": "1"}, {"global_batch": "128"}, {"gpus": "32", "dp": "4"}
+    for other in others:
         made = [outcome(2.0, 1.0, **plans[0]), outcome(1.0, 3.0, **plans[1], **other), outcome(3.0, 2.0, **plans[2])]
         assert validate.score(made).regret is None
 

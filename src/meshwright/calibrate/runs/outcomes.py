@@ -1,5 +1,5 @@
-"""Predictions of published runs. Runs of one problem (model, workload, cluster, stack) are lowered and costed together, as one batch of plans;
-they may differ in their global batch, and in the number of GPUs where it changes no link's rate.
+"""Predictions of published runs. Runs of one model, cluster and stack are lowered and costed together, as one batch of plans; they may differ in
+their global batch, and in the number of GPUs where it changes no link's rate.
 
 A row that does not publish its recompute is predicted with the least that fits (none, selective, a quarter, half, three quarters of the
 layers, all); if even that does not fit, without any, so that a wrong memory prediction does not change the predicted time.
@@ -102,7 +102,7 @@ def predict_rows(
     problems: dict[Any, list[Outcome]] = {}
     for o in out:
         if not o.refused:
-            problems.setdefault(problem_of(o.case), []).append(o)
+            problems.setdefault(costed_together(o.case), []).append(o)
         elif progress:
             progress()
     for together in problems.values():
@@ -113,7 +113,14 @@ def predict_rows(
 
 
 def problem_of(c: Case) -> tuple[Any, ...]:
-    """What runs share that differ in their plans only. A model is compared without its name, which differs between spellings."""
+    """What runs share that differ in their plans only."""
+    assert c.cluster is not None
+    assert c.workload is not None
+    return *costed_together(c), c.workload.batch, c.cluster.world
+
+
+def costed_together(c: Case) -> tuple[Any, ...]:
+    """What the runs of one batch of plans share. A model is compared without its name, which differs between spellings."""
     assert c.model is not None
     assert c.cluster is not None
     assert c.workload is not None
