@@ -27,6 +27,7 @@ from meshwright.comm.call import Call
 from meshwright.comm.failure import Failure
 from meshwright.comm.reductions import name_of
 from meshwright.comm.run import Prepared, execute, prepare
+from meshwright.comm.run_messages import MessagePlan
 from meshwright.comm.run_shared import SharedPlan
 from meshwright.comm.schedule import largest_message, schedule
 from meshwright.comm.transport import area, handshake
@@ -254,8 +255,15 @@ class Communicator:
         call = Call(0, program.operation, program.algorithm, name_of(dtype), reduction, program.root, elements)
         largest = -1 if splits else largest_message(program)
         found = prepare(schedule(program, self.rank, lanes), self.transport, dtype, call, largest)
-        shared = isinstance(self.transport, SharedMemory) and self.transport.arrays
-        return found._replace(shared=SharedPlan(found)) if shared else found
+        if isinstance(self.transport, SharedMemory) and self.transport.arrays:
+            return found._replace(shared=SharedPlan(found))
+        if (
+            isinstance(self.transport, PointToPoint)
+            and self.transport.check
+            and not self.transport.is_small(found.begin)
+        ):
+            return found._replace(messages=MessagePlan(found))
+        return found
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

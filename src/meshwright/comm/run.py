@@ -26,7 +26,7 @@ import torch
 
 from meshwright.comm.call import Call, Place
 from meshwright.comm.reductions import array_of, combiner, divide, name_of
-from meshwright.comm.schedule import Receive, Schedule, Span
+from meshwright.comm.schedule import FINISH, POST, SEND, Operation, Schedule, Span
 from meshwright.comm.transport.base import Begin, Destination, Pending, Piece, Transport
 from meshwright.errors import MeshwrightError
 
@@ -42,8 +42,9 @@ class Prepared(NamedTuple):
     dtype: torch.dtype
     reduction: str
     begin: Begin  # with the call of the first execution
-    order: list[tuple[bool, int, int]]  # empty over a network
+    order: list[Operation]
     shared: Any = None  # run_shared.SharedPlan, between ranks of one host
+    messages: Any = None  # run_messages.MessagePlan, over point-to-point messages that do not fit an envelope
 
 
 def prepare(schedule: Schedule, transport: Transport, dtype: torch.dtype, call: Call, largest: int = -1) -> Prepared:
@@ -53,7 +54,7 @@ def prepare(schedule: Schedule, transport: Transport, dtype: torch.dtype, call: 
     combine = combiner(call.reduction, dtype, arrays) if call.reduction else None
     sent, received = ({peer: n * size for peer, n in table.items()} for table in (schedule.sent, schedule.received))
     begin = Begin(call, combine, np.copyto if arrays else torch.Tensor.copy_, sent, received, largest * size)
-    order = [] if transport.posts_early else schedule.lane_order
+    order = schedule.network_order(WINDOW, STAGED // size) if transport.posts_early else schedule.lane_order
     return Prepared(schedule, transport, dtype, call.reduction, begin, order)
 
 
@@ -71,7 +72,10 @@ def execute(prepared: Prepared, source: torch.Tensor, result: torch.Tensor, call
     else:
         transport.begin(prepared.begin._replace(call=call))
         room = torch.empty(schedule.scratch, dtype=source.dtype, device=source.device)
-        Run(prepared, (source, result, room), call).run()
+        if prepared.messages is not None:
+            prepared.messages.run((source, result, room), call)
+        else:
+            Run(prepared, (source, result, room), call).run()
     transport.end()
     if source is not result:
         for at, to in schedule.unmoved:
@@ -95,51 +99,35 @@ def check_sizes(schedule: Schedule, source: torch.Tensor, result: torch.Tensor, 
 
 
 class Run:
-    """One execution: the position of each lane, and what is posted and not complete."""
+    """One execution: what is posted and not complete."""
 
     def __init__(self, prepared: Prepared, buffers: tuple[Any, ...], call: Call) -> None:
-        schedule = prepared.schedule
-        self.lanes, self.order, self.buffers = schedule.lanes, prepared.order, buffers
+        self.lanes, self.order, self.buffers = prepared.schedule.lanes, prepared.order, buffers
         self.transport, self.call = prepared.transport, call
         self.combine, self.store = prepared.begin.combine, prepared.begin.store
-        self.steps = len(schedule.lanes[0]) if schedule.lanes else 0
-        self.begun = [-1] * len(self.lanes)  # the step that each lane has begun
         self.sends: dict[tuple[int, int], list[Pending]] = {}  # (step, lane) → sends that may not be complete
         self.posted: dict[tuple[int, int, int], Pending] = {}  # (step, lane, number of the receive) → receive
+        self.seen: dict[Span, Piece] = {}  # views of the buffers: most are sent, received and reduced
 
     def run(self) -> None:
-        if self.transport.posts_early:
-            self.run_by_steps()
-        else:
-            self.run_by_lanes()
+        for operation in self.order:
+            self.perform(operation)
         for key in list(self.sends):
             self.wait_for_sends(*key)
 
-    def run_by_steps(self) -> None:
-        count = len(self.lanes)
-        for lane in range(count if self.steps else 0):
-            self.begin(0, lane)
-        for pair in range(self.steps * count):
-            for ahead in range(pair + 1, min(pair + WINDOW + 1, self.steps * count)):
-                self.free_targets(pair, *divmod(ahead, count))
-                self.post_receives(*divmod(ahead, count))
-            step, lane = divmod(pair, count)
+    def perform(self, operation: Operation) -> None:
+        kind, step, lane, number, direct = operation
+        if kind == POST:
+            self.posted[step, lane, number] = self.post(step, lane, number, direct)
+        elif kind == SEND:
+            self.begin(step, lane)
+        elif kind == FINISH:
             self.finish(step, lane)
-            if step + 1 < self.steps:
-                self.begin(step + 1, lane)
-
-    def run_by_lanes(self) -> None:
-        for is_begin, step, lane in self.order:
-            if is_begin:
-                self.begin(step, lane)
-            else:
-                self.finish(step, lane)
+        else:
+            self.wait_for_sends(step, lane)
 
     def begin(self, step: int, lane: int, first: int = 0) -> None:
-        """Post the receives and the sends of a step, from send number `first` on."""
-        self.begun[lane] = step
-        if self.transport.posts_early:
-            self.post_receives(step, lane)
+        """Post the sends of a step, from send number `first` on."""
         now = self.lanes[lane][step]
         if now.sends:
             place = self.place(step, lane)
@@ -151,12 +139,10 @@ class Run:
     def finish(self, step: int, lane: int) -> None:
         """Apply the receives of a step, and the local copies."""
         now = self.lanes[lane][step]
-        if self.sends:
+        if self.sends and not self.transport.posts_early:  # otherwise the order says when to wait
             self.wait_for_sends(step - 1, lane)
-        if self.transport.posts_early:
-            self.post_receives(step, lane)  # all of them now: a peer's send completes only when its receive is posted
-        if self.sends and (now.copies or any(receive.after_sends for receive in now.receives)):
-            self.wait_for_sends(step, lane)
+            if now.copies or any(receive.after_sends for receive in now.receives):
+                self.wait_for_sends(step, lane)
         combine, store = self.combine, self.store
         for source, (into, base) in now.copies:
             if base is None:
@@ -165,7 +151,7 @@ class Run:
                 assert combine is not None
                 combine(self.view(base), self.view(source), self.view(into))
         for k in range(len(now.receives)):
-            posted = self.posted.pop((step, lane, k)) if self.transport.posts_early else self.post(step, lane, k, True)
+            posted = self.posted.pop((step, lane, k), None) or self.post(step, lane, k, True)
             posted.wait()
 
     def post(self, step: int, lane: int, number: int, direct: bool) -> Pending:
@@ -180,33 +166,6 @@ class Run:
         """Where this rank is, for the headers of messages and for errors."""
         return Place(self.transport.rank, self.call, self.lanes[lane][step].number, lane)
 
-    def post_receives(self, step: int, lane: int) -> None:
-        """Post the receives of a step that are not posted yet and can be."""
-        now = self.lanes[lane][step]
-        for k, receive in enumerate(now.receives):
-            if (step, lane, k) in self.posted:
-                continue
-            direct = receive.stores and self.is_free(receive, lane)
-            if receive.stores and not direct and receive.elements * self.buffers[0].itemsize > STAGED:
-                continue
-            self.posted[step, lane, k] = self.post(step, lane, k, direct)
-
-    def is_free(self, receive: Receive, lane: int) -> bool:
-        """Whether nothing that this rank has begun still uses the target of a receive that stores. No step stores what it sends."""
-        begun = self.begun[lane]
-        return receive.last_write < begun >= receive.last_send and not self.sends.get((receive.last_send, lane))
-
-    def free_targets(self, pair: int, step: int, lane: int) -> None:
-        """Wait for the sends that keep the receives of a later step from being posted, where they belong to pairs before `pair`.
-
-        All ranks finish pairs in one order, so such a send needs nothing that this rank has not posted. With two ranks the second half of a
-        ring stores into what the first half sends: without this wait its receives would be posted one by one.
-        """
-        for receive in self.lanes[lane][step].receives:
-            sent = receive.last_send
-            if receive.stores and sent * len(self.lanes) + lane < pair and receive.last_write < self.begun[lane]:
-                self.wait_for_sends(sent, lane)
-
     def wait_for_sends(self, step: int, lane: int) -> None:
         for pending in self.sends.pop((step, lane), ()):
             pending.wait()
@@ -215,4 +174,7 @@ class Run:
         return [self.view(span) for span in spans]
 
     def view(self, span: Span) -> Piece:
-        return self.buffers[span.buffer][span.start : span.stop]
+        found = self.seen.get(span)
+        if found is None:
+            found = self.seen[span] = self.buffers[span.buffer][span.start : span.stop]
+        return found

@@ -25,7 +25,7 @@ import torch
 from meshwright.comm.call import Place
 from meshwright.comm.reductions import array_of, divide
 from meshwright.comm.run import Prepared, Run
-from meshwright.comm.schedule import Step, length
+from meshwright.comm.schedule import SEND, Step, length
 from meshwright.comm.transport import area
 from meshwright.comm.transport.shared_memory import TOTAL, Link, SharedMemory, check_entry
 
@@ -71,7 +71,8 @@ class SharedPlan:
         self.slots = [slot.view(self.dtype) for slot in memory.slots]
         views = {peer: [slot.view(self.dtype) for slot in link.slots] for peer, link in memory.links.items()}
         self.operations = []
-        for is_begin, step, lane in schedule.lane_order:
+        for kind, step, lane, *_ in prepared.order:
+            is_begin = kind == SEND
             now = schedule.lanes[lane][step]
             quick: tuple[Any, ...] | None = quick_sends(now, memory, self.dtype)
             if not is_begin:

@@ -88,7 +88,7 @@ def apply(
     received: Piece, pieces: Sequence[Destination], combine: Combine | None, store: Store, first: int = 0
 ) -> None:
     """Store or combine received elements into the pieces, from element `first` of the message on."""
-    whole = len(pieces) == 1 and len(received) == len(pieces[0].into)
+    whole = len(pieces) == 1 and received.nbytes == pieces[0].into.nbytes
     parts = ((pieces[0], received),) if whole else overlapping(pieces, first, received)
     for (into, base), part in parts:
         if base is None:

@@ -59,12 +59,12 @@ class PointToPoint:
         self.small = False
         self.headers: dict[int, tuple[Any, torch.Tensor]] = {}  # peer → receive of its header, not yet compared
         self.unfinished: list[tuple[Any, torch.Tensor]] = []  # sends of envelopes
-        self.before_wait: Callable[[Place], None] = lambda place: None
+        self.before_wait: Callable[[Place], None] | None = None
 
     def begin(self, begin: Begin) -> None:
         """Note the collective. If its messages need more than an envelope, exchange headers with all peers."""
         self.begun = begin
-        self.small = self.check and 0 <= begin.largest <= FITS
+        self.small = self.is_small(begin)
         if self.small or not self.check:
             return
         place = Place(self.rank, begin.call)
@@ -75,13 +75,17 @@ class PointToPoint:
             sizes = SIZES.pack(begin.sent.get(peer, 0), begin.received.get(peer, 0))
             self.send_envelope(peer, sizes, (), place)
 
+    def is_small(self, begin: Begin) -> bool:
+        """Whether every message of a collective fits an envelope."""
+        return self.check and 0 <= begin.largest <= FITS
+
     def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
         sends = [self.send_to(peer, pieces, place) for peer in peers]
         pending = [send for send in sends if send is not None]
         return pending[0] if len(pending) == 1 else PendingGroup(pending) if pending else None
 
     def send_to(self, peer: int, pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
-        size = sum(piece.numel() * piece.element_size() for piece in pieces)
+        size = pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
         if self.small:
             self.send_envelope(peer, SIZES.pack(size, 0), pieces, place)
             return None
@@ -89,7 +93,7 @@ class PointToPoint:
             return None
         tag = data_tag(place, size)
         if len(pieces) == 1:
-            return Sent(self, self.start_send(peer, bytes_of(pieces[0]), tag, place), None, peer, place)
+            return Sent(self, self.start_send(peer, self.sendable(pieces[0]), tag, place), None, peer, place)
         staged = self.pool.take(size)
         at = 0
         for piece in map(bytes_of, pieces):
@@ -100,7 +104,7 @@ class PointToPoint:
     def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
         assert self.begun is not None
         combine = self.begun.combine
-        size = sum(piece.into.numel() * piece.into.element_size() for piece in pieces)
+        size = pieces[0].into.nbytes if len(pieces) == 1 else sum(piece.into.nbytes for piece in pieces)
         if self.small:
             box = self.pool.take(ENVELOPE)
             return Enveloped(self, self.post(peer, box, ENVELOPE_TAG, place), box, size, pieces, combine, peer, place)
@@ -108,11 +112,15 @@ class PointToPoint:
             return DONE
         tag = data_tag(place, size)
         if direct and len(pieces) == 1 and pieces[0].base is None:
-            into = bytes_of(pieces[0].into)
+            into = self.sendable(pieces[0].into)
             return Received(self, self.post(peer, into, tag, place), None, (), combine, peer, place)
         staged = self.pool.take(size)
         work = self.post(peer, staged, tag, place)
         return Received(self, work, staged, pieces, combine, peer, place)
+
+    def sendable(self, piece: torch.Tensor) -> torch.Tensor:
+        """The piece as it is sent: gloo moves every dtype, NCCL not those that it cannot add."""
+        return piece if self.check else bytes_of(piece)
 
     def end(self) -> None:
         """Compare headers that no send has waited for, and complete the envelopes."""
@@ -170,7 +178,8 @@ class PointToPoint:
             raise Lost(place, peer, reason(error)) from error
 
     def wait(self, work: Any, peer: int, place: Place) -> None:
-        self.before_wait(place)
+        if self.before_wait is not None:
+            self.before_wait(place)
         try:
             work.wait(self.timeout)
         except RuntimeError as error:
@@ -213,7 +222,8 @@ class Sent(NamedTuple):
     place: Place
 
     def wait(self) -> None:
-        self.transport.compare(self.peer, self.place)
+        if self.transport.headers:
+            self.transport.compare(self.peer, self.place)
         self.transport.wait(self.work, self.peer, self.place)
         if self.staged is not None:
             self.transport.pool.give(self.staged)
@@ -229,7 +239,8 @@ class Received(NamedTuple):
     place: Place
 
     def wait(self) -> None:
-        self.transport.compare(self.peer, self.place)
+        if self.transport.headers:
+            self.transport.compare(self.peer, self.place)
         self.transport.wait(self.work, self.peer, self.place)
         if self.staged is not None:
             apply(self.staged.view(self.pieces[0].into.dtype), self.pieces, self.combine, torch.Tensor.copy_)

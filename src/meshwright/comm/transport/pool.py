@@ -22,8 +22,10 @@ class Pool:
         free = self.free.get(capacity)
         if free:
             self.kept -= capacity
-            return free.pop()[:size]
-        return torch.empty(capacity, dtype=torch.uint8, device=self.device)[:size]
+            found = free.pop()
+        else:
+            found = torch.empty(capacity, dtype=torch.uint8, device=self.device)
+        return found if size == capacity else found[:size]
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back."""
