@@ -49,7 +49,7 @@ class QuickReceive(NamedTuple):
     slots: list[Any]  # of the link, as arrays of the dtype
 
 
-class Operation(NamedTuple):
+class SharedOperation(NamedTuple):
     """Begin or finish of one step of one lane; `quick` is None if `Run` does it."""
 
     is_begin: bool
@@ -78,7 +78,7 @@ class SharedPlan:
             if not is_begin:
                 quick = quick_receives(now, memory, self.dtype, views)
             if quick != ():
-                self.operations.append(Operation(is_begin, step, lane, quick))
+                self.operations.append(SharedOperation(is_begin, step, lane, quick))
         self.quietly = without_warnings()
 
     def execute(self, tensor: torch.Tensor, output: torch.Tensor, sequence: int) -> bool:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from meshwright.comm.call import LAYOUT, Lost, Place, check_bytes, check_header
@@ -43,6 +44,18 @@ TAG_SPACE = 2**26
 FITS = ENVELOPE - HEADER
 
 
+class Box(NamedTuple):
+    """An envelope: its tensor, and the same bytes as an array. Boxes are reused, because a new array of a tensor costs up to 40 µs."""
+
+    data: torch.Tensor
+    array: np.ndarray
+
+    @classmethod
+    def create(cls) -> Box:
+        data = torch.empty(ENVELOPE, dtype=torch.uint8)
+        return cls(data, data.numpy())
+
+
 class PointToPoint:
     """A transport over a process group (or one of its backends) that has `send` and `recv`."""
 
@@ -57,8 +70,9 @@ class PointToPoint:
         self.pool = Pool(device)
         self.begun: Begin | None = None
         self.small = False
-        self.headers: dict[int, tuple[Any, torch.Tensor]] = {}  # peer → receive of its header, not yet compared
-        self.unfinished: list[tuple[Any, torch.Tensor]] = []  # sends of envelopes
+        self.boxes: list[Box] = []  # that are free
+        self.headers: dict[int, tuple[Any, Box]] = {}  # peer → receive of its header, not yet compared
+        self.unfinished: list[tuple[Any, Box]] = []  # sends of envelopes
         self.before_wait: Callable[[Place], None] | None = None
 
     def begin(self, begin: Begin) -> None:
@@ -69,8 +83,8 @@ class PointToPoint:
             return
         place = Place(self.rank, begin.call)
         for peer in sorted({*begin.sent, *begin.received}):
-            box = self.pool.take(ENVELOPE)
-            self.headers[peer] = (self.post(peer, box, ENVELOPE_TAG, place), box)
+            box = self.take_box()
+            self.headers[peer] = (self.post(peer, box.data, ENVELOPE_TAG, place), box)
         for peer in self.headers:
             sizes = SIZES.pack(begin.sent.get(peer, 0), begin.received.get(peer, 0))
             self.send_envelope(peer, sizes, (), place)
@@ -106,8 +120,9 @@ class PointToPoint:
         combine = self.begun.combine
         size = pieces[0].into.nbytes if len(pieces) == 1 else sum(piece.into.nbytes for piece in pieces)
         if self.small:
-            box = self.pool.take(ENVELOPE)
-            return Enveloped(self, self.post(peer, box, ENVELOPE_TAG, place), box, size, pieces, combine, peer, place)
+            box = self.take_box()
+            work = self.post(peer, box.data, ENVELOPE_TAG, place)
+            return Enveloped(self, work, box, size, pieces, combine, peer, place)
         if not size:
             return DONE
         tag = data_tag(place, size)
@@ -130,7 +145,7 @@ class PointToPoint:
             self.compare(peer, place)
         for work, box in self.unfinished:
             self.wait(work, -1, place)
-            self.pool.give(box)
+            self.boxes.append(box)
         self.unfinished.clear()
 
     def close(self) -> None:
@@ -142,14 +157,17 @@ class PointToPoint:
 
     def send_envelope(self, peer: int, sizes: bytes, pieces: Sequence[torch.Tensor], place: Place) -> None:
         assert self.begun is not None
-        box = self.pool.take(ENVELOPE)
+        box = self.take_box()
         head = self.begun.call.packed + sizes
-        box.numpy()[: len(head)] = memoryview(head)
-        at = len(head)
+        box.array[:HEADER] = memoryview(head)
+        at = HEADER
         for piece in map(bytes_of, pieces):
-            box[at : at + piece.numel()].copy_(piece)
+            box.data[at : at + piece.numel()].copy_(piece)
             at += piece.numel()
-        self.unfinished.append((self.start_send(peer, box, ENVELOPE_TAG, place), box))
+        self.unfinished.append((self.start_send(peer, box.data, ENVELOPE_TAG, place), box))
+
+    def take_box(self) -> Box:
+        return self.boxes.pop() if self.boxes else Box.create()
 
     def compare(self, peer: int, place: Place) -> None:
         """Wait for a peer's header and compare it with this rank's call."""
@@ -158,8 +176,8 @@ class PointToPoint:
         assert self.begun is not None
         work, box = self.headers.pop(peer)
         self.wait(work, peer, place)
-        data = box.numpy()[:HEADER].tobytes()
-        self.pool.give(box)
+        data = box.array[:HEADER].tobytes()
+        self.boxes.append(box)
         check_header(place, peer, data[: LAYOUT.size])
         sent, expected = SIZES.unpack(data[LAYOUT.size :])
         check_bytes(place, peer, sent, self.begun.received.get(peer, 0))
@@ -250,7 +268,7 @@ class Received(NamedTuple):
 class Enveloped(NamedTuple):
     transport: PointToPoint
     work: Any
-    box: torch.Tensor
+    box: Box
     expected: int
     pieces: Sequence[Destination]
     combine: Combine | None
@@ -259,10 +277,10 @@ class Enveloped(NamedTuple):
 
     def wait(self) -> None:
         self.transport.wait(self.work, self.peer, self.place)
-        data = self.box.numpy()[:HEADER].tobytes()
+        data = self.box.array[:HEADER].tobytes()
         check_header(self.place, self.peer, data[: LAYOUT.size])
         check_bytes(self.place, self.peer, SIZES.unpack(data[LAYOUT.size :])[0], self.expected)
         if self.expected:
-            payload = self.box[HEADER : HEADER + self.expected]
+            payload = self.box.data[HEADER : HEADER + self.expected]
             apply(payload.view(self.pieces[0].into.dtype), self.pieces, self.combine, torch.Tensor.copy_)
-        self.transport.pool.give(self.box)
+        self.transport.boxes.append(self.box)
