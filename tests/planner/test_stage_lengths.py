@@ -38,6 +38,11 @@ def test_no_division_has_a_shorter_longest_stage(seed):
     times = {d: slowest_rank(plan.but(layers_per_stage=d), seconds) for d in divisions(layers, stages)}
     found = balanced(seconds, stages)
     assert times[found] == pytest.approx(min(times.values()), rel=1e-12)
+    most = tuple(rng.integers(1, layers, stages).tolist())
+    fitting = [time for d, time in times.items() if all(n <= m for n, m in zip(d, most, strict=True))]
+    found = balanced(seconds, stages, most)
+    assert bool(found) == bool(fitting)
+    assert not fitting or times[found] == pytest.approx(min(fitting), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -107,3 +112,29 @@ def test_a_division_that_does_not_fit_or_is_no_faster_is_left_out():
     assert len(simulated(where, [(c, lighter)], np.inf)) == 1
     assert not simulated(where, [(c, lighter)], 1.0)
     assert not simulated(where, [(c, worst)], np.inf)
+
+
+def test_a_division_that_fits_is_found_where_equal_stages_do_not_fit():
+    """The first of four 1F1B stages keeps four micro-batches. With a little less memory than equal stages need, one with fewer layers there fits."""
+    model = DENSE.but(hidden=1024, heads=16, kv_heads=16, ffn=4096, layers=12)
+    words = {
+        "fix": ["pp=4", "microbatch=1", "schedule=1f1b"],
+        "without": ["reorder", "cp", "sp", "recompute", "offload"],
+    }
+    _, even = solve(space(model, 4, 16, seq=2048, **{**words, "without": [*words["without"], "uneven"]}))
+    memory = f"{0.95 * even.fastest.memory / 2**20:.3f}MiB"
+    where = space(model, 4, 16, seq=2048, memory=memory, **words)
+    limit = where.cluster.accelerator.memory
+    fitting = []
+    for d in divisions(model.layers, 4):
+        e = estimate(model, where.cluster, even.fastest.plan.but(layers_per_stage=d), where.workload, where.stack)
+        if e.prediction.memory_gib * 2**30 <= limit:
+            fitting.append(e.walked.time)
+    _, ranking = solve(where)
+    assert (
+        solve(space(model, 4, 16, seq=2048, memory=memory, **{**words, "without": [*words["without"], "uneven"]}))[1]
+        is None
+    )
+    assert ranking.best.plan.layers_per_stage
+    assert ranking.best.memory <= limit
+    assert ranking.best.time <= min(fitting) * (1 + TIE)

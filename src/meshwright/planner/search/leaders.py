@@ -35,6 +35,7 @@ MEMORY_TIE = 0.025  # share of a device's memory within which plans count as equ
 ENOUGH_FREE = 1 / 3  # share of free memory beyond which more is not worth a slower or more complex plan
 MOST_WALKED = 12  # plans of each kind near the best that are walked
 MOST_DIVIDED = 4  # plans that only another division of their layers may bring near the best
+MOST_TOO_LARGE = 8  # plans that only another division of their layers may make fit
 MOST_WAVES = 12
 SHAPE = ("tp", "cp", "pp", "dp", "ep", "microbatch", "recompute")
 LOOK = (*SHAPE, "etp", "sp", "cp_kind", "schedule", "virtual")
@@ -59,14 +60,7 @@ def rank(space: Space, found: Found) -> Ranking | None:
 
 def candidates(space: Space, found: Found) -> list[Candidate]:
     """Walk the leaders in waves and refine them. Plans that exceed the memory limit once all ranks are checked are dropped."""
-    rows = found.rows
-    own = ORDERS.index(tuple(space.stack.order))
-    rows = rows.but(
-        look=codes([rows.columns[name] for name in LOOK]),
-        shape=codes([rows.columns[name] for name in SHAPE]),
-        flow=codes([rows.pp, rows.virtual, rows.schedule, space.microbatches(rows)]),
-        complexity=strategies.complexity(rows, own),
-    )
+    rows = described(space, found.rows)
     first = rows.estimate
     rows = rows.but(estimate=first.copy(), gain=rows.balanced / first)
     seen: dict[int, Candidate] = {}
@@ -82,6 +76,27 @@ def candidates(space: Space, found: Found) -> list[Candidate]:
             rows.estimate[i] = candidate.time if candidate.memory <= found.incumbents.limit else np.inf
     limit = found.incumbents.limit
     return refined(space, [c for c in seen.values() if c.memory <= limit], limit)
+
+
+def described(space: Space, rows: Table) -> Table:
+    """Rows with codes of what they share (look, shape, flow of the schedule), and how much there is to set up."""
+    return rows.but(
+        look=codes([rows.columns[name] for name in LOOK]),
+        shape=codes([rows.columns[name] for name in SHAPE]),
+        flow=codes([rows.pp, rows.virtual, rows.schedule, space.microbatches(rows)]),
+        complexity=strategies.complexity(rows, ORDERS.index(tuple(space.stack.order))),
+    )
+
+
+def too_large(space: Space, found: Found, limit: float, enough: float) -> list[Candidate]:
+    """The fastest of each look among plans with a stage per rank that exceed a memory limit and, with balanced stages, may take `enough` seconds."""
+    rows = found.rows
+    rows = rows.take((rows.pp > 1) & (rows.virtual == 1) & (rows.memory > limit) & (rows.balanced <= enough))
+    if not len(rows):
+        return []
+    rows = described(space, rows)
+    _, first = np.unique(rows.look, return_index=True)  # rows come with the fastest first
+    return walked(space, rows.take(np.sort(first)[:MOST_TOO_LARGE]), found)
 
 
 def leading_rows(rows: Table, found: Found, memory: float) -> list[int]:

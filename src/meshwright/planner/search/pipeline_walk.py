@@ -6,7 +6,7 @@ in rounds of pp, so that what is added is whole rounds. Memory is that of the fu
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 import numpy as np
 
@@ -67,9 +67,14 @@ def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times
 
 def fullest(program: StepProgram) -> np.ndarray:
     """Peak bytes of each plan's fullest rank, from all ranks."""
+    return rank_peaks(program).max(axis=0)
+
+
+def rank_peaks(program: StepProgram) -> np.ndarray:
+    """Peak bytes of all ranks of each plan: (ranks, plans). Of a plan with fewer ranks than another the last one is repeated."""
     b = program.batch
     ranks = (rank_blocks(b, np.minimum(float(r), b.pp - 1)) for r in range(int(b.pp.max())))
-    return reduce(np.maximum, (b.full(sum(memory(program, held).values())) for held in ranks))
+    return np.stack([b.full(sum(memory(program, held).values())) for held in ranks])
 
 
 @lru_cache(maxsize=64)

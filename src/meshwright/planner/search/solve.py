@@ -9,9 +9,14 @@ plans down: the best plan recomputes no whole layers, and with 20% less memory t
 (`--allow compression=int8`), for plans that take at least 1% less time than the best plan without it. Otherwise the explanation of the winner
 offers it with its gain (`advice.reasons`).
 
-Both are searched in the same space with another base plan. Most bounds of the first search hold there too: compression and copies only add to
-the time of a frame, error feedback to its memory; offloaded bytes are taken from the memory, and the update on the host is added to the time
-(`bounds.reused`). Where they cannot pay, these bounds exclude everything at once. Each base plan is searched for up to 15,000 costed plans.
+**Unequal stages.** The search proves its winner among plans with equal stages. A plan that does not fit so may fit with fewer layers on its
+fullest rank (`stage_lengths.lightened`). Where memory slows plans down, or nothing fits, the search goes on among plans that need up to a quarter
+more memory than there is, and divides their layers otherwise.
+
+Offload and compression are searched in the same space with another base plan. Most bounds of the first search hold there too: compression and
+copies only add to the time of a frame, error feedback to its memory; offloaded bytes are taken from the memory, and the update on the host is added
+to the time (`bounds.reused`). Where they cannot pay, these bounds exclude everything at once. Each base plan is searched for up to 15,000 costed
+plans.
 """
 
 from __future__ import annotations
@@ -23,12 +28,15 @@ import numpy as np
 from meshwright.planner.search import bounds
 from meshwright.planner.search.branch_and_bound import EFFORT, RUNG, Found, Progress, Search, search
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.leaders import TIE, Ranking, candidates, ranked
+from meshwright.planner.search.leaders import TIE, Ranking, candidates, ranked, too_large
 from meshwright.planner.search.space import Space
-from meshwright.planner.search.stage_lengths import PART
+from meshwright.planner.search.stage_lengths import PART, lightened
 
 OFFLOADS = {"states": ("states",), "activations": ("activations",), "both": ("states", "activations")}
 OFFLOAD_WORTH = 0.1  # share of the step that offload must save
+TOO_LARGE = 0.25  # share of the memory by which a plan with equal stages may exceed it
+DIVISION_WORTH = 0.01  # share of the step that unequal stages must save to be searched for
+DIVISION_EFFORT = 1_000  # plans costed for them
 FIFTH_LESS = round(0.2 / RUNG)  # the place of 20% less memory on the front
 MOST_SHAPES = 1_000_000  # shapes are numbered in each space separately
 
@@ -37,9 +45,29 @@ def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None)
     """Search and rank. The ranking is None where no plan fits."""
     found = search(space, headroom, progress)
     fitting = candidates(space, found) if len(found.rows) else []
+    found, more = unequal_stages(space, found, fitting)
+    fitting += more
     found, more = other_bases(space, found, fitting)
     fitting += more
     return found, ranked(fitting, space.cluster.accelerator.memory) if fitting else None
+
+
+def unequal_stages(space: Space, found: Found, fitting: list[Candidate]) -> tuple[Found, list[Candidate]]:
+    """Candidates whose equal stages do not fit and whose unequal ones do, clearly faster than every plan found; `found` with the plans costed for
+    them."""
+    limit = found.incumbents.limit
+    least = min((float(rows.memory[0]) for rows in found.misfits.values()), default=np.inf)
+    more = limit * (1 + TOO_LARGE)
+    if not space.divides or not (memory_slows(found, fitting) if fitting else least <= more):
+        return found, []
+    enough = min((c.time for c in fitting), default=np.inf) * (1 - DIVISION_WORTH)
+    wider = Search(space, more)
+    assert found.frames is not None
+    there = wider.run_below(found.frames, enough, DIVISION_EFFORT) if fitting else wider.run()
+    found = replace(found, costed=found.costed + there.costed)
+    large = too_large(space, there, limit, enough) if len(there.rows) else []
+    large = [replace(c, time=enough) for c in large]  # what another division has to beat
+    return found, [replace(c, shape=c.shape - MOST_SHAPES, proved=False) for c in lightened(space, large, limit)]
 
 
 def other_bases(space: Space, found: Found, fitting: list[Candidate]) -> tuple[Found, list[Candidate]]:

@@ -17,6 +17,10 @@ For layers of one kind no division has a shorter slowest rank.
 These divisions balance the work of a micro-batch. A step also has its first and last micro-batches, in which ranks wait for each other, and gathers
 that hide behind more compute or less: there a neighbour, with one layer moved, may be faster. So the neighbours are simulated too, and the
 fastest that fits becomes a candidate if it is faster than the original.
+
+**Memory.** The first ranks of a 1F1B pipeline keep the activations of more micro-batches, and the ends of the model have its largest parameters. So a
+plan with equal stages may not fit although one with fewer layers on its fullest rank does: `lightened` takes the best division in which no stage has
+more layers than its rank can hold. `solve` looks for such plans among those that need a little more memory than there is.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import StageBlocks, one_block
 from meshwright.lower.step import step_program
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.pipeline_walk import fullest, walked_time
+from meshwright.planner.search.pipeline_walk import fullest, rank_peaks, walked_time
 from meshwright.planner.search.space import Space
 
 WORTH = 0.001  # share of the step that another division must save
@@ -74,6 +78,56 @@ def simulated(space: Space, variants: Sequence[tuple[Candidate, Plan]], limit: f
             parts = c.complexity + PART
             best[id(c)] = replace(c, plan=plan, time=time, closed=closed, memory=memory, complexity=parts)
     return list(best.values())
+
+
+def lightened(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:
+    """Variants of candidates that do not fit, with one stage per rank and fewer layers on the fullest ranks, that fit and take less time."""
+    by_ranks: dict[int, list[Candidate]] = {}
+    for c in candidates if space.divides else ():
+        if c.plan.pp > 1 and c.plan.virtual == 1 and not c.plan.layers_per_stage:
+            by_ranks.setdefault(c.plan.pp, []).append(c)
+    out = []
+    for some in by_ranks.values():
+        plans = [c.plan for c in some]
+        most = most_layers(space, plans, limit)
+        divisions = [balanced(t, p.pp, m) for p, t, m in zip(plans, block_seconds(space, plans), most, strict=True)]
+        variants = [
+            (c, c.plan.but(layers_per_stage=lengths))
+            for c, division in zip(some, divisions, strict=True)
+            for lengths in ([division, *neighbours(division)] if division else [])
+        ]
+        out += simulated(space, variants, limit) if variants else []
+    return out
+
+
+def most_layers(space: Space, plans: Sequence[Plan], limit: float) -> list[tuple[int, ...]]:
+    """The layers that fit on each rank of plans with one number of ranks. A rank's bytes are nearly linear in its layers: they are computed for
+    equal stages and with one layer moved from every second rank to the next."""
+    ranks = plans[0].pp
+    even = plans[0].stage_layers(space.model.layers)
+    lengths = [even, *(moved(even, range(first, ranks - 1, 2)) for first in (0, 1))]
+    peaks = [
+        rank_peaks(
+            step_program(space.model, [p.but(layers_per_stage=division) for p in plans], space.workload, space.stack)
+        )
+        for division in lengths
+    ]
+    changes = [np.array(division) - np.array(even) for division in lengths[1:]]
+    slopes = np.max(
+        [(other - peaks[0]) * np.sign(change)[:, None] for other, change in zip(peaks[1:], changes, strict=True)],
+        axis=0,
+    )
+    free = np.floor((limit - peaks[0]) / np.maximum(slopes, 1.0)) + np.array(even)[:, None]
+    return [tuple(int(n) for n in np.clip(free[:, k], 0, space.model.layers)) for k in range(len(plans))]
+
+
+def moved(lengths: Sequence[int], sources: Sequence[int]) -> tuple[int, ...]:
+    """Layers of each stage with one moved from each of some stages to the next; a stage keeps one at least."""
+    out = list(lengths)
+    for k in sources:
+        if out[k] > 1:
+            out[k], out[k + 1] = out[k] - 1, out[k + 1] + 1
+    return tuple(out)
 
 
 def block_seconds(space: Space, plans: Sequence[Plan]) -> list[Seconds]:
@@ -151,21 +205,26 @@ def filled(plan: Plan, seconds: Seconds) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def balanced(seconds: Seconds, stages: int) -> tuple[int, ...]:
+def balanced(seconds: Seconds, stages: int, most: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Layers of each stage with the shortest longest stage; of those the most even, by the sum of squares. `seconds` are those of the embedding,
-    each layer and the head. Every stage has a layer."""
+    each layer and the head. Every stage has a layer, and no more than `most` of it; empty if the layers do not fit so."""
     first, *layers, last = seconds
     sums = np.cumsum([0.0, *layers])
-    inside = np.where(np.arange(len(sums))[:, None] < np.arange(len(sums)), sums - sums[:, None], np.inf)
+    count = np.arange(len(sums)) - np.arange(len(sums))[:, None]
+    inside = np.where(count > 0, sums - sums[:, None], np.inf)
     ends = [first] + [0.0] * (stages - 2) + [last] if stages > 1 else [first + last]
-    longest = inside[0] + ends[0]
-    for end in ends[1:]:
-        longest = np.maximum(longest[:, None], inside + end).min(axis=0)
-    most = longest[-1] * (1 + 1e-9)
-    squares, chosen = np.where(inside[0] + ends[0] <= most, (inside[0] + ends[0]) ** 2, np.inf), []
-    for end in ends[1:]:
-        stage = inside + end
-        total = squares[:, None] + np.where(stage <= most, stage, np.inf) ** 2
+    each = [inside + end for end in ends]
+    if most:
+        each = [np.where(count <= n, stage, np.inf) for stage, n in zip(each, most, strict=True)]
+    longest = each[0][0]
+    for stage in each[1:]:
+        longest = np.maximum(longest[:, None], stage).min(axis=0)
+    if not np.isfinite(longest[-1]):
+        return ()
+    limit = longest[-1] * (1 + 1e-9)
+    squares, chosen = np.where(each[0][0] <= limit, each[0][0] ** 2, np.inf), []
+    for stage in each[1:]:
+        total = squares[:, None] + np.where(stage <= limit, stage, np.inf) ** 2
         chosen.append(total.argmin(axis=0))
         squares = total.min(axis=0)
     edges = [len(layers)]
