@@ -21,7 +21,7 @@ import ranks
 from meshwright.calibrate.points import Bench, DevicePoint, RankInfo
 from meshwright.cli import main
 from meshwright.cli.bench import finish, measured
-from meshwright.comm.bench import collectives, run, topology
+from meshwright.comm.bench import collectives, run, slowdown, topology
 from meshwright.comm.bench.backends import OPERATIONS
 from meshwright.comm.bench.collectives import DEVICE, PAIR, Sweep, concurrent_pairs, groups_of, pairs_of, sizes_of
 from meshwright.comm.bench.options import sweep_of
@@ -90,12 +90,12 @@ def variables_of(rank: int, world: int, port: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), **local}
 
 
-def test_a_bench_that_can_measure_nothing_is_an_error(capsys) -> None:
+def test_a_bench_that_can_measure_nothing_is_an_error(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(local, "run", lambda *a, listen, **k: listen(0, {"skipped": "nccl: nccl needs GPUs"}))
     with pytest.raises(SystemExit) as leaving:
-        main(["bench", "--ranks", "1", "--operations", "all-reduce", "--budget", "2s"])
+        main(["bench", "--ranks", "2", "--operations", "all-reduce", "--backends", "nccl"])
     assert leaving.value.code == 2
-    error = capsys.readouterr().err
-    assert "MW-BENCH-006: nothing was measured. collectives: one rank has no other rank" in " ".join(error.split())
+    assert "MW-BENCH-006: nothing was measured. nccl: nccl needs GPUs" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_progress_bar_does_not_wait_for_torch() -> None:
@@ -247,12 +247,38 @@ def slowdown_of_a_rank(context) -> list[dict]:
     return [point.model_dump() for point in measure_slowdown(session(context.device), 0.3)]
 
 
+def calls_of_a_slow_network(context) -> tuple[float, float]:
+    """Bytes of the largest all-reduce that is tried where 1 MiB takes a second, and the seconds that all of them take."""
+    sent, all_reduce = [], slowdown.distributed.all_reduce
+
+    def slow(tensor, *args, **options):
+        sent.append(tensor.nbytes)
+        time.sleep(tensor.nbytes / 2**20)
+        return all_reduce(tensor, *args, **options)
+
+    here = session(context.device)
+    slowdown.distributed.all_reduce = slow
+    try:
+        measure_slowdown(here, 1.5)
+    finally:
+        slowdown.distributed.all_reduce = all_reduce
+    return max(sent), sum(sent) / 2**20
+
+
+def test_a_slow_network_is_not_filled_for_the_slowdown_of_compute() -> None:
+    """A bench between slow nodes would spend its time there: 16 MiB took seconds, and no time was left for pairs."""
+    for largest, seconds in ranks.run(2, calls_of_a_slow_network):
+        assert largest == slowdown.SMALLEST
+        assert seconds < 2
+
+
 def test_slowdown_beside_ranks_and_collectives() -> None:
     """Every condition is measured, against the product of one rank while the others wait."""
     first, *_ = ranks.run(2, slowdown_of_a_rank)
     plain, *others = [DevicePoint(**fields) for fields in first]
     assert (plain.condition, plain.slowdown) == ("", 1.0)
-    assert [p.condition for p in others] == ["all 2 ranks compute", "all ranks compute during an all-reduce of 16 MiB"]
+    conditions = [re.sub(r"\d+ [KM]iB", "SIZE", p.condition) for p in others]
+    assert conditions == ["all 2 ranks compute", "all ranks compute during an all-reduce of SIZE"]
     assert all(p.slowdown == pytest.approx(p.median_s / plain.median_s) for p in others)
 
 

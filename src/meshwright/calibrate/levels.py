@@ -72,11 +72,14 @@ def find_levels(bench: Bench, backend: str) -> list[FoundLevel]:
     """The levels, from the fastest links to the slowest."""
     pairs = pair_points(bench, backend)
     if not pairs:
+        late = bench.state == "interrupted" or any(" point-to-point" in text for text in bench.skipped)
         raise MeshwrightError(
             "MW-CALIB-001",
             "the bench has no transfers between pairs of ranks",
-            why="Levels, latency and bandwidth are fitted to them",
-            fix="meshwright bench --ranks 4 --json bench.json, without --operations",
+            why="Levels, latency and bandwidth are fitted to them"
+            + ("; it was interrupted, or its time was over before" if late else ""),
+            fix="meshwright bench --json bench.json, "
+            + ("with a longer --budget" if late else "with point-to-point in --operations"),
         )
     ranks = tuple(sorted(info.rank for info in bench.ranks))
     hosts = {info.rank: info.host for info in bench.ranks}

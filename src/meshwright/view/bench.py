@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
@@ -141,5 +142,8 @@ def device_table(points: Sequence[DevicePoint]) -> RenderableType:
 
 
 def skipped(texts: Sequence[str], most: int = 6) -> RenderableType:
-    more = f"\n… and {len(texts) - most} more" if len(texts) > most else ""
-    return Text("not measured: " + "\n              ".join(texts[:most]) + more, "dim")
+    """What was not measured; a text that several pairs of ranks share is shown once."""
+    times = Counter(texts)
+    shown = [text + (f" ({count} times)" if count > 1 else "") for text, count in times.items()]
+    more = f"\n… and {len(shown) - most} more" if len(shown) > most else ""
+    return Text("not measured: " + "\n              ".join(shown[:most]) + more, "dim")

@@ -16,9 +16,10 @@ from torch import distributed
 from meshwright.calibrate.points import DevicePoint, Timed
 from meshwright.comm.bench.session import Session
 from meshwright.comm.bench.timing import ONE_RANK, counts, measure, timed
+from meshwright.units import format_bytes
 
 CPU_WIDTH, GPU_WIDTH = 256, 4096
-BYTES = 2**24  # of the all-reduce
+SMALLEST, LARGEST = 2**16, 2**24  # bytes of the all-reduce: as many as the time allows
 MOST_PRODUCTS = 1000
 
 
@@ -47,22 +48,24 @@ def measure_slowdown(here: Session, budget_s: float) -> list[DevicePoint]:
     found = [point(alone or together)]
     if here.world > 1:
         found.append(point(together, f"all {here.world} ranks compute", together.median_s / first))
-        during_all_reduce = time_during_all_reduce(here, product, together.median_s, budget_s / 3)
-        found.append(
-            point(
-                during_all_reduce,
-                "all ranks compute during an all-reduce of 16 MiB",
-                during_all_reduce.median_s / first,
-            )
-        )
+        size, during = time_during_all_reduce(here, product, together.median_s, budget_s / 3)
+        condition = f"all ranks compute during an all-reduce of {format_bytes(size)}"
+        found.append(point(during, condition, during.median_s / first))
     return found
 
 
-def time_during_all_reduce(here: Session, product: Callable[[], None], product_s: float, budget_s: float) -> Timed:
-    """Seconds of a product while an all-reduce is under way: as many products as fit into it, all of them started after it."""
-    buffer = torch.zeros(BYTES // 4, device=here.device)
-    group = distributed.group.WORLD
-    ranks = here.synchronization
+def time_during_all_reduce(
+    here: Session, product: Callable[[], None], product_s: float, budget_s: float
+) -> tuple[int, Timed]:
+    """The bytes of an all-reduce, and the seconds of a product while it is under way: as many products as fit into it, all of them started
+    after it. Over a slow network the all-reduce is smaller: an eighth of the time has to be enough for one."""
+    group, ranks = distributed.group.WORLD, here.synchronization
+    small = torch.zeros(SMALLEST // 4, device=here.device)
+    unit = measure(lambda: distributed.all_reduce(small, group=group), ranks, budget_s=budget_s / 8).median_s
+    size = SMALLEST
+    while size < LARGEST and 2 * unit * size / SMALLEST < budget_s / 8:
+        size *= 2
+    buffer = torch.zeros(size // 4, device=here.device)
     whole = measure(lambda: distributed.all_reduce(buffer, group=group), ranks, budget_s=budget_s / 3).median_s
     products = min(max(int(whole / product_s), 1), MOST_PRODUCTS)
     _, samples = counts(max(whole, products * product_s), budget_s)
@@ -76,4 +79,4 @@ def time_during_all_reduce(here: Session, product: Callable[[], None], product_s
         ranks.synchronize()
         found.append((time.perf_counter() - start) / products)
         work.wait()
-    return timed(list(ranks.agree(found)), products)
+    return size, timed(list(ranks.agree(found)), products)
