@@ -23,7 +23,17 @@ from meshwright.cli import main
 from meshwright.cli.bench import finish, measured
 from meshwright.comm.bench import collectives, run, slowdown, topology
 from meshwright.comm.bench.backends import OPERATIONS
-from meshwright.comm.bench.collectives import DEVICE, PAIR, Sweep, concurrent_pairs, groups_of, pairs_of, sizes_of
+from meshwright.comm.bench.collectives import (
+    DEVICE,
+    PAIR,
+    Progress,
+    Sweep,
+    Task,
+    concurrent_pairs,
+    groups_of,
+    pairs_of,
+    sizes_of,
+)
 from meshwright.comm.bench.options import sweep_of
 from meshwright.comm.bench.run import Collector
 from meshwright.comm.bench.session import named_hosts, session
@@ -133,6 +143,18 @@ def test_hosts_of_one_name_and_several_namespaces_are_told_apart() -> None:
 def test_sizes_end_at_the_largest() -> None:
     assert sizes_of(Sweep(smallest=1024, largest=100_000)) == [1024, 4096, 16384, 65536, 100_000]
     assert sizes_of(Sweep())[-1] == 2**30
+
+
+def test_pairs_leave_time_for_collectives() -> None:
+    """Eight ranks have 28 pairs; over a slow network they took all the time, and no collective was measured."""
+
+    class Library:
+        name, ranks = "gloo", (0, 1, 2, 3)
+
+    pair, whole = Task(Library(), PAIR, "", 1024, ((0, 1),)), Task(Library(), "all-reduce", "", 1024)
+    state = Progress(100, 60.0, 0.0)
+    assert [bool(state.reason_to_skip(task, left)) for left in (21.0, 19.0) for task in (pair, whole)] == [0, 0, 1, 0]
+    assert not Progress(100, 60.0, 0.0, only_pairs=True).reason_to_skip(pair, 19.0)
 
 
 def test_coarse_sizes_come_first() -> None:

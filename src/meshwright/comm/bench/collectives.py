@@ -2,7 +2,8 @@
 
 Order: pairs first, smallest messages first, since `calibrate` finds the levels of the network in them; then the collectives, at every
 third size, then at the sizes between. So a bench that runs out of time has every operation at a few sizes instead of a few operations at
-every size. A measurement that is expected to take more than its part of the remaining time is skipped, and the result says so.
+every size. A measurement that is expected to take more than its part of the remaining time is skipped, and the result says so; pairs leave
+a third of the time to the collectives.
 
 All ranks run the same loop. Each decision depends only on values that the ranks have agreed on, so no rank waits for one that
 decided otherwise. Ranks outside a measured group take part in the barriers.
@@ -30,6 +31,9 @@ SHORTEST_S, LONGEST_S = 0.01, 1.0  # time given to one measurement
 CALLS = 3  # calls that a measurement needs at least
 LARGE = 2**20  # a pair reaches its rate from this size on
 PART = 0.25  # a measurement that needs more than this part of the remaining time is skipped
+PAIR_PART = (
+    2 / 3
+)  # of the time for pairs, if collectives are measured too: there are many pairs, and a slow network has time for few
 PAIR, DEVICE = "point-to-point", "device"
 Emit = Callable[[dict[str, Any]], None]
 
@@ -72,7 +76,7 @@ def run(session: Session, sweep: Sweep, emit: Emit) -> None:
     """Measure, and emit {"point": …}, {"skipped": …} and {"left_s": …, "doing": …} on rank 0."""
     tell = emit if session.rank == 0 else (lambda message: None)
     tasks = tasks_of(session, sweep)
-    state = Progress(len(tasks), sweep.budget_s, time.monotonic())
+    state = Progress(len(tasks), sweep.budget_s, time.monotonic(), all(task.pairs for task in tasks))
     for task in tasks:
         left = -session.agree([state.elapsed() - sweep.budget_s])[0]
         tell({"left_s": max(left, 0.0), "doing": str(task)})
@@ -98,6 +102,7 @@ class Progress:
     total: int
     budget_s: float
     start: float
+    only_pairs: bool = False
     done: int = 0
     measured: dict[tuple, list[Point]] = field(default_factory=dict)
     refused: set[tuple] = field(default_factory=set)
@@ -109,6 +114,8 @@ class Progress:
         """Why a task is skipped; empty if it is measured."""
         if (task.adapter.name, task.operation, task.algorithm) in self.refused:
             return "the library refused a smaller size"
+        if task.pairs and not self.only_pairs:
+            left -= (1 - PAIR_PART) * self.budget_s
         if left <= 0:
             return "out of time"
         expected = self.expected(task)
