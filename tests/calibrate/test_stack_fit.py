@@ -115,6 +115,19 @@ def test_one_run_moves_less_than_runs_that_agree_and_those_more_than_runs_that_d
     assert abs(moved(cancelling, posterior)) < abs(moved(cancelling, at_once))
 
 
+def test_several_priors_are_answered_as_one_by_one(response):
+    """Rows that need more steps of Newton's method than others, and rows with other noises."""
+    covariances = [scale * BETWEEN_SOURCES for scale in (0.01, 1.0, 25.0)]
+    noises = np.array([1.0, 4.0, 0.5])
+    together = evidence(
+        response, exact(TRUE), Normal.of(np.tile(TYPICAL, (3, 1)), np.array(covariances)), noises, np.ones(len(PLANS))
+    )
+    for k, (covariance, noise) in enumerate(zip(covariances, noises, strict=True)):
+        alone = evidence(response, exact(TRUE), Normal.of(TYPICAL, covariance), noise, np.ones(len(PLANS)))
+        assert together.precision[k] == pytest.approx(alone.precision, rel=1e-9)
+        assert together.shift[k] == pytest.approx(alone.shift, rel=1e-9)
+
+
 def test_a_mixture_has_the_mean_and_the_spread_of_its_parts(response):
     prior = Normal.of(TYPICAL, BETWEEN_STACKS + BETWEEN_SOURCES)
     found = posterior(response, exact(TRUE), prior)

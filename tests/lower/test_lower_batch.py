@@ -1,5 +1,7 @@
 """A batch of plans lowers to the same as separate plans, and its groups are those of the layout."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.stages import bounding_ranks
+from meshwright.lower.stages import average_blocks, bounding_ranks, rank_blocks, stages_of_rank
 from meshwright.lower.step import step_program
 
 FIELDS = ("count", "flops", "bytes", "message_bytes", "launches")
@@ -78,3 +80,27 @@ def test_groups_have_the_node_members_of_the_layout(data, name, order):
 def test_a_program_of_one_plan_lists_only_its_operations():
     program = step_program(ALL["gqa"], Plan(), WORK)
     assert all(one(op.count) > 0 for ops in program.blocks.values() for op in ops)
+
+
+def test_recomputed_layers_are_those_of_the_stages_of_a_rank():
+    """Layer by layer: of plans that recompute some of their layers, with looped, V-shaped and unequal stages, one of them twice."""
+    model = ALL["hybrid"]
+    base = {"recompute": "full", "microbatch": 1}
+    some = [
+        Plan(**base, pp=2, recompute_every=2),
+        Plan(**base, pp=2, virtual=2, schedule="zbv", recompute_layers=1),
+        Plan(**base, pp=2, layers_per_stage=(1, model.layers - 1), recompute_layers=1),
+        Plan(**base, pp=1, recompute_every=3),
+    ]
+    every = [*some, Plan(**base, pp=2), some[0]]
+    batch = Batch.of(every, model, WORK, stack("default"))
+    mean = average_blocks(batch)
+    for i, plan in enumerate(every):
+        edges = np.cumsum([0, *plan.stage_layers(model.layers)])
+        chosen = [plan.recomputed_layers(range(a, b)) for a, b in pairwise(edges)]
+        for kind in model.kinds:
+            count = [sum(model.layer_kinds[layer] == kind for layer in layers) for layers in chosen]
+            for rank in range(plan.pp):
+                held = rank_blocks(batch, np.minimum(float(rank), batch.pp - 1))
+                assert held.times(kind, "R")[i] == sum(count[s] for s in stages_of_rank(plan, rank))
+            assert mean.times(kind, "R")[i] == pytest.approx(sum(count) / plan.pp)

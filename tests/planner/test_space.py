@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.lower.batch import CP_KINDS, ORDERS, RECOMPUTE, SCHEDULES
 from meshwright.lower.step import lower, step_program
 from meshwright.planner.search import choices as chosen
-from meshwright.planner.search.table import Table, grid, join
+from meshwright.planner.search.table import LARGEST_TABLE, Table, codes, grid, join
 from planner.spaces import DENSE, MODELS, MOE, name, placement, space
 
 PROBLEMS = [("dense", 8, 8), ("dense", 12, 12), ("tied", 8, 24), ("moe", 8, 8), ("moe", 6, 12)]
@@ -224,3 +224,11 @@ def test_a_table_crosses_rows_with_their_own_options():
         (3, 2),
     ]
     assert len(grid(x=[1, 2], y=[3, 4, 5])) == 6
+
+
+@pytest.mark.parametrize("largest", [9, LARGEST_TABLE + 9])
+def test_codes_are_equal_exactly_where_all_keys_are(largest):
+    keys = [np.array([0, largest, 0, 3, largest, 3]), np.array([True, False, False, True, False, True])]
+    code = codes(keys).tolist()
+    rows = list(zip(*(key.tolist() for key in keys), strict=True))
+    assert [[a == b for a in code] for b in code] == [[a == b for a in rows] for b in rows]

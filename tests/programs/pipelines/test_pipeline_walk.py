@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import MeshwrightError
-from meshwright.programs.pipelines import Durations, build, program_of, walk
+from meshwright.programs.pipelines import Durations, build, program_of, walk, walked_makespan
 from meshwright.programs.pipelines.schedules import HANDMADE
 
 
@@ -110,6 +110,7 @@ def test_walk_equals_a_plain_simulation(case):
     expected = reference(program, durations, p2p, overlap)
     found = {program.action(i): walked.start[i] for i in range(len(program))}
     assert found == expected
+    assert walked_makespan(program, durations, p2p=p2p, overlap=overlap) == walked.makespan
 
 
 def test_blocking_transfers_stop_compute_and_run_in_both_directions_together():

@@ -47,13 +47,11 @@ def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times
         *(np.array([np.broadcast_to(getattr(t, k), n)[at] for t in times[: plan.stages]]) for k in ("f", "i", "w")),
     )
 
+    overlap = not program.batch.stack.blocking_p2p
+
     def makespan(length: int) -> float:
-        return pipelines.walk(
-            flow(plan.schedule, pp, length, plan.virtual),
-            durations,
-            p2p=float(cost.boundary[at]),
-            overlap=not program.batch.stack.blocking_p2p,
-        ).makespan
+        program_of_length = flow(plan.schedule, pp, length, plan.virtual)
+        return pipelines.walked_makespan(program_of_length, durations, p2p=float(cost.boundary[at]), overlap=overlap)
 
     if m <= enough + pp:
         total = makespan(m)

@@ -7,10 +7,10 @@ from meshwright.programs.pipelines.formulas import bubble_fraction, bubble_overh
 from meshwright.programs.pipelines.program import KINDS, Action, PipelineProgram, looped, program_of, v_shaped
 from meshwright.programs.pipelines.registry import SCHEDULES, build
 from meshwright.programs.pipelines.rules import ALIASES, name_of, refusal
-from meshwright.programs.pipelines.walk import Durations, Walked, walk
+from meshwright.programs.pipelines.walk import Durations, Walked, walk, walked_makespan
 
 __all__ = [
     "ALIASES", "KINDS", "RULES", "SCHEDULES", "Action", "Durations", "Found", "PipelineProgram", "Walked", "auto",
     "bubble_fraction", "bubble_overhead", "build", "check", "in_flight", "looped", "lower_bound", "makespan", "name_of",
-    "program_of", "refusal", "search", "v_shaped", "walk",
+    "program_of", "refusal", "search", "v_shaped", "walk", "walked_makespan",
 ]  # fmt: skip

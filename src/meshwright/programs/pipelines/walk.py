@@ -125,15 +125,13 @@ def walk(
 ) -> Walked:
     """Simulate a program. `p2p`: one number, or one per boundary (stage s to s+1, both ways); `activation`: memory per stage."""
     durations = durations or Durations.of(program.stages)
-    needs, order = needs_and_order(program)
-    if len(durations.forward) != program.stages:
-        raise MeshwrightError("MW-PIPE-020", f"durations are for {len(durations.forward)} stages, not {program.stages}")
-    took = durations.table[program.kind, program.stage]
+    run = running_order(program)
+    took, received, sent = _seconds(program, durations, p2p, overlap)
     pairs = np.empty(0, int) if hidden is None else np.flatnonzero(program.joined)
     if hidden is not None and len(pairs):
-        needs, order, took = _join(program, needs, took, pairs, hidden)
-    received, sent = _transfers(program, by_stage(p2p, program.stages - 1, "p2p"))
-    start = _times(program, needs, order, took, received, None if overlap else sent)
+        needs, order, took = _join(program, needs_and_order(program)[0], took, pairs, hidden)
+        run = RunningOrder.of(program, needs, order)
+    start = run.starts(took, received, sent)
     end = start + took
     busy = np.add.reduceat(took, program.first[:-1])
     start[pairs], end[pairs] = start[pairs + 1], end[pairs + 1]
@@ -141,6 +139,11 @@ def walk(
     held = held_memory(program, weights, by_stage(released_at_input, program.stages, "released_at_input"))
     counted = _peaks(program, count_in_flight(program))
     return Walked(program, durations, start, end, busy, counted, _peaks(program, held))
+
+
+def walked_makespan(program: PipelineProgram, durations: Durations, *, p2p: Times = 0.0, overlap: bool = True) -> float:
+    """The makespan of `walk` alone. The planner walks long programs, most of them several times, and reads nothing else."""
+    return max(running_order(program).ends(*_seconds(program, durations, p2p, overlap)))
 
 
 def held_memory(program: PipelineProgram, activation: np.ndarray, released_at_input: np.ndarray) -> np.ndarray:
@@ -192,42 +195,74 @@ def _transfers(program: PipelineProgram, p2p: np.ndarray) -> tuple[np.ndarray, n
     return received, sent
 
 
-def _times(
-    program: PipelineProgram,
-    needs: np.ndarray,
-    order: np.ndarray,
-    took: np.ndarray,
-    received: np.ndarray,
-    sent: np.ndarray | None,
-) -> np.ndarray:
-    """(actions,) start times. Plain lists, because one action is a few float operations, far cheaper than a numpy call. The loop finds the end
-    of each action, in the order of running; entry 0 is "nothing", done at 0."""
-    before = np.arange(-1, len(program) - 1)
-    before[program.first[:-1]] = -1
-    place = np.zeros(len(program) + 1, int)  # of an action in the order of running; index −1: nothing
-    place[order] = np.arange(1, len(program) + 1)
-    before, needs, lag = before[order], place[needs[order]], received[order]
-    previous = place[before]
-    columns = [column.tolist() for column in (previous, needs, took[order], lag)]
-    ends = [0.0]
-    done = ends.append
-    start = np.empty(len(program))
-    if sent is None:
-        for p, n, t, wait in zip(*columns, strict=True):
-            free, there = ends[p], ends[n] + wait
+def _seconds(
+    program: PipelineProgram, durations: Durations, p2p: Times, overlap: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """(actions,) seconds of each action, of receiving its input and, where transfers block, of sending its result."""
+    if len(durations.forward) != program.stages:
+        raise MeshwrightError("MW-PIPE-020", f"durations are for {len(durations.forward)} stages, not {program.stages}")
+    received, sent = _transfers(program, by_stage(p2p, program.stages - 1, "p2p"))
+    return durations.table[program.kind, program.stage], received, None if overlap else sent
+
+
+@dataclass(frozen=True, eq=False)
+class RunningOrder:
+    """The actions in the order of running, and for each of them the places in this order of the previous action of its rank and of the action
+    that it needs. Place 0 is "nothing", done at 0."""
+
+    order: np.ndarray
+    before: np.ndarray  # the previous action of the rank; −1: none
+    previous: list[int]
+    needed: list[int]
+
+    @classmethod
+    def of(cls, program: PipelineProgram, needs: np.ndarray, order: np.ndarray) -> RunningOrder:
+        before = np.arange(-1, len(program) - 1)
+        before[program.first[:-1]] = -1
+        place = np.zeros(len(program) + 1, int)  # index −1: nothing
+        place[order] = np.arange(1, len(program) + 1)
+        return cls(order, before[order], place[before[order]].tolist(), place[needs[order]].tolist())
+
+    def ends(self, took: np.ndarray, received: np.ndarray, sent: np.ndarray | None) -> list[float]:
+        """The end of each place. Plain lists, because one action is a few float operations, far cheaper than a numpy call."""
+        ends = [0.0]
+        done = ends.append
+        columns = [self.previous, self.needed, took[self.order].tolist(), received[self.order].tolist()]
+        if sent is None:
+            for p, n, t, lag in zip(*columns, strict=True):
+                free, there = ends[p], ends[n] + lag
+                done((free if free > there else there) + t)
+            return ends
+        for p, n, t, lag, out in zip(*columns, self.sending(sent).tolist(), strict=True):
+            free, made = ends[p], ends[n]
+            there = (free if free > made else made) + lag
+            free += out
             done((free if free > there else there) + t)
-        end = np.array(ends)
-        start[order] = np.maximum(end[previous], end[needs] + lag)
+        return ends
+
+    def sending(self, sent: np.ndarray) -> np.ndarray:
+        """Seconds in which the previous action of the rank sends its result."""
+        return np.append(sent, 0.0)[self.before]
+
+    def starts(self, took: np.ndarray, received: np.ndarray, sent: np.ndarray | None) -> np.ndarray:
+        """(actions,) start times."""
+        end = np.array(self.ends(took, received, sent))
+        free, made, lag = end[self.previous], end[self.needed], received[self.order]
+        start = np.empty(len(took))
+        if sent is None:
+            start[self.order] = np.maximum(free, made + lag)
+        else:
+            start[self.order] = np.maximum(free + self.sending(sent), np.maximum(free, made) + lag)
         return start
-    sending = np.append(sent, 0.0)[before]
-    for p, n, t, wait, out in zip(*columns, sending.tolist(), strict=True):
-        free, made = ends[p], ends[n]
-        there = (free if free > made else made) + wait
-        free += out
-        done((free if free > there else there) + t)
-    end = np.array(ends)
-    start[order] = np.maximum(end[previous] + sending, np.maximum(end[previous], end[needs]) + lag)
-    return start
+
+
+def running_order(program: PipelineProgram) -> RunningOrder:
+    """The order of a program, which is checked first; the result is cached on the program."""
+    known = program.__dict__.get("_running_order")
+    if known is None:
+        known = RunningOrder.of(program, *needs_and_order(program))
+        program.__dict__["_running_order"] = known
+    return known
 
 
 def _join(
