@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calibrate import synthetic
-from meshwright.calibrate.calibration import best_match, calibrate
+from meshwright.calibrate.calibration import best_match, calibrate, notes_of
 from meshwright.calibrate.crossovers import additions, crossovers, series_of
 from meshwright.calibrate.factors import fit
 from meshwright.calibrate.fit import fit_line, robust_fit
@@ -22,6 +22,8 @@ from meshwright.describe.cluster import Factors
 from meshwright.describe.config import load_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.lower.op import Op
+from meshwright.view.bench import header
+from meshwright.view.tables import console
 
 NOISE = 0.03
 TWO_LEVELS = synthetic.cluster((4, 30e-6, 2e9), (4, 1e-3, 25e6), ports=1)
@@ -327,6 +329,19 @@ def test_shares_of_a_gpu_are_recovered() -> None:
     assert found.measured
     assert result.cluster.levels == catalog.load("clusters", result.expected.name).levels
     assert any("not measured" in note for note in result.notes)
+
+
+def test_a_busy_machine_is_noted() -> None:
+    ranks = tuple(RankInfo(rank=r, host="a", cores=4) for r in range(2))
+    assert [Bench(ranks=ranks, topology={"a": {"busy_cores": busy}}).load() for busy in (0.3, 0, "x")] == [[], [], []]
+    busy = Bench(ranks=ranks, topology={"a": {"busy_cores": 1.3}, "b": []})
+    assert busy.load() == ["a was busy: other processes used 1.3 of 4 cores before the measurements"]
+    assert f"{busy.load()[0]}: an idle machine is faster" in notes_of(
+        busy, [], catalog.load("clusters", "laptop"), "gloo"
+    )
+    with (out := console()).capture() as text:
+        out.print(header(busy))
+    assert "other processes used 1.3 of 4 cores" in text.get()
 
 
 # Bad input

@@ -220,6 +220,7 @@ def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend:
     notes = [f"measured by `meshwright bench` ({bench.made}): {where(bench, backend)}"]
     if bench.state == "interrupted":
         notes.append(f"the bench was interrupted ({bench.why}): fewer sizes were measured")
+    notes += [f"{sentence}: an idle machine is faster" for sentence in bench.load()]
     for level in levels:
         units = len(level.units)
         text = (

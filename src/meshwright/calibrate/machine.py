@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from meshwright.calibrate.device_fit import DeviceFit, fit_device, nonnegative_fit
-from meshwright.calibrate.points import DevicePoint
+from meshwright.calibrate.points import IDLE_SHARE, DevicePoint
 from meshwright.cost.library import LIBRARIES
 from meshwright.describe.base import Described, Seconds
 from meshwright.describe.catalog import load
@@ -23,7 +23,6 @@ from meshwright.describe.stack import Stack
 from meshwright.programs.collectives.formulas import FORMULAS, Shape, Terms
 
 VERSION = 7  # raised whenever what is measured changes: a cached calibration of another version is measured anew
-IDLE_SHARE = 0.10  # a machine is idle if other processes use less than this share of its cores
 ACCELERATOR = "cpu"
 ACTION_LAUNCHES = (
     40.0  # host work of one action of a pipeline schedule, in launches: torch's stages are written in Python

@@ -26,6 +26,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.lower.op import sent
 
 VERSION = 1
+IDLE_SHARE = 0.10  # a machine is idle if other processes use less than this share of its cores
 LARGEST_FILE = 256 * 2**20
 COLLECTIVE_NAMES = {operation: name for name, operation in PRICED.items()}
 SHARDED = ("gather", "scatter")  # operations outside the training step that move (P−1)/P of the buffer
@@ -122,6 +123,19 @@ class Bench(Described):
         found: dict[str, list[int]] = {}
         for info in sorted(self.ranks, key=lambda info: info.rank):
             found.setdefault(info.host, []).append(info.rank)
+        return found
+
+    def load(self) -> list[str]:
+        """A sentence for each host that other processes kept busy."""
+        found = []
+        for host, ranks in self.hosts.items():
+            detected = self.topology.get(host)
+            busy = detected.get("busy_cores", 0.0) if isinstance(detected, dict) else 0.0
+            cores = next((info.cores for info in self.ranks if info.rank == ranks[0]), 0)
+            if isinstance(busy, float) and cores and busy > IDLE_SHARE * cores:
+                found.append(
+                    f"{host} was busy: other processes used {busy:.1f} of {cores} cores before the measurements"
+                )
         return found
 
     def write(self, path: str | Path) -> Path:

@@ -48,6 +48,7 @@ def header(bench: Bench) -> RenderableType:
         facts(
             [
                 ("state", state),
+                ("load", Text("; ".join(busy), "yellow") if (busy := bench.load()) else ""),
                 ("hosts", where + (" …" if len(hosts) > 8 else "")),
                 ("device", f"{devices}; {cores} cores"),
                 ("libraries", ", ".join(f"{name} {version}" for name, version in bench.libraries.items())),

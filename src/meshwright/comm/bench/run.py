@@ -14,16 +14,18 @@ from typing import Any, Protocol
 
 import torch
 
-from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo
+from meshwright.calibrate.points import IDLE_SHARE, Bench, DevicePoint, Point, RankInfo
 from meshwright.comm.bench import collectives, topology
 from meshwright.comm.bench.backends import usable
 from meshwright.comm.bench.collectives import DEVICE, Emit, Sweep
 from meshwright.comm.bench.device import measure_device
 from meshwright.comm.bench.host_cases import rate_cases
+from meshwright.comm.bench.interference import busy_cores
 from meshwright.comm.bench.session import Session, session
 from meshwright.comm.bench.slowdown import measure_slowdown
 from meshwright.errors import MeshwrightError
 
+LOOK_S, LOOKS = 0.25, 2  # how long and how often a bench looks whether its machine is idle
 DEVICE_PART, MOST_DEVICE_S = 0.25, 20.0  # of the budget, for the device
 
 
@@ -47,7 +49,7 @@ def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
     tell = emit if here.rank == 0 else (lambda message: None)
     start = time.monotonic()
     first = here.hosts.index(here.hosts[here.rank]) == here.rank
-    reports = here.gather(json.dumps(topology.detect() if first else None))
+    reports = here.gather(json.dumps({**topology.detect(), "busy_cores": load(here)} if first else None))
     detected = {host: json.loads(text) for host, text in zip(here.hosts, reports, strict=True) if text != "null"}
     tell({"ranks": [info.model_dump() for info in here.ranks], "topology": detected, "libraries": versions()})
     one_each = len({(info.host, str(k)) for k, info in enumerate(here.ranks)}) == here.world
@@ -67,6 +69,11 @@ def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
         collectives.run(here, rest, emit)
     else:
         tell({"skipped": "collectives: one rank has no other rank to exchange with"})
+
+
+def load(here: Session) -> float:
+    """Cores of this host that other processes use before the measurements; the other ranks wait meanwhile."""
+    return busy_cores(IDLE_SHARE * here.ranks[here.rank].cores, LOOK_S, LOOKS)
 
 
 def device_points(here: Session, seconds: float, so_far: Callable[[list[DevicePoint]], object]) -> None:

@@ -11,7 +11,7 @@ from meshwright.comm.emulate.carry import NOTED_BELOW, megabits, notes
 from meshwright.comm.emulate.emulation import Emulation
 from meshwright.comm.emulate.measure import LinkMeasurement
 from meshwright.comm.emulate.topology import Topology, address
-from meshwright.units import format_seconds
+from meshwright.units import counted, format_seconds
 from meshwright.view.tables import facts, filled, heading
 
 PATTERNS = {
@@ -23,7 +23,7 @@ PATTERNS = {
 
 def page(emulation: Emulation, found: LinkMeasurement | None) -> RenderableType:
     t = emulation.topology
-    shape = f"{t.nodes} nodes × {t.ranks_per_node} ranks"
+    shape = f"{counted(t.nodes, 'node')} × {counted(t.ranks_per_node, 'rank')}"
     parts: list[RenderableType] = [heading(f"emulation {emulation.name}", shape), facts(shape_rows(emulation))]
     if found is not None:
         parts.append(filled(("traffic", ">asked", ">achieved", ">slowest", ">share"), rate_rows(found)))

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from meshwright.calibrate.machine import IDLE_SHARE, VERSION, MachineMeasurement, calibrated
+from meshwright.calibrate.machine import VERSION, MachineMeasurement, calibrated
+from meshwright.calibrate.points import IDLE_SHARE
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.host import usable_cores

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.machine import IDLE_SHARE, MachineMeasurement
+from meshwright.calibrate.machine import MachineMeasurement
+from meshwright.calibrate.points import IDLE_SHARE
 from meshwright.comm.bench.interference import Moment, busy_cores
 from meshwright.cost.predict import predict, samples_per_step, seconds_at_peak
 from meshwright.describe.config import Config
