@@ -10,6 +10,7 @@ from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo, bus
 from meshwright.comm.bench import device
 from meshwright.comm.bench.timing import MOST_SAMPLES, SAMPLE_S, Synchronization, counts, measure, timed
 from meshwright.errors import MeshwrightError
+from meshwright.view.bench_html import document
 
 POINT = Point(operation="all-reduce", backend="gloo", ranks=(0, 1, 2, 3), bytes=4096, median_s=2e-3, low_s=1e-3, high_s=4e-3, samples=5)  # fmt: skip
 
@@ -103,6 +104,16 @@ def test_operations_of_a_cpu_have_a_spread(monkeypatch) -> None:
     (found,) = device.measure_in_turn([clock.call_of(0.2, 0.1, 0.2, 0.3)], Synchronization(), budget_s=1.0)
     assert found.samples == 10  # 0.1, 0.2, 0.3, 0.2, … after the first
     assert (found.low_s, found.median_s, found.high_s) == pytest.approx((0.125, 0.2, 0.2))
+
+
+def test_a_page_shows_the_device_and_why_a_bench_stopped() -> None:
+    gemm = DevicePoint(
+        kind="gemm", shape={"m": 8, "bytes": 2**20}, work=1e9, median_s=0.1, low_s=0.1, high_s=0.1, samples=1
+    )
+    bench = Bench(state="interrupted", why="stopped", device=(gemm,), ranks=(RankInfo(rank=0, host="a"),))
+    shown = document(bench)
+    assert '["gemm","fp32","m 8 × bytes 1 MiB","100 ms","","10 GFLOP/s","",""]' in shown
+    assert '"state":"interrupted: stopped"' in shown
 
 
 def test_quartiles() -> None:

@@ -127,19 +127,20 @@ def line_cells(line: Line) -> tuple[str, ...]:
     )
 
 
+DEVICE_COLUMNS = ("device", "dtype", "shape", ">time", ">±", ">rate", ">slower", "~while")
+
+
 def device_table(points: Sequence[DevicePoint]) -> RenderableType:
-    rows = []
-    for point in points:
-        rate = {"FLOP": format_flops, "byte": format_rate}.get(point.unit, lambda r: f"{format_count(r)}/s")(point.rate)
-        shape = " × ".join(
-            f"{name} {format_bytes(value) if name == 'bytes' else f'{value:,.0f}'}"
-            for name, value in point.shape.items()
-        )
-        slow = f"{point.slowdown:.2f}×" if point.condition else ""
-        rows.append(
-            (point.kind, point.dtype, shape, format_seconds(point.median_s), spread(point), rate, slow, point.condition)
-        )
-    return filled(("device", "dtype", "shape", ">time", ">±", ">rate", ">slower", "~while"), rows)
+    return filled(DEVICE_COLUMNS, [device_row(point) for point in points])
+
+
+def device_row(point: DevicePoint) -> tuple[str | Text, ...]:
+    rate = {"FLOP": format_flops, "byte": format_rate}.get(point.unit, lambda r: f"{format_count(r)}/s")(point.rate)
+    shape = " × ".join(
+        f"{name} {format_bytes(value) if name == 'bytes' else f'{value:,.0f}'}" for name, value in point.shape.items()
+    )
+    slow = f"{point.slowdown:.2f}×" if point.condition else ""
+    return point.kind, point.dtype, shape, format_seconds(point.median_s), spread(point), rate, slow, point.condition
 
 
 def skipped(texts: Sequence[str], most: int = 6) -> RenderableType:

@@ -1,4 +1,4 @@
-"""A bench as one HTML page: a chart for each operation, with measured points, their quartiles, and the fitted lines."""
+"""A bench as one HTML page: a chart for each operation, with measured points, their quartiles, and the fitted lines; a table of the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.calibrate.points import Bench, Point, bus_factor
 from meshwright.units import format_bytes, format_rate, format_seconds
-from meshwright.view.bench import CONVENTION, PAIR, by_series, counted, line_of
+from meshwright.view.bench import CONVENTION, DEVICE_COLUMNS, PAIR, by_series, counted, device_row, line_of
 from meshwright.view.collectives import filled_template
 
 MOST_SERIES = 12  # of pairs: the first ones; all of them are in the JSON file
@@ -27,9 +27,13 @@ def document(bench: Bench) -> str:
         {
             "title": f"{counted(bench.world, 'rank')} on {counted(len(bench.hosts), 'host')}, {bench.made}",
             "about": f"{devices}; {libraries}",
-            "state": f"interrupted: {bench.why}" if bench.state == "interrupted" else "",
+            "state": "; ".join([f"interrupted: {bench.why}"] * (bench.state == "interrupted") + bench.load()),
             "note": CONVENTION + " Dashed: the fitted line T = α + n·β.",
             "charts": charts,
+            "device": [
+                [name.lstrip(">~") for name in DEVICE_COLUMNS],
+                *([str(x) for x in device_row(p)] for p in bench.device),
+            ],
         },
     )
 
