@@ -33,7 +33,7 @@ from meshwright.cost.phase import rank_time
 from meshwright.cost.step import StepCost
 from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.op import Array, StepProgram
-from meshwright.lower.stages import StageBlocks, average_blocks, one_block
+from meshwright.lower.stages import StageBlocks, average_blocks
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table
 
@@ -114,8 +114,8 @@ def ends(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
     b, zero = program.batch, np.zeros(program.batch.n)
 
     def seconds(block: str) -> Array:
-        held = StageBlocks(zero, one_block(b.model, block, b.n))
-        return b.full(rank_time(program, cost.times, held, zero).total)
+        times = {key: t for key, t in cost.times.items() if key[0] == block}
+        return b.full(rank_time(program, times, StageBlocks(zero, {block: np.ones(b.n)}), zero).total)
 
     last = seconds("head") + sum((b.model.mtp_layers * seconds(kind) for kind in b.model.mtp_kinds), zero)
     return {"ends": seconds("embedding") + last, "longest": np.maximum.reduce([seconds(k) for k in b.model.kinds])}
