@@ -49,9 +49,8 @@ def command(
     place = None if ranks else placement(os.environ)
     chief = place is None or place.rank == 0
     with progress_display(chief, limit) as show:
-        from meshwright.comm.bench.options import (
-            sweep_of,
-        )  # imports torch, which takes longer than a user waits for a bar
+        # It imports torch, which takes longer than a user waits for a bar.
+        from meshwright.comm.bench.options import sweep_of
 
         sweep = sweep_of(backends, operations, smallest, largest, budget)
         result, failure = measured(place, ranks, sweep, device, wait, show)
