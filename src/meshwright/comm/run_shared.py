@@ -30,6 +30,7 @@ from meshwright.comm.transport import area
 from meshwright.comm.transport.shared_memory import TOTAL, Link, SharedMemory, check_entry
 
 NOTHING = np.empty(0)
+MOST_KNOWN = 64  # addresses of tensors whose arrays are kept
 
 
 class QuickSend(NamedTuple):
@@ -80,6 +81,8 @@ class SharedPlan:
             if quick != ():
                 self.operations.append(SharedOperation(is_begin, step, lane, quick))
         self.quietly = without_warnings()
+        self.known: tuple[dict[int, Any], ...] = ({}, {})  # inputs and outputs: address → array
+        self.runner = SharedRun(self)
 
     def execute(self, tensor: torch.Tensor, output: torch.Tensor, sequence: int) -> bool:
         """Run the collective on contiguous tensors; return False if they need a copy or an error."""
@@ -93,8 +96,10 @@ class SharedPlan:
         mine = self.array(tensor, 0)
         result = mine if in_place and self.inputs == self.outputs else self.array(output, 1)
         scratch = np.empty(self.schedule.scratch, self.dtype) if self.schedule.scratch else NOTHING
-        self.memory.begin(self.prepared.begin)
-        self.quietly(SharedRun(self, (mine, result, scratch), sequence).run)
+        self.memory.begun = self.prepared.begin
+        self.runner.set_call((mine, result, scratch), sequence)
+        self.quietly(self.runner.run)
+        self.runner.buffers = ()  # scratch memory is freed
         if result is not mine:
             for at, to in self.schedule.unmoved:
                 result[to.start : to.stop] = mine[at.start : at.stop]
@@ -103,12 +108,20 @@ class SharedPlan:
         return True
 
     def array(self, tensor: torch.Tensor, which: int) -> Any:
-        """The elements of a tensor as an array, by address: `Tensor.numpy` takes 30 µs when it is not in the caches."""
-        elements = (self.inputs, self.outputs)[which]
-        if not elements:
-            return NOTHING
-        memory: Any = self.types[which].from_address(tensor.data_ptr())
-        return np.ndarray(elements, self.dtype, memory)
+        """The elements of a tensor as an array, by address: `Tensor.numpy` takes 30 µs when it is not in the caches.
+
+        An array of an address owns no memory, so it may be kept: it is used only while a tensor is at that address.
+        """
+        address = tensor.data_ptr()
+        found = self.known[which].get(address)
+        if found is None:
+            elements = (self.inputs, self.outputs)[which]
+            memory: Any = self.types[which].from_address(address) if elements else None
+            found = np.ndarray(elements, self.dtype, memory) if elements else NOTHING
+            if len(self.known[which]) >= MOST_KNOWN:
+                self.known[which].clear()
+            self.known[which][address] = found
+        return found
 
 
 def without_warnings() -> Callable[[Callable[[], None]], None]:
@@ -153,11 +166,17 @@ def quick_receives(
 
 
 class SharedRun(Run):
-    """One execution between ranks of one host, on numpy arrays."""
+    """The executions of one plan between ranks of one host, on numpy arrays. A group executes one collective at a time."""
 
-    def __init__(self, plan: SharedPlan, buffers: tuple[Any, ...], sequence: int) -> None:
-        self.plan, self.sequence = plan, sequence
-        super().__init__(plan.prepared, buffers, plan.prepared.begin.call)
+    def __init__(self, plan: SharedPlan) -> None:
+        super().__init__(plan.prepared, (), plan.prepared.begin.call)
+        self.plan, self.sequence = plan, 0
+
+    def set_call(self, buffers: tuple[Any, ...], sequence: int) -> None:
+        """Begin the next execution: its buffers, and its number."""
+        self.buffers, self.sequence = buffers, sequence
+        self.sends.clear()
+        self.seen.clear()
 
     def place(self, step: int, lane: int) -> Place:
         call = self.call.numbered(self.sequence)
