@@ -31,9 +31,8 @@ SHORTEST_S, LONGEST_S = 0.01, 1.0  # time given to one measurement
 CALLS = 3  # calls that a measurement needs at least
 LARGE = 2**20  # a pair reaches its rate from this size on
 PART = 0.25  # a measurement that needs more than this part of the remaining time is skipped
-PAIR_PART = (
-    2 / 3
-)  # of the time for pairs, if collectives are measured too: there are many pairs, and a slow network has time for few
+# Of the time for pairs, if collectives are measured too: there are many pairs, and a slow network has time for few.
+PAIR_PART = 2 / 3
 PAIR, DEVICE = "point-to-point", "device"
 Emit = Callable[[dict[str, Any]], None]
 
