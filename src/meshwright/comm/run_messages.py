@@ -132,6 +132,3 @@ class MessageRun(Run):
                         work.wait(timeout)
             except RuntimeError as error:
                 raise Lost(self.place(step, lane), peer, reason(error)) from error
-
-
-__all__ = ["MessagePlan"]

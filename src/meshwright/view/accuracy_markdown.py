@@ -159,7 +159,7 @@ def _widths_by_source(found: Accuracy) -> str:
     if "published" not in found.bands or found.left_out is None:
         return ""
     common = math.sqrt(BETWEEN_SOURCES[0, 1])  # of ln seconds, in all numbers of a source together
-    alone = math.sinh(ninety_of_hundred() * common)
+    alone = math.sinh(deviations_inside() * common)
     text = (
         "\n\nThe bands of a published stack by source: the share of its runs inside quantiles of the other sources, its median half-width, and the "
         "half-width of this level if the source did not exist. Nine of ten runs of every source cannot be inside narrow bands while some sources "
@@ -178,8 +178,8 @@ def _widths_by_source(found: Accuracy) -> str:
     return text + table(("source", "inside", "median half-width", "all without it"), rows)
 
 
-def ninety_of_hundred() -> float:
-    """Standard deviations on either side within which `INSIDE` of a normal distribution lies."""
+def deviations_inside() -> float:
+    """How many standard deviations on either side of the mean hold the share `INSIDE` of a normal distribution."""
     return NormalDist().inv_cdf((1 + INSIDE) / 2)
 
 
