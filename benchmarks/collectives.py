@@ -2,8 +2,8 @@
 
     python benchmarks/collectives.py [--parts host emulated order] [--ranks 2 4] [--mib 0.001 1 16 64] [--repeats 15]
 
-    host       ranks of this machine: gloo's all-reduce, our ring over gloo's point-to-point messages, our direct all-reduce through shared
-               memory, and the backend with the program that it chooses
+    host       ranks of this machine: gloo's all-reduce, our ring over point-to-point messages of gloo (connected as by the backend), our direct
+               all-reduce through shared memory, and the backend with the program that it chooses
     emulated   4 nodes × 2 ranks, 200 Mb/s between nodes (`meshwright emulate`, needs root): gloo and the backend, ranks placed in
                blocks and round-robin, 1 to 64 MiB; and 1 KiB with a delay of 5 ms
     order      the same nodes, ranks placed round-robin: our programs sorted by the time that `walk` predicts and by the time measured
@@ -59,6 +59,8 @@ def medians(ways: dict[str, Callable[[], Any]], tensor: Any, repeats: int, lead_
 
 def on_host(context: Any, sizes: list[float], repeats: int) -> list[dict[str, float]]:
     """Medians of each way, by size."""
+    from datetime import timedelta
+
     import torch
     from torch import distributed
 
@@ -67,7 +69,9 @@ def on_host(context: Any, sizes: list[float], repeats: int) -> list[dict[str, fl
     from meshwright.programs.collectives import build
 
     ours = distributed.new_group(backend="meshwright")
-    near, far = Communicator.of_group(), Communicator.of_group(shared_memory=False)
+    store = distributed.PrefixStore("ring", distributed.distributed_c10d._get_default_store())
+    far = Communicator.create(store, context.rank, context.world, timedelta(minutes=1), shared_memory=False)
+    near = Communicator.of_group()
     found = []
     for mib in sizes:
         tensor = torch.ones(int(mib * 2**20 / 4))

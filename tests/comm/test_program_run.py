@@ -17,6 +17,7 @@ from meshwright.comm.reductions import array_of, combiner, divide
 from meshwright.comm.run import execute, prepare
 from meshwright.comm.run_shared import without_warnings
 from meshwright.comm.schedule import largest_message, schedule
+from meshwright.comm.transport.point_to_point import DATA_TAG
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, build
 from meshwright.programs.collectives.arrays import chunks_of, run_on_arrays
@@ -126,7 +127,8 @@ def test_a_reduction_that_a_dtype_lacks(reduction, dtype):
 
 
 def communicator_of(context, transport):
-    """A communicator over gloo alone, over shared memory alone, or with two ranks a host."""
+    """A communicator over gloo alone, over shared memory alone, or with two ranks a host; as on a host with spare cores: over two areas of
+    shared memory, or over two gloo connections."""
     from meshwright.comm.communicator import Communicator
     from meshwright.comm.transport import area, handshake
     from meshwright.comm.transport.mixed import Mixed
@@ -137,7 +139,17 @@ def communicator_of(context, transport):
 
     if transport == "mixed":
         handshake.network_namespace = lambda: context.rank // 2
+    if transport.startswith("two"):
+        handshake.usable_cores = lambda: 64.0
+    if transport == "two connections":
+        store = torch.distributed.PrefixStore("ours", torch.distributed.distributed_c10d._get_default_store())
+        found = Communicator.create(store, context.rank, context.world, timedelta(seconds=15), shared_memory=False)
+        assert found.transport.connections == 2
+        return found
     found = Communicator.of_group(shared_memory=transport != "gloo")
+    if transport == "two channels":
+        assert len(found.memories) == 2
+        return found
     assert type(found.transport) is {"gloo": PointToPoint, "mixed": Mixed, "shared memory": SharedMemory}[transport]
     if transport != "gloo":
         near = (found.transport.near if transport == "mixed" else found.transport).links
@@ -187,7 +199,10 @@ def every_program(context, size, transport):
 
 @pytest.mark.parametrize(
     ("size", "transport"),
-    [(3, "gloo"), (4, "gloo"), (2, "shared memory"), (4, "shared memory"), (4, "mixed")],
+    [
+        *[(3, "gloo"), (4, "gloo"), (2, "shared memory"), (4, "shared memory"), (4, "mixed")],
+        *[(2, "two channels"), (3, "two connections")],
+    ],
 )
 def test_every_program_between_processes(size, transport):
     assert ranks.run(size, every_program, size, transport) == [[]] * size
@@ -255,7 +270,8 @@ def disagree(context, case, transport):
 @pytest.mark.parametrize(
     ("case", "transport"),
     [(case, "gloo") for case in ("longer", "small and large", "dtype", "operation")]
-    + [("longer", "shared memory"), ("operation", "mixed")],
+    + [("longer", "shared memory"), ("operation", "mixed"), ("longer", "two connections")]
+    + [("small and large", "two channels"), ("operation", "two channels")],
 )
 def test_ranks_that_disagree_all_raise_the_cause(case, transport):
     for rank, text in enumerate(ranks.run(4, disagree, case, transport)):
@@ -278,7 +294,7 @@ def one_ends(context, transport):
         raise
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shared memory", "mixed"])
+@pytest.mark.parametrize("transport", ["gloo", "shared memory", "mixed", "two channels", "two connections"])
 def test_a_rank_that_ends_is_an_error_on_every_other_rank(transport):
     messages = {}
     with pytest.raises(MeshwrightError, match="rank 2 died"):
@@ -287,6 +303,54 @@ def test_a_rank_that_ends_is_an_error_on_every_other_rank(transport):
     for text in messages.values():
         assert text.startswith("MW-COMM-004: rank ")
         assert "rank 2 " in text
+
+
+def one_channel_fails(context):
+    """The second channel of rank 1 fails in the middle of an all-reduce in place; before that, both channels work."""
+    communicator = communicator_of(context, "two channels")
+    program = build("all-reduce", "ring", context.world, 100_000)
+    tensor = torch.full((100_000,), context.rank + 1.0)
+    communicator.run(program, tensor)
+    assert bool((tensor == 6.0).all())
+    assert all(memory.links[(context.rank + 1) % 3].sent for memory in communicator.memories)
+    if context.rank == 1:
+        runner = communicator.prepared(program, torch.float32, "sum", False).shared.runners[1]
+        runner.receive = lambda *_: {}["the cause"]
+    try:
+        communicator.run(program, tensor)
+    except (MeshwrightError, KeyError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_channel_that_fails_is_an_error_on_every_rank():
+    texts = ranks.run(3, one_channel_fails)
+    assert "the cause" in texts[1]
+    assert all(texts[rank].startswith("MW-COMM-004: rank ") for rank in (0, 2)), texts
+
+
+def closed(context):
+    """Rank 1 closes its connections while rank 0 waits on one of them."""
+    import time
+
+    transport = communicator_of(context, "two connections").transport
+    if context.rank == 1:
+        time.sleep(0.3)
+        transport.close()
+        torch.distributed.barrier()  # the end of this process would close them too
+        return []
+    works = [transport.group.recv([torch.empty(1)], 1, tag) for tag in (DATA_TAG, DATA_TAG + 1)]
+    start, waited = time.monotonic(), []
+    for work in works:
+        with pytest.raises(RuntimeError):
+            work.wait(timedelta(seconds=10))
+        waited.append(time.monotonic() - start)
+    torch.distributed.barrier()
+    return waited
+
+
+def test_a_group_is_closed_on_all_its_connections():
+    assert max(ranks.run(2, closed)[0]) < 9
 
 
 def without_memory(context):

@@ -15,6 +15,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -30,7 +31,7 @@ from meshwright.comm.run import Prepared, execute, prepare
 from meshwright.comm.run_messages import MessagePlan
 from meshwright.comm.run_shared import SharedPlan
 from meshwright.comm.schedule import largest_message, schedule
-from meshwright.comm.transport import area, handshake
+from meshwright.comm.transport import area, gloo, handshake
 from meshwright.comm.transport.base import Transport
 from meshwright.comm.transport.mixed import Mixed
 from meshwright.comm.transport.point_to_point import PointToPoint
@@ -42,6 +43,7 @@ from meshwright.programs.collectives.program import Program
 
 REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
 LANE_BYTES = 2**23  # a lane's part of a chunk, about
+LANE_BYTES_OF_SEVERAL = 2**21  # with several connections to a rank, whose threads work at the same time
 MOST_LANES = 32
 MOST_SHARED_LANES = 256  # over shared memory, where a lane's part of a chunk fits a slot
 TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
@@ -55,6 +57,8 @@ class Communicator:
         self.transport, self.failure, self.timeout = transport, failure, timeout
         self.rank, self.size = transport.rank, transport.size
         self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
+        self.memories: list[SharedMemory] = []  # to the ranks of this host, one for each channel
+        self.channel_threads = ThreadPoolExecutor(handshake.CHANNELS - 1, "meshwright-channel")  # started when needed
         self.group: Any = None  # the gloo group, where this communicator created it
         self.sequence = 0
         self.finished = Work().finish()  # the handle of all synchronous collectives: a new one costs up to 30 µs
@@ -68,9 +72,10 @@ class Communicator:
     @classmethod
     def create(cls, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool = True) -> Communicator:
         """Connect new ranks: shared memory to those on this host, gloo to the others. All ranks of the group call it."""
-        group = distributed.ProcessGroupGloo(distributed.PrefixStore("gloo", store), rank, size, timeout)
-        found = cls.over(group, store, rank, size, timeout, shared_memory)
-        found.group = group
+        near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
+        far = gloo.connect(distributed.PrefixStore("gloo", store), rank, size, timeout, near.channels)
+        found = cls.over(far, near, Failure(store, rank))
+        found.group = far.group
         return found
 
     @classmethod
@@ -86,21 +91,21 @@ class Communicator:
         if distributed.get_backend(group) == "nccl":
             transport = PointToPoint(group, rank, size, timeout, check=False, device="cuda")
             return cls(transport, Failure(store, rank), timeout)
-        return cls.over(group, store, rank, size, timeout, shared_memory)
+        near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
+        return cls.over(PointToPoint(group, rank, size, timeout), near, Failure(store, rank))
 
     @classmethod
-    def over(
-        cls, group: Any, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool
-    ) -> Communicator:
-        """Point-to-point messages of `group`, and shared memory where ranks are on one host."""
-        failure = Failure(store, rank)
-        far = PointToPoint(group, rank, size, timeout)
-        connections, all_near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
-        if not connections:
-            return cls(far, failure, timeout)
-        near = SharedMemory(rank, size, connections, timeout.total_seconds(), failure.check, arrays=all_near)
-        found = cls(near if all_near else Mixed(near, far), failure, timeout)
-        found.far = far
+    def over(cls, far: PointToPoint, near: handshake.Neighbours, failure: Failure) -> Communicator:
+        """Point-to-point messages, and shared memory where ranks are on one host."""
+        seconds = far.timeout.total_seconds()
+        memories = [
+            SharedMemory(far.rank, far.size, connections, seconds, failure.check, arrays=near.all_near)
+            for connections in near.connections
+        ]
+        if not memories:
+            return cls(far, failure, far.timeout)
+        found = cls(memories[0] if near.all_near else Mixed(memories[0], far), failure, far.timeout)
+        found.far, found.memories = far, memories
         return found
 
     def run(
@@ -227,7 +232,8 @@ class Communicator:
         return first
 
     def close(self) -> None:
-        """End the background thread."""
+        """End the background threads."""
+        self.channel_threads.shutdown(wait=False)
         if self.thread is not None:
             self.tasks.put(None)
             self.thread.join(timeout=5)
@@ -240,7 +246,8 @@ class Communicator:
             return max(1, min(MOST_SHARED_LANES, -(-largest // area.SLOT)))
         if not self.transport.posts_early:
             return 1
-        return max(1, min(MOST_LANES, largest // LANE_BYTES))
+        connections = self.far.connections if self.far else getattr(self.transport, "connections", 1)
+        return max(1, min(MOST_LANES, largest // (LANE_BYTES if connections == 1 else LANE_BYTES_OF_SEVERAL)))
 
     def _prepared(self, program: Program, dtype: torch.dtype, reduction: str, splits: bool) -> Prepared:
         """What does not change from call to call; the attribute `prepared` keeps it."""
@@ -256,7 +263,7 @@ class Communicator:
         largest = -1 if splits else largest_message(program)
         found = prepare(schedule(program, self.rank, lanes), self.transport, dtype, call, largest)
         if isinstance(self.transport, SharedMemory) and self.transport.arrays:
-            return found._replace(shared=SharedPlan(found))
+            return found._replace(shared=SharedPlan(found, self.memories, self.channel_threads))
         if (
             isinstance(self.transport, PointToPoint)
             and self.transport.check

@@ -10,13 +10,17 @@ once for each schedule, and executed here without a call of our own for each of 
 
 Everything else (several pieces, messages larger than a slot, no free slot, local copies) is done by `run.Run`, one step
 of a lane at a time. The order of operations and the bytes in shared memory are the same on both ways.
+
+Lanes are independent. Where a group has several channels (`transport.handshake`), its lanes are dealt out to them, and each channel is run by
+a thread of its own: numpy copies and adds without the interpreter lock.
 """
 
 from __future__ import annotations
 
 import contextvars
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +35,7 @@ from meshwright.comm.transport.shared_memory import TOTAL, Link, SharedMemory, c
 
 NOTHING = np.empty(0)
 MOST_KNOWN = 64  # addresses of tensors whose arrays are kept
+LEAST_LANES = 4  # for several channels: with fewer, starting a thread costs more than it saves
 
 
 class QuickSend(NamedTuple):
@@ -60,29 +65,16 @@ class SharedOperation(NamedTuple):
 
 
 class SharedPlan:
-    """A prepared schedule for the ranks of one host: its operations, and how its tensors become arrays."""
+    """A prepared schedule for the ranks of one host: its runs, one for each channel, and how its tensors become arrays."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        memory, schedule = prepared.transport, prepared.schedule
-        assert isinstance(memory, SharedMemory)
-        self.prepared, self.memory, self.schedule = prepared, memory, schedule
+    def __init__(self, prepared: Prepared, memories: Sequence[SharedMemory], threads: ThreadPoolExecutor) -> None:
+        self.prepared, self.schedule, self.threads = prepared, prepared.schedule, threads
         self.dtype = array_of(torch.empty(0, dtype=prepared.dtype)).dtype
-        self.inputs, self.outputs = schedule.inputs, schedule.outputs
+        self.inputs, self.outputs = self.schedule.inputs, self.schedule.outputs
         self.types = [ctypes.c_ubyte * (n * self.dtype.itemsize) for n in (self.inputs, self.outputs)]
-        self.slots = [slot.view(self.dtype) for slot in memory.slots]
-        views = {peer: [slot.view(self.dtype) for slot in link.slots] for peer, link in memory.links.items()}
-        self.operations = []
-        for kind, step, lane, *_ in prepared.order:
-            is_begin = kind == SEND
-            now = schedule.lanes[lane][step]
-            quick: tuple[Any, ...] | None = quick_sends(now, memory, self.dtype)
-            if not is_begin:
-                quick = quick_receives(now, memory, self.dtype, views)
-            if quick != ():
-                self.operations.append(SharedOperation(is_begin, step, lane, quick))
-        self.quietly = without_warnings()
         self.known: tuple[dict[int, Any], ...] = ({}, {})  # inputs and outputs: address → array
-        self.runner = SharedRun(self)
+        channels = memories if len(self.schedule.lanes) >= LEAST_LANES else memories[:1]
+        self.runners = [SharedRun(prepared, self.dtype, memory, k, len(channels)) for k, memory in enumerate(channels)]
 
     def execute(self, tensor: torch.Tensor, output: torch.Tensor, sequence: int) -> bool:
         """Run the collective on contiguous tensors; return False if they need a copy or an error."""
@@ -96,16 +88,41 @@ class SharedPlan:
         mine = self.array(tensor, 0)
         result = mine if in_place and self.inputs == self.outputs else self.array(output, 1)
         scratch = np.empty(self.schedule.scratch, self.dtype) if self.schedule.scratch else NOTHING
-        self.memory.begun = self.prepared.begin
-        self.runner.set_call((mine, result, scratch), sequence)
-        self.quietly(self.runner.run)
-        self.runner.buffers = ()  # scratch memory is freed
+        for runner in self.runners:
+            runner.set_call((mine, result, scratch), sequence)
+        if len(self.runners) == 1:
+            self.runners[0].run_quietly()
+        else:
+            self.run_channels()
+        for runner in self.runners:
+            runner.buffers = ()  # scratch memory is freed
         if result is not mine:
             for at, to in self.schedule.unmoved:
                 result[to.start : to.stop] = mine[at.start : at.stop]
         if self.prepared.reduction == "avg" and self.outputs:
-            divide(output.detach(), self.memory.size)
+            divide(output.detach(), self.prepared.transport.size)
         return True
+
+    def run_channels(self) -> None:
+        """Run all channels at the same time, the first in this thread; raise the first error of any.
+
+        A channel that fails closes the connections, which all channels have in common: the others do not wait for a peer that has left.
+        """
+        errors: list[BaseException] = []
+
+        def run(runner: SharedRun) -> None:
+            try:
+                runner.run_quietly()
+            except BaseException as error:
+                errors.append(error)
+                runner.memory.close()
+
+        others = [self.threads.submit(run, runner) for runner in self.runners[1:]]
+        run(self.runners[0])
+        for other in others:
+            other.result()
+        if errors:
+            raise errors[0]
 
     def array(self, tensor: torch.Tensor, which: int) -> Any:
         """The elements of a tensor as an array, by address: `Tensor.numpy` takes 30 µs when it is not in the caches.
@@ -166,11 +183,27 @@ def quick_receives(
 
 
 class SharedRun(Run):
-    """The executions of one plan between ranks of one host, on numpy arrays. A group executes one collective at a time."""
+    """The lanes of one channel of a plan, on numpy arrays. A group executes one collective at a time."""
 
-    def __init__(self, plan: SharedPlan) -> None:
-        super().__init__(plan.prepared, (), plan.prepared.begin.call)
-        self.plan, self.sequence = plan, 0
+    def __init__(self, prepared: Prepared, dtype: np.dtype, memory: SharedMemory, channel: int, channels: int) -> None:
+        super().__init__(prepared._replace(transport=memory), (), prepared.begin.call)
+        self.memory, self.sequence = memory, 0
+        self.slots = [slot.view(dtype) for slot in memory.slots]
+        views = {peer: [slot.view(dtype) for slot in link.slots] for peer, link in memory.links.items()}
+        self.operations: list[SharedOperation] = []
+        for kind, step, lane, *_ in prepared.order:
+            if lane % channels != channel:
+                continue
+            now = self.lanes[lane][step]
+            quick = quick_sends(now, memory, dtype) if kind == SEND else quick_receives(now, memory, dtype, views)
+            if quick != ():
+                self.operations.append(SharedOperation(kind == SEND, step, lane, quick))
+        self.begin_call = prepared.begin
+        self.quietly = without_warnings()
+
+    def run_quietly(self) -> None:
+        self.memory.begun = self.begin_call
+        self.quietly(self.run)
 
     def set_call(self, buffers: tuple[Any, ...], sequence: int) -> None:
         """Begin the next execution: its buffers, and its number."""
@@ -184,9 +217,9 @@ class SharedRun(Run):
 
     def run(self) -> None:
         """Execute all operations in order."""
-        memory, buffers, slots = self.plan.memory, self.buffers, self.plan.slots
+        memory, buffers, slots = self.memory, self.buffers, self.slots
         packed = self.call.packed_as(self.sequence)
-        for is_begin, step, lane, quick in self.plan.operations:
+        for is_begin, step, lane, quick in self.operations:
             if quick is None or self.sends or memory.queue:
                 (self.begin if is_begin else self.finish)(step, lane)
             elif is_begin:
@@ -204,7 +237,7 @@ class SharedRun(Run):
 
     def receive(self, step: int, lane: int, quick: tuple[QuickReceive, ...], packed: bytes) -> None:
         """Wait for the messages of a step, and store or reduce them."""
-        memory, buffers = self.plan.memory, self.buffers
+        memory, buffers = self.memory, self.buffers
         for k, (into, base, elements, size, link, slots) in enumerate(quick):
             if link.kept:  # copied out of its slot while this rank waited for free slots
                 self.post(step, lane, k, True).wait()

@@ -3,7 +3,12 @@
 Two ranks may share memory only if they are on the same host (kernel boot id), in the same network namespace (an emulated
 node must use its emulated network) and of the same user. Each rank publishes these three and the address of its socket to
 the group's store. Then each pair of such ranks opens one Unix socket and exchanges anonymous memory files through it: each
-rank gives the file of its area (`area`) to all others. The socket stays open: it closes with its process, which peers notice.
+rank gives the files of its areas (`area`, one for each channel) to all others. The socket stays open: it closes with its process, which
+peers notice.
+
+**Channels.** Two threads move data nearly twice as fast as one, if there are cores for them. Where every rank has two cores, a group has
+CHANNELS channels: areas of shared memory with a thread for each, and gloo connections with a thread for each. All ranks must have the same
+number, so it is computed from what all have published.
 
 **Nothing to clean up.** The sockets have names in the kernel's abstract namespace, which belongs to the network namespace and
 is empty after the process ends. The memory files (`memfd_create`) have no name at all: they are not in /dev/shm, no other
@@ -25,19 +30,23 @@ import socket
 import struct
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.comm.transport import area
+from meshwright.host import usable_cores
 
 HELLO = struct.Struct("<I16s")  # rank, token of the listening rank
+CHANNELS = 2
 
 log = logging.getLogger("meshwright.comm")
 
 
 class Connection(NamedTuple):
-    """A connected peer: the socket that closes when it ends, and the areas of this rank and of the peer.
+    """A connected peer on one channel: the socket that closes when it ends, and the areas of this rank and of the peer.
 
     `member` and `me` are the places of the peer and of this rank among the ranks of the host.
     """
@@ -49,14 +58,23 @@ class Connection(NamedTuple):
     me: int
 
 
+class Neighbours(NamedTuple):
+    """The connected ranks of this host by channel, whether all ranks of the group are connected to all, and the number of channels."""
+
+    connections: list[dict[int, Connection]]
+    all_near: bool
+    channels: int
+
+
 class Identity(NamedTuple):
-    """What two ranks must have in common to share memory, and where this one listens."""
+    """What two ranks must have in common to share memory, where this one listens, and the cores that it may use."""
 
     host: str
     namespace: int
     user: int
     address: str
     token: str
+    cores: float
 
     def shares_memory_with(self, other: Identity) -> bool:
         return bool(self.address and other.address) and self[:3] == other[:3]
@@ -79,14 +97,18 @@ def network_namespace() -> int:
     return 0
 
 
-def connect(
-    store: Any, rank: int, size: int, timeout: float, wanted: bool = True
-) -> tuple[dict[int, Connection], bool]:
-    """Connect to all ranks of the group on this host; return the connections, and whether all ranks are connected to all.
+def channels_of(everyone: Sequence[Identity]) -> int:
+    """CHANNELS if all ranks have that many cores, else 1."""
+    ranks = Counter(one.host for one in everyone)
+    return CHANNELS if all(one.cores >= CHANNELS * ranks[one.host] for one in everyone) else 1
+
+
+def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = True) -> Neighbours:
+    """Connect to all ranks of the group on this host.
 
     All ranks of the group must call it; one that does not want shared memory only publishes where it is.
     """
-    found: dict[int, Connection] = {}
+    found: list[dict[int, Connection]] = []
     listener: socket.socket | None = None
     address, token = "", secrets.token_bytes(16)
     if supported() and wanted:
@@ -95,23 +117,28 @@ def connect(
             listener, address = listen(size)
         except OSError as error:
             log.warning("rank %d: no shared memory (%s); its messages on this host use gloo", rank, error)
-    me = Identity(host_id(), network_namespace(), os.getuid(), address, token.hex())
+    me = Identity(host_id(), network_namespace(), os.getuid(), address, token.hex(), usable_cores())
     store.set(f"identity/{rank}", json.dumps(me))
     everyone = [Identity(*json.loads(store.get(f"identity/{r}"))) for r in range(size)]
     near = [r for r in range(size) if r != rank and me.shares_memory_with(everyone[r])]
+    channels = channels_of(everyone)
     if listener is not None:
         try:
-            found = connect_peers(rank, everyone, near, listener, time.monotonic() + timeout)
+            found = connect_peers(rank, everyone, near, listener, channels, time.monotonic() + timeout)
         except OSError as error:
             log.warning("rank %d: no shared memory (%s); messages on this host use gloo", rank, error)
         finally:
             listener.close()
-    store.set(f"connected/{rank}", json.dumps(sorted(found)))
-    connected = {peer: json.loads(store.get(f"connected/{peer}")) for peer in found}
-    for peer in list(found):
-        if rank not in connected[peer]:
-            found.pop(peer).socket.close()
-    return found, all(len(peers) == size - 1 for peers in [found, *connected.values()])
+    mine = sorted(found[0]) if found else []
+    store.set(f"connected/{rank}", json.dumps(mine))
+    connected = {peer: json.loads(store.get(f"connected/{peer}")) for peer in mine}
+    for channel in found:
+        for peer in mine:
+            if rank not in connected[peer]:
+                channel.pop(peer).socket.close()
+    found = [channel for channel in found if channel]
+    all_near = bool(found) and all(len(peers) == size - 1 for peers in [found[0], *connected.values()])
+    return Neighbours(found, all_near, channels)
 
 
 def hosts(store: Any, size: int) -> list[tuple[int, ...]]:
@@ -137,57 +164,64 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
 
 
 def connect_peers(
-    rank: int, everyone: list[Identity], near: list[int], listener: socket.socket, deadline: float
-) -> dict[int, Connection]:
-    """Connect to the lower ranks, accept the higher ones, and exchange memory with each."""
+    rank: int, everyone: list[Identity], near: list[int], listener: socket.socket, channels: int, deadline: float
+) -> list[dict[int, Connection]]:
+    """Connect to the lower ranks, accept the higher ones, and exchange memory with each; the connections by channel."""
     links: dict[int, socket.socket] = {}
-    incoming: dict[int, mmap.mmap] = {}
+    incoming: dict[int, list[mmap.mmap]] = {}
     left = partial(time_left, deadline)
     members = sorted([*near, rank])
-    file, outgoing = new_area(len(members))
+    files, outgoing = zip(*(new_area(len(members)) for _ in range(channels)), strict=True)
     try:
         for peer in (p for p in near if p < rank):
             links[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             links[peer].settimeout(left())
             links[peer].connect(f"\0{everyone[peer].address}")
-            socket.send_fds(links[peer], [HELLO.pack(rank, bytes.fromhex(everyone[peer].token))], [file])
+            socket.send_fds(links[peer], [HELLO.pack(rank, bytes.fromhex(everyone[peer].token))], files)
         while len(links) < len(near):
             listener.settimeout(left())
-            peer, link, memory = accept(listener, bytes.fromhex(everyone[rank].token), len(members), left())
-            links[peer], incoming[peer] = link, memory
-            socket.send_fds(link, [HELLO.pack(rank, bytes(16))], [file])
+            token = bytes.fromhex(everyone[rank].token)
+            peer, link, memories = accept(listener, token, len(members), channels, left())
+            links[peer], incoming[peer] = link, memories
+            socket.send_fds(link, [HELLO.pack(rank, bytes(16))], files)
         for peer in (p for p in near if p < rank):
             links[peer].settimeout(left())
-            _, incoming[peer] = receive_memory(links[peer], len(members))
+            _, incoming[peer] = receive_memory(links[peer], len(members), channels)
     except OSError:
         for link in links.values():
             link.close()
         raise
     finally:
-        os.close(file)
+        for file in files:
+            os.close(file)
     for link in links.values():
         link.setblocking(False)
     me = members.index(rank)
-    return {p: Connection(links[p], outgoing, incoming[p], members.index(p), me) for p in near}
+    return [
+        {p: Connection(links[p], outgoing[k], incoming[p][k], members.index(p), me) for p in near}
+        for k in range(channels)
+    ]
 
 
 def time_left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-def accept(listener: socket.socket, token: bytes, members: int, timeout: float) -> tuple[int, socket.socket, mmap.mmap]:
+def accept(
+    listener: socket.socket, token: bytes, members: int, channels: int, timeout: float
+) -> tuple[int, socket.socket, list[mmap.mmap]]:
     """The next rank of this group that connects; a process of another user, or one without the token, is turned away."""
     while True:
         link, _ = listener.accept()
         link.settimeout(timeout)
         try:
-            hello, memory = receive_memory(link, members)
+            hello, memories = receive_memory(link, members, channels)
         except OSError:
             link.close()
             continue
         peer, given = HELLO.unpack(hello)
         if given == token and user_of(link) == os.getuid():
-            return peer, link, memory
+            return peer, link, memories
         link.close()
 
 
@@ -207,14 +241,15 @@ def new_area(members: int) -> tuple[int, mmap.mmap]:
     return file, memory
 
 
-def receive_memory(link: socket.socket, members: int) -> tuple[bytes, mmap.mmap]:
-    """Receive a greeting and the memory that comes with it."""
-    hello, files, _, _ = socket.recv_fds(link, HELLO.size, 1)
+def receive_memory(link: socket.socket, members: int, channels: int) -> tuple[bytes, list[mmap.mmap]]:
+    """Receive a greeting and the areas that come with it, one for each channel."""
+    hello, files, _, _ = socket.recv_fds(link, HELLO.size, channels)
     try:
         size = area.area_bytes(members)
-        if len(hello) != HELLO.size or len(files) != 1 or os.fstat(files[0]).st_size != size:
+        complete = len(hello) == HELLO.size and len(files) == channels
+        if not complete or any(os.fstat(file).st_size != size for file in files):
             raise OSError("a rank sent no memory")
-        return hello, mmap.mmap(files[0], size)
+        return hello, [mmap.mmap(file, size) for file in files]
     finally:
         for file in files:
             os.close(file)
