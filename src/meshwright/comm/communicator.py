@@ -35,7 +35,7 @@ from meshwright.comm.transport import area, gloo, handshake
 from meshwright.comm.transport.base import Transport
 from meshwright.comm.transport.mixed import Mixed
 from meshwright.comm.transport.point_to_point import PointToPoint
-from meshwright.comm.transport.shared_memory import SharedMemory
+from meshwright.comm.transport.shared_memory import TRIES, TRIES_OF_MANY, SharedMemory
 from meshwright.comm.work import Work
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.contract import SHARDED
@@ -97,9 +97,9 @@ class Communicator:
     @classmethod
     def over(cls, far: PointToPoint, near: handshake.Neighbours, failure: Failure) -> Communicator:
         """Point-to-point messages, and shared memory where ranks are on one host."""
-        seconds = far.timeout.total_seconds()
+        seconds, tries = far.timeout.total_seconds(), TRIES if near.cores >= 1 else TRIES_OF_MANY
         memories = [
-            SharedMemory(far.rank, far.size, connections, seconds, failure.check, arrays=near.all_near)
+            SharedMemory(far.rank, far.size, connections, seconds, failure.check, near.all_near, tries)
             for connections in near.connections
         ]
         if not memories:

@@ -35,7 +35,7 @@ from meshwright.comm.transport.shared_memory import TOTAL, Link, SharedMemory, c
 
 NOTHING = np.empty(0)
 MOST_KNOWN = 64  # addresses of tensors whose arrays are kept
-LEAST_LANES = 4  # for several channels: with fewer, starting a thread costs more than it saves
+LEAST_LANES = 2
 
 
 class QuickSend(NamedTuple):

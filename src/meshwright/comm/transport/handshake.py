@@ -59,11 +59,16 @@ class Connection(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """The connected ranks of this host by channel, whether all ranks of the group are connected to all, and the number of channels."""
+    """The connected ranks of this host by channel, whether all ranks of the group are connected to all, and the cores of the rank that has
+    the fewest."""
 
     connections: list[dict[int, Connection]]
     all_near: bool
-    channels: int
+    cores: float
+
+    @property
+    def channels(self) -> int:
+        return channels_of(self.cores)
 
 
 class Identity(NamedTuple):
@@ -97,10 +102,15 @@ def network_namespace() -> int:
     return 0
 
 
-def channels_of(everyone: Sequence[Identity]) -> int:
-    """CHANNELS if all ranks have that many cores, else 1."""
+def fewest_cores(everyone: Sequence[Identity]) -> float:
+    """The cores of a host divided by its ranks, of the host with the fewest."""
     ranks = Counter(one.host for one in everyone)
-    return CHANNELS if all(one.cores >= CHANNELS * ranks[one.host] for one in everyone) else 1
+    return min(one.cores / ranks[one.host] for one in everyone)
+
+
+def channels_of(cores: float) -> int:
+    """The number of channels of a group whose ranks have at least this many cores each."""
+    return CHANNELS if cores >= CHANNELS else 1
 
 
 def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = True) -> Neighbours:
@@ -121,10 +131,10 @@ def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = Tru
     store.set(f"identity/{rank}", json.dumps(me))
     everyone = [Identity(*json.loads(store.get(f"identity/{r}"))) for r in range(size)]
     near = [r for r in range(size) if r != rank and me.shares_memory_with(everyone[r])]
-    channels = channels_of(everyone)
+    cores = fewest_cores(everyone)
     if listener is not None:
         try:
-            found = connect_peers(rank, everyone, near, listener, channels, time.monotonic() + timeout)
+            found = connect_peers(rank, everyone, near, listener, channels_of(cores), time.monotonic() + timeout)
         except OSError as error:
             log.warning("rank %d: no shared memory (%s); messages on this host use gloo", rank, error)
         finally:
@@ -138,7 +148,7 @@ def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = Tru
                 channel.pop(peer).socket.close()
     found = [channel for channel in found if channel]
     all_near = bool(found) and all(len(peers) == size - 1 for peers in [found[0], *connected.values()])
-    return Neighbours(found, all_near, channels)
+    return Neighbours(found, all_near, cores)
 
 
 def hosts(store: Any, size: int) -> list[tuple[int, ...]]:

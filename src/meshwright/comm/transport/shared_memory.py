@@ -35,6 +35,7 @@ from meshwright.comm.transport.base import Begin, Destination, Pending, apply
 from meshwright.comm.transport.handshake import Connection
 
 TRIES = 100  # before a rank that waits sleeps; one takes about a microsecond if the core is not shared
+TRIES_OF_MANY = 5  # if there are more ranks than cores: a rank that sleeps leaves its core to the others
 SLEEP_S = 0.02  # a sleeping rank looks this often whether its peer has ended
 SHORT_SLEEP_S = 2e-4  # or, if messages wait for slots, whether slots were returned
 LOOK_S = 0.5  # a waiting rank looks this often whether another rank has failed
@@ -170,9 +171,11 @@ class SharedMemory:
         timeout: float,
         check_failure: Callable[[], None] = lambda: None,
         arrays: bool = True,
+        tries: int = TRIES,
     ) -> None:
         self.rank, self.size, self.timeout, self.check_failure = rank, size, timeout, check_failure
         self.arrays, self.byte = arrays, np.uint8 if arrays else torch.uint8
+        self.tries = tries
         functions = area.load()
         assert functions is not None
         self.functions, self.post, self.try_wait = functions, functions.post, functions.try_wait
@@ -296,7 +299,7 @@ class SharedMemory:
     def wait_for_data(self, link: Link, place: Place) -> None:
         """Wait for the next slice of a peer, and send what is queued meanwhile."""
         semaphore = link.reading.data
-        for _ in range(TRIES):
+        for _ in range(self.tries):
             if self.queue:
                 self.try_queue()
             os.sched_yield()
