@@ -11,8 +11,8 @@ once for each schedule, and executed here without a call of our own for each of 
 Everything else (several pieces, messages larger than a slot, no free slot, local copies) is done by `run.Run`, one step
 of a lane at a time. The order of operations and the bytes in shared memory are the same on both ways.
 
-Lanes are independent. Where a group has several channels (`transport.handshake`), its lanes are dealt out to them, and each channel is run by
-a thread of its own: numpy copies and adds without the interpreter lock.
+Lanes are independent. Where a group has several channels (`transport.handshake`), each channel has every second lane and its own thread: numpy
+copies and adds without the interpreter lock.
 """
 
 from __future__ import annotations
