@@ -224,7 +224,12 @@ def train(
         if folder is not None and resume is None:
             check_unused(folder)
         machine = calibration.machine_measurement(
-            config.plan.world, config.plan.param_dtype, resolve_backend(backend, "cpu"), recalibrate, announce
+            config.plan.world,
+            config.plan.param_dtype,
+            calibration.reduced_dtype(config.plan),
+            resolve_backend(backend, "cpu"),
+            recalibrate,
+            announce,
         )
     return run_training(
         config,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo, bus_factor
-from meshwright.comm.bench import device
+from meshwright.comm.bench import contention, device
+from meshwright.comm.bench.operations import Case
 from meshwright.comm.bench.timing import MOST_SAMPLES, SAMPLE_S, Synchronization, counts, measure, timed
 from meshwright.errors import MeshwrightError
 from meshwright.view.bench_html import document
@@ -92,7 +94,7 @@ def test_a_round_that_would_end_after_the_deadline_is_not_started(monkeypatch) -
     assert plain.samples == 10
     clock.now = 0.0
     (late, _) = device.measure_in_turn(calls, Synchronization(), budget_s=10.0, deadline=9.0)
-    assert (late.samples, 2 * clock()) == (3, 8.0)
+    assert (late.samples, 2 * clock()) == (4, 8.0)
     clock.now = 0.0
     (least, _) = device.measure_in_turn(calls, Synchronization(), budget_s=10.0, deadline=0.0)
     assert least.samples == 1
@@ -101,9 +103,48 @@ def test_a_round_that_would_end_after_the_deadline_is_not_started(monkeypatch) -
 def test_operations_of_a_cpu_have_a_spread(monkeypatch) -> None:
     clock = FakeClock()
     monkeypatch.setattr(device.time, "thread_time", clock)
-    (found,) = device.measure_in_turn([clock.call_of(0.2, 0.1, 0.2, 0.3)], Synchronization(), budget_s=1.0)
-    assert found.samples == 10  # 0.1, 0.2, 0.3, 0.2, … after the first
+    (found,) = device.measure_in_turn([clock.call_of(0.1, 0.2, 0.3, 0.2)], Synchronization(), budget_s=1.0)
+    assert found.samples == 10  # 0.1, 0.2, 0.3, 0.2, …
     assert (found.low_s, found.median_s, found.high_s) == pytest.approx((0.125, 0.2, 0.2))
+
+
+def test_sizes_that_would_take_minutes_are_left_out(monkeypatch) -> None:
+    """After a case that took too long on the slowest rank, larger ones of its kind are not run; a round above the budget is not repeated."""
+    clock, seen = FakeClock(), []
+    monkeypatch.setattr(device.time, "thread_time", clock)
+    seconds = {("linear", 1): 0.1, ("linear", 2): 0.4, ("linear", 3): 9.0, ("tile", 1): 0.1, ("tile", 2): 0.2}
+
+    def case(kind: str, m: int) -> Case:
+        call = clock.call_of(seconds[kind, m])
+        return Case(kind, {"m": m}, 1, lambda: (seen.append((kind, m)), call()))
+
+    cases = [case(*key) for key in seconds]
+    slower_rank = Synchronization(agree=lambda values: [2 * x for x in values])
+    kept = device.affordable(cases, slower_rank, 0.5)
+    assert seen == [(c.kind, c.shape["m"]) for c in kept] == [key for key in seconds if key != ("linear", 3)]
+    calls = [c.call for c in kept]
+    assert device.measure_in_turn(calls, Synchronization(), budget_s=0.7)[0].samples == 1  # a round takes 0.8 s
+    assert device.measure_in_turn(calls, Synchronization(), budget_s=0.9)[0].samples == 3
+
+
+@pytest.mark.parametrize("reduced", [torch.float32, torch.bfloat16, torch.float64])
+def test_reductions_of_a_calibration_run_in_the_dtype_of_the_training(reduced, monkeypatch) -> None:
+    """Other collectives only move bytes. Sizes are of whole elements of both dtypes on all ranks."""
+    seen = []
+
+    class Adapter:
+        ranks = (0, 1, 2, 3, 4)
+
+        def collective(self, operation, algorithm, n, dtype):
+            seen.append((operation, n, dtype))
+            return contention.do_nothing
+
+    monkeypatch.setattr(contention, "seconds", lambda calls: (1.0, 1.0))
+    found, _ = contention.added_times(lambda call: contention.do_nothing, Adapter(), 0, reduced)
+    assert [(x.operation, x.bytes) for x in found] == [(operation, n) for operation, n, _ in seen]
+    assert {operation for operation, _, dtype in seen if dtype == reduced} >= {"all-reduce", "reduce-scatter"}
+    assert {dtype for operation, _, dtype in seen if operation in ("all-gather", "all-to-all")} == {torch.float32}
+    assert all(n % (5 * dtype.itemsize) == 0 for _, n, dtype in seen)
 
 
 def test_a_page_shows_the_device_and_why_a_bench_stopped() -> None:

@@ -44,7 +44,9 @@ def test_a_calibration_is_kept_for_its_user_only_and_found_again(cache: Path) ->
     assert calibration.machine_measurement(4) == made  # nothing is measured
 
 
-CHANGED = ["processor", "cores", "ranks", "dtype", "backend", "torch", "python", "version", "threads", "device"]
+CHANGED = [
+    "processor", "cores", "ranks", "dtype", "reduced_dtype", "backend", "torch", "python", "version", "threads", "device",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("changed", CHANGED)
@@ -53,11 +55,22 @@ def test_another_machine_or_library_measures_anew(changed: str) -> None:
     assert calibration.read_cached({**made.key, changed: "another"}) is None
 
 
-@pytest.mark.parametrize(("dtype", "backend"), [("fp32", "auto"), ("bf16", "gloo"), ("fp32", "meshwright")])
-def test_a_run_is_calibrated_in_its_dtype_and_backend(
-    dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("dtype", "reduced", "backend", "plan"),
+    [
+        ("fp32", "fp32", "auto", []),
+        ("fp32", "fp32", "meshwright", []),
+        ("bf16", "bf16", "gloo", []),  # tp reduces activations
+        ("bf16", "fp32", "gloo", ["plan.tp=1", "plan.replicate=4"]),  # only gradients are reduced, in fp32
+        ("bf16", "fp16", "gloo", ["plan.tp=1", "plan.replicate=4", "plan.comm_dtype=fp16"]),
+        ("bf16", "fp32", "gloo", ["plan.tp=1", "plan.replicate=4", "plan.comm_dtype=fp8"]),
+    ],
+)
+def test_a_run_is_calibrated_in_its_dtypes_and_backend(
+    dtype: str, reduced: str, backend: str, plan: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Operations are timed in the dtype of the parameters; the update, which works on masters, and top-k of summed gradients in fp32."""
+    """Operations are timed in the dtype of the parameters; the update, which works on masters, and top-k of summed gradients in fp32;
+    reductions in the dtype of what most of them add up."""
     asked = []
 
     def measure(target: str, ranks: int, *args: object, **options: object) -> None:
@@ -66,8 +79,8 @@ def test_a_run_is_calibrated_in_its_dtype_and_backend(
 
     monkeypatch.setattr(calibration.local, "run", measure)
     with pytest.raises(KeyboardInterrupt):
-        api.train(DEMO, set=[f"workload.precision={dtype}", f"plan.param_dtype={dtype}"], backend=backend)
-    assert asked == [(calibration.TARGET, 4, (dtype,), "gloo" if backend == "auto" else backend)]
+        api.train(DEMO, set=[f"workload.precision={dtype}", f"plan.param_dtype={dtype}", *plan], backend=backend)
+    assert asked == [(calibration.TARGET, 4, (dtype, reduced), "gloo" if backend == "auto" else backend)]
     cases = {(case.kind, case.dtype) for case in cpu_cases(DTYPES[dtype])}
     assert {kind for kind, other in cases if other} == ({"optimizer", "top-k"} if dtype == "bf16" else set())
 
@@ -162,4 +175,50 @@ def test_a_used_folder_is_refused_before_the_machine_is_measured(
 
 
 def test_a_calibration_in_another_dtype_is_another():
-    assert calibration.machine_key(4, "bf16") != calibration.machine_key(4, "fp32")
+    keys = [calibration.machine_key(4, *dtypes) for dtypes in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"))]
+    assert len({calibration.cache_file(key) for key in keys}) == 3
+
+
+GIVEN = """
+[cluster]
+extends = "laptop"
+source = "written by hand"
+levels = [{ name = "machine", size = 4, link = { name = "slow", alpha = 0.01, bandwidth = 1e6 } }]
+"""
+
+
+def test_links_of_a_cluster_file_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction takes the links of the file and the device of this machine; without a file it takes both of this machine."""
+    monkeypatch.setattr("meshwright.training.measure.measurement.busy_cores", lambda idle: 0.0)
+    file, made = tmp_path / "cluster.toml", kept()
+    file.write_text(GIVEN)
+    plain, given = api.load(DEMO), api.load(DEMO, cluster=file)
+    assert calibration.is_for_this_machine(given)
+    here, there = LoadWatch(plain, made), LoadWatch(given, made)
+    assert there.config.cluster.levels == given.cluster.levels
+    assert there.config.cluster.collectives == given.cluster.collectives
+    assert (
+        there.config.cluster.accelerator.peak == here.config.cluster.accelerator.peak != plain.cluster.accelerator.peak
+    )
+    assert here.config.cluster.levels != plain.cluster.levels
+    sent = (
+        sum(there.prediction.traffic_bytes.values()) / 1e6
+    )  # seconds on the slow link, and at least 10 ms for each message
+    assert there.prediction.step_time_s > here.prediction.step_time_s + sent
+    assert here.predicted_from == ""
+    assert there.predicted_from == f"the links of {file} and the device of this machine"
+    (assumed,) = [line for line in there.prediction.assumed if "written by hand" in line]
+    assert "operations in fp32, of fixed sizes" in assumed
+
+
+def test_rates_of_a_cluster_file_are_used(tmp_path: Path) -> None:
+    """Nothing is measured for a file that gives rates. A changed memory or number of devices is not a rate."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(GIVEN + '[cluster.accelerator]\nextends = "cpu"\npeak = { fp32 = 1e12 }\n')
+    given = api.load(DEMO, cluster=file)
+    assert not calibration.is_for_this_machine(given)
+    watch = LoadWatch(given, None)
+    assert watch.config == given
+    assert watch.predicted_from == str(file)
+    assert calibration.is_for_this_machine(api.load(DEMO, set=["cluster.accelerator.memory=8GiB", "cluster.gpus=8"]))
+    assert LoadWatch(api.load(DEMO), None).predicted_from == ""

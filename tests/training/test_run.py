@@ -198,6 +198,16 @@ def test_a_training_that_diverges_is_reported(losses):
     assert training.diverged_at == (2 if losses[0] == 5.0 else 0)
 
 
+@pytest.mark.parametrize("source", ["", "the links of mine.toml and the device of this machine"])
+def test_a_result_says_which_file_its_prediction_comes_from(source):
+    steps, made = [StepRecord(0, 5.0, 1.0, 128, 0.1)], config()
+    training = Training(made, steps, measure(made, steps, [], 1), predicted(made), predicted_from=source)
+    with (out := console()).capture() as text:
+        out.print(page(training))
+    assert (f"predicted from {source}\n" in text.get()) == bool(source)
+    assert ("predicted from" in text.get()) == bool(source)
+
+
 @pytest.mark.parametrize(("later", "expected"), [([], 4.0), ([3.0] * 3, 3.0)], ids=["one step", "warm-up"])
 def test_a_measured_step_is_without_compilation(later, expected):
     """A single step of minutes is compared like with like; where the first step is warm-up, nothing is left out of the others."""

@@ -22,7 +22,7 @@ from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Effic
 from meshwright.describe.stack import Stack
 from meshwright.programs.collectives.formulas import FORMULAS, Shape, Terms
 
-VERSION = 7  # raised whenever what is measured changes: a cached calibration of another version is measured anew
+VERSION = 8  # raised whenever what is measured changes: a cached calibration of another version is measured anew
 ACCELERATOR = "cpu"
 ACTION_LAUNCHES = (
     40.0  # host work of one action of a pipeline schedule, in launches: torch's stages are written in Python
@@ -52,6 +52,7 @@ class MachineMeasurement(Described):
     made: str = Field(default="", description="date and time, UTC")
     key: dict[str, str] = Field(default_factory=dict, description="hardware and libraries that it holds for")
     dtype: str = Field(description="of the measured operations: that of the run")
+    reduced_dtype: str = Field(default="fp32", description="that the measured all-reduce and reduce-scatter add up")
     backend: str = Field(default="gloo", description="of torch.distributed: that of the run")
     ranks: int = Field(ge=1)
     cores: float = Field(gt=0, description="cores that the ranks may use")
@@ -166,8 +167,11 @@ def source_of(measured: MachineMeasurement) -> str:
     """A sentence about the origin of the constants."""
     busy = "" if measured.is_idle else f", while other processes used {measured.busy_cores:.1f} cores"
     ranks = f"{measured.ranks} process{'es' * (measured.ranks > 1)} at once on {measured.cores:g} cores"
-    what = f"operations in {measured.dtype} and collectives of {measured.backend}, of fixed sizes"
-    return f"measured on this machine at {measured.made}: {what}, {ranks}{busy}"
+    what = f"operations in {measured.dtype}"
+    if measured.collectives:
+        reduced = f" reducing {measured.reduced_dtype}" if measured.reduced_dtype != measured.dtype else ""
+        what += f" and collectives of {measured.backend}{reduced}"
+    return f"measured on this machine at {measured.made}: {what}, of fixed sizes, {ranks}{busy}"
 
 
 def slowdown(ranks: int, cores: float, busy_cores: float) -> float:
@@ -184,15 +188,17 @@ def slowdown(ranks: int, cores: float, busy_cores: float) -> float:
 def calibrated(
     cluster: Cluster, plain: Stack, measured: MachineMeasurement, busy_cores: float = 0.0
 ) -> tuple[Cluster, Stack]:
-    """A cluster and a stack with the constants of this machine, while other processes keep `busy_cores` busy."""
+    """A cluster and a stack with the constants of this machine, while other processes keep `busy_cores` busy. A measurement without
+    collectives leaves the links of the cluster."""
     fit, slower = fit_device(measured.operations), slowdown(measured.ranks, measured.cores, busy_cores)
     source, stretch = source_of(measured), measured.sharing * slower
     device = accelerator(fit, stretch, source, measured.dtype).but(memory=cluster.accelerator.memory)
     level = cluster.levels[0].but(size=max(measured.ranks, cluster.node_size), shared=False)
-    found = cluster.but(accelerator=device, sharing=measured.sharing, source=source)
+    both = f"links: {cluster.source}; device and host times: {source}"
+    found = cluster.but(accelerator=device, sharing=measured.sharing, source=both)
     if measured.collectives:
         link, shares = collectives(measured, slower)
-        found = found.but(levels=(level.but(link=link),), collectives=shares)
+        found = found.but(levels=(level.but(link=link),), collectives=shares, source=source)
     lost = LARGEST_LOSS if measured.sharing > 1 else min(measured.overlap_cost, LARGEST_LOSS)
     return found, stack(fit, stretch, plain, source).but(
         overlap=("dp",), compute_slowdown=lost, collective_launch=measured.function_s * stretch

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.result import MEASURED_PARTS, Difference, part_label
+from meshwright.training.measure.calibration import is_for_this_machine
 from meshwright.training.measure.measurement import Training, predicted
 from meshwright.units import format_decimal_bytes, format_seconds, format_value
 from meshwright.view.live import expert_balance
@@ -48,6 +49,8 @@ def page(training: Training, folder: str = "") -> RenderableType:
     if evaluated:
         change = f"{evaluated[0]:.3f} → {evaluated[-1]:.3f}  "
         lines.insert(-1, Text.assemble(("validation loss ", "dim"), change, (sparkline(evaluated), "cyan")))
+    if training.predicted_from:
+        lines.append(Text(f"predicted from {training.predicted_from}", "dim"))
     lines += [Text(sentence, "dim") for sentence in compilation(training)]
     if training.diverged_at is not None:
         lines.append(Text(f"Loss is NaN or infinite from step {training.diverged_at} on", "bold red"))
@@ -76,9 +79,9 @@ def not_measured(training: Training) -> list[str]:
     if config.workload.precision == "fp8":
         return ["Products in fp8 are emulated on a CPU: they take longer than predicted"]
     dtype, measured = config.plan.param_dtype, device.efficiency.measured_dtype
-    if not measured:
+    if is_for_this_machine(config):
         return ["This machine was not calibrated: the prediction has the constants of the catalog's CPU"]
-    if dtype == measured:
+    if measured in ("", dtype):  # "": rates that the user gave
         return []
     return [
         f"This machine was calibrated in {measured}, not in {dtype}: operations may take longer or shorter than predicted"

@@ -51,9 +51,9 @@ def do_nothing() -> None:
     """The call of a rank that takes no part."""
 
 
-def rounded(n: int, ranks: int) -> int:
+def rounded(n: int, ranks: int, element_bytes: int = ELEMENT_BYTES) -> int:
     """The smallest size of at least n bytes that all ranks share in whole elements."""
-    unit = ELEMENT_BYTES * ranks
+    unit = element_bytes * ranks
     return max(-(-n // unit), 1) * unit
 
 
@@ -71,14 +71,14 @@ class Torch:
     def algorithms(self, operation: str) -> tuple[str, ...]:
         return ("",)
 
-    def collective(self, operation: str, algorithm: str, n: int) -> Call:
+    def collective(self, operation: str, algorithm: str, n: int, dtype: torch.dtype = DTYPE) -> Call:
         if not self.member:
             return do_nothing
         if operation == "barrier":
             return lambda: distributed.barrier(group=self.group)
         size, root = len(self.ranks), self.ranks[0]
-        full = torch.zeros(n // ELEMENT_BYTES, dtype=DTYPE, device=self.device)
-        shard = torch.zeros(full.numel() // size, dtype=DTYPE, device=self.device)
+        full = torch.zeros(n // dtype.itemsize, dtype=dtype, device=self.device)
+        shard = torch.zeros(full.numel() // size, dtype=dtype, device=self.device)
         return self._call(operation, full, shard, root)
 
     def _call(self, operation: str, full: torch.Tensor, shard: torch.Tensor, root: int) -> Call:

@@ -12,6 +12,10 @@ All ranks take part: in groups of two at the same time, then in one group of all
 ranks share cores, one may compute to its end before another begins, and their mean would be too short without collectives and right with
 them.
 
+A library adds numbers of one dtype faster than those of another, so all-reduce and reduce-scatter run in the dtype that the training reduces.
+The other collectives only move bytes. The layer computes in fp32 in any case: it takes the time between two collectives, and no more of it
+where a CPU multiplies bf16 slowly.
+
 `measure_overlap` overlaps computation with a long all-reduce: how much longer the two take together than the computation.
 """
 
@@ -28,7 +32,7 @@ from torch import distributed
 from torch.autograd.function import once_differentiable
 
 from meshwright.calibrate.machine import SIZES, AddedTime
-from meshwright.comm.bench.backends import Adapter, Torch, do_nothing, rounded
+from meshwright.comm.bench.backends import DTYPE, Torch, do_nothing, rounded
 from meshwright.comm.bench.layers import CALLS_PER_LAYER, layers_call, unchanged
 
 TOKENS, WIDTH, SEQUENCES = 128, 96, 2  # of a layer: about a millisecond of a slow core between two collectives
@@ -38,6 +42,7 @@ REPEATS = 3  # in each loop, of the layer without collectives: a function takes 
 SHORTEST_S = 1e-6  # what a collective adds at least
 OVERLAP_BYTES = 4 * 2**20
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point")
+REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 Call = Callable[[], object]
 
@@ -68,7 +73,7 @@ Layers = Callable[[Call | None], Call]
 
 def fixed_layers() -> Layers:
     """A layer, forward and backward, with a call in autograd functions between its parts, or without functions."""
-    run = layers_call(torch.float32, TOKENS, WIDTH, SEQUENCES)
+    run = layers_call(DTYPE, TOKENS, WIDTH, SEQUENCES)
 
     def layers(call: Call | None) -> Call:
         def between(x: torch.Tensor, in_backward: bool) -> torch.Tensor:
@@ -93,9 +98,9 @@ def seconds(calls: Sequence[Call]) -> tuple[float, float]:
     return float(wall), float(used) / distributed.get_world_size()
 
 
-def measure_collectives(rank: int, world: int) -> tuple[list[AddedTime], float]:
+def measure_collectives(rank: int, world: int, reduced: torch.dtype) -> tuple[list[AddedTime], float]:
     """Seconds that each collective adds in a layer, on groups of two ranks and on all of them; and those of an autograd function. The groups
-    have the backend of the default group."""
+    have the backend of the default group; `reduced` is the dtype that reductions add up."""
     layers, backend, cpu = fixed_layers(), distributed.get_backend(), torch.device("cpu")
     seconds([layers(None)] * PASSES)  # warm-up
     groups = {tuple(range(i, i + 2)) for i in range(0, world - 1, 2)}
@@ -105,19 +110,20 @@ def measure_collectives(rank: int, world: int) -> tuple[list[AddedTime], float]:
         adapters.append(Torch(backend, tuple(range(world)), cpu))
     found, functions = [], []
     for adapter in adapters:
-        times, function = added_times(layers, adapter, rank)
+        times, function = added_times(layers, adapter, rank, reduced)
         found += times
         functions.append(function)
     return found, min(functions)
 
 
-def added_times(layers: Layers, adapter: Adapter, rank: int) -> tuple[list[AddedTime], float]:
+def added_times(layers: Layers, adapter: Torch, rank: int, reduced: torch.dtype) -> tuple[list[AddedTime], float]:
     """What one collective of each kind and size adds in a layer, and what the function around it takes. A transfer between two ranks
     counts one way."""
     ranks, count = len(adapter.ranks), CALLS_PER_LAYER * PASSES
     operations = [x for x in OPERATIONS if ranks == 2 or x != "point-to-point"]
-    cases = [(operation, rounded(size, ranks)) for operation in operations for size in SIZES]
-    calls = [call_of(adapter, operation, size, rank) for operation, size in cases]
+    element = max(reduced.itemsize, DTYPE.itemsize)
+    cases = [(operation, rounded(size, ranks, element)) for operation in operations for size in SIZES]
+    calls = [call_of(adapter, operation, size, rank, reduced) for operation, size in cases]
     for call in calls:
         call()
     runs = [layers(None), layers(do_nothing)] * REPEATS + [layers(call) for call in calls]
@@ -136,20 +142,20 @@ def middle(times: Sequence[tuple[float, float]], k: int) -> float:
     return median(x[k] for x in times)
 
 
-def call_of(adapter: Adapter, operation: str, size: int, rank: int) -> Call:
+def call_of(adapter: Torch, operation: str, size: int, rank: int, reduced: torch.dtype) -> Call:
     """This rank's part of a collective, or of a round trip between two ranks."""
     if operation != "point-to-point":
-        return adapter.collective(operation, "", size)
+        return adapter.collective(operation, "", size, reduced if operation in REDUCTIONS else DTYPE)
     if rank not in adapter.ranks:
         return do_nothing  # an odd rank computes without exchanging
     peer = next(r for r in adapter.ranks if r != rank)
     return adapter.round_trip(peer, size, first=rank < peer)
 
 
-def measure_overlap() -> float:
+def measure_overlap(reduced: torch.dtype) -> float:
     """Seconds that a hidden second of communication costs: 0 if computation hides all of it, 1 if nothing is gained."""
     layers = fixed_layers()(None)
-    buffer = torch.zeros(OVERLAP_BYTES // 4)
+    buffer = torch.zeros(OVERLAP_BYTES // reduced.itemsize, dtype=reduced)
     running: list[Any] = []
 
     def begin() -> None:

@@ -44,6 +44,7 @@ def measure_device(
         return [point_of(case, took, dtype, rank) for case, took in zip(cases, times, strict=False)]
 
     if not cuda:
+        cases = affordable(cases, ranks, budget_s / 4)
         calls = [case.call for case in cases]
         return points(measure_in_turn(calls, ranks, budget_s, lambda t: so_far(points(t)), start + wall_s))
     times: list[Timed] = []
@@ -69,6 +70,23 @@ def point_of(case: Case, took: Timed, dtype: str, rank: int) -> DevicePoint:
     )
 
 
+def affordable(cases: Sequence[Case], ranks: Synchronization, limit_s: float) -> list[Case]:
+    """Run each case once, as a warm-up, and return those that were run. Cases of one kind go from small to large: after one that takes longer
+    than `limit_s` its larger ones are left out. A CPU without instructions for bf16 multiplies it a hundred times more slowly than fp32; all
+    sizes would take minutes, and the small ones give its rate as well."""
+    out: list[Case] = []
+    slow: set[str] = set()
+    for case in cases:
+        if case.kind in slow:
+            continue
+        start = time.thread_time()
+        case.call()
+        if ranks.agree([time.thread_time() - start])[0] > limit_s:  # the same decision on all ranks
+            slow.add(case.kind)
+        out.append(case)
+    return out
+
+
 def measure_in_turn(
     calls: list[Call],
     ranks: Synchronization,
@@ -79,7 +97,7 @@ def measure_in_turn(
     """Time calls one after the other, in rounds: each finds the caches filled by the others, as an operation of a step does. A call that
     is repeated alone takes two thirds of that. `so_far` gets the result of all rounds until then, after each. Ranks that share cores, with each
     other or with other processes, compute for a part of the time only: no round starts that would end after `deadline` (`time.monotonic`),
-    except the first."""
+    except the first. Calls of which one round takes longer than the budget are sampled once."""
 
     def run_round() -> list[float]:
         ranks.barrier()
@@ -98,7 +116,6 @@ def measure_in_turn(
         agreed = zip(own, medians, lows, highs, strict=True)
         return [t.but(median_s=median, low_s=low, high_s=high) for t, median, low, high in agreed]
 
-    run_round()
     samples: list[list[float]] = []
     rounds = MOST_SAMPLES
     while len(samples) < rounds:
@@ -107,7 +124,8 @@ def measure_in_turn(
         found = result()
         so_far(found)
         if len(samples) == 1:
-            rounds = min(max(round(budget_s / ranks.agree([sum(samples[0])])[0]), LEAST_SAMPLES), MOST_SAMPLES)
+            took = ranks.agree([sum(samples[0])])[0]
+            rounds = min(max(round(budget_s / took), LEAST_SAMPLES), MOST_SAMPLES) if took < budget_s else 1
         end = time.monotonic()
         if ranks.agree([2 * end - start - deadline])[0] > 0:
             break

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from meshwright.comm.bench.contention import measure_collectives, measure_overlap
-from meshwright.comm.bench.device import measure_device
+from meshwright.comm.bench.device import DTYPES, measure_device
 from meshwright.comm.bench.interference import Moment
 from meshwright.comm.bench.timing import Synchronization
 
@@ -33,8 +33,9 @@ class Context(Protocol):
     def send(self) -> Callable[[Any], None]: ...
 
 
-def calibrate_rank(context: Context, dtype: str) -> dict[str, Any]:
-    """What this rank measured, as plain data; the parent reads rank 0's. Operations are timed in `dtype`."""
+def calibrate_rank(context: Context, dtype: str, reduced_dtype: str) -> dict[str, Any]:
+    """What this rank measured, as plain data; the parent reads rank 0's. Operations are timed in `dtype`, all-reduce and reduce-scatter
+    in `reduced_dtype`."""
 
     def mean(values: Sequence[float]) -> list[float]:
         total = torch.tensor(list(values), dtype=torch.float64)
@@ -52,9 +53,11 @@ def calibrate_rank(context: Context, dtype: str) -> dict[str, Any]:
     collectives, function, overlap = [], 0.0, 0.0
     if context.world > 1:
         report("timing collectives")
-        added, function = measure_collectives(context.rank, context.world)
+        added, function = measure_collectives(context.rank, context.world, DTYPES[reduced_dtype])
         collectives = [x.as_dict() for x in added]
-        overlap = measure_overlap()  # meaningless where ranks outnumber cores: `calibrate.machine` then assumes 1
+        overlap = measure_overlap(
+            DTYPES[reduced_dtype]
+        )  # meaningless where ranks outnumber cores: `calibrate.machine` then assumes 1
     return {
         "operations": [p.as_dict() for p in points],
         "collectives": collectives,

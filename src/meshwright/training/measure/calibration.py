@@ -1,7 +1,8 @@
 """The calibration of this machine: measured in seconds, kept in the user's cache folder, used by every prediction of `train`.
 
 A calibration holds for a processor, a number of usable cores, the versions of Python and torch, a number of ranks at once, the dtype in
-which they compute (many CPUs multiply bf16 more slowly than fp32), and the backend of their collectives: they are its key. A change of any
+which they compute (many CPUs multiply bf16 more slowly than fp32), the dtype that their collectives add up (gloo adds bf16 more slowly than
+fp32), and the backend of the collectives: they are its key. A change of any
 of them starts a new measurement, and so does `--recalibrate`. One that was measured on a busy machine is used once and measured again by the
 next run.
 """
@@ -20,9 +21,12 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from meshwright.calibrate.machine import VERSION, MachineMeasurement, calibrated
+from meshwright.calibrate.machine import ACCELERATOR, VERSION, MachineMeasurement, calibrated
 from meshwright.calibrate.points import IDLE_SHARE
+from meshwright.describe import catalog
+from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.host import usable_cores
 from meshwright.training.launch import local
@@ -39,7 +43,9 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshwright"
 
 
-def machine_key(ranks: int, dtype: str = "fp32", backend: str = "gloo", device: str = "cpu") -> dict[str, str]:
+def machine_key(
+    ranks: int, dtype: str = "fp32", reduced_dtype: str = "fp32", backend: str = "gloo", device: str = "cpu"
+) -> dict[str, str]:
     """What a calibration holds for."""
     return {
         "version": str(VERSION),
@@ -49,6 +55,7 @@ def machine_key(ranks: int, dtype: str = "fp32", backend: str = "gloo", device: 
         "device": device,
         "ranks": str(ranks),
         "dtype": dtype,
+        "reduced_dtype": reduced_dtype,
         "backend": backend,
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
@@ -103,12 +110,14 @@ def write_cached(measured: MachineMeasurement) -> None:
 def machine_measurement(
     ranks: int,
     dtype: str = "fp32",
+    reduced_dtype: str = "fp32",
     backend: str = "gloo",
     recalibrate: bool = False,
     listen: Callable[[str], None] | None = None,
 ) -> MachineMeasurement:
-    """The calibration of this machine for `ranks` processes that compute in `dtype` at once and exchange by `backend`: cached, or measured now."""
-    key = machine_key(ranks, dtype, backend)
+    """The calibration of this machine for `ranks` processes that compute in `dtype` at once and reduce `reduced_dtype` by `backend`: cached, or
+    measured now."""
+    key = machine_key(ranks, dtype, reduced_dtype, backend)
     if not recalibrate and (found := read_cached(key)) is not None:
         return found
     if listen is not None:
@@ -117,6 +126,7 @@ def machine_measurement(
         TARGET,
         ranks,
         dtype,
+        reduced_dtype,
         silence=SILENCE_S,
         listen=lambda rank, text: listen(f"calibrating this machine: {text}") if listen is not None else None,
         backend=backend,
@@ -125,6 +135,7 @@ def machine_measurement(
         made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         key=key,
         dtype=dtype,
+        reduced_dtype=reduced_dtype,
         backend=backend,
         ranks=ranks,
         cores=usable_cores(),
@@ -134,14 +145,32 @@ def machine_measurement(
     return measured
 
 
+def reduced_dtype(plan: Plan) -> str:
+    """The dtype that most reductions of a step add up: that of activations with tensor parallelism, which reduces them several times in
+    every layer, else that of gradients. Gradients sent in fp8 are added up in fp32."""
+    dtype = plan.param_dtype if plan.tp > 1 else plan.reduce_dtype
+    return "fp32" if dtype == "fp8" else dtype
+
+
 def is_for_this_machine(config: Config) -> bool:
-    """Whether a configuration is for CPU processes whose constants are not measured."""
-    device = config.cluster.accelerator
-    return device.name == "cpu" and not device.efficiency.measured_dtype
+    """Whether a configuration is for CPU processes whose rates are those of the catalog, which are not measured."""
+    device, plain = config.cluster.accelerator, catalog.load("accelerators", ACCELERATOR)
+    return device.but(memory=plain.memory) == plain
+
+
+def has_given_links(cluster: Cluster) -> bool:
+    """Whether the links come from a file or from the user: they differ from those of the catalog's cluster of that name."""
+    if cluster.name not in catalog.names("clusters"):
+        return True
+    plain = catalog.load("clusters", cluster.name)
+    return (cluster.levels, cluster.collectives) != (plain.levels, plain.collectives)
 
 
 def with_this_machine(config: Config, measured: MachineMeasurement, busy: float = 0.0) -> Config:
-    """The configuration with the constants of this machine, while other processes keep `busy` cores busy."""
+    """The configuration with the constants of this machine, while other processes keep `busy` cores busy. Links that were given, such as
+    those of a file that `meshwright calibrate` wrote, stay: the measured collectives are not used."""
+    if has_given_links(config.cluster):
+        measured = measured.but(collectives=())
     cluster, stack = calibrated(config.cluster, config.stack, measured, busy)
     return replace(config, cluster=cluster, stack=stack)
 

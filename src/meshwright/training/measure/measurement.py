@@ -7,6 +7,7 @@ as the prediction, so that the two subtract. After an interruption, and after a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
@@ -25,7 +26,7 @@ from meshwright.describe.run_folder import PROFILE, RUN, read_steps
 from meshwright.describe.shown import Shown
 from meshwright.training.folder import RunFolder
 from meshwright.training.measure import communication, kernels, timeline
-from meshwright.training.measure.calibration import Interference, with_this_machine
+from meshwright.training.measure.calibration import Interference, has_given_links, with_this_machine
 from meshwright.training.measure.kernels import GroupTime
 from meshwright.training.records import RankReport, StepRecord
 from meshwright.units import format_flops, format_seconds
@@ -44,6 +45,7 @@ class Training(Shown):
     measurement: Measurement
     prediction: Prediction
     device: str = "cpu"
+    predicted_from: str = ""  # where the constants of a cluster that is not the catalog's come from
     interference: Interference | None = None  # unknown without a calibration of this machine
     communication: dict[str, Any] | None = None  # by rank; unknown after an interruption
     timeline: dict[str, Any] | None = None
@@ -94,6 +96,12 @@ def predicted(config: Config) -> Prediction:
     return predict(config.model, config.cluster, config.plan, config.workload, config.stack)
 
 
+def file_of_links(config: Config) -> str:
+    """The file that the links of the cluster come from, or the cluster's name."""
+    origin = config.origin("cluster.levels.0.name")
+    return re.sub(r":\d+$", "", origin) if ".toml" in origin else config.cluster.name
+
+
 def routed_traffic(config: Config, kept: float) -> dict[str, float]:
     """Predicted traffic by axis if routers keep this share of the token copies: a capacity below 1 keeps at most itself."""
     router = config.model.router.but(capacity=kept)
@@ -110,21 +118,26 @@ def kept_in_busiest_stage(reports: list[RankReport]) -> float | None:
 
 
 class LoadWatch:
-    """The prediction of a run for the load on this machine before it, and the load during its steps."""
+    """The prediction of a run for the load on this machine before it, and the load during its steps. `predicted_from` says where the
+    constants come from if the user gave the links; it is empty for those of the catalog and of this machine."""
 
     def __init__(self, config: Config, machine: MachineMeasurement | None) -> None:
         self.uncalibrated, self.machine, self.before = config, machine, 0.0
         self.first: Moment | None = None
         self.last: Moment | None = None
+        given = has_given_links(config.cluster)
         if machine is None:
             self.config, self.prediction = config, predicted(config)
+            self.predicted_from = file_of_links(config) if given else ""
             return
         still_idle = IDLE_SHARE * machine.cores
         idle, self.before = with_this_machine(config, machine), busy_cores(still_idle)
         self.idle_s = predicted(idle).step_time_s
         busy = self.before if self.before > still_idle else 0.0
         self.config = with_this_machine(config, machine, busy) if busy else idle
-        assumed = [f"device, links and host times: {self.config.cluster.source}"]
+        source = self.config.cluster.source
+        self.predicted_from = f"the links of {file_of_links(config)} and the device of this machine" if given else ""
+        assumed = [source if given else f"device, links and host times: {source}"]
         if busy:
             assumed.append(
                 f"other processes keep using {busy:.1f} of {machine.cores:g} cores; idle: {format_seconds(self.idle_s)}"
@@ -227,6 +240,7 @@ def conclude(
         measure(config, records, reports, steps, ranks, earlier),
         watch.prediction,
         device.partition(":")[0],
+        watch.predicted_from,
         watch.interference(reports),
         communication.as_json(ranks, watch.prediction, len(reports[0].recorded)) if ranks else None,
         timeline.both_steps(config, reports),
