@@ -129,13 +129,14 @@ def test_times_that_were_added_up_lie_on_a_line_in_the_layers():
 
 def test_a_bucket_of_ddp_holds_whole_tensors_in_the_dtype_of_the_gradients():
     """DDP closes a bucket with the tensor that brings it to 25 MiB of 16-bit parameters; the gradients here are fp32. Of 24 layers of hidden size
-    2048 a matrix of the FFN has 16.8M elements, query, key and value 12.6M, the output 4.2M (biases add 0.1%)."""
-    alone, quarter = (rows.case(row(stack="nanotron", pp="1", tp=tp)).plan.bucket for tp in ("1", "4"))
-    layer = 12 * 2048**2
-    assert alone == pytest.approx(4 * layer / 3, rel=0.002)  # down; up; output with query, key and value
-    assert quarter == pytest.approx(
-        4 * layer / 4 * 24 / 20, rel=0.002
-    )  # four buckets hold five layers, the last one less
+    2048 a matrix of the FFN has 16.8M elements, query, key and value 12.6M, the output 4.2M (biases add 0.1%). The embedding is one bucket."""
+    cases = [rows.case(row(stack="nanotron", pp="1", tp=tp)) for tp in ("1", "4")]
+    alone, quarter = (case.plan.bucket for case in cases)
+    model = cases[0].model
+    assert model.tied
+    total = 4 * (24 * 12 * 2048**2 + model.vocab * 2048)
+    assert alone == pytest.approx(total / (1 + 24 * 3), rel=0.002)  # down; up; output with query, key and value
+    assert quarter == pytest.approx(total / 4 / (1 + 20), rel=0.002)  # four buckets hold five layers, the last one less
     assert rows.case(row(stack="megatron-lm")).plan.bucket == 160e6
 
 

@@ -9,6 +9,7 @@ from meshwright import planner
 from meshwright.calibrate.runs.outcomes import memory_quantity, memory_stage
 from meshwright.cost.band import band, difference_doubt, indistinguishable, width
 from meshwright.cost.collective import Network
+from meshwright.cost.compute import device_time
 from meshwright.cost.memory import memory
 from meshwright.cost.predict import predict
 from meshwright.cost.step import step_cost
@@ -74,6 +75,85 @@ def test_zero_3_parameter_by_parameter_sends_more_messages_and_hides_none():
         assert smaller == pytest.approx(size / tensors)
     assert one(parameters.exposed["dp"]) >= one(parameters.busy["comm:dp"]) * (1 - 1e-9)
     assert one(units.exposed["dp"]) < 0.5 * one(units.busy["comm:dp"])
+
+
+def test_asynchronous_linear_layers_hide_a_collective_behind_one_product():
+    """Backward of a column layer gathers its input and reduces its gradient behind a product each; a gather that a product waits for runs behind
+    the product of the rank's own shard, 1/tp of it. The reduce-scatter after a row layer runs behind nothing."""
+    plan = Plan(tp=16, sp=True)
+    found = {kind: cost(plan, overlap=(), async_linears=kind) for kind in ("none", "backward", "own-shard")}
+    program = found["none"].program
+    network = Network(DGX, program.batch)
+
+    def hidden(phase, *pairs):
+        """Seconds of some collectives, each at most those of a share of its product."""
+        ops = {op.name: op for op in program.blocks["dense", phase]}
+        seconds = 0.0
+        for collective, product, share in pairs:
+            took = one(device_time(DGX.accelerator, "bf16", "flash", ops[product]))
+            seconds += min(one(network.time(ops[collective])), share * took)
+        return seconds
+
+    columns = (("attention-in", "qkv"), ("ffn-in", "ffn-up"))
+    expected = {
+        ("backward", "F"): 0.0,
+        ("backward", "I"): hidden("I", *((f"{name}-grad", f"{product}-dgrad", 1.0) for name, product in columns)),
+        ("backward", "W"): hidden("W", *((f"{name}-again", f"{product}-wgrad", 1.0) for name, product in columns)),
+        ("own-shard", "F"): hidden("F", *((name, product, 1 / 16) for name, product in columns)),
+    }
+    rows = (("attention-out-grad", "o-dgrad", 1 / 16), ("ffn-out-grad", "ffn-down-dgrad", 1 / 16))
+    expected["own-shard", "I"] = expected["backward", "I"] + hidden("I", *rows)
+    expected["own-shard", "W"] = expected["backward", "W"]
+    for (kind, phase), seconds in expected.items():
+        exposed = [one(found[k].times["dense", phase].parts["tp"]) for k in ("none", kind)]
+        assert exposed[0] - exposed[1] == pytest.approx(seconds, rel=1e-9, abs=1e-12), (kind, phase)
+    everywhere = [one(cost(plan, overlap=("tp",), async_linears=k).time) for k in ("none", "own-shard")]
+    assert everywhere[0] == pytest.approx(
+        everywhere[1], rel=1e-9
+    )  # where all compute hides the messages of tp, one product is no limit
+
+
+@pytest.mark.parametrize(("tp", "more"), [(2, 1), (8, 2)])
+def test_a_product_by_shards_has_more_launches(tp, more):
+    """The rows before and after the rank's own are a product each: with two ranks, one of them is empty."""
+    plan = Plan(replicate=16 // tp, tp=tp, sp=True)
+    hosts = [
+        one(cost(plan, overlap=(), async_linears=kind, launch=1.0).times["dense", "F"].host)
+        for kind in ("backward", "own-shard")
+    ]
+    assert hosts[1] - hosts[0] == pytest.approx(2 * more)  # query, key and value; gate and up
+
+
+def test_zero_1_with_one_all_reduce_after_backward_hides_nothing():
+    """All gradients of a rank in one call, in the width of the gradients; then the gather, whose shards are copied parameter by parameter."""
+    plan = Plan(shard=16, zero=1)
+    fields = {"flat_shards": True, "gathers_ahead": False, "overlap": ("dp",)}
+    buckets, whole, copied = (
+        cost(plan, **fields, **more)
+        for more in ({}, {"zero_reduction": "whole"}, {"zero_reduction": "whole", "shard_copy": 1e-3})
+    )
+    (op,) = (op for op in whole.syncs if op.name == "reduce-gradients")
+    assert op.collective == "all_reduce"
+    assert one(op.count) == 1
+    assert one(op.message_bytes) == pytest.approx(4.0 * DENSE.total)
+    assert one(whole.exposed["dp"]) == pytest.approx(one(whole.reduce))
+    assert one(buckets.exposed["dp"]) < one(buckets.reduce)
+    tensors = 32 * (4 + 2) + 4  # fused matrices and norms of a layer; the ends of the model
+    gather = next(op for op in whole.syncs if op.name == "gather-parameters")
+    device, host = one(Network(DGX, whole.program.batch).time(gather)), 1e-3 * 16 * tensors
+    more = one(copied.exposed["dp"]) - one(whole.exposed["dp"])
+    assert more == pytest.approx((device**3 + host**3) ** (1 / 3) - device)
+    replicas = [one(cost(Plan(replicate=16), **fields, zero_reduction=z).time) for z in ("buckets", "whole")]
+    assert replicas[0] == replicas[1]  # only ZeRO reduces so
+
+
+def test_tensors_of_a_layer():
+    """GPT-2 has four matrices and two norms, all with biases; query, key and value are three matrices where projections are separate. Llama has no
+    biases, and gate and up."""
+    plan, gpt = Plan(replicate=16), catalog.load("models", "gpt2-small")
+    for model, separate, tensors in ((gpt, False, 12), (gpt, True, 16), (DENSE, False, 6), (DENSE, True, 9)):
+        program = step_program(model, plan, WORK, Stack(separate_projections=separate))
+        assert program.batch.layer_tensors == tensors
 
 
 def test_a_deduplicating_dispatch_sends_a_token_once_to_each_node():

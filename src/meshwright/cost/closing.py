@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
-from meshwright.cost.phase import AXIS_OF, RankTime, in_units, unit_overlap
+from meshwright.cost.phase import AXIS_OF, RankTime, in_units, together, unit_overlap
 from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.sharding.matrices import axes_of
@@ -14,6 +14,7 @@ from meshwright.describe.stack import Stack
 from meshwright.lower import muon, sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
+from meshwright.lower.gradients import reduced_whole
 from meshwright.lower.op import Array, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks, rank_blocks
 from meshwright.lower.traffic import DATA_PARALLEL
@@ -45,12 +46,16 @@ def closing_time(
             after[AXIS_OF[op.axis]] = after[AXIS_OF[op.axis]] + op.count * seconds
         elif op.name == "gather-parameters":
             gather = gather + op.count * seconds
+            if b.stack.shard_copy:
+                gather = together(b.stack, gather, (op.count > 0) * op.launches * b.stack.shard_copy)
         else:
             reduce = reduce + op.count * seconds
             last = np.maximum(last, np.where(op.count > 0, seconds, 0.0))
     rounds = np.where(b.reduce_each, np.maximum(b.microbatches, 1.0), 1.0)
     blocks = present(b.zero >= 1) and not unit_overlap(b.stack)
     overlaps = b.overlap["dp"] * np.where(in_units(b, "dense"), 0.0, 1.0) if blocks else b.overlap["dp"]
+    if b.stack.zero_reduction == "whole":
+        overlaps = overlaps * ~reduced_whole(b)
     window = b.stack.hides * (slow.i + slow.w) * overlaps * rounds
     hidden = np.minimum(reduce, window)
     tail = np.maximum(last - (reduce - hidden), 0.0)

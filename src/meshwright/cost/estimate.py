@@ -23,6 +23,7 @@ from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.framework_stages import in_framework
 from meshwright.describe.model import Model
 from meshwright.describe.own_trainer import is_typical, own_stack
 from meshwright.describe.plan import Plan
@@ -198,6 +199,7 @@ def estimate(
 ) -> Estimate:
     """Check, lower and cost one configuration; verdicts, roofline, walk and critical batch are computed on first access."""
     plan.check(model, workload, cluster, stack)
+    plan = in_framework(plan, model, stack)
     given, plan = plan, resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
     program = step_program(model, plan, workload, stack)
     cost = step_cost(program, cluster, every_rank=True)

@@ -4,8 +4,9 @@ For one micro-batch, one rank and one direction, the device is busy for
 
     gpu = compute + exposed communication + slowdown · hidden communication
 
-where only the axes that overlap hide communication behind compute. Hidden communication slows compute, because it uses some of the device's units
-and memory bandwidth. The host must issue every launch and collective. If only one side ever waited, a direction would take max(gpu, host). But some
+where only the axes that overlap hide communication behind compute. Where tensor parallelism does not, some stacks run a collective of a linear layer
+behind one product of the same layer (`behind_products`). Hidden communication slows compute, because it uses some of the device's units and memory
+bandwidth. The host must issue every launch and collective. If only one side ever waited, a direction would take max(gpu, host). But some
 kernels are short and some are long, so each side waits part of the time if the two are close:
 
     direction = (gpu³ + host³)^⅓        26% more than either if they are equal, 4% more than the larger if one is twice the other
@@ -91,11 +92,14 @@ def phase_time(
     t = PhaseTime()
     core: Array = 0.0
     work: Array = 0.0
+    products: dict[str, Array] = {}  # seconds of those that may hide a collective of their layer
     for op in ops:
         if op.axis:
             axis = AXIS_OF[op.axis]
             add(t.comm, axis, op.count * network.time(op))
             t.host = t.host + op.count * collective_launch(stack, op)
+            if op.own_shard and stack.async_linears == "own-shard":
+                t.host = t.host + op.count * split_launches(b) * (stack.product_launch or stack.launch)
             continue
         if op.kind == "host":
             copied = op.count * compute.host_copy_time(device, op)
@@ -108,6 +112,8 @@ def phase_time(
         t.host = t.host + op.count * op.launches * launch_time(stack, op)
         t.flops = t.flops + op.count * op.flops
         work = work + seconds
+        if b.async_linears and op.kind == "gemm":
+            products[op.name] = seconds
         if op.kind in ("attention", "tile"):
             core = core + seconds
     t.busy = work
@@ -120,6 +126,8 @@ def phase_time(
         if main is None and axis in ("tp", "cp"):  # attention hides the messages of cp, all other compute those of tp
             hidden = np.minimum(hidden, stack.hides * (core if axis == "cp" else work - core))
         hidden = hidden * b.overlap[axis]
+        if axis == "tp" and products:
+            hidden = hidden + (1 - b.overlap[axis]) * np.minimum(behind_products(b, network, ops, products), left)
         if axis == "dp":
             hidden = hidden * b.prefetch * unit_overlap(stack)
         t.left = left = left - hidden
@@ -135,6 +143,24 @@ def phase_time(
     if stack.graphs:
         t.host = t.host * GRAPH_HOST
     return t
+
+
+def behind_products(b: Batch, network: Network, ops: list[Op], products: dict[str, Array]) -> Array:
+    """Seconds of the collectives of linear layers that run behind one product of their layer (`Stack.async_linears`), each at most as long as
+    it. Backward of a column layer has two products of equal size and up to two collectives, the gather of the input and the reduction of its
+    gradient: each runs behind the other one's product, and counts here with the product of its phase."""
+    hidden: Array = 0.0
+    for op in ops:
+        if op.product not in products or (op.own_shard and b.stack.async_linears != "own-shard"):
+            continue
+        longest = products[op.product] / (b.tp if op.own_shard else 1.0)
+        hidden = hidden + np.minimum(op.count * network.time(op), longest)
+    return hidden
+
+
+def split_launches(b: Batch) -> Array:
+    """Launches that a product takes more where the rank's own shard is multiplied first: the shards before it, and those after it."""
+    return np.minimum(b.tp, 3.0) - 1.0
 
 
 def add(table: dict[str, Array], key: str, value: Array) -> None:

@@ -39,7 +39,11 @@ class Abilities(Described):
     )
     even_stages: bool = Field(default=False, description="layers must divide by pp × virtual")
     own_stages: bool = Field(
-        default=False, description="the framework itself divides the layers over stages, as evenly as it can"
+        default=False, description="the framework itself divides the model over stages (`stages_by`)"
+    )
+    stages_by: Literal["layers", "products"] = Field(
+        default="layers",
+        description="what the framework divides evenly over stages: layers, or the matrix products of layers and head (`framework_stages`)",
     )
     tensor_divides_kv: bool = Field(default=False, description="tp must divide the KV heads")
     shards_context: bool = Field(default=False, description="context-parallel ranks always shard the weights (ZeRO-3)")

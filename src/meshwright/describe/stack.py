@@ -101,6 +101,12 @@ class Stack(Described):
         description="ring and all-gather attention run in tiles of torch operators: no fused kernel returns the log-sum-exp",
     )
     overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication overlaps with compute")
+    async_linears: Literal["none", "backward", "own-shard"] = Field(
+        default="none",
+        description="collectives of tensor parallelism that run behind one product of their linear layer where tp is not in `overlap`. backward: in "
+        "column layers, the gather of the input behind the gradient of the input, whose reduction runs behind the gradient of the weight "
+        "(Megatron). own-shard: also the gathers that a product waits for, behind the product of the rank's own shard (nanotron)",
+    )
     selective: Literal["attention", "operators"] = Field(
         default="attention",
         description="what `recompute = selective` recomputes: the core of attention, or all but attention and every second product (torchtitan)",
@@ -152,10 +158,19 @@ class Stack(Described):
         default=False,
         description="ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks",
     )
+    zero_reduction: Literal["buckets", "whole"] = Field(
+        default="buckets",
+        description="ZeRO-1 and 2 reduce-scatter gradients in buckets; or all-reduce them whole in one call after backward",
+    )
     gathers_ahead: bool = Field(
         default=True,
         description="ZeRO-1 and 2 gather updated parameters in buckets behind the next forward where data parallelism overlaps; otherwise in one "
         "call that the next forward waits for",
+    )
+    shard_copy: Seconds = Field(
+        default=0.0,
+        description="ZeRO-1 and 2: host time in which the shard of one parameter on one rank is copied from the buffer of the gather, which is not "
+        "the memory of the parameters; 0: it is",
     )
     gathers: Literal["layer", "parameter"] = Field(
         default="layer",

@@ -127,6 +127,18 @@ class Block:
             out[item.part] = out.get(item.part, 0) + item.parameters
         return out
 
+    def fused_matrices(self) -> list[list[Linear]]:
+        """The matrices in order, with those that multiply one input (query, key and value; gate and up) together."""
+        found: list[list[Linear]] = []
+        columns: list[Linear] = []
+        for linear in self.linears:
+            if linear.style in ("row", "experts-row"):
+                found += [columns, [linear]] if columns else [[linear]]
+                columns = []
+            else:
+                columns.append(linear)
+        return [*found, columns] if columns else found
+
 
 def joined(kind: str, parts: Sequence[Block]) -> Block:
     """One block of the tensors of several."""

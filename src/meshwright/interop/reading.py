@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.describe import catalog, legality
+from meshwright.describe.framework_stages import framework_stages
 from meshwright.describe.legality import Case
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -77,6 +78,9 @@ def understand(
     name = str(facts.get("model") or model or "")
     found = shape_of(facts, _better_name(name, model), shape, framework.trains_mtp)
     assembled = assemble(facts, framework, gpus, found.layers, found.experts)
+    if found.complete and "layers_per_stage" not in assembled.plan:
+        stages = framework_stages(found.model, catalog.load("stacks", framework.stack), assembled.plan["pp"])
+        assembled.plan |= {"layers_per_stage": stages} if stages else {}
     reading = Reading(framework, understood, assembled, found, hardware)
     reading.problems = [*assembled.problems, *check_facts(reading.facts, framework, assembled, found, hardware, merged)]
     if framework.layout_in_code and not found.layers_stated:

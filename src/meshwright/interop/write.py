@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.describe.config import Config
 from meshwright.describe.files import write_text
+from meshwright.describe.framework_stages import in_framework
 from meshwright.errors import MeshwrightError
 from meshwright.interop.express import express
 from meshwright.interop.files import SCRIPTS, YAML
@@ -63,10 +64,13 @@ def settings_of(config: Config, framework: Framework, form: Form | None = None) 
 def difference(config: Config, framework: Framework, settings: Settings) -> dict[str, tuple[Any, Any]]:
     """Fields of plan and workload that another value is read back for: ours and the one read."""
     back = understand(framework, settings, gpus=config.plan.world, model=config.model.name, shape=None)
+    stages = in_framework(config.plan, config.model, config.stack).stage_layers(config.model.layers)
     out: dict[str, tuple[Any, Any]] = {}
     for section, ours, theirs in (("plan", config.plan, back.plan), ("workload", config.workload, back.workload)):
         for name in type(ours).model_fields:
             a, b = getattr(ours, name), getattr(theirs, name)
+            if name == "layers_per_stage" and back.plan.stages == len(stages):
+                a, b = stages, back.plan.stage_layers(config.model.layers)
             if (
                 a != b
                 and not (name in OWN and name not in ("order", "layers_per_stage"))

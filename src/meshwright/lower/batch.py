@@ -19,6 +19,7 @@ import numpy as np
 
 from meshwright.describe.axes import BASE, axis_size, members_in_unit, strides
 from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.framework_stages import in_framework
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import COMPRESSIONS, CP_KINDS, ORDERS, RECOMPUTES
@@ -98,6 +99,8 @@ class Batch:
         ):  # ring attention passes one block on while it computes the other: it overlaps wherever anything does
             ring = np.maximum(self.overlap["cp"], self.cp_kind == CP_KINDS.index("ring"))
             self.overlap = {**self.overlap, "cp": ring}
+        # Whether tensor-parallel messages of some plan run behind a product of their layer: where all compute hides them, that is no limit.
+        self.async_linears = stack.async_linears != "none" and bool(np.count_nonzero(self.overlap["tp"] == 0))
         self.dp = self.replicate * self.shard
         self.world = self.dp * self.tp * self.cp * self.pp
         self.microbatches = workload.batch / (self.microbatch * self.dp)
@@ -111,7 +114,10 @@ class Batch:
         # Gradients that ZeRO does not shard stay whole: each micro-batch reduces them only if the plan says `reduce = microbatch`.
         self.reduce_whole = self.reduce_each & (fields.get("reduce_said", False) | (self.zero == 0))
         self.reduce_each = self.reduce_each & ((self.pp == 1) | (self.zero == 0))
-        self.uneven = [i for i, given in enumerate(self.layers_per_stage) if given]  # plans with explicit stage lengths
+        self.uneven: dict[tuple[int, ...], list[int]] = {}  # stage lengths that plans state → their indices
+        for i, given in enumerate(self.layers_per_stage):
+            if given:
+                self.uneven.setdefault(given, []).append(i)
         self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
         self.schedules = self._pipelines()
         # Plans whose backward has all tensors of one layer in memory while it recomputes some of them.
@@ -176,13 +182,15 @@ class Batch:
     @classmethod
     def of(cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack) -> Batch:
         """The batch of some plans. A plan that is there several times (with other numbers of the stack) is read once."""
-        first = {id(plan): plan for plan in plans}
+        first = {id(plan): in_framework(plan, model, stack) for plan in plans}
         fields = cls._fields(list(first.values()), model, stack)
         if len(first) < len(plans):
             index = {key: k for k, key in enumerate(first)}
             at = np.array([index[id(plan)] for plan in plans])
             fields = {name: repeated(value, at) for name, value in fields.items()}
-        fields["some_recomputed"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
+        fields["some_recomputed"] = {
+            i: first[id(p)] for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers
+        }
         return cls(fields, model, workload, stack)
 
     @staticmethod
@@ -297,9 +305,17 @@ class Batch:
 
     @property
     def layer_tensors(self) -> float:
-        """Parameter tensors of the mean layer."""
-        blocks = [(self.model.layer_count(kind), self.model.blocks[kind]) for kind in self.model.kinds]
-        return sum(n * (len(block.linears) + len(block.vectors)) for n, block in blocks) / self.model.layers
+        """Parameter tensors of the mean layer: matrices, those that multiply one input as one where the stack fuses their products; their biases;
+        and weights of norms, each with a bias in LayerNorm."""
+        total, norms = 0, 2 if self.model.norm == "layernorm" else 1
+        for kind in self.model.kinds:
+            block = self.model.blocks[kind]
+            separate = [[linear] for linear in block.linears]
+            matrices = separate if self.stack.separate_projections else block.fused_matrices()
+            with_bias = sum(any(linear.bias for linear in fused) for fused in matrices)
+            vectors = sum(norms if vector.part == "norm" else 1 for vector in block.vectors)
+            total += self.model.layer_count(kind) * (len(matrices) + with_bias + vectors)
+        return total / self.model.layers
 
     @property
     def parameter_tensors(self) -> Any:

@@ -72,7 +72,17 @@ class BlockBuilder:
         )
 
     def collective(
-        self, phase: str, name: str, part: str, kind: str, axis: str, n: Array, count: Array, copies: float = 1.0
+        self,
+        phase: str,
+        name: str,
+        part: str,
+        kind: str,
+        axis: str,
+        n: Array,
+        count: Array,
+        copies: float = 1.0,
+        product: str = "",
+        own_shard: bool = False,
     ) -> None:
         op = Op(
             name,
@@ -84,6 +94,8 @@ class BlockBuilder:
             message_bytes=n,
             stream=f"comm:{axis}",
             copies=copies,
+            product=product,
+            own_shard=own_shard,
         )
         self.phases.setdefault(phase, []).append(op)
 
@@ -148,23 +160,28 @@ class BlockBuilder:
             self.messages[width, wide] = np.where(self.b.gather_fp8, narrow + self.b.tokens * wide * self.element, n)
         return self.messages[width, wide]
 
-    def enter_columns(self, part: str, width: int, wide: int = 0) -> None:
-        """Add the communication before a column-split product with an input of `width`, of which `wide` is read in 16 bits."""
+    def enter_columns(self, part: str, width: int, product: str, wide: int = 0) -> None:
+        """Add the communication before a column-split `product` with an input of `width`, of which `wide` is read in 16 bits."""
         n, gathered = self.message(width), self.gathered(width, wide)
-        self.collective("F", f"{part}-in", part, "all_gather", "tp", gathered, self.with_sp)
-        self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp)
-        self.collective("W", f"{part}-in-again", part, "all_gather", "tp", gathered, self.with_sp)
+        dgrad, wgrad = f"{product}-dgrad", f"{product}-wgrad"
+        self.collective("F", f"{part}-in", part, "all_gather", "tp", gathered, self.with_sp, 1.0, product, True)
+        self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp, product=dgrad)
+        self.collective("W", f"{part}-in-again", part, "all_gather", "tp", gathered, self.with_sp, product=wgrad)
         if self.b.splits_twice:
             self.collective("G", f"{part}-in-again", part, "all_gather", "tp", gathered, self.with_sp * self.b.splits)
-        self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, self.reduce_form + self.gather_form)
+        reduced = self.reduce_form + self.gather_form
+        self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, reduced, product=dgrad)
 
-    def leave_rows(self, part: str, width: int, inner: int) -> None:
-        """Add the communication after a row-split product with an output of `width` and an input of `inner`. The all-gather form gathers
+    def leave_rows(self, part: str, width: int, inner: int, product: str) -> None:
+        """Add the communication after a row-split `product` with an output of `width` and an input of `inner`. The all-gather form gathers
         both."""
         n, n_inner = self.message(width), self.message(inner)
         self.collective("F", f"{part}-out", part, "all_reduce", "tp", n, self.reduce_form)
         self.collective("F", f"{part}-out", part, "reduce_scatter", "tp", n, self.with_sp)
-        self.collective("I", f"{part}-out-grad", part, "all_gather", "tp", self.gathered(width), self.with_sp)
+        gathered = self.gathered(width)
+        self.collective(
+            "I", f"{part}-out-grad", part, "all_gather", "tp", gathered, self.with_sp, 1.0, f"{product}-dgrad", True
+        )
         self.collective("F", f"{part}-inner", part, "all_gather", "tp", n_inner, self.gather_form)
         self.collective("F", f"{part}-out", part, "all_gather", "tp", n, self.gather_form)
         self.collective("I", f"{part}-inner-grad", part, "reduce_scatter", "tp", n_inner, self.gather_form)

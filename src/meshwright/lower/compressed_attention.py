@@ -31,7 +31,7 @@ def compressed_attention(low: LayerLowering) -> None:
         pooled = low.row_tokens * 2 * linears["compress_kv"].d_out * e
         low.memory("F", "compress", "attention", pooled, 1 + 1 / core.ratio, 2)
         low.memory("I", "compress-grad", "attention", pooled, 2 + 1 / core.ratio, 3)
-    low.enter_columns("attention", width)
+    low.enter_columns("attention", width, "q_b")
     heads = core.heads / b.tp
     low.gemm("q_b", "attention", t, low.columns(linears["q_b"]), m.q_rank)
     low.rotate(t * (heads + 1) * core.qk * e)
@@ -43,7 +43,7 @@ def compressed_attention(low: LayerLowering) -> None:
     groups = np.maximum(o.out_groups / b.tp, 1.0)
     low.gemm("o_a", "attention", t, o.out_rank * o.out_groups / b.tp / groups, linears["o_a"].d_in, products=groups)
     low.gemm("o", "attention", t, m.hidden, inner / b.tp)
-    low.leave_rows("attention", m.hidden, inner)
+    low.leave_rows("attention", m.hidden, inner, "o")
     low.residual("attention-residual")
 
 

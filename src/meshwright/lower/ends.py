@@ -48,7 +48,7 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
         low.memory("F", "join-streams", "norm", low.row_tokens * m.residual_width * low.element, 1 + 1 / m.streams, 2)
         low.memory("I", "join-streams-grad", "norm", low.row_tokens * m.residual_width * low.element, 2, 2)
     low.norm("final-norm")
-    low.enter_columns("head", m.hidden)
+    low.enter_columns("head", m.hidden, "logits")
     low.gemm("logits", "head", b.tokens, m.padded_vocab / b.tp, m.hidden, dtype=low.wide)
     logits = b.tokens * m.padded_vocab / b.tp
     fused = "loss" in low.fused
@@ -72,7 +72,7 @@ def multi_token_prediction(low: LayerLowering) -> dict[str, list[Op]]:
     low.norm("mtp-norm-2")
     low.memory("F", "mtp-lookup", "embedding", low.message(m.hidden), 2, 3)
     low.memory("W", "mtp-scatter-add", "embedding", low.message(m.hidden), 3, 3)
-    low.enter_columns("mtp", 2 * m.hidden)
+    low.enter_columns("mtp", 2 * m.hidden, "mtp-join")
     low.gemm("mtp-join", "mtp", b.tokens, m.hidden / b.tp, 2 * m.hidden)
     low.collective("F", "mtp-out", "mtp", "all_gather", "tp", low.message(m.hidden), low.with_tp * ~b.sp)
     low.collective("F", "mtp-out", "mtp", "all_to_all", "tp", low.message(m.hidden), low.with_sp)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -83,6 +84,11 @@ def sharded(b: Batch, group: str) -> Array:
     return (b.zero >= 1) & (b.size(DATA_AXES[group].shard) > 1)
 
 
+def reduced_whole(b: Batch) -> Array:
+    """Where ZeRO-1 and 2 all-reduce the gradients in one call after backward, as the stack does it."""
+    return (b.zero >= 1) & (b.zero < 3) if b.stack.zero_reduction == "whole" else np.False_
+
+
 def reduce_once(b: Batch, group: str, load: Load, scattered: bool, passed: float | None = None) -> Iterator[Exchange]:
     """The collectives that reduce one message once."""
     whole, shard, replicas = DATA_AXES[group]
@@ -104,7 +110,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
     """What one rank does with these messages in a step. The messages of ZeRO-3 belong to the blocks they overlap with (`unit_ops`), and
     are listed here only if asked for (`zero_3`)."""
     whole, shard, _ = DATA_AXES[group]
-    scattered, m = sharded(b, group), np.maximum(b.microbatches, 1.0)
+    scattered, m = sharded(b, group) & ~reduced_whole(b), np.maximum(b.microbatches, 1.0)
     on = (b.size(whole) > 1) & np.equal(b.average_every, 0) & (zero_3 | ~(scattered & (b.zero == 3)))
     in_units, rounds = scattered & b.units, {True: b.reduce_each, False: b.reduce_whole}
     total: dict[tuple[str, str, str], list[Array]] = {}
@@ -165,11 +171,15 @@ def gathered_weights(b: Batch, group: str, load: Load) -> Array:
 
 def flat_gather(b: Batch, group: str, held: Array) -> list[Op]:
     """ZeRO-1 and 2 of a stack that shards flat buffers: updated parameters are gathered in buckets where the next forward hides them, in one
-    call otherwise."""
+    call otherwise. Its `launches` copy the shard of each parameter of each rank, in stacks that do so (`Stack.shard_copy`)."""
     n = held * b.param_bytes * (sharded(b, group) & (b.zero < 3))
     ahead = b.overlap["dp"] * b.stack.gathers_ahead > 0
     count = np.where(ahead, np.ceil(n / b.bucket), n > 0)
-    return [_op("gather-parameters", group, DATA_AXES[group].shard, "all_gather", count, n)] if present(count) else []
+    if not present(count):
+        return []
+    axis = DATA_AXES[group].shard
+    op = _op("gather-parameters", group, axis, "all_gather", count, n)
+    return [replace(op, launches=b.parameter_tensors * b.size(axis)) if b.stack.shard_copy else op]
 
 
 def _op(name: str, group: str, axis: str, collective: str, count: Array, total: Array) -> Op:
@@ -301,7 +311,8 @@ def _plain(field: str, elements: Array) -> Load:
 def cut(b: Batch, elements: Array) -> tuple[Array, Array]:
     """How many messages a flat buffer of gradients is cut into, and the elements of all but the last: ⌈bytes/bucket⌉ equal ones."""
     width = b.grad_bytes
-    count = np.ceil(elements * width / np.maximum(np.floor(b.bucket), width))
+    bucket = np.where(reduced_whole(b), np.inf, b.bucket) if b.stack.zero_reduction == "whole" else b.bucket
+    count = np.ceil(elements * width / np.maximum(np.floor(bucket), width))
     each = np.ceil(elements / np.maximum(count, 1.0))
     return np.ceil(elements / np.maximum(each, 1.0)), each
 

@@ -81,12 +81,13 @@ class LayerLowering(BlockBuilder):
                     self.gemm(name, "attention", self.row_tokens, linears[name].d_out, linears[name].d_in)
             self.memory("F", "latent-norm", "norm", self.row_tokens * ranks * self.element, 2, 2)
             self.memory("I", "latent-norm-grad", "norm", self.row_tokens * ranks * self.element, 4, 4)
-            self.enter_columns("attention", (ranks if m.q_rank else m.hidden + m.kv_rank) + m.rope_dim, wide=m.rope_dim)
+            width = (ranks if m.q_rank else m.hidden + m.kv_rank) + m.rope_dim
+            self.enter_columns("attention", width, "kv_b", wide=m.rope_dim)
             for name in ("q_b", "q", "kv_b"):
                 if name in linears:
                     self.gemm(name, "attention", t, self.columns(linears[name]), linears[name].d_in)
         else:
-            self.enter_columns("attention", m.hidden)
+            self.enter_columns("attention", m.hidden, "qkv")
             names = [name for name in ("q", "k", "v", "gate") if name in linears]
             width = sum(self.columns(linears[name]) for name in names)
             self.gemm(
@@ -101,7 +102,7 @@ class LayerLowering(BlockBuilder):
         if m.output_gate:
             self.gate("output-gate", "attention", t * inner / b.tp * self.element)
         self.gemm("o", "attention", t, m.hidden, inner / b.tp)
-        self.leave_rows("attention", m.hidden, inner)
+        self.leave_rows("attention", m.hidden, inner, "o")
         if m.norms_per_layer == 4:
             self.norm("norm-3")
         self.residual("attention-residual")
@@ -203,14 +204,14 @@ class LayerLowering(BlockBuilder):
         b, m = self.b, self.m
         local = width / b.tp
         if edges:
-            self.enter_columns(part, m.hidden)
+            self.enter_columns(part, m.hidden, f"{part}-up")
         columns = 2 if m.gated else 1
         launches = columns if b.stack.separate_projections else 1
         self.gemm(f"{part}-up", part, b.tokens, local * columns, m.hidden, launches=launches)
         self.activation(part, b.tokens * local * self.element)
         self.gemm(f"{part}-down", part, b.tokens, m.hidden, local)
         if edges:
-            self.leave_rows(part, m.hidden, width)
+            self.leave_rows(part, m.hidden, width, f"{part}-down")
 
     def activation(self, part: str, size: Array) -> None:
         """GELU reads and writes one tensor; a gated one reads two."""
@@ -304,4 +305,10 @@ class LayerLowering(BlockBuilder):
             kept = core or op.collective == "reduce_scatter" or (op.kind == "gemm" and products % 2 == 1)
             reruns = full + (selective if (not kept if by_operator else core) else 0.0)
             if present(reruns):
-                self.phases["R"].append(replace(op, name=f"{op.name}-again", count=op.count * reruns))
+                self.phases["R"].append(self._rerun(op, reruns))
+
+    @staticmethod
+    def _rerun(op: Op, reruns: Array) -> Op:
+        """An operation of forward as recompute repeats it."""
+        product = f"{op.product}-again" if op.product else ""
+        return replace(op, name=f"{op.name}-again", count=op.count * reruns, product=product)

@@ -33,7 +33,7 @@ def linear_mixer(low: LayerLowering) -> None:
     o, core = m.linear, low.block.linear
     assert core is not None
     low.norm("norm-1")
-    low.enter_columns("linear", m.hidden)
+    low.enter_columns("linear", m.hidden, "linear-project")
     low.gemm("linear-project", "linear", t, o.projected / b.tp, m.hidden)
     _exchange(low, "linear-heads", t * (o.projected / b.tp) * e)
     if o.conv:
@@ -46,7 +46,7 @@ def linear_mixer(low: LayerLowering) -> None:
     low.gate("scan-norm", "linear", t * o.inner / b.tp * e)
     _exchange(low, "linear-sequence", t * (o.inner / b.tp) * e)
     low.gemm("linear-result", "linear", t, m.hidden, o.inner / b.tp)
-    low.leave_rows("linear", m.hidden, o.inner)
+    low.leave_rows("linear", m.hidden, o.inner, "linear-result")
     if m.norms_per_layer == 4:
         low.norm("norm-3")
     low.residual("linear-residual")

@@ -51,6 +51,10 @@ class Op:
     selected_from: Array = 0.0  # elements of which a top-k keeps the largest
     exponentials: Array = 0.0  # elements through exp, erf or tanh; those of attention follow from its shape
     elementwise: str = ""  # norm | activation | residual | rotation | loss: what a calibration measures separately
+    product: str = ""  # the product of the same phase in a linear layer, behind which its collective may run (`Stack.async_linears`)
+    own_shard: bool = (
+        False  # the product reads what the collective gathers: only that of the rank's own shard can run meanwhile
+    )
 
 
 @dataclass

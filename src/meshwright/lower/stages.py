@@ -275,9 +275,9 @@ def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:
 def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, np.ndarray]:
     """First and last+1 layer of a stage: as the plan states them, else as even as possible (`describe.stages`)."""
     start, end = placement.stage_bounds(batch.model.layers, stages, stage)
-    for i in batch.uneven:
-        edges = np.concatenate([[0], np.cumsum(batch.layers_per_stage[i])])
-        start[..., i], end[..., i] = edges[stage[..., i]], edges[stage[..., i] + 1]
+    for lengths, at in batch.uneven.items():
+        edges = np.concatenate([[0], np.cumsum(lengths)])
+        start[..., at], end[..., at] = edges[stage[..., at]], edges[stage[..., at] + 1]
     return start.astype(int), end.astype(int)
 
 

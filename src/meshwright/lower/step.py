@@ -110,8 +110,8 @@ def _share_of_unit(program: StepProgram, kind: str, load: gradients.Load) -> Arr
     batch, model = program.batch, program.batch.model
     stages = np.where(batch.pp > 1, batch.pp * batch.virtual, 1.0)
     longest = np.ceil(model.layers / stages)
-    for i in batch.uneven:
-        longest[i] = max(batch.layers_per_stage[i])
+    for lengths, at in batch.uneven.items():
+        longest[at] = max(lengths)
     units = 1.0 if kind not in model.kinds else np.ceil(longest / batch.wrap) / longest
     layers = [(model.layer_count(block) / stages, block) for block in model.kinds]
     ends = [(1.0 / stages, end) for end in ENDS]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console, Group
+from rich.table import Table
 from rich.text import Text
 
 from meshwright.programs.pipelines import KINDS, RULES, Walked
@@ -119,7 +120,7 @@ def summary(walked: Walked, unit: Unit) -> list[Text]:
     return lines
 
 
-def comparison(several: Sequence[Walked], unit: Unit) -> tables.FittedTable:
+def comparison(several: Sequence[Walked], unit: Unit) -> Table:
     """One row per schedule: time, bubble fraction and overhead, memory, messages; the shortest step is green."""
     columns = [
         "schedule",
@@ -145,7 +146,7 @@ def comparison(several: Sequence[Walked], unit: Unit) -> tables.FittedTable:
         ]
         for w in several
     ]
-    return tables.FittedTable(columns, rows)
+    return tables.filled(columns, rows)
 
 
 def messages(walked: Walked) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.calibrate.runs.case import Case, integer, refusal
+from meshwright.describe.framework_stages import in_framework
 from meshwright.describe.plan import Plan
-from meshwright.describe.tensors import Block
 from meshwright.describe.workload import Workload
 
 SCHEDULES = {
@@ -45,7 +44,7 @@ def read_plan(c: Case) -> None:
     if c.model.experts:
         fields |= _experts(c, d)
     mode = c.row["recompute_mode"]
-    c.plan = Plan(**fields, recompute=mode or "none")
+    c.plan = in_framework(Plan(**fields, recompute=mode or "none"), c.model, c.stack)
     if not mode:
         c.assumed.append("recompute: the least that fits")
 
@@ -89,7 +88,7 @@ def _stages(c: Case, pp: int, layers: int) -> dict[str, Any]:
     r = c.row
     schedule = SCHEDULES.get(r["schedule"], "1f1b")
     if pp == 1 or schedule != "interleaved":
-        return {"schedule": "1f1b" if pp == 1 else schedule, "virtual": 1, **_balanced(c, pp)}
+        return {"schedule": "1f1b" if pp == 1 else schedule, "virtual": 1}
     virtual = max(1, integer(r["vpp"], 1))
     if virtual == 1:
         virtual = max(2, next((v for v in (2, 3, 4, 5) if layers % (pp * v) == 0), 2))
@@ -100,22 +99,6 @@ def _stages(c: Case, pp: int, layers: int) -> dict[str, Any]:
         virtual = max(1, layers // pp)
         c.assumed.append(f"virtual stages: {virtual}, each with a layer")
     return {"schedule": "interleaved" if virtual > 1 else "1f1b", "virtual": virtual}
-
-
-def _balanced(c: Case, pp: int) -> dict[str, Any]:
-    """nanotron divides by the parameters of matrix products: layers and head in order, the next stage after the block with which a stage passes its
-    share (`build_model` in nanotron/models/base.py). A plan has no stage without layers: a stage is left early for that."""
-    assert c.model is not None
-    if c.stack.name != "nanotron" or pp == 1 or c.model.layers < pp:
-        return {}
-    layer = sum(linear.parameters for linear in c.model.blocks[c.model.layer_kinds[0]].linears)
-    share = (c.model.layers * layer + c.model.vocab * c.model.hidden) / pp
-    stages = [0]
-    for done in range(c.model.layers):
-        if done * layer > share * len(stages) or c.model.layers - done == pp - len(stages):
-            stages.append(0)
-        stages[-1] += 1
-    return {"layers_per_stage": tuple(stages)}
 
 
 def _sequence_parallel(c: Case, tp: int) -> dict[str, bool]:
@@ -160,32 +143,19 @@ def _experts(c: Case, d: Degrees) -> dict[str, int]:
 
 
 def _bucket(c: Case, d: Degrees) -> float:
-    """The bucket size: Megatron reduces in large buckets (at least 40M elements). DDP adds whole tensors of a layer, the last one first, until a
-    bucket has 25 MiB of 16-bit parameters; its gradients may be wider than its parameters. The mean of these buckets."""
+    """The bucket size: Megatron reduces in large buckets (at least 40M elements). DDP adds whole tensors, the last one first, until a bucket has
+    25 MiB of 16-bit parameters; its gradients may be wider than its parameters. The mean of these buckets, on a stage with an end of the model."""
     if c.stack.name.startswith(("megatron", "nemo")):
         return 160e6
     if integer(c.row["zero"]) == 3:  # units, no buckets
         return DDP_BUCKET
     assert c.model is not None
     block = c.model.blocks[c.model.layer_kinds[0]]
-    tensors = [elements / d.tp for elements in reversed(list(_fused(block)))]
+    tensors = [sum(linear.parameters for linear in fused) / d.tp for fused in reversed(block.fused_matrices())]
     closed, filled, total = 0, 0.0, 0.0
-    for elements in tensors * (c.model.layers // d.pp):
+    ends = [c.model.vocab * c.model.hidden / d.tp] * (1 if c.model.tied or d.pp > 1 else 2)
+    for elements in ends[:1] + tensors * (c.model.layers // d.pp) + ends[1:]:
         filled, total = filled + elements, total + elements
         if 2 * filled >= DDP_BUCKET:
             closed, filled = closed + 1, 0.0
     return WIDTHS.get(c.stack.gradient_dtype, 2.0) * total / max(closed + (filled > 0), 1)
-
-
-def _fused(block: Block) -> Iterator[float]:
-    """Elements of the matrices of a layer, with those that multiply one input (query, key and value; gate and up) as one."""
-    together = 0.0
-    for linear in block.linears:
-        if linear.style in ("row", "experts-row"):
-            yield together
-            yield linear.parameters
-            together = 0.0
-        else:
-            together += linear.parameters
-    if together:
-        yield together

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.describe.config import Config
 from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Table
+from meshwright.interop.keys import Facts, Key, Settings, Table
 
 C, P = "model.model_config.", "parallelism."
 
@@ -25,6 +26,12 @@ def _restate(facts: Facts) -> None:
     facts["recompute"] = facts.get("recompute", "none")
     if facts.get("pp", 1) == 1:
         facts["schedule"] = "1f1b"
+
+
+def _switches(config: Config) -> Settings:
+    """Off by default, and counted by the prediction (`Stack.async_linears`). It needs the reduce-scatter mode."""
+    on = config.plan.sp and config.plan.tp > 1
+    return {P + "tp_linear_async_communication": True} if on else {}
 
 
 TABLE = Table(
@@ -70,5 +77,6 @@ NANOTRON = Framework(
     stack="nanotron",
     form="yaml",
     table=TABLE,
+    switches=_switches,
     comment="nanotron settings: the sections that follow from the plan",
 )

@@ -237,7 +237,7 @@ def best_schedule(
     for name in space.choices.words["schedule"] if len(piped) else ():
         rule = RULES[name]
         v = np.full_like(some.pp, rule.virtual)
-        *virtuals, kept = looped if rule.most_virtual > 2 else (v, v * (layers // (some.pp * v)))
+        *virtuals, kept = looped if rule.most_virtual > 2 else (v, space.fewest_layers(some.pp, v))
         if name == "auto":  # a searched schedule may have no bubble and one micro-batch in flight
             size = some.alone
         else:

@@ -24,6 +24,7 @@ import numpy as np
 
 from meshwright.cost.advice import bucket_for
 from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.framework_stages import framework_stages, in_framework
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
 from meshwright.describe.schedules import SCHEDULES
@@ -101,7 +102,24 @@ class Space(LegalOptions):
 
     def uneven(self, rows: Table) -> np.ndarray:
         """Which rows have stages with different numbers of layers."""
+        if self.framework_divides:
+            return np.array([len(set(self.stages(int(pp)))) > 1 for pp in rows.pp], dtype=bool)
         return self.model.layers % (rows.pp * rows.virtual) != 0
+
+    @property
+    def framework_divides(self) -> bool:
+        """Whether the framework makes another division into stages than the even one; a rank has one stage then."""
+        return self.stack.can.stages_by != "layers"
+
+    def stages(self, pp: int) -> tuple[int, ...]:
+        """Layers of each stage where the framework divides them, empty if evenly."""
+        return framework_stages(self.model, self.stack, pp)
+
+    def fewest_layers(self, pp: np.ndarray, virtual: np.ndarray) -> np.ndarray:
+        """Layers that every rank has at least."""
+        if self.framework_divides:
+            return np.array([min(self.stages(int(p)) or (self.model.layers // int(p),)) for p in pp], dtype=np.int64)
+        return virtual * (self.model.layers // (pp * virtual))
 
     def microbatches(self, rows: Table) -> np.ndarray:
         return self.workload.batch // (rows.microbatch * rows.dp)
@@ -186,7 +204,7 @@ class Space(LegalOptions):
             axis: np.array([float(axis in o) for o in overlaps])[rows.overlap_index] for axis in OVERLAP_AXES
         }
         f["bucket"] = np.full(n, self.bucket) if self.bucket else bucket_for(self.cluster, rows.dp * rows.cp)
-        f["layers_per_stage"] = ()  # as equal as possible
+        f["layers_per_stage"] = [self.stages(int(pp)) for pp in rows.pp] if self.framework_divides else ()
         return (Batch if "order" in rows else Innermost)(f, self.model, self.workload, self.stack)
 
     def plan(self, rows: Table, i: int) -> Plan:
@@ -210,4 +228,4 @@ class Space(LegalOptions):
             fields["expert_tp"] = r["etp"]
         if order != tuple(self.stack.order):
             fields["order"] = order
-        return self.base.but(**fields)
+        return in_framework(self.base.but(**fields), self.model, self.stack)
