@@ -2,7 +2,8 @@
 
     zero 0   all-reduce of the gradients over dp·cp, in buckets
     zero 1   reduce-scatter, the optimizer on one shard, all-gather of the parameters: the same bytes as an all-reduce, apart from
-             rows padded to a multiple of the ranks; unit by unit, or in buckets where a stack shards flat buffers (`flat_shards`)
+             rows padded to a multiple of the ranks; unit by unit, or in buckets where a stack shards flat buffers (`flat_shards`).
+             A stack with `zero_reduction = "whole"` all-reduces all gradients in one call instead: twice the bytes
     zero 2   the same; gradients are kept only as shards, so each micro-batch reduces (unless the plan accumulates them whole)
     zero 3   parameters are kept as shards: each unit gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
     hybrid   shard inside a group, then all-reduce the shard over the replicas
