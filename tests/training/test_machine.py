@@ -104,6 +104,13 @@ def test_a_small_copy_keeps_the_axes_and_fits(overrides):
     assert small.model.vocab >= 256
 
 
+def test_a_small_copy_of_a_plan_for_cpu_processes_keeps_its_links():
+    link = 'cluster.levels=[{name="machine", size=4, link={name="slow", alpha=0.01, bandwidth=1e6}}]'
+    small, _ = small_config(load("examples/demo-dp2-tp2.toml", [link]))
+    assert [level.link.name for level in small.cluster.levels] == ["slow"]
+    assert small.cluster.gpus == small.plan.world
+
+
 def test_a_small_copy_trains_and_is_reported_under_its_own_plan(tmp_path):
     training = api.train(LARGE, steps=2, device="cpu", shrink=True, out=tmp_path, calibrate=False)
     assert training.measurement.steps == 2

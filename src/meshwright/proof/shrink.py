@@ -1,8 +1,8 @@
 """A small copy of a configuration that trains on this machine: `train --shrink`.
 
 The copy is the one that `verify` proves (`small`): the same flags and axes at the smallest sizes that still divide. To
-train on text it needs a vocabulary for all byte values, or for the tokens of [data], and on CPU processes a cluster and a stack that describe them,
-so that its prediction is for the machine it runs on.
+train on text it needs a vocabulary for all byte values, or for the tokens of [data], and on CPU processes a cluster and a stack that describe them
+(the plan's own cluster, if it is one of CPUs), so that its prediction is for the machine it runs on.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def small_config(config: Config, device: str = "cpu", ranks: int = RANKS) -> tup
     if model.kind == "transformer":  # a vocabulary that tp does not divide stays so
         needed = max([BYTE_VALUES, *(open_tokens(path).vocabulary for path in config.data.path)])
         model = model.but(vocab=-(-needed // tp) * tp + model.vocab % tp)
+    cluster, stack = config.cluster, config.stack
     if resolve_device(device, world) == "cpu":
-        cluster, stack = catalog.load("clusters", "laptop"), catalog.load("stacks", "gloo-cpu")
-    else:
-        cluster, stack = config.cluster, config.stack
+        stack = catalog.load("stacks", "gloo-cpu")
+        if cluster.accelerator.name != "cpu":
+            cluster = catalog.load("clusters", "laptop")
     plan = small.plan.but(order=small.order)
     copy = replace(
         config,
