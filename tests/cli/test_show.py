@@ -130,6 +130,31 @@ def test_the_comparison_names_the_fastest_for_every_size():
     assert "naive" not in text
 
 
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+@pytest.mark.parametrize(
+    ("words", "first", "names"),
+    [
+        (["all-reduce", "--compare", "--ranks", "16", "--cluster", "dgx-h100"], "size", ALGORITHMS["all-reduce"]),
+        (
+            ["1f1b", "--compare"],
+            "schedule",
+            ["bubble fraction", "bubble overhead", "no barrier", "in flight", "messages"],
+        ),
+    ],
+)
+def test_a_comparison_is_readable_in_a_narrow_terminal(words, first, names, width, monkeypatch):
+    """Where not all columns fit, they continue in a table below, which repeats the first column: no name and no number is cut."""
+    monkeypatch.setattr("meshwright.view.tables.PIPED_WIDTH", width)
+    text = show(*words)
+    headers = [line.split("  ") for line in text.splitlines() if line.strip().startswith(first + " ")]
+    columns = [name.strip() for line in headers for name in line if name.strip() not in ("", first)]
+    assert set(names) - set(columns) <= {"sharp"}
+    assert len(columns) == len(set(columns))
+    assert "…" not in text
+    assert (len(headers) > 1) == (width < (200 if first == "size" else 100))
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+
+
 def data_in(page: str) -> dict:
     """The data of the explorer in a written page."""
     found = re.search(r'id="meshwright-data">(.*?)</script>', page, re.S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shlex
 import subprocess
 import sys
 import types
@@ -287,6 +288,34 @@ def test_the_command_writes_a_file_and_keeps_one_that_was_changed(tmp_path, monk
     assert code_of("--ray") == 2
     assert code_of("--out", "-") == 0
     assert capsys.readouterr().out.endswith(file.read_text())
+
+
+def test_the_started_run_has_the_options_that_change_the_plan(capsys) -> None:
+    """The prediction in the heading is for the plan with these options, so the ranks must train that plan."""
+    words = ["--cluster", "my cluster.toml", "--set", "plan.tp=1", "--set", "plan.replicate=4"]
+    options = {"cluster": "my cluster.toml", "set": ["plan.tp=1", "plan.replicate=4"]}
+    settings = options["set"]
+    begin = "train examples/demo-dp2-tp2.toml --out /shared/runs/demo-dp2-tp2 --save-every 5 "
+    for name in ("slurm", "torchrun", "kubernetes", "skypilot"):
+        text = LAUNCHERS[name].write(job_of(SMALL, *settings, options=options, save_every=5))
+        assert f"{begin}{shlex.join(words)})" in text
+        assert text.count(shlex.join(words)) == 1  # a run that continues has its own plan
+    text = LAUNCHERS["ray"].write(job_of(SMALL, *settings, options=options))
+    assert f"mw.train(mw.load(PLAN, cluster='my cluster.toml', set={settings}), out=RUN" in text
+    other = job_of(LARGE, "workload.batch=256", framework="megatron-lm", options={"set": ["workload.batch=256"]})
+    assert "plan.zero=2" not in LAUNCHERS["slurm"].write(
+        other
+    )  # the settings of another framework have the changed plan
+    with pytest.raises(SystemExit):
+        main(
+            ["launch", str(ROOT / SMALL), "--torchrun", "--out", "-", "--run", "/x", "--cluster", "laptop", *words[2:]]
+        )
+    heading = (
+        f"# Written by `meshwright launch {ROOT / SMALL} --torchrun --run /x --cluster laptop {shlex.join(words[2:])}`."
+    )
+    assert heading in capsys.readouterr().out.splitlines()
+    with pytest.raises(MeshwrightError, match="control characters"):
+        job_of(SMALL, options={"cluster": "a\nb.toml"})
 
 
 # For each framework that we can start: what must change in the large plan so that it can run it.

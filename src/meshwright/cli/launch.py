@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -63,13 +64,16 @@ def command(
     Nothing is started and no launcher needs to be installed here. The plan is checked first."""
     from meshwright import api
     from meshwright.view.launch_files import LAUNCHERS
-    from meshwright.view.launch_files.job import make_job
+    from meshwright.view.launch_files.job import make_job, option_words
 
+    options = given(cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
+    written = {"for": framework, "run": folder, "per-node": per_node, "save-every": save_every, "interface": interface}
+    written |= {"image": image, "claim": claim, "time": time_limit}
     chosen = chosen_launcher(plan, slurm=slurm, kubernetes=kubernetes, skypilot=skypilot, torchrun=torchrun, ray=ray)
     job = make_job(
-        api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings),
+        api.load(plan, **options),
         plan,
-        typed=f"meshwright launch {plan} --{chosen}" + (f" --for {framework}" if framework else ""),
+        typed=shlex.join(["meshwright", "launch", plan, f"--{chosen}", *option_words({**given(**written), **options})]),
         framework=framework,
         folder=folder,
         per_node=per_node,
@@ -78,6 +82,7 @@ def command(
         image=image,
         claim=claim,
         time_limit=time_limit,
+        options=options,
     )
     launcher = LAUNCHERS[chosen]
     if out == "-":
@@ -86,6 +91,11 @@ def command(
     file = Path(out or job.name + launcher.suffix)
     write_file(file, launcher.write(job), force)
     show_written(job, file, launcher)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given: those that are not empty."""
+    return {name: value for name, value in options.items() if value}
 
 
 def chosen_launcher(plan: str, **flags: bool) -> str:

@@ -24,7 +24,7 @@ from meshwright.programs.collectives.comparison import Comparison
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.programs.collectives.lists import Instruction, instructions
 from meshwright.units import counted, format_bytes, format_decimal_bytes, format_seconds
-from meshwright.view.tables import facts, heading, table
+from meshwright.view.tables import FittedTable, facts, heading, table
 
 MOST_COLUMNS, MOST_STEPS, MOST_DRAWN = 16, 200, 32
 NOTE = "n is the full buffer; simulated on the cluster's links with the catalog's constants, uncalibrated"
@@ -205,10 +205,11 @@ def number(x: Any) -> str:
 def comparison_page(comparison: Comparison, note: str = NOTE) -> Group:
     """Return the times by size and algorithm, the fastest marked, and the crossovers."""
     names = list(comparison.times)
-    grid = table(">size", *(f">{name}" for name in names))
+    rows: list[list[object]] = []
     for k, (size, best) in enumerate(zip(comparison.sizes, comparison.best, strict=True)):
         row = [Text(format_seconds(comparison.times[name][k]), "bold green" if name == best else "") for name in names]
-        grid.add_row(format_bytes(size), *row)
+        rows.append([format_bytes(size), *row])
+    grid = FittedTable([">size", *(f">{name}" for name in names)], rows)
     aside = f"{comparison.ranks} ranks on {comparison.cluster}"
     title = heading(f"{comparison.operation}: algorithms by message size", aside)
     return Group(title, grid, leads(comparison), Text(note, "dim"))

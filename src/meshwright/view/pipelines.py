@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.programs.pipelines import KINDS, RULES, Walked
@@ -120,7 +119,7 @@ def summary(walked: Walked, unit: Unit) -> list[Text]:
     return lines
 
 
-def comparison(several: Sequence[Walked], unit: Unit) -> Table:
+def comparison(several: Sequence[Walked], unit: Unit) -> tables.FittedTable:
     """One row per schedule: time, bubble fraction and overhead, memory, messages; the shortest step is green."""
     columns = [
         "schedule",
@@ -146,7 +145,7 @@ def comparison(several: Sequence[Walked], unit: Unit) -> Table:
         ]
         for w in several
     ]
-    return tables.filled(columns, rows)
+    return tables.FittedTable(columns, rows)
 
 
 def messages(walked: Walked) -> float:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -62,6 +62,29 @@ def filled(columns: Iterable[str], rows: Iterable[Iterable[object]], title: str 
     for row in rows:
         out.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return out
+
+
+class FittedTable:
+    """A table that is divided into several, one below the other, where its columns do not fit into the width. Each repeats the first column."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        self.columns, self.rows = columns, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        start = 1
+        while start < len(self.columns):
+            end = start + 1
+            while end < len(self.columns) and self._width(console, start, end + 1) <= options.max_width:
+                end += 1
+            yield self._part(start, end)
+            start = end
+
+    def _part(self, start: int, end: int) -> Table:
+        """The table of the first column and some of the others."""
+        return filled([self.columns[0], *self.columns[start:end]], [[row[0], *row[start:end]] for row in self.rows])
+
+    def _width(self, console: Console, start: int, end: int) -> int:
+        return console.measure(self._part(start, end), options=console.options.update(max_width=10_000)).maximum
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> Table:

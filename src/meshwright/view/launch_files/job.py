@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from meshwright.cost.predict import predict
 from meshwright.describe.config import Config
@@ -37,6 +40,7 @@ class Job:
     image: str = ""
     claim: str = ""
     time_limit: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `mw.load`, which change what the plan file says
 
     @property
     def restarts(self) -> int:
@@ -85,18 +89,22 @@ def make_job(
     image: str = "",
     claim: str = "",
     time_limit: str = "",
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Job:
-    """Check a plan and derive its job; raises if the plan is illegal, the framework cannot run it, or its ranks do not fill hosts."""
+    """Check a plan and derive its job; raises if the plan is illegal, the framework cannot run it, or its ranks do not fill hosts. `options`
+    (cluster, nodes, gpus, set) are those with which `config` was loaded from the plan file: `meshwright train` reads the file again."""
     framework = framework_of(config, framework)
     config = for_framework(config.check(), framework)
     check_names(interface=interface, claim=claim, time=time_limit)
-    check_paths(plan, folder)
+    check_paths(plan, folder, *option_words(options))
     name = label(plan)
     folder = folder or f"/shared/runs/{name}"
     prediction = predict(config.model, config.cluster, config.plan, config.workload, config.stack)
     nodes, per_node = hosts_of(config, per_node)
     save_every, reason = interval(config, prediction, save_every)
     program = PROGRAMS[framework](config, plan, folder, save_every)
+    if program.is_ours:
+        program = replace(program, begin=(*program.begin, *option_words(options)))
     return Job(
         name,
         config,
@@ -112,7 +120,18 @@ def make_job(
         image,
         claim,
         time_limit,
+        options,
     )
+
+
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """Options as words of a command line; a list repeats its option."""
+    return [
+        word
+        for name, value in options.items()
+        for one in (value if isinstance(value, list) else [value])
+        for word in (f"--{name}", str(one))
+    ]
 
 
 def label(plan: str) -> str:

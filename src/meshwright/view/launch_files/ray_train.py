@@ -99,6 +99,8 @@ def train_rank() -> None:
 def our_trainer(job: Job) -> str:
     """The file for our trainer, which uses the process group of Ray."""
     plan = job.program.begin[3]
+    options = "".join(f", {name}={value!r}" for name, value in job.options.items())
+    source = f"mw.load(PLAN{options})" if options else "PLAN"
     backend = "nccl" if job.has_gpus else "gloo"
     return f'''\
 {comment(job.heading())}
@@ -123,7 +125,7 @@ def train_rank() -> None:
         mw.train(resume=RUN, save_every={job.save_every})
     else:
         # Checkpoints every {job.save_every} steps: {job.save_reason}.
-        mw.train(PLAN, out=RUN, save_every={job.save_every})
+        mw.train({source}, out=RUN, save_every={job.save_every})
 
 
 {trainer_call(job, backend)}'''
