@@ -44,9 +44,10 @@ bench` measured on one H200, those of B200 and MI355X come from measured product
 reach the shares of Hopper, its attention the rate of the paper of flash attention 2. Switches, assumptions for unpublished settings and the
 scales of the priors were chosen while looking at left-out errors; so was the faster of two hosts on which the copy of a shard in nanotron's
 ZeRO-1 was measured (10.5 and 22 µs). The bytes that nanotron saves were fitted to its own runs. The host time of a collective over that of an
-operator (Megatron-LM 0.5, others 2) and the rate of the scan of Mamba-2 (half of attention's) were fitted to runs too. Expectation maximisation, with the widths of the priors between sources as four sources more, changes none of them by more than
-10%, but for what all numbers have in common (0.05 instead of 0.08), and no error by more than 0.3 points. A stack that is no longer in
-use (`obsolete`) does not count in the typical one.
+operator (Megatron-LM 0.5, others 2) and the rate of the scan of Mamba-2 (half of attention's) were fitted to runs too. Expectation maximisation,
+with the widths of the priors between sources as four sources more, changes none of them by more than 10%, but for what all numbers have in
+common (0.05 instead of 0.08), and no error by more than 0.3 points. A stack that is no longer in use (`obsolete`) does not count in the typical
+one.
 """
 
 
