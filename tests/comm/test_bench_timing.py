@@ -12,9 +12,7 @@ from meshwright.comm.bench import contention, device
 from meshwright.comm.bench.operations import Case
 from meshwright.comm.bench.timing import MOST_SAMPLES, SAMPLE_S, Synchronization, counts, measure, timed
 from meshwright.errors import MeshwrightError
-from meshwright.view.bench import page
 from meshwright.view.bench_html import document
-from meshwright.view.tables import as_text
 
 POINT = Point(operation="all-reduce", backend="gloo", ranks=(0, 1, 2, 3), bytes=4096, median_s=2e-3, low_s=1e-3, high_s=4e-3, samples=5)  # fmt: skip
 
@@ -157,21 +155,6 @@ def test_a_page_shows_the_device_and_why_a_bench_stopped() -> None:
     shown = document(bench)
     assert '["gemm","fp32","m 8 × bytes 1 MiB","100 ms","","10 GFLOP/s","",""]' in shown
     assert '"state":"interrupted: stopped"' in shown
-
-
-def test_the_words_of_a_table_are_explained_below_it() -> None:
-    """Kinds of operations that only a CPU times are explained only where they are."""
-    gemm = DevicePoint(kind="gemm", shape={"m": 8}, work=1e9, median_s=0.1, low_s=0.1, high_s=0.1, samples=1)
-    tile = gemm.but(kind="tile", unit="launch")
-    pairs = tuple(
-        POINT.but(operation="point-to-point", ranks=(0, 1), bytes=n, median_s=1e-3 + n * 1e-9) for n in (1024, 2**20)
-    )
-    texts = [
-        as_text(page(Bench(device=device, points=points))) for device, points in (((gemm,), ()), ((gemm, tile), pairs))
-    ]
-    assert ["operations per second" in " ".join(text.split()) for text in texts] == [True, True]
-    assert ["tile: a block of ring attention" in text for text in texts] == [False, True]
-    assert ["n* = α · rate" in text for text in texts] == [False, True]
 
 
 def test_quartiles() -> None:

@@ -33,7 +33,9 @@ def sharp(cluster):
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("size", [2.0**14, 2.0**22, 2.0**30])
 @pytest.mark.parametrize(
-    "cluster", [DGX, sharp(DGX), catalog.load("clusters", "dgx-a100"), catalog.load("clusters", "aws-p4d")], ids=str
+    "cluster",
+    [DGX, sharp(DGX), *(catalog.load("clusters", name) for name in ("dgx-a100", "aws-p4d", "mi355x-8"))],
+    ids=str,
 )
 def test_price_equals_the_walked_time_of_the_chosen_program(operation, ranks, size, cluster):
     """The chosen program, built, checked and walked on the effective links of the library, takes the time of the formula."""
@@ -50,6 +52,17 @@ def test_price_equals_the_walked_time_of_the_chosen_program(operation, ranks, si
     )  # chunks of whole elements
     assert walk(program, links, element_bytes=4).makespan == equal
     assert choice.seconds > choice.walked
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "measured"),  # GB/s of 1 GiB in OpenXLA's table of collectives
+    [("all-gather", 2, 66), ("all-gather", 4, 188), ("all-gather", 8, 426), ("point-to-point", 2, 64)],
+)
+def test_a_group_in_a_mesh_uses_its_own_links_only(operation, ranks, measured):
+    """MI355X: every device has a link to each of the seven others."""
+    seconds = choose(catalog.load("clusters", "mi355x-8"), operation, 2.0**30, ranks).seconds
+    sent = 2**30 if operation == "point-to-point" else 2**30 * (ranks - 1) / ranks
+    assert sent / seconds / 1e9 == pytest.approx(measured, rel=0.12)
 
 
 @pytest.mark.parametrize("oversubscription", [2.0, 4.0, 16.0])

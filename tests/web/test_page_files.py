@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +93,7 @@ def test_a_run_grows_on_the_page(server: str, open_page: Open, run_folders: Path
 def test_a_report_opens_from_disk_and_compares_runs(open_page: Open, tmp_path: Path) -> None:
     config = load("examples/demo-dp2-tp2.toml")
     for name, seconds in (("first", 0.3), ("second", 0.2)):
-        prediction = replace(Subject(config).estimate.prediction, assumed=["links: those of mine.toml"])
-        folder = RunFolder.create(tmp_path / name, config, prediction, steps=9, device="cpu")
-        folder.save("interference", {"cores": 2, "before": 0.04, "during": 1.2, "busy": True})
+        folder = RunFolder.create(tmp_path / name, config, Subject(config).estimate.prediction, steps=9, device="cpu")
         folder.begin_attempt(world=4, plan=config.plan.title())
         for step in range(4):
             measured = {"mfu": 0.1, "exposed_s": {"tp": 0.1}, "validation_loss": 4.5 if step == 2 else None}
@@ -110,8 +107,6 @@ def test_a_report_opens_from_disk_and_compares_runs(open_page: Open, tmp_path: P
     shows(page, "failed", "#view .stats")
     for title in ("Loss", "Step time", "Throughput", "MFU", "Exposed communication", "Attempts", "Events"):
         shows(page, title, "#view")
-    shows(page, "links: those of mine.toml", "#view .reasons")
-    shows(page, "0.04 of 2 cores before the run, 1.2 during it", "#view .reasons")
     assert page.locator("#inputs").is_hidden()
     page.get_by_label("Compare with second").check()
     shows(page, "second", "#view .legend")

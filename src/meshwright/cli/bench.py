@@ -20,7 +20,6 @@ def command(
         help="Local processes to start. Default: join torchrun or Slurm, else 4 or one per GPU.",
         min=0,
         max=1024,
-        show_default=False,
     ),
     backends: str = typer.Option(
         "", "--backends", help="gloo, nccl, meshwright, separated by commas. Default: nccl on GPUs, else gloo."

@@ -33,7 +33,7 @@ def prepare_command(
         typer.Option("--document", help="What a document of a text file is: file, line or blank-line (separated by)."),
     ] = "file",
     format: Annotated[
-        str, typer.Option("--format", help="text, jsonl, parquet, arrow, or auto: by the ending of each file.")
+        str, typer.Option("--format", help="text, jsonl, parquet or arrow. Default: by the ending of each file.")
     ] = "auto",
     split: Annotated[
         str, typer.Option("--split", help="The split of a dataset folder: train, validation or test.")
@@ -45,8 +45,7 @@ def prepare_command(
         ),
     ] = "",
     workers: Annotated[
-        int,
-        typer.Option("--workers", help="Worker processes. Default: one per core.", min=0, max=4096, show_default=False),
+        int, typer.Option("--workers", help="Worker processes. Default: one per core.", min=0, max=4096)
     ] = 0,
     json: JsonOption = False,
 ) -> None:

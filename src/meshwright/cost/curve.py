@@ -211,9 +211,7 @@ def shape_of(group: Group, segments: Array = 1.0) -> Shape:
 def rates_of(cluster: Cluster, operation: str, algorithm: str, group: Group) -> Rates:
     """Seconds per hop and per byte, inside nodes and between nodes, as the library reaches them."""
     share = library.in_switch(cluster, algorithm)
-    inside = cluster.device_bandwidth(0) * share[0]
-    if operation != "point-to-point":
-        inside = inside * library.small_group(cluster, group.per_node)
+    inside = cluster.device_bandwidth(0) * share[0] * library.small_group(cluster, operation, group.per_node)
     factors = [cluster.collectives.factor(operation, across=k > 0) for k in (0, 1)]
     hops = [cluster.levels[min(k, len(cluster.levels) - 1)].link.library_hop * factors[k].latency for k in (0, 1)]
     outside = group.outside if operation in ("point-to-point", "all-to-all") else group.ring_outside

@@ -15,7 +15,8 @@ with these links; a program walked on it takes exactly the time of the closed fo
 **Measured corrections** (`Cluster.collectives`; the defaults are from published collective benchmarks, `benchmarks/collectives_published.py`):
 
     call          seconds of one call before the first byte moves; larger if network cards take part
-    small group   a group of P ranks in one node reaches (1 − 0.45/P) / (1 − 0.45/8) of the rate of eight (`pair_loss`)
+    small group   a group of P ranks in one node reaches (1 − 0.45/P) / (1 − 0.45/8) of the rate of eight (`pair_loss`); in a mesh of n devices
+                  (`Link.mesh`) it uses P − 1 of the n − 1 links of a device
     in-switch     reduction in a switch sustains a share of the rate that rings reach (Link.in_switch)
     chunks        a transfer time of w takes 2√(ℓ·w) longer, ℓ: the start-up time of one chunk. This is the remaining cost of
                   pipelining a transfer with the optimal number of chunks
@@ -72,8 +73,14 @@ def algorithms(cluster: Cluster, operation: str) -> tuple[str, ...]:
     return tuple(name for name in LIBRARIES[library_of(cluster)].get(operation, ()) if runs_on(cluster, name))
 
 
-def small_group(cluster: Cluster, size: Array) -> Array:
-    """The rate of a group of `size` ranks inside a node, relative to a group of eight."""
+def small_group(cluster: Cluster, operation: str, size: Array) -> Array:
+    """The share of a device's rate that it reaches in a group of `size` ranks inside a node. Behind a switch: relative to a group of eight.
+    In a mesh each of its links leads to one other device, so a group uses size − 1 of them, and a send one."""
+    if cluster.levels[0].link.mesh:
+        size = 2 if operation == "point-to-point" else np.maximum(size, 2)
+        return (size - 1) / (cluster.node_size - 1)
+    if operation == "point-to-point":
+        return 1.0
     loss = cluster.collectives.pair_loss
     return (1 - loss / size) / (1 - loss / 8)
 
@@ -91,8 +98,7 @@ def library_links(cluster: Cluster, operation: str, algorithm: str, ranks: int) 
         link, factor = level.link, cluster.collectives.factor(operation, across=k > 0)
         rate = link.bandwidth * in_switch(cluster, algorithm)[min(k, 1)] / factor.bytes
         if k == 0:
-            inside = min(ranks, cluster.node_size)
-            rate = rate if operation == "point-to-point" else rate * float(small_group(cluster, inside))
+            rate = rate * float(small_group(cluster, operation, min(ranks, cluster.node_size)))
         levels.append(level.but(link=link.but(alpha=link.library_hop * factor.latency, bandwidth=rate)))
     device = cluster.accelerator.but(memory_bandwidth=1e30)
     return cluster.but(levels=tuple(levels), accelerator=device)

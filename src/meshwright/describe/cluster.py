@@ -168,6 +168,10 @@ class Link(Described):
     in_switch: float = Field(
         default=0.85, gt=0, le=1, description="share of the rate of rings that reduction in the switch sustains"
     )
+    mesh: bool = Field(
+        default=False,
+        description="links join every two devices directly, without a switch; `bandwidth` is that of all links of a device",
+    )
     source: str = ""
     checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
 

@@ -20,16 +20,6 @@ CONVENTION = (
     "Times are medians; ± is half the distance of the quartiles."
 )
 
-LINE = (
-    "A transfer of n bytes takes α + n / rate. From n* = α · rate on, its bytes take longer than its latency. residual: median distance of the "
-    "measured times from that line."
-)
-OPERATIONS = (
-    "time: one operation; those of a layer, linear and attention with their backward. rate: FLOPs, bytes (a copy reads and writes), or "
-    "operations per second."
-)
-HOST_OPERATIONS = " tile: a block of ring attention. sharded-, held-, plain-units: small modules with ZeRO-3, with its hooks alone, and without it."
-
 
 def page(bench: Bench) -> RenderableType:
     """All tables of a bench."""
@@ -39,10 +29,9 @@ def page(bench: Bench) -> RenderableType:
         parts += [collectives_table(collectives), Text(CONVENTION, "dim")]
     pairs = [p for p in bench.points if p.operation == PAIR]
     if pairs:
-        parts += [pairs_table(pairs, bench), Text(LINE, "dim")]
+        parts.append(pairs_table(pairs, bench))
     if bench.device:
-        host = any(point.kind == "tile" for point in bench.device)
-        parts += [device_table(bench.device), Text(OPERATIONS + HOST_OPERATIONS * host, "dim")]
+        parts.append(device_table(bench.device))
     if bench.skipped:
         parts.append(skipped(bench.skipped))
     return Group(*parts)

@@ -12,19 +12,13 @@ from meshwright.view.tables import filled, heading
 
 BENT = 0.3  # a deviation from the line above this is coloured
 
-LEVELS = (
-    "units: their number × ranks in each. A message between two ranks takes α + n / rate; residual: median distance of the measured times from "
-    "that line; deviation: the largest one."
-)
-FACTORS = "latency, bytes: measured over what the formula of the collective gives with the α and the rate of a pair."
-
 
 def page(result: Calibration) -> RenderableType:
     parts: list[RenderableType] = [heading(result.cluster.name, result.cluster.source)]
     if result.levels:
-        parts += [levels(result), Text(LEVELS, "dim"), *causes(result)]
+        parts += [levels(result), *causes(result)]
     if result.factors:
-        parts += [factors(result), Text(FACTORS, "dim")]
+        parts.append(factors(result))
     if any(one.algorithm for one in result.series):
         parts.append(algorithms(result))
     parts += [

@@ -119,7 +119,7 @@ class Progress:
             return "out of time"
         expected = self.expected(task)
         if expected * CALLS > PART * left:
-            return f"too long for the time left: one call takes about {format_seconds(expected)}"
+            return f"no time: one call takes about {format_seconds(expected)}"
         return ""
 
     def expected(self, task: Task) -> float:

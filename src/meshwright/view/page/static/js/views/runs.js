@@ -70,7 +70,7 @@ const TONES = { done: "good", stopped: "warn", failed: "bad", unreadable: "bad" 
 
 function paint(body, context) {
   const name = chosen(context), run = known.runs.get(name), others = compared(context).map((other) => known.runs.get(other)).filter(Boolean);
-  const { difference, communication, timeline, proof } = run.parts;
+  const { prediction, measurement, difference, communication, timeline, proof } = run.parts;
   const comparable = run.about?.device !== "cpu" || !run.accelerator || run.accelerator === "cpu";
   clear(body).append(h("div", { class: "controls" }, choice("Run", known.list.runs.map((r) => [r.name, `${r.name} (${r.state})`]), name, (next) => context.setOptions({ run: next, compare: [] }))), h("p", { class: "sentence" }, [run.model, run.title].filter(Boolean).join(" · ")));
   if (known.list.runs.length > 1) overview(body, context, name);
@@ -88,7 +88,7 @@ function paint(body, context) {
   if (timeline?.measured?.length) steps(body, timeline);
   else if (run.state === "running") body.append(h("p", { class: "empty" }, "Parts and timelines appear when the run ends."));
   history(body, run);
-  circumstances(body, run);
+  circumstances(body, run, measurement ?? prediction);
 }
 
 function stats(body, run, comparable) {
@@ -169,8 +169,7 @@ function history(body, run) {
 /** What a run depends on besides its run file. */
 function circumstances(body, run) {
   const about = run.about ?? {}, git = about.git, versions = Object.entries(about.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
-  const { prediction, interference: load } = run.parts, busy = load?.busy ? `${format.number(load.before)} of ${format.number(load.cores)} cores before the run${load.during === null ? "" : `, ${format.number(load.during)} during it`}` : "";
-  const rows = [["the prediction assumes", (prediction?.assumed ?? []).join("; ")], ["other processes used", busy], ["command", (about.command ?? []).join(" ")], ["hosts", (about.hosts ?? []).join(", ")], ["versions", versions], ["git", git ? `${git.commit.slice(0, 12)} on ${git.branch}${git.changed ? `, ${git.changed} changed files` : ""}` : ""], ["seed", about.seed], ["platform", about.platform]].filter(([, value]) => value !== undefined && value !== "");
+  const rows = [["command", (about.command ?? []).join(" ")], ["hosts", (about.hosts ?? []).join(", ")], ["versions", versions], ["git", git ? `${git.commit.slice(0, 12)} on ${git.branch}${git.changed ? `, ${git.changed} changed files` : ""}` : ""], ["seed", about.seed], ["platform", about.platform]].filter(([, value]) => value !== undefined && value !== "");
   if (rows.length) body.append(panel("How it was run", null, h("dl", { class: "reasons" }, rows.flatMap(([name, value]) => [h("dt", null, name), h("dd", null, String(value))]))));
 }
 
