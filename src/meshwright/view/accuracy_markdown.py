@@ -156,27 +156,31 @@ def bands(found: Accuracy) -> str:
 
 
 def _widths_by_source(found: Accuracy) -> str:
-    """What the width of the bands of a published stack consists of."""
+    """What the width of the bands of a known stack consists of."""
     if "published" not in found.bands or found.left_out is None:
         return ""
     common = math.sqrt(BETWEEN_SOURCES[0, 1])  # of ln seconds, in all numbers of a source together
     alone = math.sinh(deviations_inside() * common)
     text = (
-        "\n\nThe bands of a published stack by source: the share of its runs inside quantiles of the other sources, its median half-width, and the "
-        "half-width of this level if the source did not exist. Nine of ten runs of every source cannot be inside narrow bands while some sources "
-        "have runs that the cost model does not explain: in megatron_bridge_perf_summary recompute, CUDA graphs and overlap are not published. "
+        "\n\nThe bands of a published and of a calibrated stack by source: the share of its runs inside quantiles of the other sources, its median "
+        "half-width, and the half-width of this level if the source did not exist. Nine of ten runs of every source cannot be inside narrow bands while "
+        "some sources have runs that the cost model does not explain: in megatron_bridge_perf_summary recompute, CUDA graphs and overlap are not published. "
         "The coefficients of the width were chosen on a grid; chosen without the source on which they are scored, they give the same "
         "half-widths. Widths from the fit's covariance make it larger. Separate quantiles for runs with and without "
         "experts, pipelines, several nodes or Blackwell GPUs do not make it clearly smaller. Runs of other sources on one stack differ by "
         f"{common:.0%} in all their times together (`stack_fit.BETWEEN_SOURCES`), which alone is a half-width of {alone:.0%}. In megatron_sc21 "
         "the runs with ZeRO-3 of an early DeepSpeed (`deepspeed-2021`) count as an unknown stack: it gathers parameter by parameter.\n\n"
     )
-    without = half_width_without(found.left_out, "published")
-    rows = [
-        (name, percent(inside), percent(half), percent(without.get(name)))
-        for name, (inside, half) in found.bands["published"].by_source.items()
-    ]
-    return text + table(("source", "inside", "median half-width", "all without it"), rows)
+    cells: dict[str, list[str]] = {}
+    levels = [level for level in ("published", "calibrated") if level in found.bands]
+    names = sorted({name for level in levels for name in found.bands[level].by_source})
+    for level in levels:
+        without, known = half_width_without(found.left_out, level), found.bands[level].by_source
+        for name in names:
+            values = (*known[name], without.get(name)) if name in known else (None, None, None)
+            cells.setdefault(name, [name]).extend(percent(value) if value is not None else "–" for value in values)
+    head = [f"{level}: {column}" for level in levels for column in ("inside", "half-width", "all without it")]
+    return text + table(("source", *head), [tuple(row) for row in cells.values()])
 
 
 def deviations_inside() -> float:
@@ -214,7 +218,7 @@ def misses(found: Accuracy) -> str:
         "by kind of model. A term that did not help left-out sources was deleted. Two of them are real but small or not seen here. A product "
         "whose tiles do not fill the last wave of processors: 150 products on one H200 follow the formula without it within 1.6% (median), with "
         "it within 2.3%. Tensor-parallel ranks of Megatron-LM that each send a part of the activations to the next stage: runs of one source "
-        "agree better (model left out 5.4%), but the numbers of the other sources then give too short a host time for vtrain_ground_truth (10.3%).\n\n"
+        "agree better (model left out 5.4%), but the other sources then give too short a host time for vtrain_ground_truth (10.3%).\n\n"
     )
     rows = [
         row
