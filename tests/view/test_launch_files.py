@@ -318,6 +318,13 @@ def test_the_started_run_has_the_options_that_change_the_plan(capsys) -> None:
         job_of(SMALL, options={"cluster": "a\nb.toml"})
 
 
+def test_a_script_for_one_host_needs_no_address_of_another() -> None:
+    launcher = LAUNCHERS["torchrun"]
+    assert launcher.command(job_of(SMALL), Path("a.sh")) == "bash a.sh"
+    assert launcher.command(job_of(LARGE), Path("a.sh")).startswith("HEAD=first-host bash a.sh")
+    assert LAUNCHERS["slurm"].command(job_of(SMALL), Path("a")) == "sbatch a"
+
+
 # For each framework that we can start: what must change in the large plan so that it can run it.
 CHANGES = {
     "megatron-lm": (),

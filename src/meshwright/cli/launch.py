@@ -130,4 +130,4 @@ def show_written(job: Job, file: Path, launcher: Launcher) -> None:
     from meshwright.view.tables import show
 
     show(f"{file}: {job.config.plan.world} ranks on {job.nodes} × {job.per_node} devices, run folder {job.folder}")
-    show(f"start it with: [bold]{launcher.submit.format(file)}[/]")
+    show(f"start it with: [bold]{launcher.command(job, file)}[/]")

@@ -13,6 +13,7 @@ the ranks meet, over which interface, and what happens after a failure. docs/lau
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.view.launch_files import kubernetes, ray_train, skypilot, slurm, torchrun
@@ -20,17 +21,22 @@ from meshwright.view.launch_files.job import Job
 
 
 class Launcher(NamedTuple):
-    """How a launch file is written, named and submitted. `{}` in `submit` is the file."""
+    """How a launch file is written, named and submitted. `{}` in `submit` is the file; `submit_alone`: for a single host, if it differs."""
 
     write: Callable[[Job], str]
     suffix: str
     submit: str
+    submit_alone: str = ""
+
+    def command(self, job: Job, file: Path) -> str:
+        """The command that submits the file of a job."""
+        return (self.submit_alone if self.submit_alone and job.nodes == 1 else self.submit).format(file)
 
 
 LAUNCHERS: dict[str, Launcher] = {
     "slurm": Launcher(slurm.write, ".sbatch", "sbatch {}"),
     "kubernetes": Launcher(kubernetes.write, "-trainjob.yaml", "kubectl apply -f {}"),
     "skypilot": Launcher(skypilot.write, "-sky.yaml", "sky jobs launch {}"),
-    "torchrun": Launcher(torchrun.write, "-torchrun.sh", "HEAD=first-host bash {}   # on every node"),
+    "torchrun": Launcher(torchrun.write, "-torchrun.sh", "HEAD=first-host bash {}   # on every node", "bash {}"),
     "ray": Launcher(ray_train.write, "-ray.py", "ray job submit --working-dir . -- python {}"),
 }
