@@ -162,12 +162,13 @@ def _widths_by_source(found: Accuracy) -> str:
     common = math.sqrt(BETWEEN_SOURCES[0, 1])  # of ln seconds, in all numbers of a source together
     alone = math.sinh(deviations_inside() * common)
     text = (
-        "\n\nThe bands of a published and of a calibrated stack by source: the share of its runs inside quantiles of the other sources, its median "
-        "half-width, and the half-width of this level if the source did not exist. Nine of ten runs of every source cannot be inside narrow bands while "
-        "some sources have runs that the cost model does not explain: in megatron_bridge_perf_summary recompute, CUDA graphs and overlap are not published. "
-        "The coefficients of the width were chosen on a grid; chosen without the source on which they are scored, they give the same "
-        "half-widths. Widths from the fit's covariance make it larger. Separate quantiles for runs with and without "
-        "experts, pipelines, several nodes or Blackwell GPUs do not make it clearly smaller. Runs of other sources on one stack differ by "
+        "\n\nThe bands of a published and of a calibrated stack by source: the share of its runs inside quantiles of the other sources, its "
+        "median half-width, and the half-width of this level if the source did not exist. Nine of ten runs of every source cannot be inside "
+        "narrow bands while some sources have runs that the cost model does not explain: in megatron_bridge_perf_summary recompute, CUDA "
+        "graphs and overlap are not published. The coefficients of the width were chosen on a grid; chosen without the source on which they "
+        "are scored, they give the same half-widths. Widths from the fit's covariance make it larger. Separate quantiles for runs with and "
+        "without experts, pipelines, several nodes or Blackwell GPUs do not make it clearly smaller. Runs of other sources on one stack "
+        "differ by "
         f"{common:.0%} in all their times together (`stack_fit.BETWEEN_SOURCES`), which alone is a half-width of {alone:.0%}. In megatron_sc21 "
         "the runs with ZeRO-3 of an early DeepSpeed (`deepspeed-2021`) count as an unknown stack: it gathers parameter by parameter.\n\n"
     )
