@@ -216,21 +216,14 @@ def train(
 
         config, _ = small_config(config.check_trainable(), device)
     folder = Path(out) if out is not None else None
-    machine = None
     started_here = placement(os.environ) is None
     on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu"
+    machine = None
     if calibrate and on_cpu and calibration.is_for_this_machine(config):
         check(config, steps, folder)
         if folder is not None and resume is None:
             check_unused(folder)
-        machine = calibration.machine_measurement(
-            config.plan.world,
-            config.plan.param_dtype,
-            calibration.reduced_dtype(config.plan),
-            resolve_backend(backend, "cpu"),
-            recalibrate,
-            announce,
-        )
+        machine = calibration.measurement_for(config.plan, resolve_backend(backend, "cpu"), recalibrate, announce)
     return run_training(
         config,
         steps,

@@ -67,28 +67,29 @@ def command(
     from meshwright.view.launch_files.job import make_job, option_words
 
     options = given(cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
-    written = {"for": framework, "run": folder, "per-node": per_node, "save-every": save_every, "interface": interface}
-    written |= {"image": image, "claim": claim, "time": time_limit}
+    own: dict[str, Any] = {"per_node": per_node, "save_every": save_every, "interface": interface}
+    own |= {"image": image, "claim": claim}
+    words = option_words({**given(**{"for": framework, "run": folder}, **own, time=time_limit), **options})
     chosen = chosen_launcher(plan, slurm=slurm, kubernetes=kubernetes, skypilot=skypilot, torchrun=torchrun, ray=ray)
     job = make_job(
         api.load(plan, **options),
         plan,
-        typed=shlex.join(["meshwright", "launch", plan, f"--{chosen}", *option_words({**given(**written), **options})]),
+        typed=shlex.join(["meshwright", "launch", plan, f"--{chosen}", *words]),
         framework=framework,
         folder=folder,
-        per_node=per_node,
-        save_every=save_every,
-        interface=interface,
-        image=image,
-        claim=claim,
         time_limit=time_limit,
         options=options,
+        **own,
     )
     launcher = LAUNCHERS[chosen]
     if out == "-":
         print(launcher.write(job), end="")
-        return
-    file = Path(out or job.name + launcher.suffix)
+    else:
+        write_job(job, launcher, Path(out or job.name + launcher.suffix), force)
+
+
+def write_job(job: Job, launcher: Launcher, file: Path, force: bool) -> None:
+    """Write the file of a launcher, and show how it is started."""
     write_file(file, launcher.write(job), force)
     show_written(job, file, launcher)
 

@@ -145,6 +145,13 @@ def machine_measurement(
     return measured
 
 
+def measurement_for(
+    plan: Plan, backend: str, recalibrate: bool = False, listen: Callable[[str], None] | None = None
+) -> MachineMeasurement:
+    """The calibration of this machine for the ranks and dtypes of a plan."""
+    return machine_measurement(plan.world, plan.param_dtype, reduced_dtype(plan), backend, recalibrate, listen)
+
+
 def reduced_dtype(plan: Plan) -> str:
     """The dtype that most reductions of a step add up: that of activations with tensor parallelism, which reduces them several times in
     every layer, else that of gradients. Gradients sent in fp8 are added up in fp32."""

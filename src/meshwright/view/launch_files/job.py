@@ -130,7 +130,7 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
         word
         for name, value in options.items()
         for one in (value if isinstance(value, list) else [value])
-        for word in (f"--{name}", str(one))
+        for word in (f"--{name.replace('_', '-')}", str(one))
     ]
 
 
