@@ -47,10 +47,9 @@ def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:
 def attention_time(device: Accelerator, dtype: str, op: Op, kernel: str) -> Array:
     """Seconds of an attention kernel: e · s/(s + 700) of peak, less for head dimensions below 128."""
     eff = device.efficiency
-    share = eff.fused if kernel == "fused" else eff.flash
     rows, s_q, s_kv, width = op.shape
     length = np.minimum(s_q, s_kv)
-    reached = share * length / (length + eff.sequence_half) * np.minimum(1.0, (width / eff.tile) ** 0.25)
+    reached = eff.attention(kernel) * length / (length + eff.sequence_half) * np.minimum(1.0, (width / eff.tile) ** 0.25)
     seconds = eff.floor + op.flops / (reached * device.peak_for(dtype)) + op.bytes / device.memory_bandwidth
     return seconds + rows * s_q * s_kv * eff.exponential if eff.exponential else seconds
 

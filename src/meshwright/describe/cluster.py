@@ -46,6 +46,11 @@ def named(kind: str) -> BeforeValidator:
 PRIOR = "uncalibrated: never measured, so the median shares of the measured chips (H100, B200, MI355X)"
 
 
+# Rate of the first flash attention in Triton over that of version 2, whose paper (Dao 2023, section 4.1) has 1/1.4 forward (1.3 to 1.5 times slower)
+# and 1/2 backward, which has 2.5 times the operations.
+TRITON_FLASH = 3.5 / (1.4 + 2.5 * 2)
+
+
 class Efficiency(Described):
     """The share of its peak rates that a device sustains, from measured matrix products and copies (`calibrate`).
 
@@ -100,6 +105,10 @@ class Efficiency(Described):
     def products(self, dtype: str) -> float:
         """The share of the peak rate of a dtype that large matrix products sustain."""
         return self.gemm_fp8 if dtype == "fp8" and self.gemm_fp8 else self.gemm
+
+    def attention(self, kernel: str) -> float:
+        """The share of the peak rate that an attention kernel (`Stack.attention`) sustains."""
+        return self.fused if kernel == "fused" else self.flash * (TRITON_FLASH if kernel == "triton" else 1.0)
 
     @property
     def measured(self) -> bool:

@@ -89,8 +89,9 @@ class Stack(Described):
     )
     graphs: bool = Field(default=False, description="launches are replayed from a graph, or compiled away")
     fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer", "accumulate")
-    attention: Literal["flash", "fused", "stored"] = Field(
-        default="flash", description="flash: recomputes the softmax; fused: vendor's flash; stored: keeps the scores"
+    attention: Literal["flash", "triton", "fused", "stored"] = Field(
+        default="flash",
+        description="flash: recomputes the softmax; triton: its first version in Triton; fused: vendor's flash; stored: keeps the scores",
     )
     dispatch: Literal["all-to-all", "deduplicated"] = Field(
         default="all-to-all",

@@ -28,6 +28,7 @@ FACTS = (  # (source, model, pipeline stages) → virtual stages that a row does
     # column VP of nemotron/README.md in NVIDIA/dgxc-benchmarking, H100, 340b: the same in every release
     ("nvidia_dgxc_benchmarking", "Nemotron-4-340B", 8, 12),
 )
+TRITON, NOT_TRITON = "default was triton flash-attention", "Large Scale"  # llm-foundry's harness; its large-scale sweep used version 2
 EAGER_LOSS = r"compile-block|Megatron-LM functional-test"
 
 
@@ -37,13 +38,14 @@ def apply_readings(c: Case) -> Case:
         return c
     stack, plan_changes = _stack_name(c), {**_schedule(c), **_precision(c)}
     eager_loss = re.search(EAGER_LOSS, f"{c.row['source']} {c.row['notes']}") is not None
-    if stack is None and not plan_changes and not eager_loss:
+    triton = re.search(TRITON, c.row["notes"]) is not None and not re.search(NOT_TRITON, c.row["table"])
+    if stack is None and not plan_changes and not eager_loss and not triton:
         return c
     new_stack = c.stack if stack is None else catalog.load("stacks", stack)
     if eager_loss:
         new_stack = new_stack.but(fused=tuple(part for part in new_stack.fused if part != "loss"))
     if c.row["flash_attn"]:
-        new_stack = new_stack.but(attention=c.stack.attention)
+        new_stack = new_stack.but(attention="triton" if triton else c.stack.attention)
     plan = c.plan.but(**plan_changes) if plan_changes else c.plan
     try:
         plan.check(c.model, c.workload, c.cluster)

@@ -131,7 +131,7 @@ def floor_of(config: Config, op: Op) -> float:
     if op.kind == "gemm":
         return float(np.max(op.flops)) / (eff.products(dtype) * peak)
     if op.kind == "attention":
-        return float(np.max(op.flops)) / ((eff.fused if config.stack.attention == "fused" else eff.flash) * peak)
+        return float(np.max(op.flops)) / (eff.attention(config.stack.attention) * peak)
     return float(np.max(op.bytes)) / bandwidth(config)
 
 
