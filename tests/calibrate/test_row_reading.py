@@ -220,6 +220,14 @@ def test_a_source_that_does_not_fuse_its_loss_is_read_so(changes, fused):
     assert found.stack.name == "megatron-core"
 
 
+@pytest.mark.parametrize(("table", "kernel"), [("A100 80GB", "triton"), ("H100 80GB BF16 (Large Scale)", "flash")])
+def test_runs_of_llm_foundry_used_triton_but_for_its_large_sweep(table, kernel):
+    notes = "attn_impl: large sweep used flash; other rows harness default was triton flash-attention at the time"
+    fields = {"stack": "composer-fsdp", "flash_attn": "1", "table": table}
+    assert apply_readings(case(**fields, notes=notes)).stack.attention == kernel
+    assert apply_readings(case(**fields)).stack.attention == "flash"
+
+
 def test_memory_is_not_compared_if_zero_shards_over_an_unknown_number_of_gpus():
     row = {**BASE, "memory_gib": "30", "layers": "4", "model": "small", "ffn_hidden": "", "dp": ""}
     known, unknown, whole = predict_rows([row, {**row, "gpus": ""}, {**row, "gpus": "", "zero": "0"}])

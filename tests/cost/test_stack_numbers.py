@@ -11,6 +11,7 @@ from meshwright.cost.band import band, difference_doubt, indistinguishable, widt
 from meshwright.cost.collective import Network
 from meshwright.cost.compute import device_time
 from meshwright.cost.memory import memory
+from meshwright.cost.messages import messages
 from meshwright.cost.predict import predict
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
@@ -50,6 +51,32 @@ def test_a_rate_scales_the_time_of_its_operations(field, kind):
         mine = [op for op in base.program.blocks[key] if not op.axis and op.kind == kind]
         if not mine:
             assert one(changed.times[key].busy) == pytest.approx(one(base.times[key].busy))
+
+
+def test_attention_in_triton_is_slower_by_the_ratio_of_the_paper():
+    """1.4 times forward and 2 times backward, which has 2.5 times the operations: 6.4 / 3.5 of the time of flash attention 2."""
+    plan = Plan(replicate=16)
+    flash, triton = (cost(plan, attention=kernel) for kernel in ("flash", "triton"))
+    for key, ops in flash.program.blocks.items():
+        busy = sum(one(device_time(DGX.accelerator, "bf16", "flash", op)) for op in ops if op.kind == "attention")
+        longer = one(triton.times[key].busy) - one(flash.times[key].busy)
+        moved = sum(op.bytes / DGX.accelerator.memory_bandwidth for op in ops if op.kind == "attention")
+        floor = sum(DGX.accelerator.efficiency.floor for op in ops if op.kind == "attention")
+        assert longer == pytest.approx((6.4 / 3.5 - 1) * one(busy - moved - floor), rel=1e-9)
+    assert one(triton.peak_memory) == one(flash.peak_memory)
+
+
+def test_a_message_in_parts_takes_a_shorter_send_and_a_gather():
+    plan, cluster = Plan(tp=4, pp=4), DGX
+    whole, parts = (cost(plan, sends_parts=yes) for yes in (False, True))
+    (send,), (gather,) = parts.program.sync["boundary-F"], parts.program.sync["boundary-gather"]
+    network = Network(cluster, parts.program.batch)
+    assert one(parts.boundary) == pytest.approx(one(network.time(send)) + one(network.time(gather)))
+    assert one(parts.traffic["pp"]) == pytest.approx(one(whole.traffic["pp"]) / 4)
+    received = 32 * one(gather.message_bytes) * 3 / 4  # by an end of the model, the busiest in tp: 32 micro-batches, one way
+    assert one(parts.traffic["tp"]) == pytest.approx(one(whole.traffic["tp"]) + received)
+    listed = {m.name: m.count for m in messages(parts.program, parts, cluster)}
+    assert listed["parts"] in (32, 64)
 
 
 def test_collectives_take_the_share_of_the_network():

@@ -1,11 +1,14 @@
 """The operations of one layer under each strategy, counted by hand."""
 
+import numpy as np
 import pytest
 
 from lower.cases import GPT, GQA, MLA, MLP, MOE, STORED, WORK, block_bytes, calls, flops, lowered, one
 from meshwright.describe import catalog
+from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.op import sent
+from meshwright.lower.traffic import boundary_calls
 
 TOKENS = WORK.seq  # of one micro-batch of one sequence
 ACTIVATION = TOKENS * GPT.hidden * 2  # bytes of T·h in 16 bits
@@ -204,6 +207,28 @@ def test_pipeline_sends_one_message_per_boundary_and_direction():
     (op,) = lowered(pp=4, tp=4, sp=True).sync["boundary-F"]
     assert one(op.message_bytes) == ACTIVATION / 4  # sequence parallelism sends its own tokens only
     assert one(lowered().sync["boundary-F"][0].count) == 0
+
+
+def test_ranks_that_send_parts_gather_what_they_receive():
+    """Of four tensor-parallel ranks each sends a quarter to the next stage; with sequence parallelism it has only a quarter."""
+    parts = Stack(name="parts", sends_parts=True)
+    program = lowered(stack=parts, pp=4, tp=4)
+    (send,), (gather,) = program.sync["boundary-I"], program.sync["boundary-gather"]
+    assert one(send.message_bytes) == ACTIVATION / 4
+    assert (gather.collective, gather.axis, one(gather.count)) == ("all_gather", "tp", 1)
+    assert one(gather.message_bytes) == ACTIVATION
+    for plan in ({"pp": 4, "tp": 4, "sp": True}, {"pp": 4}, {"tp": 4}):
+        assert one(lowered(stack=parts, **plan).sync["boundary-gather"][0].count) == 0, plan
+    sequence = lowered(stack=parts, pp=4, tp=4, sp=True)
+    assert one(sequence.sync["boundary-F"][0].message_bytes) == ACTIVATION / 4
+
+
+def test_a_rank_gathers_activations_and_gradients_that_it_receives():
+    """The first of two stages receives gradients, the last one activations, one in the middle both."""
+    program = lowered(stack=Stack(name="parts", sends_parts=True), pp=4, tp=4)
+    for rank, received in ((0, 1), (1, 2), (3, 1)):
+        calls_of = {op.name: one(times) for op, times in boundary_calls(program, np.array([float(rank)]))}
+        assert calls_of["parts"] == received, rank
 
 
 def test_tensor_parallel_traffic_of_gpt3():

@@ -16,7 +16,7 @@ from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.step import StepCost
 from meshwright.describe.cluster import Cluster
 from meshwright.lower.op import Op, StepProgram, scalar
-from meshwright.lower.traffic import boundary_messages, boundary_ops
+from meshwright.lower.traffic import boundary_calls
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def messages(program: StepProgram, cost: StepCost, cluster: Cluster) -> list[Mes
     calls = [(op, times) for op, times in step_calls(program, cost) if times > 0]
     rank = np.array([scalar(cost.stage_blocks[int(cost.slowest[0])].rank)])
     rounds = max(1.0, float(program.batch.microbatches[0]))
-    sends = zip(boundary_ops(program), boundary_messages(program.batch, rank), strict=False)
-    calls += [(op, rounds * scalar(count)) for (_, op), count in sends if scalar(count) > 0]
+    between = [(op, rounds * scalar(op.count) * scalar(times)) for op, times in boundary_calls(program, rank)]
+    calls += [(op, times) for op, times in between if times > 0]
     found: dict[tuple[str, str, str, float], Message] = {}
     for op, times in calls:
         size = scalar(op.message_bytes)

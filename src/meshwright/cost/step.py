@@ -26,7 +26,7 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.muon import EXCHANGE
 from meshwright.lower.op import Array, Op, StepProgram, present, sent
 from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks
-from meshwright.lower.traffic import boundary_messages, boundary_ops
+from meshwright.lower.traffic import boundary_calls
 
 TRAFFIC_AXIS = {"stage": "dp"}  # bytes between all ranks of a stage count as dp traffic; their time counts as ep
 
@@ -43,7 +43,7 @@ class StepCost:
     ranks: list[RankTime]
     stage_blocks: list[StageBlocks]
     times: dict[tuple[str, str], PhaseTime]  # by block and phase
-    boundary: Array  # seconds of one pipeline message
+    boundary: Array  # seconds of one pipeline message, with the gather of its parts
     after: Array  # seconds of reductions that follow the data-parallel ones: over tp, tied embeddings, and a stage
     reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
     tail: Array  # seconds by which the last gradient message exceeds the other exposed gradient reduction
@@ -77,8 +77,8 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     b = program.batch
     network = Network(cluster, b)
     times = phase_times(program, cluster, network)
-    boundary_op = program.sync.get("boundary-F", [None])[0]
-    boundary = network.time(boundary_op) if boundary_op is not None else np.zeros(b.n)
+    message_ops = program.sync.get("boundary-F", []) + program.sync.get("boundary-gather", [])
+    boundary = sum((op.count * network.time(op) for op in message_ops), np.zeros(b.n))
     held = bounding_ranks(b, every_rank)
     ranks = [rank_time(program, times, h, boundary) for h in held]
     m = np.maximum(b.microbatches, 1.0)
@@ -232,8 +232,15 @@ def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> 
             if op.axis:
                 row = by_block.setdefault(TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis]), {})
                 row[key] = row.get(key, 0.0) + m * bytes_of(op)
+    def between_stages(h: StageBlocks, axis: str) -> Array:
+        calls = boundary_calls(program, h.rank)
+        return m * sum((times * bytes_of(op) for op, times in calls if AXIS_OF[op.axis] == axis), np.zeros(b.n))
+
+    def of_blocks(h: StageBlocks, row: dict[tuple[str, str], Array]) -> Array:
+        return b.full(sum(h.times(*key) * x for key, x in row.items()))
+
     out = {
-        axis: np.maximum.reduce([b.full(sum(h.times(*key) * x for key, x in row.items())) for h in held])
+        axis: np.maximum.reduce([of_blocks(h, row) + between_stages(h, axis) for h in held])
         for axis, row in by_block.items()
     }
     for op in syncs:
@@ -241,12 +248,7 @@ def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> 
             axis = TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis])
             out[axis] = out.get(axis, 0.0) + bytes_of(op)
     if present(b.pp > 1):
-        message = m * bytes_of(boundary_ops(program)[0][1])  # gradients are as large as activations
         tied = sum((bytes_of(op) for op in syncs if op.axis == "ends"), np.zeros(b.n))
-        out["pp"] = np.maximum.reduce(
-            [
-                sum(boundary_messages(b, h.rank)) * message + tied * np.abs(h.counts["embedding"] - h.counts["head"])
-                for h in held
-            ]
-        )
+        ends = [tied * np.abs(h.counts["embedding"] - h.counts["head"]) for h in held]
+        out["pp"] = np.maximum.reduce([between_stages(h, "pp") + x for h, x in zip(held, ends, strict=True)])
     return out

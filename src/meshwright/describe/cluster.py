@@ -179,7 +179,7 @@ class Link(Described):
     )
     mesh: bool = Field(
         default=False,
-        description="links join every two devices directly, without a switch; `bandwidth` is that of all links of a device",
+        description="links join devices directly, without a switch: a group of P uses P − 1 of them; `bandwidth` is that of all links of a device",
     )
     source: str = ""
     checked: str = Field(default="unchecked", description="what the figures were compared with, and when")

@@ -181,6 +181,10 @@ class Stack(Described):
         default=False,
         description="interleaved schedules run micro-batches in rounds of pp: the number of micro-batches must be a multiple of pp",
     )
+    sends_parts: bool = Field(
+        default=False,
+        description="without sequence parallelism, each tensor-parallel rank sends 1/tp of the activations to the next stage, which gathers them",
+    )
     blocking_p2p: bool = Field(default=False, description="a pipeline send blocks until it is received")
     order: tuple[str, ...] = Field(default=("tp", "cp", "pp", "dp"), description="axes, fastest first")
     gradient_dtype: str = Field(default="fp32", description="dtype gradients are accumulated and reduced in")

@@ -124,6 +124,7 @@ def _add_boundary(program: StepProgram, element: float) -> None:
     batch = program.batch
     n = batch.tokens * batch.model.residual_width * element / batch.seq_split
     on = (batch.pp > 1) * 1.0
+    parts = np.where(batch.sp, 1.0, batch.tp) if batch.stack.sends_parts else 1.0
     for phase in ("F", "I"):
         program.sync[f"boundary-{phase}"] = [
             Op(
@@ -133,10 +134,14 @@ def _add_boundary(program: StepProgram, element: float) -> None:
                 on,
                 collective="send",
                 axis="pp",
-                message_bytes=n,
+                message_bytes=n / parts,
                 stream="comm:pp",
             )
         ]
+    if batch.stack.sends_parts:
+        split = on * (parts > 1)
+        gather = Op("parts", "pipeline", "collective", split, collective="all_gather", axis="tp", message_bytes=n)
+        program.sync["boundary-gather"] = [gather]
 
 
 def _counts_only(program: StepProgram) -> None:

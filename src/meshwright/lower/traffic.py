@@ -67,8 +67,7 @@ def _operations(program: StepProgram, held: StageBlocks) -> list[tuple[Op, Array
     for key, ops in program.blocks.items():
         out += [(op, m * held.times(*key)) for op in ops if op.axis and op.part not in DATA_PARALLEL]
     out += [(op, 1.0) for op in sync.step_ops(program, held, zero_3=True) if op.axis]
-    messages = boundary_messages(b, held.rank)
-    return out + [(op, m * count) for (_, op), count in zip(boundary_ops(program), messages, strict=False)]
+    return out + [(op, m * times) for op, times in boundary_calls(program, held.rank)]
 
 
 def records(found: Iterable[tuple[str, str, str, float, float]]) -> list[Record]:
@@ -95,6 +94,14 @@ def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:
     on = several * (batch.virtual - np.where(v_shaped, first + last, last))
     back = several * (batch.virtual - np.where(v_shaped, first + last, first))
     return on, back
+
+
+def boundary_calls(program: StepProgram, rank: Array) -> list[tuple[Op, Array]]:
+    """What a rank sends to other stages per micro-batch, and what it gathers: it receives gradients for what it sends on, and activations for
+    what it sends back."""
+    on, back = boundary_messages(program.batch, rank)
+    sends = zip((op for _, op in boundary_ops(program)), (on, back), strict=False)
+    return [*sends, *((op, on + back) for op in program.sync.get("boundary-gather", []))]
 
 
 def boundary_ops(program: StepProgram) -> list[tuple[str, Op]]:
