@@ -36,6 +36,7 @@ from meshwright.lower.op import Array, StepProgram, present
 from meshwright.lower.stages import StageBlocks
 
 CORE = ("softmax", "softmax-mask", "softmax-dropped", "logsumexp")
+QUANTISED = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16}  # bytes of an element, with the scale of its block
 GROUPS = ("dense", "expert")  # reduced over dp·cp, and over expert_dp
 
 
@@ -201,15 +202,16 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
 def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
     """Bytes of an element of a product's input that is kept for backward.
 
-    A stack that quantises in compiled layers, with one scale per tensor, keeps what was quantised, a byte. It keeps nothing where the input is the
-    output of a norm or of an activation: backward computes that again from tensors that are kept anyway. The backward of attention
-    reads its output in 16 bits too. Routed experts are not compiled."""
-    in_fp8 = b.workload.precision == "fp8" and b.workload.scaling == "tensor" and linear.part not in ("head", "router")
-    if not in_fp8 or not b.stack.fp8_passes:
+    A stack with `keeps_quantised` keeps what it multiplied by (`QUANTISED`). One that quantises in compiled layers, with one scale per tensor, does
+    so too. It keeps nothing where the input is the output of a norm or of an activation: backward computes that again from tensors that are kept
+    anyway. The backward of attention reads its output in 16 bits too. Routed experts are not compiled."""
+    precision, compiled = b.workload.precision, b.stack.fp8_passes > 0
+    quantised = b.workload.scaling == "tensor" and precision == "fp8" if compiled else b.stack.keeps_quantised
+    if not quantised or precision not in QUANTISED or linear.part in ("head", "router"):
         return element
     if linear.name == "o":
-        return element + 1.0
-    return 1.0 if linear.part == "experts" else 0.0
+        return element + QUANTISED[precision]
+    return 0.0 if compiled and linear.part != "experts" else QUANTISED[precision]
 
 
 def _saved_outputs(b: Batch, block: Block, element: float) -> Array:

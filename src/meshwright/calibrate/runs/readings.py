@@ -7,6 +7,8 @@
     FSDP without a named stack   the stack `fsdp`: PyTorch's library with its defaults
     parameters in fp32, autocast no separate master weights; gradients in fp32
     parameters in bf16 only      no master weights; gradients and states of the optimizer in bf16
+    Megatron-Bridge's recipes    gradients in bf16, as its configurations for performance set them
+    Triton in llm-foundry        the attention kernel `triton`, but for its large-scale sweep
     compiled blocks              the loss is eager
     Megatron's functional tests  its defaults: no fused loss, which its performance recipes have
     Nemotron-4 340B on 8 stages  12 virtual stages, as the table of configurations of the same README says (`FACTS`)
@@ -29,6 +31,7 @@ FACTS = (  # (source, model, pipeline stages) → virtual stages that a row does
     ("nvidia_dgxc_benchmarking", "Nemotron-4-340B", 8, 12),
 )
 TRITON, NOT_TRITON = "default was triton flash-attention", "Large Scale"  # llm-foundry's harness; its large-scale sweep used version 2
+BF16_GRADIENTS = "megatron_bridge_perf_summary"  # scripts/performance/configs in NVIDIA-NeMo/Megatron-Bridge: ddp.grad_reduce_in_fp32 = False
 EAGER_LOSS = r"compile-block|Megatron-LM functional-test"
 
 
@@ -74,6 +77,8 @@ def _stack_name(c: Case) -> str | None:
 
 def _precision(c: Case) -> dict[str, Any]:
     states = c.row["zero_fsdp"]
+    if c.row["file"] == BF16_GRADIENTS:
+        return {"grad_dtype": "bf16", "comm_dtype": "bf16"}
     if "autocast" in states:
         return {"param_dtype": "fp32", "grad_dtype": "fp32", "comm_dtype": "fp32", "master": False}
     if "bf16 parameters and states" in states:
