@@ -207,11 +207,41 @@ def test_runs_of_the_source_improve_its_prediction(left):
     assert found.after[5] < 0.5 * found.median
 
 
-def test_bands_hold_the_runs_they_are_from(left):
-    found = bands.bands(left)
+@pytest.fixture(scope="module")
+def unnamed(left):
+    return left_out.without_stacks(left.runs)
+
+
+def test_runs_without_their_stacks_are_predicted_with_the_default_one(left, unnamed):
+    """No source knows the stack of another one then: what two sources have in common is only what all stacks have in common."""
+    assert {o.case.stack.name for o in unnamed.runs} == {"default"}
+    assert not unnamed.named.any()
+    assert left_out.scores(unnamed)["a"].median > left_out.scores(left)["a"].median
+
+
+def test_few_runs_of_a_large_source_are_predicted_without_their_stacks(left, monkeypatch):
+    monkeypatch.setattr(left_out, "MOST_UNNAMED", 3)
+    counts = {name: s.runs for name, s in left_out.scores(left_out.without_stacks(left.runs)).items()}
+    assert set(counts) == {"a", "b", "c"}
+    assert all(1 < count <= 3 for count in counts.values())
+
+
+def test_bands_hold_the_runs_they_are_from(left, unnamed):
+    found = bands.bands(left, unnamed)
     assert set(found) == set(bands.LEVELS)
-    assert found["typical"].high > found["published"].high
+    assert found["typical"].half_width > found["published"].half_width
+    assert found["typical"].runs == len(unnamed.runs)
     assert all(b.low > 0 and b.half_width > 0 for b in found.values())
+    assert set(bands.bands(left, None)) == {"published", "calibrated"}
+
+
+def test_the_median_half_width_weighs_sources_not_rows():
+    """Of three sources one has wide bands: the median is that of the narrow ones, the mean of medians is above it."""
+    half = np.concatenate([np.full(1000, 0.4), np.full(10, 0.1), np.full(10, 0.1)])
+    sources = np.repeat(["wide", "a", "b"], [1000, 10, 10])
+    median, mean = bands._middle(half, sources)
+    assert median == pytest.approx(0.1)
+    assert mean == pytest.approx(0.2)
 
 
 def test_a_source_that_is_far_off_widens_the_bands_of_all(monkeypatch):
@@ -219,7 +249,8 @@ def test_a_source_that_is_far_off_widens_the_bands_of_all(monkeypatch):
     sources = np.repeat(["a", "b", "c", "wild"], 100)
     scaled = np.random.default_rng(0).normal(size=400) * np.repeat([0.05, 0.05, 0.05, 0.25], 100)
     monkeypatch.setattr(bands, "residuals_of", lambda *_: (scaled, np.ones(400), sources, 400))
-    all_of_them, without = bands.bands(None)["published"].half_width, bands.half_width_without(None, "published")
+    all_of_them = bands.bands(object(), None)["published"].half_width
+    without = bands.half_width_without(object(), "published")
     assert without["wild"] < 0.5 * all_of_them
     assert min(without[name] for name in "abc") > 0.9 * all_of_them
 
@@ -231,14 +262,14 @@ def test_quantiles_weigh_sources_not_rows():
     assert bands.edges(scaled, sources)[1] == pytest.approx(0.3)
 
 
-def test_the_fit_file_names_every_stack_of_the_catalog(left):
+def test_the_fit_file_names_every_stack_of_the_catalog(left, unnamed):
     numbers = fit_file.stack_numbers(left.fit)
     assert set(numbers) == set(catalog.names("stacks")) - {"gloo-cpu", "meshwright"}
     assert numbers["megatron-lm"]["evidence"] == "published"
     assert numbers["torchtitan"]["evidence"] == "typical"
     import tomllib
 
-    table = tomllib.loads(fit_file.to_toml(left.fit, bands.bands(left)))
+    table = tomllib.loads(fit_file.to_toml(left.fit, bands.bands(left, unnamed)))
     for name, fields in table["stacks"].items():
         assert Stack(**{**catalog.tables("stacks")[name], **fields, "name": name}).evidence == fields["evidence"]
 

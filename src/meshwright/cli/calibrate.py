@@ -90,7 +90,8 @@ def fit_stacks(runs: str, out: str, as_json: bool) -> None:
     table = published.runs() if runs == "published" else list(rows.read(runs))
     with patient("fitting"):
         found = left_out.leave_out(predict_rows(table, respond=left_out.responding(table)))
-    bands = band_rules.bands(found)
+        unnamed = left_out.without_stacks(found.runs)
+    bands = band_rules.bands(found, unnamed)
     if out:
         write_text(out, fit_file.to_toml(found.fit, bands))
     scores = left_out.scores(found)

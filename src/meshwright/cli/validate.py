@@ -54,7 +54,7 @@ def command(
     famous = list(rows.read(str(files("meshwright.calibrate.runs").joinpath("headline.csv")))) if headline else []
     chosen, crashed = chosen_rows(runs, failed, headline and not markdown)
     with patient("predicting") as progress:
-        found = assess(chosen, famous, crashed, progress)
+        found = assess(chosen, famous, crashed, progress, unnamed=bool(html or markdown or as_json))
     if html:
         from meshwright.describe.files import write_text
         from meshwright.view.validate_html import page

@@ -2,7 +2,7 @@
 
     low, high = t · exp(−q_low · w),  t · exp(q_high · w)
 
-    w² = base² + (10 · share of communication between nodes)² + (share of communication inside nodes)²
+    w² = base² + (6 · share of communication between nodes)² + (share of communication inside nodes)²
        + (2 · share of the host)² + (6 · share of experts)² + (doubt of the device / 7%)²
 
 The width w grows with what is least certain: exposed communication between nodes (its overlap, its congestion, the network of a cluster), experts
@@ -26,7 +26,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import AXES
 from meshwright.describe.stack import Stack
 
-BETWEEN_DOUBT, INSIDE_DOUBT, HOST_DOUBT, EXPERT_DOUBT = 10.0, 1.0, 2.0, 6.0
+BETWEEN_DOUBT, INSIDE_DOUBT, HOST_DOUBT, EXPERT_DOUBT = 6.0, 1.0, 2.0, 6.0
 LEAST_DOUBT = 0.07  # of ln seconds: a step that only computes, on a measured device
 PLAN_DOUBT = 0.02
 PART_DOUBTS = (0.35, 0.25, 0.10)  # of communication, host and bubble: the noise of `calibrate.stack_fit`

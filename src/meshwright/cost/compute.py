@@ -49,7 +49,9 @@ def attention_time(device: Accelerator, dtype: str, op: Op, kernel: str) -> Arra
     eff = device.efficiency
     rows, s_q, s_kv, width = op.shape
     length = np.minimum(s_q, s_kv)
-    reached = eff.attention(kernel) * length / (length + eff.sequence_half) * np.minimum(1.0, (width / eff.tile) ** 0.25)
+    reached = (
+        eff.attention(kernel) * length / (length + eff.sequence_half) * np.minimum(1.0, (width / eff.tile) ** 0.25)
+    )
     seconds = eff.floor + op.flops / (reached * device.peak_for(dtype)) + op.bytes / device.memory_bandwidth
     return seconds + rows * s_q * s_kv * eff.exponential if eff.exponential else seconds
 

@@ -232,6 +232,7 @@ def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> 
             if op.axis:
                 row = by_block.setdefault(TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis]), {})
                 row[key] = row.get(key, 0.0) + m * bytes_of(op)
+
     def between_stages(h: StageBlocks, axis: str) -> Array:
         calls = boundary_calls(program, h.rank)
         return m * sum((times * bytes_of(op) for op, times in calls if AXIS_OF[op.axis] == axis), np.zeros(b.n))

@@ -128,7 +128,8 @@ class Stack(Described):
         description="fp8: plan.gather_dtype also narrows the all-gathers of sequence parallelism, not only those of ZeRO-3 weights",
     )
     keeps_quantised: bool = Field(
-        default=False, description="linear layers keep their input for backward as they quantised it to fp8, mxfp8 or fp4"
+        default=False,
+        description="linear layers keep their input for backward as they quantised it to fp8, mxfp8 or fp4",
     )
     fp8_passes: float = Field(
         default=0.0,

@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.calibrate.runs import published
 from meshwright.calibrate.runs.accuracy import Accuracy
 from meshwright.calibrate.runs.bands import INSIDE, half_width_without
-from meshwright.calibrate.runs.left_out import SEEN, LeftOut
+from meshwright.calibrate.runs.left_out import SEEN, LeftOut, macro_scores, scores
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_RUNS, NOISE
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME
 from meshwright.cost.band import base, shares
@@ -101,7 +101,20 @@ def _floor(found: Accuracy) -> str:
         f"{worse}, by {100 * most:.1f} points (the standard error of the mean error of its {len(sizes)} runs is "
         f"{100 * sizes.std(ddof=1) / math.sqrt(len(sizes)):.1f} points). Which sources are off as a whole cannot be seen from one run, so a "
         "calibration averages over that (`calibrate/runs/posterior.py`); the scales of that average were chosen after seeing these errors. With "
-        f"all runs of a source seen, {percent(floor)} remain: six numbers of a stack cannot explain more."
+        f"all runs of a source seen, {percent(floor)} remain: six numbers of a stack cannot explain more.{_unnamed(found)}"
+    )
+
+
+def _unnamed(found: Accuracy) -> str:
+    """The errors of a user whose framework is not in the catalog."""
+    if found.unnamed is None:
+        return ""
+    o = macro_scores(scores(found.unnamed))
+    after = ", ".join(f"{percent(o[f'after_{n}'])} after {n}" for n in SEEN)
+    return (
+        "\n\nIf no run named its stack, as for a framework that is not in the catalog, all would be predicted with the typical one: a macro-averaged "
+        f"median of {percent(o['median'])} (90th percentile {percent(o['p90'])}), {after} of the source's runs ({len(found.unnamed.runs)} runs, "
+        "a part of each large source). From these comes the band of an unknown stack."
     )
 
 
@@ -143,15 +156,24 @@ def bands(found: Accuracy) -> str:
             f"{100 * math.expm1(-b.low * base(level)):+.0f}% to {100 * math.expm1(b.high * base(level)):+.0f}%",
             percent(b.coverage),
             percent(b.half_width),
+            percent(b.mean_of_medians),
         )
         for level, b in found.bands.items()
     ]
     text = (
         "## Bands\n\nFrom the residuals of left-out sources, by what is known of the stack; wider where exposed communication between nodes, the "
         "host, experts or a device with assumed shares of peak dominate (`cost/band.py`), and scaled until 90% of the runs of a source are inside "
-        "whose residuals were not used. Target: a median half-width of 35% for an unknown stack and 15% for a known one.\n\n"
+        "whose residuals were not used. Target: a median half-width of 35% for an unknown stack and 15% for a known one. In the median over all runs "
+        "every source has the same weight; the mean over sources of their medians is larger, because a few of them have wide bands.\n\n"
     )
-    head = ("what is known", "runs", "band of a step that only computes", "inside", "median half-width")
+    head = (
+        "what is known",
+        "runs",
+        "band of a step that only computes",
+        "inside",
+        "median half-width",
+        "mean of medians",
+    )
     return text + table(head, rows) + _widths_by_source(found)
 
 
@@ -165,8 +187,8 @@ def _widths_by_source(found: Accuracy) -> str:
         "\n\nThe bands of a published and of a calibrated stack by source: the share of its runs inside quantiles of the other sources, its "
         "median half-width, and the half-width of this level if the source did not exist. Nine of ten runs of every source cannot be inside "
         "narrow bands while some sources have runs that the cost model does not explain: in megatron_bridge_perf_summary recompute, CUDA "
-        "graphs and overlap are not published. The coefficients of the width were chosen on a grid; chosen without the source on which they "
-        "are scored, they give the same half-widths. Widths from the fit's covariance make it larger. Separate quantiles for runs with and "
+        "graphs and overlap are not published. The coefficients of the width were chosen on a grid after seeing these half-widths. "
+        "Widths from the fit's covariance make it larger. Separate quantiles for runs with and "
         "without experts, pipelines, several nodes or Blackwell GPUs do not make it clearly smaller. Runs of other sources on one stack "
         "differ by "
         f"{common:.0%} in all their times together (`stack_fit.BETWEEN_SOURCES`), which alone is a half-width of {alone:.0%}. In megatron_sc21 "
@@ -216,10 +238,12 @@ def misses(found: Accuracy) -> str:
         return ""
     text = (
         "## What the residuals consist of\n\nMedian error and bias of left-out predictions by the largest part besides compute, by GPU and "
-        "by kind of model. A term that did not help left-out sources was deleted. Two of them are real but small or not seen here. A product "
-        "whose tiles do not fill the last wave of processors: 150 products on one H200 follow the formula without it within 1.6% (median), with "
-        "it within 2.3%. Tensor-parallel ranks of Megatron-LM that each send a part of the activations to the next stage: runs of one source "
-        "agree better (model left out 5.4%), but the other sources then give too short a host time for vtrain_ground_truth (10.3%).\n\n"
+        "by kind of model. A term that did not help left-out sources was deleted. Two of them are real. A product whose tiles do not fill the last "
+        "wave of processors: 150 products on one H200 follow the formula without it within 1.6% (median), with it within 2.3%. CUDA graphs of "
+        "parts of a layer, as the configurations of Megatron-Bridge have them: Qwen3 235B on GB200 and GB300 is predicted 50 to 170% too slow "
+        "without them and 16 to 50% with them, but all other models with experts are then predicted 15 to 40% too fast. The runs of "
+        "vtrain_ground_truth that wait for the host are predicted 10% too fast: its host is slower than that of the other sources of "
+        f"Megatron-LM.{_largest_runs(found.left_out)}\n\n"
     )
     rows = [
         row
@@ -227,6 +251,21 @@ def misses(found: Accuracy) -> str:
         for row in _group_rows(label, groups, found.left_out)
     ]
     return text + table(("group", "runs", "bias", "median error", "p90"), rows)
+
+
+def _largest_runs(left_out: LeftOut) -> str:
+    """The largest cluster of the nanotron sweep, whose runs and whose collectives are both slower than those of the next smaller one suggest."""
+    gpus = np.array([o.plan.world if o.source == "ultrascale_playbook" and o.plan else 0 for o in left_out.runs])
+    error = np.expm1(left_out.source)
+    if not (gpus == 512).any() or not (gpus == 256).any():
+        return ""
+    large, small = (percent(float(np.median(error[gpus == n])), True) for n in (512, 256))
+    slow = int((error[gpus == 512] < -0.5).sum())
+    return (
+        f" In ultrascale_playbook the bias is {large} on 512 GPUs and {small} on 256: {slow} of {int((gpus == 512).sum())} runs took more than twice "
+        "the prediction, others of the same layout did not. The collectives published for this cluster slow down there too: an all-reduce of 256 MB "
+        "takes 8.2 ms on 256 GPUs and 16.3 ms on 512."
+    )
 
 
 def residual_groups(left_out: LeftOut) -> dict[str, list[str]]:

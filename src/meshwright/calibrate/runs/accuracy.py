@@ -17,6 +17,7 @@ from meshwright.calibrate.runs.left_out import (
     responding,
     scores,
     usable,
+    without_stacks,
 )
 from meshwright.calibrate.runs.outcomes import Outcome, predict_rows
 
@@ -34,6 +35,7 @@ class Accuracy:
     unseen: dict[str, SourceScore] = field(default_factory=dict)
     unseen_overall: dict[str, float] = field(default_factory=dict)
     bands: dict[str, Band] = field(default_factory=dict)
+    unnamed: LeftOut | None = None  # of some of the runs, without their stacks
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -53,8 +55,9 @@ def assess(
     headlines: list[dict[str, str]],
     failed: list[dict[str, str]],
     progress: Callable[[float], None] | None = None,
+    unnamed: bool = True,
 ) -> Accuracy:
-    """Predict all runs and score them. Sources are left out in turn if there are at least two of them."""
+    """Predict all runs and score them. Sources are left out in turn if there are at least two of them; with `unnamed` also without their stacks."""
     total, done = max(len(rows) + len(headlines) + len(failed), 1), 0
 
     def advance() -> None:
@@ -75,5 +78,6 @@ def assess(
         found.left_out = leave_out(outcomes)
         found.unseen = scores(found.left_out)
         found.unseen_overall = macro_scores(found.unseen)
-        found.bands = bands(found.left_out)
+        found.unnamed = without_stacks(found.left_out.runs) if unnamed else None
+        found.bands = bands(found.left_out, found.unnamed)
     return found

@@ -1,6 +1,6 @@
 """Bands from the residuals of left-out sources, by what is known of the stack.
 
-    typical      no other source has runs of the stack
+    typical      nothing: every run is predicted as if its stack were not named (`left_out.without_stacks`)
     published    another source has runs of the stack
     calibrated   five runs of the source itself were seen
 
@@ -25,19 +25,22 @@ FACTORS = tuple(0.8 + 0.01 * k for k in range(81))  # factors on the quantiles
 
 @dataclass(frozen=True)
 class Band:
-    """The quantiles of one level, and how its bands do on left-out sources: the share of runs inside, and the median half-width."""
+    """The quantiles of one level, and how its bands do on left-out sources: the share of runs inside, the median half-width (every source has the
+    same weight), and the mean of the medians of all sources, which a few sources with wide bands raise."""
 
     low: float
     high: float
     coverage: float
     half_width: float
+    mean_of_medians: float
     runs: int
-    by_source: dict[str, tuple[float, float]] = field(default_factory=dict)  # the same two figures of each source
+    by_source: dict[str, tuple[float, float]] = field(default_factory=dict)  # coverage and median half-width of each
 
 
-def bands(left_out: LeftOut) -> dict[str, Band]:
-    """The bands of all levels."""
-    return {level: _band(*residuals_of(left_out, level)) for level in LEVELS}
+def bands(left_out: LeftOut, unnamed: LeftOut | None) -> dict[str, Band]:
+    """The bands of all levels; `unnamed` are the runs without their stacks, of which the band of the typical stack comes."""
+    runs = {level: unnamed if level == "typical" else left_out for level in LEVELS}
+    return {level: _band(*residuals_of(part, level)) for level, part in runs.items() if part is not None}
 
 
 def half_width_without(left_out: LeftOut, level: str) -> dict[str, float]:
@@ -55,7 +58,7 @@ def residuals_of(left_out: LeftOut, level: str) -> tuple[np.ndarray, np.ndarray,
         run, draw = np.nonzero(np.isfinite(left_out.calibrated))
         residual = left_out.calibrated[run, draw]
     else:
-        run = np.flatnonzero(left_out.named if level == "published" else ~left_out.named)
+        run = np.flatnonzero(left_out.named) if level == "published" else np.arange(len(runs))
         residual = -left_out.source[run]
     width_of = {k: run_width(runs[k], level) for k in set(run.tolist())}
     widths = np.array([width_of[k] for k in run.tolist()])
@@ -84,7 +87,12 @@ def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray, runs: int
         name: (_coverage([part], factor), float(np.median(half[sources == name])))
         for name, part in zip(sorted(set(sources)), held_out, strict=True)
     }
-    return Band(low, high, coverage, macro_median(half, sources), runs, by_source)
+    return Band(low, high, coverage, *_middle(half, sources), runs, by_source)
+
+
+def _middle(half: np.ndarray, sources: np.ndarray) -> tuple[float, float]:
+    """The median of half-widths, in which every source has the same weight, and the mean of the medians of the sources."""
+    return float(quantiles(half, sources, [0.5])[0]), macro_median(half, sources)
 
 
 def _held_out(scaled: np.ndarray, sources: np.ndarray, name: str) -> tuple[np.ndarray, float, float]:
@@ -102,12 +110,17 @@ def _coverage(held_out: list[tuple[np.ndarray, float, float]], factor: float) ->
 
 def edges(scaled: np.ndarray, sources: np.ndarray) -> tuple[float, float]:
     """−5% and 95% quantiles, in which every source has the same weight."""
+    low, high = quantiles(scaled, sources, [(1 - INSIDE) / 2, (1 + INSIDE) / 2])
+    return max(float(-low), 0.02), max(float(high), 0.02)
+
+
+def quantiles(values: np.ndarray, sources: np.ndarray, at: list[float]) -> np.ndarray:
+    """Quantiles of the values of all runs, in which every source has the same weight."""
     names, count = np.unique(sources, return_counts=True)
     weight = 1 / count[np.searchsorted(names, sources)]
-    order = np.argsort(scaled)
+    order = np.argsort(values)
     share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
-    low, high = np.interp([(1 - INSIDE) / 2, (1 + INSIDE) / 2], share, scaled[order])
-    return max(float(-low), 0.02), max(float(high), 0.02)
+    return np.interp(at, share, values[order])
 
 
 def macro_median(values: np.ndarray, sources: np.ndarray) -> float:

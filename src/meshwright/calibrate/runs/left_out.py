@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.runs.outcomes import Outcome
+from meshwright.calibrate.runs.outcomes import Outcome, predict_rows
 from meshwright.calibrate.runs.posterior import posterior
 from meshwright.calibrate.runs.response import Response, doubt_of
 from meshwright.calibrate.runs.rows import Case, number
@@ -27,6 +27,7 @@ from meshwright.describe.entries import base_of
 
 SEEN = (1, 2, 5)  # runs of a source that a calibration sees
 DRAWS = 12
+MOST_UNNAMED = 120  # runs of a source that are predicted without their stack
 
 
 @dataclass
@@ -182,6 +183,16 @@ def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
             out.calibrated[leaf.runs] = -_after(part, truth, prior, count, random)
             out.after[count][leaf.runs] = _mean_error(out.calibrated[leaf.runs])
     return out
+
+
+def without_stacks(runs: list[Outcome]) -> LeftOut:
+    """The runs as if none named its stack, as for a framework that is not in the catalog: predicted with the switches of the default stack, and
+    with numbers that the runs of other sources gave without their stacks too. Of a source with many runs every k-th."""
+    by_source: dict[str, list[dict[str, str]]] = {}
+    for o in runs:
+        by_source.setdefault(o.source, []).append({**o.case.row, "stack": ""})
+    rows = [row for part in by_source.values() for row in part[:: -(-len(part) // MOST_UNNAMED)]]
+    return leave_out(predict_rows(rows, respond=responding(rows)))
 
 
 def responses(runs: list[Outcome]) -> tuple[list[np.ndarray], list[float]]:

@@ -30,7 +30,10 @@ FACTS = (  # (source, model, pipeline stages) → virtual stages that a row does
     # column VP of nemotron/README.md in NVIDIA/dgxc-benchmarking, H100, 340b: the same in every release
     ("nvidia_dgxc_benchmarking", "Nemotron-4-340B", 8, 12),
 )
-TRITON, NOT_TRITON = "default was triton flash-attention", "Large Scale"  # llm-foundry's harness; its large-scale sweep used version 2
+TRITON, NOT_TRITON = (
+    "default was triton flash-attention",
+    "Large Scale",
+)  # llm-foundry's harness; its large-scale sweep used version 2
 BF16_GRADIENTS = "megatron_bridge_perf_summary"  # scripts/performance/configs in NVIDIA-NeMo/Megatron-Bridge: ddp.grad_reduce_in_fp32 = False
 EAGER_LOSS = r"compile-block|Megatron-LM functional-test"
 
