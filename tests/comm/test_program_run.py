@@ -13,6 +13,7 @@ import torch
 import ranks
 from comm import in_threads
 from meshwright.comm.call import Call
+from meshwright.comm.merge import merged_steps
 from meshwright.comm.reductions import array_of, combiner, divide
 from meshwright.comm.run import execute, prepare
 from meshwright.comm.run_shared import without_warnings
@@ -22,6 +23,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, build
 from meshwright.programs.collectives.arrays import chunks_of, run_on_arrays
 from meshwright.programs.collectives.comparison import SWITCHED
+from meshwright.programs.collectives.program import moves
 from meshwright.programs.collectives.registry import accepts
 
 PAIRS = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in SWITCHED]
@@ -46,7 +48,7 @@ def outputs_of(program, rank, dtype):
 
 def run_in_threads(program, inputs, lanes=1, in_place=False, reduction="sum", arrays=False):
     def work(transport):
-        plan = schedule(program, transport.rank, lanes)
+        plan = schedule(program, transport.rank, lanes, merge=arrays)
         source = inputs[transport.rank].clone()
         result = source if in_place else outputs_of(program, transport.rank, source.dtype)
         call = Call(1, program.operation, program.algorithm, "int64", reduction, program.root, program.elements)
@@ -84,6 +86,21 @@ def test_an_all_reduce_in_place(name):
         for arrays in (False, True):
             for found in run_in_threads(program, inputs, lanes=2, in_place=True, arrays=arrays):
                 assert torch.equal(found, sum(inputs))
+
+
+@pytest.mark.parametrize(
+    ("program", "numbers"),
+    [
+        (build("reduce-scatter", "pairwise", 4, 64), [0, 0, 0]),  # all sends read the input
+        (build("all-reduce", "direct", 4, 64), [0, 0, 0, 1]),  # the last step sends sums
+        (build("all-gather", "ring", 4, 64), [0, 1, 2]),  # each step sends what the one before has received
+        (build("broadcast", "chain", 2, 64, segments=3), [0, 1, 2]),  # one message after the other to the same rank
+        (SimpleNamespace(moves=moves([0, 1, 2], [0, 1, 0], [1, 1, 2], [0, 1, 2])), [0, 1, 2]),  # a copy inside rank 1
+    ],
+    ids=["pairwise", "direct", "ring", "chain", "copy"],
+)
+def test_steps_that_need_not_wait_for_each_other_are_merged(program, numbers):
+    assert list(merged_steps(program).values()) == numbers
 
 
 @pytest.mark.parametrize("name", SWITCHED)
@@ -221,6 +238,12 @@ def asynchronous(context):
         assert work.wait()
     assert works[0].is_completed()
     assert works[0].get_future().wait()[0] is tensors[0]
+    ordered = torch.full((200_000,), float(context.rank))
+    large = build("all-reduce", "direct", context.world, ordered.numel())
+    work = communicator.run(large, ordered, async_op=True)
+    communicator.run(large, ordered, reduction="max")  # waits for its turn: in the other order the result is 6
+    assert work.is_completed()
+    assert bool((ordered == 3.0).all())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a sum that overflows is infinite, without a warning of numpy
         huge = torch.full((1000,), 3e38, requires_grad=True)

@@ -261,8 +261,9 @@ class Communicator:
         elements = 0 if splits else program.elements
         call = Call(0, program.operation, program.algorithm, name_of(dtype), reduction, program.root, elements)
         largest = -1 if splits else largest_message(program)
-        found = prepare(schedule(program, self.rank, lanes), self.transport, dtype, call, largest)
-        if isinstance(self.transport, SharedMemory) and self.transport.arrays:
+        near = isinstance(self.transport, SharedMemory) and self.transport.arrays
+        found = prepare(schedule(program, self.rank, lanes, merge=near), self.transport, dtype, call, largest)
+        if near:
             return found._replace(shared=SharedPlan(found, self.memories, self.channel_threads))
         if (
             isinstance(self.transport, PointToPoint)

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.comm.merge import merged_steps
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.arrays import chunks_of
 from meshwright.programs.collectives.program import Program, take
@@ -124,8 +125,8 @@ class Schedule:
         return sorted(set(self.sent) | set(self.received))
 
 
-def schedule(program: Program, rank: int, lanes: int = 1) -> Schedule:
-    """Return the schedule of one rank; raise if the program needs a switch that reduces."""
+def schedule(program: Program, rank: int, lanes: int = 1, merge: bool = False) -> Schedule:
+    """Return the schedule of one rank; raise if the program needs a switch that reduces. `merge`: join steps (`comm.merge`)."""
     if program.switches:
         raise MeshwrightError(
             "MW-COMM-001",
@@ -133,7 +134,8 @@ def schedule(program: Program, rank: int, lanes: int = 1) -> Schedule:
             why="It reduces data inside a network switch, and a switch is not a process",
             fix="--algorithm two-level",
         )
-    found = [Lane(program, rank, lane, lanes) for lane in range(lanes)]
+    numbers = merged_steps(program) if merge else {step: step for step in program.moves.step.tolist()}
+    found = [Lane(program, rank, lane, lanes, numbers) for lane in range(lanes)]
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
     for step in (step for lane in found for step in lane.steps):
@@ -247,7 +249,7 @@ def length(spans: Iterable[Span]) -> int:
 class Lane:
     """Translates the rows of one rank and lane, in the order of the steps."""
 
-    def __init__(self, program: Program, rank: int, lane: int, lanes: int) -> None:
+    def __init__(self, program: Program, rank: int, lane: int, lanes: int, numbers: dict[int, int]) -> None:
         self.program, self.rank, self.lane, self.lanes = program, rank, lane, lanes
         self.sizes = program.sizes.tolist()
         starts, ends = (chunks_of(program, slots, rank) for slots in (program.starts, program.ends))
@@ -267,7 +269,7 @@ class Lane:
         self.last_write: dict[int, int] = {}
         self.steps: list[Step] = []
         columns = [column.tolist() for column in rows]
-        for number, group in groupby(zip(*columns, strict=True), key=lambda row: row[0]):
+        for number, group in groupby(zip(*columns, strict=True), key=lambda row: numbers[row[0]]):
             self.add_step(number, list(group))
 
     def place(self, chunks: Iterable[int], buffer: int, table: dict[int, Span]) -> int:
@@ -293,7 +295,7 @@ class Lane:
             for k in range(width):
                 source = self.cut(self.located(chunk + k))
                 copies.append((source, self.write(into + k, adds, index)))
-        incoming = sorted((row for row in rows if row[2] == rank and row[1] != rank), key=lambda row: row[1])
+        incoming = [row for row in rows if row[2] == rank and row[1] != rank]  # by step, then by peer
         receives = []
         for peer, group in groupby(incoming, key=lambda row: row[1]):
             receives.append(self.receive(peer, list(group), index))
