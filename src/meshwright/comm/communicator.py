@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -144,31 +144,31 @@ class Communicator:
         background: bool = False,
     ) -> Work:
         """Execute a program that is prepared: now, or by the background thread if it is asynchronous or others are waiting."""
-        now = not (async_op or background or self.waiting) and self.failure.error is None
-        if now and self.lock.acquire(blocking=False):
-            try:
-                self.execute(prepared, tensor, output)
-                if after is not None:
-                    after()
-            except Exception as found:
-                raise self.failed(found) from None
-            finally:
-                self.lock.release()
-            return self.finished
+        wait = async_op or background or self.waiting or self.failure.error is not None
+        if wait or not self.lock.acquire(blocking=False):
+            task = partial(self.execute, prepared, tensor, output, after)
+            return self.enqueue(task, Work([output] if result is None else result), async_op)
+        try:
+            self.execute(prepared, tensor, output, after)
+        except Exception as found:
+            raise self.failed(found) from None
+        finally:
+            self.lock.release()
+        return self.finished
 
-        def task() -> None:
-            self.execute(prepared, tensor, output)
-            if after is not None:
-                after()
-
-        return self.enqueue(task, Work([output] if result is None else result), async_op)
-
-    def execute(self, prepared: Prepared, tensor: torch.Tensor, output: torch.Tensor) -> None:
+    def execute(
+        self, prepared: Prepared, tensor: torch.Tensor, output: torch.Tensor, after: Callable[[], None] | None
+    ) -> None:
         self.sequence += 1
         shared = prepared.shared
         usual = output is tensor or not overlap(tensor, output)
-        if shared is not None and usual and shared.execute(tensor, output, self.sequence):
-            return
+        if shared is None or not usual or not shared.execute(tensor, output, self.sequence):
+            self.execute_flat(prepared, tensor, output)
+        if after is not None:
+            after()
+
+    def execute_flat(self, prepared: Prepared, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """Execute a program on flat tensors: copies of those that are not contiguous, or that overlap."""
         plan, call = prepared.schedule, prepared.begin.call.numbered(self.sequence)
         source = flat(tensor)
         result = source if output is tensor else flat(output)

@@ -88,14 +88,10 @@ class SharedPlan:
         mine = self.array(tensor, 0)
         result = mine if in_place and self.inputs == self.outputs else self.array(output, 1)
         scratch = np.empty(self.schedule.scratch, self.dtype) if self.schedule.scratch else NOTHING
-        for runner in self.runners:
-            runner.set_call((mine, result, scratch), sequence)
         if len(self.runners) == 1:
-            self.runners[0].run_quietly()
+            self.runners[0].execute((mine, result, scratch), sequence)
         else:
-            self.run_channels()
-        for runner in self.runners:
-            runner.buffers = ()  # scratch memory is freed
+            self.run_channels((mine, result, scratch), sequence)
         if result is not mine:
             for at, to in self.schedule.unmoved:
                 result[to.start : to.stop] = mine[at.start : at.stop]
@@ -103,7 +99,7 @@ class SharedPlan:
             divide(output.detach(), self.prepared.transport.size)
         return True
 
-    def run_channels(self) -> None:
+    def run_channels(self, buffers: tuple[Any, ...], sequence: int) -> None:
         """Run all channels at the same time, the first in this thread; raise the first error of any.
 
         A channel that fails closes the connections, which all channels have in common: the others do not wait for a peer that has left.
@@ -112,7 +108,7 @@ class SharedPlan:
 
         def run(runner: SharedRun) -> None:
             try:
-                runner.run_quietly()
+                runner.execute(buffers, sequence)
             except BaseException as error:
                 errors.append(error)
                 runner.memory.close()
@@ -201,15 +197,13 @@ class SharedRun(Run):
         self.begin_call = prepared.begin
         self.quietly = without_warnings()
 
-    def run_quietly(self) -> None:
-        self.memory.begun = self.begin_call
-        self.quietly(self.run)
-
-    def set_call(self, buffers: tuple[Any, ...], sequence: int) -> None:
-        """Begin the next execution: its buffers, and its number."""
-        self.buffers, self.sequence = buffers, sequence
+    def execute(self, buffers: tuple[Any, ...], sequence: int) -> None:
+        """Execute call number `sequence` on its buffers."""
+        self.buffers, self.sequence, self.memory.begun = buffers, sequence, self.begin_call
         self.sends.clear()
         self.seen.clear()
+        self.quietly(self.run)
+        self.buffers = ()  # scratch memory is freed
 
     def place(self, step: int, lane: int) -> Place:
         call = self.call.numbered(self.sequence)

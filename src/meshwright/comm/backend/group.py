@@ -74,8 +74,8 @@ class MeshwrightGroup(ProgramGroup):
         if len(sizes) != self.ranks or sizes[self.me] != tensor.numel():
             raise sizes_differ("all_gather", sizes[self.me] if self.me < len(sizes) else 0, tensor.numel())
         merged = torch.empty(sum(sizes), dtype=tensor.dtype)
-        after = copies(into, merged)
-        return self.run("all-gather", tensor, merged, sizes=sizes, after=after, result=into, opts=opts)
+        prepared, after = self.prepare_sizes("all-gather", sizes, tensor.dtype), copies(into, merged)
+        return self.run("all-gather", tensor, merged, prepared=prepared, after=after, result=into, opts=opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
         """outputs[r][k] is tensor k of rank r."""
@@ -106,7 +106,8 @@ class MeshwrightGroup(ProgramGroup):
         if len(sizes) != self.ranks or sizes[self.me] != output.numel():
             raise sizes_differ("reduce_scatter", output.numel(), sizes[self.me] if self.me < len(sizes) else 0)
         merged = torch.cat([flat(shard) for shard in shards])
-        return self.run("reduce-scatter", merged, output, reduction=reduction_of(opts), sizes=sizes, opts=opts)
+        prepared = self.prepare_sizes("reduce-scatter", sizes, merged.dtype, reduction_of(opts))
+        return self.run("reduce-scatter", merged, output, prepared=prepared, opts=opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return last([self._reduce_scatter_base(out, t, opts) for out, t in zip(outputs, inputs, strict=True)])

@@ -1,7 +1,7 @@
 """A process group that runs programs: its connections, its names, and the way of one call from a flat tensor to a handle.
 
 `run` lets the cost model choose the program, and keeps what it prepared for the sizes that return every step; `submit` runs a
-program whose sizes differ from rank to rank; both `start` it on the communicator. The methods that torch calls are in `group`.
+program whose sizes differ from rank to rank. The methods that torch calls are in `group`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.program import Program
 
 MOST_PREPARED = 256
+Key = tuple[str, int, torch.dtype, str, int]  # operation, elements, dtype, reduction, root
 Listener = Callable[[str, torch.Tensor, str], None]  # operation, full buffer, name of the group
 # Called for each collective and send: torch's dispatcher does not see those of a group in Python.
 LISTENERS: list[Listener] = []
@@ -44,7 +45,7 @@ class ProgramGroup(TorchGroup):
         self.ranks, self.me, self.timeout = size, rank, timeout
         self.names = {"name": "", "desc": ""}
         self.calls = 0
-        self.prepared: dict[tuple, Prepared] = {}  # by operation, elements, dtype, reduction and root
+        self.prepared: dict[Key, Prepared] = {}
 
     # The C++ class keeps these in a backend object, which a group in Python does not have.
 
@@ -95,53 +96,54 @@ class ProgramGroup(TorchGroup):
         *,
         root: int = 0,
         reduction: str = "sum",
-        sizes: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Work:
-        """Run the program that the cost model chooses; `sizes` are those of the shards if they may differ."""
-        whole = output if operation == "all-gather" and output is not None else tensor
-        key = (operation, whole.numel(), whole.dtype, reduction, root)
-        prepared = self.prepared.get(key) if sizes is None else None
-        if prepared is None:
-            program = self.chooser.program(operation, whole.numel(), whole.element_size(), root)
-            if sizes is not None and len(set(sizes)) > 1:
-                program = with_sizes(program, sizes)
-            prepared = self.communicator.prepared(program, tensor.dtype, reduction, False)
-            if sizes is None:
-                if len(self.prepared) >= MOST_PREPARED:
-                    self.prepared.clear()
-                self.prepared[key] = prepared
-        return self.start(prepared, tensor, output, **options)
-
-    def submit(
-        self, program: Program, tensor: torch.Tensor, output: torch.Tensor | None = None, **options: Any
-    ) -> Work:
-        """Run a program whose sizes differ from rank to rank."""
-        return self.start(self.communicator.prepared(program, tensor.dtype, "sum", True), tensor, output, **options)
-
-    def start(
-        self,
-        prepared: Prepared,
-        tensor: torch.Tensor,
-        output: torch.Tensor | None = None,
-        *,
+        opts: Any = None,
+        prepared: Prepared | None = None,
         after: Callable[[], None] | None = None,
         result: Any = None,
-        opts: Any = None,
     ) -> Work:
+        """Run a prepared program, or the program that the cost model chooses. Few functions are called on the usual way: after a pause each
+        has to be fetched from memory again, which takes microseconds."""
+        into = tensor if output is None else output
+        whole = into if operation == "all-gather" else tensor
+        if prepared is None:
+            key = (operation, whole.numel(), whole.dtype, reduction, root)
+            prepared = self.prepared.get(key) or self.prepare(key)
         if tensor.layout != torch.strided:
             raise MeshwrightError(
                 "MW-COMM-001", "the backend meshwright moves dense tensors only", fix="tensor.to_dense()"
             )
         self.calls += 1
-        into = tensor if output is None else output
         if LISTENERS:
-            operation = prepared.begin.call.operation
-            self.notify(operation, into if operation == "all-gather" else tensor)
+            self.notify(operation, whole)
         async_op, background = bool(getattr(opts, "asyncOp", True)), bool(LISTENERS)
         if staging.is_staged(tensor) or (output is not None and staging.is_staged(output)):
             return self.start_staged(prepared, tensor, output, async_op, after, result)
         return self.communicator.start(prepared, tensor, into, async_op, after, result, background)
+
+    def prepare(self, key: Key) -> Prepared:
+        """Prepare the program that the cost model chooses, and keep it."""
+        operation, elements, dtype, reduction, root = key
+        program = self.chooser.program(operation, elements, dtype.itemsize, root)
+        if len(self.prepared) >= MOST_PREPARED:
+            self.prepared.clear()
+        found = self.prepared[key] = self.communicator.prepared(program, dtype, reduction, False)
+        return found
+
+    def prepare_sizes(
+        self, operation: str, sizes: Sequence[int], dtype: torch.dtype, reduction: str = "sum"
+    ) -> Prepared:
+        """Prepare a program for shards whose sizes may differ."""
+        program = self.chooser.program(operation, sum(sizes), dtype.itemsize)
+        if len(set(sizes)) > 1:
+            program = with_sizes(program, sizes)
+        return self.communicator.prepared(program, dtype, reduction, False)
+
+    def submit(
+        self, program: Program, tensor: torch.Tensor, output: torch.Tensor | None = None, **options: Any
+    ) -> Work:
+        """Run a program whose sizes differ from rank to rank, each of which knows only its own."""
+        prepared = self.communicator.prepared(program, tensor.dtype, "sum", True)
+        return self.run(program.operation, tensor, output, prepared=prepared, **options)
 
     def start_staged(
         self,
