@@ -209,7 +209,7 @@ def every_program(context, size, transport):
     for dtype in (*FLOATS, *INTEGERS):
         for reduction in ("sum", "avg", "max"):
             compare(build("all-reduce", "halving-doubling", size, 37), dtype, reduction, 1)
-    for name in ("multi-ring", "hierarchical"):
+    for name in ("multi-ring", "hierarchical", "direct"):
         compare(build("all-reduce", name, size, 50_001), torch.float64, "sum", 2)
     return wrong
 
