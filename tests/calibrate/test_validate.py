@@ -1,6 +1,7 @@
 """Reading published runs and scoring predictions, on rows written here, so that a wrong reading fails."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
@@ -236,3 +237,45 @@ def test_the_page_of_well_known_runs_has_a_row_for_each(tmp_path, capsys):
     assert "median error –" not in text
     assert ">A</span>headline: median error" in text  # the letter in the legend is the mark in the plot
     assert text.count(">A<title>") == 12
+
+
+def exit_code(arguments):
+    from meshwright.cli import main
+
+    with pytest.raises(SystemExit) as leaving:
+        main(arguments)
+    return leaving.value.code
+
+
+def table_of(path, table):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, BASE)
+        writer.writeheader()
+        writer.writerows(table)
+    return str(path)
+
+
+def test_few_runs_of_two_sources_are_scored_without_bands(tmp_path, capsys):
+    file = table_of(tmp_path / "runs.csv", [row(file="a"), row(file="b", stack="")])
+    assert exit_code(["validate", file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["left_out"]["sources"]) == {"a", "b"}
+    assert set(found["left_out"]["bands"]) == {"typical"}  # no other source has runs of the stack, and none has five others
+    assert exit_code(["validate", file]) == 0
+
+
+def test_one_source_cannot_be_left_out(tmp_path, capsys):
+    file, page = table_of(tmp_path / "runs.csv", [row(), row(micro_batch="1")]), tmp_path / "page.md"
+    assert exit_code(["validate", file, "--markdown", str(page)]) == 2
+    assert exit_code(["calibrate", "--runs", file]) == 2
+    shown = capsys.readouterr().err
+    assert "MW-VAL-003" in shown
+    assert "MW-CALIB-005" in shown
+    assert not page.exists()
+
+
+def test_a_fit_without_the_bands_of_all_levels_is_not_written(tmp_path, capsys):
+    file = table_of(tmp_path / "runs.csv", [row(file="a"), row(file="b", stack="")])
+    assert exit_code(["calibrate", "--runs", file, "--out", str(tmp_path / "fit.toml")]) == 2
+    assert "published or calibrated" in capsys.readouterr().err
+    assert not (tmp_path / "fit.toml").exists()

@@ -89,7 +89,7 @@ def fit_stacks(runs: str, out: str, as_json: bool) -> None:
 
     table = published.runs() if runs == "published" else list(rows.read(runs))
     with patient("fitting"):
-        found = left_out.leave_out(predict_rows(table, respond=left_out.responding(table)))
+        found = left_out.leave_out(left_out.enough(predict_rows(table, respond=left_out.responding(table))))
         unnamed = left_out.without_stacks(found.runs)
     bands = band_rules.bands(found, unnamed)
     if out:

@@ -63,9 +63,11 @@ def command(
     if markdown:
         from meshwright.describe.files import write_text
 
-        if not found.sources:
+        if found.left_out is None:
             raise MeshwrightError(
-                "MW-VAL-003", "no run can be compared", why="The tables of --markdown need at least one"
+                "MW-VAL-003",
+                "no source can be left out",
+                why="The tables of --markdown need predicted runs of at least two sources (column `file`)",
             )
         from meshwright.view.accuracy_markdown import document
 

@@ -38,9 +38,11 @@ class Band:
 
 
 def bands(left_out: LeftOut, unnamed: LeftOut | None) -> dict[str, Band]:
-    """The bands of all levels; `unnamed` are the runs without their stacks, of which the band of the typical stack comes."""
+    """The bands of all levels with runs of at least two sources; `unnamed` are the runs without their stacks, of which the band of the typical stack
+    comes."""
     runs = {level: unnamed if level == "typical" else left_out for level in LEVELS}
-    return {level: _band(*residuals_of(part, level)) for level, part in runs.items() if part is not None}
+    residuals = {level: residuals_of(part, level) for level, part in runs.items() if part is not None}
+    return {level: _band(*found) for level, found in residuals.items() if len(set(found[2].tolist())) > 1}
 
 
 def half_width_without(left_out: LeftOut, level: str) -> dict[str, float]:
@@ -98,7 +100,7 @@ def _middle(half: np.ndarray, sources: np.ndarray) -> tuple[float, float]:
 def _held_out(scaled: np.ndarray, sources: np.ndarray, name: str) -> tuple[np.ndarray, float, float]:
     """The residuals of one source, and the quantiles of the others."""
     others = sources != name
-    low, high = edges(scaled[others], sources[others]) if others.any() else edges(scaled, sources)
+    low, high = edges(scaled[others], sources[others])
     return scaled[~others], low, high
 
 

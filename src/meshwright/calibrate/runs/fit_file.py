@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.calibrate.runs.bands import Band
+from meshwright.calibrate.runs.bands import LEVELS, Band
 from meshwright.calibrate.runs.response import fields_of
 from meshwright.calibrate.runs.stack_fit import Fit
 from meshwright.describe import catalog
 from meshwright.describe.entries import base_of
 from meshwright.describe.stack import Stack
+from meshwright.errors import MeshwrightError
 
 NOTE = "# Written by `meshwright calibrate --runs`: do not edit by hand.\n"
 MEASURED = ("gloo-cpu", "meshwright")  # our trainer: its rates are those that `bench` measures, on CPUs and on GPUs
@@ -39,6 +40,13 @@ def rounded(x: np.ndarray, stack: Stack) -> dict[str, float]:
 
 
 def to_toml(fit: Fit, bands: dict[str, Band]) -> str:
+    missing = [level for level in LEVELS if level not in bands]
+    if missing:
+        raise MeshwrightError(
+            "MW-CALIB-005",
+            f"the runs give no band of a stack that is {' or '.join(missing)}",
+            why="published: two sources must share stacks with others; calibrated: two sources need more than five runs of one stack",
+        )
     lines = [NOTE]
     for level, band in bands.items():
         lines.append(f"[bands.{level}]\nlow = {band.low:.4f}\nhigh = {band.high:.4f}\n")

@@ -24,6 +24,7 @@ from meshwright.calibrate.runs.stack_fit import Fit, Leaf, Normal, evidence, fit
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, ranking, stalled
 from meshwright.describe import catalog
 from meshwright.describe.entries import base_of
+from meshwright.errors import MeshwrightError
 
 SEEN = (1, 2, 5)  # runs of a source that a calibration sees
 DRAWS = 12
@@ -138,6 +139,19 @@ def usable(outcomes: list[Outcome]) -> list[Outcome]:
         for o in outcomes
         if o.error is not None and o.times is not None and o.source not in NOT_FOR_TIME and not stalled(o, repeated)
     ]
+
+
+def enough(outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes, if a source can be left out: two of them have usable runs."""
+    sources = sorted({o.source for o in usable(outcomes)})
+    if len(sources) > 1:
+        return outcomes
+    raise MeshwrightError(
+        "MW-CALIB-005",
+        f"there are runs of {len(sources)} source{'s' * (len(sources) != 1)} with a measured and a predicted step time",
+        why="The numbers of a source are predicted from other sources, so a fit needs two (column `file`)",
+        fix="--from-run PLAN.toml --tokens-per-s N adjusts one stack to runs of one source",
+    )
 
 
 def leaves_of(runs: list[Outcome]) -> list[Leaf]:
