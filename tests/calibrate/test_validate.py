@@ -261,7 +261,9 @@ def test_few_runs_of_two_sources_are_scored_without_bands(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert set(found["left_out"]["sources"]) == {"a", "b"}
     assert set(found["left_out"]["bands"]) == {"typical"}  # no other source has runs of the stack, and none has five others
-    assert exit_code(["validate", file]) == 0
+    page = tmp_path / "page.md"
+    assert exit_code(["validate", file, "--markdown", str(page)]) == 0
+    assert "| a | 1 |" in page.read_text("utf-8")
 
 
 def test_one_source_cannot_be_left_out(tmp_path, capsys):

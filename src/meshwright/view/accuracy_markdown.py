@@ -95,9 +95,9 @@ def sources_table(found: Accuracy) -> str:
 
 def _floor(found: Accuracy) -> str:
     """How much of the error a calibration can remove at all: that of six numbers fitted to all runs of a source remains."""
-    if found.left_out is None:
-        return ""
     left = found.left_out
+    if left is None or not np.isfinite(left.after[1]).any():
+        return ""
     floor = _macro_median(left.by_source(np.abs(np.expm1(left.fitted))))
     seen = np.isfinite(left.after[1])  # runs of a source and stack that have another run
     error = np.where(seen, np.abs(np.expm1(left.source)), np.nan)
