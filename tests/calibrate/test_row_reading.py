@@ -117,6 +117,23 @@ def test_a_reduced_variant_has_the_layers_and_experts_of_the_row():
     assert (fewer.experts, fewer.top_k, fewer.router.groups) == (12, 3, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "missing"),
+    [
+        ("Mixtral 8x7B (layers reduced)", {}, "layers"),
+        ("Mixtral 8x7B (layers reduced)", {"layers": "4"}, ""),
+        ("Mixtral 8x7B (reduced)", {"experts": "4"}, "layers"),
+        ("DeepSeek-V3 (layers and experts reduced)", {"layers": "8"}, "experts"),
+        ("DeepSeek-V3 (layers and experts reduced)", {"layers": "8", "experts": "64"}, ""),
+    ],
+)
+def test_a_reduced_variant_without_its_numbers_is_refused(name, given, missing):
+    """The catalog's layers and experts are not those of the run."""
+    blank = dict.fromkeys(("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab"), "")
+    found = case(**{**blank, "model": name, **given})
+    assert found.refused == (f"the {missing} of {name} are not published" if missing else "")
+
+
 def test_a_hybrid_variant_keeps_its_pattern_and_an_unknown_one_is_refused():
     row = {
         "model": "Nemotron_3_Nano",
@@ -234,3 +251,37 @@ def test_memory_is_not_compared_if_zero_shards_over_an_unknown_number_of_gpus():
     assert known.memory_error is not None
     assert unknown.memory_error is None
     assert whole.memory_error is not None
+
+
+# Cells that cannot be read, and values that the catalog does not have
+
+
+@pytest.mark.parametrize("column", ["gpus", "step_time_s", "memory_gib", "micro_batch"])
+def test_a_negative_number_is_refused(column):
+    assert case(**{column: "-8"}).refused == f"{column} = -8 is negative"
+
+
+def test_a_cell_without_a_number_counts_as_blank_and_is_listed():
+    found = case(gpus="sixty-four")
+    assert "gpus: not published ('sixty-four' is not a number)" in found.assumed
+    assert found.cluster.world == 64
+
+
+def test_unknown_words_are_listed_with_what_is_assumed():
+    assert "stack: default ('corvus-trainer' is not in the catalog)" in case(stack="corvus-trainer").assumed
+    assert "precision: bf16 ('int3' is not known)" in case(dtype="int3").assumed
+    assert "precision: bf16" in case(dtype="").assumed
+    assert "schedule: 1f1b ('chimera' is not known)" in case(schedule="chimera").assumed
+    assert not [a for a in case(schedule="", pp="1", dp="32").assumed if a.startswith("schedule")]
+
+
+def test_a_stack_that_is_read_from_the_text_replaces_the_assumed_one():
+    fields = {"zero": "3", "zero_fsdp": "FSDP full shard", "tp": "1", "pp": "1", "dp": "64", "sp": "0"}
+    found = apply_readings(case(**fields))
+    assert found.stack.name == "fsdp"
+    assert "stack: fsdp" in found.assumed
+    assert not [a for a in found.assumed if "default" in a]
+    two_ways = apply_readings(
+        case(**fields | {"pp": "2", "dp": "32", "notes": "DualPipe", "zero": "1", "schedule": "", "flash_attn": ""})
+    )
+    assert {"stack: hai-llm", "schedule: dualpipev", f"attention: {two_ways.stack.attention}"} <= set(two_ways.assumed)

@@ -260,7 +260,9 @@ def test_few_runs_of_two_sources_are_scored_without_bands(tmp_path, capsys):
     assert exit_code(["validate", file, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["left_out"]["sources"]) == {"a", "b"}
-    assert set(found["left_out"]["bands"]) == {"typical"}  # no other source has runs of the stack, and none has five others
+    assert set(found["left_out"]["bands"]) == {
+        "typical"
+    }  # no other source has runs of the stack, and none has five others
     page = tmp_path / "page.md"
     assert exit_code(["validate", file, "--markdown", str(page)]) == 0
     assert "| a | 1 |" in page.read_text("utf-8")

@@ -30,10 +30,8 @@ FACTS = (  # (source, model, pipeline stages) → virtual stages that a row does
     # column VP of nemotron/README.md in NVIDIA/dgxc-benchmarking, H100, 340b: the same in every release
     ("nvidia_dgxc_benchmarking", "Nemotron-4-340B", 8, 12),
 )
-TRITON, NOT_TRITON = (
-    "default was triton flash-attention",
-    "Large Scale",
-)  # llm-foundry's harness; its large-scale sweep used version 2
+TRITON = "default was triton flash-attention"  # llm-foundry's harness
+NOT_TRITON = "Large Scale"  # the table of its sweep with version 2
 BF16_GRADIENTS = "megatron_bridge_perf_summary"  # scripts/performance/configs in NVIDIA-NeMo/Megatron-Bridge: ddp.grad_reduce_in_fp32 = False
 EAGER_LOSS = r"compile-block|Megatron-LM functional-test"
 
@@ -58,7 +56,20 @@ def apply_readings(c: Case) -> Case:
     except MeshwrightError:
         return c
     c.plan, c.stack = plan, new_stack
+    c.assumed = _updated(c)
     return c
+
+
+def _updated(c: Case) -> list[str]:
+    """The assumptions with the stack, its attention kernel and the schedule that were read."""
+    assert c.plan is not None
+    values = {"stack": c.stack.name, "attention": c.stack.attention, "schedule": c.plan.schedule}
+    updated = []
+    for text in c.assumed:
+        what = text.partition(":")[0]
+        changed = what in values and not text.startswith(f"{what}: {values[what]}")
+        updated.append(f"{what}: {values[what]}" if changed else text)
+    return updated
 
 
 def _text(c: Case) -> str:

@@ -65,6 +65,8 @@ def read_model(c: Case) -> Model:
         raise refusal("a model of encoder and decoder cannot be described: its layers attend to two sequences")
     if base:
         shape: Model = catalog.load("models", base)
+        if "reduced" in name and count is None:
+            _require_reduced(c, name)
         if published.get("hidden", shape.hidden) == shape.hidden:
             found = _variant(c, shape, published)
             if count is None or abs(found.total / count - 1) <= TOLERANCE:
@@ -78,6 +80,14 @@ def read_model(c: Case) -> Model:
     if re.search(HYBRID, name) or (base and shape.pattern):
         raise refusal(f"the pattern of layer kinds of {r['model']} is not published")
     return _built(c, published, name, count, rounding)
+
+
+def _require_reduced(c: Case, name: str) -> None:
+    """Refuse a variant of a catalog model with fewer layers or experts whose number of them is not published."""
+    words = [word for word in ("layers", "experts") if re.search(f"{word}[^)]*reduced|reduced[^)]*{word}", name)]
+    for word in words or ["layers"]:
+        if not integer(c.row[word]):
+            raise refusal(f"the {word} of {c.row['model']} are not published")
 
 
 def canonical(name: str) -> str:

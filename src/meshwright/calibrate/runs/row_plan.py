@@ -67,7 +67,13 @@ def _workload(c: Case) -> Workload:
     batch, seq = integer(r["global_batch"]), integer(r["seq_len"])
     if not batch or not seq or "token" in r["global_batch"]:
         raise refusal("the batch or the sequence length is not published")
+    if not r["dtype"] or r["dtype"] not in PRECISIONS:
+        c.assumed.append(_assumption("precision", "bf16", r["dtype"]))
     return Workload(batch=batch, seq=seq, precision=PRECISIONS.get(r["dtype"], "bf16"))
+
+
+def _assumption(what: str, value: str, published: str) -> str:
+    return f"{what}: {value} ({published!r} is not known)" if published else f"{what}: {value}"
 
 
 def _microbatch(c: Case, d: Degrees, batch: int) -> int:
@@ -87,6 +93,8 @@ def _stages(c: Case, pp: int, layers: int) -> dict[str, Any]:
     """The schedule, and the virtual stages of an interleaved one."""
     r = c.row
     schedule = SCHEDULES.get(r["schedule"], "1f1b")
+    if pp > 1 and (not r["schedule"] or r["schedule"] not in SCHEDULES):
+        c.assumed.append(_assumption("schedule", schedule, r["schedule"]))
     if pp == 1 or schedule != "interleaved":
         return {"schedule": "1f1b" if pp == 1 else schedule, "virtual": 1}
     virtual = max(1, integer(r["vpp"], 1))

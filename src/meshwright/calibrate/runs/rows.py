@@ -32,6 +32,27 @@ __all__ = ["Case", "case", "number", "read"]
 LIMIT = 200_000_000
 CACHED = 4096  # models, clusters and stacks of rows
 KERNELS = {"0": "stored", "1": "flash", "TE auto": "fused", "fused (cuDNN)": "fused"}  # of attention, by published word
+NUMBERS = (  # columns whose cells are positive numbers or blank
+    *(
+        "gpus",
+        "gpus_per_node",
+        "layers",
+        "hidden",
+        "heads",
+        "vocab",
+        "experts",
+        "topk",
+        "seq_len",
+        "tp",
+        "cp",
+        "pp",
+        "vpp",
+        "ep",
+        "etp",
+        "dp",
+    ),
+    *("micro_batch", "global_batch", "grad_accum", "step_time_s", "tokens_per_s_per_gpu", "memory_gib"),
+)
 REQUIRED = ("row_id", "file", "gpus", "tp", "pp", "global_batch", "seq_len", "step_time_s")
 
 
@@ -72,6 +93,7 @@ def case(row: dict[str, str]) -> Case:
     try:
         if out.row["task"] == "lora":
             raise refusal("LoRA trains adapters only, which a plan cannot express")
+        _check_numbers(out)
         out.stack = _stack(out)
         out.model, assumed = _model(tuple(out.row[name] for name in MODEL_COLUMNS))
         out.cluster, more = _cluster(tuple(out.row[name] for name in CLUSTER_COLUMNS))
@@ -83,6 +105,16 @@ def case(row: dict[str, str]) -> Case:
     except MeshwrightError as error:
         out.refused = error.what
     return out
+
+
+def _check_numbers(c: Case) -> None:
+    """Refuse a row with a negative number; a cell without a number counts as blank, and is listed."""
+    for name in NUMBERS:
+        text = c.row[name]
+        if text and number(text) is None:
+            c.assumed.append(f"{name}: not published ({text[:20]!r} is not a number)")
+        elif text.startswith(("-", "\u2212")):
+            raise refusal(f"{name} = {text[:20]} is negative")
 
 
 @lru_cache(CACHED)
@@ -103,9 +135,10 @@ def _cluster(cells: tuple[str, ...]) -> tuple[Cluster, tuple[str, ...]]:
 
 def _stack(c: Case) -> Stack:
     name, kernel = c.row["stack"], KERNELS.get(c.row["flash_attn"], "")
-    stack = _stack_with(name if name in catalog.names("stacks") else "default", kernel)
-    if not name:
-        c.assumed.append("stack: default")
+    known = name in catalog.names("stacks")
+    stack = _stack_with(name if known else "default", kernel)
+    if not known:
+        c.assumed.append(f"stack: default ({name!r} is not in the catalog)" if name else "stack: default")
     if not kernel:
         c.assumed.append(f"attention: {stack.attention}")
     return stack
