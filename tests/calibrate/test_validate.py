@@ -283,3 +283,17 @@ def test_a_fit_without_the_bands_of_all_levels_is_not_written(tmp_path, capsys):
     assert exit_code(["calibrate", "--runs", file, "--out", str(tmp_path / "fit.toml")]) == 2
     assert "published or calibrated" in capsys.readouterr().err
     assert not (tmp_path / "fit.toml").exists()
+
+
+def test_reasons_that_are_not_shown_are_counted():
+    from rich.console import Console
+
+    from meshwright.view.validate import MOST_REASONS, refusals
+
+    found = [outcome(1.0, 1.0) for _ in range(MOST_REASONS + 2)]
+    for k, o in enumerate(found):
+        o.refused = f"reason {k}"
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(refusals(found))
+    assert shown.get().splitlines()[-1].strip() == "refused 2 for 2 other reasons: see --json"

@@ -19,6 +19,7 @@ COLUMNS = (
     *("rows", "refused", "not scored", "bias", "median", "MAPE", "p90", "in band"),
     *("Spearman", "regret", "memory", "false alarms"),
 )
+MOST_REASONS = 12  # that are shown
 HEADLINE_COLUMNS = ("run", "plan", "measured", "predicted", "band", "error")
 
 
@@ -46,6 +47,8 @@ def page(found: Accuracy, columns: list[str], title: str) -> list[RenderableType
         parts += [table(scores, found.overall, title), refusals(found.outcomes)]
     if found.unseen:
         parts += ["", left_out.table(found.unseen, found.unseen_overall), "", left_out.bands_table(found.bands)]
+        if found.unnamed is None:
+            parts.append(Text("typical (a stack that is not in the catalog): with --json, --html or --markdown", "dim"))
     if "recall_failed" in found.overall:
         parts += [
             "",
@@ -77,8 +80,12 @@ def refusals(outcomes: list[Outcome]) -> RenderableType:
     for o in outcomes:
         if o.refused:
             count[o.refused] = count.get(o.refused, 0) + 1
-    reasons = sorted(count.items(), key=lambda item: -item[1])[:12]
-    return Group(*(Text(f"refused {n}: {why}", style="dim") for why, n in reasons))
+    reasons = sorted(count.items(), key=lambda item: -item[1])
+    lines = [f"refused {n}: {why}" for why, n in reasons[:MOST_REASONS]]
+    if len(reasons) > MOST_REASONS:
+        others = reasons[MOST_REASONS:]
+        lines.append(f"refused {sum(n for _, n in others)} for {len(others)} other reasons: see --json")
+    return Group(*(Text(line, style="dim") for line in lines))
 
 
 def headline_cells(o: Outcome) -> list[str]:
