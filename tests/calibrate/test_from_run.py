@@ -65,17 +65,101 @@ def test_runs_can_be_added_one_at_a_time(tmp_path):
     second = adjusted(measured_runs([b], rates[1:], [], str(file)))
     together = adjusted(measured_runs([a, b], rates, [], ""))
     assert second.after.products == pytest.approx(together.after.products, rel=0.02)
-    assert configure(a, stack=str(file)).stack.evidence == "calibrated"
+    assert second.after.name == first.after.name == "default-calibrated"
+    assert second.after.measured_runs == together.after.measured_runs == 2
+    assert second.after.source == together.after.source == "default, adjusted to 2 measured runs"
+
+
+def test_the_band_is_that_of_calibrated_stacks_from_five_runs_on(tmp_path):
+    """The band was computed from predictions after five runs: fewer keep the band that the stack had."""
+    a, file = written(tmp_path, "a.toml"), tmp_path / "stack.toml"
+    rate, stack = str(predicted(a).tokens_per_s / 1.2), ""
+    before = predicted(a).step_time_high_s / predicted(a).step_time_s
+    for count in (1, 2, 2):
+        file.write_text(adjusted(measured_runs([a] * count, [rate] * count, [], stack)).to_toml())
+        stack, found = str(file), configure(a, stack=str(file)).stack
+        high = predicted(a, stack).step_time_high_s / predicted(a, stack).step_time_s
+        assert found.evidence == ("calibrated" if found.measured_runs >= 5 else "typical")
+        assert (high > 0.95 * before) is (found.measured_runs < 5)
+    assert found.measured_runs == 5
+
+
+def test_a_measured_host_time_of_collectives_is_kept(tmp_path):
+    """The file of a run on this machine has the time of a collective: it is not replaced by that of two operators."""
+    a = written(tmp_path, "a.toml", dp=4, tp=2, micro=2)
+    text = (tmp_path / "a.toml").read_text()
+    text = text.replace('extends = "default"', 'extends = "default"\nlaunch = "5us"\ncollective_launch = "600us"')
+    (tmp_path / "a.toml").write_text(text)
+    result = adjusted(measured_runs([a], [str(predicted(a).tokens_per_s)], [], ""))
+    assert result.predicted_before[0] == pytest.approx(predicted(a).step_time_s, rel=1e-6)
+    assert result.after.collective_launch == pytest.approx(120 * result.after.launch, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rate", "sizes", "word"),
+    [("1e12", [], "times what the devices can do"), ("9000", ["60"], "60 B"), ("9000", ["60TiB"], "60 TiB")],
+)
+def test_measurements_that_the_devices_cannot_reach_are_refused(tmp_path, rate, sizes, word):
+    with pytest.raises(MeshwrightError) as error:
+        measured_runs([written(tmp_path, "a.toml")], [rate], sizes, "")
+    assert error.value.code == "MW-CALIB-003"
+    assert word in error.value.what
+
+
+def test_a_run_far_from_its_prediction_is_named(tmp_path, capsys):
+    a = written(tmp_path, "a.toml")
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--from-run", a, "--tokens-per-s", f"{predicted(a).tokens_per_s / 8:.0f}"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a.toml: measured and predicted differ by more than a factor of 2" in shown
+    assert "band of a typical stack until 5 runs are measured (so far: 1)" in shown
+
+
+@pytest.mark.parametrize("option", [["--tokens-per-s", "5"], ["--memory", "5GiB"], ["--stack", "default"]])
+def test_options_of_a_run_need_a_run(option, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["calibrate", *option])
+    assert leaving.value.code == 2
+    assert f"{option[0]} needs --from-run" in capsys.readouterr().err
 
 
 def test_measured_memory_moves_the_slack(tmp_path):
-    a = written(tmp_path, "a.toml")
+    a = written(tmp_path, "a.toml", dp=1, tp=8, micro=1)
     rate = str(predicted(a).tokens_per_s)
     used = predicted(a).memory_gib
     more, less = (
         adjusted(measured_runs([a], [rate], [f"{used * f}GiB"], "")).after.allocator_slack for f in (1.05, 0.97)
     )
     assert more > less
+    result = adjusted(measured_runs([a], [rate], [f"{used * 1.05}GiB"], "")).as_dict()["runs"][0]
+    assert result["before_gib"] == pytest.approx(used)
+    assert result["before_gib"] < result["after_gib"] < result["measured_gib"]
+
+
+def run_folder(folder, device, **measured):
+    folder.mkdir()
+    written(folder, "plan.toml")
+    (folder / "prediction.json").write_text("{}")
+    (folder / "run.json").write_text(json.dumps({"version": 1, "device": device}))
+    seconds = predicted(str(folder / "plan.toml")).step_time_s
+    (folder / "measurement.json").write_text(json.dumps({"step_time_s": seconds, **measured}))
+    return str(folder)
+
+
+def test_memory_of_a_run_folder_is_what_the_allocator_reserved(tmp_path):
+    reserved = predicted(written(tmp_path, "a.toml")).memory_as("reserved")
+    same, more = (
+        adjusted(measured_runs([run_folder(tmp_path / name, "cuda", memory_gib=f * reserved)], [], [], "")).after
+        for name, f in (("same", 1.0), ("more", 1.05))
+    )
+    assert same.allocator_slack == pytest.approx(0.06, rel=1e-3)
+    assert more.allocator_slack > same.allocator_slack
+
+
+def test_a_run_on_cpus_says_nothing_of_a_stack_on_gpus(tmp_path):
+    with pytest.raises(MeshwrightError) as error:
+        measured_runs([run_folder(tmp_path / "run", "cpu")], [], [], "")
+    assert "used CPUs" in error.value.what
 
 
 def test_a_run_folder_is_read(tmp_path, capsys):

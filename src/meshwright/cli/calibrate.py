@@ -30,7 +30,7 @@ def command(
         [], "--tokens-per-s", metavar="N", help="Measured tokens per second of all devices, one for each plan file."
     ),
     memory: list[str] = typer.Option(
-        [], "--memory", metavar="SIZE", help="Measured peak memory per device, such as 61GiB."
+        [], "--memory", metavar="SIZE", help="Measured peak memory per device as nvidia-smi shows it, such as 61GiB."
     ),
     stack: str = typer.Option("", "--stack", help="The stack to adjust. Default: the run's."),
     as_json: JsonOption = False,
@@ -48,6 +48,15 @@ def command(
     if sum(given) > 1:
         raise MeshwrightError(
             "MW-CLI-003", "BENCH.json, --runs and --from-run cannot be combined", fix="run calibrate once for each"
+        )
+    alone = [
+        option
+        for option, value in (("--tokens-per-s", tokens_per_s), ("--memory", memory), ("--stack", stack))
+        if value
+    ]
+    if alone and not from_run:
+        raise MeshwrightError(
+            "MW-CLI-003", f"{alone[0]} needs --from-run", fix="--from-run PLAN.toml --tokens-per-s 41000"
         )
     if runs:
         fit_stacks(runs, out, as_json)

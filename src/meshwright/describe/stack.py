@@ -46,7 +46,7 @@ class Stack(Described):
     collective_operators: float = Field(
         default=2.0,
         gt=0,
-        le=20,
+        le=1000,
         description="operators whose host time the issue of one collective takes: a fit sets collective_launch to so many times launch",
     )
     action: Seconds = Field(default=0.0, description="host time of one action of a pipeline schedule")
@@ -223,8 +223,10 @@ class Stack(Described):
     )
     evidence: Literal["typical", "published", "calibrated"] = Field(
         default="typical",
-        description="what the numbers are from: other stacks, published runs of this stack, or the user's runs (`meshwright calibrate --from-run`)",
+        description="what the numbers are from: other stacks, published runs of this stack, or five of the user's runs "
+        "(`meshwright calibrate --from-run`)",
     )
+    measured_runs: int = Field(default=0, ge=0, description="runs of the user that the numbers are adjusted to")
     covariance: tuple[float, ...] = Field(
         default=(), description="of the calibrated numbers, row by row (`calibrate.response`)", max_length=64
     )

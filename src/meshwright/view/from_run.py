@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.calibrate.runs.from_run import Adjusted
+from meshwright.calibrate.runs.from_run import ENOUGH, FAR, Adjusted
+from meshwright.describe.result import GIB
 from meshwright.units import format_seconds
 from meshwright.view.tables import filled, heading
 
@@ -21,7 +22,30 @@ FIELDS = {
 
 
 def page(result: Adjusted) -> RenderableType:
-    return Group(heading(result.after.name, result.after.source), runs_table(result), Text(), numbers(result))
+    parts = [heading(result.after.name, result.after.source), runs_table(result), Text(), numbers(result)]
+    return Group(*parts, *(Text(note) for note in notes(result)))
+
+
+def notes(result: Adjusted) -> list[str]:
+    """What the user should know of the measurements, and of the band of later predictions."""
+    after, found = result.after, []
+    for run in result.runs:
+        if run.memory:
+            old, new = result.memory_of(run)
+            found.append(
+                f"{run.name}: memory {run.memory / GIB:.1f} GiB measured, {old:.1f} predicted before, {new:.1f} after (only fragments are adjusted)"
+            )
+    if result.far_off:
+        found.append(
+            f"{', '.join(dict.fromkeys(result.far_off))}: measured and predicted differ by more than a factor of {FAR:g}, so the run counts little. "
+            "Check that --tokens-per-s is of all devices together, and that the plan file is what ran"
+        )
+    if after.evidence != "calibrated":
+        found.append(
+            f"predictions keep the band of a {after.evidence} stack until {ENOUGH} runs are measured (so far: {after.measured_runs}); "
+            "add runs with --stack FILE of this one"
+        )
+    return found
 
 
 def runs_table(result: Adjusted) -> RenderableType:

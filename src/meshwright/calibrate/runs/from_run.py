@@ -6,7 +6,8 @@
                  from its stack and how noisy its runs are, so one run moves little and several that agree move more
     memory       the allocator's slack moves by half of what the measured peak differs, within its limits
 
-The result is a stack with the posterior means and their covariance. Every command accepts its file as --stack FILE.
+The result is a stack with the posterior means and their covariance. Every command accepts its file as --stack FILE. Its predictions have the band of
+calibrated stacks from `ENOUGH` runs on, the number from which that band was computed (`bands`); until then the band that the stack had before.
 """
 
 from __future__ import annotations
@@ -19,18 +20,31 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.calibrate.runs.left_out import SEEN
 from meshwright.calibrate.runs.posterior import SCALES, posterior
-from meshwright.calibrate.runs.response import NUMBERS, Response, doubt_of, fields_of, grid, numbers_of, step_times
+from meshwright.calibrate.runs.response import (
+    LEAST_LAUNCH,
+    NUMBERS,
+    Response,
+    doubt_of,
+    fields_of,
+    grid,
+    numbers_of,
+    step_times,
+)
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, Normal
-from meshwright.cost.predict import predict
+from meshwright.cost.predict import predict, seconds_at_peak
 from meshwright.describe.config import Config, configure, load
-from meshwright.describe.result import GIB
-from meshwright.describe.run_folder import is_run, read_json
+from meshwright.describe.result import GIB, OVERHEAD
+from meshwright.describe.run_folder import is_run, read_about, read_json
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
-from meshwright.units import parse_bytes
+from meshwright.units import format_bytes, parse_bytes
 
 LEAST_SLACK, MOST_SLACK = 0.0, 0.5
+ENOUGH = SEEN[-1]  # runs
+SUFFIX = "-calibrated"  # of the name of an adjusted stack
+FAR = 2.0  # a factor between prediction and measurement that no stack explains
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,9 @@ class MeasuredRun:
     config: Config
     step_time: float
     memory: float = 0.0
+    quantity: str = (
+        "used"  # of memory: "reserved" by torch's allocator, or "used" with the driver's context, as nvidia-smi shows
+    )
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,16 @@ class Adjusted:
     predicted_before: tuple[float, ...]
     predicted_after: tuple[float, ...]
 
+    @property
+    def far_off(self) -> list[str]:
+        """The runs whose measured time is far from the prediction, before and after."""
+        runs = zip(self.runs, self.predicted_before, self.predicted_after, strict=True)
+        return [
+            run.name
+            for run, *predictions in runs
+            if all(not 1 / FAR < run.step_time / seconds < FAR for seconds in predictions)
+        ]
+
     def to_toml(self) -> str:
         import tomli_w
 
@@ -60,13 +87,20 @@ class Adjusted:
 
     def as_dict(self) -> dict[str, Any]:
         runs = zip(self.runs, self.predicted_before, self.predicted_after, strict=True)
-        return {
-            "stack": self.after.as_dict(),
-            "runs": [
-                {"run": run.name, "measured_s": run.step_time, "before_s": old, "after_s": new}
-                for run, old, new in runs
-            ],
-        }
+        out = [
+            {"run": run.name, "measured_s": run.step_time, "before_s": old, "after_s": new} for run, old, new in runs
+        ]
+        for row, run in zip(out, self.runs, strict=True):
+            if run.memory:
+                before, after = self.memory_of(run)
+                row |= {"measured_gib": run.memory / GIB, "before_gib": before, "after_gib": after}
+        return {"stack": self.after.as_dict(), "runs": out}
+
+    def memory_of(self, run: MeasuredRun) -> tuple[float, float]:
+        """The predicted memory of a run in GiB, by the stack before and after."""
+        c = run.config
+        before, after = (predict(c.model, c.cluster, c.plan, c.workload, s) for s in (self.before, self.after))
+        return before.memory_as(run.quantity), after.memory_as(run.quantity)
 
 
 def measured_runs(
@@ -89,7 +123,7 @@ def measured_runs(
         config = configure(folder, stack=stack).check()
         rate = _positive(typed.pop(0), "--tokens-per-s")
         size = float(parse_bytes(sizes.pop(0))) if sizes else 0.0
-        found.append(MeasuredRun(folder.name, config, config.workload.tokens_per_step / rate, size))
+        found.append(_possible(MeasuredRun(folder.name, config, config.workload.tokens_per_step / rate, size)))
     if typed or sizes:
         raise MeshwrightError(
             "MW-CALIB-003",
@@ -115,7 +149,39 @@ def _of_folder(folder: Path, stack: str) -> MeasuredRun:
     if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds <= 0:
         raise MeshwrightError("MW-CALIB-003", f"measurement.json of '{folder}' has no step_time_s")
     config = configure(folder / "plan.toml", stack=stack) if stack else load(folder / "plan.toml")
-    return MeasuredRun(folder.name, config, float(seconds))
+    on_cpu = config.cluster.accelerator.name == "cpu"
+    if read_about(folder).get("device") == "cpu" and not on_cpu:
+        raise MeshwrightError(
+            "MW-CALIB-003",
+            f"the run of '{folder}' used CPUs, and its plan is for {config.cluster.accelerator.name}",
+            why="Its step time says nothing of the stack on that device",
+        )
+    reserved = table.get("memory_gib") if not on_cpu else None  # of a CPU it is the resident memory of the process
+    size = GIB * reserved if isinstance(reserved, int | float) and math.isfinite(reserved) else 0.0
+    return MeasuredRun(folder.name, config, float(seconds), size, "reserved")
+
+
+def _possible(run: MeasuredRun) -> MeasuredRun:
+    """The run of typed measurements, if its devices can be as fast and hold as much as was measured."""
+    c = run.config
+    device, least = c.cluster.accelerator, seconds_at_peak(c.model, c.cluster, c.plan, c.workload)
+    if run.step_time < least:
+        most = c.workload.tokens_per_step / least
+        raise MeshwrightError(
+            "MW-CALIB-003",
+            f"{run.name}: {c.workload.tokens_per_step / run.step_time:,.3g} tokens/s are {least / run.step_time:.3g} times what the devices can do",
+            why=f"At their peak rate, {c.plan.world} × {device.name} do {most:,.3g} tokens/s of this model",
+        )
+    parts = predict(c.model, c.cluster, c.plan, c.workload, c.stack).memory_by_stage
+    parameters = GIB * max(stage["parameters"] for stage in parts)
+    if run.memory and not parameters <= run.memory <= device.memory:
+        raise MeshwrightError(
+            "MW-CALIB-003",
+            f"{run.name}: a peak of {format_bytes(run.memory)} per device is not possible",
+            why=f"{device.name} has {format_bytes(device.memory)}, and the parameters alone take {format_bytes(parameters)}",
+            fix="--memory 61GiB",
+        )
+    return run
 
 
 def _positive(text: str, option: str) -> float:
@@ -131,7 +197,7 @@ def _positive(text: str, option: str) -> float:
 def prior_of(stack: Stack) -> Normal:
     """What is known of a stack before its runs are seen."""
     spread = BETWEEN_SOURCES if stack.evidence == "published" else BETWEEN_SOURCES + BETWEEN_STACKS
-    if stack.evidence == "calibrated" and len(stack.covariance) == len(NUMBERS) ** 2:
+    if len(stack.covariance) == len(NUMBERS) ** 2:
         spread = np.array(stack.covariance).reshape(len(NUMBERS), -1)
     return Normal.of(numbers_of(stack), spread)
 
@@ -139,6 +205,7 @@ def prior_of(stack: Stack) -> Normal:
 def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
     """The stack of the runs, adjusted to them."""
     stack = runs[0].config.stack
+    stack = stack.but(collective_operators=stack.collective_launch / max(stack.launch, LEAST_LAUNCH))  # as measured
     other = next((run for run in runs if run.config.stack.name != stack.name), None)
     if other is not None:
         raise MeshwrightError(
@@ -150,15 +217,17 @@ def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
     points = grid()
     response = Response.of([_times(run, stack, points) for run in runs], [_doubt(run, stack) for run in runs])
     measured = np.log([run.step_time for run in runs])
-    found = posterior(response, measured, prior_of(stack), (1.0,) if stack.evidence == "calibrated" else SCALES)
+    found = posterior(response, measured, prior_of(stack), (1.0,) if stack.covariance else SCALES)
     fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(found.mean, stack).items()}
+    count, base = stack.measured_runs + len(runs), stack.name.removesuffix(SUFFIX)
     after = stack.but(
         **fields,
-        name=name or f"{stack.name}-calibrated",
-        evidence="calibrated",
+        name=name or base + SUFFIX,
+        evidence="calibrated" if count >= ENOUGH else stack.evidence,
+        measured_runs=count,
         covariance=tuple(float(f"{x:.6g}") for x in found.covariance.ravel()),
         allocator_slack=_slack(runs, stack),
-        source=f"{stack.name}, adjusted to {len(runs)} measured run{'s' * (len(runs) > 1)}",
+        source=f"{base}, adjusted to {count} measured run{'s' * (count > 1)}",
     )
     before, new = ([float(_times(run, s, numbers_of(s)[None])[0]) for run in runs] for s in (stack, after))
     return Adjusted(stack, after, tuple(runs), tuple(before), tuple(new))
@@ -183,7 +252,8 @@ def _slack(runs: Sequence[MeasuredRun], stack: Stack) -> float:
             parts = predict(c.model, c.cluster, c.plan, c.workload, stack).memory_by_stage
             fullest = max(parts, key=lambda stage: sum(stage.values()))
             live = sum(fullest[part] for part in ("activations", "gathered", "working"))
-            excess = run.memory / GIB - sum(x for part, x in fullest.items() if part != "slack")
+            without = ("slack",) if run.quantity == "used" else OVERHEAD
+            excess = run.memory / GIB - sum(x for part, x in fullest.items() if part not in without)
             found.append(excess / live if live else stack.allocator_slack)
     if not found:
         return stack.allocator_slack

@@ -36,6 +36,7 @@ from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 
 NUMBERS = ("launch", "products", "attention", "elementwise", "network", "exposed")
+LEAST_LAUNCH = 1e-7  # seconds
 LAUNCHES = np.log(np.geomspace(1.5e-6, 160e-6, 9))
 CENTRE = np.array([np.log(20e-6), 0.1, 0.1, 0.2, 0.2, np.log(0.25 / 0.75)])
 STEP = np.array([0.0, 0.2, 0.3, 0.4, 0.4, 0.8])  # distance of the costed points from the centre
@@ -46,7 +47,7 @@ def numbers_of(stack: Stack) -> np.ndarray:
     open_share = np.clip(1 - stack.hides, 1e-3, 1 - 1e-3)
     return np.array(
         [
-            np.log(max(stack.launch, 1e-7)),
+            np.log(max(stack.launch, LEAST_LAUNCH)),
             -np.log(stack.products),
             -np.log(stack.attention_rate),
             np.log(stack.elementwise),
