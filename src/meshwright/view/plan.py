@@ -132,9 +132,8 @@ def leaders(r: Result) -> Table:
             f"{100 * (p.mfu or 0):.1f}%",
             f"{p.memory_gib:.1f}",
         )
-    low, high = (100 * x / best - 100 for x in (r.prediction.step_time_low_s, r.prediction.step_time_high_s))
     memory = " to ".join(f"{100 * x - 100:+.0f}%" for x in why.MEMORY_BAND)
-    table.caption, table.caption_justify = f"every step {low:+.0f}% to {high:+.0f}%, memory {memory}", "left"
+    table.caption, table.caption_justify = f"{step_bands(r)}, memory {memory}", "left"
     if any(r.ties[1:]):
         table.caption += "; ≈: as fast as the first within the accuracy of the model"
     if r.choice and not r.worst_case:
@@ -142,6 +141,13 @@ def leaders(r: Result) -> Table:
             "; of plans within 1% of the fastest, the one with the most free memory and the simplest layout comes first"
         )
     return table
+
+
+def step_bands(r: Result) -> str:
+    """The band of all leaders; of the winner and the widest one, where they differ: plans that communicate more are less certain."""
+    edges = [[100 * x / p.step_time_s - 100 for x in (p.step_time_low_s, p.step_time_high_s)] for _, p in r.leaders]
+    first, widest = (f"{low:+.0f}% to {high:+.0f}%" for low, high in (edges[0], max(edges, key=lambda edge: edge[1])))
+    return f"every step {first}" if first == widest else f"the first step {first}, others at most {widest}"
 
 
 def reasons(r: Result) -> Group:

@@ -169,11 +169,11 @@ def choice(best: Candidate, fastest: Candidate) -> str:
 
 
 def worst_case_choice(best: Candidate, fastest: Candidate) -> str:
-    """Why the plan with the best worst case was taken; empty where it is the fastest as well."""
+    """What the best worst case costs; empty where it is the fastest plan as well."""
     if best.plan == fastest.plan:
         return ""
     ahead, rival = best.time / fastest.time - 1, f"{format_seconds(fastest.time, 4)}, {fastest.plan.title()}"
-    return f"the best worst case of the leaders; {100 * ahead:.1f}% slower than the fastest ({rival}) if the model is right"
+    return f"{100 * ahead:.1f}% slower than the fastest ({rival}) if the model is right"
 
 
 def pieces(model: Model) -> str:
