@@ -171,6 +171,16 @@ def test_rows_whose_repetition_disagrees_or_is_missing_are_not_scored():
     assert s.median == pytest.approx(0.0, abs=1e-12)
 
 
+def test_rows_without_a_step_time_or_for_memory_only_are_not_scored():
+    """A group of --by may have runs of a source whose times are not meant to be fast."""
+    untimed = outcome(9.0, 1.0)
+    untimed.case.row["step_time_s"] = ""
+    s = validate.score([outcome(1.0, 1.0), untimed, outcome(9.0, 1.0, file="megatron_lm_golden_values")])
+    assert (s.rows, s.not_scored) == (3, 2)
+    assert s.median == pytest.approx(0.0, abs=1e-12)
+    assert validate.score([untimed]).median is None
+
+
 def test_macro_average_counts_sources_not_rows():
     scores = {
         "a": validate.Score(median=0.1),

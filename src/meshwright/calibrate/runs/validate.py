@@ -49,8 +49,7 @@ class Score:
 
 
 def score(outcomes: list[Outcome]) -> Score:
-    """Compute the errors of a set of rows. In a source that repeats its runs, a row without a repetition, or with one that
-    disagrees, may be a stalled run: it is counted but not scored."""
+    """Compute the errors of a set of rows. Rows without a step time, and those of `not_scored`, are counted but their step time is not scored."""
     s = Score(rows=len(outcomes))
     repeated = {o.case.row.get("file", "") for o in outcomes if o.pair_ratio is not None}
     usable = []
@@ -58,27 +57,25 @@ def score(outcomes: list[Outcome]) -> Score:
         if o.refused:
             s.refused += 1
             s.reasons[o.refused] = s.reasons.get(o.refused, 0) + 1
-        elif stalled(o, repeated):
+        elif o.error is None or not_scored(o, repeated):
             s.not_scored += 1
         else:
             usable.append(o)
-    errors = np.array([o.error for o in usable if o.error is not None])
-    if len(errors):
+    if usable:
+        errors = np.array([o.error for o in usable])
         size = np.abs(errors)
         s.bias, s.mape = float(np.median(errors)), float(size.mean())
         s.median, s.p90 = float(np.median(size)), float(np.quantile(size, 0.9))
         inside = [
             o.prediction.step_time_low_s <= o.case.step_time <= o.prediction.step_time_high_s  # type: ignore[union-attr, operator]
             for o in usable
-            if o.error is not None
         ]
         s.inside_band = float(np.mean(inside))
-        scored = [o for o in usable if o.error is not None]
-        s.spearman, s.regret = ranking(scored, np.array([o.prediction.step_time_s for o in scored if o.prediction]))
+        s.spearman, s.regret = ranking(usable, np.array([o.prediction.step_time_s for o in usable if o.prediction]))
     memory = [abs(o.memory_error) for o in outcomes if o.memory_error is not None]
     if memory:
         s.memory_median = float(np.median(memory))
-    finished = [o.prediction.fits for o in usable if o.prediction is not None and o.case.step_time]
+    finished = [o.prediction.fits for o in outcomes if o.prediction and o.case.step_time and not stalled(o, repeated)]
     if finished:
         s.false_alarms = 1 - float(np.mean(finished))
     return s
@@ -90,7 +87,8 @@ def stalled(o: Outcome, repeated: set[str]) -> bool:
 
 
 def not_scored(o: Outcome, repeated: set[str]) -> bool:
-    """Whether the step time of a run is shown but not scored."""
+    """Whether the step time of a run is shown but not scored: its source is for memory only, or in a source that repeats its runs none agrees with
+    it, so that it may have stalled."""
     return o.case.row.get("file", "") in NOT_FOR_TIME or stalled(o, repeated)
 
 
