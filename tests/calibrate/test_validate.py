@@ -266,7 +266,8 @@ def table_of(path, table):
 
 
 def test_few_runs_of_two_sources_are_scored_without_bands(tmp_path, capsys):
-    file = table_of(tmp_path / "runs.csv", [row(file="a"), row(file="b", stack="")])
+    ignored = [row(file="b", tp=""), row(file="b", step_time_s=""), row(file="b", step_time_s="")]
+    file = table_of(tmp_path / "runs.csv", [row(file="a"), row(file="b", stack=""), *ignored])
     assert exit_code(["validate", file, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["left_out"]["sources"]) == {"a", "b"}
@@ -275,7 +276,12 @@ def test_few_runs_of_two_sources_are_scored_without_bands(tmp_path, capsys):
     }  # no other source has runs of the stack, and none has five others
     page = tmp_path / "page.md"
     assert exit_code(["validate", file, "--markdown", str(page)]) == 0
-    assert "| a | 1 |" in page.read_text("utf-8")
+    text = page.read_text("utf-8")
+    assert "| a | 1 |" in text
+    assert "1 are refused" in text
+    assert "the step times of 2 are not scored" in text
+    low = min(found["left_out"]["bands"]["typical"]["by_source"].items(), key=lambda item: item[1][0])
+    assert f"| {100 * low[1][0]:.1f}% ({low[0]}) |" in text
 
 
 def test_one_source_cannot_be_left_out(tmp_path, capsys):

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.calibrate.runs import published
 from meshwright.calibrate.runs.accuracy import Accuracy
-from meshwright.calibrate.runs.bands import INSIDE, half_width_without
+from meshwright.calibrate.runs.bands import INSIDE, Band, half_width_without
 from meshwright.calibrate.runs.left_out import SEEN, LeftOut, macro_scores, scores
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_RUNS, NOISE
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME
@@ -21,7 +21,10 @@ from meshwright.view.validate import headline_cells
 INTRODUCTION = """# Accuracy: predictions compared with published runs
 
 Written by `meshwright validate --headline --markdown docs/accuracy.md` from the {rows:,} published runs that come with Meshwright ({failed} of them
-failed). A blank cell of a table means *not published*; `--json` lists what was assumed for each row. Errors are |predicted / measured − 1|.
+failed). Of those that finished, {refused} are refused (their shape, degrees or batch are not published, contradict each other or cannot be described)
+and the step times of {not_scored:,} are not scored (none is published, a repetition disagrees, or the source is for memory only): `meshwright
+validate` counts them by source and lists the reasons. A blank cell of a table means *not published*; `--json` lists what was assumed for each
+row. Errors are |predicted / measured − 1|.
 
 ## Sources that the fit has not seen
 
@@ -63,7 +66,7 @@ than that of the other sources of Megatron-LM."""
 def document(found: Accuracy) -> str:
     """The whole page."""
     parts = [
-        INTRODUCTION.format(rows=len(found.outcomes) + len(found.failed), failed=len(found.failed)),
+        introduction(found),
         sources_table(found),
         HOW.format(freedom=FREEDOM, noise=NOISE[0], most=MOST_RUNS),
         stacks(found),
@@ -75,6 +78,11 @@ def document(found: Accuracy) -> str:
         licences(),
     ]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
+
+
+def introduction(found: Accuracy) -> str:
+    counts = {name: sum(getattr(s, name) for s in found.sources.values()) for name in ("refused", "not_scored")}
+    return INTRODUCTION.format(rows=len(found.outcomes) + len(found.failed), failed=len(found.failed), **counts)
 
 
 def sources_table(found: Accuracy) -> str:
@@ -164,6 +172,7 @@ def bands(found: Accuracy) -> str:
             str(b.runs),
             f"{100 * math.expm1(-b.low * base(level)):+.0f}% to {100 * math.expm1(b.high * base(level)):+.0f}%",
             percent(b.coverage),
+            _fewest_inside(b),
             percent(b.half_width),
             percent(b.mean_of_medians),
         )
@@ -180,10 +189,17 @@ def bands(found: Accuracy) -> str:
         "runs",
         "band of a step that only computes",
         "inside",
+        "fewest inside",
         "median half-width",
         "mean of medians",
     )
     return text + table(head, rows) + _widths_by_source(found)
+
+
+def _fewest_inside(b: Band) -> str:
+    """The source with the smallest share of runs inside the band, and that share."""
+    name = min(b.by_source, key=lambda source: b.by_source[source][0])
+    return f"{percent(b.by_source[name][0])} ({name})"
 
 
 def _widths_by_source(found: Accuracy) -> str:
