@@ -84,6 +84,27 @@ def test_the_band_is_that_of_calibrated_stacks_from_five_runs_on(tmp_path):
     assert found.measured_runs == 5
 
 
+def test_runs_that_the_stack_does_not_explain_do_not_count(tmp_path):
+    """Five runs that contradict each other do not make a narrow band."""
+    a = written(tmp_path, "a.toml")
+    rates = [str(predicted(a).tokens_per_s / slow) for slow in (1.1, 1.1, 1.1, 1.1, 5.0)]
+    result = adjusted(measured_runs([a] * 5, rates, [], ""))
+    assert result.far_off == ["a.toml"]
+    assert (result.after.measured_runs, result.after.evidence) == (4, "typical")
+
+
+@pytest.mark.parametrize("numbers", [[1.0], [-1.0] * 36, [0.0] * 36])
+def test_a_broken_covariance_is_refused(tmp_path, numbers):
+    a, file = written(tmp_path, "a.toml"), tmp_path / "stack.toml"
+    result = adjusted(measured_runs([a], ["9000"], [], ""))
+    file.write_text(
+        result.to_toml().replace("covariance = [", f"covariance = {numbers}\nunused = [").split("unused")[0]
+    )
+    with pytest.raises(MeshwrightError) as error:
+        adjusted(measured_runs([a], ["9000"], [], str(file)))
+    assert "covariance" in error.value.what
+
+
 def test_a_measured_host_time_of_collectives_is_kept(tmp_path):
     """The file of a run on this machine has the time of a collective: it is not replaced by that of two operators."""
     a = written(tmp_path, "a.toml", dp=4, tp=2, micro=2)
@@ -112,7 +133,7 @@ def test_a_run_far_from_its_prediction_is_named(tmp_path, capsys):
         main(["calibrate", "--from-run", a, "--tokens-per-s", f"{predicted(a).tokens_per_s / 8:.0f}"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "a.toml: measured and predicted differ by more than a factor of 2" in shown
-    assert "band of a typical stack until 5 runs are measured (so far: 1)" in shown
+    assert "band of a typical stack until 5 runs are measured (so far: 0)" in shown
 
 
 @pytest.mark.parametrize("option", [["--tokens-per-s", "5"], ["--memory", "5GiB"], ["--stack", "default"]])

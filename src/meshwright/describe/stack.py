@@ -226,7 +226,9 @@ class Stack(Described):
         description="what the numbers are from: other stacks, published runs of this stack, or five of the user's runs "
         "(`meshwright calibrate --from-run`)",
     )
-    measured_runs: int = Field(default=0, ge=0, description="runs of the user that the numbers are adjusted to")
+    measured_runs: int = Field(
+        default=0, ge=0, description="runs of the user that the numbers are adjusted to and explain"
+    )
     covariance: tuple[float, ...] = Field(
         default=(), description="of the calibrated numbers, row by row (`calibrate.response`)", max_length=64
     )

@@ -36,8 +36,9 @@ def notes(result: Adjusted) -> list[str]:
                 f"{run.name}: memory {run.memory / GIB:.1f} GiB measured, {old:.1f} predicted before, {new:.1f} after (only fragments are adjusted)"
             )
     if result.far_off:
+        names = ", ".join(dict.fromkeys(result.far_off))
         found.append(
-            f"{', '.join(dict.fromkeys(result.far_off))}: measured and predicted differ by more than a factor of {FAR:g}, so the run counts little. "
+            f"{names}: measured and predicted differ by more than a factor of {FAR:g}, so the run moves little and is not counted. "
             "Check that --tokens-per-s is of all devices together, and that the plan file is what ran"
         )
     if after.evidence != "calibrated":

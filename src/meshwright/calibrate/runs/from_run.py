@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,7 @@ from meshwright.units import format_bytes, parse_bytes
 
 LEAST_SLACK, MOST_SLACK = 0.0, 0.5
 ENOUGH = SEEN[-1]  # runs
-SUFFIX = "-calibrated"  # of the name of an adjusted stack
-FAR = 2.0  # a factor between prediction and measurement that no stack explains
+FAR = 2.0  # a factor between prediction and measurement: such a run does not count
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,9 @@ class Adjusted:
 
     @property
     def far_off(self) -> list[str]:
-        """The runs whose measured time is far from the prediction, before and after."""
-        runs = zip(self.runs, self.predicted_before, self.predicted_after, strict=True)
-        return [
-            run.name
-            for run, *predictions in runs
-            if all(not 1 / FAR < run.step_time / seconds < FAR for seconds in predictions)
-        ]
+        """The runs whose measured time is still far from the prediction."""
+        runs = zip(self.runs, self.predicted_after, strict=True)
+        return [run.name for run, seconds in runs if not 1 / FAR < run.step_time / seconds < FAR]
 
     def to_toml(self) -> str:
         import tomli_w
@@ -197,9 +192,27 @@ def _positive(text: str, option: str) -> float:
 def prior_of(stack: Stack) -> Normal:
     """What is known of a stack before its runs are seen."""
     spread = BETWEEN_SOURCES if stack.evidence == "published" else BETWEEN_SOURCES + BETWEEN_STACKS
-    if len(stack.covariance) == len(NUMBERS) ** 2:
-        spread = np.array(stack.covariance).reshape(len(NUMBERS), -1)
+    if stack.covariance:
+        spread = _covariance(stack)
     return Normal.of(numbers_of(stack), spread)
+
+
+def _covariance(stack: Stack) -> np.ndarray:
+    """The covariance of an earlier calibration."""
+    size = len(NUMBERS)
+    found = np.array(stack.covariance)
+    if (
+        len(found) != size**2
+        or not np.isfinite(found).all()
+        or np.linalg.eigvalsh(found.reshape(size, size)).min() <= 0
+    ):
+        raise MeshwrightError(
+            "MW-CALIB-003",
+            f"stack.covariance of {stack.name} is not a covariance of {size} numbers",
+            why=f"It has {len(found)} numbers; {size**2} are needed, of a positive definite matrix",
+            fix="use a file of `meshwright calibrate --from-run` as it was written",
+        )
+    return found.reshape(size, size)
 
 
 def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
@@ -219,18 +232,26 @@ def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
     measured = np.log([run.step_time for run in runs])
     found = posterior(response, measured, prior_of(stack), (1.0,) if stack.covariance else SCALES)
     fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(found.mean, stack).items()}
-    count, base = stack.measured_runs + len(runs), stack.name.removesuffix(SUFFIX)
     after = stack.but(
         **fields,
-        name=name or base + SUFFIX,
-        evidence="calibrated" if count >= ENOUGH else stack.evidence,
-        measured_runs=count,
+        name=name or (stack.name if stack.covariance else f"{stack.name}-calibrated"),
         covariance=tuple(float(f"{x:.6g}") for x in found.covariance.ravel()),
         allocator_slack=_slack(runs, stack),
-        source=f"{base}, adjusted to {count} measured run{'s' * (count > 1)}",
     )
     before, new = ([float(_times(run, s, numbers_of(s)[None])[0]) for run in runs] for s in (stack, after))
-    return Adjusted(stack, after, tuple(runs), tuple(before), tuple(new))
+    return _counted(Adjusted(stack, after, tuple(runs), tuple(before), tuple(new)))
+
+
+def _counted(result: Adjusted) -> Adjusted:
+    """The result whose stack says how many runs it is adjusted to, without those that it does not explain, and what is known of it."""
+    stack = result.before
+    count = stack.measured_runs + len(result.runs) - len(result.far_off)
+    after = result.after.but(
+        evidence="calibrated" if count >= ENOUGH else stack.evidence,
+        measured_runs=count,
+        source=f"{stack.name.removesuffix('-calibrated')}, adjusted to {count} measured run{'s' * (count != 1)}",
+    )
+    return replace(result, after=after)
 
 
 def _doubt(run: MeasuredRun, stack: Stack) -> float:
