@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.calibrate.runs.from_run import adjusted, measured_runs
 from meshwright.cli import main
+from meshwright.cost.band import quantiles as band_quantiles
 from meshwright.describe.config import configure
 from meshwright.errors import MeshwrightError
 
@@ -79,9 +80,21 @@ def test_the_band_is_that_of_calibrated_stacks_from_five_runs_on(tmp_path):
         file.write_text(adjusted(measured_runs([a] * count, [rate] * count, [], stack)).to_toml())
         stack, found = str(file), configure(a, stack=str(file)).stack
         high = predicted(a, stack).step_time_high_s / predicted(a, stack).step_time_s
-        assert found.evidence == ("calibrated" if found.measured_runs >= 5 else "typical")
+        assert found.evidence == ("calibrated-typical" if found.measured_runs >= 5 else "typical")
         assert (high > 0.95 * before) is (found.measured_runs < 5)
     assert found.measured_runs == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "evidence"),
+    [("megatron-core", "calibrated"), ("torchtitan", "calibrated"), ("default", "calibrated-typical")],
+)
+def test_the_band_after_five_runs_depends_on_known_switches(tmp_path, name, evidence):
+    a = written(tmp_path, "a.toml")
+    rate = str(predicted(a, name).tokens_per_s)
+    stack = adjusted(measured_runs([a] * 5, [rate] * 5, [], name)).after
+    assert stack.evidence == evidence
+    assert band_quantiles("calibrated")[1] < band_quantiles("calibrated-typical")[1] < 2 * band_quantiles("typical")[1]
 
 
 def test_runs_that_the_stack_does_not_explain_do_not_count(tmp_path):

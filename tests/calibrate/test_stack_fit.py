@@ -1,5 +1,7 @@
 """The numbers of stacks from runs: the fit recovers the numbers that runs were generated with, and a source left out is not seen."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -219,6 +221,11 @@ def test_runs_without_their_stacks_are_predicted_with_the_default_one(left, unna
     assert left_out.scores(unnamed)["a"].median > left_out.scores(left)["a"].median
 
 
+def test_free_text_does_not_name_the_stack_of_such_runs(left):
+    changed = [replace(o, case=replace(o.case, row={**o.case.row, "notes": "DualPipe"})) for o in left.runs]
+    assert {o.case.stack.name for o in left_out.without_stacks(changed).runs} == {"default"}
+
+
 def test_few_runs_of_a_large_source_are_predicted_without_their_stacks(left, monkeypatch):
     monkeypatch.setattr(left_out, "MOST_UNNAMED", 3)
     counts = {name: s.runs for name, s in left_out.scores(left_out.without_stacks(left.runs)).items()}
@@ -231,6 +238,7 @@ def test_bands_hold_the_runs_they_are_from(left, unnamed):
     assert set(found) == set(bands.LEVELS)
     assert found["typical"].half_width > found["published"].half_width
     assert found["typical"].runs == len(unnamed.runs)
+    assert found["calibrated-typical"].runs == len(unnamed.runs)
     assert all(b.low > 0 and b.half_width > 0 for b in found.values())
     assert set(bands.bands(left, None)) == {"published", "calibrated"}
 
@@ -272,6 +280,14 @@ def test_the_fit_file_names_every_stack_of_the_catalog(left, unnamed):
     table = tomllib.loads(fit_file.to_toml(left.fit, bands.bands(left, unnamed)))
     for name, fields in table["stacks"].items():
         assert Stack(**{**catalog.tables("stacks")[name], **fields, "name": name}).evidence == fields["evidence"]
+
+
+def test_a_stack_of_few_runs_has_the_band_of_a_typical_one(left):
+    """Two runs give the numbers of a stack, and do not show how far other runs are from them."""
+    few = replace(left.fit, leaves=[replace(leaf, runs=leaf.runs[:2]) for leaf in left.fit.leaves])
+    found = [fit_file.stack_numbers(fit)["megatron-lm"] for fit in (left.fit, few)]
+    assert [numbers["evidence"] for numbers in found] == ["published", "typical"]
+    assert found[0]["launch"] == found[1]["launch"]
 
 
 def test_the_catalog_has_the_fitted_numbers():

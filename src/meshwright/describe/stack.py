@@ -221,10 +221,10 @@ class Stack(Described):
     obsolete: bool = Field(
         default=False, description="no longer in use: its runs do not tell what a stack without published runs is like"
     )
-    evidence: Literal["typical", "published", "calibrated"] = Field(
+    evidence: Literal["typical", "published", "calibrated", "calibrated-typical"] = Field(
         default="typical",
         description="what the numbers are from: other stacks, published runs of this stack, or five of the user's runs "
-        "(`meshwright calibrate --from-run`)",
+        "(`meshwright calibrate --from-run`), of a stack of the catalog or (`calibrated-typical`) of another one",
     )
     measured_runs: int = Field(
         default=0, ge=0, description="runs of the user that the numbers are adjusted to and explain"

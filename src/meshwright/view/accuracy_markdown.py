@@ -131,7 +131,8 @@ def _unnamed(found: Accuracy) -> str:
     return (
         "\n\nIf no run named its stack, as for a framework that is not in the catalog, all would be predicted with the typical one: a macro-averaged "
         f"median of {percent(o['median'])} (90th percentile {percent(o['p90'])}), {after} of the source's runs ({len(found.unnamed.runs)} runs, "
-        "a part of each large source). From these comes the band of an unknown stack."
+        "a part of each large source). From these come the bands of an unknown stack, also of one that is calibrated: the numbers of a stack do not "
+        "make up for unknown switches."
     )
 
 

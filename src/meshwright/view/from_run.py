@@ -41,7 +41,7 @@ def notes(result: Adjusted) -> list[str]:
             f"{names}: measured and predicted differ by more than a factor of {FAR:g}, so the run moves little and is not counted. "
             "Check that --tokens-per-s is of all devices together, and that the plan file is what ran"
         )
-    if after.evidence != "calibrated":
+    if after.measured_runs < ENOUGH:
         found.append(
             f"predictions keep the band of a {after.evidence} stack until {ENOUGH} runs are measured (so far: {after.measured_runs}); "
             "add runs with --stack FILE of this one"

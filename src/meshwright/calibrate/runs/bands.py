@@ -1,8 +1,9 @@
 """Bands from the residuals of left-out sources, by what is known of the stack.
 
-    typical      nothing: every run is predicted as if its stack were not named (`left_out.without_stacks`)
-    published    another source has runs of the stack
-    calibrated   five runs of the source itself were seen
+    typical             nothing: every run is predicted as if its stack were not named (`left_out.without_stacks`)
+    published           another source has runs of the stack
+    calibrated          five runs of the source itself were seen
+    calibrated-typical  the same of runs without their stacks: numbers do not make up for unknown switches
 
 For each, the 5% and 95% quantiles of ln(measured / predicted) / w, with w the width of `cost.band`. Sources have equal weight. The coverage
 of a source is computed with quantiles from the other sources only, so it is that of an unseen source; the quantiles are scaled until it is 90%.
@@ -18,7 +19,7 @@ from meshwright.calibrate.runs.left_out import LeftOut
 from meshwright.calibrate.runs.outcomes import Outcome
 from meshwright.cost.band import inside_nodes, width
 
-LEVELS = ("typical", "published", "calibrated")
+LEVELS = ("typical", "published", "calibrated", "calibrated-typical")
 INSIDE = 0.90
 FACTORS = tuple(0.8 + 0.01 * k for k in range(81))  # factors on the quantiles
 
@@ -40,7 +41,7 @@ class Band:
 def bands(left_out: LeftOut, unnamed: LeftOut | None) -> dict[str, Band]:
     """The bands of all levels with runs of at least two sources; `unnamed` are the runs without their stacks, of which the band of the typical stack
     comes."""
-    runs = {level: unnamed if level == "typical" else left_out for level in LEVELS}
+    runs = {level: unnamed if level.endswith("typical") else left_out for level in LEVELS}
     residuals = {level: residuals_of(part, level) for level, part in runs.items() if part is not None}
     return {level: _band(*found) for level, found in residuals.items() if len(set(found[2].tolist())) > 1}
 
@@ -56,7 +57,7 @@ def half_width_without(left_out: LeftOut, level: str) -> dict[str, float]:
 def residuals_of(left_out: LeftOut, level: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Of the predictions with what a level knows: ln(measured / predicted) / w, w, the source, and the number of runs."""
     runs = left_out.runs
-    if level == "calibrated":  # every draw is a calibration
+    if level.startswith("calibrated"):  # every draw is a calibration
         run, draw = np.nonzero(np.isfinite(left_out.calibrated))
         residual = left_out.calibrated[run, draw]
     else:

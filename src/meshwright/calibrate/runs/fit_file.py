@@ -1,14 +1,18 @@
 """The file of fitted numbers (`describe/catalog/fit.toml`): the numbers of every stack of the catalog, and the bands of predictions.
 
-A stack with published runs has the mean of its posterior; a stack without has the typical numbers. Stacks on CPUs are measured on the
+A stack with published runs has the mean of its posterior; a stack without has the typical numbers. The band of a stack with fewer than five runs
+is that of a typical one: so few runs do not show how far others are from them. Stacks on CPUs are measured on the
 machine itself, so they have no entry.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from meshwright.calibrate.runs.bands import LEVELS, Band
+from meshwright.calibrate.runs.left_out import SEEN
 from meshwright.calibrate.runs.response import fields_of
 from meshwright.calibrate.runs.stack_fit import Fit
 from meshwright.describe import catalog
@@ -22,15 +26,17 @@ MEASURED = ("gloo-cpu", "meshwright")  # our trainer: its rates are those that `
 
 def stack_numbers(fit: Fit) -> dict[str, dict[str, float | str]]:
     """The fitted fields of every stack of the catalog that is not measured."""
-    families = {leaf.family for leaf in fit.leaves}
+    runs = Counter[str]()
+    for leaf in fit.leaves:
+        runs[leaf.family] += len(leaf.runs)
     found: dict[str, dict[str, float | str]] = {}
     for name in catalog.names("stacks"):
         if name in MEASURED:
             continue
         base = base_of("stacks", name)
-        known = base in families
-        x = (fit.family(base) if known else fit.population()).mean
-        found[name] = {**rounded(x, catalog.load("stacks", name)), "evidence": "published" if known else "typical"}
+        x = (fit.family(base) if base in runs else fit.population()).mean
+        evidence = "published" if runs[base] >= SEEN[-1] else "typical"
+        found[name] = {**rounded(x, catalog.load("stacks", name)), "evidence": evidence}
     return found
 
 

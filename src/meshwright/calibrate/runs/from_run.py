@@ -34,6 +34,7 @@ from meshwright.calibrate.runs.response import (
 )
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, Normal
 from meshwright.cost.predict import predict, seconds_at_peak
+from meshwright.describe import catalog
 from meshwright.describe.config import Config, configure, load
 from meshwright.describe.result import GIB, OVERHEAD
 from meshwright.describe.run_folder import is_run, read_about, read_json
@@ -246,8 +247,11 @@ def _counted(result: Adjusted) -> Adjusted:
     """The result whose stack says how many runs it is adjusted to, without those that it does not explain, and what is known of it."""
     stack = result.before
     count = stack.measured_runs + len(result.runs) - len(result.far_off)
+    base = stack.name.removesuffix("-calibrated")
+    known = base in catalog.names("stacks") and base != "default"  # its switches
+    level = "calibrated" if known else "calibrated-typical"
     after = result.after.but(
-        evidence="calibrated" if count >= ENOUGH else stack.evidence,
+        evidence=level if count >= ENOUGH else stack.evidence,
         measured_runs=count,
         source=f"{stack.name.removesuffix('-calibrated')}, adjusted to {count} measured run{'s' * (count != 1)}",
     )

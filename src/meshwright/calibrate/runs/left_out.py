@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.calibrate.runs.outcomes import Outcome, predict_rows
 from meshwright.calibrate.runs.posterior import posterior
 from meshwright.calibrate.runs.response import Response, doubt_of
-from meshwright.calibrate.runs.rows import Case, number
+from meshwright.calibrate.runs.rows import UNNAMED, Case, number
 from meshwright.calibrate.runs.stack_fit import Fit, Leaf, Normal, evidence, fit
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, ranking, stalled
 from meshwright.describe import catalog
@@ -204,7 +204,7 @@ def without_stacks(runs: list[Outcome]) -> LeftOut:
     with numbers that the runs of other sources gave without their stacks too. Of a source with many runs every k-th."""
     by_source: dict[str, list[dict[str, str]]] = {}
     for o in runs:
-        by_source.setdefault(o.source, []).append({**o.case.row, "stack": ""})
+        by_source.setdefault(o.source, []).append({**o.case.row, "stack": UNNAMED})
     rows = [row for part in by_source.values() for row in part[:: -(-len(part) // MOST_UNNAMED)]]
     return leave_out(predict_rows(rows, respond=responding(rows)))
 

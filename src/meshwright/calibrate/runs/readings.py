@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from meshwright.calibrate.runs.rows import Case
+from meshwright.calibrate.runs.rows import UNNAMED, Case
 from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError
 
@@ -78,6 +78,8 @@ def _text(c: Case) -> str:
 
 def _stack_name(c: Case) -> str | None:
     text = _text(c)
+    if c.row["stack"] == UNNAMED:
+        return None
     if "DualPipe" in text:
         return "hai-llm"
     if "MegaScale" in c.row["table"]:

@@ -31,6 +31,7 @@ __all__ = ["Case", "case", "number", "read"]
 
 LIMIT = 200_000_000
 CACHED = 4096  # models, clusters and stacks of rows
+UNNAMED = "unnamed"  # a stack that free text does not name either (`left_out.without_stacks`)
 KERNELS = {"0": "stored", "1": "flash", "TE auto": "fused", "fused (cuDNN)": "fused"}  # of attention, by published word
 NUMBERS = (  # columns whose cells are positive numbers or blank
     *(
