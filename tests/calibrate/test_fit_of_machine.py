@@ -40,6 +40,16 @@ def test_points_are_lowered_with_the_bytes_of_their_dtype() -> None:
     assert (narrow.launches, narrow.bytes) == (wide.launches, wide.bytes / 2)
 
 
+def test_a_measured_machine_has_the_band_of_a_calibrated_stack() -> None:
+    plain, found = api.load(DEMO), calibrated(measurement())
+    assert (plain.stack.evidence, found.stack.evidence) == ("typical", "calibrated")
+    widths = [
+        p.step_time_high_s / p.step_time_low_s
+        for p in (predict(c.model, found.cluster, c.plan, c.workload, c.stack) for c in (plain, found))
+    ]
+    assert widths[1] < widths[0]
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_the_measured_dtype_has_the_measured_rate(dtype: str) -> None:
     measured = measurement().but(dtype=dtype, operations=synthetic(dtype=dtype))

@@ -102,8 +102,9 @@ def accelerator(fit: DeviceFit, sharing: float, source: str, dtype: str) -> Acce
 
 
 def stack(fit: DeviceFit, sharing: float, plain: Stack, source: str) -> Stack:
-    """The stack with the host times of this machine."""
+    """The stack with the host times of this machine: known as well as one that is calibrated with runs."""
     return plain.but(
+        evidence="calibrated",
         launch=fit.launch * sharing,
         product_launch=fit.product_launch * sharing,
         attention_launch=fit.attention_launch * sharing,

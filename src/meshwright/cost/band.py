@@ -10,8 +10,8 @@ The width w grows with what is least certain: exposed communication between node
 that were assumed (`Efficiency.doubt`). Communication inside a node is as certain as compute. The base is 1, and 2 for an unknown stack: there
 the compute is less certain too, so that what communication adds counts for less. The quantiles q depend on what is known of the stack
 (`Stack.evidence`): nothing (`typical`), published runs of the same stack (`published`), or runs of the user of a stack of the catalog
-(`calibrated`) or of another one (`calibrated-typical`). `meshwright calibrate --runs` computes them from the residuals of left-out sources, so
-that each band holds 90% of the runs.
+(`calibrated`, as are stacks whose host times were measured on this machine) or of another one (`calibrated-typical`). `meshwright calibrate
+--runs` computes them from the residuals of left-out sources, so that each band holds 90% of the runs.
 A device that was never measured has a wider band: its shares of peak may be the best or the worst of the measured ones.
 """
 

@@ -223,8 +223,8 @@ class Stack(Described):
     )
     evidence: Literal["typical", "published", "calibrated", "calibrated-typical"] = Field(
         default="typical",
-        description="what the numbers are from: other stacks, published runs of this stack, or five of the user's runs "
-        "(`meshwright calibrate --from-run`), of a stack of the catalog or (`calibrated-typical`) of another one",
+        description="what the numbers are from: other stacks, published runs of this stack, operations measured on this machine, or "
+        "five of the user's runs (`meshwright calibrate --from-run`), of a stack of the catalog or (`calibrated-typical`) of another one",
     )
     measured_runs: int = Field(
         default=0, ge=0, description="runs of the user that the numbers are adjusted to and explain"
