@@ -57,10 +57,10 @@ MISSES = """## What the residuals consist of
 Median error and bias of left-out predictions by the largest part besides compute, by GPU and by kind of model. A term that did not help left-out
 sources was deleted. Two of them are real. A product whose tiles do not fill the last wave of processors: 150 products on one H200 follow the
 formula without it within 1.6% (median), with it within 2.3%. CUDA graphs of parts of a layer, as the configurations of Megatron-Bridge have
-them: Qwen3 235B on GB200 and GB300 is predicted 50 to 170% too slow without them and 16 to 50% with them, but all other models with experts are
-then predicted 15 to 40% too fast. Releases of one framework differ as much: Qwen3 30B on 8 GB200 with the same settings took 10.1 s per step in
-Megatron-Bridge 26.04 and 6.4 s in 26.06. The runs of vtrain_ground_truth that wait for the host are predicted 10% too fast: its host is slower
-than that of the other sources of Megatron-LM."""
+them: Qwen3 235B in fp8 on GB200 and GB300 is predicted 50 to 170% too slow without them and 16 to 52% with them, but Nemotron 3, gpt-oss and
+Qwen3 30B on Blackwell GPUs are then predicted mostly 10 to 40% too fast. Releases of one framework differ as much: Qwen3 30B on 8 GB200 with the
+same settings took 10.1 s per step in Megatron-Bridge 26.04 and 6.4 s in 26.06. The runs of vtrain_ground_truth that wait for the host are
+predicted 10% too fast: its host is slower than that of the other sources of Megatron-LM."""
 
 
 def document(found: Accuracy) -> str:
