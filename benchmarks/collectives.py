@@ -8,8 +8,11 @@
                blocks and round-robin, 1 to 64 MiB; and 1 KiB with a delay of 5 ms
     order      the same nodes, ranks placed round-robin: our programs sorted by the time that `walk` predicts and by the time measured
 
-All ways reduce the same tensor, one after the other in every round, so that all see the same machine. Prints the median
-milliseconds from a common start until the last rank is done, the ratio to gloo's, and the aim.
+All ways reduce the same tensor, one after the other in every round, so that all see the same machine. Prints the median milliseconds, the
+ratio to gloo's, and the aim. On one host it measures twice:
+
+    in a loop       CALLS calls in a row after a barrier and one call more, as nccl-tests and `meshwright bench` do: the time of one of them
+    after a pause   one call after all ranks have slept, from a common start until the last rank is done: code is no longer in the caches
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from meshwright.training.launch import local
 NODES, PER_NODE, RATE = 4, 2, 200e6 / 8
 HOST_LEAD_S, NODES_LEAD_S = 0.005, 0.1  # a broadcast reaches all ranks within this time
 AIMS = {"host": "0.5 with shared memory from 1 MiB, ring over point-to-point 1.0 from 64 MiB", "blocks": "1.0", "round-robin": "0.55"}  # fmt: skip
+CALLS = 5
 PROGRAMS = ("ring", "halving-doubling", "tree", "two-level", "hierarchical", "rail-tree")
 
 
@@ -57,8 +61,30 @@ def medians(ways: dict[str, Callable[[], Any]], tensor: Any, repeats: int, lead_
     return {name: statistics.median(found[-repeats:]) for name, found in seconds.items()}
 
 
-def on_host(context: Any, sizes: list[float], repeats: int) -> list[dict[str, float]]:
-    """Medians of each way, by size."""
+def medians_in_a_loop(ways: dict[str, Callable[[], Any]], tensor: Any, repeats: int) -> dict[str, float]:
+    """Median seconds of a call of each way among CALLS in a row, on the slowest rank; every result is compared with the sum."""
+    import torch
+    from torch import distributed
+
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats + 1):
+        for name, call in ways.items():
+            tensor.fill_(1.0)
+            distributed.barrier()
+            call()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times = torch.tensor([(time.perf_counter() - start) / CALLS], dtype=torch.float64)
+            distributed.all_reduce(times, distributed.ReduceOp.MAX)
+            seconds[name].append(float(times))
+            if not bool((tensor == distributed.get_world_size() ** (CALLS + 1)).all()):
+                raise ValueError(f"{name} of {tensor.numel()} elements is wrong")
+    return {name: statistics.median(found[-repeats:]) for name, found in seconds.items()}
+
+
+def on_host(context: Any, sizes: list[float], repeats: int) -> list[dict[str, dict[str, float]]]:
+    """Medians of each way, in a loop and after a pause, by size."""
     from datetime import timedelta
 
     import torch
@@ -82,7 +108,8 @@ def on_host(context: Any, sizes: list[float], repeats: int) -> list[dict[str, fl
             "direct, shared memory": partial(near.run, direct, tensor),
             "backend": partial(distributed.all_reduce, tensor, group=ours),
         }
-        found.append(medians(ways, tensor, repeats, HOST_LEAD_S))
+        loop = medians_in_a_loop(ways, tensor, repeats)
+        found.append({"in a loop": loop, "after a pause": medians(ways, tensor, repeats, HOST_LEAD_S)})
     return found
 
 
@@ -95,8 +122,9 @@ def run_host(chosen: argparse.Namespace) -> None:
     print(f"one host; aim {AIMS['host']}")
     for ranks in chosen.ranks:
         results = local.run("__main__:on_host", ranks, chosen.mib, chosen.repeats)[0]
-        for mib, times in zip(chosen.mib, results, strict=True):
-            show(f"{ranks} ranks, {mib:g} MiB", times)
+        for mib, by_start in zip(chosen.mib, results, strict=True):
+            for start, times in by_start.items():
+                show(f"{ranks} ranks, {mib:g} MiB, {start}", times)
 
 
 def cluster_of(delay: float) -> Any:

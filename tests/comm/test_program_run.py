@@ -13,6 +13,7 @@ import torch
 import ranks
 from comm import in_threads
 from meshwright.comm.call import Call
+from meshwright.comm.communicator import LANE_BYTES, lane_bytes
 from meshwright.comm.merge import merged_steps
 from meshwright.comm.reductions import array_of, combiner, divide
 from meshwright.comm.run import execute, prepare
@@ -209,6 +210,7 @@ def every_program(context, size, transport):
     for dtype in (*FLOATS, *INTEGERS):
         for reduction in ("sum", "avg", "max"):
             compare(build("all-reduce", "halving-doubling", size, 37), dtype, reduction, 1)
+            compare(build("all-reduce", "ring", size, 20_001), dtype, reduction, 1)  # no message fits an envelope
     for name in ("multi-ring", "hierarchical", "direct"):
         compare(build("all-reduce", name, size, 50_001), torch.float64, "sum", 2)
     return wrong
@@ -223,6 +225,39 @@ def every_program(context, size, transport):
 )
 def test_every_program_between_processes(size, transport):
     assert ranks.run(size, every_program, size, transport) == [[]] * size
+
+
+def reused_memory(context):
+    """Sums over gloo of tensors whose memory other tensors have had, of a tensor that needs gradients, and of one that overflows."""
+    from meshwright.comm.communicator import Communicator
+
+    communicator = Communicator.of_group(shared_memory=False)
+    program = build("all-reduce", "ring", context.world, 5000)
+    found = []
+    for k in range(4):
+        tensor, copy = torch.full((5000,), float(k)), torch.zeros(5000)
+        communicator.run(program, tensor, copy)
+        communicator.run(program, tensor)
+        found.append((tensor.unique().tolist(), copy.unique().tolist()))
+        del tensor, copy  # the next tensors get their memory
+    learned = torch.ones(5000, requires_grad=True)
+    communicator.run(program, learned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        huge = torch.full((5000,), 3e38)
+        communicator.run(program, huge)
+    return found, learned.unique().tolist(), bool(huge.isinf().all())
+
+
+def test_messages_of_tensors_that_follow_each_other_in_memory():
+    sums = [([2.0 * k], [2.0 * k]) for k in range(4)]
+    assert ranks.run(2, reused_memory) == [(sums, [2.0], True)] * 2
+
+
+def test_ranks_that_share_cores_have_larger_lanes():
+    assert lane_bytes(1.0, 2) == lane_bytes(8.0, 1) == LANE_BYTES
+    assert lane_bytes(2.0, 2) < LANE_BYTES < lane_bytes(0.5, 1) == 2 * LANE_BYTES
+    assert lane_bytes(0.01, 1) == lane_bytes(0.25, 1)  # many ranks on few cores: no endless staging buffers
 
 
 def asynchronous(context):

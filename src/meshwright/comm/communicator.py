@@ -42,8 +42,9 @@ from meshwright.programs.collectives.contract import SHARDED
 from meshwright.programs.collectives.program import Program
 
 REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
-LANE_BYTES = 2**23  # a lane's part of a chunk, about
-LANE_BYTES_OF_SEVERAL = 2**21  # with several connections to a rank, whose threads work at the same time
+LANE_BYTES = 2**23  # a lane's part of a chunk over point-to-point messages, about, with one core for each rank
+SMALL_LANE_BYTES = 2**21  # with two cores for each rank, and a connection for each of them
+FEWEST_CORES = 0.25  # of a rank, in the size of a lane
 MOST_LANES = 32
 MOST_SHARED_LANES = 256  # over shared memory, where a lane's part of a chunk fits a slot
 TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
@@ -56,6 +57,7 @@ class Communicator:
     def __init__(self, transport: Transport, failure: Failure, timeout: timedelta) -> None:
         self.transport, self.failure, self.timeout = transport, failure, timeout
         self.rank, self.size = transport.rank, transport.size
+        self.lane_bytes = LANE_BYTES
         self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
         self.memories: list[SharedMemory] = []  # to the ranks of this host, one for each channel
         self.channel_threads = ThreadPoolExecutor(handshake.CHANNELS - 1, "meshwright-channel")  # started when needed
@@ -73,7 +75,7 @@ class Communicator:
     def create(cls, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool = True) -> Communicator:
         """Connect new ranks: shared memory to those on this host, gloo to the others. All ranks of the group call it."""
         near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
-        far = gloo.connect(distributed.PrefixStore("gloo", store), rank, size, timeout, near.channels)
+        far = gloo.connect(distributed.PrefixStore("gloo", store), rank, size, timeout, near.cores)
         found = cls.over(far, near, Failure(store, rank))
         found.group = far.group
         return found
@@ -102,10 +104,11 @@ class Communicator:
             SharedMemory(far.rank, far.size, connections, seconds, failure.check, near.all_near, tries)
             for connections in near.connections
         ]
-        if not memories:
-            return cls(far, failure, far.timeout)
-        found = cls(memories[0] if near.all_near else Mixed(memories[0], far), failure, far.timeout)
-        found.far, found.memories = far, memories
+        transport = far if not memories else memories[0] if near.all_near else Mixed(memories[0], far)
+        found = cls(transport, failure, far.timeout)
+        found.lane_bytes = lane_bytes(near.cores, far.connections)
+        if memories:
+            found.far, found.memories = far, memories
         return found
 
     def run(
@@ -240,14 +243,13 @@ class Communicator:
             self.thread = None
 
     def lanes(self, program: Program, element_bytes: int) -> int:
-        """How many lanes to run: enough that a lane's part of a chunk is about LANE_BYTES, or fits a slot of shared memory."""
+        """How many lanes to run: enough that a lane's part of a chunk has about `lane_bytes`, or fits a slot of shared memory."""
         largest = int(program.sizes.max(initial=0)) * element_bytes
         if self.transport.arrays:
             return max(1, min(MOST_SHARED_LANES, -(-largest // area.SLOT)))
         if not self.transport.posts_early:
             return 1
-        connections = self.far.connections if self.far else getattr(self.transport, "connections", 1)
-        return max(1, min(MOST_LANES, largest // (LANE_BYTES if connections == 1 else LANE_BYTES_OF_SEVERAL)))
+        return max(1, min(MOST_LANES, largest // self.lane_bytes))
 
     def _prepared(self, program: Program, dtype: torch.dtype, reduction: str, splits: bool) -> Prepared:
         """What does not change from call to call; the attribute `prepared` keeps it."""
@@ -272,6 +274,17 @@ class Communicator:
         ):
             return found._replace(messages=MessagePlan(found))
         return found
+
+
+def lane_bytes(cores: float, connections: int) -> int:
+    """A lane's part of a chunk over point-to-point messages, for ranks with so many cores and connections.
+
+    Small lanes are reduced while others are in transfer, but each message costs about 0.1 ms of CPU time. Ranks that share cores take it from
+    each other.
+    """
+    if connections > 1 and cores >= handshake.CHANNELS:
+        return SMALL_LANE_BYTES
+    return int(LANE_BYTES / min(1.0, max(cores, FEWEST_CORES)))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

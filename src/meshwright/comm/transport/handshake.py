@@ -7,8 +7,8 @@ rank gives the files of its areas (`area`, one for each channel) to all others. 
 peers notice.
 
 **Channels.** Two threads move data nearly twice as fast as one, if there are cores for them. Where every rank has two cores, a group has
-CHANNELS channels: areas of shared memory with a thread for each, and gloo connections with a thread for each. All ranks must have the same
-number, so it is computed from what all have published.
+CHANNELS channels: areas of shared memory with a thread for each. All ranks must have the same number, so it is computed from what all have
+published.
 
 **Nothing to clean up.** The sockets have names in the kernel's abstract namespace, which belongs to the network namespace and
 is empty after the process ends. The memory files (`memfd_create`) have no name at all: they are not in /dev/shm, no other
@@ -65,10 +65,6 @@ class Neighbours(NamedTuple):
     connections: list[dict[int, Connection]]
     all_near: bool
     cores: float
-
-    @property
-    def channels(self) -> int:
-        return channels_of(self.cores)
 
 
 class Identity(NamedTuple):
