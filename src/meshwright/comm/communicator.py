@@ -44,7 +44,7 @@ from meshwright.programs.collectives.program import Program
 REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
 LANE_BYTES = 2**23  # a lane's part of a chunk over point-to-point messages, about, with one core for each rank
 SMALL_LANE_BYTES = 2**21  # with two cores for each rank, and a connection for each of them
-FEWEST_CORES = 0.25  # of a rank, in the size of a lane
+LARGE_LANE_BYTES = 2**24  # with less than a core for each rank
 MOST_LANES = 32
 MOST_SHARED_LANES = 256  # over shared memory, where a lane's part of a chunk fits a slot
 TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
@@ -284,7 +284,7 @@ def lane_bytes(cores: float, connections: int) -> int:
     """
     if connections > 1 and cores >= handshake.CHANNELS:
         return SMALL_LANE_BYTES
-    return int(LANE_BYTES / min(1.0, max(cores, FEWEST_CORES)))
+    return LANE_BYTES if cores >= 1 else LARGE_LANE_BYTES
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

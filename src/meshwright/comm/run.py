@@ -28,10 +28,12 @@ from meshwright.comm.call import Call, Place
 from meshwright.comm.reductions import array_of, combiner, divide, name_of
 from meshwright.comm.schedule import FINISH, POST, SEND, Operation, Schedule, Span
 from meshwright.comm.transport.base import Begin, Destination, Pending, Piece, Transport
+from meshwright.comm.transport.pool import KEPT
 from meshwright.errors import MeshwrightError
 
 WINDOW = 4  # (step, lane) pairs whose receives are posted early
 STAGED = 64 * 1024  # a receive up to this size goes through a staging buffer if its target is not free yet
+ROOM = KEPT // 2  # bytes of staging buffers of receives that are posted early: those buffers are kept, and used again
 
 
 class Prepared(NamedTuple):
@@ -54,7 +56,9 @@ def prepare(schedule: Schedule, transport: Transport, dtype: torch.dtype, call: 
     combine = combiner(call.reduction, dtype, arrays) if call.reduction else None
     sent, received = ({peer: n * size for peer, n in table.items()} for table in (schedule.sent, schedule.received))
     begin = Begin(call, combine, np.copyto if arrays else torch.Tensor.copy_, sent, received, largest * size)
-    order = schedule.network_order(WINDOW, STAGED // size) if transport.posts_early else schedule.lane_order
+    order = (
+        schedule.network_order(WINDOW, STAGED // size, ROOM // size) if transport.posts_early else schedule.lane_order
+    )
     return Prepared(schedule, transport, dtype, call.reduction, begin, order)
 
 

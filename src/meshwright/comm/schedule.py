@@ -116,9 +116,9 @@ class Schedule:
                 events += [((now, step.number, True), index, lane), ((now + 1, step.number + 1, False), index, lane)]
         return [Operation(SEND if key[2] else FINISH, index, lane) for key, index, lane in sorted(events)]
 
-    def network_order(self, window: int, staged: int) -> list[Operation]:
+    def network_order(self, window: int, staged: int, room: int) -> list[Operation]:
         """The operations over a network: step by step, and lane by lane within a step. See `NetworkOrder`."""
-        return NetworkOrder(self, window, staged).operations
+        return NetworkOrder(self, window, staged, room).operations
 
     @property
     def peers(self) -> list[int]:
@@ -162,22 +162,25 @@ class NetworkOrder:
     It depends only on the schedule, so it is found once and not by every execution: a rank of two that reduces 64 MiB called a
     Python function 900 times, each several microseconds because the data had emptied the caches. Receives are posted up to `window` pairs
     early, and large ones only when their targets are free; a receive of up to `staged` elements goes through a staging buffer until then.
+    Receives that are reduced always go through one: those posted early hold at most `room` elements, so that the same buffers are used again.
     """
 
-    def __init__(self, schedule: Schedule, window: int, staged: int) -> None:
-        self.lanes, self.staged = schedule.lanes, staged
+    def __init__(self, schedule: Schedule, window: int, staged: int, room: int) -> None:
+        self.lanes, self.window, self.staged, self.room = schedule.lanes, window, staged, room
         self.begun = [-1] * len(self.lanes)  # the step that each lane has begun
         self.sending: set[tuple[int, int]] = set()  # (step, lane) whose sends may not be complete
-        self.posted: set[tuple[int, int, int]] = set()
+        self.posted: dict[tuple[int, int, int], int] = {}  # (step, lane, receive) → its elements in a staging buffer
+        self.held = 0  # elements in staging buffers
         self.operations: list[Operation] = []
         count, steps = len(self.lanes), len(self.lanes[0]) if self.lanes else 0
+        self.pair = 0  # the number of the (step, lane) that is finished next
         for lane in range(count if steps else 0):
             self.begin(0, lane)
-        for pair in range(steps * count):
-            for ahead in range(pair + 1, min(pair + window + 1, steps * count)):
-                self.free_targets(pair, *divmod(ahead, count))
+        for self.pair in range(steps * count):
+            for ahead in range(self.pair + 1, min(self.pair + window + 1, steps * count)):
+                self.free_targets(*divmod(ahead, count))
                 self.post_receives(*divmod(ahead, count))
-            step, lane = divmod(pair, count)
+            step, lane = divmod(self.pair, count)
             self.finish(step, lane)
             if step + 1 < steps:
                 self.begin(step + 1, lane)
@@ -194,30 +197,40 @@ class NetworkOrder:
     def finish(self, step: int, lane: int) -> None:
         now = self.lanes[lane][step]
         self.wait_for_sends(step - 1, lane)
-        self.post_receives(step, lane)  # all of them now: a peer's send completes only when its receive is posted
+        self.post_receives(step, lane, early=False)  # a peer's send completes only when its receive is posted
         if now.copies or any(receive.after_sends for receive in now.receives):
             self.wait_for_sends(step, lane)
         if now.copies or now.receives:
             self.operations.append(Operation(FINISH, step, lane))
+        self.held -= sum(self.posted.get((step, lane, k), 0) for k in range(len(now.receives)))
 
-    def post_receives(self, step: int, lane: int) -> None:
+    def post_receives(self, step: int, lane: int, early: bool = True) -> None:
         """Post the receives of a step that are not posted yet and can be. No step stores what it sends."""
         for k, receive in enumerate(self.lanes[lane][step].receives):
             free = receive.last_write < self.begun[lane] >= receive.last_send
             direct = receive.stores and free and (receive.last_send, lane) not in self.sending
-            if (step, lane, k) not in self.posted and (direct or not receive.stores or receive.elements <= self.staged):
-                self.posted.add((step, lane, k))
-                self.operations.append(Operation(POST, step, lane, k, direct))
+            if (step, lane, k) in self.posted or not (direct or not receive.stores or receive.elements <= self.staged):
+                continue
+            elements = 0 if direct else receive.elements
+            if early and elements and (self.held + elements > self.room or self.ahead(step, lane) > self.window):
+                continue
+            self.held += elements
+            self.posted[step, lane, k] = elements
+            self.operations.append(Operation(POST, step, lane, k, direct))
 
-    def free_targets(self, pair: int, step: int, lane: int) -> None:
-        """Wait for the sends that keep the receives of a later step from being posted, where they belong to pairs before `pair`.
+    def ahead(self, step: int, lane: int) -> int:
+        """How many pairs are finished before this one."""
+        return step * len(self.lanes) + lane - self.pair
+
+    def free_targets(self, step: int, lane: int) -> None:
+        """Wait for the sends that keep the receives of a later step from being posted, where they belong to pairs before this one.
 
         All ranks finish pairs in one order, so such a send needs nothing that this rank has not posted. With two ranks the second half of a
         ring stores into what the first half sends: without this wait its receives would be posted one by one.
         """
         for receive in self.lanes[lane][step].receives:
             sent = receive.last_send
-            if receive.stores and sent * len(self.lanes) + lane < pair and receive.last_write < self.begun[lane]:
+            if receive.stores and sent * len(self.lanes) + lane < self.pair and receive.last_write < self.begun[lane]:
                 self.wait_for_sends(sent, lane)
 
     def wait_for_sends(self, step: int, lane: int) -> None:
