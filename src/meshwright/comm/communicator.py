@@ -277,7 +277,7 @@ class Communicator:
 
 
 def lane_bytes(cores: float, connections: int) -> int:
-    """A lane's part of a chunk over point-to-point messages, for ranks with so many cores and connections.
+    """A lane's part of a chunk over point-to-point messages, by the cores and connections of a rank.
 
     Small lanes are reduced while others are in transfer, but each message costs about 0.1 ms of CPU time. Ranks that share cores take it from
     each other.
