@@ -19,6 +19,7 @@ from meshwright.comm.reductions import array_of, combiner, divide
 from meshwright.comm.run import execute, prepare
 from meshwright.comm.run_shared import without_warnings
 from meshwright.comm.schedule import FINISH, POST, largest_message, schedule
+from meshwright.comm.transport.handshake import Neighbours
 from meshwright.comm.transport.point_to_point import DATA_TAG
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, build
@@ -227,11 +228,11 @@ def test_every_program_between_processes(size, transport):
     assert ranks.run(size, every_program, size, transport) == [[]] * size
 
 
-def reused_memory(context):
-    """Sums over gloo of tensors whose memory other tensors have had, of a tensor that needs gradients, and of one that overflows."""
+def reused_memory(context, shared_memory):
+    """Sums of tensors whose memory other tensors have had, of a tensor that needs gradients, and of one that overflows."""
     from meshwright.comm.communicator import Communicator
 
-    communicator = Communicator.of_group(shared_memory=False)
+    communicator = Communicator.of_group(shared_memory=shared_memory)
     program = build("all-reduce", "ring", context.world, 5000)
     found = []
     for k in range(4):
@@ -249,9 +250,10 @@ def reused_memory(context):
     return found, learned.unique().tolist(), bool(huge.isinf().all())
 
 
-def test_messages_of_tensors_that_follow_each_other_in_memory():
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_messages_of_tensors_that_follow_each_other_in_memory(shared_memory):
     sums = [([2.0 * k], [2.0 * k]) for k in range(4)]
-    assert ranks.run(2, reused_memory) == [(sums, [2.0], True)] * 2
+    assert ranks.run(2, reused_memory, shared_memory) == [(sums, [2.0], True)] * 2
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -272,8 +274,9 @@ def test_receives_posted_early_hold_few_staging_buffers(size):
 
 
 def test_ranks_that_share_cores_have_larger_lanes():
-    assert lane_bytes(1.0, 2) == lane_bytes(8.0, 1) == LANE_BYTES
-    assert lane_bytes(2.0, 2) < LANE_BYTES < lane_bytes(0.5, 1)
+    shared, own, several = (Neighbours([], False, cores) for cores in (0.5, 1.0, 2.0))
+    assert lane_bytes(own, 2) == lane_bytes(several, 1) == LANE_BYTES
+    assert lane_bytes(several, 2) < LANE_BYTES < lane_bytes(shared, 1)
 
 
 def asynchronous(context):

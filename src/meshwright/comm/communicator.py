@@ -75,7 +75,8 @@ class Communicator:
     def create(cls, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool = True) -> Communicator:
         """Connect new ranks: shared memory to those on this host, gloo to the others. All ranks of the group call it."""
         near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
-        far = gloo.connect(distributed.PrefixStore("gloo", store), rank, size, timeout, near.cores)
+        connections = 1 if near.share_cores else gloo.CONNECTIONS
+        far = gloo.connect(distributed.PrefixStore("gloo", store), rank, size, timeout, connections)
         found = cls.over(far, near, Failure(store, rank))
         found.group = far.group
         return found
@@ -99,14 +100,14 @@ class Communicator:
     @classmethod
     def over(cls, far: PointToPoint, near: handshake.Neighbours, failure: Failure) -> Communicator:
         """Point-to-point messages, and shared memory where ranks are on one host."""
-        seconds, tries = far.timeout.total_seconds(), TRIES if near.cores >= 1 else TRIES_OF_MANY
+        seconds, tries = far.timeout.total_seconds(), TRIES_OF_MANY if near.share_cores else TRIES
         memories = [
             SharedMemory(far.rank, far.size, connections, seconds, failure.check, near.all_near, tries)
             for connections in near.connections
         ]
         transport = far if not memories else memories[0] if near.all_near else Mixed(memories[0], far)
         found = cls(transport, failure, far.timeout)
-        found.lane_bytes = lane_bytes(near.cores, far.connections)
+        found.lane_bytes = lane_bytes(near, far.connections)
         if memories:
             found.far, found.memories = far, memories
         return found
@@ -276,15 +277,15 @@ class Communicator:
         return found
 
 
-def lane_bytes(cores: float, connections: int) -> int:
+def lane_bytes(near: handshake.Neighbours, connections: int) -> int:
     """A lane's part of a chunk over point-to-point messages, by the cores and connections of a rank.
 
     Small lanes are reduced while others are in transfer, but each message costs about 0.1 ms of CPU time. Ranks that share cores take it from
     each other.
     """
-    if connections > 1 and cores >= handshake.CHANNELS:
+    if connections > 1 and near.cores >= connections:
         return SMALL_LANE_BYTES
-    return LANE_BYTES if cores >= 1 else LARGE_LANE_BYTES
+    return LARGE_LANE_BYTES if near.share_cores else LANE_BYTES
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

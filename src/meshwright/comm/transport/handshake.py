@@ -66,6 +66,11 @@ class Neighbours(NamedTuple):
     all_near: bool
     cores: float
 
+    @property
+    def share_cores(self) -> bool:
+        """Whether there are more ranks than cores on some host."""
+        return self.cores < 1
+
 
 class Identity(NamedTuple):
     """What two ranks must have in common to share memory, where this one listens, and the cores that it may use."""
