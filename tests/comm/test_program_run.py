@@ -13,8 +13,8 @@ import torch
 import ranks
 from comm import in_threads
 from meshwright.comm.call import Call
-from meshwright.comm.communicator import LANE_BYTES, lane_bytes
 from meshwright.comm.merge import merged_steps
+from meshwright.comm.pace import MORE_CONNECTIONS, ONE_CONNECTION, SHARED_CORES, pace_of
 from meshwright.comm.reductions import array_of, combiner, divide
 from meshwright.comm.run import execute, prepare
 from meshwright.comm.run_shared import without_warnings
@@ -48,13 +48,13 @@ def outputs_of(program, rank, dtype):
     return torch.full((size,), 77).to(dtype)
 
 
-def run_in_threads(program, inputs, lanes=1, in_place=False, reduction="sum", arrays=False):
+def run_in_threads(program, inputs, lanes=1, in_place=False, reduction="sum", arrays=False, window=4):
     def work(transport):
         plan = schedule(program, transport.rank, lanes, merge=arrays)
         source = inputs[transport.rank].clone()
         result = source if in_place else outputs_of(program, transport.rank, source.dtype)
         call = Call(1, program.operation, program.algorithm, "int64", reduction, program.root, program.elements)
-        execute(prepare(plan, transport, source.dtype, call, largest_message(program)), source, result, call)
+        execute(prepare(plan, transport, source.dtype, call, largest_message(program), window), source, result, call)
         assert in_place or torch.equal(source, inputs[transport.rank])
         return result
 
@@ -70,14 +70,14 @@ def programs(operation, name, elements):
 
 @pytest.mark.parametrize(("operation", "name"), PAIRS)
 def test_every_program_computes_what_numpy_computes(operation, name):
-    for elements, lanes in ((1, 1), (37, 3)):
+    for elements, lanes, windows in ((1, 1, [4]), (37, 3, [0, 1, 4])):
         for program in programs(operation, name, elements):
             inputs = inputs_of(program)
             expected = run_on_arrays(program, [x.numpy() for x in inputs])
-            for arrays in (False, True):
-                found = run_in_threads(program, inputs, lanes, arrays=arrays)
+            for arrays, window in [(True, 4), *[(False, window) for window in windows]]:
+                found = run_in_threads(program, inputs, lanes, arrays=arrays, window=window)
                 for rank, (a, b) in enumerate(zip(found, expected, strict=True)):
-                    assert a.tolist() == b.tolist(), (program, rank, lanes, arrays)
+                    assert a.tolist() == b.tolist(), (program, rank, lanes, arrays, window)
 
 
 @pytest.mark.parametrize("name", [name for op, name in PAIRS if op == "all-reduce"])
@@ -183,6 +183,8 @@ def communicator_of(context, transport):
 
 def every_program(context, size, transport):
     """Every program, and the dtypes and reductions of an all-reduce, between processes; what differs from numpy."""
+    from meshwright.comm import pace
+
     communicator = communicator_of(context, transport)
     wrong = []
 
@@ -212,8 +214,10 @@ def every_program(context, size, transport):
         for reduction in ("sum", "avg", "max"):
             compare(build("all-reduce", "halving-doubling", size, 37), dtype, reduction, 1)
             compare(build("all-reduce", "ring", size, 20_001), dtype, reduction, 1)  # no message fits an envelope
-    for name in ("multi-ring", "hierarchical", "direct"):
-        compare(build("all-reduce", name, size, 50_001), torch.float64, "sum", 2)
+    pace.LARGE_MESSAGE = 1
+    for communicator.pace in (SHARED_CORES, MORE_CONNECTIONS, ONE_CONNECTION):
+        for name in ("ring", "multi-ring", "hierarchical", "direct"):
+            compare(build("all-reduce", name, size, 50_001), torch.float64, "sum", 2)
     return wrong
 
 
@@ -273,10 +277,10 @@ def test_receives_posted_early_hold_few_staging_buffers(size):
     assert most == 200  # two of 100 elements fit
 
 
-def test_ranks_that_share_cores_have_larger_lanes():
-    shared, own, several = (Neighbours([], False, cores) for cores in (0.5, 1.0, 2.0))
-    assert lane_bytes(own, 2) == lane_bytes(several, 1) == LANE_BYTES
-    assert lane_bytes(several, 2) < LANE_BYTES < lane_bytes(shared, 1)
+def test_the_pace_depends_on_cores_and_connections():
+    shared, own = (Neighbours([], False, cores) for cores in (0.5, 1.0))
+    assert [pace_of(shared, 1), pace_of(own, 1), pace_of(own, 2)] == [SHARED_CORES, ONE_CONNECTION, MORE_CONNECTIONS]
+    assert [MORE_CONNECTIONS.window(size) for size in (2**20 - 1, 2**20)] == [4, 1]
 
 
 def asynchronous(context):

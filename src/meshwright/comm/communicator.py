@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from meshwright.comm.call import Call
 from meshwright.comm.failure import Failure
+from meshwright.comm.pace import ONE_CONNECTION, pace_of
 from meshwright.comm.reductions import name_of
 from meshwright.comm.run import Prepared, execute, prepare
 from meshwright.comm.run_messages import MessagePlan
@@ -42,9 +43,6 @@ from meshwright.programs.collectives.contract import SHARDED
 from meshwright.programs.collectives.program import Program
 
 REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
-LANE_BYTES = 2**23  # a lane's part of a chunk over point-to-point messages, about, with one core for each rank
-SMALL_LANE_BYTES = 2**21  # with two cores for each rank, and a connection for each of them
-LARGE_LANE_BYTES = 2**24  # with less than a core for each rank
 MOST_LANES = 32
 MOST_SHARED_LANES = 256  # over shared memory, where a lane's part of a chunk fits a slot
 TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
@@ -57,7 +55,7 @@ class Communicator:
     def __init__(self, transport: Transport, failure: Failure, timeout: timedelta) -> None:
         self.transport, self.failure, self.timeout = transport, failure, timeout
         self.rank, self.size = transport.rank, transport.size
-        self.lane_bytes = LANE_BYTES
+        self.pace = ONE_CONNECTION
         self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
         self.memories: list[SharedMemory] = []  # to the ranks of this host, one for each channel
         self.channel_threads = ThreadPoolExecutor(handshake.CHANNELS - 1, "meshwright-channel")  # started when needed
@@ -107,7 +105,7 @@ class Communicator:
         ]
         transport = far if not memories else memories[0] if near.all_near else Mixed(memories[0], far)
         found = cls(transport, failure, far.timeout)
-        found.lane_bytes = lane_bytes(near, far.connections)
+        found.pace = pace_of(near, far.connections)
         if memories:
             found.far, found.memories = far, memories
         return found
@@ -244,13 +242,13 @@ class Communicator:
             self.thread = None
 
     def lanes(self, program: Program, element_bytes: int) -> int:
-        """How many lanes to run: enough that a lane's part of a chunk has about `lane_bytes`, or fits a slot of shared memory."""
+        """How many lanes to run: enough that a lane's part of a chunk has about the bytes of the pace, or fits a slot of shared memory."""
         largest = int(program.sizes.max(initial=0)) * element_bytes
         if self.transport.arrays:
             return max(1, min(MOST_SHARED_LANES, -(-largest // area.SLOT)))
         if not self.transport.posts_early:
             return 1
-        return max(1, min(MOST_LANES, largest // self.lane_bytes))
+        return max(1, min(MOST_LANES, largest // self.pace.lane_bytes))
 
     def _prepared(self, program: Program, dtype: torch.dtype, reduction: str, splits: bool) -> Prepared:
         """What does not change from call to call; the attribute `prepared` keeps it."""
@@ -265,7 +263,8 @@ class Communicator:
         call = Call(0, program.operation, program.algorithm, name_of(dtype), reduction, program.root, elements)
         largest = -1 if splits else largest_message(program)
         near = isinstance(self.transport, SharedMemory) and self.transport.arrays
-        found = prepare(schedule(program, self.rank, lanes, merge=near), self.transport, dtype, call, largest)
+        window = self.pace.window(largest * dtype.itemsize // lanes)
+        found = prepare(schedule(program, self.rank, lanes, merge=near), self.transport, dtype, call, largest, window)
         if near:
             return found._replace(shared=SharedPlan(found, self.memories, self.channel_threads))
         if (
@@ -275,17 +274,6 @@ class Communicator:
         ):
             return found._replace(messages=MessagePlan(found))
         return found
-
-
-def lane_bytes(near: handshake.Neighbours, connections: int) -> int:
-    """A lane's part of a chunk over point-to-point messages, by the cores and connections of a rank.
-
-    Small lanes are reduced while others are in transfer, but each message costs about 0.1 ms of CPU time. Ranks that share cores take it from
-    each other.
-    """
-    if connections > 1 and near.cores >= connections:
-        return SMALL_LANE_BYTES
-    return LARGE_LANE_BYTES if near.share_cores else LANE_BYTES
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,9 +38,14 @@ HALVES = (torch.bfloat16, torch.float16)
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes, of dtypes that numpy lacks
 
 
+def has_arrays(dtype: torch.dtype) -> bool:
+    """Whether numpy reduces the dtype, and not slower than torch."""
+    return dtype in INTEGERS or dtype in COMPLEX or (dtype in FLOATS and dtype not in HALVES)
+
+
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a tensor as an array: of its dtype, or of integers of the same size where numpy lacks the dtype."""
-    if tensor.dtype in INTEGERS or tensor.dtype in COMPLEX or (tensor.dtype in FLOATS and tensor.dtype not in HALVES):
+    if has_arrays(tensor.dtype):
         return tensor.numpy()
     return tensor.view(CARRIERS[tensor.element_size()]).numpy()
 

@@ -10,7 +10,7 @@ sent and expected in the same order, and need no tags.
 is in transfer. The order differs by transport:
 
     over a network     step by step, and lane by lane within a step: as much as possible is in transfer. Receives are posted up to
-                       WINDOW pairs early, because a receive that is posted after the send has reached the receiver costs
+                       `window` pairs early, because a receive that is posted after the send has reached the receiver costs
                        gloo one more trip over the network
     shared memory      lane by lane: lane t begins step 0, lane t − 1 finishes it and begins step 1, lane t − 2 finishes step 1, …
                        Only a few slices are in transit, and they stay in the caches. `run_shared` does it in one loop
@@ -31,7 +31,7 @@ from meshwright.comm.transport.base import Begin, Destination, Pending, Piece, T
 from meshwright.comm.transport.pool import KEPT
 from meshwright.errors import MeshwrightError
 
-WINDOW = 4  # (step, lane) pairs whose receives are posted early
+WINDOW = 4  # (step, lane) pairs whose receives are posted early, where messages are small
 STAGED = 64 * 1024  # a receive up to this size goes through a staging buffer if its target is not free yet
 ROOM = KEPT // 2  # bytes of staging buffers of receives that are posted early: those buffers are kept, and used again
 
@@ -49,15 +49,22 @@ class Prepared(NamedTuple):
     messages: Any = None  # run_messages.MessagePlan, over point-to-point messages that do not fit an envelope
 
 
-def prepare(schedule: Schedule, transport: Transport, dtype: torch.dtype, call: Call, largest: int = -1) -> Prepared:
+def prepare(
+    schedule: Schedule,
+    transport: Transport,
+    dtype: torch.dtype,
+    call: Call,
+    largest: int = -1,
+    window: int = WINDOW,
+) -> Prepared:
     """Prepare the executions of a schedule. `largest` is the number of elements of the largest message of any rank; −1 if ranks
-    cannot know it."""
+    cannot know it. `window`: the (step, lane) pairs whose receives are posted early."""
     arrays, size = transport.arrays, dtype.itemsize
     combine = combiner(call.reduction, dtype, arrays) if call.reduction else None
     sent, received = ({peer: n * size for peer, n in table.items()} for table in (schedule.sent, schedule.received))
     begin = Begin(call, combine, np.copyto if arrays else torch.Tensor.copy_, sent, received, largest * size)
     order = (
-        schedule.network_order(WINDOW, STAGED // size, ROOM // size) if transport.posts_early else schedule.lane_order
+        schedule.network_order(window, STAGED // size, ROOM // size) if transport.posts_early else schedule.lane_order
     )
     return Prepared(schedule, transport, dtype, call.reduction, begin, order)
 
