@@ -175,7 +175,8 @@ def as_rank(task: dict[str, Any]) -> None:
                 ways[name] = partial(programs.run, program, tensor)
         else:
             ways["backend"] = partial(distributed.all_reduce, tensor, group=ours)
-        found = medians(ways, tensor, task["repeats"] if size < 2**25 else 2, NODES_LEAD_S)
+        few = task["repeats"] if size < 2**22 else min(task["repeats"], 5) if size < 2**25 else 2  # 64 MiB take 15 s
+        found = medians(ways, tensor, few, NODES_LEAD_S)
         if distributed.get_rank() == 0:
             chosen = ours.chooser.choose("all-reduce", int(size)).algorithm
             print(json.dumps({"bytes": size, "times": found, "predicted": predicted, "chosen": chosen}), flush=True)
@@ -234,14 +235,13 @@ def main() -> None:
         return
     if "host" in chosen.parts:
         run_host(chosen)
-    few = min(chosen.repeats, 5)
     if "emulated" in chosen.parts:
         sizes = [mib * 2**20 for mib in chosen.mib if mib >= 1]
-        emulated(0.0, ["round-robin", "blocks"], sizes, few, order=False)
-        emulated(5e-3, ["round-robin", "blocks"], [1024.0], few, order=False)
+        emulated(0.0, ["round-robin", "blocks"], sizes, chosen.repeats, order=False)
+        emulated(5e-3, ["round-robin", "blocks"], [1024.0], chosen.repeats, order=False)
     if "order" in chosen.parts:
         emulated(0.0, ["round-robin"], [4.0 * 2**20], 3, order=True)
-        emulated(5e-3, ["round-robin"], [1024.0], few, order=True)
+        emulated(5e-3, ["round-robin"], [1024.0], chosen.repeats, order=True)
 
 
 if __name__ == "__main__":

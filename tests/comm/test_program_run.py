@@ -14,7 +14,7 @@ import ranks
 from comm import in_threads
 from meshwright.comm.call import Call
 from meshwright.comm.merge import merged_steps
-from meshwright.comm.pace import MORE_CONNECTIONS, ONE_CONNECTION, SHARED_CORES, pace_of
+from meshwright.comm.pace import SHARED_CORES, TWO_CONNECTIONS, USUAL, pace_of
 from meshwright.comm.reductions import array_of, combiner, divide
 from meshwright.comm.run import execute, prepare
 from meshwright.comm.run_shared import without_warnings
@@ -215,7 +215,7 @@ def every_program(context, size, transport):
             compare(build("all-reduce", "halving-doubling", size, 37), dtype, reduction, 1)
             compare(build("all-reduce", "ring", size, 20_001), dtype, reduction, 1)  # no message fits an envelope
     pace.LARGE_MESSAGE = 1
-    for communicator.pace in (SHARED_CORES, MORE_CONNECTIONS, ONE_CONNECTION):
+    for communicator.pace in (SHARED_CORES, TWO_CONNECTIONS, USUAL):
         for name in ("ring", "multi-ring", "hierarchical", "direct"):
             compare(build("all-reduce", name, size, 50_001), torch.float64, "sum", 2)
     return wrong
@@ -277,10 +277,11 @@ def test_receives_posted_early_hold_few_staging_buffers(size):
     assert most == 200  # two of 100 elements fit
 
 
-def test_the_pace_depends_on_cores_and_connections():
-    shared, own = (Neighbours([], False, cores) for cores in (0.5, 1.0))
-    assert [pace_of(shared, 1), pace_of(own, 1), pace_of(own, 2)] == [SHARED_CORES, ONE_CONNECTION, MORE_CONNECTIONS]
-    assert [MORE_CONNECTIONS.window(size) for size in (2**20 - 1, 2**20)] == [4, 1]
+def test_the_pace_depends_on_hosts_cores_and_connections():
+    shared, own = (Neighbours([], False, True, cores) for cores in (0.5, 1.0))
+    assert [pace_of(shared, 1), pace_of(own, 1), pace_of(own, 2)] == [SHARED_CORES, USUAL, TWO_CONNECTIONS]
+    assert pace_of(shared._replace(one_host=False), 1) == pace_of(own._replace(one_host=False), 2) == USUAL
+    assert [TWO_CONNECTIONS.window(size) for size in (2**20 - 1, 2**20)] == [4, 1]
 
 
 def asynchronous(context):

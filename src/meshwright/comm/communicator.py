@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from meshwright.comm.call import Call
 from meshwright.comm.failure import Failure
-from meshwright.comm.pace import ONE_CONNECTION, pace_of
+from meshwright.comm.pace import USUAL, pace_of
 from meshwright.comm.reductions import name_of
 from meshwright.comm.run import Prepared, execute, prepare
 from meshwright.comm.run_messages import MessagePlan
@@ -55,7 +55,7 @@ class Communicator:
     def __init__(self, transport: Transport, failure: Failure, timeout: timedelta) -> None:
         self.transport, self.failure, self.timeout = transport, failure, timeout
         self.rank, self.size = transport.rank, transport.size
-        self.pace = ONE_CONNECTION
+        self.pace = USUAL
         self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
         self.memories: list[SharedMemory] = []  # to the ranks of this host, one for each channel
         self.channel_threads = ThreadPoolExecutor(handshake.CHANNELS - 1, "meshwright-channel")  # started when needed

@@ -196,8 +196,9 @@ class NetworkOrder:
 
     def finish(self, step: int, lane: int) -> None:
         now = self.lanes[lane][step]
-        self.wait_for_sends(step - 1, lane)
         self.post_receives(step, lane, early=False)  # a peer's send completes only when its receive is posted
+        self.wait_for_sends(step - 1, lane)
+        self.post_receives(step, lane, early=False)  # those whose targets are free now
         if now.copies or any(receive.after_sends for receive in now.receives):
             self.wait_for_sends(step, lane)
         if now.copies or now.receives:

@@ -59,11 +59,12 @@ class Connection(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """The connected ranks of this host by channel, whether all ranks of the group are connected to all, and the cores of the rank that has
-    the fewest."""
+    """The connected ranks of this host by channel, whether all ranks of the group are connected to all, whether all are on one host, and
+    the cores of the rank that has the fewest."""
 
     connections: list[dict[int, Connection]]
     all_near: bool
+    one_host: bool
     cores: float
 
     @property
@@ -149,7 +150,8 @@ def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = Tru
                 channel.pop(peer).socket.close()
     found = [channel for channel in found if channel]
     all_near = bool(found) and all(len(peers) == size - 1 for peers in [found[0], *connected.values()])
-    return Neighbours(found, all_near, cores)
+    one_host = len({one[:2] for one in everyone}) == 1  # and in one network namespace
+    return Neighbours(found, all_near, one_host, cores)
 
 
 def hosts(store: Any, size: int) -> list[tuple[int, ...]]:
