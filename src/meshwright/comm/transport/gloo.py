@@ -2,7 +2,7 @@
 
 A gloo *device* has one thread, which moves all bytes of its connections; a process group connects all ranks once for each of its devices,
 and a message uses the device with the number tag mod devices. With two devices a ring of 64 MiB takes three quarters of the time if every rank
-has two cores, and 0.93 to 0.96 of the time if every rank has one. Ranks that share cores gain nothing.
+has two cores, and 0.9 of the time if every rank has one. Ranks that share cores gain nothing.
 """
 
 from __future__ import annotations
