@@ -18,6 +18,7 @@ ratio to gloo's, and the aim. On one host it measures twice:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -143,7 +144,16 @@ def cluster_of(delay: float) -> Any:
 
 
 def as_rank(task: dict[str, Any]) -> None:
-    """What each rank of the emulated cluster runs; rank 0 prints one line of JSON for each size."""
+    """What each rank of the emulated cluster runs."""
+    from torch import distributed
+
+    measure(task)
+    gc.collect()  # a communicator references the gloo group: torch may abort a process that ends before its groups
+    distributed.destroy_process_group()
+
+
+def measure(task: dict[str, Any]) -> None:
+    """Measure all sizes; rank 0 prints one line of JSON for each."""
     from datetime import timedelta
 
     import torch
@@ -180,7 +190,6 @@ def as_rank(task: dict[str, Any]) -> None:
         if distributed.get_rank() == 0:
             chosen = ours.chooser.choose("all-reduce", int(size)).algorithm
             print(json.dumps({"bytes": size, "times": found, "predicted": predicted, "chosen": chosen}), flush=True)
-    distributed.destroy_process_group()
 
 
 def emulated(delay: float, placements: list[str], sizes: list[float], repeats: int, order: bool) -> None:
