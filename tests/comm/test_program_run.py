@@ -184,6 +184,7 @@ def communicator_of(context, transport):
 def every_program(context, size, transport):
     """Every program, and the dtypes and reductions of an all-reduce, between processes; what differs from numpy."""
     from meshwright.comm import pace
+    from meshwright.comm.communicator import with_sizes
 
     communicator = communicator_of(context, transport)
     wrong = []
@@ -214,6 +215,9 @@ def every_program(context, size, transport):
         for reduction in ("sum", "avg", "max"):
             compare(build("all-reduce", "halving-doubling", size, 37), dtype, reduction, 1)
             compare(build("all-reduce", "ring", size, 20_001), dtype, reduction, 1)  # no message fits an envelope
+    for name in ALGORITHMS["scatter"]:  # only the last rank receives: those between may have nothing to do
+        scattered = with_sizes(build("scatter", name, size, 30_000 * size), [0] * (size - 1) + [30_000])
+        compare(scattered, torch.float32, "sum", 1)
     pace.LARGE_MESSAGE = 1
     for communicator.pace in (SHARED_CORES, TWO_CONNECTIONS, USUAL):
         for name in ("ring", "multi-ring", "hierarchical", "direct"):

@@ -158,7 +158,6 @@ class MessageRun(Run):
         )  # fmt: skip
         combine: Any = plan.combine
         works: list[Any] = [None] * plan.count
-        operation, peer = plan.messages[0].operation, -1
         try:
             for kind, operation, number, peer, tag, view, staging, base in plan.messages:
                 if kind == SEND:
