@@ -248,6 +248,7 @@ def parallelize(
     layers: str | None = None,
     example: Any = None,
     batch_first: bool | None = None,
+    check: bool = True,
 ) -> ParallelModule:
     """Put a plan on a module of your own, in every rank of a `torchrun`; the result has `step`, `backward`, `clip_norm` and `state_dict`.
 
@@ -270,4 +271,5 @@ def parallelize(
         layers=layers,
         example=example,
         batch_first=batch_first,
+        check=check,
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,22 +18,39 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """The same structure with each tensor changed."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(change, value) for key, value in tree.items()}
+    if isinstance(tree, Mapping):
+        same = copy.copy(tree)  # a dictionary of the same class: Hugging Face's outputs and batches are
+        for key, value in tree.items():
+            same[key] = map_tensors(change, value)  # type: ignore[index]
+        return same
     if isinstance(tree, tuple | list):
-        return type(tree)(map_tensors(change, value) for value in tree)
+        values = [map_tensors(change, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        same = copy.copy(tree)
+        for key, value in vars(tree).items():
+            object.__setattr__(same, key, map_tensors(change, value))
+        return same
     return tree
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, tree)
-    yield from found
+    if isinstance(tree, torch.Tensor):
+        yield tree
+        return
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        tree = vars(tree).values()
+    elif not isinstance(tree, tuple | list):
+        return
+    for value in tree:
+        yield from tensors_in(value)
 
 
 def call(module: nn.Module, inputs: Any) -> Any:
     """A dictionary is passed by name, a tuple or list by position."""
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
 
@@ -67,3 +87,41 @@ def microbatches(inputs: Any, targets: Any, size: int, dim: int) -> list[tuple[A
         (map_tensors(lambda t: cut(t, s), inputs), map_tensors(lambda t: cut(t, s), targets))  # noqa: B023
         for s in range(0, rows, size)
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomState:
+    """The state of the random numbers of the host, and of a GPU."""
+
+    host: torch.Tensor
+    device: torch.device
+    gpu: torch.Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> RandomState:
+        return cls(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.host)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, self.device)
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """A trial run: buffers, attributes of modules and random numbers are restored afterwards. All ranks draw the same random numbers."""
+    buffers = [(b, b.clone()) for b in module.buffers()]
+    attributes = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+    devices = {p.device for p in module.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            for part, values, own_buffers in attributes:
+                vars(part).clear()
+                vars(part).update(values)
+                part._buffers.update(own_buffers)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -3,7 +3,7 @@
     1  mesh        the ranks of every axis; the process group, if `torchrun` started the ranks and none exists yet
     2  broadcast   rank 0's parameters and buffers to all
     3  precision   parameters in the plan's dtype, where the plan sets one
-    4  example     with a pipeline: one micro-batch run on the whole module shows the shapes between stages
+    4  example     with a pipeline: one micro-batch run on the whole module shows the shapes between stages, and what each stage reads
     5  tensor      parameters become this rank's columns and rows, as the table says
     6  expert      stacked experts become this rank's
     7  stages      what other pipeline stages hold is released
@@ -36,6 +36,8 @@ from meshwright.parallel.tensor.families import find_table, table_for
 from meshwright.parallel.tensor.split import check_rows
 from meshwright.parallel.tensor.tables import Table
 from meshwright.parallel.user_module.build import Build
+from meshwright.parallel.user_module.checks import check_stages
+from meshwright.parallel.user_module.dataflow import Stages, check_dataflow
 from meshwright.parallel.user_module.module import Entry, Loss, ParallelModule
 from meshwright.parallel.user_module.stages import Recorded, copy_structure, find_layers, record
 from meshwright.programs.pipelines import SCHEDULES
@@ -55,6 +57,7 @@ def parallelize(
     layers: str | None = None,
     example: Any = None,
     batch_first: bool | None = None,
+    check: bool = True,
 ) -> ParallelModule:
     """A module under a plan on this rank. Every rank of the process group calls it, with a module of the same shape.
 
@@ -65,7 +68,7 @@ def parallelize(
     0 of the inputs is the sequence, dimension 1 the batch.
     """
     plan = plan if isinstance(plan, Plan) else Plan(**plan) if isinstance(plan, dict) else load_plan(plan)
-    check(module, plan, reduction)
+    check_plan(module, plan, reduction)
     device = join_group(module, plan)
     mesh = Mesh(Layout(plan), distributed.get_rank(), device)
     path, chosen = find_layers(module, layers, needed=plan.pp > 1 or layers is not None)
@@ -77,12 +80,13 @@ def parallelize(
     batch_dim = int(not (takes_batch_first(module) if batch_first is None else batch_first))
     if plan.pp > 1 or plan.recompute == "full":
         stop_caching(module)
-    seen = record(module, path, chosen, examined(example, plan)) if plan.pp > 1 else None
-
     count = plan.stages if plan.pp > 1 else 1
     ranks = SCHEDULES[plan.schedule](plan.pp, max(plan.pp, 1), plan.virtual).rank_of if plan.pp > 1 else (0,)
     spans = divided(len(chosen), plan, count)
+    seen = record(module, path, chosen, examined(example, plan)) if plan.pp > 1 else None
     entries = entries_of(module, seen, spans)
+    if seen is not None:
+        check_pipeline(module, seen, spans, entries, example, check)
     parallel = ParallelModule(
         plan,
         mesh,
@@ -109,7 +113,17 @@ def parallelize(
     return parallel
 
 
-def check(module: nn.Module, plan: Plan, reduction: str) -> None:
+def check_pipeline(
+    module: nn.Module, seen: Recorded, spans: list[range], entries: dict[str, Entry], example: Any, check: bool
+) -> None:
+    """Raise for a module of which the stages would not compute what one device does: by its dataflow, and by numbers."""
+    holders = {name: entries[name].stages for name, _ in module.named_parameters(remove_duplicate=False)}
+    check_dataflow(seen.trace, Stages(spans, seen.path, seen.numbers, set(seen.before), holders))
+    if check:
+        check_stages(module, seen, spans, example)
+
+
+def check_plan(module: nn.Module, plan: Plan, reduction: str) -> None:
     """Raise for what a plan cannot do on a module we did not write."""
     refused = {
         "cp": (plan.cp > 1, "The module's attention would have to exchange keys and values"),

@@ -4,19 +4,20 @@ A module is a list of layers with something before and after it. Each stage keep
 micro-batch, so that masks, positions and whatever else the layers are given are computed as the author wrote them:
 
     before the list    modules with parameters run on the first stage; elsewhere they return zeros of the shape they had in the example
-    earlier layers     hold nothing; the last of them returns the activations that came from the stage before
+    earlier layers     hold nothing and return such zeros; the last of them returns the activations that came from the stage before
     this stage's       run
     later layers       hold nothing; the first of them leaves `forward` with the activations for the next stage
     after the list     runs on the last stage, then the loss
 
 What each module returns and in which order they run is recorded once, on an example micro-batch (`record`): all micro-batches have its shape.
+The same run shows whether a stage reads one of those zeros (`dataflow`), which is an error.
 A parameter that several stages hold (tied embeddings, parameters of the root itself) has a gradient on each of them, and `parallelize` sums them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch import nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.tensor.styles import input_of
-from meshwright.parallel.user_module.batches import call, map_tensors, tensors_in
+from meshwright.parallel.user_module.batches import RandomState, call, map_tensors, tensors_in, undisturbed
+from meshwright.parallel.user_module.dataflow import Trace, check_order, hidden_of
 
 
 def find_layers(module: nn.Module, path: str | None, needed: bool) -> tuple[str, list[nn.Module]]:
@@ -53,14 +55,15 @@ def find_layers(module: nn.Module, path: str | None, needed: bool) -> tuple[str,
 
 @dataclass
 class Recorded:
-    """What one micro-batch showed: the input of every layer, whether layers return tuples, and what is before and after them."""
+    """What one micro-batch showed: the input and output of every layer, what is before and after them, and all operators."""
 
     path: str
     numbers: list[str]  # the names of the layers in their list
-    inputs: list[torch.Tensor] = field(default_factory=list)  # on the meta device
-    extra: list[int] = field(
-        default_factory=list
-    )  # how many values a layer returns after the activations; -1: no tuple
+    trace: Trace
+    output: Any = None  # of the module
+    inputs: list[torch.Tensor] = field(default_factory=list)  # of layers, on the meta device
+    outputs: list[Any] = field(default_factory=list)  # of layers, on the meta device
+    random: list[RandomState] = field(default_factory=list)  # before each layer
     before: dict[str, list[Any]] = field(default_factory=dict)  # by module, its outputs
     after: set[str] = field(default_factory=set)
 
@@ -69,45 +72,59 @@ class Recorded:
 def record(module: nn.Module, path: str, layers: list[nn.Module], example: Any) -> Recorded:
     """Run the example once, on the whole module, and write down what the stages must know."""
     numbers = [name for name, _ in module.get_submodule(path).named_children()]
-    seen, started, finished = Recorded(path, numbers), [False], [False]
+    outside = modules_outside(module, path)
+    trace = Trace(module, layers, outside)
+    seen = Recorded(path, numbers, trace)
     called: dict[str, set[str]] = {}
 
-    def note_layer(part: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        started[0] = True
-        x, _ = input_of(part.forward)(args, kwargs)
-        seen.inputs.append(torch.empty_like(x, device="meta"))
-        seen.extra.append(len(output) - 1 if isinstance(output, tuple) else -1)
-        finished[0] = len(seen.inputs) == len(layers)
+    def enter_layer(part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        hidden = hidden_of(part, args, kwargs)
+        if hidden is None:
+            raise not_one_tensor(part, "does not take a tensor as its first argument")
+        seen.inputs.append(torch.empty_like(hidden, device="meta"))
+        seen.random.append(RandomState.of(hidden.device))
+
+    def leave_layer(part: nn.Module, args: tuple, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(hidden, torch.Tensor):
+            raise not_one_tensor(part, f"returns a {type(output).__name__}")
+        seen.outputs.append(on_meta(output))
 
     def note(name: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: tuple, output: Any) -> None:
-            called.setdefault(name, set()).add("after" if finished[0] else "inside" if started[0] else "before")
-            seen.before.setdefault(name, []).append(map_tensors(lambda t: torch.empty_like(t, device="meta"), output))
+            when = "before" if not seen.inputs else "after" if trace.finished == len(layers) else "inside"
+            called.setdefault(name, set()).add(when)
+            seen.before.setdefault(name, []).append(on_meta(output))
 
         return hook
 
-    hooks = [layer.register_forward_hook(note_layer, with_kwargs=True) for layer in layers]
-    hooks += [module.get_submodule(name).register_forward_hook(note(name)) for name in modules_outside(module, path)]
-    buffers = [(b, b.clone()) for b in module.buffers()]
+    hooks = [layer.register_forward_pre_hook(enter_layer, with_kwargs=True) for layer in layers]
+    hooks += [layer.register_forward_hook(leave_layer) for layer in layers]
+    hooks += [module.get_submodule(name).register_forward_hook(note(name)) for name in outside]
     try:
-        cuda = {p.device for p in module.parameters() if p.is_cuda}
-        with torch.random.fork_rng(devices=list(cuda)):
-            call(module, example)
+        with undisturbed(module):
+            seen.output = trace.run(example)
     finally:
         for hook in hooks:
             hook.remove()
-        for buffer, value in buffers:
-            buffer.copy_(value)
-    if len(seen.inputs) != len(layers):
-        raise MeshwrightError(
-            "MW-OWN-002",
-            f"the example ran {len(seen.inputs)} of the {len(layers)} layers in '{path}'",
-            why="Each layer of a pipeline runs once, in the order of the list",
-        )
+    check_order(path, numbers, trace.order)
     seen.after = {name for name, when in called.items() if when == {"after"}}
-    held = {name for name in called if any(True for _ in module.get_submodule(name).parameters())}
-    seen.before = {name: seen.before[name] for name in held if called[name] == {"before"}}
+    with_parameters = {name for name in called if any(True for _ in module.get_submodule(name).parameters())}
+    seen.before = {name: seen.before[name] for name in with_parameters if called[name] == {"before"}}
     return seen
+
+
+def on_meta(tree: Any) -> Any:
+    return map_tensors(lambda t: torch.empty_like(t, device="meta"), tree)
+
+
+def not_one_tensor(part: nn.Module, what: str) -> MeshwrightError:
+    return MeshwrightError(
+        "MW-OWN-007",
+        f"a layer of the pipeline ({type(part).__name__}) {what}",
+        why="A pipeline sends one tensor: the output of a layer, or the first of a tuple, is the first argument of the next",
+        fix="plan.pp=1, or a layer that takes and returns a tensor",
+    )
 
 
 def modules_outside(module: nn.Module, path: str) -> list[str]:
@@ -140,20 +157,28 @@ class StageModule(nn.Module):
         self.targets: Any = None
         layers = list(root.get_submodule(seen.path).children())
         self.layers = [layers[i] for i in own]
+        others = {name: root.get_submodule(name) for name in (*seen.before, *seen.after)}
+        absent = [layer for i, layer in enumerate(layers) if i not in own]
+        absent += [others[name] for name in seen.before if own[0] > 0]
+        absent += [others[name] for name in seen.after if own[-1] < count - 1]
+        present = set(modules_but(root, absent))
+        for part in absent:
+            release(part, present)
         for i, layer in enumerate(layers):
-            if i in own:
-                continue
-            release(layer)
-            layer.forward = leave if i > own[-1] else self._passer(seen.extra[i])
+            if i < own[0]:
+                layer.forward = self._passer(seen.outputs[i], sends=i == own[0] - 1)  # type: ignore[method-assign]
+            elif i > own[-1]:
+                layer.forward = leaving(layer)  # type: ignore[method-assign]
         for name, outputs in seen.before.items() if own[0] > 0 else ():
-            release(root.get_submodule(name))
-            root.get_submodule(name).forward = zeros_like_example(outputs)
-        for name in seen.after if own[-1] < count - 1 else ():
-            release(root.get_submodule(name))
+            others[name].forward = zeros_like_example(outputs)  # type: ignore[method-assign]
 
-    def _passer(self, extra: int) -> Callable[..., Any]:
+    def _passer(self, output: Any, sends: bool) -> Callable[..., Any]:
+        zeros = zeros_like_example([output])
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.received if extra < 0 else (self.received, *[None] * extra)
+            if not sends:
+                return zeros(*args, **kwargs)
+            return (self.received, *zeros(*args, **kwargs)[1:]) if isinstance(output, tuple) else self.received
 
         return forward
 
@@ -168,8 +193,14 @@ class StageModule(nn.Module):
         return self.finish(output, self.targets)
 
 
-def leave(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    raise _Leave(hidden)
+def leaving(layer: nn.Module) -> Callable[..., Any]:
+    """A forward that leaves the module's `forward` with the argument a layer would have taken."""
+    taken = input_of(layer.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        raise _Leave(taken(args, kwargs)[0])
+
+    return forward
 
 
 def zeros_like_example(outputs: list[Any]) -> Callable[..., Any]:
@@ -177,7 +208,7 @@ def zeros_like_example(outputs: list[Any]) -> Callable[..., Any]:
     calls = [0]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        device = next(tensors_in([list(args), kwargs])).device
+        device = next((t.device for t in tensors_in([args, kwargs])), None)
         made = map_tensors(lambda t: torch.zeros_like(t, device=device), outputs[calls[0] % len(outputs)])
         calls[0] += 1
         return made
@@ -185,9 +216,17 @@ def zeros_like_example(outputs: list[Any]) -> Callable[..., Any]:
     return forward
 
 
-def release(module: nn.Module) -> None:
+def modules_but(root: nn.Module, absent: list[nn.Module]) -> Iterator[nn.Module]:
+    """The modules that are reached without going through an absent one: a module that two layers share may be reached through either."""
+    if root not in absent:
+        yield root
+        for child in root.children():
+            yield from modules_but(child, absent)
+
+
+def release(module: nn.Module, present: set[nn.Module]) -> None:
     """Free the parameters of what this stage does not hold; their names, shapes and dtypes stay readable."""
-    for part in module.modules():
+    for part in (part for part in module.modules() if part not in present):
         for name, parameter in list(part.named_parameters(recurse=False)):
             del part._parameters[name]
             object.__setattr__(part, name, torch.empty_like(parameter, device="meta", requires_grad=False))
