@@ -19,8 +19,9 @@ from meshwright.calibrate.crossovers import Crossover, Series, additions, crosso
 from meshwright.calibrate.factors import FittedFactors, fitted_factors, with_factors
 from meshwright.calibrate.gpu import gpu_accelerator
 from meshwright.calibrate.levels import FoundLevel, find_levels
+from meshwright.calibrate.nccl_tests import TOOL as NCCL_TESTS
 from meshwright.calibrate.points import Bench
-from meshwright.calibrate.verdict import Verdict, call_seconds, verdicts
+from meshwright.calibrate.verdict import NORMAL, Verdict, call_seconds, verdicts
 from meshwright.describe import catalog
 from meshwright.describe.cluster import MOST_MEASURED, Accelerator, Cluster, Collectives, Level, Link, MeasuredCall
 from meshwright.describe.config import load_cluster, table
@@ -91,13 +92,18 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
         raise MeshwrightError(
             "MW-CALIB-002", "there is no bench result to calibrate from", fix="meshwright calibrate bench.json"
         )
-    main = max(benches, key=lambda bench: bench.world)
+    main = max(benches, key=lambda bench: (bench.tool != NCCL_TESTS, bench.world))
     expected = load_cluster(expect) if expect else best_match(main)
     backend = library_backend(main)
-    levels = find_levels(main, backend) if main.world > 1 else []
+    from_pairs = (
+        main.world > 1 and main.tool != NCCL_TESTS
+    )  # nccl-tests has no transfers of single pairs, so the links are the catalog's
+    levels = find_levels(main, backend) if from_pairs else []
     device, about_device = measured_device(benches, expected)
     bare = cluster_of(levels, expected, main, name or "measured", backend, device)
-    factors = fitted_factors(bare, benches, backend)
+    for bench in benches:
+        check_nodes(bench, bare)
+    factors = fitted_factors(bare, benches, backend, from_pairs)
     series = series_of(point for bench in benches for point in bench.points)
     calibrated = with_factors(bare, factors).but(measured=measured_calls(benches, backend))
     return Calibration(
@@ -109,8 +115,36 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
         additions(series),
         expected,
         verdicts(levels, expected, main),
-        [*notes_of(main, levels, expected, backend), *about_device],
+        [
+            *notes_of(main, levels, expected, backend),
+            *([] if levels else slow_collectives(factors, expected)),
+            *about_device,
+        ],
     )
+
+
+def check_nodes(bench: Bench, cluster: Cluster) -> None:
+    """The collectives of nccl-tests are priced on the cluster's nodes, so its ranks must lie in one node or fill nodes one after the other."""
+    hosts, size = bench.hosts, cluster.node_size
+    filled = all(ranks == list(range(k * size, (k + 1) * size)) for k, ranks in enumerate(hosts.values()))
+    if bench.tool == NCCL_TESTS and not (filled or (len(hosts) == 1 and bench.world <= size)):
+        per_host = ", ".join(str(count) for count in sorted({len(ranks) for ranks in hosts.values()}))
+        raise MeshwrightError(
+            "MW-CALIB-006",
+            f"nccl-tests ran {per_host} ranks on each of {len(hosts)} hosts, and a node of {cluster.name or 'the cluster'} has {size}",
+            why="The cost of a collective is known where its ranks fill whole nodes in order, or lie in one node",
+            fix=f"run nccl-tests with {size} ranks per host, or name the cluster: --expect NAME",
+        )
+
+
+def slow_collectives(factors: Sequence[FittedFactors], expected: Cluster) -> list[str]:
+    """A sentence for each collective that takes much longer than on the catalog's links."""
+    return [
+        f"{f.operation} {'between nodes' if f.across else 'inside a node'}: {f.factors.bytes:.1f}× the time per byte of the catalog's "
+        f"{expected.name}: slow (normal: up to {NORMAL}×)"
+        for f in factors
+        if f.factors.bytes > NORMAL
+    ]
 
 
 def measured_calls(benches: Sequence[Bench], backend: str) -> tuple[MeasuredCall, ...]:
@@ -153,6 +187,8 @@ def measured_device(benches: Sequence[Bench], expected: Cluster) -> tuple[Accele
     points = [point for bench in benches for point in bench.device]
     if expected.accelerator.name.startswith("cpu"):
         return expected.accelerator, ["the device: `meshwright train` measures the CPU it runs on"]
+    if not points:
+        return expected.accelerator, [f"the device: not measured, {expected.accelerator.name} of the catalog"]
     dates = ", ".join(dict.fromkeys(bench.made for bench in benches if bench.device))
     return gpu_accelerator(points, expected.accelerator, f"meshwright bench of {dates}")
 
@@ -177,7 +213,7 @@ def cluster_of(
         gpus=bench.world if len(bench.hosts) > 1 else 0,
         collectives=NO_LIBRARY_TERMS if levels and backend != "nccl" else expected.collectives,
         price=expected.price,
-        source=f"meshwright bench of {bench.made or 'unknown date'}: {where(bench, backend)}",
+        source=f"{bench.tool} of {bench.made or 'unknown date'}: {where(bench, backend)}",
         checked="measured",
     )
 
@@ -217,7 +253,7 @@ def where(bench: Bench, backend: str) -> str:
 def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend: str) -> list[str]:
     """What was measured, what was concluded, and what is assumed."""
     hosts = bench.hosts
-    notes = [f"measured by `meshwright bench` ({bench.made}): {where(bench, backend)}"]
+    notes = [f"measured by `{bench.tool}` ({bench.made or 'unknown date'}): {where(bench, backend)}"]
     if bench.state == "interrupted":
         notes.append(f"the bench was interrupted ({bench.why}): fewer sizes were measured")
     notes += [f"{sentence}: an idle machine is faster" for sentence in bench.load()]
@@ -234,7 +270,7 @@ def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend:
         notes.append(text)
         if any(list(unit) != list(range(unit[0], unit[0] + len(unit))) for unit in level.units):
             notes.append(f"{level.name}: ranks of one unit are not consecutive; a plan's layout assumes that they are")
-    if len(hosts) > 1:
+    if len(hosts) > 1 and levels:
         notes.append(
             f"more than {len(hosts)} nodes: α and the rate of a link stay as measured, since they do not depend on the number of nodes; "
             "collectives follow their formulas, so a ring's latency grows with the number of ranks; assumed: no switch above the "
@@ -245,5 +281,7 @@ def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend:
             f"one node was measured: the levels between nodes are those of the catalog's {expected.name}, not measured"
         )
     if not levels:
-        notes.append(f"one rank was measured: all links are those of the catalog's {expected.name}, not measured")
+        why = "nccl-tests measures no single pairs" if bench.world > 1 else "one rank was measured"
+        fitted = ", and factors on them are fitted to the measured collectives" if bench.world > 1 else ""
+        notes.append(f"{why}: all links are those of the catalog's {expected.name}, not measured{fitted}")
     return notes

@@ -27,7 +27,6 @@ LARGEST = np.log(300.0)
 ROUNDS, STEP = 25, 1e-4
 LEAST_SLOPE = 1e-3  # of a factor that changes the times at all
 GRID = (0.0, -1.0, 1.0, 2.0, 3.0)  # logarithms of factors; 1 first: of equal errors the formula's own counts
-PRICED = tuple(name for name in OPERATIONS.values() if name != "point-to-point")
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,16 @@ class FittedFactors:
     points: int = 0
 
 
-def fitted_factors(cluster: Cluster, benches: Sequence[Bench], backend: str) -> list[FittedFactors]:
-    """Factors of every operation that was measured with the library's own choice of algorithm, inside a node and between nodes."""
+def fitted_factors(
+    cluster: Cluster, benches: Sequence[Bench], backend: str, from_pairs: bool = True
+) -> list[FittedFactors]:
+    """Factors of every operation that was measured with the library's own choice of algorithm, inside a node and between nodes. Where the
+    links were fitted to transfers between pairs (`from_pairs`), point-to-point needs no factors."""
     found: list[FittedFactors] = []
     everything = [point for bench in benches for point in bench.points]
-    for operation in PRICED:
+    for operation in OPERATIONS.values():
+        if from_pairs and operation == "point-to-point":
+            continue
         points = [point for point in everything if usable(point, operation, backend, cluster)]
         for across in (False, True):
             here = [point for point in points if (len(point.ranks) > cluster.node_size) == across]

@@ -103,6 +103,7 @@ class Bench(Described):
     """The result of one `meshwright bench`."""
 
     version: int = VERSION
+    tool: str = Field(default="meshwright bench", description="the program that measured")
     made: str = Field(default="", description="date and time, UTC")
     state: Literal["complete", "interrupted"] = "complete"
     why: str = Field(default="", description="why a bench is incomplete")
@@ -171,7 +172,10 @@ class Bench(Described):
 
 def not_a_bench(name: str, why: str) -> MeshwrightError:
     return MeshwrightError(
-        "MW-BENCH-001", f"'{name}' is not the result of `meshwright bench`", why=why, fix="meshwright bench --json FILE"
+        "MW-BENCH-001",
+        f"'{name}' is neither the result of `meshwright bench` nor the output of nccl-tests",
+        why=why,
+        fix="meshwright bench --json FILE",
     )
 
 

@@ -185,7 +185,7 @@ def run_command(name: str, arguments: list[str]) -> int:
     """Run one command and return its exit code; a usage error becomes a `MeshwrightError` like every other."""
     import typer
 
-    if name in NEED_TORCH and not {"--help", "-h"} & set(arguments):
+    if name in NEED_TORCH and not {"--help", "-h", "--read"} & set(arguments):
         require_torch(f"`meshwright {name}`")
     usage_error: Any = typer.BadParameter.__base__  # the base class of all parser errors; typer exports only this one
     command: Any = typer.main.get_command(build(name))

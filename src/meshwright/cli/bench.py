@@ -34,6 +34,12 @@ def command(
         "", "--json", metavar="FILE", help="Write the result as JSON, for `meshwright calibrate`."
     ),
     html: str = typer.Option("", "--html", metavar="FILE", help="Write a page with measured points and fitted lines."),
+    read: str = typer.Option(
+        "",
+        "--read",
+        metavar="FILE",
+        help="Measure nothing: show a result of `bench --json`, or an output of nccl-tests.",
+    ),
 ) -> None:
     """Measure all collectives, transfers between pairs of ranks, and the device, within a time budget.
 
@@ -46,6 +52,10 @@ def command(
 
     wait, limit = max(parse_seconds(timeout), 1.0), parse_seconds(budget)
     writable(json_file, html)
+    if read:
+        from meshwright.calibrate.nccl_tests import read_result
+
+        return finish(read_result(read), json_file, html)
     place = None if ranks else placement(os.environ)
     chief = place is None or place.rank == 0
     with progress_display(chief, limit) as show:
@@ -63,6 +73,7 @@ def command(
         print("stopped before anything was measured: nothing is written", file=sys.stderr)
     if failure:
         raise failure
+    return None
 
 
 def measured(

@@ -8,7 +8,11 @@ from meshwright.cli.options import JsonOption
 
 
 def command(
-    files: list[str] = typer.Argument(None, metavar="BENCH.json…", help="Results of `meshwright bench --json FILE`."),
+    files: list[str] = typer.Argument(
+        None,
+        metavar="FILE…",
+        help="Results of `meshwright bench --json FILE`, or outputs of nccl-tests, one run of one test in a file (text or JSON).",
+    ),
     out: str = typer.Option("", "--out", "-o", metavar="FILE", help="Write the cluster or stack file."),
     expect: str = typer.Option(
         "", "--expect", metavar="NAME", help="The cluster this should be. Default: the catalog's closest."
@@ -37,9 +41,11 @@ def command(
 ) -> None:
     """Fit constants to measurements: of links and collectives, of all stacks, or of the stack of a run.
 
-    With BENCH.json: latency and bandwidth of every level; prints a verdict for each level against the catalog: normal, or slow by a factor
-    with likely causes. Use the file as --cluster FILE. With --from-run: the numbers of a stack, by Bayes' rule from what is known of
-    it and what was measured. Use the file as --stack FILE. With --runs: the numbers of all stacks of the catalog, from published runs."""
+    With results of `bench`: latency and bandwidth of every level; prints a verdict for each level against the catalog: normal, or slow by a
+    factor with likely causes. With outputs of nccl-tests (all_reduce_perf, all_gather_perf, reduce_scatter_perf, alltoall_perf, sendrecv_perf):
+    factors of these collectives on the links of the catalog's cluster, inside a node and between nodes. Use the file as --cluster FILE.
+    With --from-run: the numbers of a stack, by Bayes' rule from what is known of it and what was measured. Use the file as --stack FILE.
+    With --runs: the numbers of all stacks of the catalog, from published runs."""
     from meshwright.cli.output import writable
     from meshwright.errors import MeshwrightError
 
@@ -47,7 +53,7 @@ def command(
     given = [bool(files), bool(runs), bool(from_run)]
     if sum(given) > 1:
         raise MeshwrightError(
-            "MW-CLI-003", "BENCH.json, --runs and --from-run cannot be combined", fix="run calibrate once for each"
+            "MW-CLI-003", "FILE, --runs and --from-run cannot be combined", fix="run calibrate once for each"
         )
     alone = [
         option
@@ -69,11 +75,11 @@ def command(
 def fit_cluster(files: list[str], expect: str, name: str, out: str, as_json: bool) -> None:
     """Fit a cluster to bench results."""
     from meshwright.calibrate.calibration import calibrate
-    from meshwright.calibrate.points import Bench
+    from meshwright.calibrate.nccl_tests import read_result
     from meshwright.describe.files import write_text
     from meshwright.view.tables import show, show_json
 
-    result = calibrate([Bench.read(file) for file in files], expect, name)
+    result = calibrate([read_result(file) for file in files], expect, name)
     if out:
         write_text(out, result.to_toml())
     if as_json:

@@ -9,16 +9,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.calibrate.fit import Line, fit_line
+from meshwright.calibrate.nccl_tests import TOOL as NCCL_TESTS
 from meshwright.calibrate.points import Bench, DevicePoint, Point
 from meshwright.units import counted, format_bytes, format_count, format_flops, format_rate, format_seconds
 from meshwright.view.tables import facts, filled, heading
 
 PAIR = "point-to-point"
 NOISY = 0.25  # a spread above this is coloured
-CONVENTION = (
-    "n is the full buffer. algbw = n/t; busbw = bytes that one rank sends / t, comparable with a link's rate (the conventions of nccl-tests). "
-    "Times are medians; ± is half the distance of the quartiles."
-)
+CONVENTION = "n is the full buffer. algbw = n/t; busbw = bytes that one rank sends / t, comparable with a link's rate (the conventions of nccl-tests). "
+TIMES = "Times are medians; ± is half the distance of the quartiles."
+MEANS = "Times are means over the iterations of nccl-tests, out-of-place."
 
 
 def page(bench: Bench) -> RenderableType:
@@ -26,7 +26,7 @@ def page(bench: Bench) -> RenderableType:
     parts: list[RenderableType] = [header(bench)]
     collectives = [p for p in bench.points if p.operation != PAIR]
     if collectives:
-        parts += [collectives_table(collectives), Text(CONVENTION, "dim")]
+        parts += [collectives_table(collectives), Text(convention(bench), "dim")]
     pairs = [p for p in bench.points if p.operation == PAIR]
     if pairs:
         parts.append(pairs_table(pairs, bench))
@@ -37,6 +37,10 @@ def page(bench: Bench) -> RenderableType:
     return Group(*parts)
 
 
+def convention(bench: Bench) -> str:
+    return CONVENTION + (MEANS if bench.tool == NCCL_TESTS else TIMES)
+
+
 def header(bench: Bench) -> RenderableType:
     hosts = bench.hosts
     where = ", ".join(f"{host}: {counted(len(ranks), 'rank')}" for host, ranks in list(hosts.items())[:8])
@@ -44,13 +48,15 @@ def header(bench: Bench) -> RenderableType:
     cores = ", ".join(str(c) for c in dict.fromkeys(info.cores for info in bench.ranks))
     state = Text(f"interrupted: {bench.why}", "bold red") if bench.state == "interrupted" else ""
     return Group(
-        heading("bench", f"{counted(bench.world, 'rank')} on {counted(len(hosts), 'host')}"),
+        heading(
+            bench.tool.removeprefix("meshwright "), f"{counted(bench.world, 'rank')} on {counted(len(hosts), 'host')}"
+        ),
         facts(
             [
                 ("state", state),
                 ("load", Text("; ".join(busy), "yellow") if (busy := bench.load()) else ""),
                 ("hosts", where + (" …" if len(hosts) > 8 else "")),
-                ("device", f"{devices}; {cores} cores"),
+                ("device", f"{devices}; {cores} cores" if cores != "0" else devices),
                 ("libraries", ", ".join(f"{name} {version}" for name, version in bench.libraries.items())),
             ]
         ),
@@ -96,7 +102,11 @@ def pairs_table(points: Sequence[Point], bench: Bench) -> RenderableType:
     host = {info.rank: info.host for info in bench.ranks}
     kinds: dict[tuple[str, str], list[Point]] = {}
     for point in points:
-        inside = host.get(point.ranks[0]) == host.get(point.ranks[1])
+        is_ring = (
+            len(point.ranks) == point.concurrent
+        )  # of sendrecv_perf: its slowest transfer is between hosts if there are several
+        pair = point.ranks if is_ring else point.ranks[:2]
+        inside = len({host.get(rank) for rank in pair}) == 1
         together = f"{point.concurrent} pairs at once" if point.concurrent > 1 else "one pair at a time"
         kinds.setdefault((point.backend, f"{'inside a host' if inside else 'between hosts'}, {together}"), []).append(
             point

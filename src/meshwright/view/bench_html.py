@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.calibrate.points import Bench, Point, bus_factor
 from meshwright.units import format_bytes, format_rate, format_seconds
-from meshwright.view.bench import CONVENTION, DEVICE_COLUMNS, PAIR, by_series, counted, device_row, line_of
+from meshwright.view.bench import DEVICE_COLUMNS, PAIR, by_series, convention, counted, device_row, line_of
 from meshwright.view.collectives import filled_template
 
 MOST_SERIES = 12  # of pairs: the first ones; all of them are in the JSON file
@@ -28,7 +28,7 @@ def document(bench: Bench) -> str:
             "title": f"{counted(bench.world, 'rank')} on {counted(len(bench.hosts), 'host')}, {bench.made}",
             "about": f"{devices}; {libraries}",
             "state": "; ".join([f"interrupted: {bench.why}"] * (bench.state == "interrupted") + bench.load()),
-            "note": CONVENTION + " Dashed: the fitted line T = α + n·β.",
+            "note": convention(bench) + " Dashed: the fitted line T = α + n·β.",
             "charts": charts,
             "device": [
                 [name.lstrip(">~") for name in DEVICE_COLUMNS],
