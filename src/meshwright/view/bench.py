@@ -16,7 +16,10 @@ from meshwright.view.tables import facts, filled, heading
 
 PAIR = "point-to-point"
 NOISY = 0.25  # a spread above this is coloured
-CONVENTION = "n is the full buffer. algbw = n/t; busbw = bytes that one rank sends / t, comparable with a link's rate (the conventions of nccl-tests). "
+CONVENTION = (
+    "n is the full buffer. algbw = n/t; busbw = bytes that one rank sends / t, comparable with a link's rate "
+    "(the conventions of nccl-tests). "
+)
 TIMES = "Times are medians; ± is half the distance of the quartiles."
 MEANS = "Times are means over the iterations of nccl-tests, out-of-place."
 
