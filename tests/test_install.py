@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from blocks import blocks_of
 from local_wheels import needed, write_empty_wheel, write_wheel
+from meshwright.version import WHEEL
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -23,12 +26,12 @@ NEEDED = ("src", "pyproject.toml", "README.md", "LICENSE")  # for building
 pytestmark = pytest.mark.slow
 
 
-def call(*words: str | Path, cwd: Path | None = None, code: int = 0) -> str:
+def call(*words: str | Path, cwd: Path | None = None, code: int = 0, **variables: str) -> str:
     """What a program prints, in an environment in which neither this source nor settings of pip are found."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     done = subprocess.run(
         [str(word) for word in words],
-        env={**clean, "PIP_CONFIG_FILE": os.devnull},
+        env={**clean, "PIP_CONFIG_FILE": os.devnull, **variables},
         capture_output=True,
         text=True,
         timeout=300,
@@ -99,7 +102,7 @@ def test_archives_hold_every_file_of_the_package(release) -> None:
 
 @pytest.mark.parametrize("kind", ["wheel", "source"])
 def test_planning_works_in_an_empty_environment(kind, release, wheels, tmp_path) -> None:
-    """As `pipx run meshwright` installs it: no extra, so no torch."""
+    """No extra, so no torch."""
     programs = environment(tmp_path / "env")
     archive = release[0] if kind == "wheel" else release[1]
     assert "WARNING" not in pip(programs, wheels, archive)
@@ -124,7 +127,7 @@ def test_planning_works_in_an_empty_environment(kind, release, wheels, tmp_path)
         "best.toml",
     )
     call(meshwright, *words, cwd=tmp_path)
-    assert 'pip install "meshwright[train]"' in call(meshwright, "train", "best.toml", cwd=tmp_path, code=2)
+    assert 'pip install "torch>=2.11"' in call(meshwright, "train", "best.toml", cwd=tmp_path, code=2)
 
 
 @pytest.mark.parametrize(("extra", "module"), [("interop", "yaml"), ("web", "starlette, uvicorn")])
@@ -133,6 +136,53 @@ def test_an_extra_installs_what_it_needs(extra, module, release, wheels, tmp_pat
     pip(programs, wheels, f"meshwright[{extra}] @ {release[0].as_uri()}")
     call(programs / "python", "-c", f"import {module}")
     assert "No broken requirements found" in call(programs / "python", "-m", "pip", "check")
+
+
+def printed_commands() -> list[list[list[str]]]:
+    """The commands of docs/install.md, by block, that need no network."""
+    blocks = [
+        b for b in blocks_of(ROOT / "docs" / "install.md") if b.language == "console" and "network" not in b.label
+    ]
+    return [[shlex.split(command) for command, _ in block.commands] for block in blocks]
+
+
+def add_large_packages(programs: Path) -> None:
+    """Packages of which the wheels have only the metadata (torch) are those that are installed here."""
+    (site,) = (programs.parent / "lib").glob("python*/site-packages")
+    for package in needed(EXTRAS["train"])[0].values():
+        for top in {
+            file.parts[0] for file in package.files or () if not file.parts[0].startswith(".") and file.suffix != ".pyc"
+        }:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(package.locate_file(top))))
+
+
+@pytest.mark.parametrize(
+    "block", range(len(printed_commands())), ids=lambda k: " && ".join(c[1] for c in printed_commands()[k])
+)
+def test_the_commands_of_the_install_page_work_in_an_empty_environment(block, wheels, tmp_path) -> None:
+    """In a checkout, with a folder of wheels in place of an index. Then a plan is estimated, and verified where torch was asked for."""
+    programs = environment(tmp_path / "env")
+    checkout = tmp_path / "checkout"
+    for name in (*NEEDED, "constraints.txt", "examples"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        checkout.mkdir(exist_ok=True)
+        copy(ROOT / name, checkout / name)
+    for program, *words in printed_commands()[block]:
+        if program == "meshwright":
+            add_large_packages(programs)
+        call(programs / program, *words, cwd=checkout, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(wheels))
+    call(programs / "meshwright", "estimate", "--plan", checkout / "examples" / "demo-dp2-tp2.toml", cwd=tmp_path)
+    assert "No broken requirements found" in call(programs / "python", "-m", "pip", "check")
+    add_large_packages(programs)
+    proved = call(
+        programs / "meshwright", "verify", checkout / "examples" / "demo-dp2-tp2.toml", "--steps", "1", cwd=tmp_path
+    )
+    assert "trains what one device trains" in proved
+
+
+def test_the_wheel_has_the_name_that_launch_files_expect(release) -> None:
+    assert release[0].name == WHEEL
 
 
 def test_the_trainer_s_packages_can_be_resolved(release, wheels, tmp_path) -> None:

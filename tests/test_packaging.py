@@ -106,8 +106,39 @@ def without_extras(commands: list[list[str]], platform: str = "") -> tuple[list[
 def test_planning_needs_no_extra_and_other_commands_name_theirs() -> None:
     codes, errors = without_extras(PLANNING)
     assert codes == [0] * 6 + [2] * 4
-    assert errors.count('Fix: pip install "meshwright[train]"') == 3
-    assert 'Fix: pip install "meshwright[web]"' in errors
+    assert errors.count('Fix: pip install "torch>=2.11"') == 3
+    assert 'Fix: pip install "starlette>=0.40"' in errors
+
+
+BY_NAME = re.compile(
+    r"""(?:pip|pipx|uv)3? (?:install|run)\b(?![^\n]*--find-links)[^\n]*[\s"'`]meshwright(?:\[|["'`\s.,)]|$)""",
+    re.MULTILINE,
+)
+
+
+def test_no_page_and_no_message_installs_meshwright_by_its_name() -> None:
+    """No index has it: pip would find nothing, or something else. docs/install.md has what works, and test_install.py runs that."""
+    for bad in (
+        'pip install "meshwright[web]"',
+        "pip install meshwright.",
+        "pip install -U meshwright\n",
+        "pipx run meshwright plan",
+    ):
+        assert BY_NAME.search(bad), bad
+    for good in (
+        'pip install ".[train]"',
+        'pip install "dist/meshwright-0.1.0-py3-none-any.whl[train]"',
+        "pip install torch  # then meshwright-web",
+    ):
+        assert not BY_NAME.search(good), good
+    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")]
+    for folder in ("docs", "src", "examples", "benchmarks"):
+        files += [
+            p
+            for p in (ROOT / folder).rglob("*")
+            if p.suffix in {".md", ".py", ".ipynb", ".toml", ".html", ".js", ".sh", ".yaml"}
+        ]
+    assert [f"{p.relative_to(ROOT)}: {m[0]}" for p in files for m in BY_NAME.finditer(p.read_text("utf-8"))] == []
 
 
 MAC = """

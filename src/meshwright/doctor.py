@@ -20,7 +20,7 @@ from meshwright.describe.shown import Shown
 from meshwright.errors import MeshwrightError
 from meshwright.host import usable_cores
 from meshwright.units import format_bytes
-from meshwright.version import EXTRAS, NEEDED, VERSION, installed_versions
+from meshwright.version import EXTRAS, NEEDED, VERSION, install_command, installed_versions
 
 NETWORK = Path("/sys/class/net")
 SHARED_MEMORY = Path("/dev/shm")
@@ -95,7 +95,7 @@ def versions() -> list[Check]:
 
 def torch_checks() -> tuple[Check, Check]:
     """torch, and the GPUs that it can use."""
-    fix = 'pip install "meshwright[train]"'
+    fix = install_command("train")
     if "torch" not in installed_versions(["torch"]):
         none = Check("GPUs", LIMITED, "not looked for: torch is not installed", fix)
         return Check("torch", LIMITED, "not installed; planning does not need it", fix), none
@@ -184,7 +184,7 @@ def limits() -> list[Check]:
 def commands(torch: Check, gpus: Check) -> list[Check]:
     """Each group of commands with what it needs."""
     trains = torch.state != FAILS and "not installed" not in torch.found
-    fix = 'pip install "meshwright[train]"'
+    fix = install_command("train")
     reason = torch.found if not trains else ""
     return [
         Check("plan, estimate, simulate, show, lint, validate, launch", OK, "need no torch and no GPU"),
@@ -208,15 +208,15 @@ def emulation() -> Check:
     except MeshwrightError as error:
         return Check("emulate", FAILS, f"{error.what}. {error.why}", error.fix)
     except ImportError as error:
-        return Check("emulate", FAILS, str(error), 'pip install "meshwright[train]"')
+        return Check("emulate", FAILS, str(error), install_command("train"))
     return Check("emulate", OK, "network namespaces may be made")
 
 
 def extra(what: str, name: str, packages: tuple[str, ...] = ()) -> Check:
-    needed = packages or EXTRAS[name]
+    needed = packages or tuple(EXTRAS[name])
     missing = [package for package in needed if package not in installed_versions(needed)]
     if missing:
-        return Check(what, FAILS, f"{', '.join(missing)} not installed", f'pip install "meshwright[{name}]"')
+        return Check(what, FAILS, f"{', '.join(missing)} not installed", install_command(name))
     return Check(what, OK, ", ".join(needed))
 
 

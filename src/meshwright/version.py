@@ -8,11 +8,13 @@ from meshwright.errors import MeshwrightError
 
 VERSION = "0.1.0"
 NEEDED = ("numpy", "pydantic", "typer", "rich", "tomli-w")
+# By extra, its packages and their lowest versions, as pyproject.toml has them.
 EXTRAS = {
-    "train": ("torch", "safetensors", "tokenizers", "pyarrow"),
-    "web": ("starlette", "uvicorn"),
-    "interop": ("pyyaml",),
+    "train": {"torch": "2.11", "safetensors": "0.4", "tokenizers": "0.20", "pyarrow": "16"},
+    "web": {"starlette": "0.40", "uvicorn": "0.30"},
+    "interop": {"pyyaml": "6"},
 }
+WHEEL = f"meshwright-{VERSION}-py3-none-any.whl"
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -28,6 +30,12 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra. It names the packages: no index has Meshwright, so `meshwright[extra]` would fail,
+    and where Meshwright itself came from (a checkout, a wheel) does not matter."""
+    return "pip install " + " ".join(f'"{name}>={lowest}"' for name, lowest in EXTRAS[extra].items())
+
+
 def missing_package(name: str, what: str) -> MeshwrightError:
     """The error for something that needs a package of an extra which is not installed."""
     extra = next((extra for extra, packages in EXTRAS.items() if name in packages), "train")
@@ -35,7 +43,7 @@ def missing_package(name: str, what: str) -> MeshwrightError:
         "MW-CLI-007",
         f"the package {name} is not installed",
         why=f"{what} needs the extra [{extra}]; planning does not",
-        fix=f'pip install "meshwright[{extra}]"',
+        fix=install_command(extra),
     )
 
 

@@ -27,6 +27,7 @@ from meshwright.interop.names import catalog_model
 from meshwright.interop.reading import understand
 from meshwright.interop.shapes import shape_of
 from meshwright.interop.write import settings_of
+from meshwright.version import WHEEL
 from meshwright.view.launch_files import LAUNCHERS
 from meshwright.view.launch_files.frameworks import PROGRAMS, TORCHTITAN_MODELS
 from meshwright.view.launch_files.job import Job, make_job
@@ -85,6 +86,7 @@ def test_the_skypilot_file_is_a_task(plan) -> None:
     jsonschema_rs.validator_for(SKY_TASK).validate(task)
     check_shell(task["run"])
     assert ("accelerators" in task["resources"]) == (plan == LARGE)
+    assert task["setup"].strip() == f'pip install "./{WHEEL}[train]"'  # test_install.py installs that file
 
 
 def test_torchrun_accepts_the_words_that_we_write(framework) -> None:

@@ -1,6 +1,6 @@
 """Settings files: TOML, JSON, YAML, or a script with command-line flags; and which framework wrote them.
 
-YAML needs PyYAML (`pip install "meshwright[interop]"`), with its safe loader only. In a script, variables that the script itself assigns are replaced
+YAML needs PyYAML (the extra [interop]), with its safe loader only. In a script, variables that the script itself assigns are replaced
 by their values, and everything but flags is ignored.
 """
 
@@ -19,6 +19,7 @@ from meshwright.interop.frameworks import READABLE
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import flags, flattened
 from meshwright.interop.reading import Reading, understand
+from meshwright.version import install_command
 
 YAML, SCRIPTS = (".yaml", ".yml"), (".sh", ".args", ".txt", ".slurm", ".sbatch", ".bash")
 LEAST_KEYS = 2  # of a framework, to recognise a file as its settings
@@ -130,7 +131,7 @@ def _yaml(text: str, path: object) -> Any:
             "MW-SET-011",
             "YAML settings need PyYAML",
             why="It is an optional dependency",
-            fix='pip install "meshwright[interop]"',
+            fix=install_command("interop"),
         ) from None
     try:
         return yaml.safe_load(text)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.errors import MeshwrightError
+from meshwright.version import install_command
 
 HOST = "127.0.0.1"
 BACKLOG = 512
@@ -25,7 +26,7 @@ def serve(port: int, runs: Path | None, ready: Callable[[str], None]) -> None:
             "MW-WEB-011",
             f"the package {error.name} is not installed",
             why="The page needs the [web] extra",
-            fix='pip install "meshwright[web]"',
+            fix=install_command("web"),
         ) from None
     listening = listen(port)
     number = listening.getsockname()[1]

@@ -13,6 +13,7 @@ import numpy as np
 from meshwright.describe.files import read_text
 from meshwright.errors import MeshwrightError
 from meshwright.training.records import BYTE_VALUES
+from meshwright.version import install_command
 
 BYTES = "bytes"
 LIMIT = 500_000_000  # bytes of a tokenizer file
@@ -38,7 +39,7 @@ def package(name: str, needed_for: str) -> Any:
         raise MeshwrightError(
             "MW-DATA-014",
             f"{needed_for} needs the package {name.partition('.')[0]}, which is not installed",
-            fix="pip install 'meshwright[train]'",
+            fix=install_command("train"),
         ) from None
 
 

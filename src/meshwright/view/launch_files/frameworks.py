@@ -208,6 +208,10 @@ def override(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+# What pip installs, where it is not the framework's name.
+PACKAGES = {"automodel": "nemo-automodel", "nanotron": "git+https://github.com/huggingface/nanotron"}
+
+
 def with_file(
     framework: Framework,
     config: Config,
@@ -218,11 +222,10 @@ def with_file(
 ) -> Program:
     """A program that reads a settings file in the run folder: the settings of the plan, then `more`."""
     settings = settings_of(config, framework).settings | more
+    package = PACKAGES.get(framework.name, framework.name)
     file = f"settings.{framework.form}"
     text = text_of(settings, framework, framework.form, {})
-    return Program(
-        framework.name, (*words, f"{folder}/{file}"), file=file, settings=text, notes=notes, install=framework.name
-    )
+    return Program(framework.name, (*words, f"{folder}/{file}"), file=file, settings=text, notes=notes, install=package)
 
 
 # By the name of a framework: (plan, path of the plan file, run folder, steps between checkpoints) → its program.

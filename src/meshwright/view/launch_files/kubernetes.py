@@ -16,13 +16,17 @@ IMAGE = "YOUR-REGISTRY/meshwright:latest"
 MOUNT = "/shared"
 
 
+def needed_package(job: Job) -> str:
+    return "Meshwright with its extra [train] (docs/install.md)" if job.program.is_ours else job.program.install
+
+
 def write(job: Job) -> str:
     """Two YAML documents. Text in double quotes is JSON, which YAML reads the same way."""
     script = "\n".join(f"{' ' * 24}{line}".rstrip() for line in container_script(job).splitlines())
     gpus = f"\n      limits: {{nvidia.com/gpu: {job.per_node}}}" if job.has_gpus else " {}"
     return f"""\
 {comment(job.heading())}
-# The image must have {job.program.install}; the volume claim must allow many writers (ReadWriteMany), since all pods write checkpoints.
+# The image must have {needed_package(job)}; the volume claim must allow many writers (ReadWriteMany), since all pods write checkpoints.
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from meshwright.describe.config import Config
 from meshwright.describe.own_trainer import OURS
+from meshwright.version import WHEEL
 
 SCRIPT = "train.py"  # the reader's, for frameworks that are a library
 
@@ -22,6 +23,7 @@ class Program:
     `proceed` is empty for a framework that looks for checkpoints each time it starts: the same words do both. `saves_on` is
     the signal on which every rank saves a checkpoint and ends; empty if there is none. `file` and `settings` are a settings file, which the
     launch file writes into the run folder. `notes` are lines for the reader, `install` is what pip installs.
+    No index has Meshwright: its wheel (docs/install.md) is expected beside the plan file.
     """
 
     framework: str
@@ -31,7 +33,7 @@ class Program:
     file: str = ""
     settings: str = ""
     notes: tuple[str, ...] = ()
-    install: str = "meshwright[train]"
+    install: str = f"./{WHEEL}[train]"
     agent: str = "torchrun"  # the command that starts the ranks of a host (`agent.command`)
     variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # environment: name → value and reason
 

@@ -38,12 +38,18 @@ workdir: .
 envs:
   OMP_NUM_THREADS: "{job.threads}"
 {variables(job)}
-setup: |
+{setup_comment(job)}setup: |
   pip install "{job.program.install}"
 
 run: |
 {run}
 """
+
+
+def setup_comment(job: Job) -> str:
+    """How the wheel comes into the folder that is copied; other frameworks are on the public index."""
+    make = "pip wheel --no-deps --wheel-dir . CHECKOUT"
+    return f"# No index has Meshwright. Put its wheel into this folder first: {make}\n" if job.program.is_ours else ""
 
 
 def resources(job: Job) -> str:
