@@ -64,8 +64,9 @@ def shown(sources: list[str]) -> list[Any]:
     return [value for source in sources if (value := execute(source, names)) is not None]
 
 
-def test_the_cells_run_and_their_results_show_themselves(monkeypatch, capsys) -> None:
-    monkeypatch.chdir(ROOT)
+def test_the_cells_run_anywhere_and_their_results_show_themselves(monkeypatch, capsys, tmp_path) -> None:
+    """Jupyter starts in the notebook's folder, nbconvert and editors elsewhere: here in an empty folder."""
+    monkeypatch.chdir(tmp_path)
     results = shown(cells(torch=False))
     assert [type(result).__name__ for result in results] == ["Config", "Estimate", "Result", "Simulation"]
     for result in results:
@@ -82,8 +83,8 @@ def test_the_cells_run_and_their_results_show_themselves(monkeypatch, capsys) ->
 
 
 @pytest.mark.slow
-def test_the_cells_that_start_ranks_run(monkeypatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_the_cells_that_start_ranks_run(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
     proof, training = shown(["import meshwright as mw", *cells(torch=True)])
     assert proof.passed
     for result in (proof, training):
