@@ -101,6 +101,7 @@ REFUSED = {
     "two runs": (GOOD + text("all_gather", NODE, seconds), "holds 2 tables"),
     "two processes without MPI": (GOOD.replace("Rank  1 ", "Rank  0 "), "not numbered"),
     "a missing rank": (re.sub(r"#  Rank  7 .*\n", "", GOOD), r"busbw / algbw = 1.75 is not that of all_reduce_perf on 7 ranks"),
+    "a missing rank, unnamed": (re.sub(r"#  Rank  7 .*\n|all_reduce_perf", "", GOOD), r"busbw / algbw = 1.75 is not that of any test on 7 ranks"),
     "another test": (GOOD.replace("all_reduce_perf", "all_gather_perf"), "not that of all_gather_perf on 8 ranks"),
     "a test that is unknown": (GOOD.replace("all_reduce_perf", "hypercube_perf"), "hypercube_perf has no point"),
     "two names": (f"./all_gather_perf && ./all_reduce_perf\n{GOOD}", "names several tests"),

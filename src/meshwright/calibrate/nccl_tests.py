@@ -76,7 +76,7 @@ def read_nccl_tests(text: str, name: str) -> Bench:
     headers = HEADER.findall(text)
     if len(headers) > 1:
         raise unreadable(
-            name, f"It holds {len(headers)} tables", "write each test to a file of its own; build nccl-tests with MPI=1"
+            name, f"It holds {len(headers)} tables", "write each test to a separate file; build nccl-tests with MPI=1"
         )
     wrong = WRONG.findall(text)
     if not headers or not wrong:
@@ -197,20 +197,19 @@ def program_of(rows: Sequence[Row], count: int, named: Sequence[str], name: str)
     candidates = [program for program in PROGRAMS if agrees(program, row, count)]
     spelled = re.sub(r"[^a-z]", "", Path(name).stem.lower().replace("all-to-all", "alltoall"))
     from_name = [program for program in PROGRAMS if program.replace("_", "") in spelled]
-    said = list(dict.fromkeys(named)) or [max(from_name, key=len)] if named or from_name else candidates
-    if len(said) == 1 and said[0] in candidates:
-        return said[0]
-    if len(said) == 1:
-        known = said[0] in PROGRAMS
-        why = f"busbw / algbw = {row.busbw / row.algbw:.3g} is not that of {said[0]}_perf on {count} ranks" if known and row.algbw else (
-            f"{said[0]}_perf has no point in the cost model")  # fmt: skip
-        raise unreadable(
-            name, why, "give the whole output of one run", tuple(f"{program}_perf" for program in PROGRAMS)
-        )
-    raise unreadable(
-        name, "It does not say which test ran" if not named else f"It names several tests: {', '.join(said)}",
-        "save the output of each test under its name, such as all_gather_perf.txt", tuple(f"{program}_perf" for program in candidates),
-    )  # fmt: skip
+    programs = list(dict.fromkeys(named)) or [max(from_name, key=len)] if named or from_name else candidates
+    if len(programs) == 1 and programs[0] in candidates:
+        return programs[0]
+    valid, fix = list(PROGRAMS), "give the whole output of one run"
+    if len(programs) > 1:
+        why = f"It names several tests: {', '.join(programs)}" if named else "It does not say which test ran"
+        valid, fix = candidates, "save the output of each test under its name, such as all_gather_perf.txt"
+    elif programs and programs[0] not in PROGRAMS:
+        why = f"{programs[0]}_perf has no point in the cost model"
+    else:
+        quotient = f"busbw / algbw = {row.busbw / row.algbw:.3g}" if row.algbw else "the columns redop and root"
+        why = f"{quotient} is not that of {programs[0] + '_perf' if programs else 'any test'} on {count} ranks"
+    raise unreadable(name, why, fix, tuple(f"{program}_perf" for program in valid))
 
 
 def agrees(program: str, row: Row, count: int) -> bool:

@@ -23,7 +23,7 @@ class Program:
     `proceed` is empty for a framework that looks for checkpoints each time it starts: the same words do both. `saves_on` is
     the signal on which every rank saves a checkpoint and ends; empty if there is none. `file` and `settings` are a settings file, which the
     launch file writes into the run folder. `notes` are lines for the reader, `install` is what pip installs.
-    No index has Meshwright: its wheel (docs/install.md) is expected beside the plan file.
+    No index has Meshwright, so this is a wheel in the folder of the plan file (docs/install.md).
     """
 
     framework: str
