@@ -16,8 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-CONTAINERS = (ast.Dict, ast.List, ast.Tuple, ast.Set)
-DATA = (*CONTAINERS, ast.Constant, ast.Load, ast.UnaryOp, ast.USub)
+DATA = (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Constant, ast.Load, ast.UnaryOp, ast.USub)
 
 
 def code_lines(text: str) -> int:
@@ -29,13 +28,11 @@ def code_lines(text: str) -> int:
         for line in range(token.start[0], token.end[0] + 1)
     }
     for node in ast.walk(ast.parse(text)):
-        is_docstring = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        is_table = isinstance(node, CONTAINERS) and all(isinstance(part, DATA) for part in ast.walk(node))
-        if is_docstring or is_table:
-            first = node.lineno if is_docstring else node.lineno + 1
-            lines -= set(range(first, (node.end_lineno or node.lineno) + 1))
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
+            case ast.Dict() | ast.List() | ast.Tuple() | ast.Set() if all(isinstance(n, DATA) for n in ast.walk(node)):
+                lines -= set(range(node.lineno + 1, (node.end_lineno or 0) + 1))
     return len(lines)
 
 
