@@ -129,6 +129,13 @@ def simulate(model: Any = "", *, set: Sequence[str] = (), **parts: Any) -> Simul
 def verify(
     source: Any,
     *,
+    plan: Any = None,
+    example: Any = None,
+    loss: Any = None,
+    table: Any = None,
+    layers: str | None = None,
+    batch_first: bool | None = None,
+    reduction: str = "mean",
     ranks: int = 8,
     steps: int = 5,
     seed: int = 0,
@@ -137,14 +144,33 @@ def verify(
     share_device: bool = False,
     set: Sequence[str] = (),
 ) -> Proof:
-    """Train a small copy of a plan on at most `ranks` local processes and on one device, and compare the two. With `share_device`
-    several processes use one GPU."""
+    """Train a plan on at most `ranks` local processes and on one device, and compare the two. With `share_device` several processes use
+    one GPU.
+
+    `source` is a plan file, whose model is trained in a small copy, or a function that returns a module of yours: itself, or its place
+    ("script.py:make"). Then `plan` is a `Plan`, a dictionary of its fields or a plan file. `example` is the batch of all ranks together: a
+    pair (inputs, targets) with a `loss(output, targets)`, else the inputs of a module that returns its loss; or a function of a seed
+    that returns it. `table`, `layers`, `batch_first` and `reduction` are those of `parallelize`. Functions are at the top level of a file.
+    """
     require_torch("`verify`")
     from meshwright.proof.prove import prove
     from meshwright.training.machine import shared_device
 
     device = shared_device(device, share_device)
-    return prove(load(source, set=set), ranks=ranks, steps=steps, seed=seed, device=device, backend=backend)
+    common: dict[str, Any] = {"ranks": ranks, "steps": steps, "seed": seed, "device": device, "backend": backend}
+    if plan is not None or is_module(source):
+        from meshwright.proof.user_module.prove import prove_module
+
+        own = {"example": example, "loss": loss, "table": table, "layers": layers}
+        return prove_module(
+            source, plan, **own, batch_first=batch_first, reduction=reduction, settings=list(set), **common
+        )
+    return prove(load(source, set=set), **common)
+
+
+def is_module(source: Any) -> bool:
+    """Whether `verify` is given a module of the user: a function, or the place of one."""
+    return callable(source) or (isinstance(source, str) and (source.endswith(".py") or ":" in source))
 
 
 def run_settings(

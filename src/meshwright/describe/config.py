@@ -208,14 +208,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return Config._resolved(draft, overrides)
 
 
-def load_plan(path: str | Path) -> Plan:
-    """The plan of a file; its other sections need not be there."""
+def load_plan(source: str | Path | dict[str, Any], overrides: Iterable[str] = ()) -> Plan:
+    """The plan of a file, whose other sections need not be there, or of a table of its fields."""
     draft = Draft()
-    draft.merge_file(Path(path))
+    if isinstance(source, dict):
+        draft.merge("plan", source, "plan", HERE)
+    else:
+        draft.merge_file(Path(source))
     if "plan" not in draft.tables:
         raise MeshwrightError(
-            "MW-CONF-002", f"'{path}' has no [plan]", why="There is no plan to read", fix="[plan]\ntp = 8"
+            "MW-CONF-002", f"'{source}' has no [plan]", why="There is no plan to read", fix="[plan]\ntp = 8"
         )
+    for word in overrides:
+        draft.override(word)
     return Plan(**draft.resolved("plan"))
 
 

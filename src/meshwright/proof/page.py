@@ -21,6 +21,8 @@ def page(proof: Proof) -> RenderableType:
     parts: list[RenderableType] = [verdict(proof), *notes(proof), agreement(proof), *convergence(proof)]
     if not proof.parity:
         parts.append(breaks(shown))
+    if not shown.traces:
+        return Group(*parts, Text("  Collectives and memory are not compared: your module has no step program", "dim"))
     return Group(*parts, collectives(proof, shown), memory(shown))
 
 
@@ -45,8 +47,6 @@ def notes(proof: Proof) -> list[Text]:
     several = len(proof.copies) > 1
     common = [c for c in proof.small.changes if all(c in copy.small.changes for copy in proof.copies)]
     lines = list(common)
-    if proof.small.workload.precision == "fp8":
-        lines.append("products in fp8, on one device too")
     for i, copy in enumerate(proof.copies):
         own = [change for change in copy.small.changes if change not in common]
         if own:

@@ -16,7 +16,7 @@ enough to be clipped.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from meshwright.describe.config import Config
@@ -113,7 +113,7 @@ def prove_copy(
     if all_dtypes and loses(job):
         proof.exact_losses = tuple(run(exact(job), device)[0]["fp64"].losses)
     if not proof.parity:
-        proof.blamed = blame(job, one["fp64"], device)
+        proof.blamed = blame(job.plan, lambda plan: differs(replace(job, plan=plan), one["fp64"], device))
     return proof
 
 
@@ -181,19 +181,23 @@ def exact(job: Job) -> Job:
     return one_device(replace(job, plan=plan, workload=workload, watch=False, prepare="", dtypes=("fp64",)))
 
 
-def blame(job: Job, one: Trace, device: str) -> str:
+def blame(plan: Plan, differs: Callable[[Plan], bool]) -> str:
     """The axis that breaks parity on its own; all axes if none does."""
-    used = [axis for axis in (*AXES, "ep") if getattr(job.plan, axis) > 1]
+    used = [axis for axis in (*AXES, "ep") if getattr(plan, axis) > 1]
     for axis in ["", *used] if len(used) > 1 else [""]:
         try:
-            plan = single_axis(job.plan, axis).check(job.model, job.workload)
-            trial = replace(job, plan=plan, dtypes=("fp64",), watch=False)
-            ranks = run(trial, device)
+            if differs(single_axis(plan, axis)):
+                return axis or "micro-batches"
         except MeshwrightError:
             continue  # this axis is not legal on its own for the small model
-        # Ranks lose different parts of their gradients, so such a trial is compared with an emulation of itself.
-        emulated = job.plan.lossy or job.plan.average_every or job.workload.precision == "fp8"
-        expected = run(one_device(trial, ranks), device)[0]["fp64"] if emulated else one
-        if compare(expected, [rank["fp64"] for rank in ranks]).breaks:
-            return axis or "micro-batches"
     return " × ".join(used) or "micro-batches"
+
+
+def differs(job: Job, one: Trace, device: str) -> bool:
+    """Whether a plan with one axis trains another model than one device."""
+    job.plan.check(job.model, job.workload)
+    trial = replace(job, dtypes=("fp64",), watch=False)
+    ranks = run(trial, device)
+    # Ranks lose different parts of their gradients, so such a trial is compared with an emulation of itself.
+    expected = run(one_device(trial, ranks), device)[0]["fp64"] if loses(job) else one
+    return bool(compare(expected, [rank["fp64"] for rank in ranks]).breaks)

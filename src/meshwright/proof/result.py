@@ -10,14 +10,14 @@ from typing import Any
 from meshwright.describe.shown import Shown
 from meshwright.proof.compare import Agreement
 from meshwright.proof.records import Row, Trace
-from meshwright.proof.small import SmallCopy
+from meshwright.proof.small import ProvedCopy
 
 
 @dataclass
 class CopyProof:
     """The proof of one small copy."""
 
-    small: SmallCopy
+    small: ProvedCopy
     steps: int
     agreements: list[Agreement]
     traces: list[Trace]  # of the ranks, in the dtype that was watched
@@ -73,7 +73,7 @@ class CopyProof:
             "plan": self.small.plan.title(),
             "ranks": self.small.plan.world,
             "folded": {axis: {"plan": a, "proved": b} for axis, (a, b) in self.small.folded.items()},
-            "microbatches": dict(zip(("plan", "proved"), self.small.microbatches, strict=True)),
+            "microbatches": dict(zip(("plan", "proved"), self.small.microbatches, strict=False)),
             "changes": list(self.small.changes),
             "steps": self.steps,
             "errors": {a.dtype: finite(a.errors) for a in self.agreements},
@@ -121,7 +121,7 @@ class Proof(Shown):
         return next((copy for copy in self.copies if not copy.passed), self.copies[0])
 
     @property
-    def small(self) -> SmallCopy:
+    def small(self) -> ProvedCopy:
         return self.copies[0].small
 
     @property

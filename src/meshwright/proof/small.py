@@ -30,17 +30,23 @@ NARROW = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class SmallCopy:
+class ProvedCopy:
+    """What is proved in place of a plan: a plan that may be folded, and what was changed, as text."""
+
+    plan: Plan
+    changes: tuple[str, ...]
+    folded: dict[str, tuple[int, int]]  # axis: its size in the plan and in the copy
+    microbatches: tuple[int, ...] = ()  # of the plan, and of the copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallCopy(ProvedCopy):
     """A small copy of a configuration. `plan` computes in float32 and float64; `narrow` is the same plan in its 16-bit dtypes, None if it
     has none."""
 
     model: Model
-    plan: Plan
     workload: Workload
     order: tuple[str, ...]
-    changes: tuple[str, ...]
-    folded: dict[str, tuple[int, int]]  # axis: its size in the plan and in the copy
-    microbatches: tuple[int, int]  # of the plan, and of the copy
     narrow: Plan | None = None
 
 
@@ -80,14 +86,14 @@ def copy_of(config: Config, original: Plan, folded: Plan) -> SmallCopy:
     original_count, count = original.microbatches(config.workload), plan.microbatches(workload)
     changed = {axis: (size, sizes.get(axis, 1)) for axis, size in before.items() if sizes.get(axis, 1) != size}
     return SmallCopy(
-        tiny.but(dropout=False),
         plan,
-        workload,
-        config.plan.order or config.stack.order,
         tuple(changes_of(config, original, tiny, changed, (original_count, count))),
         changed,
         (original_count, count),
-        own if own.param_dtype in NARROW else None,
+        model=tiny.but(dropout=False),
+        workload=workload,
+        order=config.plan.order or config.stack.order,
+        narrow=own if own.param_dtype in NARROW else None,
     )
 
 
@@ -106,6 +112,8 @@ def changes_of(
     out += [f"not exercised: {part}" for part in config.model.not_run]
     if config.model.dropout:
         out.append("dropout masks are not kept: they are computed again")
+    if config.workload.precision == "fp8":
+        out.append("products in fp8, on one device too")
     return out
 
 

@@ -31,6 +31,23 @@ from meshwright.parallel.user_module.holdings import LocalParameter, sum_partial
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
+def loss_value(loss: Loss | None, output: Any, targets: Any) -> torch.Tensor:
+    """The loss of a micro-batch as one number: of the function, or what the module returns."""
+    if loss is not None:
+        value: Any = loss(output, targets)
+    else:
+        value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        found = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise MeshwrightError(
+            "MW-OWN-003",
+            f"the loss is {found}, not one number",
+            why="Without a loss function the module must return its loss, as a tensor or in an attribute `loss`",
+            fix='parallelize(…, loss=lambda output, targets: …), or step({"input_ids": ids, "labels": labels})',
+        )
+    return value.reshape(())
+
+
 @dataclass
 class Entry:
     """One name of the module's state: where it is, and what one device would save."""
@@ -129,19 +146,7 @@ class ParallelModule:
         return self.summed(counted, "world") / self.scale.value
 
     def weighted_loss(self, output: Any, targets: Any) -> torch.Tensor:
-        if self.loss is not None:
-            value: Any = self.loss(output, targets)
-        else:
-            value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            found = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise MeshwrightError(
-                "MW-OWN-003",
-                f"the loss is {found}, not one number",
-                why="Without a loss function the module must return its loss, as a tensor or in an attribute `loss`",
-                fix='parallelize(…, loss=lambda output, targets: …), or step({"input_ids": ids, "labels": labels})',
-            )
-        return value.reshape(()) * self.weight
+        return loss_value(self.loss, output, targets) * self.weight
 
     def cast(self, inputs: Any) -> Any:
         """Floating-point inputs in the dtype of forward, on this rank's device."""

@@ -75,6 +75,13 @@ def run(
     `listen(rank, message)` is called with each message that a rank sends while it runs. No process and no temporary
     folder is left behind, however the run ends.
     """
+    if multiprocessing.current_process().daemon:
+        raise MeshwrightError(
+            "MW-RANK-013",
+            "a rank starts ranks",
+            why="The script runs again in every rank, and starts a proof or a training when it is imported",
+            fix='put that call under if __name__ == "__main__":',
+        )
     device = resolve_device(device, world)
     backend = resolve_backend(backend, device)
     rendezvous = temporary_folder()

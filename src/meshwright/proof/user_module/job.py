@@ -1,0 +1,37 @@
+"""What the ranks of a module's proof are given, and what the reference returns: plain data, so that the parent process needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.describe.plan import Plan
+from meshwright.proof.records import Trace
+
+FACTORY = "def make(): return MyModule(…), at the top level of a file"
+
+
+@dataclass(frozen=True)
+class ModuleJob:
+    """A training of a user's module. `make`, `example`, `loss` and `table` are values, or places (`code.Named`)."""
+
+    name: str  # of the factory
+    make: Any
+    example: Any
+    loss: Any
+    table: Any
+    plan: Plan
+    layers: str | None = None
+    batch_first: bool | None = None
+    reduction: str = "mean"
+    steps: int = 5
+    seed: int = 0
+
+
+@dataclass
+class Reference:
+    """One device in float64; in float32 too if a part of the module computes in it whatever its inputs are."""
+
+    double: Trace
+    notes: list[str] = field(default_factory=list)
+    single: Trace | None = None
