@@ -102,7 +102,7 @@ def test_an_unknown_command_suggests_a_similar_one(capsys) -> None:
     ("words", "found"),
     [
         (["catalog", "--nonsense"], "--nonsense"),
-        (["verify"], "'plan'"),
+        (["verify"], "'PLAN|SCRIPT.py:MAKE'"),
         (["verify", "x", "--ranks", "0"], "'--ranks'"),
         (["config"], "command"),
         (["config", "shwo"], "'show'"),

@@ -12,7 +12,9 @@ from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesO
 
 def command(
     subject: str = typer.Argument(
-        ..., metavar="PLAN", help="A plan file, or script.py:make, a function that returns a module of yours."
+        ...,
+        metavar="PLAN|SCRIPT.py:MAKE",
+        help="A plan file, or script.py:make, a function that returns a module of yours.",
     ),
     plan: Path | None = typer.Option(None, "--plan", help="For a module of yours: the plan file; its [plan] is used."),
     example: str | None = typer.Option(
@@ -62,7 +64,7 @@ def command(
     from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
-    own = {"plan": plan, "example": example, "loss": loss, "table": table, "layers": layers}
+    own: dict[str, Any] = {"plan": plan, "example": example, "loss": loss, "table": table, "layers": layers}
     source: Any = subject
     if not api.is_module(subject):
         refuse(own, "a plan file describes its model", "meshwright verify script.py:make --plan plan.toml")

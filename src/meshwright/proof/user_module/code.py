@@ -166,7 +166,7 @@ def one_sentence(what: str, code: str, why: str = "", fix: str = "") -> Iterator
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; of a syntax error without the file, which is named beside it."""
+    """The first line of an error's text; of a syntax error the message alone."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return next((line.strip() for line in text.splitlines() if line.strip()), "no message")[:300]
 

@@ -60,9 +60,11 @@ def prove_module(
         raise MeshwrightError("MW-VERIFY-004", what, why="Ranks are new processes: each makes its own", fix=FACTORY)
     factory = named(make) if isinstance(make, str) else sendable(make, "make")
     place = factory.source if isinstance(make, str) else ""
-    values = [value_of(v, word, place) for word, v in (("example", example), ("loss", loss), ("table", table))]
+    words = {"example": example, "loss": loss, "table": table}
+    values: dict[str, Any] = {word: value_of(value, word, place) for word, value in words.items()}
     title = str(factory) if isinstance(factory, Named) else type(make).__name__
-    job = ModuleJob(title.partition(" ")[0], factory, *values, whole, layers, batch_first, reduction, steps, seed)
+    options: dict[str, Any] = {"layers": layers, "batch_first": batch_first, "reduction": reduction}
+    job = ModuleJob(title.partition(" ")[0], factory, **values, plan=whole, **options, steps=steps, seed=seed)
     one = run("record_one_device", replace(job, plan=Plan()), device, backend)[0]
     proof = Proof(f"{title}: {whole.title()}", [])
     for folded in folds(whole, ranks):
