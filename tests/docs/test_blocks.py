@@ -32,6 +32,7 @@ TOOLS = {
     "pip",
     "pipx",
     "torchrun",
+    "torchfrtrace",
     "mpirun",
     "srun",
     "sbatch",
