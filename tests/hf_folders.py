@@ -44,6 +44,8 @@ CASES = {
     "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", GROUPED | {"head_dim": 8}),
     "phi3": ("Phi3", GROUPED | {"pad_token_id": 0}),
+    "glm4": ("Glm4", GROUPED | {"head_dim": 8, "pad_token_id": None}),
+    "stablelm": ("StableLm", GROUPED | {"use_qkv_bias": True}),
     "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2Moe", ROUTED | {"shared_expert_intermediate_size": 20}),
     "qwen3_moe": ("Qwen3Moe", ROUTED | {"head_dim": 8, "mlp_only_layers": [0]}),

@@ -39,6 +39,7 @@ LATENT = COMMON | {
 }
 ROUTED = GROUPED | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 GPT2 = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64}
+BLOOM = {"vocab_size": 300, "hidden_size": 48, "n_layer": 3, "n_head": 4}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 MAMBA2 = GROUPED | {
     "mamba_num_heads": 8,
@@ -55,6 +56,16 @@ DELTA = {
     "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_num_value_heads": 4,
     "linear_value_head_dim": 20,
 }  # fmt: skip
+OPT = {k: v for k, v in COMMON.items() if k != "intermediate_size"} | {"ffn_dim": 96, "max_position_embeddings": 32}
+FALCON = {k: v for k, v in COMMON.items() if k != "intermediate_size"}
+PADDED = GROUPED | {"pad_token_id": 0}
+SMALL_3N = PADDED | {
+    "head_dim": 24,
+    "num_kv_shared_layers": 1,
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+    "vocab_size_per_layer_input": 80,
+}
 JAMBA = {
     "num_hidden_layers": 8,
     "attn_layer_period": 4,
@@ -149,6 +160,32 @@ ORACLE = {
          "mlp_layer_types": ["moe"] * 3, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ],
     "mamba2": [MAMBA2_ALONE, MAMBA2_ALONE | TIED | {"use_conv_bias": False, "n_groups": 4}],
+    "opt": [
+        OPT, OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False}, OPT | {"word_embed_proj_dim": 32} | UNTIED,
+        OPT | {"_remove_final_layer_norm": True}, OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False},
+    ],
+    "bloom": [BLOOM, BLOOM | UNTIED, BLOOM | {"hidden_size": 1024, "n_layer": 24, "n_head": 16}],
+    "mpt": [{"d_model": 64, "n_layers": 3, "n_heads": 4, "vocab_size": 90, "expansion_ratio": 2}],
+    "falcon": [
+        FALCON, FALCON | {"multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
+        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        FALCON | {"new_decoder_architecture": True, "ffn_hidden_size": 100} | UNTIED,
+        {"vocab_size": 65024, "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128, "num_kv_heads": 8,
+         "new_decoder_architecture": True},
+    ],
+    "gpt_bigcode": [GPT2, GPT2 | UNTIED | {"n_inner": 100, "multi_query": False}],
+    "gptj": [GPT2 | {"rotary_dim": 8}, GPT2 | {"n_inner": 100, "rotary_dim": 8}],
+    "codegen": [GPT2 | {"rotary_dim": 8}],
+    "phi": [PADDED, PADDED | {"qk_layernorm": True}],
+    "cohere": [PADDED, PADDED | UNTIED | {"use_qk_norm": True, "attention_bias": True}],
+    "cohere2": [PADDED, PADDED | UNTIED | {"attention_bias": True, "sliding_window": 16}],
+    "stablelm": [PADDED, PADDED | TIED | {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}],
+    "glm": [PADDED | {"head_dim": 24}, PADDED | TIED | {"attention_bias": False, "head_dim": 16}],
+    "glm4": [PADDED | {"head_dim": 24}, PADDED | TIED | {"attention_bias": False, "head_dim": 16}],
+    "minimax_m2": [PADDED | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 24}],
+    "qwen3_5_text": [PADDED | DELTA | {"attention_bias": True, "num_hidden_layers": 6}],
+    "qwen3_5_moe_text": [{k: v for k, v in ROUTED.items() if k != "intermediate_size"} | DELTA | {"shared_expert_intermediate_size": 40}],
+    "gemma3n_text": [SMALL_3N, SMALL_3N | UNTIED | {"attention_bias": True, "num_kv_shared_layers": 0, "intermediate_size": [96] * 3}],
 }  # fmt: skip
 
 
@@ -480,11 +517,10 @@ def test_refusals(config, code):
     assert caught.value.code == code
 
 
-def test_an_unknown_family_suggests_a_similar_one():
+def test_another_spelling_of_a_family_is_mended():
     with pytest.raises(MeshwrightError) as caught:
         hf.interpret({"model_type": "deepseek-v3"})
-    assert caught.value.fix == "deepseek_v3"
-    assert "gpt_neox" in caught.value.valid
+    assert caught.value.fix == '"model_type": "deepseek_v3"'
 
 
 @pytest.mark.parametrize(

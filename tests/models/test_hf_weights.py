@@ -47,7 +47,7 @@ def test_our_network_has_the_logits_of_transformers(case, tmp_path):
     assert float((got - expected).abs().max() / expected.abs().max()) < BOUND
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "phi3"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("phi3", "glm4", "stablelm")])
 def test_a_config_written_from_the_model_alone_loads(case, tmp_path):
     weights = opened(saved(case, tmp_path / "theirs"))
     done = export(tmp_path / "ours", weights.model, weights, dtype=torch.float32)

@@ -57,6 +57,9 @@ CASES = [
     ("qwen3", SIZES | {"head_dim": 12}),
     ("qwen3", SIZES | PATTERN | BIASED | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
      | {"num_hidden_layers": 4}),
+    ("glm", SIZES | {"head_dim": 12, "pad_token_id": None}),
+    ("glm4", SIZES | TIED | {"head_dim": 8, "pad_token_id": None, "attention_bias": False}),
+    ("stablelm", SIZES | {"use_qkv_bias": True, "layer_norm_eps": 1e-4}),
     ("mixtral", MIXTRAL | {"sliding_window": 7}),
     ("qwen3_moe", ROUTED | {"head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4}),
     ("qwen3_moe", ROUTED | {"head_dim": 8, "norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 5}),

@@ -31,15 +31,14 @@ from meshwright.describe.tensors import AttentionCore, Block, Linear, Saved, Vec
 
 
 def norm(model: ModelShape, name: str, width: int = 0) -> Vector:
-    width = width or model.hidden
-    return Vector(name, "norm", width * (2 if model.norm == "layernorm" else 1))
+    return Vector(name, "norm", (width or model.hidden) * len(model.norm_affine))
 
 
 def attention_linears(m: ModelShape) -> tuple[list[Linear], AttentionCore]:
     """The projections around attention: grouped-query (MHA and MQA are its ends) or multi-head latent (MLA)."""
     linears, core = _latent_attention(m) if m.attention == "mla" else _grouped_attention(m)
     if m.output_gate:
-        linears.append(Linear("gate", "attention", m.hidden, linears[-1].d_in, "column", saves_input=False))
+        linears.append(Linear("gate", "attention", m.hidden, linears[-1].d_in, "column", m.qkv_bias, saves_input=False))
     if m.index_heads:
         queries = m.q_rank if m.attention == "mla" and m.q_rank else m.hidden
         linears += [
@@ -162,7 +161,7 @@ def layer_block(m: ModelShape, kind: str) -> Block:
     norms = Block(
         kind, (), tuple(norm(m, name) for name in names), tuple(s for name in names for s in norm_saved(m, name))
     )
-    return joined(kind, [norms, *parts])
+    return joined(kind, [norms, *parts, extra_part(m, "layer")])
 
 
 def layer_norms(m: ModelShape, kind: str) -> tuple[str, ...]:
@@ -178,7 +177,27 @@ def mixer_part(m: ModelShape, mixer: str) -> Block:
     if m.attention == "compressed":
         index = m.index_heads, m.index_dim, m.index_top_k
         return compressed_part(m.compressed, mixer, m.hidden, m.heads, m.head_width, m.q_rank, m.window, index)
-    return attention_part(m)
+    return query_part(m) if mixer == "query" else attention_part(m)
+
+
+def query_part(m: ModelShape) -> Block:
+    """Attention that reads the keys and values of an earlier layer: the same part without their projections and norm."""
+    part = attention_part(m)
+    own = tuple(linear for linear in part.linears if linear.name not in ("k", "v"))
+    norms = tuple(replace(v, name="q-only-norm", size=v.size // 2) if v.name == "qk-norm" else v for v in part.vectors)
+    return replace(part, linears=own, vectors=norms, saved=tuple(s for s in part.saved if s.name not in ("k", "v")))
+
+
+def extra_part(m: ModelShape, where: str) -> Block:
+    """The weights of `model.extra` in a layer, the embedding or the head."""
+    there = [e for e in m.extra if e.where == where]
+    products = [Linear(e.name, "extra", e.rows, e.columns, "between") for e in there if e.rows and not e.lookup]
+    tables = [
+        Vector(e.name, "extra", max(1, e.rows) * e.columns, "vocabulary" if e.lookup else "between")
+        for e in there
+        if e.lookup or not e.rows
+    ]
+    return Block("", tuple(products), tuple(tables))
 
 
 def stream_part(m: ModelShape, name: str) -> Block:
@@ -237,20 +256,22 @@ CHANNELS: dict[str, Callable[[ModelShape], Block]] = {"ffn": ffn_part, "experts"
 
 
 def embedding_block(m: ModelShape) -> Block:
-    vectors = [Vector("tokens", "embedding", m.padded_vocab * m.hidden, "vocabulary")] if m.vocab else []
+    vectors = [Vector("tokens", "embedding", m.padded_vocab * m.token_width, "vocabulary")] if m.vocab else []
     if m.positions == "learned":
         vectors.append(Vector("positions", "embedding", m.max_positions * m.hidden, "positions"))
     if m.embedding_norm:
         vectors.append(norm(m, "embedding-norm"))
     saved = [Saved("embedding-mask", "embedding", m.hidden, "sequence", 1, condition="dropout")] if m.vocab else []
-    return Block("embedding", (), tuple(vectors), tuple(saved))
+    project = (Linear("embedding-in", "embedding", m.token_width, m.hidden, "between"),) if m.embedding_dim else ()
+    return joined("embedding", [Block("", project, tuple(vectors), tuple(saved)), extra_part(m, "embedding")])
 
 
 def head_block(m: ModelShape) -> Block:
     """Final norm, output projection and loss. Tied weights are counted with the embedding."""
     if m.kind != "transformer" or not m.vocab:
         return Block("head", ())
-    project = Linear("head", "head", m.hidden, m.padded_vocab, "logits", copies=0 if m.tied else 1)
+    project = Linear("head", "head", m.token_width, m.padded_vocab, "logits", copies=0 if m.tied else 1)
+    narrow = (Linear("embedding-out", "head", m.hidden, m.token_width, "between"),) if m.embedding_dim else ()
     vectors = [norm(m, "final-norm")] if m.final_norm else []
     streams: tuple[Linear, ...] = ()
     if m.streams > 1:  # the streams become one with a weight for each
@@ -258,7 +279,8 @@ def head_block(m: ModelShape) -> Block:
         vectors.append(Vector("streams-out-base", "norm", m.streams + 1))
     # The loss needs the logits in fp32 and keeps their softmax for backward.
     saved = [*norm_saved(m, "final-norm"), Saved("logits", "head", m.padded_vocab, "tensor", 4)]
-    return Block("head", (project, *streams), tuple(vectors), tuple(saved))
+    head = Block("head", (project, *narrow, *streams), tuple(vectors), tuple(saved))
+    return joined("head", [head, extra_part(m, "head")])
 
 
 def mtp_block(m: ModelShape) -> Block:

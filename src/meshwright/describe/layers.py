@@ -10,12 +10,17 @@ both in every layer; hybrid models (Nemotron-H) give each layer only one of them
     linear          linear                            M
     linear-dense    linear           FFN              M-
     linear-moe      linear           experts          ME
+    query           reused keys                       Q
+    query-dense     reused keys      FFN              Q-
+    query-moe       reused keys      experts          QE
     ffn                              FFN              -
     experts                          experts          E
 
 A *linear* mixer has a state of fixed size instead of keys and values of all positions: Mamba, gated delta rule, lightning attention
 (`describe.linear`). Models with compressed attention (`describe.compressed`, DeepSeek-V4) have three more mixers: `window` (W) sees the
 nearest positions, `selected` (S) also some of the compressed ones, `compressed` (C) also all of the strongly compressed ones.
+
+A *query* mixer (Q) is attention with queries alone: it reads the keys and values of an earlier layer (Gemma 3n).
 
 `pattern` writes the kinds with the letters that Megatron and Nemotron use. Without spaces every letter is a layer ("M-M*-"); with spaces every
 word is one ("ME ME ME *E"). A pattern shorter than the model is repeated.
@@ -36,9 +41,9 @@ class LayerKind(NamedTuple):
     channel: str
 
 
-MIXERS = {"*": "attention", "M": "linear", "W": "window", "S": "selected", "C": "compressed"}
+MIXERS = {"*": "attention", "Q": "query", "M": "linear", "W": "window", "S": "selected", "C": "compressed"}
 CHANNELS = {"-": "ffn", "E": "experts"}
-ATTENTION = ("attention", "window", "selected", "compressed")  # mixers with softmax attention
+ATTENTION = ("attention", "query", "window", "selected", "compressed")  # mixers with softmax attention
 SUFFIXES = {"ffn": "-dense", "experts": "-moe", "": ""}
 KINDS = {
     "dense": LayerKind("attention", "ffn"),

@@ -33,6 +33,16 @@ class Published(Described):
     note: str = ""
 
 
+class ExtraTensor(Described):
+    """A weight that no other field describes. Each tensor-parallel rank has all of it; it is planned and costed, not trained."""
+
+    name: str
+    where: Literal["layer", "embedding", "head"] = "layer"
+    rows: Whole = Field(default=0, description="input width of a matrix; 0: a vector")
+    columns: Size = Field(description="output width of a matrix, or length of a vector")
+    lookup: bool = Field(default=False, description="rows are looked up, not multiplied: an embedding")
+
+
 class ModelShape(Described):
     """A model's shape. Zero means "derived": kv_heads = heads, head_dim = hidden / heads, expert_ffn = ffn."""
 
@@ -69,10 +79,19 @@ class ModelShape(Described):
     latent_norm_epsilon: float = Field(
         default=0.0, ge=0, lt=1, description="the same in the norms of latent attention; 0: norm_epsilon"
     )
-    norms_per_layer: Norms = 2
+    norm_parameters: Literal["all", "weight", "none"] = Field(
+        default="all",
+        description="what norms learn: weight, and a bias in layernorm; the weight alone; or nothing (OLMo)",
+    )
+    norms_per_layer: Norms = Field(
+        default=2, description="1: attention and FFN in parallel share one; 4: one more after each of them"
+    )
     norm_position: Literal["pre", "post"] = Field(default="pre", description="norms before or after attention and FFN")
     final_norm: bool = True
     embedding_norm: bool = False
+    embedding_dim: Whole = Field(
+        default=0, description="width of token embeddings, projected to hidden and back (OPT-350m); 0: hidden"
+    )
     qk_norm: bool = False
     qk_norm_width: Literal["head", "projection"] = Field(
         default="head", description="queries and keys are normalised per head, or over the whole projection (OLMo 2)"
@@ -121,7 +140,8 @@ class ModelShape(Described):
     index_top_k: Whole = Field(default=0, description="sparse attention: positions that each query attends to")
     pattern: str = Field(
         default="",
-        description="kinds of the layers, repeated: * attention, M linear mixer, W, S, C compressed attention, - FFN, E experts; every letter is a "
+        description="kinds of the layers, repeated: * attention, Q attention to an earlier layer's keys, M linear mixer, W, S, C compressed "
+        "attention, - FFN, E experts; every letter is a "
         'layer ("M-M*-"), with spaces every word ("ME ME *E"); default: attention with FFN or experts in every layer',
     )
     linear: LinearOptions = LinearOptions()
@@ -146,6 +166,9 @@ class ModelShape(Described):
     router_bias: bool = False
     balance_bias: bool = Field(default=False, description="DeepSeek-V3's per-expert routing bias")
     router: RouterOptions = RouterOptions()
+    extra: tuple[ExtraTensor, ...] = Field(
+        default=(), description="weights beside these parts, for planning: name, where, rows, columns, lookup"
+    )
     given_parameters: Count = Field(default=0.0, description="kind 'counts': parameters")
     given_flops: Count = Field(default=0.0, description="kind 'counts': forward FLOPs per sample")
     given_activations: Bytes = Field(default=0.0, description="kind 'counts': saved bytes per sample")
@@ -171,6 +194,17 @@ class ModelShape(Described):
     @property
     def head_width(self) -> int:
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def token_width(self) -> int:
+        """Width of a token's embedding."""
+        return self.embedding_dim or self.hidden
+
+    @property
+    def norm_affine(self) -> tuple[str, ...]:
+        """The parameters of a norm."""
+        names = ("weight", "bias") if self.norm == "layernorm" else ("weight",)
+        return {"all": names, "weight": names[:1], "none": ()}[self.norm_parameters]
 
     @property
     def gated(self) -> bool:

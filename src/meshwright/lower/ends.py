@@ -21,13 +21,14 @@ def embedding(low: LayerLowering) -> dict[str, list[Op]]:
     b, m = low.b, low.m
     if not m.vocab or m.kind != "transformer":
         return low.phases
-    n = low.message(m.hidden)
+    n = low.message(m.token_width)
     low.memory("F", "lookup", "embedding", n, 2, 3)
     low.collective("F", "embedding-out", "embedding", "all_reduce", "tp", n, low.with_tp * ~b.sp)
     low.collective("F", "embedding-out", "embedding", "reduce_scatter", "tp", n, low.with_sp)
     low.collective("W", "embedding-grad", "embedding", "all_gather", "tp", n, low.with_sp)
     low.memory("W", "scatter-add", "embedding", n, 3, 3)
     low.drop("embedding", "embedding", n / b.seq_split, "W")
+    low.extra_products()
     return low.phases
 
 
@@ -48,8 +49,9 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
         low.memory("F", "join-streams", "norm", low.row_tokens * m.residual_width * low.element, 1 + 1 / m.streams, 2)
         low.memory("I", "join-streams-grad", "norm", low.row_tokens * m.residual_width * low.element, 2, 2)
     low.norm("final-norm")
-    low.enter_columns("head", m.hidden, "logits")
-    low.gemm("logits", "head", b.tokens, m.padded_vocab / b.tp, m.hidden, dtype=low.wide)
+    low.extra_products()
+    low.enter_columns("head", m.token_width, "logits")
+    low.gemm("logits", "head", b.tokens, m.padded_vocab / b.tp, m.token_width, dtype=low.wide)
     logits = b.tokens * m.padded_vocab / b.tp
     fused = "loss" in low.fused
     launches = 2 if fused else 8 + SPLIT_LOSS_LAUNCHES * low.with_tp * (not b.stack.asynchronous)

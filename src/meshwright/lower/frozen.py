@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import TOKENS, Box
-from meshwright.describe.sharding.parameters import ORDER, module_of
+from meshwright.describe.sharding.parameters import ORDER, module_of, position
 
 # The order of forward: a norm after a part follows that part, and the router comes with the experts, whose input it does not produce.
 FORWARD = [name for name in ORDER if name not in ("attention_post_norm", "moe.router")]
@@ -94,7 +94,7 @@ class BackwardReach:
         block, linears = self._block(layer, ""), self.model.blocks[self.model.layer_kinds[layer]].linears
         begin = self.first[1] if self.first[0] == block else float(self.first[0] > block) * len(FORWARD)
         paths = [module_of(self.model, linear) for linear in linears if linear.part not in ("router", "experts")]
-        return sum(FORWARD.index(path) >= begin for path in paths) / len(paths)
+        return sum(position(FORWARD, path) >= begin for path in paths) / len(paths)
 
     def region(self, name: str, layer: int) -> bool:
         """Whether some matrix that multiplies a region's input is trained."""
@@ -113,5 +113,5 @@ def point_of(name: str, layers: range) -> Point:
     """The point of a parameter."""
     if name.startswith("layers."):
         _, layer, inside = name.split(".", 2)
-        return int(layer) - layers.start + 1, float(FORWARD.index(inside.rpartition(".")[0]))
-    return 0 if name.startswith("embedding.") else len(layers) + 1, float(FORWARD.index(name.rpartition(".")[0]))
+        return int(layer) - layers.start + 1, float(position(FORWARD, inside.rpartition(".")[0]))
+    return 0 if name.startswith("embedding.") else len(layers) + 1, float(position(FORWARD, name.rpartition(".")[0]))

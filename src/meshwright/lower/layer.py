@@ -61,6 +61,12 @@ class LayerLowering(BlockBuilder):
             for phase in ("F", backward):
                 self.memory(phase, f"{name}-drop{'' if phase == 'F' else '-grad'}", part, size, 2, 1)
 
+    def extra_products(self) -> None:
+        """Products with the weights of `model.extra`, and with the projections of narrow token embeddings: whole on every rank."""
+        for linear in self.block.linears:
+            if linear.part == "extra" or linear.name in ("embedding-in", "embedding-out"):
+                self.gemm(linear.name, linear.part, self.row_tokens, linear.d_out, linear.d_in)
+
     def columns(self, linear: Linear) -> Array:
         """Output width of this rank's part of a product."""
         return local_shape(linear.style, (linear.d_out, linear.d_in), self.degrees)[0]

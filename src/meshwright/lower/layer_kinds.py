@@ -16,6 +16,7 @@ def layer(low: LayerLowering) -> dict[str, list[Op]]:
     if low.m.kind == "mlp":
         return low.square()
     last = parts(low)
+    low.extra_products()
     low.shared_scales()
     low.recomputed(last)
     return low.phases
@@ -35,7 +36,8 @@ def parts(low: LayerLowering) -> str:
 
 def feed_forward(low: LayerLowering) -> None:
     """Add the FFN of a dense layer."""
-    low.norm("norm-2")
+    if low.m.norms_per_layer != 1:
+        low.norm("norm-2")
     low.feed_forward("ffn", low.m.ffn)
     if low.m.norms_per_layer == 4:
         low.norm("norm-4")

@@ -31,6 +31,7 @@ WORDS = {
     "head": "head and loss",
     "linear": "linear mixers",
     "latent": "latent projections",
+    "extra": "extra weights",
     "mtp": "multi-token prediction",
 }
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "acts", "working": "work"}

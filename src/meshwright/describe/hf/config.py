@@ -17,16 +17,23 @@ from meshwright.describe.base import MOST
 from meshwright.errors import MeshwrightError, kind_of
 
 MOST_BYTES = 2_000_000
+DEEPSEEK_V3 = {
+    "q_lora_rank": 1536,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 2048,
+}
 # Values a config may omit because they are the defaults of its class (nested configs are saved as differences).
 DEFAULTS: dict[str, dict[str, int]] = {
-    "glm4_moe": {"moe_intermediate_size": 1408},
+    "glm4_moe": {"moe_intermediate_size": 1408, "num_key_value_heads": 8},
     "llama4_text": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size_mlp": 16384},
     "olmo3": {"sliding_window": 4096},
     "smollm3": {"num_key_value_heads": 4},
     "starcoder2": {"num_key_value_heads": 2},
-    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
-    "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
-    "deepseek_v32": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407},
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V3,
     "gemma": {"num_key_value_heads": 16, "head_dim": 256},
     "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
@@ -36,17 +43,37 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "mixtral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
-    "qwen2_moe": {"num_key_value_heads": 16},
-    "qwen3_moe": {"num_key_value_heads": 4},
+    "qwen2_moe": {"num_key_value_heads": 16, "num_experts": 60, "shared_expert_intermediate_size": 5632},
+    "qwen3_moe": {"num_key_value_heads": 4, "num_local_experts": 128},
     "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256},
+    "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256},
+    "minimax": {"num_key_value_heads": 8},
+    "minimax_m2": {"num_key_value_heads": 8, "head_dim": 128},
+    "glm": {"num_key_value_heads": 2, "head_dim": 128},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128},
+    "gemma3n_text": {"num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512},
+    "cohere2": {"sliding_window": 4096},
+    "opt": {"max_position_embeddings": 2048},
+    "gpt_bigcode": {"max_position_embeddings": 1024},
+}  # fmt: skip
+# Keys of a family, and the names under which most families have them.
+GPT = {"n_embd": "hidden_size", "n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+       "n_inner": "intermediate_size", "n_positions": "max_position_embeddings", "activation_function": "hidden_act"}  # fmt: skip
+RENAMED: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("bloom", "gpt_bigcode", "gptj", "codegen"), GPT),
+    "falcon": {"activation": "hidden_act", "ffn_hidden_size": "intermediate_size", "n_embed": "hidden_size"},
+    "mpt": {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers", "max_seq_len": "max_position_embeddings"},
+    "opt": {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
 }  # fmt: skip
 # Spellings of dropout rates.
 DROPOUT = {
     "attention": ("attention_dropout", "attn_pdrop"),
-    "residual": ("resid_pdrop", "residual_dropout", "hidden_dropout"),
+    "residual": ("resid_pdrop", "residual_dropout", "hidden_dropout", "dropout"),
     "embedding": ("embd_pdrop", "embedding_dropout"),
 }
-RATES = {"gpt2": 0.1}  # the class's default of all of them, where it is not 0
+# The class's defaults, where they are not 0.
+RATES = {"opt": {"residual": 0.1}, **{family: dict.fromkeys(DROPOUT, 0.1) for family in ("gpt2", "gpt_bigcode")}}
 # Keys that change no count: token ids, rates, precisions, rotary details, housekeeping.
 HARMLESS = re.compile(
     r"^_|^rope|^rotary|^partial_rotary|theta$|^architectures$|^model_type$|token_id$|token_index$|eps$|epsilon$|"
@@ -63,8 +90,13 @@ class Config:
     """The keys of one config: typed reading, with a record of what was read and what was assumed."""
 
     def __init__(self, family: str, data: dict[str, Any], notes: list[str]) -> None:
-        self.family, self.data, self.notes = family, data, notes
+        renamed = RENAMED.get(family, {})
+        self.data = {
+            renamed.get(key, key): value for key, value in data.items() if value is not None or key not in renamed
+        }
+        self.family, self.notes = family, notes
         self.read_keys: set[str] = set()
+        self.differences: list[str] = []  # parts of the model that `train` computes in another way
 
     def get(self, key: str) -> Any:
         self.read_keys.add(key)
@@ -73,6 +105,10 @@ class Config:
     def covered(self, *keys: str) -> None:
         """Mark keys whose meaning is part of a difference listed elsewhere."""
         self.read_keys.update(keys)
+
+    def differs(self, *parts: str) -> None:
+        """Add parts of the model that our transformer computes in another way."""
+        self.differences += parts
 
     def number(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         """An integer. If it is null or absent: the given default, else the default of the family's class, else an error."""
@@ -149,7 +185,7 @@ class Config:
                 if not 0 <= value < 1:
                     raise self.bad(key, value, "a number from 0 up to 1")
                 return float(value)
-        return RATES.get(self.family)
+        return RATES.get(self.family, {}).get(kind)
 
     @property
     def drops(self) -> bool:

@@ -19,8 +19,8 @@ EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilo
 EPSILON = dict.fromkeys(
     ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
      "gemma", "gemma2", "qwen3_next", "jamba", "deepseek_v4",
-     "gemma3_text", "granite", "smollm3"), 1e-6,
-)  # fmt: skip
+     "gemma3_text", "granite", "smollm3", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "gemma3n_text"), 1e-6,
+) | {"glm": 1.5625e-7, "glm4": 1.5625e-7}  # fmt: skip
 # A key that changes the mathematics unless it has this value, and what it does.
 NEUTRAL: dict[str, tuple[Any, str]] = {
     "attn_logit_softcapping": (None, "soft-capping of attention scores"),
@@ -39,6 +39,7 @@ NEUTRAL: dict[str, tuple[Any, str]] = {
 ASSUMED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"use_parallel_residual": True},
     "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3n_text": {"final_logit_softcapping": 30.0},
     "llama4_text": {"attention_chunk_size": 8192, "attn_temperature_tuning": True, "no_rope_layer_interval": 4},
     "smollm3": {"no_rope_layer_interval": 4},
 }
@@ -54,7 +55,7 @@ UNGATED = ("gpt2", "gpt_neox", "starcoder2")
 def not_run(c: Config) -> list[str]:
     """Each entry names a part of the original model, with its value, that `train` and `verify` compute in another way."""
     rope = rope_parameters(c)
-    found = list(BY_FAMILY.get(c.family, ()))
+    found = [*BY_FAMILY.get(c.family, ()), *c.differences]
     for key, (neutral, what) in NEUTRAL.items():
         value = c.get(key)
         if key not in c.data:

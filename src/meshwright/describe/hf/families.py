@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.describe.hf.config import Config
+from meshwright.describe.hf.decoders import DECODERS
 from meshwright.describe.hf.hybrids import HYBRIDS
 from meshwright.describe.hf.parts import (
     attention_bias,
@@ -27,8 +28,8 @@ from meshwright.errors import MeshwrightError
 
 # model_type of a file → the family whose function reads it
 ALIASES = {
-    "gemma3": "gemma3_text", "kimi_k2": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral", "minimax_text_01": "minimax",
-    "minimax_m1": "minimax",
+    "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+    "kimi_k2": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral", "minimax_text_01": "minimax", "minimax_m1": "minimax",
     "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
     "qwen3_vl": "qwen3", "qwen3_vl_text": "qwen3", "qwen3_vl_moe": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
 }  # fmt: skip
@@ -113,6 +114,8 @@ def _deepseek(c: Config) -> dict[str, Any]:
     }
     first, stride = c.number("first_k_dense_replace", 0, least=0), c.number("moe_layer_freq", 1)
     layers = [i >= first and i % stride == 0 for i in range(fields["layers"])]
+    if (kinds := c.many("mlp_layer_types", str)) is not None:
+        layers = [kind == "sparse" for kind in kinds[: fields["layers"]]]
     experts = c.number("n_routed_experts", 0, least=0)
     width, top_k = c.number("moe_intermediate_size", 0, least=0), c.number("num_experts_per_tok", 0, least=0)
     shared = c.number("n_shared_experts", 0, least=0)
@@ -131,7 +134,6 @@ def _sparse_deepseek(c: Config) -> dict[str, Any]:
         "index_dim": c.number("index_head_dim", 128),
         "index_top_k": c.number("index_topk", 2048),
     }
-    c.covered("mlp_layer_types")
     return _deepseek(c) | index
 
 
@@ -224,6 +226,7 @@ def _glm4_moe(c: Config) -> dict[str, Any]:
     """Grouped queries with DeepSeek-V3's routing: sigmoid scores and a bias that balances."""
     bias = c.flag("attention_bias", False)
     fields = decoder(c) | {"qkv_bias": bias, "qk_norm": c.flag("use_qk_norm", False), "balance_bias": True}
+    fields["head_dim"] = fields["head_dim"] or fields["hidden"] // fields["heads"]  # rounded down
     first = c.number("first_k_dense_replace", 1, least=0)
     top_k, shared = c.number("num_experts_per_tok", 8), c.number("n_shared_experts", 1, least=0)
     experts = {"experts": c.number("n_routed_experts", 128), "top_k": top_k, "shared_experts": shared}
@@ -250,5 +253,5 @@ FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "gpt2": _gpt2,
     "gpt_neox": _gpt_neox, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gpt_oss": _gpt_oss,
     "granite": _llama, "olmo2": _olmo2, "olmo3": _olmo2, "olmoe": _olmoe, "llama4_text": _llama4, "glm4_moe": _glm4_moe,
-    "starcoder2": _starcoder2, "smollm3": _smollm3, "deepseek_v32": _sparse_deepseek, **HYBRIDS,
+    "starcoder2": _starcoder2, "smollm3": _smollm3, "deepseek_v32": _sparse_deepseek, **HYBRIDS, **DECODERS,
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Families of Hugging Face configs whose layers are of several kinds: linear mixers between layers with attention.
 
     nemotron_h             `hybrid_override_pattern`, a letter for each layer, or `layers_block_type`, a word for each
-    qwen3_next             `layer_types`, or every `full_attention_interval`-th layer has attention; experts in (almost) all
+    qwen3_next, qwen3_5    `layer_types`, or every `full_attention_interval`-th layer has attention; experts in (almost) all
     jamba                  `attn_layer_period` and `attn_layer_offset`, `expert_layer_period` and `expert_layer_offset`
     minimax                `layer_types`, or `attn_type_list` with 1 for attention; experts in all layers
     bamba                  `attn_layer_indices`; an FFN in all layers
@@ -13,11 +13,18 @@ Each becomes a `pattern` of the Model (`describe.layers`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from meshwright.describe.hf.config import Config, shown
-from meshwright.describe.hf.parts import attention_bias, decoder, gated_activation, plain_activation, predicted_tokens
+from meshwright.describe.hf.parts import (
+    attention_bias,
+    compact,
+    decoder,
+    gated_activation,
+    plain_activation,
+    predicted_tokens,
+)
 from meshwright.describe.hf.router import deepseek_router, softmax_router
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.errors import MeshwrightError
@@ -41,13 +48,6 @@ LETTERS = {
 }  # fmt: skip
 
 
-def compact(words: Sequence[str]) -> str:
-    """The shortest pattern that repeats to these layers; every word is a layer."""
-    period = next(n for n in range(1, len(words) + 1) if all(w == words[i % n] for i, w in enumerate(words)))
-    words = words[:period] if period > 1 else [*words[:1]] * 2
-    return "".join(words) if all(len(word) == 1 for word in words) else " ".join(words)
-
-
 def _kinds_of_layers(c: Config, key: str) -> list[str] | None:
     """One letter for each layer, from a list of words."""
     words = c.many(key, str)
@@ -58,6 +58,15 @@ def _kinds_of_layers(c: Config, key: str) -> list[str] | None:
     return [LETTERS[word] for word in words[:MOST_LAYERS]]
 
 
+def _no_biases(c: Config, *keys: str) -> None:
+    """Refuse biases that a Model has no field for."""
+    for key in keys:
+        if c.flag(key, False):
+            raise MeshwrightError(
+                "MW-HF-007", f"{key} = true: biases that a [model] table has no field for", valid=["false"]
+            )
+
+
 def _mamba2(c: Config, prefix: str = "mamba_") -> dict[str, Any]:
     """Mamba-2 as Nemotron-H (`mamba_num_heads`) or Bamba (`mamba_n_heads`) spell it."""
     bamba = prefix == "mamba_n_"
@@ -65,7 +74,7 @@ def _mamba2(c: Config, prefix: str = "mamba_") -> dict[str, Any]:
         "kind": "mamba2",
         "heads": c.number("mamba_n_heads" if bamba else f"{prefix}num_heads"),
         "head_dim": c.number("mamba_d_head" if bamba else f"{prefix}head_dim"),
-        "groups": c.number("mamba_n_groups" if bamba else "n_groups", 1),
+        "groups": c.number("mamba_n_groups" if bamba else "n_groups", 1 if bamba else 8),
         "state": c.number("mamba_d_state" if bamba else "ssm_state_size" if prefix else "state_size"),
         "conv": c.number("mamba_d_conv" if bamba else "conv_kernel", 4),
         "conv_bias": c.flag("mamba_conv_bias" if bamba else "use_conv_bias", True),
@@ -85,43 +94,51 @@ def nemotron_h(c: Config) -> dict[str, Any]:
         "hidden": c.number("hidden_size"),
         "layers": len(pattern),
         "heads": heads,
-        "kv_heads": c.number("num_key_value_heads", heads),
+        "kv_heads": c.number("num_key_value_heads", 8),
         "head_dim": c.number("head_dim", c.number("attention_head_dim", 0, least=0), least=0),
         "ffn": c.number("intermediate_size") if "-" in pattern else 0,
         "activation": plain_activation(c, "mlp_hidden_act", "relu2"),
         "ffn_bias": c.flag("mlp_bias", False),
         "vocab": c.number("vocab_size"),
         "max_positions": c.number("max_position_embeddings", 0, least=0),
-        "tied": c.flag("tie_word_embeddings", False),
         "positions": "none",
         "pattern": letters or compact(pattern),
         "linear": _mamba2(c),
     }
     c.covered("intermediate_size", "expand", "layers_block_type", "num_logits_to_keep", "use_mamba_kernels")
-    c.covered("mamba_hidden_act", "mamba_proj_bias", "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    _no_biases(c, "mamba_proj_bias", "use_bias")
+    c.covered("mamba_hidden_act", "mtp_hybrid_override_pattern", "mtp_layers_block_type")
     c.covered(*EXPERT_KEYS, *TIME_STEPS)
     predicted_tokens(c)
+    ignored = [key for key in ("attention_bias", "tie_word_embeddings") if c.flag(key, False)]
+    c.notes += [f"{key} = true is ignored, as by the class of nemotron_h" for key in ignored]
     if "E" not in pattern:
-        return fields | attention_bias(c)
+        return fields
+    _no_biases(c, "mlp_bias")
     top_k = c.number("num_experts_per_tok")
     experts = {"experts": c.number("n_routed_experts"), "top_k": top_k, "balance_bias": True}
     experts |= {
         "expert_ffn": c.number("moe_intermediate_size"),
         "expert_hidden": c.number("moe_latent_size", 0, least=0),
     }
-    if shared := c.number("n_shared_experts", 0, least=0):
+    if shared := c.number("n_shared_experts", 1, least=0):
         width = c.number("moe_shared_expert_intermediate_size", shared * experts["expert_ffn"])
         experts |= {"shared_experts": shared, "shared_ffn": width}
-    return fields | attention_bias(c) | experts | deepseek_router(c, top_k)
+    return fields | experts | deepseek_router(c, top_k)
 
 
 def qwen3_next(c: Config) -> dict[str, Any]:
     """Three of four layers with a gated delta rule, the others with gated attention; experts where the step of Qwen's MoE says."""
-    fields = decoder(c) | attention_bias(c) | {"qk_norm": True, "output_gate": True}
+    fields = decoder(c, ffn=int(c.family == "qwen3_5_moe_text")) | attention_bias(
+        c
+    )  # no layer of qwen3_5_moe has an FFN
+    fields |= {"qk_norm": True, "output_gate": True}
     layers = fields["layers"]
     every = c.number("full_attention_interval", 4)
     mixers = _kinds_of_layers(c, "layer_types") or ["*" if (i + 1) % every == 0 else "M" for i in range(layers)]
-    experts = c.number("num_experts", 512, least=0)
+    experts = (
+        0 if c.family == "qwen3_5_text" else c.number("num_experts", 512 if c.family == "qwen3_next" else 256, least=0)
+    )
     step, dense = c.number("decoder_sparse_step", 1), set(c.many("mlp_only_layers", int) or [])
     channels = ["E" if experts and i not in dense and (i + 1) % step == 0 else "-" for i in range(layers)]
     fields |= {
@@ -169,7 +186,8 @@ def jamba(c: Config) -> dict[str, Any]:
             "conv_bias": c.flag("mamba_conv_bias", True),
         },
     }
-    c.covered("mamba_proj_bias", "use_mamba_kernels", "num_logits_to_keep", "use_associative_scan")
+    _no_biases(c, "mamba_proj_bias")
+    c.covered("use_mamba_kernels", "num_logits_to_keep", "use_associative_scan")
     if not any(word.endswith("E") for word in words):
         c.covered("num_experts_per_tok", "router_aux_loss_coef")
         return fields
@@ -212,7 +230,9 @@ def bamba(c: Config) -> dict[str, Any]:
     fields = decoder(c)
     at = set(c.many("attn_layer_indices", int) or [])
     words = ["*-" if i in at else "M-" for i in range(fields["layers"])]
-    c.covered("mamba_expand", "mamba_proj_bias", "num_logits_to_keep", "mlp_bias", *TIME_STEPS)
+    _no_biases(c, "mamba_proj_bias")
+    c.covered("mamba_expand", "num_logits_to_keep", *TIME_STEPS)
+    fields |= {"ffn_bias": c.flag("mlp_bias", False)}
     return fields | attention_bias(c) | {"pattern": compact(words), "linear": _mamba2(c, "mamba_n_")}
 
 
@@ -220,7 +240,8 @@ def mamba2(c: Config) -> dict[str, Any]:
     """Linear mixers alone: no attention and no FFN."""
     hidden, width = c.number("hidden_size"), c.number("head_dim", 64)
     heads = c.number("num_heads", c.number("expand", 2) * hidden // width)
-    c.covered("residual_in_fp32", "rms_norm", "use_bias", "hidden_act", *TIME_STEPS)
+    _no_biases(c, "use_bias")
+    c.covered("residual_in_fp32", "rms_norm", "hidden_act", *TIME_STEPS)
     c.covered("conv_kernel", "n_groups", "state_size", "use_conv_bias", "chunk_size")
     return {
         "hidden": hidden,
@@ -238,6 +259,11 @@ def deepseek_v4(c: Config) -> dict[str, Any]:
     """Compressed attention in three kinds of layers, several residual streams, experts in all layers."""
     layers = c.number("num_hidden_layers", 43, most=MOST_LAYERS)
     near, far = _compression_ratios(c)
+    _no_biases(c, "mlp_bias")
+    if c.number("n_shared_experts", 1) != 1:
+        raise MeshwrightError(
+            "MW-HF-007", "the class of deepseek_v4 has one shared expert, whatever n_shared_experts says", valid=[1]
+        )
     predicted_tokens(c)
     c.covered(
         "mlp_layer_types",
@@ -248,9 +274,7 @@ def deepseek_v4(c: Config) -> dict[str, Any]:
         "partial_rotary_factor",
         "topk_method",
     )
-    c.covered(
-        "router_aux_loss_coef", "expert_dtype", "mlp_bias", "attention_bias", "num_key_value_heads", "norm_topk_prob"
-    )
+    c.covered("router_aux_loss_coef", "expert_dtype", "attention_bias", "num_key_value_heads", "norm_topk_prob")
     return {
         "attention": "compressed",
         "hidden": c.number("hidden_size", 4096),
@@ -276,7 +300,7 @@ def deepseek_v4(c: Config) -> dict[str, Any]:
         "experts": c.number("n_routed_experts", 256),
         "top_k": c.number("num_experts_per_tok", 6),
         "expert_ffn": c.number("moe_intermediate_size", 2048),
-        "shared_experts": c.number("n_shared_experts", 1, least=0),
+        "shared_experts": 1,
         "balance_bias": True,
         "router": {"scale": c.decimal("routed_scaling_factor", 1.5)},
         "swiglu_limit": c.decimal("swiglu_limit", 10.0),
@@ -309,6 +333,6 @@ def _compressed_mixers(c: Config, layers: int, near: int, far: int) -> list[str]
 
 
 HYBRIDS: dict[str, Callable[[Config], dict[str, Any]]] = {
-    "nemotron_h": nemotron_h, "qwen3_next": qwen3_next, "jamba": jamba, "minimax": minimax, "bamba": bamba, "mamba2": mamba2,
-    "deepseek_v4": deepseek_v4,
+    "nemotron_h": nemotron_h, "qwen3_next": qwen3_next, "qwen3_5_text": qwen3_next, "qwen3_5_moe_text": qwen3_next, "jamba": jamba,
+    "minimax": minimax, "bamba": bamba, "mamba2": mamba2, "deepseek_v4": deepseek_v4,
 }  # fmt: skip

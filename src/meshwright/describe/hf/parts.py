@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.describe.hf.config import Config, shown
@@ -17,19 +18,22 @@ PLAIN |= dict.fromkeys(EXACT_GELU, "gelu") | dict.fromkeys(TANH_GELU, "gelu-tanh
 WITHOUT_LAYER_TYPES = ("mistral", "mixtral", "phi3", "qwen3_moe")  # their window is that of all layers
 
 
-def decoder(c: Config, tied: bool = False, activation: str = "silu", gated: bool = True) -> dict[str, Any]:
+def decoder(
+    c: Config, tied: bool = False, activation: str = "silu", gated: bool = True, ffn: int = 0
+) -> dict[str, Any]:
     """The fields almost every family spells the same way: FFN, RMSNorm, rotary positions.
 
-    `tied` and `activation` are the defaults of the family's configuration class; `gated`: whether its FFN has a gate.
+    `tied` and `activation` are the defaults of the family's configuration class; `gated`: whether its FFN has a gate;
+    `ffn`: the default width of the FFN in units of the hidden width, if the class has one.
     """
-    heads = c.number("num_attention_heads")
+    heads, hidden = c.number("num_attention_heads"), c.number("hidden_size")
     return {
-        "hidden": c.number("hidden_size"),
+        "hidden": hidden,
         "layers": c.number("num_hidden_layers", most=MOST_LAYERS),
         "heads": heads,
         "kv_heads": c.number("num_key_value_heads", heads),
         "head_dim": c.number("head_dim", 0),
-        "ffn": c.number("intermediate_size"),
+        "ffn": c.number("intermediate_size", ffn * hidden or None),
         "activation": gated_activation(c, activation) if gated else plain_activation(c, "hidden_act", activation),
         "vocab": c.number("vocab_size"),
         "max_positions": c.number("max_position_embeddings", 0, least=0),
@@ -107,3 +111,10 @@ def predicted_tokens(c: Config) -> None:
         c.notes.append(
             f"{counted(layers, 'multi-token-prediction layer')} not counted (model.mtp_layers={layers} counts them)"
         )
+
+
+def compact(words: Sequence[str]) -> str:
+    """The shortest pattern that repeats to these layers; every word is a layer."""
+    period = next(n for n in range(1, len(words) + 1) if all(w == words[i % n] for i, w in enumerate(words)))
+    words = words[:period] if period > 1 else [*words[:1]] * 2
+    return "".join(words) if all(len(word) == 1 for word in words) else " ".join(words)

@@ -14,15 +14,15 @@ from meshwright.describe.hf.differences import not_run, numbers
 from meshwright.describe.hf.families import ALIASES, FAMILIES
 from meshwright.describe.hf.rope import rotary
 from meshwright.describe.model import Model
-from meshwright.errors import MeshwrightError, unknown
+from meshwright.errors import MeshwrightError
 
 MOST_NOTES = 20
 ENCODERS = {
-    "bert", "roberta", "distilbert", "deberta-v2", "electra", "modernbert", "xlm-roberta", "t5", "mt5", "umt5", "bart", "mbart",
-    "pegasus", "whisper", "vit", "clip", "siglip", "dinov2",
+    "bert", "roberta", "distilbert", "deberta-v2", "electra", "modernbert", "xlm-roberta", "vit", "clip", "siglip", "dinov2",
 }  # fmt: skip
 NOT_DESCRIBED = {
     "mamba", "falcon_mamba", "zamba", "zamba2", "falcon_h1", "granitemoehybrid", "recurrent_gemma", "rwkv", "lfm2",
+    "t5", "mt5", "umt5", "bart", "mbart", "pegasus", "whisper",
 }  # fmt: skip
 
 
@@ -40,6 +40,8 @@ def interpret(data: dict[str, Any], name: str = "") -> Model:
     fields |= rotary(config, fields) | numbers(config)
     differences = not_run(config)
     notes += config.unread()
+    if fields.get("balance_bias"):
+        notes.append("the routers' balancing biases are counted; Transformers has them as buffers, not parameters")
     if len(notes) > MOST_NOTES:
         notes = [*notes[:MOST_NOTES], f"and {len(notes) - MOST_NOTES} more"]
     fields |= {"notes": tuple(notes), "not_run": tuple(differences), "dropout": config.drops}
@@ -76,23 +78,33 @@ def _family(data: dict[str, Any]) -> str:
         for family in (*FAMILIES, *ALIASES):
             if family.replace("_", "") == stem:
                 return ALIASES.get(family, family)
-    if kind in ENCODERS or kind in NOT_DESCRIBED:
-        raise _cannot_be_described(str(kind))
-    raise unknown("MW-HF-004", "model_type", str(kind or first), sorted({*FAMILIES, *ALIASES}))
+    if isinstance(kind, str) and (spelled := kind.lower().replace("-", "_")) in {*FAMILIES, *ALIASES}:
+        raise MeshwrightError("MW-HF-004", f"model_type {kind} is not known", fix=f'"model_type": "{spelled}"')
+    raise _cannot_be_described(str(kind or first or "(none)")[:60])
 
 
 def _cannot_be_described(kind: str) -> MeshwrightError:
+    """What to write for a family that is not read. Another family's name is never offered: it would count another model."""
+    if kind in ENCODERS:
+        return MeshwrightError(
+            "MW-HF-008",
+            f"model_type {kind} cannot be read",
+            why="Only decoders are read from a config; an encoder of plain layers can be written as a [model] table",
+            fix='a [model] table in a plan file, with hidden, layers, heads, ffn, vocab, activation = "gelu" and causal = false',
+        )
     why = (
-        "Only decoders are read from a config; an encoder of plain layers can be written as a [model] table"
-        if kind in ENCODERS
-        else "It has layers that a [model] table cannot describe: shared, parallel, or with a mixer that is not known"
+        "It has layers that a [model] table cannot describe: shared, parallel, with cross-attention, or with a mixer that is not known"
+        if kind in NOT_DESCRIBED
+        else "Its parameters would have to be counted as its class builds them, which is known of the families in docs/hugging-face.md"
     )
-    table = (
-        'a [model] table with hidden, layers, heads, ffn, vocab, activation = "gelu" and causal = false'
-        if kind in ENCODERS
-        else 'a [model] table with kind = "counts", given_parameters, given_flops and given_activations (data parallelism only)'
+    plain = (
+        ""
+        if kind in NOT_DESCRIBED
+        else "a [model] table in a plan file, with hidden, layers, heads, kv_heads, ffn, vocab and activation; or "
     )
-    return MeshwrightError("MW-HF-008", f"model_type {kind} cannot be read", why=why, fix=table)
+    counts = 'a [model] table with kind = "counts", given_parameters, given_flops and given_activations (data parallelism only)'
+    code = "MW-HF-008" if kind in NOT_DESCRIBED else "MW-HF-004"
+    return MeshwrightError(code, f"model_type {kind} cannot be read", why=why, fix=plain + counts)
 
 
 def _name(data: dict[str, Any], family: str) -> str:

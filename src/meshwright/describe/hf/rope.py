@@ -23,6 +23,9 @@ THETA = {
     "olmo3": 5e5,
     "llama4_text": 5e5,
     "smollm3": 2e6,
+    "cohere": 5e5,
+    "minimax_m2": 5e6,
+    "gemma3n_text": 1e6,
 }
 TABLE = {
     "gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
@@ -31,9 +34,11 @@ PARTIAL = {
     "gpt_neox": 0.25,
     "glm4_moe": 0.5,
     "phi3": 1.0,
-    "qwen3_next": 0.25,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "stablelm"), 0.25),
+    **dict.fromkeys(("glm", "glm4", "phi"), 0.5),
+    "minimax_m2": 1.0,
 }  # families that can rotate a part of each head
-INTERLEAVED = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+INTERLEAVED = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm", "glm4", "cohere", "cohere2", "gptj", "codegen")
 POSITIONS = {
     "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768, "mixtral": 131072,
     "deepseek_v2": 2048, "deepseek_v3": 4096, "deepseek_v32": 4096, "gpt_oss": 131072,

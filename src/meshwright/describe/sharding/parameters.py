@@ -7,7 +7,7 @@ pipeline stage that does not hold the embedding: there it has a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.describe.model import Model
@@ -44,7 +44,7 @@ FLAT = {  # vectors that are one flat parameter: convolutions and decays of line
 STREAMS = {"streams-1": "mixer_streams", "streams-2": "channel_streams", "streams-out": "head.streams"}
 # The modules of a block in the order in which the network registers them.
 ORDER = (
-    "embedding.tokens", "embedding.positions", "embedding.norm",
+    "embedding.tokens", "embedding.positions", "embedding.norm", "embedding.project_in",
     "mtp.hidden_norm", "mtp.embedding_norm", "mtp.join", "linear", "mixer_streams", "mixer_streams_base", "attention_norm",
     "linear.in", "linear.conv", "linear.steps", "linear.steps_norm", "linear.rate", "linear.decay", "linear.norm", "linear.out",
     "attention.q_a", "attention.q_a_norm", "attention.kv_a", "attention.kv_a_norm",
@@ -58,7 +58,7 @@ ORDER = (
     "moe.router", "moe.latent_down", "moe.experts.gate", "moe.experts.up", "moe.experts.down",
     "moe.latent_up", "moe.shared.gate", "moe.shared.up", "moe.shared.down", "moe.shared_scale",
     "ffn.gate", "ffn.up", "ffn.down", "attention_post_norm", "ffn_post_norm", "mtp.norm",
-    "head.streams", "head.streams_base", "head.norm", "head.project",
+    "head.streams", "head.streams_base", "head.norm", "head.project_out", "head.project",
 )  # fmt: skip
 
 
@@ -119,14 +119,19 @@ def parameters(model: Model, layers: range) -> list[Parameter]:
 
 def tied_copy(model: Model) -> Parameter:
     """The head's copy of a tied embedding, on a stage that does not hold the embedding."""
-    return Parameter(PROJECT, (model.padded_vocab, model.hidden), "logits", block="head")
+    return Parameter(PROJECT, (model.padded_vocab, model.token_width), "logits", block="head")
 
 
 def block_parameters(model: Model, block: Block) -> list[Parameter]:
     """The parameters of one block; names without the layer."""
     items = [p for linear in block.linears if linear.copies for p in _matrix(model, linear)]
     items += [p for vector in block.vectors for p in _vector(model, vector)]
-    return [replace(p, block=block.kind) for p in sorted(items, key=lambda p: ORDER.index(p.module))]
+    return [replace(p, block=block.kind) for p in sorted(items, key=lambda p: position(ORDER, p.module))]
+
+
+def position(order: Sequence[str], module: str) -> int:
+    """The place of a module in an order of modules; extra weights come last."""
+    return order.index(module) if module in order else len(order)
 
 
 def module_styles(model: Model) -> tuple[tuple[str, str], ...]:
@@ -145,6 +150,8 @@ def module_of(model: Model, linear: Linear) -> str:
     """The module of a block that holds a matrix."""
     if linear.name in STREAMS:
         return STREAMS[linear.name]
+    if linear.part == "extra":
+        return f"extra.{linear.name}"
     if linear.part == "attention":
         in_heads = model.attention == "mla" and linear.style != "between"
         return f"attention.heads.{linear.name}" if in_heads else f"attention.{linear.name}"
@@ -152,6 +159,8 @@ def module_of(model: Model, linear: Linear) -> str:
         return f"moe.{linear.name.replace('-', '_')}"
     if linear.name == "head":
         return "head.project"
+    if linear.name in ("embedding-in", "embedding-out"):
+        return f"{linear.part}.project_{linear.name.rpartition('-')[2]}"
     if linear.part in ("linear", "mtp"):
         return linear.name.replace("-", ".")
     part, _, kind = linear.name.partition("-")
@@ -168,9 +177,14 @@ def _matrix(model: Model, linear: Linear) -> Iterator[Parameter]:
 
 
 def _vector(model: Model, vector: Vector) -> Iterator[Parameter]:
+    if vector.part == "extra":
+        columns = next(e.columns for e in model.extra if e.name == vector.name)
+        shape = (vector.size // columns, columns) if vector.style == "vocabulary" else (vector.size,)
+        yield Parameter(f"extra.{vector.name}.weight", shape, vector.style)
+        return
     match vector.name:
         case "tokens":
-            yield Parameter(TOKENS, (model.padded_vocab, model.hidden), vector.style)
+            yield Parameter(TOKENS, (model.padded_vocab, model.token_width), vector.style)
         case "positions":
             yield Parameter("embedding.positions.weight", (model.max_positions, model.hidden), vector.style)
         case "qk-norm":
@@ -180,11 +194,13 @@ def _vector(model: Model, vector: Vector) -> Iterator[Parameter]:
             else:
                 for name in ("q_norm", "k_norm"):
                     yield Parameter(f"attention.{name}.weight", (model.head_width,), vector.style)
+        case "q-only-norm":
+            yield Parameter("attention.q_norm.weight", (vector.size,), vector.style)
         case "balance-bias":
             yield Parameter("moe.router.balance_bias", (vector.size,), vector.style, learns=False)
         case name if name in FLAT:
             yield Parameter(f"{FLAT[name]}.weight", (vector.size,), vector.style)
         case _:
-            affine = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
-            for name in affine:
-                yield Parameter(f"{NORMS[vector.name]}.{name}", (vector.size // len(affine),), vector.style)
+            for name in model.norm_affine:
+                size = vector.size // len(model.norm_affine)
+                yield Parameter(f"{NORMS[vector.name]}.{name}", (size,), vector.style)

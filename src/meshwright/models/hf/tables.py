@@ -112,6 +112,14 @@ PHI3 = rows("""
     mlp.gate_up_proj     ffn.gate + ffn.up
     mlp.down_proj        ffn.down
 """)
+GLM_FFN = rows("""
+    mlp.gate_up_proj   ffn.gate + ffn.up
+    mlp.down_proj      ffn.down
+""")
+GLM4_NORMS = rows("""
+    post_self_attn_layernorm   attention_post_norm
+    post_mlp_layernorm         ffn_post_norm
+""")
 GPT2_ENDS = rows("""
     wte       embedding.tokens
     wpe       embedding.positions
@@ -134,6 +142,9 @@ TABLES: dict[str, Family] = {
     "mistral": DENSE,
     "qwen2": DENSE,
     "qwen3": DENSE,
+    "stablelm": DENSE,
+    "glm": Family(ENDS, NORMS + ATTENTION + GLM_FFN),
+    "glm4": Family(ENDS, NORMS + GLM4_NORMS + ATTENTION + GLM_FFN),
     "phi3": Family(ENDS, NORMS + PHI3),
     "mixtral": Family(ENDS, NORMS + ATTENTION + MIXTRAL + EXPERTS),
     "qwen2_moe": Family(ENDS, NORMS + ATTENTION + FFN + EXPERTS + SHARED_QWEN),

@@ -23,6 +23,7 @@ ORDER = (
     "experts",
     "shared",
     "router",
+    "extra",
     "norm",
     "head",
     "mtp",

@@ -1,0 +1,230 @@
+"""Families of Hugging Face configs that are read for planning: their parameters are counted exactly, and `train` does not compute all their parts.
+
+    opt                    learned positions with two unused rows; OPT-350m has narrow embeddings and norms after each part
+    bloom, mpt             ALiBi instead of positions; norms of layer norm
+    falcon                 7B: attention and FFN share one norm, one KV head; 40B: two norms, several KV heads
+    gpt_bigcode            GPT-2 with one KV head
+    gptj, codegen, phi     attention and FFN in parallel; biases of the head
+    cohere, cohere2        attention and FFN in parallel behind a layer norm without bias
+    stablelm               layer norms, partial rotary positions
+    glm, glm4              partial rotary positions; glm4 with four norms
+    minimax_m2             experts in all layers, norms of the whole query and key projections
+    gemma3n                AltUp, Laurel, an embedding for each layer, layers that reuse keys and values
+
+What our transformer computes in another way is added to `Config.differences`. Weights that a Model has no field for are `model.extra`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.describe.hf.config import Config
+from meshwright.describe.hf.parts import attention_bias, compact, decoder, every_nth, sliding_window
+from meshwright.errors import MeshwrightError
+
+PARALLEL = "attention and FFN in parallel"
+LAYER_NORM = {"norm": "layernorm", "head_dim": 0}
+
+
+def _biases(on: bool) -> dict[str, bool]:
+    return {"qkv_bias": on, "out_bias": on, "ffn_bias": on}
+
+
+def _vector(name: str, size: int, where: str = "layer") -> dict[str, Any]:
+    return {"name": name, "where": where, "columns": size}
+
+
+def opt(c: Config) -> dict[str, Any]:
+    fields = decoder(c, tied=True, activation="relu", gated=False) | LAYER_NORM | _biases(c.flag("enable_bias", True))
+    before, hidden = c.flag("do_layer_norm_before", True), fields["hidden"]
+    narrow = c.number("word_embed_proj_dim", hidden)
+    c.differs("learned positions that begin at 2")
+    return fields | {
+        "kv_heads": 0,
+        "positions": "learned",
+        "norm_position": "pre" if before else "post",
+        "norm_parameters": "all" if c.flag("layer_norm_elementwise_affine", True) else "none",
+        "final_norm": before and not c.flag("_remove_final_layer_norm", False),
+        "embedding_dim": narrow if narrow != hidden else 0,
+        "extra": [_vector("unused-positions", 2 * hidden, "embedding")],
+    }
+
+
+def bloom(c: Config) -> dict[str, Any]:
+    fields = decoder(c, tied=True, activation="gelu_new", gated=False, ffn=4) | LAYER_NORM | _biases(True)
+    if c.flag("apply_residual_connection_post_layernorm", False):
+        c.differs("residuals that begin after the norm (apply_residual_connection_post_layernorm)")
+    c.covered(
+        "slow_but_exact", "seq_length", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "unk_token_id"
+    )
+    return fields | {"kv_heads": 0, "positions": "alibi", "embedding_norm": True}
+
+
+def mpt(c: Config) -> dict[str, Any]:
+    """Transformers' class fixes the FFN at 4·hidden, ALiBi, and one KV head for each head, whatever the config says of them."""
+    c.covered(
+        "expansion_ratio", "learned_pos_emb", "no_bias", "norm_type", "attn_config", "embedding_fraction", "verbose"
+    )
+    fields = decoder(c, tied=True, activation="gelu", gated=False, ffn=4) | LAYER_NORM
+    return fields | {"kv_heads": 0, "ffn": 4 * fields["hidden"], "norm_parameters": "weight", "positions": "alibi"}
+
+
+def falcon(c: Config) -> dict[str, Any]:
+    fields = decoder(c, tied=True, activation="gelu", gated=False, ffn=4) | LAYER_NORM | _biases(c.flag("bias", False))
+    new, parallel = c.flag("new_decoder_architecture", False), c.flag("parallel_attn", True)
+    multi_query, norms = c.flag("multi_query", True), c.number("num_ln_in_parallel_attn", 2 if new else 1)
+    kv_heads = c.number("num_kv_heads", fields["heads"])
+    if new or parallel:
+        c.differs(PARALLEL)
+    return fields | {
+        "kv_heads": kv_heads if new else 1 if multi_query else 0,
+        "norms_per_layer": 2 if norms == 2 or not parallel else 1,
+        "positions": "alibi" if c.flag("alibi", False) else "rope",
+    }
+
+
+def gpt_bigcode(c: Config) -> dict[str, Any]:
+    if c.flag("add_cross_attention", False):
+        raise MeshwrightError("MW-HF-007", "add_cross_attention = true is not a decoder alone", valid=["false"])
+    fields = decoder(c, tied=True, activation="gelu_pytorch_tanh", gated=False, ffn=4) | LAYER_NORM | _biases(True)
+    scale = {} if c.flag("scale_attn_weights", True) else {"attention_scale": 1.0}
+    c.covered(
+        "attention_softmax_in_fp32",
+        "scale_attention_softmax_in_fp32",
+        "inference_runner",
+        "max_batch_size",
+        "max_sequence_length",
+    )
+    return fields | scale | {"kv_heads": int(c.flag("multi_query", True)), "positions": "learned"}
+
+
+def gptj(c: Config) -> dict[str, Any]:
+    """GPT-J and CodeGen: one norm, rotated neighbours, a head with a bias."""
+    fields = decoder(c, activation="gelu_new", gated=False, ffn=4) | LAYER_NORM | {"ffn_bias": True, "kv_heads": 0}
+    c.differs(PARALLEL, "a head with a bias")
+    rotated = c.number("rotary_dim", 64, least=0)
+    width = fields["hidden"] // fields["heads"]
+    fields |= {"rope_dim": rotated} if 0 < rotated < width else {}
+    return fields | {"norms_per_layer": 1, "extra": [_vector("head-bias", fields["vocab"], "head")]}
+
+
+def phi(c: Config) -> dict[str, Any]:
+    fields = decoder(c, activation="gelu_new", gated=False) | {"norm": "layernorm"} | _biases(True)
+    c.differs(PARALLEL, "a head with a bias")
+    extra = [_vector("head-bias", fields["vocab"], "head")]
+    normed = c.flag("qk_layernorm", False)
+    if normed:
+        c.differs("layer norms of queries and keys")
+        extra.append(_vector("qk-norm-bias", 2 * (fields["hidden"] // fields["heads"])))
+    return fields | {"norms_per_layer": 1, "qk_norm": normed, "extra": extra}
+
+
+def cohere(c: Config) -> dict[str, Any]:
+    """Command R, and Command A and R7B (cohere2), which have windows and no positions in the layers without one."""
+    fields = decoder(c, tied=True) | attention_bias(c) | {"norm": "layernorm", "norm_parameters": "weight"}
+    c.differs(PARALLEL, f"scaled logits (logit_scale = {c.decimal('logit_scale', 0.0625):g})")
+    fields |= {"norms_per_layer": 1}
+    if c.family == "cohere":
+        normed = c.flag("use_qk_norm", False)
+        if normed:
+            c.differs("layer norms of queries and keys")
+        return fields | {"qk_norm": normed, "qk_norm_width": "projection"}
+    c.differs("layers without rotary positions")
+    c.covered(
+        "cache_implementation",
+        "order_of_interleaved_layers",
+        "position_embedding_type",
+        "rotary_pct",
+        "use_gated_activation",
+    )
+    every = c.number("sliding_window_pattern", c.number("_sliding_window_pattern", 4))
+    return fields | sliding_window(c, every_nth(every, fields["layers"]))
+
+
+def stablelm(c: Config) -> dict[str, Any]:
+    fields = decoder(c) | {"norm": "layernorm", "qkv_bias": c.flag("use_qkv_bias", False), "head_dim": 0}
+    normed, parallel = c.flag("qk_layernorm", False), c.flag("use_parallel_residual", False)
+    if normed:  # a weight for each head, as many as one norm of the projection has
+        c.differs("layer norms of each head of queries and keys")
+    return fields | {"qk_norm": normed, "qk_norm_width": "projection", "norms_per_layer": 1 if parallel else 2}
+
+
+def glm(c: Config) -> dict[str, Any]:
+    fields = decoder(c) | {"qkv_bias": c.flag("attention_bias", True)}
+    return fields | ({"norms_per_layer": 4} if c.family == "glm4" else {})
+
+
+def minimax_m2(c: Config) -> dict[str, Any]:
+    """Grouped queries; sigmoid scores and a balancing bias choose the experts of every layer."""
+    top_k = c.number("num_experts_per_tok", 8)
+    fields = decoder(c) | {"qk_norm": True, "qk_norm_width": "projection", "balance_bias": True}
+    fields |= {"experts": c.number("num_local_experts", 256), "top_k": top_k, "expert_ffn": fields["ffn"], "ffn": 0}
+    c.covered(
+        "router_aux_loss_coef",
+        "shared_intermediate_size",
+        "use_routing_bias",
+        "use_qk_norm",
+        "qk_norm_type",
+        "attn_type_list",
+    )
+    c.covered("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "layernorm_full_attention_beta", "max_model_len")
+    rotated = c.number("rotary_dim", 0, least=0)
+    return fields | ({"rope_dim": rotated} if rotated else {})
+
+
+def gemma3n(c: Config) -> dict[str, Any]:
+    """AltUp keeps several copies of the residual, Laurel adds a low-rank path, and each layer has a separate embedding of the token."""
+    widths = c.data.get("intermediate_size")
+    if isinstance(widths, list):
+        if len(set(map(str, widths))) != 1:
+            raise MeshwrightError(
+                "MW-HF-007", "intermediate_size of this gemma3n config differs between layers", valid=["one width"]
+            )
+        c.data["intermediate_size"] = widths[0]
+    fields = decoder(c, tied=True, activation="gelu_pytorch_tanh") | attention_bias(c)
+    layers, hidden = fields["layers"], fields["hidden"]
+    copies, rank = c.number("altup_num_inputs", 4), c.number("laurel_rank", 64)
+    table, width = c.number("vocab_size_per_layer_input", 262_144), c.number("hidden_size_per_layer_input", 256)
+    first = layers - c.number("num_kv_shared_layers", 15, least=0, most=layers)
+    c.differs(
+        "AltUp", "Laurel", "an embedding for each layer", "keys and values reused by later layers", "sparse activations"
+    )
+    c.differs("embeddings scaled by √hidden", "norms of values without weights", "attention scores without scale")
+    c.covered(
+        "altup_active_idx",
+        "altup_coef_clip",
+        "altup_correct_scale",
+        "altup_lr_multiplier",
+        "activation_sparsity_pattern",
+    )
+    c.covered("max_window_layers", "query_pre_attn_scalar", "layer_types")
+    layer = {
+        "laurel-down": (hidden, rank),
+        "laurel-up": (rank, hidden),
+        "layer-gate": (hidden, width),
+        "layer-up": (width, hidden),
+    }
+    layer |= {"altup-router": (hidden, copies), "altup-predict": (copies, copies**2), "altup-correct": (copies, copies)}
+    extra = [{"name": name, "rows": rows, "columns": columns} for name, (rows, columns) in layer.items()]
+    extra.append(
+        _vector("layer-norms", 4 * hidden)
+    )  # of Laurel, AltUp's router and the layer's embedding, and AltUp's scale
+    ends = {"layer-project": (hidden, layers * width), "altup-in": (hidden, (copies - 1) * hidden)}
+    extra += [{"name": name, "where": "embedding", "rows": r, "columns": n} for name, (r, n) in ends.items() if n]
+    extra += (
+        [{"name": "altup-out", "where": "head", "rows": hidden, "columns": (copies - 1) * hidden}] if copies > 1 else []
+    )
+    extra.append(
+        {"name": "layer-tables", "where": "embedding", "rows": table, "columns": layers * width, "lookup": True}
+    )
+    extra.append(_vector("layer-tables-norm", width, "embedding"))
+    reused = {} if first == layers else {"pattern": compact(["*-" if i < first else "Q-" for i in range(layers)])}
+    fields |= reused | {"norms_per_layer": 4, "qk_norm": True, "attention_scale": 1.0, "extra": extra}
+    return fields | sliding_window(c, every_nth(5, layers))
+
+
+DECODERS: dict[str, Callable[[Config], dict[str, Any]]] = {
+    "opt": opt, "bloom": bloom, "mpt": mpt, "falcon": falcon, "gpt_bigcode": gpt_bigcode, "gptj": gptj, "codegen": gptj, "phi": phi,
+    "cohere": cohere, "cohere2": cohere, "stablelm": stablelm, "glm": glm, "glm4": glm, "minimax_m2": minimax_m2, "gemma3n_text": gemma3n,
+}  # fmt: skip
