@@ -17,6 +17,13 @@ FACTORS: dict[str, Callable[[int], float]] = {
 }
 COLUMNS = {"all_reduce": ("sum", -1), "reduce_scatter": ("sum", -1), "all_gather": ("none", -1), "alltoall": ("none", -1),
            "sendrecv": ("sum", -1), "broadcast": ("none", 0)}  # fmt: skip
+OLD = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "alltoall",
+    "sendrecv",
+)  # without a root, so that `old_text` prints them
 DEVICE = "NVIDIA H100 80GB HBM3"
 
 

@@ -64,3 +64,24 @@ def test_the_page_of_benchmarks_keeps_the_sections_that_did_not_run():
     assert page.index("new") < page.index("old")
     assert "exit code 1" in page
     assert all(purpose(name) for name in scripts())
+
+
+def test_the_pages_of_trouble_are_for_users_of_other_frameworks_too():
+    """A user finds them by the message, and each has its sources."""
+    folder = ROOT / "docs" / "trouble"
+    index = (folder / "index.md").read_text("utf-8")
+    pages = [path for path in folder.glob("*.md") if path.name != "index.md"]
+    assert len(pages) == 5
+    for path in pages:
+        text = path.read_text("utf-8")
+        assert f"]({path.name}" in index, path.name
+        assert [name for name in ("| Megatron-LM |", "| DeepSpeed |", "FSDP", "Sources: ") if name not in text] == [], (
+            path.name
+        )
+    for message in (
+        "CUDA out of memory",
+        "Watchdog caught collective operation timeout",
+        "waiting for clients",
+        "exitcode: -9",
+    ):
+        assert message in index

@@ -22,12 +22,14 @@ from meshwright.calibrate.levels import FoundLevel, find_levels
 from meshwright.calibrate.nccl_tests import TOOL as NCCL_TESTS
 from meshwright.calibrate.points import Bench
 from meshwright.calibrate.verdict import NORMAL, Verdict, call_seconds, verdicts
+from meshwright.cost.collective import OPERATIONS
 from meshwright.describe import catalog
 from meshwright.describe.cluster import MOST_MEASURED, Accelerator, Cluster, Collectives, Level, Link, MeasuredCall
 from meshwright.describe.config import load_cluster, table
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_rate, format_seconds
 
+GROUPS = {False: "inside a node", True: "between nodes"}
 MANY = 4096  # units of the last level: it may hold any number
 SHORTEST = 1e-7  # seconds; no message arrives sooner
 NO_LIBRARY_TERMS = Collectives(
@@ -117,7 +119,7 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
         verdicts(levels, expected, main),
         [
             *notes_of(main, levels, expected, backend),
-            *([] if levels else slow_collectives(factors, expected)),
+            *([] if levels else about_collectives(factors, expected)),
             *about_device,
         ],
     )
@@ -137,14 +139,25 @@ def check_nodes(bench: Bench, cluster: Cluster) -> None:
         )
 
 
-def slow_collectives(factors: Sequence[FittedFactors], expected: Cluster) -> list[str]:
-    """A sentence for each collective that takes much longer than on the catalog's links."""
-    return [
-        f"{f.operation} {'between nodes' if f.across else 'inside a node'}: {f.factors.bytes:.1f}× the time per byte of the catalog's "
-        f"{expected.name}: slow (normal: up to {NORMAL}×)"
+def about_collectives(factors: Sequence[FittedFactors], expected: Cluster) -> list[str]:
+    """Sentences for collectives that take much longer than on the catalog's links, and for those that were not measured."""
+    where_measured = {(f.operation, f.across): f for f in factors}
+    slow = [
+        f"{f.operation} {GROUPS[f.across]}: {f.factors.bytes:.1f}× the time per byte of the catalog's {expected.name}: slow (normal: up to {NORMAL}×)"
         for f in factors
         if f.factors.bytes > NORMAL
     ]
+    missing = [
+        f"{operation} {GROUPS[across]}"
+        for across in (False, True)[: len(expected.levels)]
+        for operation in OPERATIONS.values()
+        if (operation, across) not in where_measured
+    ]
+    return (
+        [*slow, f"not measured, so as the catalog's {expected.name} has them: {', '.join(missing)}"]
+        if missing
+        else slow
+    )
 
 
 def measured_calls(benches: Sequence[Bench], backend: str) -> tuple[MeasuredCall, ...]:
@@ -214,7 +227,7 @@ def cluster_of(
         collectives=NO_LIBRARY_TERMS if levels and backend != "nccl" else expected.collectives,
         price=expected.price,
         source=f"{bench.tool} of {bench.made or 'unknown date'}: {where(bench, backend)}",
-        checked="measured",
+        checked="measured" if levels else "collectives measured, links not",
     )
 
 

@@ -69,7 +69,9 @@ COMMANDS: dict[str, Command] = {
     "checkpoint": Command("List, verify, convert and delete the checkpoints of runs."),
     "bench": Command("Measure collectives, links and the device; alone, under torchrun or Slurm."),
     "emulate": Command("Emulate a cluster on this Linux machine: nodes with links of a chosen rate and delay."),
-    "calibrate": Command("Fit a cluster file to the results of `bench`, and say whether the network is normal."),
+    "calibrate": Command(
+        "Fit a cluster file to results of `bench` or nccl-tests, and say whether the network is normal."
+    ),
     "web": Command("Serve a page in the browser: plans, predictions, timelines and runs, live."),
     "runs": Command("List the training runs of a folder, compare some of them, or watch one that runs."),
     "report": Command("Write one HTML page about training runs: curves, proof, predicted and measured values."),
@@ -77,7 +79,7 @@ COMMANDS: dict[str, Command] = {
     "config": Command(
         "Show a resolved configuration and the origin of each value; print its schema; compare two files."
     ),
-    "doctor": Command("Check versions, devices, interfaces and rights: what works here, and why not."),
+    "doctor": Command("Check versions, devices, interfaces and rights: what works here, and how to fix what does not."),
     "completion": Command("Print a script that completes commands and options in bash, zsh or fish."),
 }
 

@@ -219,6 +219,7 @@ MEGATRON = Framework(
     flag_prefix="",
     splits_evenly=True,
     expert_tp="tp",
-    comment="Megatron-LM arguments",
+    comment="Megatron-LM arguments of the plan and the model's sizes. Rotary base, dropout (0.1 by default there), norm epsilon and router are not "
+    "among them: `meshwright launch --for megatron-lm` writes all",
     switches=_switches,
 )
