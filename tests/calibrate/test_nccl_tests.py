@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from calibrate.nccl_output import FACTORS, OLD, SIZES, as_json, old_text, text
+from calibrate.nccl_output import DEVICE, FACTORS, OLD, SIZES, as_json, old_text, text
 from meshwright.calibrate.calibration import calibrate
 from meshwright.calibrate.nccl_tests import PROGRAMS, read_nccl_tests, read_result
 from meshwright.calibrate.points import Bench
@@ -176,12 +176,36 @@ def test_the_collectives_of_nccl_tests_become_factors_on_the_catalog_s_links() -
         assert choose(result.cluster, "all-reduce", point.bytes, 16).seconds == pytest.approx(point.median_s, rel=0.15)
 
 
-def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
-    """Two hosts with one GPU each would be priced as two GPUs of one node."""
-    with pytest.raises(MeshwrightError, match="MW-CALIB-006: nccl-tests ran 1 ranks on each of 2 hosts"):
-        calibrate([read_nccl_tests(text("all_reduce", ["gpu01", "gpu02"], seconds), "out.txt")], "dgx-h100")
-    with pytest.raises(MeshwrightError, match="MW-CALIB-006"):  # ranks that alternate between hosts
-        calibrate([read_nccl_tests(text("all_reduce", ["gpu01", "gpu02"] * 8, seconds), "out.txt")], "dgx-h100")
+@pytest.mark.parametrize(
+    ("hosts", "cluster", "legal"),
+    [
+        (["gpu01"] * 4, "dgx-h100", True),
+        (TWO_NODES, "dgx-h100", True),
+        (["gpu01", "gpu02"], "dgx-h100", False),  # would be priced as two GPUs of one node
+        (["gpu01", "gpu02"] * 8, "dgx-h100", False),  # ranks that alternate between hosts
+        (["gpu01"] * 4 + ["gpu02"] * 4, "dgx-h100", False),
+        ([f"gpu{k // 4}" for k in range(72)], "gb200-nvl72", True),  # 18 hosts in one NVLink domain
+        ([f"gpu{k // 4}" for k in range(144)], "gb200-nvl72", True),
+        ([f"gpu{k // 4}" for k in range(100)], "gb200-nvl72", False),
+    ],
+)
+def test_ranks_must_lie_in_one_node_or_fill_nodes(hosts: list[str], cluster: str, legal: bool) -> None:
+    bench = read_nccl_tests(text("all_reduce", hosts, seconds), "out.txt")
+    if legal:
+        assert calibrate([bench], cluster).factors
+        return
+    with pytest.raises(
+        MeshwrightError, match=f"MW-CALIB-006: nccl-tests ran {len(hosts)} ranks on . hosts|on 25 hosts"
+    ):
+        calibrate([bench], cluster)
+
+
+def test_an_unknown_device_is_not_taken_for_another_one() -> None:
+    written = text("all_reduce", NODE, seconds).replace(DEVICE, "NVIDIA Graphics Device")
+    with pytest.raises(
+        MeshwrightError, match="MW-CALIB-007: the catalog has no cluster with the device 'NVIDIA Graphics Device'"
+    ):
+        calibrate([read_nccl_tests(written, "out.txt")])
 
 
 def test_bench_shows_an_output_and_writes_it_as_a_result(tmp_path, capsys) -> None:

@@ -30,6 +30,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_rate, format_seconds
 
 GROUPS = {False: "inside a node", True: "between nodes"}
+LARGEST_HOST = 16  # devices of one host (DGX-2)
 MANY = 4096  # units of the last level: it may hold any number
 SHORTEST = 1e-7  # seconds; no message arrives sooner
 NO_LIBRARY_TERMS = Collectives(
@@ -104,7 +105,7 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
     device, about_device = measured_device(benches, expected)
     bare = cluster_of(levels, expected, main, name or "measured", backend, device)
     for bench in benches:
-        check_nodes(bench, bare)
+        check_nodes(bench, expected if not levels else bare)
     factors = fitted_factors(bare, benches, backend, from_pairs)
     series = series_of(point for bench in benches for point in bench.points)
     calibrated = with_factors(bare, factors).but(measured=measured_calls(benches, backend))
@@ -126,16 +127,18 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
 
 
 def check_nodes(bench: Bench, cluster: Cluster) -> None:
-    """The collectives of nccl-tests are priced on the cluster's nodes, so its ranks must lie in one node or fill nodes one after the other."""
-    hosts, size = bench.hosts, cluster.node_size
-    filled = all(ranks == list(range(k * size, (k + 1) * size)) for k, ranks in enumerate(hosts.values()))
-    if bench.tool == NCCL_TESTS and not (filled or (len(hosts) == 1 and bench.world <= size)):
-        per_host = ", ".join(str(count) for count in sorted({len(ranks) for ranks in hosts.values()}))
+    """Raise unless the ranks of nccl-tests lie in one node of the cluster or fill its nodes one after the other: other groups have no price.
+    A node is a host, or where it has more devices than any host (NVL72) all hosts that its switches join."""
+    hosts, size = list(bench.hosts.values()), cluster.node_size
+    whole = all(ranks == list(range(ranks[0], ranks[0] + len(hosts[0]))) for ranks in hosts)
+    per_node = len(hosts[0]) if size <= LARGEST_HOST else min(bench.world, size)
+    fits = bench.world <= size if per_node == bench.world else per_node == size and bench.world % size == 0
+    if bench.tool == NCCL_TESTS and not (whole and fits):
         raise MeshwrightError(
             "MW-CALIB-006",
-            f"nccl-tests ran {per_host} ranks on each of {len(hosts)} hosts, and a node of {cluster.name or 'the cluster'} has {size}",
-            why="The cost of a collective is known where its ranks fill whole nodes in order, or lie in one node",
-            fix=f"run nccl-tests with {size} ranks per host, or name the cluster: --expect NAME",
+            f"nccl-tests ran {bench.world} ranks on {len(hosts)} hosts, and a node of {cluster.name} has {size} devices",
+            why="The price of a collective is known if its ranks lie in one node, or fill whole nodes in order",
+            fix="mpirun -N with the devices of a node, or name the cluster that this is: --expect NAME",
         )
 
 
@@ -192,7 +195,16 @@ def best_match(bench: Bench) -> Cluster:
         words = re.findall(r"[a-z]+\d+[a-z]*", device)
         return int(chip in words), int(cluster.node_size == per_host), -len(cluster.accelerator.name)
 
-    return max((catalog.load("clusters", entry) for entry in catalog.names("clusters")), key=likeness)
+    best = max((catalog.load("clusters", entry) for entry in catalog.names("clusters")), key=likeness)
+    if not likeness(best)[0]:
+        raise MeshwrightError(
+            "MW-CALIB-007",
+            f"the catalog has no cluster with the device '{bench.ranks[0].device}'",
+            why="What was not measured would be another device's",
+            valid=catalog.names("clusters"),
+            fix="--expect NAME, or a cluster file of this device (docs/how-to/own-hardware.md)",
+        )
+    return best
 
 
 def measured_device(benches: Sequence[Bench], expected: Cluster) -> tuple[Accelerator, list[str]]:
