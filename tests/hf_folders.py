@@ -37,6 +37,11 @@ def rope(kind, original=0, **options):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **positions, **options}}
 
 
+GEMMA3 = {"head_dim": 12, "sliding_window": 5, "sliding_window_pattern": 2, "rope_local_base_freq": 20.0}
+LLAMA4 = {
+    "head_dim": 8, "intermediate_size_mlp": 24, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2, "attention_chunk_size": 7, "floor_scale": 3, "attn_scale": 0.6,
+}  # fmt: skip
 CASES = {
     "llama": ("Llama", GROUPED | {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("Llama", GROUPED | {"tie_word_embeddings": True, "head_dim": 12}),
@@ -53,6 +58,19 @@ CASES = {
     "deepseek_v3": ("DeepseekV3", LATENT | {"n_group": 2, "topk_group": 1}),
     "gpt_oss": ("GptOss", GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
     "gpt2": ("GPT2", GPT2),
+    "gemma": ("Gemma", GROUPED | {"head_dim": 12}),
+    "gemma2": ("Gemma2", GROUPED | {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 10}),
+    "gemma3": ("Gemma3", GROUPED | GEMMA3),
+    "gemma3-linear": ("Gemma3", GROUPED | GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "granite": ("Granite", GROUPED | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0}),
+    "smollm3": ("SmolLM3", GROUPED | {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "olmo2": ("Olmo2", GROUPED),
+    "olmo3": ("Olmo3", GROUPED | {"sliding_window": 5, "layer_types": WINDOWS["layer_types"]}),
+    "olmoe": ("Olmoe", GROUPED | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "starcoder2": ("Starcoder2", GROUPED | {"sliding_window": 5}),
+    "gpt_neox": ("GPTNeoX", SIZES | {"rotary_pct": 0.5}),
+    "glm4_moe": ("Glm4Moe", GROUPED | {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    "llama4": ("Llama4", GROUPED | LLAMA4),
     "llama-linear": ("Llama", GROUPED | rope("linear", factor=4.0)),
     "llama-dynamic": ("Llama", GROUPED | rope("dynamic", factor=2.0) | {"max_position_embeddings": 8}),
     "llama-llama3": ("Llama", GROUPED | rope("llama3", 8, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)),

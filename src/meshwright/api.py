@@ -142,6 +142,7 @@ def verify(
     device: str = "auto",
     backend: str = "auto",
     share_device: bool = False,
+    allow_differences: str | Sequence[str] = (),
     set: Sequence[str] = (),
 ) -> Proof:
     """Train a plan on at most `ranks` local processes and on one device, and compare the two. With `share_device` several processes use
@@ -151,6 +152,7 @@ def verify(
     ("script.py:make"). Then `plan` is a `Plan`, a dictionary of its fields or a plan file. `example` is the batch of all ranks together: a
     pair (inputs, targets) with a `loss(output, targets)`, else the inputs of a module that returns its loss; or a function of a seed
     that returns it. `table`, `layers`, `batch_first` and `reduction` are those of `parallelize`. Functions are at the top level of a file.
+    `allow_differences` names parts of a described model (`Model.not_run`) that may be computed in another way.
     """
     require_torch("`verify`")
     from meshwright.proof.prove import prove
@@ -165,12 +167,18 @@ def verify(
         return prove_module(
             source, plan, **own, batch_first=batch_first, reduction=reduction, settings=list(set), **common
         )
-    return prove(load(source, set=set), **common)
+    return prove(load(source, set=[*set, *difference_settings(allow_differences)]), **common)
 
 
 def is_module(source: Any) -> bool:
     """Whether `verify` is given a module of the user: a function, or the place of one."""
     return callable(source) or (isinstance(source, str) and (source.endswith(".py") or ":" in source))
+
+
+def difference_settings(names: str | Sequence[str] = ()) -> list[str]:
+    """Names of parts of a model that may be computed in another way, a list or a text with commas, as a setting of the plan file."""
+    words = [name.strip() for name in (names.split(",") if isinstance(names, str) else names) if name.strip()]
+    return [f"model.allow_differences={json.dumps(words)}"] if words else []
 
 
 def run_settings(
@@ -207,6 +215,7 @@ def train(
     share_device: bool = False,
     out: str | Path | None = None,
     shrink: bool = False,
+    allow_differences: str | Sequence[str] = (),
     set: Sequence[str] = (),
     listen: Callable[[StepRecord], None] | None = None,
     calibrate: bool = True,
@@ -219,7 +228,8 @@ def train(
     `steps`, `seed`, `learning_rate` and `save_every` replace those of the run file; `start_from` is a Transformers folder with the
     initial weights. `out` is the run folder (default: nothing is written); `resume` is the folder of a run to continue, by default with
     its plan. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. With `share_device` several ranks use one GPU,
-    for tests. `shrink` trains the small copy of the plan that `verify` uses; `listen` is called with the record of every finished step.
+    for tests. `shrink` trains the small copy of the plan that `verify` uses; `allow_differences` as for `verify`; `listen` is called with
+    the record of every finished step.
     A run on CPU processes is predicted from a calibration of this machine, measured in seconds and cached (`calibrate`);
     `recalibrate` measures again; `announce` is called with what a calibration is doing.
     """
@@ -235,7 +245,11 @@ def train(
     device = shared_device(device, share_device)
     if resume is not None:
         source, out = source or plan_of_run(Path(resume)), resume
-    config = load(source, set=[*set, *run_settings(steps, seed, learning_rate, save_every, start_from)])
+    options = [
+        *run_settings(steps, seed, learning_rate, save_every, start_from),
+        *difference_settings(allow_differences),
+    ]
+    config = load(source, set=[*set, *options])
     steps, seed = config.run.steps, config.run.seed
     if shrink:
         from meshwright.proof.shrink import small_config

@@ -357,11 +357,14 @@ def test_norms_of_full_projections_are_counted():
 def test_differences_in_the_mathematics_are_listed():
     assert hf.interpret({"model_type": "llama", **GROUPED, "rope_theta": 5e5, "rms_norm_eps": 1e-6}).not_run == ()
     capped = hf.interpret({"model_type": "gemma2", **GROUPED, "head_dim": 16})  # soft-capping is its class's default
-    assert any("soft-capping of attention scores (attn_logit_softcapping = 50.0)" in line for line in capped.not_run)
+    assert (capped.not_run, capped.attention_softcap) == ((), 50.0)
+    foreign = hf.interpret(
+        {"model_type": "llama", **GROUPED, "attn_logit_softcapping": 30.0, "residual_multiplier": 1.0}
+    )
+    assert foreign.not_run == ("attn_logit_softcapping: soft-capping of attention scores (30.0)",)
     scaled = {"type": "mrope", "mrope_section": [1, 1, 2]}
     assert "mrope" in hf.interpret({"model_type": "qwen2_vl", **GROUPED, "rope_scaling": scaled}).not_run[0]
-    parallel = hf.interpret({"model_type": "gpt_neox", **COMMON}).not_run
-    assert any("attention and FFN in parallel" in line for line in parallel)
+    assert hf.interpret({"model_type": "gpt_neox", **COMMON}).parallel_residual
 
 
 @pytest.mark.parametrize("family", ORACLE)
@@ -606,16 +609,24 @@ def test_any_bytes(raw):
 
 
 def test_a_proof_and_an_estimate_list_ignored_features(tmp_path):
-    """Gemma-2's soft-capping is not run: a proof must report that."""
+    """A run without a part of the model needs its name, and a proof must report it."""
     from meshwright.cost.predict import predict
     from meshwright.describe.config import load as load_config
+    from meshwright.models import build
     from meshwright.proof.small import small_copy
 
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", **GROUPED, "head_dim": 16, "odd_key": 3}))
+    config = {"model_type": "mixtral", **ORACLE["mixtral"][0], "router_jitter_noise": 0.1, "odd_key": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "plan.toml").write_text(
         'model = "config.json"\n[cluster]\nextends = "dgx-h100"\ngpus = 2\n[plan]\nreplicate = 2\n[workload]\nbatch = 4\nseq = 64\n'
     )
-    config = load_config(str(tmp_path / "plan.toml"))
-    assert any("not exercised: soft-capping of attention" in line for line in small_copy(config, 2).changes)
+    refused = load_config(str(tmp_path / "plan.toml"))
+    for check in (refused.check_trainable, lambda: small_copy(refused, 2), lambda: build(refused.model)):
+        with pytest.raises(MeshwrightError, match=r"MW-BUILD-005.*--allow-differences router_jitter_noise"):
+            check()
+    with pytest.raises(MeshwrightError, match=r"MW-MODEL-011.*jitter.*Valid: all, router_jitter_noise"):
+        load_config(str(tmp_path / "plan.toml"), ['model.allow_differences=["jitter"]'])
+    config = load_config(str(tmp_path / "plan.toml"), ['model.allow_differences=["router_jitter_noise"]'])
+    assert any("not exercised: router_jitter_noise: noise" in line for line in small_copy(config, 2).changes)
     assumed = predict(config.model, config.cluster, config.plan, config.workload, config.stack).assumed
     assert any("odd_key" in line for line in assumed)

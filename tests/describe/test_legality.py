@@ -173,6 +173,7 @@ EXAMPLES = {
     "MuonNeedsMatrices": ({"replicate": 8}, COUNTS, {"optimizer": "muon"}),
     "ModelHasShape": ({"replicate": 8}, COUNTS, {}),
     "TransformerHasParts": ({"tp": 8}, LLAMA.but(positions="alibi"), {}),
+    "ModelIsComputed": ({"tp": 8}, LLAMA.but(not_run=("jitter: noise",)), {}),
     "PositionsAreLearned": ({"replicate": 8}, LEARNED, {"seq": 65}),
     "GatheredColumnsDivide": ({"tp": 8, "tp_form": "all-gather"}, LLAMA.but(hidden=4100, head_dim=128), {}),
     "SequenceGathersAreTrained": ({"tp": 8, "sp": True, "gather_dtype": "fp8"}, None, {}),

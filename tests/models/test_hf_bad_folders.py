@@ -60,7 +60,7 @@ def test_another_shape(folder):
 
 
 def test_a_foreign_architecture(folder):
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "olmo2"}
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "jamba"}
     (folder / "config.json").write_text(json.dumps(config))
     code, text = code_of(opened, folder)
     assert code == "MW-HF-016"

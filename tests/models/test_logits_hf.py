@@ -29,6 +29,18 @@ LATENT = SIZES | {
     "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+GEMMA = SIZES | {"head_dim": 12}
+NEOX = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "rms_norm_eps")}
+FALCON = {key: value for key, value in NEOX.items() if key != "intermediate_size"}
+LLAMA4 = SIZES | {
+    "head_dim": 8, "intermediate_size_mlp": 24, "num_local_experts": 6, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2, "attention_chunk_size": 7, "floor_scale": 3, "attn_scale": 0.6,
+}  # fmt: skip
+GLM4_MOE = SIZES | {
+    "head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 SCALED = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
@@ -71,6 +83,39 @@ CASES = [
     ("gpt_oss", MIXTRAL | {"head_dim": 12, "sliding_window": 5, "swiglu_limit": 0.5}),
     ("gpt_oss", MIXTRAL | {"head_dim": 8, "attention_bias": False, "layer_types": ["full_attention"] * 3} | TIED),
     ("qwen2_moe", ROUTED | {"shared_expert_intermediate_size": 20, "qkv_bias": False}),
+    ("gemma", GEMMA),
+    ("gemma", GEMMA | BIASED | {"tie_word_embeddings": False, "hidden_act": "quick_gelu"}),
+    ("gemma2", GEMMA | {"sliding_window": 5, "query_pre_attn_scalar": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    ("gemma2", GEMMA | {"sliding_window": 5, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("gemma3_text", GEMMA | {"sliding_window": 5, "sliding_window_pattern": 2, "rope_theta": 300.0, "rope_local_base_freq": 20.0}),
+    ("gemma3_text", GEMMA | {"sliding_window": 5, "layer_types": WINDOWS, "rope_scaling": SCALED["linear"], "final_logit_softcapping": 3.0}),
+    ("gemma3_text", GEMMA | {"sliding_window": 8, "layer_types": WINDOWS, "use_bidirectional_attention": True}),
+    ("gpt_neox", NEOX),
+    ("gpt_neox", NEOX | {"use_parallel_residual": False, "rotary_pct": 1.0, "attention_bias": False, "hidden_act": "gelu_new"} | TIED),
+    ("smollm3", SIZES | {"no_rope_layer_interval": 2}),
+    ("smollm3", SIZES | BIASED | {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 5, "mlp_bias": True}),
+    ("llama4_text", LLAMA4),
+    ("llama4_text", LLAMA4 | {"use_qk_norm": False, "attn_temperature_tuning": False, "num_experts_per_tok": 2} | BIASED),
+    ("llama4_text", LLAMA4 | {"no_rope_layers": [1, 0, 1], "moe_layers": [1], "rope_scaling": SCALED["llama3"], "floor_scale": 8}),
+    ("glm4_moe", GLM4_MOE),
+    ("glm4_moe", GLM4_MOE | BIASED | {"use_qk_norm": True, "partial_rotary_factor": 1.0, "norm_topk_prob": False, "n_group": 4, "topk_group": 2}),
+    ("granite", SIZES | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 1.7}),
+    ("olmo2", SIZES),
+    ("olmo3", SIZES | {"sliding_window": 5, "layer_types": WINDOWS, "rope_theta": 300.0}),
+    ("olmo3", SIZES | {"sliding_window": 5, "layer_types": WINDOWS, "rope_scaling": SCALED["yarn"]}),
+    ("olmoe", {**MIXTRAL, "num_experts": 6, "norm_topk_prob": True}),
+    ("starcoder2", NEOX | {"num_key_value_heads": 2, "sliding_window": 5, "norm_epsilon": 1e-3}),
+    ("cohere", NEOX | {"num_key_value_heads": 2, "logit_scale": 0.3, "layer_norm_eps": 1e-3}),
+    ("cohere2", NEOX | {"sliding_window": 5, "sliding_window_pattern": 2, "head_dim": 8}),
+    ("cohere2", NEOX | BIASED | {"sliding_window": 5, "layer_types": WINDOWS, "head_dim": 8}),
+    ("stablelm", NEOX | {"num_key_value_heads": 2, "use_parallel_residual": True, "use_qkv_bias": True, "layer_norm_eps": 1e-3}),
+    ("stablelm", NEOX | {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
+    ("minimax_m2", MIXTRAL | {"head_dim": 12}),
+    ("falcon", FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": True}),
+    ("falcon", FALCON | {"new_decoder_architecture": False, "multi_query": True}),
+    ("falcon", FALCON | {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False}),
+    ("gpt_bigcode", GPT2),
+    ("gpt_bigcode", GPT2 | {"multi_query": False, "n_inner": 40}),
     ("gpt2", GPT2),
     ("gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 40, "tie_word_embeddings": False}),
     ("gpt2", GPT2 | {"scale_attn_weights": False, "activation_function": "quick_gelu"}),
@@ -98,7 +143,9 @@ def in_float64():
 
 def scattered(family, shape):
     """The model of Transformers, with weights so large that every part of it affects the logits."""
-    config = transformers.AutoConfig.for_model(family, **shape)
+    config = transformers.AutoConfig.for_model(
+        family, **{**shape, "pad_token_id": None}
+    )  # a padding row has no gradient
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     reference = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -129,7 +176,7 @@ def copied(reference, model, folder):
 
 def named(case):
     family, shape = case
-    common = {**SIZES, **GPT2, **LATENT, **ROUTED}
+    common = {**SIZES, **GPT2, **LATENT, **ROUTED, **LLAMA4}
     return f"{family} {' '.join(key for key, value in shape.items() if common.get(key) != value)}"
 
 

@@ -11,7 +11,7 @@ from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models import build, initial_value, loss_function
-from meshwright.models.attention import Geometry
+from meshwright.models.attention import AttentionRule, Geometry
 
 NAMES = {"ffn-gate": "ffn.gate", "ffn-up": "ffn.up", "ffn-down": "ffn.down", "linear": "linear"}
 
@@ -111,11 +111,11 @@ def test_a_window_limits_the_visible_positions(causal):
     assert [layer.attention.rule.window for layer in network.layers.values()] == [3, 3, 0]
     listed = materialised(model.but(full_every=0, full_layers=(0, 2, 7)))
     assert [layer.attention.rule.window for layer in listed.layers.values()] == [0, 3, 0]
-    mask = Geometry(model).mask(torch.empty(1, 2, 6, 8), window=3)
+    mask = Geometry(model).mask(torch.empty(1, 2, 6, 8), AttentionRule(window=3))
     for query in range(6):
         seen = {k for k in range(6) if abs(query - k) < 3 and (k <= query or not causal)}
         assert set(mask[query].nonzero().flatten().tolist()) == seen
-    assert Geometry(model).mask(torch.empty(1, 2, 6, 8), window=0) is None
+    assert Geometry(model).mask(torch.empty(1, 2, 6, 8), AttentionRule()) is None
 
 
 def test_initial_values_depend_only_on_seed_and_name():

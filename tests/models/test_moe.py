@@ -139,8 +139,9 @@ def test_latent_attention_equals_its_formula():
     q = attention.heads.q_b(query).unflatten(-1, (2, 10))
     mixed = []
     for n in range(2):
-        turned_q = geometry.rotated(q[:, None, :, n, 6:])[:, 0]
-        turned_k = geometry.rotated(key[:, None])[:, 0]
+        positions = attention.heads.positions
+        turned_q = geometry.rotated(q[:, None, :, n, 6:], positions)[:, 0]
+        turned_k = geometry.rotated(key[:, None], positions)[:, 0]
         scores = q[:, :, n, :6] @ kv[:, :, n, :6].mT + turned_q @ turned_k.mT
         scores = scores / math.sqrt(10) + torch.full((5, 5), float("-inf")).triu(1)
         mixed.append(scores.softmax(-1) @ kv[:, :, n, 6:])

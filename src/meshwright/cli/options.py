@@ -33,6 +33,14 @@ GpusOption = Annotated[
         callback=at_least_one,
     ),
 ]
+DifferencesOption = Annotated[
+    str,
+    typer.Option(
+        "--allow-differences",
+        metavar="NAMES",
+        help="Parts of the model, by name, that may be computed in another way: a list with commas, or all. The error MW-BUILD-005 names them.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 

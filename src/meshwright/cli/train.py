@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
+from meshwright.cli.options import ClusterOption, DifferencesOption, GpusOption, JsonOption, NodesOption
 from meshwright.cli.train_options import (
     BackendOption,
     CalibrateOption,
@@ -54,6 +54,7 @@ def command(
     dry_run: DryRunOption = False,
     trace: TraceOption = None,
     shrink: ShrinkOption = False,
+    allow_differences: DifferencesOption = "",
     calibrate: CalibrateOption = True,
     recalibrate: RecalibrateOption = False,
     cluster: ClusterOption = "",
@@ -80,6 +81,7 @@ def command(
     reports = place is None or place.rank == 0  # the other ranks of a launcher print nothing
     plan = plan_to_train(plan, out, resume)
     options = api.run_settings(steps, seed, learning_rate, save_every, start_from or "", profile)
+    options += api.difference_settings(allow_differences)
     config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=[*settings, *options])
     if shrink:
         from meshwright.proof.shrink import small_config

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
+from meshwright.cli.options import ClusterOption, DifferencesOption, GpusOption, JsonOption, NodesOption
 
 
 def command(
@@ -47,6 +47,7 @@ def command(
     share_device: bool = typer.Option(
         False, "--share-device", help="Several ranks on one GPU, for tests: their tensors move through the host."
     ),
+    allow_differences: DifferencesOption = "",
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
@@ -68,10 +69,15 @@ def command(
     source: Any = subject
     if not api.is_module(subject):
         refuse(own, "a plan file describes its model", "meshwright verify script.py:make --plan plan.toml")
+        settings = [*settings, *api.difference_settings(allow_differences)]
         source = api.load(subject, cluster=cluster, nodes=nodes, gpus=gpus, set=settings).check_trainable()
         own, settings = {}, []
     else:
-        refuse({"cluster": cluster, "nodes": nodes, "gpus": gpus}, "a module is proved without a cluster", "")
+        refuse(
+            {"cluster": cluster, "nodes": nodes, "gpus": gpus, "allow_differences": allow_differences},
+            "a module is proved without a cluster",
+            "",
+        )
     with patient("training on many ranks and on one", measurable=False):
         proof = api.verify(
             source,

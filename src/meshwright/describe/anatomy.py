@@ -212,7 +212,7 @@ def stream_part(m: ModelShape, name: str) -> Block:
 def attention_part(m: ModelShape) -> Block:
     linears, core = attention_linears(m)
     vectors = []
-    if m.qk_norm:
+    if m.qk_norm and m.qk_norm_weights:
         heads = m.heads + m.kv_groups if m.qk_norm_width == "projection" else 2
         vectors.append(Vector("qk-norm", "norm", heads * m.head_width, "inside"))
     if m.attention == "mla":

@@ -36,7 +36,9 @@ class Model(ModelShape):
         width = self.index_top_k or self.window
         if not width or width >= seq:
             return full
-        near = _seen(width, seq, self.causal and halve_causal)
+        halves = self.causal and halve_causal
+        chunked = self.window_kind == "chunk" and not self.index_top_k
+        near = _seen_in_chunks(width, seq, halves) if chunked else _seen(width, seq, halves)
         seeing_all = 0.0 if self.index_top_k else self.full_count / max(self.attention_count, 1)
         return full * seeing_all + near * (1 - seeing_all)
 
@@ -170,3 +172,9 @@ def _seen(width: float, seq: float, causal: bool) -> float:
     """Mean positions in a window of `width`. Token t of a causal sequence sees min(t, w): the average over s is w − w²/2s."""
     width = min(width, seq)
     return width - width**2 / (2 * seq) if causal else float(width)
+
+
+def _seen_in_chunks(width: float, seq: float, causal: bool) -> float:
+    """Mean positions in a chunk of `width`: all of them, or half of them in a causal sequence. The last chunk may be shorter."""
+    last = seq % width
+    return ((seq - last) * width + last**2) / seq * (0.5 if causal else 1.0)

@@ -33,6 +33,9 @@ class RouterOptions(Described):
         default=None, description="weights of a token sum to one; default: where k > 1 and tokens choose"
     )
     scale: float = Field(default=1.0, ge=0, description="factor of the sum of the routed experts' outputs")
+    weigh_inputs: bool = Field(
+        default=False, description="weights multiply the input of an expert instead of its output (Llama 4)"
+    )
     aux: float = Field(default=0.0, ge=0, description="weight of the balancing loss (Switch, GShard)")
     aux_scope: Literal["batch", "sequence"] = Field(
         default="batch", description="the balancing loss is computed over all tokens in flight, or over each sequence"

@@ -79,6 +79,9 @@ class ModelShape(Described):
     latent_norm_epsilon: float = Field(
         default=0.0, ge=0, lt=1, description="the same in the norms of latent attention; 0: norm_epsilon"
     )
+    norm_offset: float = Field(
+        default=0.0, ge=0, le=1, description="added to the weight of every norm before it multiplies (Gemma: 1)"
+    )
     norm_parameters: Literal["all", "weight", "none"] = Field(
         default="all",
         description="what norms learn: weight, and a bias in layernorm; the weight alone; or nothing (OLMo)",
@@ -87,6 +90,18 @@ class ModelShape(Described):
         default=2, description="1: attention and FFN in parallel share one; 4: one more after each of them"
     )
     norm_position: Literal["pre", "post"] = Field(default="pre", description="norms before or after attention and FFN")
+    parallel_residual: bool = Field(
+        default=False,
+        description="attention and FFN read the same input: x + attention(norm(x)) + ffn(norm(x)) (GPT-NeoX); norms_per_layer=1: one norm for both",
+    )
+    residual_scale: float = Field(
+        default=1.0, gt=0, description="factor of what attention and FFN add to the residual (Granite)"
+    )
+    embedding_scale: float = Field(default=1.0, gt=0, description="factor of the token embeddings (Gemma: √hidden)")
+    logit_scale: float = Field(default=1.0, gt=0, description="factor of the logits (Granite, Cohere)")
+    logit_softcap: float = Field(
+        default=0.0, ge=0, description="soft cap c of the logits: z becomes c·tanh(z/c) (Gemma 2); 0: none"
+    )
     final_norm: bool = True
     embedding_norm: bool = False
     embedding_dim: Whole = Field(
@@ -95,6 +110,10 @@ class ModelShape(Described):
     qk_norm: bool = False
     qk_norm_width: Literal["head", "projection"] = Field(
         default="head", description="queries and keys are normalised per head, or over the whole projection (OLMo 2)"
+    )
+    qk_norm_weights: bool = Field(
+        default=True,
+        description="false: queries and keys are normalised without weights, after the rotation, in layers with rotary positions (Llama 4)",
     )
     qkv_bias: bool = False
     out_bias: bool = False
@@ -112,6 +131,29 @@ class ModelShape(Described):
     full_every: Whole = Field(default=0, description="with a window: every n-th layer sees all positions; 0: none does")
     full_layers: tuple[Whole, ...] = Field(
         default=(), description="with a window: more layers, counted from 0, that see all positions"
+    )
+    window_kind: Literal["sliding", "chunk"] = Field(
+        default="sliding",
+        description="a query sees the nearest keys, or (chunk) those of its chunk of `window` positions (Llama 4)",
+    )
+    window_rope_theta: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1e15,
+        description="rotary base of layers with a window, whose frequencies are not scaled (Gemma 3); 0: as in the others",
+    )
+    nope_every: Whole = Field(default=0, description="every n-th layer has no rotary positions (SmolLM3); 0: none")
+    nope_layers: tuple[Whole, ...] = Field(
+        default=(), description="more layers, counted from 0, without rotary positions"
+    )
+    temperature_scale: float = Field(
+        default=0.0,
+        ge=0,
+        description="layers without rotary positions: the query at p, counted from 1, is multiplied by 1 + a·ln(1 + ⌊p/floor⌋) (Llama 4); 0: not",
+    )
+    temperature_floor: Size = Field(default=8192, description="floor of that formula, in positions")
+    attention_softcap: float = Field(
+        default=0.0, ge=0, description="soft cap c of attention scores: s becomes c·tanh(s/c) (Gemma 2); 0: none"
     )
     sinks: bool = Field(
         default=False, description="a learned score per head that takes a share of each softmax (gpt-oss)"
@@ -179,6 +221,9 @@ class ModelShape(Described):
     not_run: tuple[str, ...] = Field(
         default=(), description="parts of the original model that `train` and `verify` compute in another way"
     )
+    allow_differences: tuple[str, ...] = Field(
+        default=(), description="names of such parts that a run may compute in another way; all: every one"
+    )
 
     @model_validator(mode="after")
     def _legal(self) -> ModelShape:
@@ -209,6 +254,17 @@ class ModelShape(Described):
     @property
     def gated(self) -> bool:
         return self.activation in ("swiglu", "geglu", "geglu-tanh")
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether a norm follows attention and FFN."""
+        return self.norms_per_layer == 4 or self.norm_position == "post"
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Entries of `not_run` that `allow_differences` does not name. The name of an entry is the text before its colon."""
+        allowed = self.allow_differences
+        return tuple(e for e in self.not_run if "all" not in allowed and e.partition(":")[0] not in allowed)
 
     @property
     def embedding_rate(self) -> float:
@@ -289,6 +345,11 @@ class ModelShape(Described):
         """Whether the queries of a layer, counted from 0, see all positions."""
         periodic = bool(self.full_every) and (layer + 1) % self.full_every == 0
         return not self.window or periodic or layer in self._listed_full
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has rotary positions."""
+        periodic = bool(self.nope_every) and (layer + 1) % self.nope_every == 0
+        return self.positions == "rope" and not periodic and layer not in self.nope_layers
 
     @cached_property
     def _listed_full(self) -> frozenset[int]:

@@ -31,6 +31,7 @@ def check(m: Shape) -> None:
     if m.kind == "transformer":
         _check_heads(m)
         _check_rotation_and_activation(m)
+        _check_effect(m)
         if m.attention == "mla" and not (m.kv_rank and m.nope_dim and m.value_dim):
             raise MeshwrightError("MW-MODEL-004", "MLA needs kv_rank, nope_dim and value_dim above 0")
         _check_experts(m)
@@ -80,6 +81,34 @@ def _check_rotation_and_activation(m: Shape) -> None:
             "MW-MODEL-009",
             f"swiglu_limit, swiglu_alpha or swiglu_shift with activation={m.activation}",
             fix="--set model.activation=swiglu",
+        )
+
+
+def _check_effect(m: Shape) -> None:
+    """Raise for fields that would have no effect together with the others, and for names of differences that the model does not have."""
+    without_rope = bool(m.nope_every or m.nope_layers)
+    windows_rotate = m.window and m.positions == "rope"
+    per_head = m.qk_norm and m.qk_norm_width == "head"
+    norms_before = m.norm_position == "pre" and m.norms_per_layer in (1, 2)
+    for broken, what, *reset in (
+        (without_rope and m.positions != "rope", f"layers without rotary positions and positions={m.positions}", "nope_every=0", "nope_layers=[]"),
+        (m.window_kind == "chunk" and not m.window, "window_kind=chunk without a window", "window_kind=sliding"),
+        (m.window_rope_theta and not windows_rotate, "window_rope_theta without a window and rotary positions", "window_rope_theta=0"),
+        (m.temperature_scale and not without_rope, "temperature_scale without layers that have no rotary positions", "temperature_scale=0"),
+        (not m.qk_norm_weights and not per_head, "qk_norm_weights=false without norms of each head", "qk_norm_weights=true"),
+        (m.norm_offset and m.norm_parameters == "none", "norm_offset with norms that have no weight", "norm_offset=0"),
+        (m.parallel_residual and not norms_before, "parallel_residual with norms after attention and FFN", "parallel_residual=false"),
+    ):  # fmt: skip
+        if broken:
+            raise MeshwrightError("MW-MODEL-011", what, fix=" ".join(f"--set model.{field}" for field in reset))
+    names = [entry.partition(":")[0] for entry in m.not_run]
+    if unknown := sorted(set(m.allow_differences) - {"all", *names}):
+        raise MeshwrightError(
+            "MW-MODEL-011",
+            f"allow_differences names {', '.join(unknown)}",
+            why="A name is that of an entry of model.not_run, which this model "
+            + (f"has for: {', '.join(names)}" if names else "has none of"),
+            valid=["all", *names],
         )
 
 

@@ -307,7 +307,7 @@ class Batch:
     def layer_tensors(self) -> float:
         """Parameter tensors of the mean layer: matrices, those that multiply one input as one where the stack fuses their products; their biases;
         and weights of norms, each with a bias in LayerNorm."""
-        total, norms = 0, 2 if self.model.norm == "layernorm" else 1
+        total, norms = 0, len(self.model.norm_affine)
         for kind in self.model.kinds:
             block = self.model.blocks[kind]
             separate = [[linear] for linear in block.linears]

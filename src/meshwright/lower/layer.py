@@ -129,6 +129,12 @@ class LayerLowering(BlockBuilder):
         if self.m.qk_norm:
             self.memory("F", "qk-norm", "norm", size, 2, 2)
             self.memory("I", "qk-norm-grad", "norm", size, 4, 4)
+            if (
+                self.m.qk_norm_width == "projection"
+            ):  # ranks with parts of the heads average the squares of queries and of keys
+                wide = self.b.tokens * max(4.0, self.element)
+                for phase in ("F", "I"):
+                    self.collective(phase, "qk-norm-mean", "norm", "all_reduce", "tp", wide, 2 * self.with_tp)
 
     def core(self, heads: Array) -> None:
         """softmax(QKᵀ)V. Flash attention runs five products backward for forward's two; stored softmax four."""
@@ -300,7 +306,7 @@ class LayerLowering(BlockBuilder):
         """
         full, selective = (self.b.recompute == 2) * 1.0, (self.b.recompute == 1) * 1.0
         spared = {"attention-in", "linear-in", "ffn-in", "shared-in"}
-        if self.m.norms_per_layer < 4 or self.m.kind == "mlp":
+        if not self.m.norms_outputs or self.m.kind == "mlp":
             spared.add(last)
         by_operator, products = self.b.stack.selective == "operators", 0
         for op in self.phases["F"]:

@@ -1,7 +1,12 @@
 """Attention: grouped queries over keys and values, softmax(scale · q kᵀ) v.
 
-What a layer may add: rotary positions (`rotary`), norms of queries and keys, a window, dropout of probabilities (`dropout`), document
-masks (`documents`), and sinks. A sink is one learned score per head, without a value: it takes a share of each softmax, so a head that
+What a layer may add: rotary positions (`rotary`), norms of queries and keys, a window (the nearest keys, or those of the same chunk), soft
+caps of scores, dropout of probabilities (`dropout`), document masks (`documents`), and sinks. A layer without rotary positions may
+multiply its queries by a factor that grows with the position (Llama 4), so that attention to many keys stays sharp:
+
+    q_p ← q_p · (1 + a·ln(1 + ⌊(p + 1) / floor⌋))                         positions p from 0
+
+A sink is one learned score per head, without a value: it takes a share of each softmax, so a head that
 finds no key of interest can return almost zero instead of an average of all values (gpt-oss):
 
     output = Σ_k exp(s_k) v_k / (exp(sink) + Σ_k exp(s_k))
@@ -21,23 +26,48 @@ from torch.nn import functional as F
 from meshwright.describe.model import Model
 from meshwright.models.documents import current_documents, same_document
 from meshwright.models.dropout import Dropped, Probabilities
-from meshwright.models.parts import Linear
+from meshwright.models.dtypes import at_least_single
+from meshwright.models.parts import Linear, ProjectionNorm, rms_norm, soft_cap
 from meshwright.models.rotary import angles, rotate
 
 
 class AttentionRule(NamedTuple):
-    """How one layer attends: a query sees keys less than `window` positions away (0: all keys), scores are multiplied by `scale`
-    (None: 1/√D), and some probabilities may be dropped."""
+    """How one layer attends: a query sees keys less than `window` positions away (0: all keys), or with `chunked` those of its chunk of
+    `window` positions; scores are multiplied by `scale` (None: 1/√D) and soft-capped (0: not); some probabilities may be dropped."""
 
     window: int = 0
     scale: float | None = None
+    chunked: bool = False
+    softcap: float = 0.0
     dropped: Dropped | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's attention function computes this rule."""
+        return self.dropped is None and not self.softcap
 
 
 def rule_of(model: Model, layer: int) -> AttentionRule:
     width = model.nope_dim + model.rope_dim if model.attention == "mla" else model.head_width
     scale = model.score_scale(layer)
-    return AttentionRule(0 if model.sees_all(layer) else model.window, None if scale == width**-0.5 else scale)
+    window = 0 if model.sees_all(layer) else model.window
+    chunked = model.window_kind == "chunk" and bool(window)
+    return AttentionRule(window, None if scale == width**-0.5 else scale, chunked, model.attention_softcap)
+
+
+class Positions(NamedTuple):
+    """How the queries and keys of one layer depend on positions: rotated or not, with the base of layers with a window (0: that of
+    the model, scaled); queries multiplied by the attention temperature or not."""
+
+    rotated: bool
+    base: float
+    tempered: bool
+
+
+def positions_of(model: Model, layer: int) -> Positions:
+    rotated = model.rotates(layer)
+    base = 0.0 if model.sees_all(layer) else model.window_rope_theta
+    return Positions(rotated, base, bool(model.temperature_scale) and not rotated)
 
 
 # q, k, v, the sink of each query if the model has sinks, [B, N, S], and the rule of the layer
@@ -51,7 +81,7 @@ class Geometry:
     exchanges keys and values with other ranks."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.rotates, self.causal = model, model.positions == "rope", model.causal
+        self.model, self.causal = model, model.causal
         self.position_ids: torch.Tensor | None = None  # None: 0, 1, 2, …
         self.length = 0  # 0: that of the input
         self.attend: Attend = self.attend_whole
@@ -67,8 +97,8 @@ class Geometry:
         rule: AttentionRule,
     ) -> torch.Tensor:
         """softmax(scale · q kᵀ) v over a whole sequence."""
-        mask = self.mask(q_BNSD, rule.window)
-        if rule.dropped is not None or sinks_BNS is not None:
+        mask = self.mask(q_BNSD, rule)
+        if not rule.fused or sinks_BNS is not None:
             return self._attend_step_by_step(q_BNSD, k_BKSD, v_BKSD, sinks_BNS, mask, rule)
         return F.scaled_dot_product_attention(
             q_BNSD,
@@ -89,9 +119,10 @@ class Geometry:
         mask: torch.Tensor | None,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """Attention with sinks or dropped probabilities, computed as one matrix of all probabilities."""
+        """Attention with sinks, soft-capped scores or dropped probabilities, computed as one matrix of all probabilities."""
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * (rule.scale or q.shape[-1] ** -0.5)
+        scores = soft_cap(scores, rule.softcap) if rule.softcap else scores
         position_ids = torch.arange(q.shape[-2])
         visible = position_ids[:, None] >= position_ids if mask is None and self.causal else mask
         scores = scores if visible is None else scores.masked_fill(~visible.to(q.device), -torch.inf)
@@ -103,26 +134,48 @@ class Geometry:
             probabilities = probabilities * rule.dropped.factor(position_ids, position_ids, q.dtype)
         return probabilities @ v
 
-    def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor:
-        """Queries or keys, rotated by their positions if the model uses rotary positions."""
-        if not self.rotates:
+    def rotated(self, x_BNSD: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Queries or keys, rotated by their positions if the layer has rotary positions."""
+        if not positions.rotated:
             return x_BNSD
-        cosine, sine = self.angles(x_BNSD.shape[-2], x_BNSD.dtype, x_BNSD.device)
+        cosine, sine = self.angles(x_BNSD.shape[-2], x_BNSD.dtype, x_BNSD.device, positions.base)
         return rotate(x_BNSD, cosine, sine, self.model.rope.interleaved)
 
-    def angles(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def tempered(self, q_BNSD: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Queries, multiplied by the attention temperature of their positions if the layer has one."""
+        if not positions.tempered:
+            return q_BNSD
+        return (q_BNSD * self.temperature(q_BNSD.shape[-2], q_BNSD.dtype, q_BNSD.device)).to(q_BNSD.dtype)
+
+    def angles(self, length: int, dtype: torch.dtype, device: torch.device, base: float = 0.0) -> torch.Tensor:
         """Cosine and sine of the angles of this rank's tokens: [2, S, D]."""
-        key = ("angles", length, dtype, device)
+        key = ("angles", base, length, dtype, device)
         if key not in self._cache:
-            position_ids = torch.arange(length) if self.position_ids is None else self.position_ids
-            self._cache[key] = torch.stack(angles(self.model, position_ids, self.length or length)).to(device, dtype)
+            found = angles(self.model, self._positions(length), self.length or length, base)
+            self._cache[key] = torch.stack(found).to(device, dtype)
         return self._cache[key]
+
+    def temperature(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The factor of the query at each position of this rank, [S, 1], in float32 or wider."""
+        key = ("temperature", length, dtype, device)
+        if key not in self._cache:
+            steps_S = (self._positions(length).double() + 1).div(self.model.temperature_floor).floor()
+            factor_S = 1 + self.model.temperature_scale * steps_S.log1p()
+            self._cache[key] = factor_S[:, None].to(device, at_least_single(dtype))
+        return self._cache[key]
+
+    def _positions(self, length: int) -> torch.Tensor:
+        return torch.arange(length) if self.position_ids is None else self.position_ids.cpu()
 
     def prepare(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
         """Compute what attention keeps for a length, outside of a compiled graph: the graph would compute it in every layer."""
-        if self.rotates:
-            self.angles(length, dtype, device)
-        self._position_mask(length, self.model.window, device)
+        for layer in range(self.model.layers):
+            positions, rule = positions_of(self.model, layer), rule_of(self.model, layer)
+            if positions.rotated:
+                self.angles(length, dtype, device, positions.base)
+            if positions.tempered:
+                self.temperature(length, dtype, device)
+            self._position_mask(length, rule, device)
 
     def hold(self) -> None:
         """Keep the documents for a compiled graph, which cannot read them from their context variable (`parallel.compile`)."""
@@ -131,9 +184,9 @@ class Geometry:
     def documents(self) -> torch.Tensor | None:
         return self.held_documents_BS if torch.compiler.is_compiling() else current_documents()
 
-    def mask(self, x: torch.Tensor, window: int) -> torch.Tensor | None:
+    def mask(self, x: torch.Tensor, rule: AttentionRule) -> torch.Tensor | None:
         """True where a query may attend; None if `is_causal` or no mask is sufficient."""
-        mask, documents_BS = self._position_mask(x.shape[-2], window, x.device), self.documents()
+        mask, documents_BS = self._position_mask(x.shape[-2], rule, x.device), self.documents()
         if documents_BS is None:
             return mask
         position_ids = torch.arange(x.shape[-2], device=documents_BS.device)
@@ -142,14 +195,16 @@ class Geometry:
             same = same.tril_()
         return same.to(x.device) if mask is None else same.to(x.device) & mask
 
-    def _position_mask(self, length: int, window: int, device: torch.device) -> torch.Tensor | None:
+    def _position_mask(self, length: int, rule: AttentionRule, device: torch.device) -> torch.Tensor | None:
+        window = rule.window
         if not window or window >= length:
             return None
-        key = ("mask", length, window, device)
+        key = ("mask", length, window, rule.chunked, device)
         if key not in self._cache:
             position = torch.arange(length, device=device)
             distance = position[:, None] - position[None, :]
-            near = distance.abs() < window
+            chunk = position // window
+            near = chunk[:, None] == chunk[None, :] if rule.chunked else distance.abs() < window
             self._cache[key] = near & (distance >= 0) if self.causal else near
         return self._cache[key]
 
@@ -169,22 +224,37 @@ class Attention(nn.Module):
     def __init__(self, model: Model, geometry: Geometry, layer: int) -> None:
         super().__init__()
         self.width, self.geometry, self.rule = model.head_width, geometry, rule_of(model, layer)
+        self.positions = positions_of(model, layer)
         self.probabilities = Probabilities(model.attention_dropout, f"layers.{layer}.probabilities")
         queries, keys = model.heads * self.width, model.kv_groups * self.width
         self.q = Linear(model.hidden, queries, bias=model.qkv_bias)
         self.k = Linear(model.hidden, keys, bias=model.qkv_bias)
         self.v = Linear(model.hidden, keys, bias=model.qkv_bias)
-        self.q_norm = nn.RMSNorm(self.width, eps=model.norm_epsilon) if model.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.width, eps=model.norm_epsilon) if model.qk_norm else nn.Identity()
+        weighted = model.qk_norm and model.qk_norm_weights
+        self.whole = weighted and model.qk_norm_width == "projection"  # norms over all heads
+        for name, width in (("q_norm", queries), ("k_norm", keys)):
+            made = ProjectionNorm if self.whole else rms_norm
+            norm = made(width if self.whole else self.width, model.norm_epsilon, model.norm_offset)
+            setattr(self, name, norm if weighted else nn.Identity())
+        # Without weights a norm follows the rotation.
+        plain = model.qk_norm and not weighted and self.positions.rotated
+        self.rotated_norm = (
+            nn.RMSNorm(self.width, eps=model.norm_epsilon, elementwise_affine=False) if plain else nn.Identity()
+        )
         self.sinks = Sinks(model.heads) if model.sinks else None
         self.o = Linear(queries, model.hidden, bias=model.out_bias)
 
     def heads(self, x_BSX: torch.Tensor) -> torch.Tensor:
         return x_BSX.unflatten(-1, (-1, self.width))
 
+    def rotated(self, x_BSX: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        """Queries or keys, [B, heads, S, D], normalised and rotated."""
+        x_BSND = self.heads(norm(x_BSX)) if self.whole else norm(self.heads(x_BSX))
+        return self.rotated_norm(self.geometry.rotated(x_BSND.transpose(1, 2), self.positions))
+
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        q_BNSD = self.geometry.rotated(self.q_norm(self.heads(self.q(x_BSH))).transpose(1, 2))
-        k_BKSD = self.geometry.rotated(self.k_norm(self.heads(self.k(x_BSH))).transpose(1, 2))
+        q_BNSD = self.geometry.tempered(self.rotated(self.q(x_BSH), self.q_norm), self.positions)
+        k_BKSD = self.rotated(self.k(x_BSH), self.k_norm)
         v_BKSD = self.heads(self.v(x_BSH)).transpose(1, 2)
         sinks_BNS = None if self.sinks is None else self.sinks(x_BSH).transpose(1, 2)
         rule = self.rule._replace(dropped=self.probabilities(q_BNSD))

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.models.dtypes import at_least_single
+from meshwright.models.parts import soft_cap
 from meshwright.models.wide_products import add_product
 
 IGNORED = -100  # a target that is padding
@@ -63,10 +64,12 @@ def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Te
     return F.cross_entropy(wide, target_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def linear_cross_entropy(x_BSH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """The cross-entropy of the logits x Wᵀ, summed over valid tokens, times the factor."""
+def linear_cross_entropy(
+    x_BSH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, softcap: float = 0.0
+) -> torch.Tensor:
+    """The cross-entropy of the logits x Wᵀ, soft-capped if `softcap` is above 0, summed over valid tokens, times the factor."""
     flat_TH = x_BSH.flatten(0, -2)
-    return _LinearCrossEntropy.apply(flat_TH, weight_VH, targets.target_BS.flatten(), targets.factor)
+    return _LinearCrossEntropy.apply(flat_TH, weight_VH, targets.target_BS.flatten(), targets.factor, softcap)
 
 
 def rows_per_chunk(tokens: int, vocabulary: int, itemsize: int, limit: int = CHUNK_BYTES) -> int:
@@ -78,7 +81,12 @@ def rows_per_chunk(tokens: int, vocabulary: int, itemsize: int, limit: int = CHU
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: torch.Tensor, weight_VH: torch.Tensor, target_T: torch.Tensor, factor: torch.Tensor
+        ctx: Any,
+        x_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        target_T: torch.Tensor,
+        factor: torch.Tensor,
+        softcap: float,
     ) -> torch.Tensor:
         trains_x, trains_weight = ctx.needs_input_grad[:2]
         size = rows_per_chunk(len(x_TH), len(weight_VH), x_TH.element_size())
@@ -88,10 +96,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x_TH), size):
             rows = slice(start, start + size)
             logits = x_TH[rows] @ weight_VH.t()
+            logits = soft_cap(logits, softcap) if softcap else logits
             if not (trains_x or trains_weight):
                 total += cross_entropy(logits[None], target_T[None, rows])
                 continue
+            slope = 1 - (logits / softcap).square_() if softcap else None  # of the soft cap, from its result
             loss_T, dz = loss_and_gradient(logits, target_T[rows], factor)
+            dz = dz if slope is None else dz.mul_(slope)
             total += loss_T.sum()
             del logits
             if dx_TH is not None:
@@ -110,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dx_TH = dx_TH.mul_(gradient)
         if dw_VH is not None:
             dw_VH = torch.mul(dw_VH, gradient, out=torch.empty_like(dw_VH, dtype=ctx.dtype))
-        return dx_TH, dw_VH, None, None
+        return dx_TH, dw_VH, None, None, None
 
 
 def loss_and_gradient(

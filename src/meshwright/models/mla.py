@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.model import Model
-from meshwright.models.attention import Geometry, rule_of
+from meshwright.models.attention import Geometry, positions_of, rule_of
 from meshwright.models.dropout import Probabilities
 from meshwright.models.parts import Linear, make_norm
 
@@ -29,7 +29,7 @@ class Heads(nn.Module):
 
     def __init__(self, model: Model, geometry: Geometry, layer: int) -> None:
         super().__init__()
-        self.geometry, self.rule = geometry, rule_of(model, layer)
+        self.geometry, self.rule, self.positions = geometry, rule_of(model, layer), positions_of(model, layer)
         self.probabilities = Probabilities(model.attention_dropout, f"layers.{layer}.probabilities")
         self.nope, self.rope, self.value = model.nope_dim, model.rope_dim, model.value_dim
         self.widths = (model.q_rank or model.hidden, model.kv_rank, model.rope_dim)
@@ -50,9 +50,10 @@ class Heads(nn.Module):
         k_BNSD, v_BNSD = kv_BNSD.split((self.nope, self.value), dim=-1)
         if self.rope:
             q_plain, q_rotated = q_BNSD.split((self.nope, self.rope), dim=-1)
-            q_BNSD = torch.cat((q_plain, self.geometry.rotated(q_rotated)), dim=-1)
-            rotated_key_BNSD = self.geometry.rotated(key.unsqueeze(1)).expand(-1, q_BNSD.shape[1], -1, -1)
-            k_BNSD = torch.cat((k_BNSD, rotated_key_BNSD), dim=-1)
+            q_BNSD = torch.cat((q_plain, self.geometry.rotated(q_rotated, self.positions)), dim=-1)
+            rotated_key = self.geometry.rotated(key.unsqueeze(1), self.positions)
+            k_BNSD = torch.cat((k_BNSD, rotated_key.expand(-1, q_BNSD.shape[1], -1, -1)), dim=-1)
+        q_BNSD = self.geometry.tempered(q_BNSD, self.positions)
         rule = self.rule._replace(dropped=self.probabilities(q_BNSD))
         mixed_BNSD = self.geometry.attend(q_BNSD, k_BNSD, v_BNSD, None, rule)
         return self.o(mixed_BNSD.transpose(1, 2).flatten(2))

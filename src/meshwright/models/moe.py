@@ -2,6 +2,8 @@
 
     y = Σ_{e chosen} w_e · FFN_e(x) + g · FFN_shared(x)          g = sigmoid(x v) if the model has a shared gate, else 1
 
+With `weigh_inputs` (Llama 4) the weights multiply the input instead: Σ FFN_e(w_e · x).
+
 All E experts have parameters, but a token uses only k of them: k/E of the arithmetic of a dense network of this size. The
 experts are three tensors with the expert as first dimension. Copies of tokens are sorted by expert, so that the copies of
 one expert are consecutive rows, multiplied in one matrix product.
@@ -165,7 +167,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.placement: ExpertPlacement = LocalPlacement()
         self.sums = Sums()
-        self.router = Router(model)
+        self.router, self.weighs_inputs = Router(model), model.router.weigh_inputs
         self.experts = Experts(model)
         self.shared = FeedForward(model, model.shared_width) if model.shared_experts else None
         self.shared_scale = Linear(model.hidden, 1, bias=False) if model.shared_gate else None
@@ -173,11 +175,14 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         local_TH = self.placement.local_tokens(x_BSH)
         routing = self.router(local_TH, self.placement)
-        copies = Copies.of(routing, len(local_TH), self.sums)
-        dispatch = self.placement.dispatch(copies.spread(local_TH), routing.counts_E)
+        copies, weight_R = Copies.of(routing, len(local_TH), self.sums), routing.weight_R
+        copies_RH = copies.spread(local_TH)
+        if self.weighs_inputs:
+            copies_RH, weight_R = copies_RH * weight_R[:, None], torch.ones_like(weight_R)
+        dispatch = self.placement.dispatch(copies_RH, routing.counts_E)
         shared_BSH = self._shared(x_BSH)
         outputs_RH = dispatch.combine(self.experts(*dispatch.receive()))
-        combined_TH = copies.combine(outputs_RH, routing.weight_R)
+        combined_TH = copies.combine(outputs_RH, weight_R)
         routed_BSH = self.placement.restore(combined_TH, x_BSH)
         return routed_BSH if shared_BSH is None else routed_BSH + shared_BSH
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
+from meshwright.models.dtypes import at_least_single
 
 QUICK_GELU = 1.702
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -45,10 +46,74 @@ class Linear(nn.Linear):
         return self.product(x, self.weight, self.bias)
 
 
+class OffsetRMSNorm(nn.RMSNorm):
+    """An RMS norm that multiplies by offset + weight (Gemma: 1 + weight), so that decay of the weight pulls the factor to the offset.
+    The sum is computed in float32 or wider: the sum 1 + weight in bf16 would lose a small weight."""
+
+    def __init__(self, width: int, eps: float, offset: float) -> None:
+        super().__init__(width, eps=eps)
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = at_least_single(x.dtype)
+        weight = self.weight.to(wide) + self.offset
+        return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+class OffsetLayerNorm(nn.LayerNorm):
+    """The same for a layer norm."""
+
+    def __init__(self, width: int, eps: float, offset: float, bias: bool) -> None:
+        super().__init__(width, eps=eps, bias=bias)
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = at_least_single(x.dtype)
+        bias = None if self.bias is None else self.bias.to(wide)
+        return F.layer_norm(x.to(wide), self.normalized_shape, self.weight.to(wide) + self.offset, bias, self.eps).to(
+            x.dtype
+        )
+
+
 def make_norm(model: Model, width: int = 0, epsilon: float = 0.0) -> nn.Module:
     """A norm of the model's kind; by default over the hidden width, with the epsilon of the model."""
-    kind = nn.LayerNorm if model.norm == "layernorm" else nn.RMSNorm
-    return kind(width or model.hidden, eps=epsilon or model.norm_epsilon)
+    width, epsilon, offset = width or model.hidden, epsilon or model.norm_epsilon, model.norm_offset
+    weighted, biased = "weight" in model.norm_affine, "bias" in model.norm_affine
+    if model.norm == "layernorm":
+        if offset:
+            return OffsetLayerNorm(width, epsilon, offset, biased)
+        return nn.LayerNorm(width, epsilon, elementwise_affine=weighted, bias=biased)
+    return rms_norm(width, epsilon, offset) if weighted else nn.RMSNorm(width, epsilon, elementwise_affine=False)
+
+
+def rms_norm(width: int, epsilon: float, offset: float) -> nn.Module:
+    return OffsetRMSNorm(width, epsilon, offset) if offset else nn.RMSNorm(width, epsilon)
+
+
+class ProjectionNorm(nn.Module):
+    """An RMS norm of queries or keys over all heads together (OLMo 2). Where ranks hold parts of the heads, `mean` averages over them: each
+    rank has equally many elements, copies of KV heads included."""
+
+    def __init__(self, width: int, epsilon: float, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.epsilon, self.offset = epsilon, offset
+        self.mean: Callable[[torch.Tensor], torch.Tensor] = lambda local: local
+
+    def weights(self) -> torch.Tensor:
+        """A weight for each element of its input."""
+        return self.weight
+
+    def forward(self, x_BSX: torch.Tensor) -> torch.Tensor:
+        wide = x_BSX.to(at_least_single(x_BSX.dtype))
+        square = self.mean(wide.square().mean(-1, keepdim=True))
+        factor = self.weights().to(wide.dtype) + self.offset
+        return (wide * torch.rsqrt(square + self.epsilon) * factor).to(x_BSX.dtype)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap · tanh(x / cap): almost x where |x| is far below the cap, and never beyond it."""
+    return torch.tanh(x / cap) * cap
 
 
 def gated_product(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

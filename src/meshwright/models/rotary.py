@@ -19,9 +19,9 @@ from meshwright.describe.model import Model
 from meshwright.describe.rope import RopeOptions
 
 
-def frequencies(model: Model, length: int) -> torch.Tensor:
-    """f_i of each pair in float64, for sequences of `length` positions."""
-    rope, width, theta = model.rope, model.rotated_width, model.rope_theta
+def frequencies(model: Model, length: int, base: float = 0.0) -> torch.Tensor:
+    """f_i of each pair in float64, for sequences of `length` positions; with a `base`, its plain frequencies, not scaled."""
+    rope, width, theta = (RopeOptions() if base else model.rope), model.rotated_width, base or model.rope_theta
     original = rope.original_positions or model.max_positions
     if rope.kind == "dynamic" and length > original:
         theta *= (rope.factor * length / original - (rope.factor - 1)) ** (width / (width - 2))
@@ -64,10 +64,12 @@ def kept_by_rotations(rope: RopeOptions, width: int, theta: float, original: int
     return 1 - ((pairs_I - first) / (last - first)).clamp(0, 1)
 
 
-def angles(model: Model, position_ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine [S, D] of the angles at some positions of a sequence of `length`, in float64."""
-    angle_SI = torch.outer(position_ids.to("cpu", torch.float64), frequencies(model, length))
-    factor = model.rope.rotation_factor(model.max_positions)
+def angles(
+    model: Model, position_ids: torch.Tensor, length: int, base: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine [S, D] of the angles at some positions of a sequence of `length`, in float64. `base`: see `frequencies`."""
+    angle_SI = torch.outer(position_ids.to("cpu", torch.float64), frequencies(model, length, base))
+    factor = 1.0 if base else model.rope.rotation_factor(model.max_positions)
     angle_SD = angle_SI.repeat(1, 2)
     return angle_SD.cos() * factor, angle_SD.sin() * factor
 

@@ -4,6 +4,10 @@
     x = x + attention(norm(x));  x = x + ffn(norm(x))   (each layer; with four norms per layer, also a norm after each part)
     logits = project(norm(x))                           (head; with tied embeddings it uses the embedding's weight)
 
+Variants of a layer: norms only after each part, x + norm(attention(x)) (`norm_position`); both parts read the same input, with one norm
+each or one for both, x + attention(norm(x)) + ffn(norm(x)) (`parallel_residual`). Embeddings, what a part adds, and logits may be
+multiplied by a constant; logits may be soft-capped.
+
 attention: grouped queries (`attention`), or latent (`mla`); positions by rotation (RoPE), learned, or none. ffn: one network,
 or experts (`moe`).
 
@@ -27,7 +31,7 @@ from meshwright.models.dropout import make_dropout
 from meshwright.models.loss import current_targets, linear_cross_entropy
 from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
-from meshwright.models.parts import FeedForward, make_norm
+from meshwright.models.parts import FeedForward, make_norm, soft_cap
 
 
 class Layer(nn.Module):
@@ -36,7 +40,7 @@ class Layer(nn.Module):
         latent, expert = model.attention == "mla", model.layer_kinds[index] == "moe"
         self.attention_norm = make_norm(model)
         self.attention = (LatentAttention if latent else Attention)(model, geometry, index)
-        self.ffn_norm = make_norm(model)
+        self.ffn_norm = make_norm(model) if model.norms_per_layer > 1 else None
         if expert:
             self.moe = MixtureOfExperts(model)
         else:
@@ -45,12 +49,30 @@ class Layer(nn.Module):
         self.ffn_post_norm = make_norm(model) if model.norms_per_layer == 4 else nn.Identity()
         self.attention_drop = make_dropout(model.dropout_rate, f"layers.{index}.attention", geometry)
         self.ffn_drop = make_dropout(model.dropout_rate, f"layers.{index}.ffn", geometry)
-        self.expert = expert
+        self.expert, self.scale = expert, model.residual_scale
+        self.parallel, self.norms_after = model.parallel_residual, model.norm_position == "post"
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        x_BSH = x_BSH + self.attention_drop(self.attention_post_norm(self.attention(self.attention_norm(x_BSH))))
-        ffn = self.moe if self.expert else self.ffn
-        return x_BSH + self.ffn_drop(self.ffn_post_norm(ffn(self.ffn_norm(x_BSH))))
+        normed_BSH = x_BSH if self.norms_after else self.attention_norm(x_BSH)
+        added_BSH = x_BSH + self.attended(normed_BSH)
+        if self.parallel:
+            return added_BSH + self.fed_forward(normed_BSH if self.ffn_norm is None else self.ffn_norm(x_BSH))
+        return added_BSH + self.fed_forward(added_BSH if self.norms_after else self.ffn_norm(added_BSH))
+
+    def attended(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """What attention adds to the residual."""
+        y_BSH = self.attention(x_BSH)
+        y_BSH = self.attention_norm(y_BSH) if self.norms_after else self.attention_post_norm(y_BSH)
+        return self.scaled(self.attention_drop(y_BSH))
+
+    def fed_forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """What the FFN or the experts add to the residual."""
+        y_BSH = self.moe(x_BSH) if self.expert else self.ffn(x_BSH)
+        y_BSH = self.ffn_norm(y_BSH) if self.norms_after else self.ffn_post_norm(y_BSH)
+        return self.scaled(self.ffn_drop(y_BSH))
+
+    def scaled(self, y_BSH: torch.Tensor) -> torch.Tensor:
+        return y_BSH if self.scale == 1 else y_BSH * self.scale
 
 
 class LearnedPositions(nn.Module):
@@ -80,9 +102,12 @@ class Embedding(nn.Module):
         self.positions = LearnedPositions(model, geometry) if model.positions == "learned" else None
         self.norm = make_norm(model) if model.embedding_norm else nn.Identity()
         self.drop = make_dropout(model.embedding_rate, "embedding", geometry)
+        self.scale = model.embedding_scale
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = self.tokens(ids_BS)
+        if self.scale != 1:  # rounded to the dtype of the embeddings, as models that have it were trained
+            x_BSH = x_BSH * float(torch.tensor(self.scale, dtype=x_BSH.dtype))
         if self.positions is not None:
             x_BSH = x_BSH + self.positions(ids_BS.shape[1])
         return self.drop(self.norm(x_BSH))
@@ -96,13 +121,17 @@ class Head(nn.Module):
         self.fuses_loss = False
         self.norm = make_norm(model) if model.final_norm else nn.Identity()
         self.project = nn.Linear(model.hidden, model.padded_vocab, bias=False)
+        self.scale, self.softcap = model.logit_scale, model.logit_softcap
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         x_BSH = self.norm(x_BSH)
+        if self.scale != 1:  # of the logits: the projection is linear, and this tensor is smaller
+            x_BSH = x_BSH * self.scale
         targets = current_targets() if self.fuses_loss else None  # a compiled head cannot read the context
         if targets is None:
-            return self.project(x_BSH)
-        return linear_cross_entropy(x_BSH, self.project.weight, targets)
+            logits = self.project(x_BSH)
+            return soft_cap(logits, self.softcap) if self.softcap else logits
+        return linear_cross_entropy(x_BSH, self.project.weight, targets, self.softcap)
 
 
 class Transformer(nn.Module):

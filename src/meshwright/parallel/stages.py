@@ -70,7 +70,7 @@ def shard_stage(
     if model.experts:
         cut_to_boxes(module, [box for box in table if box.expert])
         place_experts(module, mesh, plan, model, plan.microbatches(workload))
-    if (model.attention_dropout or model.sinks) and model.kind == "transformer":
+    if (model.attention_dropout or model.sinks or model.attention_softcap) and model.kind == "transformer":
         context.use_tiled_attention(module)
     if ring is not None:
         position_ids = context.shard_sequence(module, model, ring, plan.cp_kind, workload.seq)

@@ -148,6 +148,12 @@ def shrink(model: Model, plan: Plan, original: Plan) -> Model:
         vocab_multiple=1,
         window=3 if model.window else 0,
         full_layers=(0,) if model.full_layers else (),
+        nope_layers=(0,) if model.nope_layers else (),
+        temperature_floor=2 if model.temperature_scale else model.temperature_floor,
+        # Scores, logits and embeddings of a small model are near 1: smaller constants keep their effect.
+        attention_softcap=min(model.attention_softcap, 1.0),
+        logit_softcap=min(model.logit_softcap, 1.0),
+        embedding_scale=min(model.embedding_scale, 4.0),
         published=Published(),
         **small_experts(model, plan),
         **small_rotation(model, small_seq(plan)),
@@ -201,10 +207,10 @@ def small_layers(model: Model, plan: Plan, original: Plan) -> int:
     per_stage = 2 if plan.stages == 1 or chosen else 1
     uneven = 1 if model.layers % original.stages else 0
     both = min(model.dense_layers, 1) + min(model.moe_every, 2) if model.experts else 0  # one with experts at least
-    windows = (
-        max(model.full_every, 2 if model.full_layers else 0) if model.window else 0
-    )  # one with a window, one without
-    return min(model.layers, max(plan.stages * per_stage + uneven, windows, both))
+    # one layer with a window or without rotary positions, and one that is not so
+    windows = max(model.full_every, 2 if model.full_layers else 0) if model.window else 0
+    rotations = max(model.nope_every, 2 if model.nope_layers else 0)
+    return min(model.layers, max(plan.stages * per_stage + uneven, windows, rotations, both))
 
 
 def small_seq(plan: Plan) -> int:

@@ -31,10 +31,10 @@ def check_start(config: Config, run_folder: Path | None = None) -> None:
     if not folder or has_checkpoint(run_folder):
         return
     found = hf.read(folder)
-    if found.not_run:
+    if missing := [entry for entry in found.not_run if entry not in config.model.not_run]:
         raise MeshwrightError(
             "MW-HF-020",
-            f"'{folder}' has a part that `train` computes in another way: {found.not_run[0]}",
+            f"'{folder}' has parts that `train` computes in another way: {'; '.join(missing)}",
             why="Its weights would belong to another function",
         )
     if different := hf.different_fields(config.model, found):

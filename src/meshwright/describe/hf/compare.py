@@ -13,9 +13,12 @@ from meshwright.describe.model import Model
 from meshwright.describe.rope import NEED_ORIGINAL
 
 FREE = {
-    "name", "published", "notes", "not_run", "vocab_multiple", "dropout", "dropout_rate", "embedding_dropout", "attention_dropout",
-    "given_parameters", "given_flops", "given_activations",
+    "name", "published", "notes", "not_run", "allow_differences", "vocab_multiple", "dropout", "dropout_rate", "embedding_dropout",
+    "attention_dropout", "given_parameters", "given_flops", "given_activations",
 }  # fmt: skip
+BY_LAYER = (  # compared layer by layer, or option by option
+    "moe_every", "dense_layers", "pattern", "full_every", "full_layers", "nope_every", "nope_layers", "router", "rope",
+)  # fmt: skip
 FREE_IN_ROUTER = {"aux", "aux_scope", "z", "balance_rate", "capacity"}
 
 
@@ -30,7 +33,7 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
 def canonical(model: Model) -> dict[str, Any]:
     """The fields that decide what a model computes, each written in one way."""
     fields = {name: value for name, value in model.model_dump().items() if name not in FREE}
-    for name in ("moe_every", "dense_layers", "pattern", "full_every", "full_layers", "router", "rope"):
+    for name in BY_LAYER:
         del fields[name]
     latent, expert = model.attention == "mla", bool(model.experts)
     fields |= {
@@ -44,6 +47,11 @@ def canonical(model: Model) -> dict[str, Any]:
         "layer_kinds": model.layer_kinds,
         "window": model.window if model.full_count < model.attention_count else 0,
         "layers with a window": tuple(i for i in range(model.layers) if not model.sees_all(i)),
+        "layers with rotary positions": tuple(i for i in range(model.layers) if model.rotates(i)),
+        "norm_parameters": model.norm_affine,
+        "window_kind": model.window_kind if model.full_count < model.attention_count else "sliding",
+        "qk_norm_width": model.qk_norm_width if model.qk_norm else "head",
+        "temperature_floor": model.temperature_floor if model.temperature_scale else 0,
     }
     return fields | routing(model) | rotation(model)
 
@@ -68,6 +76,8 @@ def rotation(model: Model) -> dict[str, Any]:
     if model.positions != "rope":
         return {"rope_theta": None, "rope_dim": None}
     options, out = model.rope, {"rope_dim": model.rotated_width, "max_positions": None}
+    if model.window_rope_theta == model.rope_theta and options.kind == "default":
+        out["window_rope_theta"] = 0.0
     kept = {"kind", "interleaved"} if options.kind == "default" else set(type(options).model_fields)
     fields = {name: value for name, value in options.model_dump().items() if name in kept}
     if options.kind in NEED_ORIGINAL:

@@ -103,11 +103,11 @@ class Config:
         return self.data.get(key)
 
     def covered(self, *keys: str) -> None:
-        """Mark keys whose meaning is part of a difference listed elsewhere."""
+        """Mark keys that the family's class does not use, or whose meaning other keys give."""
         self.read_keys.update(keys)
 
     def differs(self, *parts: str) -> None:
-        """Add parts of the model that our transformer computes in another way."""
+        """Add parts of the model that our transformer computes in another way, each as "name: what it is"."""
         self.differences += parts
 
     def number(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:

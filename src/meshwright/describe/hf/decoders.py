@@ -1,4 +1,5 @@
-"""Families of Hugging Face configs that are read for planning: their parameters are counted exactly, and `train` does not compute all their parts.
+"""Further families of Hugging Face configs. Their parameters are counted exactly; `train` does not compute all parts of opt, bloom, mpt, gptj,
+codegen, phi and gemma3n.
 
     opt                    learned positions with two unused rows; OPT-350m has narrow embeddings and norms after each part
     bloom, mpt             ALiBi instead of positions; norms of layer norm
@@ -20,10 +21,18 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.describe.hf.config import Config
-from meshwright.describe.hf.parts import attention_bias, compact, decoder, every_nth, sliding_window
+from meshwright.describe.hf.parts import (
+    attention_bias,
+    compact,
+    decoder,
+    every_nth,
+    layers_without_rope,
+    sliding_window,
+)
 from meshwright.errors import MeshwrightError
 
-PARALLEL = "attention and FFN in parallel"
+HEAD_BIAS = "head_bias: a head with a bias"
+QK_LAYER_NORM = "qk_layernorm: layer norms of queries and keys"
 LAYER_NORM = {"norm": "layernorm", "head_dim": 0}
 
 
@@ -39,7 +48,9 @@ def opt(c: Config) -> dict[str, Any]:
     fields = decoder(c, tied=True, activation="relu", gated=False) | LAYER_NORM | _biases(c.flag("enable_bias", True))
     before, hidden = c.flag("do_layer_norm_before", True), fields["hidden"]
     narrow = c.number("word_embed_proj_dim", hidden)
-    c.differs("learned positions that begin at 2")
+    c.differs("position_offset: learned positions that begin at 2")
+    if not before:
+        c.differs("do_layer_norm_before: norms of the residual after each part")
     return fields | {
         "kv_heads": 0,
         "positions": "learned",
@@ -54,7 +65,7 @@ def opt(c: Config) -> dict[str, Any]:
 def bloom(c: Config) -> dict[str, Any]:
     fields = decoder(c, tied=True, activation="gelu_new", gated=False, ffn=4) | LAYER_NORM | _biases(True)
     if c.flag("apply_residual_connection_post_layernorm", False):
-        c.differs("residuals that begin after the norm (apply_residual_connection_post_layernorm)")
+        c.differs("apply_residual_connection_post_layernorm: residuals that begin after the norm")
     c.covered(
         "slow_but_exact", "seq_length", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "unk_token_id"
     )
@@ -75,9 +86,10 @@ def falcon(c: Config) -> dict[str, Any]:
     new, parallel = c.flag("new_decoder_architecture", False), c.flag("parallel_attn", True)
     multi_query, norms = c.flag("multi_query", True), c.number("num_ln_in_parallel_attn", 2 if new else 1)
     kv_heads = c.number("num_kv_heads", fields["heads"])
-    if new or parallel:
-        c.differs(PARALLEL)
+    if c.rate("residual") or c.rate("attention"):
+        c.differs("hidden_dropout: dropout of the sum of attention and FFN")
     return fields | {
+        "parallel_residual": new or parallel,
         "kv_heads": kv_heads if new else 1 if multi_query else 0,
         "norms_per_layer": 2 if norms == 2 or not parallel else 1,
         "positions": "alibi" if c.flag("alibi", False) else "rope",
@@ -102,35 +114,34 @@ def gpt_bigcode(c: Config) -> dict[str, Any]:
 def gptj(c: Config) -> dict[str, Any]:
     """GPT-J and CodeGen: one norm, rotated neighbours, a head with a bias."""
     fields = decoder(c, activation="gelu_new", gated=False, ffn=4) | LAYER_NORM | {"ffn_bias": True, "kv_heads": 0}
-    c.differs(PARALLEL, "a head with a bias")
+    c.differs(HEAD_BIAS)
     rotated = c.number("rotary_dim", 64, least=0)
     width = fields["hidden"] // fields["heads"]
     fields |= {"rope_dim": rotated} if 0 < rotated < width else {}
-    return fields | {"norms_per_layer": 1, "extra": [_vector("head-bias", fields["vocab"], "head")]}
+    fields |= {"parallel_residual": True, "norms_per_layer": 1}
+    return fields | {"extra": [_vector("head-bias", fields["vocab"], "head")]}
 
 
 def phi(c: Config) -> dict[str, Any]:
     fields = decoder(c, activation="gelu_new", gated=False) | {"norm": "layernorm"} | _biases(True)
-    c.differs(PARALLEL, "a head with a bias")
+    c.differs(HEAD_BIAS)
     extra = [_vector("head-bias", fields["vocab"], "head")]
     normed = c.flag("qk_layernorm", False)
     if normed:
-        c.differs("layer norms of queries and keys")
+        c.differs(QK_LAYER_NORM)
         extra.append(_vector("qk-norm-bias", 2 * (fields["hidden"] // fields["heads"])))
-    return fields | {"norms_per_layer": 1, "qk_norm": normed, "extra": extra}
+    return fields | {"parallel_residual": True, "norms_per_layer": 1, "qk_norm": normed, "extra": extra}
 
 
 def cohere(c: Config) -> dict[str, Any]:
     """Command R, and Command A and R7B (cohere2), which have windows and no positions in the layers without one."""
     fields = decoder(c, tied=True) | attention_bias(c) | {"norm": "layernorm", "norm_parameters": "weight"}
-    c.differs(PARALLEL, f"scaled logits (logit_scale = {c.decimal('logit_scale', 0.0625):g})")
-    fields |= {"norms_per_layer": 1}
+    fields |= {"parallel_residual": True, "norms_per_layer": 1, "logit_scale": c.decimal("logit_scale", 0.0625)}
     if c.family == "cohere":
         normed = c.flag("use_qk_norm", False)
         if normed:
-            c.differs("layer norms of queries and keys")
+            c.differs(QK_LAYER_NORM)
         return fields | {"qk_norm": normed, "qk_norm_width": "projection"}
-    c.differs("layers without rotary positions")
     c.covered(
         "cache_implementation",
         "order_of_interleaved_layers",
@@ -139,15 +150,20 @@ def cohere(c: Config) -> dict[str, Any]:
         "use_gated_activation",
     )
     every = c.number("sliding_window_pattern", c.number("_sliding_window_pattern", 4))
-    return fields | sliding_window(c, every_nth(every, fields["layers"]))
+    kinds = c.many("layer_types", str)
+    full = [kind == "full_attention" for kind in kinds] if kinds else every_nth(every, fields["layers"])
+    windows = sliding_window(c, full)
+    # Layers without a window have no rotary positions.
+    return fields | windows | (layers_without_rope(full) if windows else {"positions": "none"})
 
 
 def stablelm(c: Config) -> dict[str, Any]:
     fields = decoder(c) | {"norm": "layernorm", "qkv_bias": c.flag("use_qkv_bias", False), "head_dim": 0}
     normed, parallel = c.flag("qk_layernorm", False), c.flag("use_parallel_residual", False)
     if normed:  # a weight for each head, as many as one norm of the projection has
-        c.differs("layer norms of each head of queries and keys")
-    return fields | {"qk_norm": normed, "qk_norm_width": "projection", "norms_per_layer": 1 if parallel else 2}
+        c.differs(QK_LAYER_NORM)
+    fields |= {"parallel_residual": parallel, "norms_per_layer": 1 if parallel else 2}
+    return fields | {"qk_norm": normed, "qk_norm_width": "projection"}
 
 
 def glm(c: Config) -> dict[str, Any]:
@@ -187,10 +203,9 @@ def gemma3n(c: Config) -> dict[str, Any]:
     copies, rank = c.number("altup_num_inputs", 4), c.number("laurel_rank", 64)
     table, width = c.number("vocab_size_per_layer_input", 262_144), c.number("hidden_size_per_layer_input", 256)
     first = layers - c.number("num_kv_shared_layers", 15, least=0, most=layers)
-    c.differs(
-        "AltUp", "Laurel", "an embedding for each layer", "keys and values reused by later layers", "sparse activations"
-    )
-    c.differs("embeddings scaled by √hidden", "norms of values without weights", "attention scores without scale")
+    c.differs("altup: AltUp", "laurel: Laurel", "per_layer_inputs: an embedding for each layer")
+    c.differs("kv_shared_layers: keys and values reused by later layers", "activation_sparsity: sparse activations")
+    c.differs("value_norm: norms of values without weights")
     c.covered(
         "altup_active_idx",
         "altup_coef_clip",
@@ -221,6 +236,7 @@ def gemma3n(c: Config) -> dict[str, Any]:
     extra.append(_vector("layer-tables-norm", width, "embedding"))
     reused = {} if first == layers else {"pattern": compact(["*-" if i < first else "Q-" for i in range(layers)])}
     fields |= reused | {"norms_per_layer": 4, "qk_norm": True, "attention_scale": 1.0, "extra": extra}
+    fields |= {"embedding_scale": hidden**0.5, "logit_softcap": c.decimal("final_logit_softcapping", 30.0)}
     return fields | sliding_window(c, every_nth(5, layers))
 
 

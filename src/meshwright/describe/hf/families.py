@@ -18,6 +18,8 @@ from meshwright.describe.hf.parts import (
     decoder,
     every_nth,
     expert_layers,
+    layers_without_rope,
+    no_rope,
     plain_activation,
     predicted_tokens,
     sliding_window,
@@ -162,22 +164,46 @@ def _gpt2(c: Config) -> dict[str, Any]:
 
 def _gpt_neox(c: Config) -> dict[str, Any]:
     fields = decoder(c, activation="gelu", gated=False) | {"kv_heads": 0, "head_dim": 0}
+    fields |= {"parallel_residual": c.flag("use_parallel_residual", True)}
     return fields | attention_bias(c, True) | {"norm": "layernorm", "ffn_bias": True}
 
 
+def _granite(c: Config) -> dict[str, Any]:
+    """Llama with four constants: of the embeddings, the residuals, the attention scores and (a divisor) the logits."""
+    return _llama(c) | {
+        "embedding_scale": c.decimal("embedding_multiplier", 1.0),
+        "residual_scale": c.decimal("residual_multiplier", 1.0),
+        "attention_scale": c.decimal("attention_multiplier", 1.0),
+        "logit_scale": 1.0 / (c.decimal("logits_scaling", 1.0) or 1.0),
+    }
+
+
 def _gemma(c: Config) -> dict[str, Any]:
-    return decoder(c, tied=True, activation="gelu_pytorch_tanh") | attention_bias(c)
+    fields = decoder(c, tied=True, activation="gelu_pytorch_tanh") | attention_bias(c) | {"norm_offset": 1.0}
+    return fields | {"embedding_scale": fields["hidden"] ** 0.5}
 
 
 def _gemma2(c: Config) -> dict[str, Any]:
-    fields = _gemma(c) | {"norms_per_layer": 4}
-    return fields | sliding_window(c, every_nth(2, fields["layers"]))
+    fields = _gemma(c) | {"norms_per_layer": 4} | _gemma_scores(c, 30.0)
+    cap = c.decimal("attn_logit_softcapping", 0.0 if "attn_logit_softcapping" in c.data else 50.0)
+    return fields | {"attention_softcap": cap} | sliding_window(c, every_nth(2, fields["layers"]))
+
+
+def _gemma_scores(c: Config, cap: float) -> dict[str, float]:
+    """The scale of attention scores, and the soft cap of the logits: null means none, an absent key the default of the class."""
+    cap = 0.0 if "final_logit_softcapping" in c.data else cap
+    scale = (c.decimal("query_pre_attn_scalar", 256.0) or 256.0) ** -0.5
+    return {"attention_scale": scale, "logit_softcap": c.decimal("final_logit_softcapping", cap)}
 
 
 def _gemma3(c: Config) -> dict[str, Any]:
-    fields = _gemma(c) | {"norms_per_layer": 4, "qk_norm": True}
+    fields = _gemma(c) | {"norms_per_layer": 4, "qk_norm": True} | _gemma_scores(c, 0.0)
+    if c.decimal("attn_logit_softcapping", 0.0):
+        c.notes.append("attn_logit_softcapping is ignored, as by the class of gemma3_text")
     every = c.number("sliding_window_pattern", c.number("_sliding_window_pattern", 6))
-    return fields | sliding_window(c, every_nth(every, fields["layers"]))
+    width = c.number("sliding_window", 0, least=0)
+    width = width // 2 + 1 if width and not fields["causal"] else width  # half of it on each side
+    return fields | sliding_window(c, every_nth(every, fields["layers"]), width)
 
 
 def _gpt_oss(c: Config) -> dict[str, Any]:
@@ -204,7 +230,7 @@ def _olmoe(c: Config) -> dict[str, Any]:
 
 
 def _llama4(c: Config) -> dict[str, Any]:
-    """Routed and one shared expert in every n-th layer; three of four layers attend within chunks, modelled as a window."""
+    """Routed and one shared expert in every n-th layer; three of four layers attend within chunks, the others have no rotary positions."""
     fields = decoder(c) | attention_bias(c)
     layers, width = fields["layers"], fields["ffn"]
     step, listed = c.number("interleave_moe_layer_step", 1), c.many("moe_layers", int)
@@ -214,12 +240,19 @@ def _llama4(c: Config) -> dict[str, Any]:
         "top_k": c.number("num_experts_per_tok", 1),
     }
     experts |= {"expert_ffn": width, "shared_experts": 1, "shared_ffn": width, "ffn": c.number("intermediate_size_mlp")}
-    experts |= {"router": {"score": "sigmoid"}} | expert_layers(c, [i in where for i in range(layers)])
-    chunk = c.number("attention_chunk_size", 8192, least=0)
-    c.covered(
-        "attn_scale", "floor_scale", "no_rope_layers", "router_aux_loss_coef", "router_jitter_noise", "use_qk_norm"
-    )
-    return fields | experts | sliding_window(c, every_nth(4, layers), chunk)
+    normalise = {} if experts["top_k"] == 1 else {"normalise": False}
+    experts |= {"router": {"score": "sigmoid", "weigh_inputs": True} | normalise}
+    experts |= expert_layers(c, [i in where for i in range(layers)])
+    nope = no_rope(c, layers)
+    if c.flag("use_qk_norm", True):
+        fields |= {"qk_norm": True, "qk_norm_weights": False}
+    scale, floor = c.decimal("attn_scale", 0.1), c.number("floor_scale", 8192)
+    if c.flag("attn_temperature_tuning", True) and any(nope) and scale:
+        fields |= {"temperature_scale": scale, "temperature_floor": floor}
+    chunk = 0 if c.data.get("attention_chunk_size", 0) is None else c.number("attention_chunk_size", 8192, least=0)
+    windows = sliding_window(c, nope, chunk)
+    c.covered("router_aux_loss_coef", "router_jitter_noise", "attention_chunk_size")
+    return fields | experts | layers_without_rope(nope) | windows | ({"window_kind": "chunk"} if windows else {})
 
 
 def _glm4_moe(c: Config) -> dict[str, Any]:
@@ -243,15 +276,15 @@ def _starcoder2(c: Config) -> dict[str, Any]:
 
 
 def _smollm3(c: Config) -> dict[str, Any]:
-    c.covered("no_rope_layers")
     fields = decoder(c, tied=True) | attention_bias(c) | {"ffn_bias": c.flag("mlp_bias", False)}
-    return fields | _qwen_window(c, [False] * fields["layers"])
+    nope = no_rope(c, fields["layers"])
+    return fields | layers_without_rope(nope) | _qwen_window(c, [not without for without in nope])
 
 
 FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "llama": _llama, "mistral": _mistral, "phi3": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "gpt2": _gpt2,
     "gpt_neox": _gpt_neox, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gpt_oss": _gpt_oss,
-    "granite": _llama, "olmo2": _olmo2, "olmo3": _olmo2, "olmoe": _olmoe, "llama4_text": _llama4, "glm4_moe": _glm4_moe,
+    "granite": _granite, "olmo2": _olmo2, "olmo3": _olmo2, "olmoe": _olmoe, "llama4_text": _llama4, "glm4_moe": _glm4_moe,
     "starcoder2": _starcoder2, "smollm3": _smollm3, "deepseek_v32": _sparse_deepseek, **HYBRIDS, **DECODERS,
 }  # fmt: skip

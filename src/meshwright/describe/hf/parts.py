@@ -11,10 +11,11 @@ from meshwright.errors import MeshwrightError
 from meshwright.units import counted
 
 EXACT_GELU, TANH_GELU = ("gelu", "gelu_python"), ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh")
-GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "quick_gelu": "geglu"}
+GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "quick_gelu": "swiglu"}
 GATED |= dict.fromkeys(EXACT_GELU, "geglu") | dict.fromkeys(TANH_GELU, "geglu-tanh")
 PLAIN = {"relu": "relu", "relu2": "relu2", "quick_gelu": "quick-gelu"}
 PLAIN |= dict.fromkeys(EXACT_GELU, "gelu") | dict.fromkeys(TANH_GELU, "gelu-tanh")
+QUICK_GELU = 1.702
 WITHOUT_LAYER_TYPES = ("mistral", "mixtral", "phi3", "qwen3_moe")  # their window is that of all layers
 
 
@@ -27,7 +28,9 @@ def decoder(
     `ffn`: the default width of the FFN in units of the hidden width, if the class has one.
     """
     heads, hidden = c.number("num_attention_heads"), c.number("hidden_size")
-    return {
+    # A gate of quick GELU, g·sigmoid(1.702·g), is SwiGLU with another factor.
+    quick = gated and "quick_gelu" in (c.data.get("hidden_activation", c.data.get("hidden_act")), activation)
+    return ({"swiglu_alpha": QUICK_GELU} if quick else {}) | {
         "hidden": hidden,
         "layers": c.number("num_hidden_layers", most=MOST_LAYERS),
         "heads": heads,
@@ -83,6 +86,21 @@ def sliding_window(c: Config, full: list[bool], width: int | None = None) -> dic
     if full == (every_nth(every, len(full)) if every else [False] * len(full)):
         return {"window": width, "full_every": every}
     return {"window": width, "full_layers": tuple(i for i, sees_all in enumerate(full) if sees_all)}
+
+
+def no_rope(c: Config, layers: int) -> list[bool]:
+    """Which layers have no rotary positions: `no_rope_layers` has 0 for them, else every n-th of `no_rope_layer_interval`."""
+    listed = c.many("no_rope_layers", int)
+    every = c.number("no_rope_layer_interval", 4)
+    return [not rotates for rotates in listed[:layers]] if listed else every_nth(every, layers)
+
+
+def layers_without_rope(nope: list[bool]) -> dict[str, Any]:
+    """A stride, or a list."""
+    every = nope.index(True) + 1 if any(nope) else 0
+    if not every or nope == every_nth(every, len(nope)):
+        return {"nope_every": every}
+    return {"nope_layers": tuple(i for i, without in enumerate(nope) if without)}
 
 
 def every_nth(stride: int, layers: int) -> list[bool]:

@@ -38,7 +38,11 @@ PARTIAL = {
     **dict.fromkeys(("glm", "glm4", "phi"), 0.5),
     "minimax_m2": 1.0,
 }  # families that can rotate a part of each head
-INTERLEAVED = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm", "glm4", "cohere", "cohere2", "gptj", "codegen")
+INTERLEAVED = (
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm", "glm4", "cohere", "cohere2", "gptj", "codegen", "llama4_text",
+)  # fmt: skip
+# Base of windowed layers, which are not scaled: the default of the class, or 0 for the base of the other layers.
+WINDOW_THETA = {"gemma3_text": 1e4, "olmo3": 0.0}
 POSITIONS = {
     "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768, "mixtral": 131072,
     "deepseek_v2": 2048, "deepseek_v3": 4096, "deepseek_v32": 4096, "gpt_oss": 131072,
@@ -62,6 +66,27 @@ def rope_kind(c: Config) -> str:
     return OLD_KINDS.get(str(kind), str(kind))
 
 
+def window_parameters(c: Config) -> dict[str, Any]:
+    """The table of rotary settings of windowed layers, in families that have one for each kind of layer."""
+    table = c.get("rope_parameters")
+    inner = table.get("sliding_attention") if isinstance(table, dict) else None
+    return inner if isinstance(inner, dict) and c.family in WINDOW_THETA else {}
+
+
+def window_rope_kind(c: Config) -> str:
+    return str(window_parameters(c).get("rope_type") or "")
+
+
+def window_base(c: Config, fields: dict[str, Any], out: dict[str, Any]) -> dict[str, float]:
+    """The base of windowed layers, if they rotate in another way than the others."""
+    if c.family not in WINDOW_THETA or not fields.get("window"):
+        return {}
+    main = out.get("rope_theta", 10_000.0)
+    own = Config(c.family, window_parameters(c), c.notes).decimal("rope_theta", 0.0)
+    base = own or c.decimal("rope_local_base_freq", WINDOW_THETA[c.family]) or main
+    return {} if base == main and "rope" not in out else {"window_rope_theta": base}
+
+
 def rotary(c: Config, fields: dict[str, Any]) -> dict[str, Any]:
     """The rotary settings of a model that has the other `fields`."""
     if fields.get("positions", "rope") != "rope":
@@ -78,7 +103,8 @@ def rotary(c: Config, fields: dict[str, Any]) -> dict[str, Any]:
     options = _scaling(c, table, kind, fields, out) if kind in KINDS and kind != "default" else {}
     if c.family in INTERLEAVED and c.flag("rope_interleave", True):
         options["interleaved"] = True
-    return out | ({"rope": options} if options else {})
+    out |= {"rope": options} if options else {}
+    return out | window_base(c, fields, out)
 
 
 def _part_of_head(c: Config, table: Config, fields: dict[str, Any]) -> dict[str, int]:

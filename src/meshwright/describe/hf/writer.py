@@ -10,10 +10,12 @@ written never describes another model than the one that was trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from meshwright.describe.hf.compare import different_fields
+from meshwright.describe.hf.parts import QUICK_GELU
 from meshwright.describe.hf.reader import family_of, interpret
 from meshwright.describe.model import Model
 from meshwright.describe.rope import NEED_ORIGINAL
@@ -77,7 +79,7 @@ def _decoder(m: Model) -> dict[str, Any]:
         "num_hidden_layers": m.layers,
         "num_attention_heads": m.heads,
         "num_key_value_heads": m.kv_groups,
-        "hidden_act": ACTIVATIONS[m.activation],
+        "hidden_act": "quick_gelu" if is_quick(m) else ACTIVATIONS[m.activation],
         "rms_norm_eps": m.norm_epsilon,
         "tie_word_embeddings": m.tied,
         "rope_theta": m.rope_theta,
@@ -90,6 +92,11 @@ def _decoder(m: Model) -> dict[str, Any]:
     if m.rope.kind != "default":
         keys["rope_scaling"] = _scaling(m)
     return keys
+
+
+def is_quick(m: Model) -> bool:
+    """Whether the gate is g·sigmoid(1.702·g), which families call quick_gelu."""
+    return m.activation == "swiglu" and (m.swiglu_limit, m.swiglu_alpha, m.swiglu_shift) == (0, QUICK_GELU, 0)
 
 
 def _scaling(m: Model) -> dict[str, Any]:
@@ -205,6 +212,109 @@ def _gpt_oss(m: Model) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": "default"}} | keys  # without this table the class scales
 
 
+def _gemma(m: Model) -> dict[str, Any]:
+    keys = _decoder(m) | _biased(m)
+    return keys | {"hidden_activation": keys["hidden_act"]}
+
+
+def _gemma2(m: Model) -> dict[str, Any]:
+    caps = {"attn_logit_softcapping": m.attention_softcap or None, "final_logit_softcapping": m.logit_softcap or None}
+    scalar = m.attention_scale**-2 if m.attention_scale else m.head_width
+    return _gemma(m) | caps | {"query_pre_attn_scalar": whole(scalar)} | _layer_types(m) | _window(m)
+
+
+def _gemma3(m: Model) -> dict[str, Any]:
+    keys = {name: value for name, value in _gemma2(m).items() if name != "attn_logit_softcapping"}
+    keys |= {"rope_local_base_freq": m.window_rope_theta or m.rope_theta, "use_bidirectional_attention": not m.causal}
+    return keys | ({} if m.causal else {"sliding_window": 2 * (m.window - 1)})
+
+
+def _granite(m: Model) -> dict[str, Any]:
+    divisors = (round(1 / m.logit_scale, 12), 1 / m.logit_scale, math.nextafter(1 / m.logit_scale, 0))
+    return _llama(m) | {
+        "embedding_multiplier": m.embedding_scale,
+        "residual_multiplier": m.residual_scale,
+        "attention_multiplier": m.attention_scale,
+        "logits_scaling": next((divisor for divisor in divisors if 1 / divisor == m.logit_scale), divisors[1]),
+    }
+
+
+def _smollm3(m: Model) -> dict[str, Any]:
+    return (
+        _llama(m) | _layer_types(m) | _rotated_layers(m) | {"pad_token_id": None}
+    )  # the default is beyond small vocabularies
+
+
+def _rotated_layers(m: Model) -> dict[str, Any]:
+    return {"no_rope_layers": [int(m.rotates(i)) for i in range(m.layers)]}
+
+
+def _olmo2(m: Model) -> dict[str, Any]:
+    return _decoder(m) | _biased(m)
+
+
+def _olmo3(m: Model) -> dict[str, Any]:
+    return _olmo2(m) | _layer_types(m) | _window(m)
+
+
+def _olmoe(m: Model) -> dict[str, Any]:
+    normalise = m.top_k > 1 if m.router.normalise is None else m.router.normalise
+    return _olmo2(m) | _routed(m, "num_experts") | {"intermediate_size": m.expert_width, "norm_topk_prob": normalise}
+
+
+def _starcoder2(m: Model) -> dict[str, Any]:
+    keys = _decoder(m) | _window(m) | {"use_bias": m.qkv_bias, "norm_epsilon": m.norm_epsilon}
+    if m.activation == "gelu-tanh":
+        keys["hidden_act"] = ACTIVATIONS["geglu-tanh"]  # the spelling of this class
+    drops = {"residual_dropout": m.dropout_rate, "embedding_dropout": m.embedding_rate}
+    return {name: value for name, value in keys.items() if name not in ("rms_norm_eps", "head_dim")} | drops
+
+
+def _gpt_neox(m: Model) -> dict[str, Any]:
+    left_out = ("rms_norm_eps", "num_key_value_heads", "head_dim", "rope_theta")
+    keys = {name: value for name, value in _decoder(m).items() if name not in left_out} | _biased(m)
+    return keys | {
+        "layer_norm_eps": m.norm_epsilon,
+        "use_parallel_residual": m.parallel_residual,
+        "rotary_pct": m.rotated_width / m.head_width,
+        "rotary_emb_base": m.rope_theta,
+        "hidden_dropout": m.dropout_rate,
+    }
+
+
+def _glm4_moe(m: Model) -> dict[str, Any]:
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    keys = {name: value for name, value in _deepseek(m).items() if name not in latent}
+    share = {"partial_rotary_factor": m.rotated_width / m.head_width}
+    return keys | {"num_key_value_heads": m.kv_groups, "use_qk_norm": m.qk_norm} | share
+
+
+def _llama4(m: Model) -> dict[str, Any]:
+    kinds = ["full_attention" if m.sees_all(i) else "chunked_attention" for i in range(m.layers)]
+    temperature = {"attn_scale": m.temperature_scale, "floor_scale": m.temperature_floor}
+    return (
+        _decoder(m)
+        | _biased(m)
+        | _routed(m, "num_local_experts")
+        | _rotated_layers(m)
+        | {
+            "intermediate_size": m.expert_width,
+            "intermediate_size_mlp": m.ffn or m.expert_width,
+            "moe_layers": [i for i, kind in enumerate(m.layer_kinds) if kind == "moe"],
+            "layer_types": kinds,
+            "use_qk_norm": m.qk_norm,
+            "attn_temperature_tuning": bool(m.temperature_scale),
+            **({"attention_chunk_size": m.window} if m.window else {}),
+            **(temperature if m.temperature_scale else {}),
+        }
+    )
+
+
+def whole(number: float) -> float:
+    """A number that differs from a whole one only by rounding, as that whole one."""
+    return round(number) if abs(number - round(number)) < 1e-9 * abs(number) else number
+
+
 def _gpt2(m: Model) -> dict[str, Any]:
     return {
         "vocab_size": m.vocab,
@@ -236,4 +346,16 @@ WRITERS: dict[str, tuple[str, Callable[[Model], dict[str, Any]]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
     "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
     "gpt2": ("GPT2LMHeadModel", _gpt2),
+    "gemma": ("GemmaForCausalLM", _gemma),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3_text": ("Gemma3ForCausalLM", _gemma3),
+    "granite": ("GraniteForCausalLM", _granite),
+    "smollm3": ("SmolLM3ForCausalLM", _smollm3),
+    "olmo2": ("Olmo2ForCausalLM", _olmo2),
+    "olmo3": ("Olmo3ForCausalLM", _olmo3),
+    "olmoe": ("OlmoeForCausalLM", _olmoe),
+    "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
+    "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
+    "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
+    "llama4_text": ("Llama4ForCausalLM", _llama4),
 }

@@ -40,15 +40,15 @@ def unsupported_parts(m: Model) -> list[str]:
     """What a model has and our transformer does not implement."""
     if m.kind != "transformer":
         return []
+    post, one = m.norm_position == "post", m.norms_per_layer == 1
     field, width = ("rope_dim" if m.rope_dim else "head_dim"), m.rotated_width
     parts = {
         "attention=mla with qk_norm": m.attention == "mla" and m.qk_norm,
         "positions=alibi": m.positions == "alibi",
         "attention=mla with sinks": m.attention == "mla" and m.sinks,
-        "norm_position=post": m.norm_position == "post",
-        "qk_norm_width=projection": m.qk_norm and m.qk_norm_width == "projection",
-        f"norms_per_layer={m.norms_per_layer}": m.norms_per_layer not in (2, 4),
-        f"norm_parameters={m.norm_parameters}": m.norm_parameters != "all",
+        f"norms_per_layer={m.norms_per_layer}{' with norm_position=post' * post}{' without parallel_residual' * one}": (
+            m.norms_per_layer not in ((2,) if post else (1, 2) if m.parallel_residual else (2, 4))
+        ),
         f"embedding_dim={m.embedding_dim}": bool(m.embedding_dim),
         f"the extra weight {m.extra[0].name if m.extra else ''} (extra)": bool(m.extra),
         f"layers of the kinds {', '.join(m.kinds)} (pattern)": bool(m.pattern),
@@ -75,14 +75,31 @@ class TransformerHasParts(Rule):
     @staticmethod
     def explain(p: Case) -> Problem:
         return Problem(
-            f"{p.model.name} has {unsupported_parts(p.model)[0]}, which our transformer does not implement",
+            f"{p.model.name} has {', '.join(unsupported_parts(p.model))}, which our transformer does not implement",
             why="It can be planned and costed, not trained",
             valid=[
                 "attention (gqa or mla) with an FFN or experts in every layer",
                 "positions=rope|learned|none",
-                "norms_per_layer=2|4",
+                "norms_per_layer=2|4, or 1 with parallel_residual",
                 "an even rotary width",
             ],
+        )
+
+
+class ModelIsComputed(Rule):
+    code = "MW-BUILD-005"
+    needs = ("model", "trainer")
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return bool(p.model.differences)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        names = ",".join(entry.partition(":")[0] for entry in p.model.differences)
+        return Problem(
+            f"`train` and `verify` would compute another model than {p.model.name}: {'; '.join(p.model.differences)}",
+            why=f"They do not implement these parts. --allow-differences {names} runs without them, and the report says so",
         )
 
 
@@ -234,6 +251,7 @@ class AdamNeedsRange(Rule):
 TRAINER_RULES: tuple[type[Rule], ...] = (
     ModelHasShape,
     TransformerHasParts,
+    ModelIsComputed,
     PositionsAreLearned,
     GatheredColumnsDivide,
     SequenceGathersAreTrained,

@@ -127,8 +127,11 @@ def assembled(parts: Sequence[Contribution], weights: Weights, dtype: torch.dtyp
         shape[1 if place.experts else 0] = place.rows  # without the rows that pad the vocabulary
         value = weights.read(part.parameter.name, full, start, shape)
         value = value[0] if part.expert is not None else value
-        ((_, box),) = place.slices(start, shape)
-        whole[box] = (value.transpose(-1, -2) if place.transposed else value).to(dtype)
+        inner = 1 if place.experts else 0
+        rows = [count for _, count in place.runs(start[inner], shape[inner])]
+        pieces = value.split(rows, dim=inner if part.expert is None else 0)
+        for (_, box), piece in zip(place.slices(start, shape), pieces, strict=True):
+            whole[box] = (piece.transpose(-1, -2) if place.transposed else piece).to(dtype)
     return whole
 
 

@@ -1,9 +1,11 @@
 """Where the values of each of our parameters are in their tensors, computed from the table of a family and the shapes of a model.
 
-A place is one tensor of theirs, or one per expert, and a map of rows: row i of our output dimension is row offset + i·step of theirs.
-With it any box of ours is a slice of theirs, which is all that reading and writing need:
+A place is one tensor of theirs, or one per expert, and a map of rows: row i of our output dimension is row offset + i·step of theirs, or
+with blocks of b rows, which repeat after `period` rows, row offset + ⌊i/b⌋·period + i mod b. With it any box of ours is a slice of theirs,
+or a few slices, which is all that reading and writing need:
 
     GPT-2's keys          attn.c_attn [h, 3h]              rows h + i, transposed
+    GPT-NeoX's keys       attention.query_key_value        rows D + i mod D of each head's 3·D
     gpt-oss's gate        mlp.experts.gate_up_proj         rows 2i, transposed; the up projection has rows 2i + 1
     Mixtral's gate        …experts.5.w1 [f, h]             rows i, of expert 5
 """
@@ -16,11 +18,10 @@ from dataclasses import dataclass
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import Parameter, parameters
 from meshwright.errors import MeshwrightError
-from meshwright.models.hf.tables import INTERLEAVED, TABLES, TRANSPOSED, Family, Row
+from meshwright.models.hf.tables import GROUPED, INTERLEAVED, TABLES, TRANSPOSED, Family, Row
 
 Box = tuple[slice, ...]
 EXPERT = "{expert}"
-HEAD = "lm_head"  # the only name without the prefix of the base class
 PADDED = ("vocabulary", "logits")  # styles whose rows are padded on our side: theirs have the true vocabulary
 
 
@@ -35,6 +36,8 @@ class Place:
     offset: int = 0
     step: int = 1
     transposed: bool = False
+    block: int = 0  # rows of each group of heads, where the groups of several parameters alternate; 0: no such groups
+    period: int = 0
 
     @property
     def names(self) -> list[str]:
@@ -47,19 +50,28 @@ class Place:
     def slices(self, start: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[str, Box]]:
         """The slices of their tensors that make up a box of ours: one, or one per expert."""
         inner = 1 if self.experts else 0
-        rows, first = shape[inner], self.offset + start[inner] * self.step
-        last = first + (rows - 1) * self.step + 1 if rows else first
-        box = [slice(first, last, self.step)]
-        box += [slice(a, a + n) for a, n in zip(start[inner + 1 :], shape[inner + 1 :], strict=True)]
-        if self.transposed:
-            box.reverse()
-        if not self.experts:
-            yield self.theirs, tuple(box)
-        elif EXPERT in self.theirs:
-            for expert in range(start[0], start[0] + shape[0]):
-                yield self.name_of(expert), tuple(box)
-        else:
-            yield self.theirs, (slice(start[0], start[0] + shape[0]), *box)
+        columns = [slice(a, a + n) for a, n in zip(start[inner + 1 :], shape[inner + 1 :], strict=True)]
+        for first, rows in self.runs(start[inner], shape[inner]):
+            last = first + (rows - 1) * self.step + 1 if rows else first
+            box = [slice(first, last, self.step), *columns]
+            if self.transposed:
+                box.reverse()
+            if not self.experts:
+                yield self.theirs, tuple(box)
+            elif EXPERT in self.theirs:
+                for expert in range(start[0], start[0] + shape[0]):
+                    yield self.name_of(expert), tuple(box)
+            else:
+                yield self.theirs, (slice(start[0], start[0] + shape[0]), *box)
+
+    def runs(self, start: int, rows: int) -> Iterator[tuple[int, int]]:
+        """The first row of theirs and the number of rows of each run that makes up these rows of ours: one run, or one per block."""
+        if not self.block:
+            yield self.offset + start * self.step, rows
+            return
+        for block in range(start // self.block, -(-(start + rows) // self.block)):
+            first, stop = max(start, block * self.block), min(start + rows, (block + 1) * self.block)
+            yield self.offset + block * self.period + first - block * self.block, stop - first
 
 
 def places(model: Model, family: str, exists: Callable[[str], bool] | None = None) -> dict[str, Place]:
@@ -128,13 +140,15 @@ def _place(model: Model, p: Parameter, row: Row, table: Family, prefix: str, eve
     if p.layer >= 0:
         theirs = f"{table.layers}.{p.layer}.{theirs}"
     stacked = (p.shape[0],) if p.expert and EXPERT not in theirs else ()
-    interleaved = INTERLEAVED in layout
+    interleaved, groups = INTERLEAVED in layout, model.kv_groups if GROUPED in layout else 1
     return Place(
-        theirs if theirs.startswith(HEAD) else prefix + theirs,
+        theirs if row.theirs == table.head else prefix + theirs,
         (*stacked, *shape),
         rows=lengths[index],
         experts=p.shape[0] if p.expert else 0,
-        offset=index if interleaved else sum(lengths[:index]),
+        offset=index if interleaved else sum(lengths[:index]) // groups,
         step=len(joined) if interleaved else 1,
         transposed=transposed,
+        block=lengths[index] // groups if groups > 1 else 0,
+        period=sum(lengths) // groups,
     )

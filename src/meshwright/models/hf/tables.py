@@ -6,6 +6,7 @@ along the output dimension. Layouts:
 
     transposed    their matrix is [in, out]; ours, like nn.Linear's, is [out, in]
     interleaved   the rows of the joined parameters alternate
+    grouped       the joined parameters alternate by groups of heads: queries of the first KV head, its keys, its values, then the next
     {expert}      each expert has a separate tensor; ours are stacked, [expert, out, in]
 
 Where a family has two layouts (Transformers 5 can save experts stacked), the table has both, and the tensors that exist decide.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-TRANSPOSED, INTERLEAVED = "transposed", "interleaved"
+TRANSPOSED, INTERLEAVED, GROUPED = "transposed", "interleaved", "grouped"
 
 
 class Row(NamedTuple):
@@ -33,6 +34,7 @@ class Family(NamedTuple):
     prefix: str = "model."  # of all names but the head's; the base class of a family is saved without it
     layers: str = "layers"
     ignored: str = r"rotary_emb\.inv_freq$"
+    head: str = "lm_head"  # the only name without the prefix of the base class
 
 
 def rows(text: str) -> tuple[Row, ...]:
@@ -135,6 +137,72 @@ GPT2 = rows("""
     mlp.c_proj    ffn.down                                  transposed
 """)
 
+FOUR_NORMS = rows("""
+    input_layernorm              attention_norm
+    post_attention_layernorm     attention_post_norm
+    pre_feedforward_layernorm    ffn_norm
+    post_feedforward_layernorm   ffn_post_norm
+""")
+NORMS_AFTER = rows("""
+    post_attention_layernorm     attention_norm
+    post_feedforward_layernorm   ffn_norm
+""")
+GPT_NEOX_ENDS = rows("""
+    embed_in           embedding.tokens
+    final_layer_norm   head.norm
+    embed_out          head.project
+""")
+GPT_NEOX = rows("""
+    attention.query_key_value   attention.q + attention.k + attention.v   grouped
+    attention.dense             attention.o
+    mlp.dense_h_to_4h           ffn.up
+    mlp.dense_4h_to_h           ffn.down
+""")
+STARCODER2 = rows("""
+    mlp.c_fc     ffn.up
+    mlp.c_proj   ffn.down
+""")
+COHERE_NORM = rows("""
+    input_layernorm   attention_norm
+""")
+MINIMAX_M2 = rows("""
+    block_sparse_moe.e_score_correction_bias   moe.router.balance_bias
+""")
+FALCON_ENDS = rows("""
+    word_embeddings   embedding.tokens
+    ln_f              head.norm
+    lm_head           head.project
+""")
+FALCON = rows("""
+    input_layernorm                  attention_norm
+    post_attention_layernorm         ffn_norm
+    ln_attn                          attention_norm
+    ln_mlp                           ffn_norm
+    self_attention.query_key_value   attention.q + attention.k + attention.v   grouped
+    self_attention.dense             attention.o
+    mlp.dense_h_to_4h                ffn.up
+    mlp.dense_4h_to_h                ffn.down
+""")
+GPT_BIGCODE = rows("""
+    ln_1          attention_norm
+    attn.c_attn   attention.q + attention.k + attention.v   grouped
+    attn.c_proj   attention.o
+    ln_2          ffn_norm
+    mlp.c_fc      ffn.up
+    mlp.c_proj    ffn.down
+""")
+LLAMA4 = rows("""
+    feed_forward.gate_proj                 ffn.gate
+    feed_forward.up_proj                   ffn.up
+    feed_forward.down_proj                 ffn.down
+    feed_forward.router                    moe.router
+    feed_forward.experts.gate_up_proj      moe.experts.gate.weight + moe.experts.up.weight   transposed
+    feed_forward.experts.down_proj         moe.experts.down.weight                           transposed
+    feed_forward.shared_expert.gate_proj   moe.shared.gate
+    feed_forward.shared_expert.up_proj     moe.shared.up
+    feed_forward.shared_expert.down_proj   moe.shared.down
+""")
+
 DENSE = Family(ENDS, NORMS + ATTENTION + FFN)
 DEEPSEEK = Family(ENDS, NORMS + LATENT + FFN + EXPERTS + SHARED_DEEPSEEK)
 TABLES: dict[str, Family] = {
@@ -152,5 +220,28 @@ TABLES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
     "gpt_oss": Family(ENDS, NORMS + ATTENTION + GPT_OSS),
+    "gemma": DENSE,
+    "gemma2": Family(ENDS, FOUR_NORMS + ATTENTION + FFN),
+    "gemma3_text": Family(ENDS, FOUR_NORMS + ATTENTION + FFN),
+    "granite": DENSE,
+    "smollm3": DENSE,
+    "olmo2": Family(ENDS, NORMS_AFTER + ATTENTION + FFN),
+    "olmo3": Family(ENDS, NORMS_AFTER + ATTENTION + FFN),
+    "olmoe": Family(ENDS, NORMS + ATTENTION + EXPERTS),
+    "starcoder2": Family(ENDS, NORMS + ATTENTION + STARCODER2),
+    "gpt_neox": Family(
+        GPT_NEOX_ENDS,
+        NORMS + GPT_NEOX,
+        "gpt_neox.",
+        ignored=r"rotary_emb\.inv_freq$|attention\.(masked_)?bias$",
+        head="embed_out",
+    ),
+    "llama4_text": Family(ENDS, NORMS + ATTENTION + LLAMA4),
+    "glm4_moe": Family(ENDS, NORMS + ATTENTION + FFN + EXPERTS + SHARED_DEEPSEEK),
+    "cohere": Family(ENDS, COHERE_NORM + ATTENTION + FFN),
+    "cohere2": Family(ENDS, COHERE_NORM + ATTENTION + FFN),
+    "minimax_m2": Family(ENDS, NORMS + ATTENTION + MIXTRAL + MINIMAX_M2),
+    "falcon": Family(FALCON_ENDS, FALCON, "transformer.", "h"),
+    "gpt_bigcode": Family(GPT2_ENDS, GPT_BIGCODE, "transformer.", "h", r"\.attn\.(masked_)?bias$"),
     "gpt2": Family(GPT2_ENDS, GPT2, "transformer.", "h", r"\.attn\.(masked_)?bias$"),
 }

@@ -17,7 +17,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.sharding import PROJECT
 from meshwright.errors import MeshwrightError
 from meshwright.models.hf.folder import Folder
-from meshwright.models.hf.places import HEAD, Place, places, table_of
+from meshwright.models.hf.places import Place, places, table_of
 
 MOST_NAMES = 3  # of tensors in an error
 
@@ -45,7 +45,10 @@ class FolderWeights:
         if place.transposed:
             parts = [part.transpose(-1, -2) for part in parts]
         separate = place.experts and len(place.shape) < len(full)
-        value = torch.stack(parts) if separate and parts else parts[0] if parts else torch.empty(shape)
+        if not parts:
+            value = torch.empty(shape)
+        else:
+            value = torch.stack(parts) if separate else torch.cat(parts) if len(parts) > 1 else parts[0]
         if rows > shape[inner]:
             padding = value.new_zeros([rows - shape[inner], *shape[1:]])
             value = torch.cat((value, padding))
@@ -84,7 +87,7 @@ class FolderWeights:
         layer = re.match(rf"(?:{re.escape(self.table.prefix)})?{self.table.layers}\.(\d+)\.", name)
         beyond = layer is not None and int(layer[1]) >= self.model.layers
         predicted = beyond and bool(self.folder.config.get("num_nextn_predict_layers"))
-        tied_head = name == f"{HEAD}.weight" and PROJECT not in self.places
+        tied_head = name == f"{self.table.head}.weight" and PROJECT not in self.places
         return predicted or tied_head or re.search(self.table.ignored, name) is not None
 
     @property

@@ -62,7 +62,7 @@ def attend(
         q, k, v, sinks, pattern.documents_BS, None if dropped is None else dropped.sample_B,
         [edge for own in runs for run in own for edge in (run.start, run.stop)], len(runs[0]),
         [] if dropped is None else [dropped.heads.start, dropped.heads.stop], 0.0 if dropped is None else dropped.rate,
-        pattern.causal, pattern.window, pattern.scale_of(q), kind, "" if group is None else group.group_name,
+        pattern.causal, pattern.window, pattern.scale_of(q), pattern.chunked, pattern.softcap, kind, "" if group is None else group.group_name,
     )  # fmt: skip
     return output
 
@@ -100,13 +100,15 @@ def context_of(
     causal: bool,
     window: int,
     scale: float,
+    chunked: bool,
+    softcap: float,
     group: str,
 ) -> Context:
     """The `Context` that the arguments of an operator describe."""
     runs = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
     by_rank = tuple(tuple(runs[i : i + runs_per_rank]) for i in range(0, len(runs), runs_per_rank))
     dropped = None if sample_B is None else Dropped(sample_B, range(*heads), rate)
-    pattern = AttentionPattern(causal, window, documents_BS, scale)
+    pattern = AttentionPattern(causal, window, documents_BS, scale, chunked, softcap)
     return Context(group_named(group) if group else None, by_rank, pattern, dropped)
 
 
@@ -125,10 +127,14 @@ def attend_blocks(
     causal: bool,
     window: int,
     scale: float,
+    chunked: bool,
+    softcap: float,
     kind: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    context = context_of(documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, group)
+    context = context_of(
+        documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, chunked, softcap, group
+    )
     output, lse_BNS = TRANSPORTS[kind].forward(q, k, v, sinks, context)
     return output.contiguous(), lse_BNS.contiguous()
 
@@ -156,11 +162,15 @@ def attend_blocks_backward(
     causal: bool,
     window: int,
     scale: float,
+    chunked: bool,
+    softcap: float,
     kind: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks (empty without sinks)."""
-    context = context_of(documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, group)
+    context = context_of(
+        documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, chunked, softcap, group
+    )
     saved = Saved(q, k, v, output, lse_BNS, sinks)
     dq, dk, dv, of_sinks = TRANSPORTS[kind].backward(saved, grad_output, context)
     of_sinks = q.new_empty(0) if of_sinks is None else of_sinks

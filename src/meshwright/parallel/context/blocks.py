@@ -17,12 +17,14 @@ With dropout of probabilities (`dropped`), each p that multiplies a v or a do is
 
 ℓ and δ do not change, since Σ_k p m do·v = do·o.
 
+Soft-capped scores are s = c·tanh(scale · q kᵀ / c): ds is also multiplied by 1 − (s/c)².
+
 A sink z, a score without a value, is a first block with ℓ = z and o = 0. Its gradient is that of any score, with v = 0:
 dz = −exp(z − ℓ) δ, summed over the queries of its head.
 
 The tokens of a rank are a few runs of consecutive positions. For each pair of runs the queries see all keys, no keys, or,
 if both are the same run, the lower triangle: `rectangles` lists the parts to compute. A rectangle runs on a fused kernel
-if one supports it (`kernels`: CUDA, 16-bit, no window, no dropout), else in tiles of rows, so that at most `TILE`
+if one supports it (`kernels`: CUDA, 16-bit, no window, no dropout, no soft cap), else in tiles of rows, so that at most `TILE`
 scores are in memory at once. Sums are in float32 or wider.
 
 With document masks a rectangle without a pair of tokens of the same document is skipped, one inside a single document runs as
@@ -56,14 +58,16 @@ class Rectangle(NamedTuple):
 
 
 class AttentionPattern(NamedTuple):
-    """The keys that a query sees: with `causal` only earlier keys; with `window` > 0 only keys less than `window` positions away;
-    with `documents_BS`, the document of each token of the whole sequence, only keys of its document. `scale` is the factor of the
-    scores (None: 1/√D)."""
+    """The keys that a query sees: with `causal` only earlier keys; with `window` > 0 only keys less than `window` positions away, or with
+    `chunked` those of its chunk of `window` positions; with `documents_BS`, the document of each token of the whole sequence, only keys of
+    its document. `scale` is the factor of the scores (None: 1/√D), `softcap` their soft cap (0: none)."""
 
     causal: bool
     window: int = 0
     documents_BS: torch.Tensor | None = None
     scale: float | None = None
+    chunked: bool = False
+    softcap: float = 0.0
 
     def scale_of(self, q: torch.Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -102,9 +106,17 @@ def _relation(q: range, k: range, pattern: AttentionPattern) -> str:
     nearest, farthest = q.start - (k.stop - 1), q.stop - 1 - k.start  # smallest and largest (query − key)
     if pattern.causal and farthest < 0:
         return ""
-    if pattern.window and (nearest >= pattern.window or -farthest >= pattern.window):
-        return ""
-    near = not pattern.window or max(abs(nearest), abs(farthest)) < pattern.window
+    if pattern.window and pattern.chunked:
+        (first_q, last_q), (first_k, last_k) = (
+            (run.start // pattern.window, run[-1] // pattern.window) for run in (q, k)
+        )
+        if last_q < first_k or last_k < first_q:
+            return ""
+        near = first_q == last_q == first_k == last_k
+    else:
+        if pattern.window and (nearest >= pattern.window or -farthest >= pattern.window):
+            return ""
+        near = not pattern.window or max(abs(nearest), abs(farthest)) < pattern.window
     if near and (not pattern.causal or nearest >= 0):
         return "all"
     return "triangle" if near and q == k else "mask"
@@ -154,7 +166,7 @@ class BlockAttention:
             if shared == "none":
                 continue
             parts = self.q[:, :, r.queries], k_BKSD[:, :, r.keys], v_BKSD[:, :, r.keys]
-            fused = r.visible != "mask" and self.dropped is None and shared == "all"
+            fused = r.visible != "mask" and self.dropped is None and shared == "all" and not self.pattern.softcap
             kernel = kernel_for(*parts, r.visible == "triangle") if fused else None
             if kernel is not None:
                 self._merge(r.queries, *kernel.forward(*parts, r.visible == "triangle", self.scale))
@@ -164,7 +176,7 @@ class BlockAttention:
                 part = slice(r.queries.start + rows.start, r.queries.start + rows.stop)
                 kept = _kept(self.dropped, r, self.queries, keys, rows, columns, self.lse_BNS.dtype)
                 tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
-                self._merge(part, *_tile_forward(*tile, mask, kept, self.scale))
+                self._merge(part, *_tile_forward(*tile, mask, kept, self.scale, self.pattern.softcap))
 
     def _merge(self, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
         assert self.output_BNSD is not None
@@ -213,7 +225,7 @@ class BlockGradients:
             )
             k_part, v_part, dk_part, dv_part = (x[:, :, columns] for x in (k, v, dk, dv))
             triangle = r.visible == "triangle"
-            fused = r.visible != "mask" and self.dropped is None and shared == "all"
+            fused = r.visible != "mask" and self.dropped is None and shared == "all" and not self.pattern.softcap
             kernel = kernel_for(q, k_part, v_part, triangle) if fused else None
             if kernel is not None:
                 parts = kernel.backward(grad_output, q, k_part, v_part, output, lse, triangle, self.scale)
@@ -232,6 +244,7 @@ class BlockGradients:
                     mask,
                     kept,
                     self.scale,
+                    self.pattern.softcap,
                 )
                 for into, part in zip(
                     (dq[:, :, tile], dk_part[:, :, visible_columns], dv_part[:, :, visible_columns]), parts, strict=True
@@ -294,15 +307,22 @@ def _position_tiles(
 
 def _reach(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern) -> slice:
     """The range of columns that at least one of the rows can see; rows and columns are ascending."""
-    first = int(rows[0]) - pattern.window + 1 if pattern.window else 0
-    last = int(rows[-1]) + (0 if pattern.causal else pattern.window - 1)
+    low, high = int(rows[0]), int(rows[-1])
+    if pattern.chunked:
+        first, end = low // pattern.window * pattern.window, (high // pattern.window + 1) * pattern.window - 1
+    else:
+        first, end = low - pattern.window + 1 if pattern.window else 0, high + pattern.window - 1
+    last = high if pattern.causal else end
     start, stop = torch.searchsorted(columns, torch.tensor([first, last + 1])).tolist()
     return slice(start, stop)
 
 
 def _mask(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern) -> torch.Tensor:
     distance = rows[:, None] - columns[None, :]
-    near = distance.abs() < pattern.window if pattern.window else torch.ones_like(distance, dtype=torch.bool)
+    if pattern.chunked:
+        near = rows[:, None] // pattern.window == columns[None, :] // pattern.window
+    else:
+        near = distance.abs() < pattern.window if pattern.window else torch.ones_like(distance, dtype=torch.bool)
     return near & (distance >= 0) if pattern.causal else near
 
 
@@ -321,16 +341,27 @@ def _kept(
 
 
 def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
 ) -> Any:
-    """exp(s − ℓ) [B, K, G·R, S] and ℓ [B, K, G·R]; without a given ℓ, that of this block is computed."""
+    """exp(s − ℓ) [B, K, G·R, S], ℓ [B, K, G·R], and the slope of the soft cap (None without one). Without a given ℓ, that of this
+    block is computed."""
     groups = q.shape[1] // k.shape[1]
     scores = q.unflatten(1, (-1, groups)).flatten(2, 3).mul(scale) @ k.transpose(-1, -2)
+    slope = None
+    if softcap:
+        scores.div_(softcap).tanh_()
+        slope = 1 - scores.square() if lse is not None else None
+        scores.mul_(softcap)
     if mask is not None:
         scores.unflatten(2, (groups, -1)).masked_fill_(~mask, -torch.inf)
     lse = scores.logsumexp(-1) if lse is None else lse.unflatten(1, (-1, groups)).flatten(2, 3)
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    return scores.sub_(finite.unsqueeze(-1)).exp_(), lse
+    return scores.sub_(finite.unsqueeze(-1)).exp_(), lse, slope
 
 
 def _tile_forward(
@@ -340,9 +371,10 @@ def _tile_forward(
     mask: torch.Tensor | None,
     kept: torch.Tensor | None,
     scale: float,
+    softcap: float,
 ) -> Any:
     q, k, v = (x.to(at_least_single(x.dtype)) for x in (q, k, v))
-    probability, lse = _probabilities(q, k, None, mask, scale)
+    probability, lse, _ = _probabilities(q, k, None, mask, scale, softcap)
     if kept is not None:
         probability *= kept.view(probability.shape)
     output = probability @ v
@@ -359,9 +391,10 @@ def _tile_backward(
     mask: torch.Tensor | None,
     kept: torch.Tensor | None,
     scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_output, q, k, v = (x.to(at_least_single(x.dtype)) for x in (grad_output, q, k, v))
-    probability, _ = _probabilities(q, k, lse, mask, scale)
+    probability, _, slope = _probabilities(q, k, lse, mask, scale, softcap)
     groups = q.shape[1] // k.shape[1]
     grouped_q, grouped_grad, grouped_delta = (
         x.unflatten(1, (-1, groups)).flatten(2, 3) for x in (q, grad_output, delta)
@@ -373,4 +406,6 @@ def _tile_backward(
         ds *= kept.view(probability.shape)
     dv = dropped_probability.transpose(-1, -2) @ grouped_grad
     ds.sub_(grouped_delta.unsqueeze(-1)).mul_(probability).mul_(scale)
+    if slope is not None:
+        ds.mul_(slope)
     return (ds @ k).reshape(q.shape), ds.transpose(-1, -2) @ grouped_q, dv

@@ -160,19 +160,20 @@ def shard_sequence(module: nn.Module, model: Model, group: ProcessGroup, kind: s
 
 def pattern_of(geometry: Geometry, rule: AttentionRule, seq: int) -> AttentionPattern:
     window = 0 if rule.window >= seq else rule.window
-    return AttentionPattern(geometry.causal, window, geometry.documents(), rule.scale)
+    chunked = rule.chunked and bool(window)
+    return AttentionPattern(geometry.causal, window, geometry.documents(), rule.scale, chunked, rule.softcap)
 
 
 def use_tiled_attention(module: nn.Module) -> None:
-    """Compute attention with sinks or with dropout of probabilities in tiles, on whole sequences, so that not all probabilities are in
-    memory."""
+    """Compute attention with sinks, soft caps or dropout of probabilities in tiles, on whole sequences, so that not all probabilities are
+    in memory."""
     geometry: Any = module.geometry
     plain = geometry.attend_whole
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rule: AttentionRule
     ) -> torch.Tensor:
-        if rule.dropped is None and sinks is None:
+        if rule.fused and sinks is None:
             return plain(q, k, v, None, rule)
         return tiled_attention(q, k, v, pattern_of(geometry, rule, q.shape[2]), rule.dropped, sinks)
 

@@ -35,11 +35,14 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.moe import GroupedLinear
+from meshwright.models.parts import ProjectionNorm
+from meshwright.parallel import exchange
 from meshwright.parallel.tensor.attention import switch_off_fast_paths
 from meshwright.parallel.tensor.cuts import Split
 from meshwright.parallel.tensor.cutting import cut_row
@@ -88,6 +91,7 @@ def split(
             else:
                 STYLES[style](done, name, part)
     _set_query_groups(module, done)
+    _average_norms(module, done)
     switch_off_fast_paths(module)
     return done
 
@@ -130,6 +134,19 @@ def _set_query_groups(module: nn.Module, done: Split) -> None:
         attention = module.get_submodule(owner)
         if hasattr(attention, GROUPS):
             setattr(attention, GROUPS, getattr(attention, GROUPS) // count)
+
+
+def _average_norms(module: nn.Module, done: Split) -> None:
+    """Norms over the whole projection average their squares over the ranks. Every rank uses the mean for other heads, so backward sums
+    its gradient over the ranks too."""
+    group = done.group
+
+    def mean(local: torch.Tensor) -> torch.Tensor:
+        return exchange.copy_in(exchange.reduce_out(local / group.size(), group), group)
+
+    for part in module.modules():
+        if isinstance(part, ProjectionNorm):
+            part.mean = mean
 
 
 def _styles_of(name: str, part: nn.Module, table: Table) -> list[str]:
@@ -177,7 +194,8 @@ def _check(name: str, part: nn.Module, styles: list[str], table: Table) -> None:
             valid=sorted([*STYLES, *(f"{style}:…" for style in FUSED), f"{CUT}…"]),
         )
     expected = KINDS.get(next((word for word, *_ in words if word in KINDS), ""), nn.Module)
-    if not isinstance(part, expected) and not (expected is nn.Linear and is_transposed(part)):
+    by_rows = is_transposed(part) or isinstance(part, ProjectionNorm)
+    if not isinstance(part, expected) and not (expected is nn.Linear and by_rows):
         raise MeshwrightError(
             "MW-TP-004",
             f"'{name}' is a {type(part).__name__}, not a {expected.__name__}",

@@ -32,7 +32,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.models.attention import Attention, Sinks
 from meshwright.models.moe import GroupedLinear, MixtureOfExperts
-from meshwright.models.parts import Linear
+from meshwright.models.parts import Linear, ProjectionNorm
 from meshwright.models.router import Router
 from meshwright.models.transformer import LearnedPositions
 from meshwright.parallel.context.token_order import token_order
@@ -187,23 +187,34 @@ class CopiedHeads(Linear):
     """A projection that computes each KV head once per rank that holds it. In fp8 each copy rounds its part of the gradient of the
     head; with one head the sum would be rounded."""
 
-    width: int
-    copies: int
-
-    def repeated(self, p: torch.Tensor) -> torch.Tensor:
-        return p.unflatten(0, (-1, self.width)).repeat_interleave(self.copies, 0).flatten(0, 1)
+    repeated: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.repeated(self.weight), None if self.bias is None else self.repeated(self.bias))
+
+
+class CopiedNorm(ProjectionNorm):
+    """The norm of the keys of such a projection."""
+
+    repeated: Callable[[torch.Tensor], torch.Tensor]
+
+    def weights(self) -> torch.Tensor:
+        return self.repeated(self.weight)
 
 
 def copy_heads(modules: Iterable[nn.Module], copies: int) -> None:
     """Make attention inside these modules compute each KV head `copies` times."""
     attentions = [part for module in modules for part in module.modules() if isinstance(part, Attention)]
     for attention in attentions if copies > 1 else ():
+        width = attention.width
+
+        def repeated(p: torch.Tensor, width: int = width) -> torch.Tensor:
+            return p.unflatten(0, (-1, width)).repeat_interleave(copies, 0).flatten(0, 1)
+
         for linear in (attention.k, attention.v):
-            linear.__class__ = CopiedHeads
-            linear.width, linear.copies = attention.width, copies  # type: ignore[assignment]
+            linear.__class__, linear.repeated = CopiedHeads, repeated  # type: ignore[assignment]
+        if isinstance(attention.k_norm, ProjectionNorm):
+            attention.k_norm.__class__, attention.k_norm.repeated = CopiedNorm, repeated  # type: ignore[assignment]
 
 
 class _RoundedBack(torch.autograd.Function):

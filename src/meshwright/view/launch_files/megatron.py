@@ -26,7 +26,7 @@ STATED = {
     "rope", "positions", "norm", "norm_epsilon", "latent_norm_epsilon", "qk_norm", "qkv_bias", "out_bias", "ffn_bias", "dropout", "dropout_rate",
     "embedding_dropout", "attention_dropout", "attention", "q_rank", "kv_rank", "rope_dim", "nope_dim", "value_dim", "experts", "top_k",
     "expert_ffn", "shared_experts", "shared_ffn", "dense_layers", "moe_every", "balance_bias", "router",
-    "name", "kind", "published", "notes", "not_run",
+    "name", "kind", "published", "notes", "not_run", "allow_differences",
 }  # fmt: skip
 ACTIVATIONS = {
     "gelu": (),
@@ -133,6 +133,8 @@ def check_model(model: Model) -> None:
         missing.append(f"rope.kind = {model.rope.kind}")
     if model.router.choice != "token":
         missing.append(f"router.choice = {model.router.choice}")
+    if model.router.weigh_inputs:
+        missing.append("router.weigh_inputs")
     if missing:
         raise MeshwrightError(
             "MW-LAUNCH-005",
