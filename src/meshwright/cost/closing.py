@@ -60,7 +60,7 @@ def closing_time(
     hidden = np.minimum(reduce, window)
     tail = np.maximum(last - (reduce - hidden), 0.0)
     exposed = reduce - hidden + tail + b.stack.compute_slowdown * hidden
-    late = gather - np.minimum(gather, b.stack.hides * slow.f * overlaps * b.stack.gathers_ahead)
+    late = gather - np.minimum(gather, b.stack.hides * slow.f * overlaps * b.prefetch * b.stack.gathers_ahead)
     exposed = exposed + late + compress + hooks
     return {
         **after,

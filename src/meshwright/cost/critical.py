@@ -37,7 +37,7 @@ def critical_batch(model: Model, cluster: Cluster, plan: Plan, workload: Workloa
     unit = "sequences" if model.kind == "transformer" else "samples"
     if plan.dp * plan.cp == 1:
         return CriticalBatch(None, "none: no data-parallel communication")
-    overlaps = stack.overlap if plan.overlap is None else plan.overlap
+    overlaps = plan.overlapped(stack, cluster.node_size)
     if "dp" not in overlaps:
         return CriticalBatch(None, "none: data-parallel communication does not overlap under this stack")
     rounds = plan.pp if plan.pp > 1 else 1

@@ -76,7 +76,7 @@ def phase_times(program: StepProgram, cluster: Cluster, network: Network) -> dic
     latest: dict[str, str] = {}  # for each block, the phase whose remaining compute can hide communication
     for (block, phase), ops in program.blocks.items():
         main = times[block, latest[block]] if phase in SPLIT_ONLY else None
-        times[block, phase] = phase_time(program, cluster, network, ops, main)
+        times[block, phase] = phase_time(program, cluster, network, ops, phase, main)
         times[block, phase].host = times[block, phase].host + unit_hooks(program.batch, phase)
         if TIMED_AS[phase] == "I":
             latest[block] = phase
@@ -84,7 +84,7 @@ def phase_times(program: StepProgram, cluster: Cluster, network: Network) -> dic
 
 
 def phase_time(
-    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], main: PhaseTime | None = None
+    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], phase: str, main: PhaseTime | None = None
 ) -> PhaseTime:
     """Time the operations of one block and phase, and hide overlapped communication behind its compute. A phase of a split backward hides
     behind the remaining compute of its `main` phase instead."""
@@ -125,11 +125,12 @@ def phase_time(
         hidden = np.minimum(seconds, left)
         if main is None and axis in ("tp", "cp"):  # attention hides the messages of cp, all other compute those of tp
             hidden = np.minimum(hidden, stack.hides * (core if axis == "cp" else work - core))
-        hidden = hidden * b.overlap[axis]
+        overlaps = axis_overlap(b, axis, cluster)
+        hidden = hidden * overlaps
         if axis == "tp" and products:
-            hidden = hidden + (1 - b.overlap[axis]) * np.minimum(behind_products(b, network, ops, products), left)
+            hidden = hidden + (1 - overlaps) * np.minimum(behind_products(b, network, ops, products), left)
         if axis == "dp":
-            hidden = hidden * b.prefetch * unit_overlap(stack)
+            hidden = hidden * (b.prefetch if phase == "F" else b.prefetches_backward) * unit_overlap(stack)
         t.left = left = left - hidden
         slowed = stack.compute_slowdown * hidden
         t.parts[axis] = seconds - hidden
@@ -143,6 +144,13 @@ def phase_time(
     if stack.graphs:
         t.host = t.host * GRAPH_HOST
     return t
+
+
+def axis_overlap(b: Batch, axis: str, cluster: Cluster) -> Array:
+    """1 where the communication of an axis overlaps with compute (`PlanFields.overlapped`)."""
+    if axis != "tp":
+        return b.overlap[axis]
+    return np.where(b.stack_overlap & (b.tp > cluster.node_size), 0.0, b.overlap[axis])
 
 
 def behind_products(b: Batch, network: Network, ops: list[Op], products: dict[str, Array]) -> Array:

@@ -90,8 +90,8 @@ class Plan(PlanFields):
         words = [f"ZeRO-{self.zero}"]
         if self.zero == 3 and not self.reshard and self.pp == 1:
             words.append("weights kept after forward")
-        if self.zero == 3 and not self.prefetch:
-            words.append("no prefetch")
+        if self.zero and self.prefetch is not True:
+            words.append("prefetch in forward" if self.prefetch else "no prefetch")
         if self.wrap != 1:
             words.append(f"units of {self.wrap} layers" if self.wrap else "one unit per stage")
         return ", ".join(words)

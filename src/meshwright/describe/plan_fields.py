@@ -15,7 +15,7 @@ from pydantic import Field
 
 from meshwright.describe.base import Bytes, Described, Size, Whole
 from meshwright.describe.schedules import Schedule
-from meshwright.describe.stack import Axis
+from meshwright.describe.stack import Axis, Stack
 from meshwright.describe.stages import layers_of_stages
 from meshwright.describe.workload import Workload
 
@@ -65,7 +65,11 @@ class PlanFields(Described):
     reshard: bool = Field(
         default=True, description="ZeRO-3: free gathered weights after forward, gather them again in backward"
     )
-    prefetch: bool = Field(default=True, description="ZeRO-3: gather the next layer during this one")
+    prefetch: bool | Literal["forward"] = Field(
+        default=True,
+        description="ZeRO: gather parameters before they are needed: the next layer's during this one (ZeRO-3; forward: not in backward), the "
+        "updated ones during the next forward (ZeRO-1 and 2)",
+    )
     wrap: Whole = Field(default=1, description="ZeRO: layers gathered and reduced together; 0: all layers of a stage")
     reduce: Literal["auto", "step", "microbatch"] = Field(
         default="auto",
@@ -122,6 +126,14 @@ class PlanFields(Described):
     def etp(self) -> int:
         """Tensor-parallel degree inside experts."""
         return self.expert_tp or self.tp
+
+    def overlapped(self, stack: Stack, node_size: int) -> tuple[Axis, ...]:
+        """The axes whose communication overlaps with compute: the plan's, or those of the stack that it can hide in this plan. Products hide
+        tensor-parallel messages only between devices that access each other's memory, inside a node."""
+        if self.overlap is not None:
+            return self.overlap
+        axes = [axis for axis in stack.overlap if stack.overlaps(axis, self.sp, self.zero)]
+        return tuple(axis for axis in axes if axis != "tp" or self.tp <= node_size)
 
     @property
     def reduces_each(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from meshwright.describe.abilities import Abilities
@@ -102,6 +103,9 @@ class Stack(Described):
         description="ring and all-gather attention run in tiles of torch operators: no fused kernel returns the log-sum-exp",
     )
     overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication overlaps with compute")
+    overlap_zero: tuple[int, ...] = Field(
+        default=(0, 1, 2, 3), description="ZeRO stages whose data-parallel communication overlaps, where dp is in `overlap`"
+    )
     async_linears: Literal["none", "backward", "own-shard"] = Field(
         default="none",
         description="collectives of tensor parallelism that run behind one product of their linear layer where tp is not in `overlap`. backward: in "
@@ -233,6 +237,14 @@ class Stack(Described):
         default=(), description="of the calibrated numbers, row by row (`calibrate.response`)", max_length=64
     )
     source: str = ""
+
+    def overlaps(self, axis: str, sp: Any, zero: Any) -> Any:
+        """Whether the communication of an axis overlaps with compute in plans that leave it to the stack. Tensor parallelism is hidden by cutting
+        a product and its all-gather or reduce-scatter into pieces: the all-reduces of plans without sequence parallelism are not."""
+        on = axis in self.overlap
+        if axis == "tp":
+            return np.asarray(sp, bool) & on
+        return np.isin(zero, self.overlap_zero) & on if axis == "dp" else on
 
     @model_validator(mode="before")
     @classmethod

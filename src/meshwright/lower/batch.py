@@ -60,6 +60,18 @@ def distinct_codes(values: np.ndarray) -> list[int]:
     return np.flatnonzero(np.bincount(values)).tolist()
 
 
+def overlap_fields(
+    overlaps: Sequence[tuple[str, ...] | None], index: np.ndarray, stack: Stack, sp: np.ndarray, zero: np.ndarray
+) -> dict[str, Any]:
+    """Which axes overlap in the plans with the overlaps `index`, by axis, and which plans leave it to the stack."""
+    by_stack = np.array([axes is None for axes in overlaps])[index]
+    stated = {axis: np.array([axis in (axes or ()) for axes in overlaps])[index] for axis in OVERLAP_AXES}
+    overlap = {
+        axis: np.where(by_stack, stack.overlaps(axis, sp, zero), on).astype(float) for axis, on in stated.items()
+    }
+    return {"overlap": overlap, "stack_overlap": by_stack}
+
+
 class Pipelines(NamedTuple):
     """The plans of one schedule: their indices in the batch, and their whole numbers."""
 
@@ -99,8 +111,7 @@ class Batch:
         ):  # ring attention passes one block on while it computes the other: it overlaps wherever anything does
             ring = np.maximum(self.overlap["cp"], self.cp_kind == CP_KINDS.index("ring"))
             self.overlap = {**self.overlap, "cp": ring}
-        # Whether tensor-parallel messages of some plan run behind a product of their layer: where all compute hides them, that is no limit.
-        self.async_linears = stack.async_linears != "none" and bool(np.count_nonzero(self.overlap["tp"] == 0))
+        self.async_linears = stack.async_linears != "none"
         self.dp = self.replicate * self.shard
         self.world = self.dp * self.tp * self.cp * self.pp
         self.microbatches = workload.batch / (self.microbatch * self.dp)
@@ -159,6 +170,7 @@ class Batch:
     sp: np.ndarray
     reshard: np.ndarray
     prefetch: np.ndarray
+    prefetches_backward: np.ndarray
     master: np.ndarray
     compression_rank: np.ndarray
     compression_ratio: np.ndarray
@@ -176,7 +188,8 @@ class Batch:
     offload_states: np.ndarray
     offload_activations: np.ndarray
     order: np.ndarray
-    overlap: dict[str, np.ndarray]
+    overlap: dict[str, np.ndarray]  # 1 where the communication of an axis overlaps with compute
+    stack_overlap: np.ndarray  # plans that leave `overlap` to the stack
     layers_per_stage: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -222,8 +235,9 @@ class Batch:
         fields["offload_activations"] = np.array([p.offload in ("activations", "both") for p in plans])
         orders = [p.order or stack.order for p in plans]
         fields["order"] = np.array([ORDERS.index(tuple(o)) for o in orders])
-        overlaps = [stack.overlap if p.overlap is None else p.overlap for p in plans]
-        fields["overlap"] = {a: np.array([float(a in o) for o in overlaps]) for a in OVERLAP_AXES}
+        overlaps = [p.overlap for p in plans]
+        fields |= overlap_fields(overlaps, np.arange(len(plans)), stack, fields["sp"], fields["zero"])
+        fields["prefetches_backward"] = np.array([p.prefetch is True for p in plans])
         fields["layers_per_stage"] = tuple(p.layers_per_stage for p in plans)
         wraps = [(p.wrap, p.wrap != 1 and model.kind != "counts" and max(p.stage_layers(model.layers))) for p in plans]
         fields["wrap"] = np.array([float(min(wrap or n, n)) if n else 1.0 for wrap, n in wraps])

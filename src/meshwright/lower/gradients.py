@@ -174,7 +174,7 @@ def flat_gather(b: Batch, group: str, held: Array) -> list[Op]:
     """ZeRO-1 and 2 of a stack that shards flat buffers: updated parameters are gathered in buckets where the next forward hides them, in one
     call otherwise. Its `launches` copy the shard of each parameter of each rank, in stacks that do so (`Stack.shard_copy`)."""
     n = held * b.param_bytes * (sharded(b, group) & (b.zero < 3))
-    ahead = b.overlap["dp"] * b.stack.gathers_ahead > 0
+    ahead = b.overlap["dp"] * b.prefetch * b.stack.gathers_ahead > 0
     count = np.where(ahead, np.ceil(n / b.bucket), n > 0)
     if not present(count):
         return []

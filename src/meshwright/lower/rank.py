@@ -235,7 +235,7 @@ def stage_messages(
         return sum(values) / len(values)
 
     units = list(zero_units(model, plan, layers, [box for box in held if box.zero]))
-    for unit, regathered in zip(units, gathered_in_backward(units, plan.prefetch), strict=True):
+    for unit, regathered in zip(units, gathered_in_backward(units, plan.prefetch is True), strict=True):
         load = load_of(unit, plan)
         yield unit[0].group, Message(1.0, load, True, float(regathered), measured(load.sent > 0))
     for group in ("dense", "expert"):

@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
 from meshwright.cost.estimate import Estimate, Simulation
-from meshwright.cost.phase import AXIS_OF
+from meshwright.cost.phase import AXIS_OF, axis_overlap
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
 from meshwright.lower.op import Op, scalar
@@ -123,7 +123,7 @@ class Filler:
                 at += length
                 continue
             axis = AXIS_OF[op.axis] if op.axis else "host"
-            overlaps = scalar(self.e.program.batch.overlap[axis]) if op.axis else op.name == TO_HOST
+            overlaps = scalar(axis_overlap(self.e.program.batch, axis, self.e.cluster)) if op.axis else op.name == TO_HOST
             hidden = min(length, room) if overlaps else 0.0
             room -= hidden
             begins = max(at, free.get(axis, 0.0))

@@ -28,7 +28,7 @@ from meshwright.describe.framework_stages import framework_stages, in_framework
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
 from meshwright.describe.schedules import SCHEDULES
-from meshwright.lower.batch import OVERLAP_AXES, Batch
+from meshwright.lower.batch import Batch, overlap_fields
 from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.legal_options import LegalOptions
 from meshwright.planner.search.table import Table, grid, grouped, join
@@ -199,10 +199,8 @@ class Space(LegalOptions):
             name: sizes[rows.dtype, k]
             for k, name in enumerate(("param_bytes", "grad_bytes", "state_bytes", "comm_bytes"))
         }
-        overlaps = [self.stack.overlap if o is None else o for o in self.overlaps]
-        f["overlap"] = {
-            axis: np.array([float(axis in o) for o in overlaps])[rows.overlap_index] for axis in OVERLAP_AXES
-        }
+        zero = rows.columns.get("zero", np.full(n, 3))  # a bound for all stages: the one that overlaps
+        f |= overlap_fields(self.overlaps, rows.overlap_index, self.stack, rows.sp, zero)
         f["bucket"] = np.full(n, self.bucket) if self.bucket else bucket_for(self.cluster, rows.dp * rows.cp)
         f["layers_per_stage"] = [self.stages(int(pp)) for pp in rows.pp] if self.framework_divides else ()
         return (Batch if "order" in rows else Innermost)(f, self.model, self.workload, self.stack)

@@ -87,7 +87,7 @@ def grouped(parts: dict[str, float]) -> dict[str, float]:
 
 def overlap(e: Estimate) -> dict[str, Any]:
     """The step without overlap, as planned, and with double buffering on every axis; and for each axis what is hidden now."""
-    now = e.stack.overlap if e.plan.overlap is None else e.plan.overlap
+    now = e.plan.overlapped(e.stack, e.cluster.node_size)
     rows = []
     for name, axes in (("no overlap", ()), ("this plan", tuple(now)), ("double buffering", AXES)):
         changed = e if axes == tuple(now) and name == "this plan" else _with_overlap(e, axes)
