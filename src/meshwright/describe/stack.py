@@ -16,6 +16,8 @@ from meshwright.describe.base import Bytes, Described, Seconds
 
 Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate"]
 Axis = Literal["dp", "tp", "cp", "pp", "ep"]
+Saves = Literal["sharded", "copied", "rank-0", "weights", "group", "device"]
+Loads = Literal["sharded", "rank-0", "every-rank"]
 DROPPED = ("sharded_launch",)  # keys of earlier versions that nothing reads: their files still load
 
 
@@ -192,6 +194,18 @@ class Stack(Described):
     sends_parts: bool = Field(
         default=False,
         description="without sequence parallelism, each tensor-parallel rank sends 1/tp of the activations to the next stage, which gathers them",
+    )
+    saves: Saves = Field(
+        default="sharded",
+        description="how a checkpoint is saved. sharded: each rank writes its shards, tensor by tensor. copied: each rank copies them to host "
+        "memory first. rank-0: rank 0 collects the full weights, then the full optimizer states, in host memory, through its device a unit "
+        "at a time. weights: shards, and rank 0 collects the full 16-bit weights. group: the first rank of each data-parallel group "
+        "collects the optimizer states. device: every device gathers the full weights",
+    )
+    loads: Loads = Field(
+        default="sharded",
+        description="how a checkpoint is loaded. sharded: each rank reads its shards. rank-0: rank 0 reads full tensors and sends them. "
+        "every-rank: every rank reads the full weights to host memory",
     )
     blocking_p2p: bool = Field(default=False, description="a pipeline send blocks until it is received")
     order: tuple[str, ...] = Field(default=("tp", "cp", "pp", "dp"), description="axes, fastest first")

@@ -15,12 +15,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import Facts
 from meshwright.interop.problems import Problem
 from meshwright.interop.stages import stages
+from meshwright.interop.switches import switch_plan, switch_stack
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
 MOST_GPUS = 10**9
@@ -33,6 +35,7 @@ class Assembled:
     plan: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)
     gpus: int = 0
+    stack: dict[str, Any] = field(default_factory=dict)  # what the settings change of the framework's stack
     assumed: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     has_least_gpus: bool = False  # the number of GPUs that was given is the smallest that the degrees allow
@@ -56,6 +59,9 @@ def assemble(
     _batch(facts, out)
     _memory(facts, out)
     _numerics(facts, out)
+    stack = catalog.load("stacks", framework.stack)
+    switch_plan(facts, out.plan, stack)
+    out.stack = switch_stack(facts, out.plan, stack)
     return out
 
 

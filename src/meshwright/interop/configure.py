@@ -50,7 +50,7 @@ def configure(
         named or model_part(reading, source, overrides),
         cluster,
         plan=reading.assembled.plan,
-        stack=stack or reading.framework.stack,
+        stack=stack or reading.stack_section,
         workload=reading.assembled.workload | (workload if isinstance(workload, dict) else {}),
         overrides=overrides,
         **sizes,
@@ -74,7 +74,7 @@ def sections(reading: Reading) -> dict[str, Any]:
     """The sections of a plan file that settings describe; without [model] where they do not give its shape."""
     raise_first(reading)
     found: dict[str, Any] = {
-        "stack": reading.framework.stack,
+        "stack": reading.stack_section,
         "workload": reading.workload.as_dict(),
         "plan": reading.plan.as_dict(),
     }

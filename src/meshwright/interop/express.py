@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import FP8, Workload
 from meshwright.interop.assemble import STAGES
 from meshwright.interop.keys import Facts
+from meshwright.interop.switches import switch_facts
 
 SHAPE = (
     "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "tied", "max_positions", "experts", "top_k", "expert_ffn",
@@ -17,14 +19,16 @@ SHAPE = (
 )  # fmt: skip
 
 
-def express(plan: Plan, workload: Workload, model: Model) -> Facts:
-    """Every fact that a plan, a workload and a model state."""
+def express(config: Config) -> Facts:
+    """Every fact that a configuration states."""
+    plan, workload, model = config.plan, config.workload, config.model
     return {
         **_degrees(plan, model),
         **_pipeline(plan, model),
         **_batch(plan, workload),
         **_memory(plan, workload),
         **_shape(model),
+        **switch_facts(config),
     }
 
 

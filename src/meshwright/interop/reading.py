@@ -54,7 +54,13 @@ class Reading:
     @property
     def stack(self) -> Stack:
         stack: Stack = catalog.load("stacks", self.framework.stack)
-        return stack
+        return stack.but(**self.assembled.stack) if self.assembled.stack else stack
+
+    @property
+    def stack_section(self) -> str | dict[str, Any]:
+        """The stack as a plan file has it: its name, and what the settings change of it."""
+        name = self.framework.stack
+        return {"extends": name, **self.assembled.stack} if self.assembled.stack else name
 
     @property
     def errors(self) -> list[Problem]:

@@ -19,6 +19,7 @@ from meshwright.interop.files import SCRIPTS, YAML
 from meshwright.interop.frameworks.framework import Form, Framework
 from meshwright.interop.keys import Settings, nested, write_settings
 from meshwright.interop.reading import understand
+from meshwright.interop.switches import switch_differences
 
 ENDINGS: dict[str, Form] = {
     ".toml": "toml",
@@ -28,11 +29,9 @@ ENDINGS: dict[str, Form] = {
 }
 # Fields that no framework has: they belong to our own trainer and to the cost model.
 OWN = (
-    "prefetch",
     "wrap",
     "reduce",
     "bucket",
-    "overlap",
     "comm_dtype",
     "state_dtype",
     "grad_dtype",
@@ -53,8 +52,7 @@ class Written:
 
 def settings_of(config: Config, framework: Framework, form: Form | None = None) -> Written:
     """The settings of a framework that say a configuration's plan."""
-    settings, _ = write_settings(framework.table, express(config.plan, config.workload, config.model))
-    settings |= framework.switches(config) if framework.switches else {}
+    settings, _ = write_settings(framework.table, express(config))
     inexpressible = difference(config, framework, settings)
     return Written(
         framework, settings, text_of(settings, framework, form or framework.form, inexpressible), inexpressible
@@ -67,7 +65,7 @@ def difference(config: Config, framework: Framework, settings: Settings) -> dict
     stages = in_framework(config.plan, config.model, config.stack).stage_layers(config.model.layers)
     out: dict[str, tuple[Any, Any]] = {}
     for section, ours, theirs in (("plan", config.plan, back.plan), ("workload", config.workload, back.workload)):
-        for name in type(ours).model_fields:
+        for name in (n for n in type(ours).model_fields if n not in ("overlap", "prefetch")):
             a, b = getattr(ours, name), getattr(theirs, name)
             if name == "layers_per_stage" and back.plan.stages == len(stages):
                 a, b = stages, back.plan.stage_layers(config.model.layers)
@@ -77,7 +75,7 @@ def difference(config: Config, framework: Framework, settings: Settings) -> dict
                 and not _same(name, config, b)
             ):
                 out[f"{section}.{name}"] = (a, b)
-    return out
+    return out | switch_differences(config, back.plan, back.stack)
 
 
 def _same(name: str, config: Config, other: Any) -> bool:

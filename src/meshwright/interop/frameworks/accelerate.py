@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.axolotl import STRATEGIES, derive_fsdp, restate_fsdp
+from meshwright.interop.frameworks.axolotl import PREFETCH, STATE_DICTS, STRATEGIES, derive_fsdp, restate_fsdp
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import Facts, Key, Table
 
@@ -14,11 +14,13 @@ def _derive(facts: Facts) -> None:
     stage = facts.pop("zero", None)
     if kind == "DEEPSPEED" or stage is not None:
         facts["sharding"] = ("none", "optimizer", "gradients", "parameters")[stage or 0]
+        facts["overlap_dp"] = stage == 3  # DeepSpeed's default: accelerate's file has no such key
+        facts["saves"] = "weights" if stage == 3 and facts.get("saves") == "weights" else "sharded"
     elif kind == "FSDP":
         facts["fsdp"] = facts.get("fsdp") or 1
         derive_fsdp(facts)
     else:
-        facts["sharding"] = "none"
+        facts["sharding"], facts["saves"], facts["loads"] = "none", "sharded", "every-rank"
     if facts.get("half") in ("fp8", "no"):
         facts["half"], facts["eight"] = ("bf16", "fp8") if facts["half"] == "fp8" else ("fp32", None)
 
@@ -44,6 +46,9 @@ TABLE = Table(
         Key(F + "sharding_strategy", "sharding", words=STRATEGIES, match=(("1", "parameters"), ("2", "gradients"), ("3", "none")), read_only=True),
         Key(F + "offload_params", "offload_parameters", words={True: True, False: False}, default=False),
         Key(F + "activation_checkpointing", "recompute", words={True: "full", False: "none"}, default="none"),
+        Key(F + "backward_prefetch", "prefetch", words=PREFETCH, read_only=True),
+        Key(F + "state_dict_type", "saves", words=STATE_DICTS),
+        Key(Z + "zero3_save_16bit_model", "saves", words={True: "weights", False: None}, read_only=True),
         Key(Z + "zero_stage", "zero", words={0: 0, 1: 1, 2: 2, 3: 3}, read_only=True),
         Key(Z + "offload_optimizer_device", "offload_states", words={"cpu": True, "nvme": True, "none": False}, read_only=True),
         Key(Z + "offload_param_device", "offload_parameters", words={"cpu": True, "nvme": True, "none": None}, read_only=True),

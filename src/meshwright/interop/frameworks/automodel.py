@@ -92,6 +92,10 @@ TABLE = Table(
             was=("parallelizer.activation_checkpointing", "model.base_activation_checkpointing"), default="none"),
         Key(D + "reshard_after_forward", "reshard", words={True: True, False: False, None: None}),
         Key(D + "moe.reshard_after_forward", "moe_reshard", words={True: True, False: False}, was=("parallelizer.reshard_after_forward",)),
+        flag("overlap_tp", D + "enable_async_tensor_parallel"),
+        Key(D + "overlap_grad_reduce", "overlap_dp", words={True: True, False: False}, read_only=True),  # of megatron_fsdp, on by default
+        Key(D + "overlap_param_gather", "overlap_gather", words={True: True, False: False}, read_only=True),
+        Key("checkpoint.is_async", "saves", words={True: "copied", False: "sharded"}, default="sharded"),
         Key(S + "global_batch_size", "batch", always=True),
         Key(S + "local_batch_size", "local_batch", always=True),
         Key("dataset.seq_len", "seq", was=("dataset.seq_length", "dataset.max_length", "autopipeline.pp_seq_len"), always=True),

@@ -14,6 +14,9 @@ STRATEGIES = {
     "HYBRID_SHARD": "parameters",
     "_HYBRID_SHARD_ZERO2": "gradients",
 }
+# Gathers of the first version of FSDP in backward: BACKWARD_POST starts them after the gradients of a unit, with nothing to hide behind.
+PREFETCH = {"BACKWARD_PRE": True, "BACKWARD_POST": "forward", "NO_PREFETCH": "forward", None: "forward"}
+STATE_DICTS = {"SHARDED_STATE_DICT": "copied", "FULL_STATE_DICT": "rank-0", "LOCAL_STATE_DICT": "copied"}
 
 
 def derive_fsdp(facts: Facts) -> None:
@@ -28,11 +31,24 @@ def derive_fsdp(facts: Facts) -> None:
     facts.setdefault("sharding", "none")
     if facts.get("offload_parameters"):
         facts["offload_states"] = True
+    if facts["sharding"] == "none":
+        return
+    first = facts.get("fsdp") != 2
+    if not first:
+        facts.pop("prefetch", None)  # FSDP2 always gathers ahead
+    else:
+        facts.setdefault("prefetch", "forward")  # accelerate's default is NO_PREFETCH in backward
+    facts.setdefault("saves", "rank-0" if first else "copied")
+    if facts["saves"] == "rank-0":
+        facts["loads"] = "every-rank" if first else "rank-0"
 
 
 def restate_fsdp(facts: Facts) -> None:
     zero = facts.pop("sharding", "none")
     facts["fsdp"] = 2 if zero != "none" else None
+    facts["prefetch"] = None
+    if zero == "none":
+        facts["saves"] = None
     facts["reshard"] = None if zero == "none" else facts.get("reshard")
     if zero == "none":
         facts["shard"] = None
@@ -42,6 +58,9 @@ def restate_fsdp(facts: Facts) -> None:
 
 def _derive(facts: Facts) -> None:
     facts.setdefault("cp_kind", "all-gather")  # of packed samples
+    if facts.get("sharding") and not facts.get("fsdp"):  # by a file of DeepSpeed that comes with axolotl, in which these are on
+        facts.setdefault("overlap_dp", True)
+        facts.setdefault("saves", "weights" if facts["sharding"] == "parameters" else "sharded")
     stage = facts.get("zero")
     if isinstance(stage, int):
         derive_block(facts)
@@ -70,6 +89,9 @@ TABLE = Table(
         Key(F + "reshard_after_forward", "reshard", words={True: True, False: False}, was=(F + "fsdp_reshard_after_forward",), always=True),
         Key(F + "sharding_strategy", "sharding", words=STRATEGIES, was=(F + "fsdp_sharding_strategy",), read_only=True),
         Key(F + "offload_params", "offload_parameters", words={True: True, False: False}, was=(F + "fsdp_offload_params",), default=False),
+        Key(F + "backward_prefetch", "prefetch", words=PREFETCH, was=(F + "fsdp_backward_prefetch",), read_only=True),
+        Key(F + "state_dict_type", "saves", words=STATE_DICTS, was=(F + "fsdp_state_dict_type",)),
+        Key(F + "final_state_dict_type", "saves", words={"FULL_STATE_DICT": "rank-0"}, match=((".", None),), was=(F + "fsdp_final_state_dict_type",), read_only=True),
         Key("gradient_checkpointing", "recompute", words={True: "full", False: "none", None: "none", "offload": "full", "unsloth": "full"}, default="none",
             always=True),
         Key(F + "activation_checkpointing", "recompute", words={True: "full", False: None}, was=(F + "fsdp_activation_checkpointing",), read_only=True),

@@ -9,8 +9,10 @@ from __future__ import annotations
 from meshwright.interop.frameworks.framework import OPTIMIZERS, PRECISIONS, Framework
 from meshwright.interop.frameworks.megatron import (
     CP_KINDS,
+    FORMATS,
     STRATEGIES,
     derive_recompute,
+    derive_saves,
     derive_schedule,
     derive_sharding,
     restate_recompute,
@@ -39,8 +41,9 @@ def _derive(facts: Facts) -> None:
     if facts.pop("zero_of_optimizer", False):  # either of the two keys turns both on
         facts["zero"] = 1
     derive_sharding(facts)
-    if facts.get("scripted"):  # the scripts of measured runs set both
-        facts["sp"] = facts.get("tp", 1) > 1
+    derive_saves(facts)
+    if facts.get("scripted"):  # the scripts of measured runs set these
+        facts["overlap_tp"] = facts["sp"] = facts.get("tp", 1) > 1
         facts["grad_dtype"] = "bf16"
     derive_recompute(facts)
     derive_schedule(facts)
@@ -64,6 +67,7 @@ def _derive(facts: Facts) -> None:
 
 
 def _restate(facts: Facts) -> None:
+    facts["async_linears"] = None
     restate_sharding(facts)
     restate_recompute(facts)
     restate_schedule(facts)
@@ -122,7 +126,17 @@ TABLE = Table(
         Key(M + "fine_grained_activation_offloading", "offloads_modules", words={True: True, False: False}, default=False, read_only=True),
         Key(M + "offload_modules", "offload_modules", read_only=True),
         Key(M + "cpu_offloading", "offload_activations", words={True: True, False: False}, default=False, read_only=True),
-        flag("overlap", "ddp.overlap_grad_reduce", read_only=True),
+        # On in the recipes' common settings. A section `comm_overlap` turns on what it does not name, except tensor parallelism.
+        flag("overlap_dp", "ddp.overlap_grad_reduce", default=True, always=True),
+        flag("overlap_gather", "ddp.overlap_param_gather", was=("optimizer.overlap_param_gather",), default=True, always=True),
+        *(Key("comm_overlap", fact, match=(("None|False", None), (".", True)), read_only=True) for fact in ("overlap_dp", "overlap_gather")),
+        Key("comm_overlap.overlap_grad_reduce", "overlap_dp", words={True: True, False: False, None: None}, read_only=True),
+        Key("comm_overlap.overlap_param_gather", "overlap_gather", words={True: True, False: False, None: None}, read_only=True),
+        flag("overlap_tp", "comm_overlap.tp_comm_overlap", was=(M + "tp_comm_overlap",)),
+        flag("overlap_ep", "comm_overlap.overlap_moe_expert_parallel_comm", was=(M + "overlap_moe_expert_parallel_comm", M + "moe_a2a_overlap")),
+        flag("overlap_p2p", "comm_overlap.overlap_p2p_comm", was=(M + "overlap_p2p_comm",), default=True),
+        Key("checkpoint.ckpt_format", "saves", words=FORMATS, default="sharded"),
+        Key("checkpoint.async_save", "saves", words={True: "copied", False: None}),
         Key("ddp.bucket_size", "bucket_elements", read_only=True),
         Key(M + "cross_entropy_fusion_impl", "fused_loss", words={"te": True, "native": False}, read_only=True),
         Key("peft", "adapter_kind", match=(("lora|dora|peft", "lora"), (".", None)), was=("task",)),

@@ -23,6 +23,10 @@ BLOCK = (
     Key(Z + "offload_optimizer.device", "offload_states", words=OFFLOAD, default=False),
     Key(Z + "cpu_offload", "offload_states", words={True: True, False: False}, read_only=True),
     Key(Z + "offload_param.device", "offload_parameters", words=OFFLOAD, read_only=True),
+    Key(Z + "overlap_comm", "overlap_dp", words={True: True, False: False, None: None}, unset=("auto",)),
+    Key(Z + "stage3_prefetch_bucket_size", "prefetch", words={0: False}, match=((".", True),), was=(Z + "prefetch_bucket_size",), read_only=True),
+    Key(Z + "stage3_gather_16bit_weights_on_model_save", "saves", words={True: "weights", False: "sharded"}, default="sharded",
+        was=(Z + "gather_16bit_weights_on_model_save", Z + "stage3_gather_fp16_weights_on_model_save")),
     Key(Z + "reduce_bucket_size", "bucket_elements", unset=("auto",)),
     Key(Z + "prefetch_bucket_size", "unfilled", words={"auto": ("prefetch_bucket_size",)}, match=((r"\d", None),), read_only=True),
     Key(Z + "param_persistence_threshold", "unfilled", words={"auto": ("param_persistence_threshold",)}, match=((r"\d", None),), read_only=True),
@@ -48,6 +52,12 @@ def derive_block(facts: Facts) -> None:
     elif other == "fp16":
         facts["half"] = "fp16"
     facts["unfilled"] = [Z + name for name in facts.get("unfilled") or ()]
+    if facts["sharding"] != "parameters":
+        facts["saves"] = "sharded"
+    if facts.get("overlap_dp") is None:  # on by default with ZeRO-3 only
+        facts["overlap_dp"] = facts["sharding"] == "parameters"
+    if facts["sharding"] == "none":  # gradients are reduced after backward
+        facts["overlap_dp"] = False
 
 
 def _derive(facts: Facts) -> None:
@@ -56,6 +66,8 @@ def _derive(facts: Facts) -> None:
     derive_schedule(facts)
     if facts.get("pipeline_engine") is False:
         facts["pp"] = 1
+    if facts.get("pp", 1) > 1:  # its pipeline engine switches the overlap off
+        facts["overlap_dp"] = False
     if facts.get("sequence_ranks"):
         facts["cp"], facts["cp_kind"] = facts["sequence_ranks"], "ulysses"
     if facts.get("gated") is not None:
@@ -69,12 +81,14 @@ def _derive(facts: Facts) -> None:
 def _restate(facts: Facts) -> None:
     facts["zero"] = STAGES.index(facts.pop("sharding", "none"))
     facts["half_alternative"] = None
+    if not facts["zero"]:
+        facts["overlap_dp"] = None
 
 
 MEGATRON_KEYS = tuple(
     Key(k.name, k.fact, k.words, k.match, k.was, None, False, True, k.unset)
     for k in MEGATRON_TABLE.keys
-    if k.fact not in ("zero", "fsdp", "sharding", "half", "batch", "microbatch", "optimizer", "offload_states")
+    if k.fact not in ("zero", "fsdp", "sharding", "half", "batch", "microbatch", "optimizer", "offload_states", "saves", "overlap_dp")
 )
 TABLE = Table(
     keys=(

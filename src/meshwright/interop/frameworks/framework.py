@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.describe.config import Config
-from meshwright.interop.keys import Settings, Table
+from meshwright.interop.keys import Table
 
 Form = Literal["toml", "yaml", "json", "args"]
 
@@ -40,9 +38,6 @@ class Framework:
         ""  # pattern of the paths of recipes whose number of GPUs is the smallest that their degrees allow
     )
     comment: str = ""  # the first line of a written file
-    switches: Callable[[Config], Settings] | None = (
-        None  # settings that are off by default and that the stack is predicted with
-    )
 
     def names_least_gpus(self, path: str) -> bool:
         """Whether the number of GPUs of a recipe at this path of the framework's repository is the smallest that its degrees allow."""

@@ -7,14 +7,14 @@ the layers of the first and last stage are given.
 
 from __future__ import annotations
 
-from meshwright.describe.config import Config
 from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Settings, Table, flag, rows
+from meshwright.interop.keys import Facts, Key, Table, flag, rows
 from meshwright.interop.stages import layout_text
 
 STRATEGIES = {"no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters"}
 CP_KINDS = {"p2p": "ring", "a2a": "ulysses", "allgather": "all-gather", "all_gather": "all-gather", "a2a+p2p": "ring"}
 DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+FORMATS = {"torch_dist": "sharded", "torch": "group", "torch_dcp": "sharded", "fsdp_dtensor": "sharded", "zarr": "sharded"}
 SHAPE = rows((
     ("--num-layers", "model.layers"), ("--hidden-size", "model.hidden"), ("--num-attention-heads", "model.heads"),
     ("--ffn-hidden-size", "model.ffn"), ("--kv-channels", "model.head_dim"), ("--vocab-size", "model.vocab"),
@@ -41,6 +41,12 @@ def restate_sharding(facts: Facts) -> None:
     facts["sharding"] = {2: "gradients", 3: "parameters"}.get(stage)
     if not stage:
         facts["replicate"] = None
+
+
+def derive_saves(facts: Facts) -> None:
+    """The format `torch` collects the states of the distributed optimizer on one rank of each data-parallel group; without it no rank has shards."""
+    if facts.get("saves") == "group" and facts["sharding"] != "optimizer":
+        facts["saves"] = "sharded"
 
 
 def derive_recompute(facts: Facts) -> None:
@@ -77,6 +83,7 @@ def default_ffn(hidden: int, gated: bool) -> int:
 
 def _derive(facts: Facts) -> None:
     derive_sharding(facts)
+    derive_saves(facts)
     derive_recompute(facts)
     derive_schedule(facts)
     if facts.pop("grad_half", False):
@@ -94,6 +101,7 @@ def _derive(facts: Facts) -> None:
 
 
 def _restate(facts: Facts) -> None:
+    facts["async_linears"] = None  # on by default
     restate_sharding(facts)
     restate_recompute(facts)
     restate_schedule(facts)
@@ -166,7 +174,15 @@ TABLE = Table(
         Key("--cpu-offloading-num-layers", "offload_layers", unset=(0,), read_only=True),
         flag("offloads_modules", "--fine-grained-activation-offloading", read_only=True),
         Key("--offload-modules", "offload_modules", read_only=True),
-        flag("overlap", "--overlap-grad-reduce"),
+        flag("overlap_dp", "--overlap-grad-reduce"),
+        flag("overlap_gather", "--overlap-param-gather"),
+        flag("overlap_tp", "--tp-comm-overlap"),
+        flag("overlap_ep", "--overlap-moe-expert-parallel-comm"),
+        Key("--no-overlap-p2p-communication", "overlap_p2p", words={True: False}, default=True),
+        Key("--overlap-p2p-communication", "overlap_p2p", words={True: True, False: False}, read_only=True),
+        Key("--no-async-tensor-model-parallel-allreduce", "async_linears", words={True: False}, read_only=True),
+        Key("--ckpt-format", "saves", words=FORMATS, was=("--dist-ckpt-format",), default="sharded"),
+        Key("--async-save", "saves", words={True: "copied", False: None}),
         flag("fused_loss", "--cross-entropy-loss-fusion"),
         Key("--moe-flex-dispatcher-backend", "dispatcher", read_only=True),
         Key("--moe-token-dispatcher-type", "dispatcher_type", read_only=True),
@@ -195,20 +211,6 @@ TABLE = Table(
 )  # fmt: skip
 
 
-def _switches(config: Config) -> Settings:
-    """Flags of the overlap with which the stack is predicted: Megatron-LM has it off by default. The gather of parameters needs the
-    distributed optimizer, and tensor-parallel overlap needs sequence parallelism and ranks inside a node."""
-    plan, axes = config.plan, config.stack.overlap if config.plan.overlap is None else config.plan.overlap
-    out: Settings = {}
-    if "dp" in axes and plan.dp * plan.cp > 1:
-        out["--overlap-grad-reduce"] = True
-        if plan.zero:
-            out["--overlap-param-gather"] = True
-    if "tp" in axes and plan.sp and 1 < plan.tp <= config.cluster.node_size:
-        out["--tp-comm-overlap"] = True
-    return out
-
-
 MEGATRON = Framework(
     name="megatron-lm",
     title="Megatron-LM",
@@ -221,5 +223,4 @@ MEGATRON = Framework(
     expert_tp="tp",
     comment="Megatron-LM arguments of the plan and the model's sizes. Rotary base, dropout (0.1 by default there), norm epsilon and router are not "
     "among them: `meshwright launch --for megatron-lm` writes all",
-    switches=_switches,
 )

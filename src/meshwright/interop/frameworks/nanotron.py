@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.describe.config import Config
 from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Settings, Table
+from meshwright.interop.keys import Facts, Key, Table, flag
 
 C, P = "model.model_config.", "parallelism."
 
@@ -28,12 +27,6 @@ def _restate(facts: Facts) -> None:
         facts["schedule"] = "1f1b"
 
 
-def _switches(config: Config) -> Settings:
-    """Off by default, and counted by the prediction (`Stack.async_linears`). It needs the reduce-scatter mode."""
-    on = config.plan.sp and config.plan.tp > 1
-    return {P + "tp_linear_async_communication": True} if on else {}
-
-
 TABLE = Table(
     keys=(
         Key(C + "num_hidden_layers", "model.layers"), Key(C + "hidden_size", "model.hidden", was=(C + "d_model",)),
@@ -52,6 +45,7 @@ TABLE = Table(
         Key(P + "pp_engine", "schedule", words={"1f1b": "1f1b", "afab": "gpipe"}, default="1f1b", always=True),
         Key(P + "context_parallel_size", "cp", default=1),
         Key(P + "expert_parallel_size", "ep", default=1, always=True),
+        flag("async_linears", P + "tp_linear_async_communication"),  # in the reduce-scatter mode
         Key(P + "recompute_layer", "recompute", words={True: "full", False: "none"}, default="none"),
         Key("tokens.micro_batch_size", "microbatch", always=True),
         Key("tokens.batch_accumulation_per_replica", "accumulation", always=True),
@@ -66,7 +60,7 @@ TABLE = Table(
         r"^model\.model_config\.", r"^general\.|^logging|^checkpoints|^data_stages|^lighteval|^profiler|^tokenizer|^model\.(init|make)",
         r"^optimizer\.(optimizer_factory|learning|weight|clip)", r"train_steps|val_check|limit_|^fp8\.", r"tp_recompute_allgather|moe_layer_recompute",
     ),
-    not_modelled=(r"tp_linear_async", r"^(?!parallelism\.|tokens\.|optimizer\.zero)"),
+    not_modelled=(r"^(?!parallelism\.|tokens\.|optimizer\.zero)"),
     derive=_derive,
     restate=_restate,
 )  # fmt: skip
@@ -77,6 +71,5 @@ NANOTRON = Framework(
     stack="nanotron",
     form="yaml",
     table=TABLE,
-    switches=_switches,
     comment="nanotron settings: the sections that follow from the plan",
 )

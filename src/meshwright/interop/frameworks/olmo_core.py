@@ -45,6 +45,7 @@ TABLE = Table(
         Key(D + "param_dtype", "half", match=DTYPES),
         Key(D + "reduce_dtype", "grad_dtype", match=DTYPES),
         Key(T + "tp_config.degree", "tp", unset=VARIABLES),
+        Key(T + "tp_config.enable_async", "overlap_tp", words={True: True, False: False}, default=False),
         Key(T + "pp_config.degree", "pp", unset=VARIABLES),
         Key(T + "pp_config.schedule", "schedule", match=(("interleaved_1F1B", "interleaved"), ("1F1B|single", "1f1b"), ("zbv|ZBV", "zbv"))),
         Key(T + "ep_config.degree", "ep", unset=VARIABLES),

@@ -18,6 +18,8 @@ def _pure_half(facts: Facts) -> None:
 
 def _torchtune(facts: Facts) -> None:
     facts["sharding"] = "parameters"
+    facts.setdefault("saves", "rank-0")
+    facts["loads"] = "rank-0"
     facts["model"] = str(facts.get("model", "")).rpartition(".")[2].removeprefix("lora_").removeprefix("qlora_")
     _pure_half(facts)
 
@@ -40,6 +42,7 @@ TORCHTUNE = Framework(
             Key("ac_mode", "recompute", words={"selective": "selective", "full": "full"}, read_only=True),
             Key("enable_activation_offloading", "offload_activations", words={True: True, False: False}, default=False),
             Key("fsdp_cpu_offload", "offload_parameters", words={True: True, False: False}, was=("fsdp.cpu_offload",), read_only=True),
+            Key("enable_async_checkpointing", "saves", words={True: "copied", False: None}),
             Key("dtype", "half", words={"bf16": "bf16", "fp32": "fp32"}, always=True),
             Key("optimizer._component_", "optimizer", match=OPTIMIZERS),
             Key("loss._component_", "fused_loss", match=(("Linear|Chunked", True), (".", False))),
@@ -60,6 +63,12 @@ def _factory(facts: Facts) -> None:
     if facts.get("adapter_kind") != "lora":
         facts.pop("adapters", None)
     facts.setdefault("half", "bf16")
+    by_megatron = any(facts.get(axis, 1) > 1 for axis in ("tp", "pp", "ep")) or facts.get("zero")
+    if by_megatron or (not kind and facts["sharding"] != "none"):  # off in Megatron and in its files of DeepSpeed
+        facts.setdefault("overlap_dp", False)
+        facts.setdefault("overlap_gather", False)
+    if not by_megatron and facts["sharding"] == "parameters":
+        facts["saves"] = "copied" if kind else "weights"
 
 
 LLAMA_FACTORY = Framework(
@@ -77,6 +86,8 @@ LLAMA_FACTORY = Framework(
             Key("cp_mode", "cp_kind", words={"ulysses": "ulysses", "ring": "ring"}),
             flag("sp", "sequence_parallel"),
             Key("use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=0),
+            Key("overlap_grad_reduce", "overlap_dp", words={True: True, False: False}),
+            Key("overlap_param_gather", "overlap_gather", words={True: True, False: False}),
             Key("dist_config.name", "fsdp", read_only=True),
             Key("deepspeed", "sharding", match=(("z1", "optimizer"), ("z2", "gradients"), ("z3", "parameters"))),
             Key("per_device_train_batch_size", "microbatch", was=("micro_batch_size",), always=True),
@@ -132,6 +143,8 @@ def _neox(facts: Facts) -> None:
     facts["sharding"] = ("none", "optimizer", "gradients", "parameters")[stage]
     facts["half"] = facts.get("half") or "fp16"
     facts["pp"] = facts.get("pp") or 1
+    if facts.get("pipeline_engine") or not stage:  # switches the overlap off, also with one stage
+        facts["overlap_dp"] = False
     if facts.get("gated"):
         facts["model.activation"] = "swiglu"
         if facts.get("model.ffn"):
@@ -165,6 +178,8 @@ GPT_NEOX = Framework(
             Key("pos_emb", "model.positions", words={"rotary": "rope", "learned": "learned", "none": "none", "alibi": "alibi"}, was=("pos-emb",)),
             Key("model_parallel_size", "tp", was=dashed("model_parallel_size"), default=1, always=True),
             Key("pipe_parallel_size", "pp", was=dashed("pipe_parallel_size"), unset=(0,), default=1, always=True),
+            Key("pipe_parallel_size", "pipeline_engine", words={0: False}, match=((".", True),), was=dashed("pipe_parallel_size"), default=True),
+            Key("zero_optimization.overlap_comm", "overlap_dp", words={True: True, False: False}, default=False),
             Key("train_micro_batch_size_per_gpu", "microbatch", unset=("auto",), always=True),
             Key("gradient_accumulation_steps", "accumulation", unset=("auto",), always=True),
             Key("train_batch_size", "batch", unset=("auto",)),

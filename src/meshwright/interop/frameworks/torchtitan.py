@@ -6,9 +6,8 @@ pipeline the local batch is divided into micro-batches of `pipeline_parallel_mic
 
 from __future__ import annotations
 
-from meshwright.describe.config import Config
 from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Settings, Table
+from meshwright.interop.keys import Facts, Key, Table, flag
 
 SCHEDULES = {
     "1F1B": "1f1b",
@@ -46,7 +45,9 @@ def _derive(facts: Facts) -> None:
         (p for word, p in CONVERTERS if word in str(facts.get("converters", "")).lower()), facts.get("eight")
     )
     facts["sp"] = facts.get("sp", True) and facts.get("tp", 1) > 1
-    facts["fused_loss"] = facts.pop("compiled", False) and "loss" in (facts.get("compiled_parts") or "loss")
+    compiled, parts = facts.pop("compiled", False), facts.get("compiled_parts")
+    facts["fused_loss"] = compiled and "loss" in (parts or "loss")
+    facts["overlap_tp"] = bool(facts.get("overlap_tp") and compiled and "model" in (parts or "model"))  # the compiler cuts products
     if facts.get("model") and facts.get("flavor"):
         facts["model"] = f"{facts['model']} {facts['flavor']}"
 
@@ -60,6 +61,7 @@ def _restate(facts: Facts) -> None:
         facts.pop("recompute_every", None)
     if facts.get("tp", 1) == 1:
         facts["sp"] = True  # without effect
+    facts["compiled"] = True  # as the stack is predicted
     facts["converters"] = {"fp8": ["quantize.linear.float8"], "mxfp8": ["quantize.linear.mx"]}.get(
         str(facts.pop("eight", None))
     )
@@ -107,7 +109,10 @@ TABLE = Table(
         Key("model.converters", "converters", was=("model_spec.converters",)),
         Key("optimizer", "optimizer", match=OPTIMIZERS),
         Key("optimizer.name", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}, default="adamw", always=True),
-        Key("compile.enable", "compiled", words={True: True, False: False}, was=(T + "compile",), default=False, read_only=True),
+        Key("compile.enable", "compiled", words={True: True, False: False}, was=(T + "compile",), default=False),
+        flag("overlap_tp", P + "enable_async_tensor_parallel",
+             was=("compile.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel")),
+        Key("checkpoint.async_mode", "saves", words={"disabled": "sharded", "async": "copied", "async_with_pinned_mem": "copied"}, default="sharded"),
         Key("compile.components", "compiled_parts", read_only=True),
         Key("nproc_per_node", "gpus_per_node", read_only=True),
         Key("NUM_NODES", "nodes", read_only=True),
@@ -120,20 +125,13 @@ TABLE = Table(
         r"spmd_backend", r"^training\.fp8_linear$", r"^model\.norm_type$",
     ),
     not_modelled=(
-        r"compile", r"async_tensor_parallel", r"symm_mem", r"^optimizer", r"float8\.(enable_fsdp|precompute|force)", r"^float8\.", r"^quantize\.",
+        r"compile", r"symm_mem", r"^optimizer", r"float8\.(enable_fsdp|precompute|force)", r"^float8\.", r"^quantize\.",
         r"^model_spec", r"cuda_graphs", r"early_step_in_backward", r"^experimental\.",
         r"^(?!training\.|parallelism\.|activation_checkpoint|model\.)",  # other sections
     ),
     derive=_derive,
     restate=_restate,
 )  # fmt: skip
-
-
-def _switches(config: Config) -> Settings:
-    """Compiled layers and asynchronous tensor parallelism, with which the stack is predicted: torchtitan has both off by default."""
-    axes = config.stack.overlap if config.plan.overlap is None else config.plan.overlap
-    overlapped = {P + "enable_async_tensor_parallel": True} if "tp" in axes and config.plan.tp > 1 else {}
-    return {"compile.enable": True, **overlapped}
 
 
 TORCHTITAN = Framework(
@@ -145,5 +143,4 @@ TORCHTITAN = Framework(
     ends_are_layers=True,
     torch_pipeline=True,
     comment="torchtitan settings; newer versions take the same names as flags: --parallelism.tensor_parallel_degree 8",
-    switches=_switches,
 )
