@@ -36,6 +36,7 @@ class Assembled:
     workload: dict[str, Any] = field(default_factory=dict)
     gpus: int = 0
     stack: dict[str, Any] = field(default_factory=dict)  # what the settings change of the framework's stack
+    exposed: list[str] = field(default_factory=list)  # axes that the settings do not overlap and the framework could
     assumed: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     has_least_gpus: bool = False  # the number of GPUs that was given is the smallest that the degrees allow
@@ -60,7 +61,7 @@ def assemble(
     _memory(facts, out)
     _numerics(facts, out)
     stack = catalog.load("stacks", framework.stack)
-    switch_plan(facts, out.plan, stack)
+    out.exposed = switch_plan(facts, out.plan, stack)
     out.stack = switch_stack(facts, out.plan, stack)
     return out
 

@@ -87,6 +87,8 @@ def understand(
     if found.complete and "layers_per_stage" not in assembled.plan:
         stages = framework_stages(found.model, catalog.load("stacks", framework.stack), assembled.plan["pp"])
         assembled.plan |= {"layers_per_stage": stages} if stages else {}
+    if unstated := [axis for axis in assembled.exposed if f"overlap_{axis}" not in understood.sources]:
+        assembled.assumed.append(f"no overlap of {', '.join(unstated)}: the framework's default")
     reading = Reading(framework, understood, assembled, found, hardware)
     reading.problems = [*assembled.problems, *check_facts(reading.facts, framework, assembled, found, hardware, merged)]
     if framework.layout_in_code and not found.layers_stated:

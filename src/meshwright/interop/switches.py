@@ -28,8 +28,8 @@ SWITCHED = ("dp", "tp", "ep")
 AXES = ("dp", "tp", "cp", "pp", "ep")
 
 
-def switch_plan(facts: Facts, plan: dict[str, Any], stack: Stack) -> None:
-    """Set `overlap` and `prefetch` of a plan where the settings differ from the stack."""
+def switch_plan(facts: Facts, plan: dict[str, Any], stack: Stack) -> list[str]:
+    """Set `overlap` and `prefetch` of a plan where the settings differ from the stack, and return the axes that overlap in the stack only."""
     degrees = {"dp": plan["replicate"] * plan["shard"] * plan["cp"], "tp": plan["tp"], "ep": plan.get("ep", 1)}
     by_stack = {axis: bool(stack.overlaps(axis, plan["sp"], plan["zero"])) for axis in AXES}
     stated = {axis: facts.get(f"overlap_{axis}") for axis in SWITCHED if degrees[axis] > 1}
@@ -42,6 +42,7 @@ def switch_plan(facts: Facts, plan: dict[str, Any], stack: Stack) -> None:
         ahead = False
     if ahead is not True:
         plan["prefetch"] = ahead
+    return [axis for axis, on in stated.items() if not on and axis in stack.overlap]
 
 
 def switch_stack(facts: Facts, plan: dict[str, Any], stack: Stack) -> dict[str, Any]:
