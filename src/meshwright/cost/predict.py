@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.band import band
+from meshwright.cost.checkpoint import checkpoint_memory
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
@@ -52,6 +53,7 @@ def prediction(
     peak = cluster.accelerator.peak_for(workload.precision)
     exposed = {part: one(s) for part, s in cost.exposed.items()}
     memory = [{part: one(x) / GIB for part, x in parts.items()} for parts in cost.memory]
+    blocks = {name: one(sum(groups.values())) for name, groups in cost.program.parameters.items()}
     total = one(cost.peak_memory)
     source = cluster.accelerator.efficiency.source
     low, high = band(stack, exposed, plan, cluster)
@@ -73,6 +75,7 @@ def prediction(
         assumed=[*(assumed or []), *model.notes, *dropped_copies(model, plan)],
         fits=bool(total <= cluster.accelerator.memory),
         memory_limit_gib=cluster.accelerator.memory / GIB,
+        checkpoint_gib=checkpoint_memory(model, cluster, plan, workload, stack, memory, blocks),
         calibrated=source,
         sources={"compute": source, "network": cluster.source, "stack": stack.source or stack.name},
     )

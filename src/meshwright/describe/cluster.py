@@ -279,6 +279,10 @@ class Cluster(Described):
         ge=1,
         description="processes per core, if they are more than the cores: a rank runs this many times faster while the others wait",
     )
+    host_memory: Bytes = Field(
+        default=0.0, description="memory of one host; 0: unknown, twice the memory of its devices is assumed"
+    )
+    host_devices: Whole = Field(default=0, description="devices of one host; 0: those of a node")
     price: float = Field(default=0.0, ge=0, description="US dollars per device-hour, for cost")
     source: str = ""
     checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
@@ -286,6 +290,16 @@ class Cluster(Described):
     @property
     def world(self) -> int:
         return self.gpus or self.node_size
+
+    @property
+    def host_size(self) -> int:
+        """Devices of one host."""
+        return self.host_devices or self.node_size
+
+    @property
+    def host_limit(self) -> float:
+        """Bytes of memory of one host."""
+        return self.host_memory or 2 * self.host_size * self.accelerator.memory
 
     @property
     def node_size(self) -> int:

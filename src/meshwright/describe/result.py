@@ -73,6 +73,7 @@ class Prediction(Result):
 
     fits: bool = True
     memory_limit_gib: float = 0.0
+    checkpoint_gib: dict[str, float] = field(default_factory=dict)  # at a save and a load (`cost.checkpoint`)
 
     def memory_as(self, quantity: str, stage: int | None = None) -> float:
         """Peak memory in GiB, as a tool reports it: `allocated` (torch's live tensors), `reserved` (with what the allocator holds in

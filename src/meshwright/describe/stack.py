@@ -106,7 +106,8 @@ class Stack(Described):
     )
     overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication overlaps with compute")
     overlap_zero: tuple[int, ...] = Field(
-        default=(0, 1, 2, 3), description="ZeRO stages whose data-parallel communication overlaps, where dp is in `overlap`"
+        default=(0, 1, 2, 3),
+        description="ZeRO stages whose data-parallel communication overlaps, where dp is in `overlap`",
     )
     async_linears: Literal["none", "backward", "own-shard"] = Field(
         default="none",

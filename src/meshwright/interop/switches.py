@@ -35,7 +35,9 @@ def switch_plan(facts: Facts, plan: dict[str, Any], stack: Stack) -> list[str]:
     stated = {axis: facts.get(f"overlap_{axis}") for axis in SWITCHED if degrees[axis] > 1}
     stated = {axis: bool(on) for axis, on in stated.items() if on is not None}
     if any(on != by_stack[axis] for axis, on in stated.items()):
-        by_stack["cp"] |= bool(stack.overlap) and plan.get("cp_kind", "ring") == "ring"  # its blocks are always passed on ahead
+        by_stack["cp"] |= (
+            bool(stack.overlap) and plan.get("cp_kind", "ring") == "ring"
+        )  # its blocks are always passed on ahead
         plan["overlap"] = tuple(axis for axis, on in {**by_stack, **stated}.items() if on)
     ahead = facts.get("prefetch", True) if plan["zero"] == 3 else True
     if facts.get("overlap_gather") is False and plan["zero"] and (plan["zero"] == 3 or stack.gathers_ahead):

@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.cost.checkpoint import checkpoint_words
 from meshwright.cost.estimate import Estimate, OwnTrainer
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe import legality
@@ -183,6 +184,7 @@ def memory(e: Estimate) -> Table:
         table.add_row(
             str(s) if e.plan.pp > 1 else "", *(f"{stages[s][p]:.1f}" for p in parts), f"[{style}]{total:.1f}[/]", bar
         )
+    table.caption, table.caption_justify = checkpoint_words(e.prediction, e.stack, unit_name, factor), "left"
     return table
 
 

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.cost.checkpoint import checkpoint_words
 from meshwright.describe.plan import Plan
 from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.sensitivity import Sensitivity
@@ -92,6 +93,7 @@ def header(r: Result) -> Panel:
             ("   tokens/s " if text else "   samples/s ", "dim"),
             (format_count(p.tokens_per_s or 0), "bold"),
         ),
+        Text(checkpoint_words(p, e.stack), "dim"),
         *on_own_trainer(e),
         *uncalibrated(e),
         Text(searched(r), "dim"),

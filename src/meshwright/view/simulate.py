@@ -123,7 +123,9 @@ class Filler:
                 at += length
                 continue
             axis = AXIS_OF[op.axis] if op.axis else "host"
-            overlaps = scalar(axis_overlap(self.e.program.batch, axis, self.e.cluster)) if op.axis else op.name == TO_HOST
+            overlaps = (
+                scalar(axis_overlap(self.e.program.batch, axis, self.e.cluster)) if op.axis else op.name == TO_HOST
+            )
             hidden = min(length, room) if overlaps else 0.0
             room -= hidden
             begins = max(at, free.get(axis, 0.0))

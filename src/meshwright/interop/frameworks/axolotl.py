@@ -58,7 +58,9 @@ def restate_fsdp(facts: Facts) -> None:
 
 def _derive(facts: Facts) -> None:
     facts.setdefault("cp_kind", "all-gather")  # of packed samples
-    if facts.get("sharding") and not facts.get("fsdp"):  # by a file of DeepSpeed that comes with axolotl, in which these are on
+    if facts.get("sharding") and not facts.get(
+        "fsdp"
+    ):  # by a file of DeepSpeed that comes with axolotl, in which these are on
         facts.setdefault("overlap_dp", True)
         facts.setdefault("prefetch", True)
         facts.setdefault("saves", "weights" if facts["sharding"] == "parameters" else "sharded")

@@ -88,7 +88,19 @@ def _restate(facts: Facts) -> None:
 MEGATRON_KEYS = tuple(
     Key(k.name, k.fact, k.words, k.match, k.was, None, False, True, k.unset)
     for k in MEGATRON_TABLE.keys
-    if k.fact not in ("zero", "fsdp", "sharding", "half", "batch", "microbatch", "optimizer", "offload_states", "saves", "overlap_dp")
+    if k.fact
+    not in (
+        "zero",
+        "fsdp",
+        "sharding",
+        "half",
+        "batch",
+        "microbatch",
+        "optimizer",
+        "offload_states",
+        "saves",
+        "overlap_dp",
+    )
 )
 TABLE = Table(
     keys=(

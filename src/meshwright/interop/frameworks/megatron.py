@@ -14,7 +14,13 @@ from meshwright.interop.stages import layout_text
 STRATEGIES = {"no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters"}
 CP_KINDS = {"p2p": "ring", "a2a": "ulysses", "allgather": "all-gather", "all_gather": "all-gather", "a2a+p2p": "ring"}
 DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
-FORMATS = {"torch_dist": "sharded", "torch": "group", "torch_dcp": "sharded", "fsdp_dtensor": "sharded", "zarr": "sharded"}
+FORMATS = {
+    "torch_dist": "sharded",
+    "torch": "group",
+    "torch_dcp": "sharded",
+    "fsdp_dtensor": "sharded",
+    "zarr": "sharded",
+}
 SHAPE = rows((
     ("--num-layers", "model.layers"), ("--hidden-size", "model.hidden"), ("--num-attention-heads", "model.heads"),
     ("--ffn-hidden-size", "model.ffn"), ("--kv-channels", "model.head_dim"), ("--vocab-size", "model.vocab"),

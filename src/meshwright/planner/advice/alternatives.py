@@ -61,10 +61,15 @@ class Trial:
         return bool(legality.legal(Case.of(plan, self.model, stack=self.stack, framework=True)))
 
     def with_changes(
-        self, plan: Plan, cluster: Cluster | None = None, workload: Workload | None = None, model: Model | None = None
+        self,
+        plan: Plan,
+        cluster: Cluster | None = None,
+        workload: Workload | None = None,
+        model: Model | None = None,
+        stack: Stack | None = None,
     ) -> Estimate | None:
-        """The same plan on another cluster, workload or model."""
-        other = Trial(model or self.model, cluster or self.cluster, workload or self.workload, self.stack)
+        """The same plan on another cluster, workload, model or stack."""
+        other = Trial(model or self.model, cluster or self.cluster, workload or self.workload, stack or self.stack)
         return other.of(plan)
 
     def fastest(self, plans: Iterable[Plan | None], spare: float = 1.0) -> Estimate | None:

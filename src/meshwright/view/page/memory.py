@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.cost.checkpoint import checkpoint_words
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.memory import PARTS
 from meshwright.describe.workload import Workload
@@ -41,6 +42,7 @@ def data(subject: Subject) -> dict[str, Any]:
             }
             for s, one in enumerate(stages)
         ],
+        "checkpoint": e.prediction.checkpoint_gib | {"text": checkpoint_words(e.prediction, e.stack)},
         "timeline": timeline(e, stage),
         "formulas": {
             "peak": "peak = "

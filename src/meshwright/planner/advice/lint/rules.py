@@ -11,6 +11,8 @@ The anti-patterns of "A Guide to Distributed Training" and "Distributed Training
 - ring attention below s/P ≥ kv·bytes·F / (heads·B): K and V arrive later than they are used up.
 - ZeRO-3 on a slow network: the weights of every layer cross it two or three times per micro-batch.
 - an oversubscribed fabric: the cost is the step's time beyond that on a non-blocking one.
+- out of memory at a checkpoint: one rank or every rank collects the full state. Shards need no more memory than a step.
+- overlap switched off: most frameworks have it off by default.
 - buckets below α/β: the texts' rule. A ring cuts its bucket in P chunks, so the real bound is P·α/β.
 """
 
@@ -19,8 +21,11 @@ from __future__ import annotations
 import math
 
 from meshwright.cost import advice
+from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan, divisors
+from meshwright.describe.result import Prediction
+from meshwright.describe.stack import Stack
 from meshwright.planner.advice.alternatives import (
     USABLE_MEMORY,
     changed,
@@ -296,6 +301,55 @@ def needless_recompute(seen: Seen) -> Finding | None:
     return finding(seen, "MW-LINT-014", "recompute without need", what, seen.step - step(best), best)
 
 
+def heavy_checkpoint(seen: Seen) -> Finding | None:
+    """015: a save or a load needs more memory than a device or a host has."""
+    before = seen.now.prediction
+    over = _beyond_memory(before)
+    if not over:
+        return None
+    words = ""
+    stack = seen.config.stack
+    usual: Stack = catalog.load("stacks", stack.name if stack.name in catalog.names("stacks") else "default")
+    for saves, loads in ((usual.saves, usual.loads), ("sharded", "sharded")):
+        other = seen.trial.with_changes(seen.plan, stack=stack.but(saves=saves, loads=loads))
+        if other is not None and not _beyond_memory(other.prediction):
+            changes = [("saves", saves)] * (saves != stack.saves) + [("loads", loads)] * (loads != stack.loads)
+            words = " ".join(f"--set stack.{name}={value}" for name, value in changes)
+            break
+    known = bool(seen.now.cluster.host_memory) or any("device" in what for what in over)
+    assumed = "" if known else " (assumed: set cluster.host_memory)"
+    what = f"{'; '.join(over)}{assumed}: a step may fit, a checkpoint does not"
+    return Finding(
+        "MW-LINT-015", "out of memory at a checkpoint", "error" if known else "warning", what, 0.0, 0.0, words
+    )
+
+
+def _beyond_memory(p: Prediction) -> list[str]:
+    """What does not fit at a save or at a load."""
+    sizes = p.checkpoint_gib
+    limits = {"device": p.memory_limit_gib, "host": sizes["host_limit"]}
+    return [
+        f"a {moment} needs {sizes[f'{moment}_{place}']:,.1f} GiB on a {place} of {limit:,.1f}"
+        for moment in ("save", "load")
+        for place, limit in limits.items()
+        if sizes[f"{moment}_{place}"] > limit
+    ]
+
+
+def no_overlap(seen: Seen) -> Finding | None:
+    """016: communication waits although the stack can overlap it."""
+    plan, stack = seen.plan, seen.config.stack
+    if plan.overlap is None:
+        return None
+    possible = plan.but(overlap=None).overlapped(stack, seen.now.cluster.node_size)
+    off = tuple(axis for axis in possible if axis not in plan.overlap)
+    best = seen.trial.of(plan.but(overlap=(*plan.overlap, *off), prefetch=True)) if off else None
+    if best is None or step(best) >= seen.step:
+        return None
+    what = f"the communication of {', '.join(off)} waits, and {stack.name} can run it behind compute"
+    return finding(seen, "MW-LINT-016", "overlap switched off", what, seen.step - step(best), best)
+
+
 BY_CODE: dict[str, Rule] = {
     "MW-LINT-001": tensor_across,
     "MW-LINT-002": small_batch,
@@ -309,5 +363,7 @@ BY_CODE: dict[str, Rule] = {
     "MW-LINT-010": small_buckets,
     "MW-LINT-013": thin_memory,
     "MW-LINT-014": needless_recompute,
+    "MW-LINT-015": heavy_checkpoint,
+    "MW-LINT-016": no_overlap,
 }
 RULES = tuple(BY_CODE.values())

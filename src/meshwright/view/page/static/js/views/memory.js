@@ -28,6 +28,7 @@ function stats(data) {
     stat(room < 0 ? "Over the limit" : "Free", format.gib(Math.abs(room)), { detail: format.percent(Math.abs(room) / data.limit_gib), tone: room < 0 ? "bad" : "" }),
     stat("Model states", format.gib(data.states_gib), { detail: "parameters, gradients, optimizer", formula: data.formulas.states }),
     stat("Activations", format.gib(data.activations_gib), { detail: `${format.number(data.in_flight)} micro-batches in flight`, formula: data.formulas.activations }),
+    stat("At a save", format.gib(data.checkpoint.save_device), { detail: data.checkpoint.save_host ? `and ${format.gib(data.checkpoint.save_host)} of ${format.gib(data.checkpoint.host_limit)} of a host` : "on a device; shards are written one tensor at a time", tone: data.checkpoint.save_device > data.limit_gib || data.checkpoint.save_host > data.checkpoint.host_limit ? "bad" : "", formula: data.checkpoint.text }),
   ];
 }
 
