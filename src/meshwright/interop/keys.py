@@ -5,7 +5,8 @@
 One table serves both directions, so reading and writing cannot disagree: `read_facts` turns settings into facts, `write_settings` turns
 facts into settings. A *fact* is a value under a neutral name (`facts.FACTS` lists them all). `words` translates values that the framework
 spells in its own way; `was` has older spellings, which are read but never written. Keys that no row of the table names are sorted by
-patterns: those that change neither time nor memory, those that change them in a way that the cost model does not have, and unknown ones.
+patterns: those that change neither time nor memory (`NO_EFFECT`, by name, for all frameworks), those that may change them in a way that the
+cost model does not have, and unknown ones.
 """
 
 from __future__ import annotations
@@ -26,6 +27,18 @@ MATTERS = re.compile(
     r"para|degree|shard|replicat|pipeline|stage|virtual|micro|batch_?size|num_?tokens|seq_?len|max_length|context_len|recompute|"
     r"checkpoint_activ|activation|offload|zero|fsdp|dtype|precision|bf16|fp16|fp8|fp4|mxfp|expert|num_layers|n_layers|hidden_size|"
     r"num_attention_heads|kv_heads|vocab_size|lora|adapter|load_in|optimizer|nodes|gpus|world|_size$|(^|[._-])(tp|pp|cp|ep|dp|vp|sp)([._-]|$)"
+)
+# Last parts of keys that change neither time nor memory of a step: hyperparameters of the update, lengths of a run, names and paths, logging.
+NO_EFFECT = re.compile(
+    r"(\w+_)?seed|(\w+_)?lr(_\w+)?|learning_rate|(lr_)?(warmup|decay|cooldown)(_\w+)?|(\w+_)?betas?[12]?|(\w+_)?eps(ilon)?|weight_decay|wd|"
+    r"momentum|nesterov|loss_scale(_window)?|initial_(loss_scale|scale_power)|min_loss_scale|hysteresis|rope_theta|rotary_base|init_method_std|"
+    r"initializer_range|norm_topk_prob|routed_scaling_factor|label_smoothing(_factor)?|(\w+_)?(loss|aux_loss|z_loss)_(coeff?|coefficient|weight)|"
+    r"((max|train|num|num_train|total)_)?(steps|iters|samples|epochs)|max_duration|(save|eval|log|logging)_(interval|steps|iters|strategy|freq|every)|"
+    r"save|save_total_limit|load|resume_from_checkpoint|(wandb|tensorboard|mlflow|comet|log|logging|report)(_\w+)?|steps_per_print|verbose|"
+    r"(run|exp|experiment|project|job)_name|tokenizer(_(type|model|path|name))?|vocab_file|merge_file|(?!use_|\w*model)(\w+_)?(path|dir)|split|shuffle|"
+    r"num_machines|machine_rank|main_process_(ip|port)|main_training_function|rdzv_\w+|same_network|compute_environment|deepspeed_multinode_launcher|"
+    r"config_file|trust_remote_code|recipe|target|component|architectures|model_type|imports|print_args|enable_straggler_on_startup|"
+    r"master_(addr|port)|node_rank|local_rank|exit_\w+|special_tokens|pad_token(_id)?|chat_template(_\w+)?"
 )
 
 
@@ -82,8 +95,7 @@ class Table:
     """The keys of a framework, and patterns of keys that set no fact."""
 
     keys: tuple[Key, ...]
-    no_effect: tuple[str, ...] = ()  # neither time nor memory of a step depends on them
-    not_modelled: tuple[str, ...] = ()  # they do, in a way that the cost model does not have
+    not_modelled: tuple[str, ...] = ()  # time or memory may depend on them, in a way that the cost model does not have
     derive: Callable[[Facts], None] = lambda facts: None  # facts that follow from several keys
     restate: Callable[[Facts], None] = lambda facts: None  # its inverse, before writing
 
@@ -101,9 +113,10 @@ class Table:
         """What an unlisted key is: "no effect", "not modelled", "unknown" (it could matter) or "ignored"."""
         if any(is_misspelling(name, known) for known in self.names()):
             return "unknown"
-        for kind, patterns in (("no effect", self.no_effect), ("not modelled", self.not_modelled)):
-            if any(re.search(pattern, name) for pattern in patterns):
-                return kind
+        if NO_EFFECT.fullmatch(re.split(r"[.]", name.lower().replace("-", "_"))[-1].lstrip("_")):
+            return "no effect"
+        if any(re.search(pattern, name) for pattern in self.not_modelled):
+            return "not modelled"
         return "unknown" if MATTERS.search(name.lower()) else "ignored"
 
 

@@ -16,7 +16,7 @@ from meshwright.interop.recipes import Verdict
 MOST = 12  # keys of a kind in a line
 KINDS = {
     "unknown": ("not known, and could matter", "bold red"),
-    "not modelled": ("changes time or memory, but the cost model has no such thing", "yellow"),
+    "not modelled": ("may change time or memory; the cost model does not have it", "yellow"),
     "ignored": ("not known; its name suggests that it does not matter", "dim"),
     "no effect": ("has no effect on time or memory", "dim"),
 }

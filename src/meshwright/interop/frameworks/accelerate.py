@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.axolotl import PREFETCH, STATE_DICTS, STRATEGIES, derive_fsdp, restate_fsdp
+from meshwright.interop.frameworks.axolotl import LOADING, PREFETCH, STATE_DICTS, STRATEGIES, derive_fsdp, restate_fsdp
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import Facts, Key, Table
 
@@ -48,6 +48,7 @@ TABLE = Table(
         Key(F + "activation_checkpointing", "recompute", words={True: "full", False: "none"}, default="none"),
         Key(F + "backward_prefetch", "prefetch", words=PREFETCH, read_only=True),
         Key(F + "state_dict_type", "saves", words=STATE_DICTS),
+        Key(F + "cpu_ram_efficient_loading", "loads", words=LOADING, read_only=True),
         Key(Z + "zero3_save_16bit_model", "saves", words={True: "weights", False: None}, read_only=True),
         Key(Z + "zero_stage", "zero", words={0: 0, 1: 1, 2: 2, 3: 3}, read_only=True),
         Key(Z + "offload_optimizer_device", "offload_states", words={"cpu": True, "nvme": True, "none": False}, read_only=True),
@@ -55,7 +56,7 @@ TABLE = Table(
         Key(Z + "gradient_accumulation_steps", "accumulation", was=("gradient_accumulation_steps",), unset=("auto",), read_only=True),
         Key("mixed_precision", "half", words={"bf16": "bf16", "fp16": "fp16", "no": "no", "fp8": "fp8"}, default="no", always=True),
     ),
-    no_effect=(
+    not_modelled=(
         r"^fsdp_config", r"^deepspeed_config", r"^fp8_config", r"^megatron_lm_config$", r"num_machines|machine_rank|downcast|same_network|use_cpu|debug|rdzv|main_",
         r"compute_environment|tpu|enable_cpu_affinity|^parallelism_config$|dynamo",
     ),

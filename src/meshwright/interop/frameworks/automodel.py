@@ -117,14 +117,12 @@ TABLE = Table(
         Key("ci.nodes", "nodes", was=("benchmark.num_nodes", "skypilot.num_nodes"), read_only=True),
         Key("ci.nproc_per_node", "gpus_per_node", read_only=True),
     ),
-    no_effect=(
+    not_modelled=(
         r"^recipe$|^model\._target_$|^distributed\._target_$|^(autopipeline|parallelizer)\._target_$|^ci\.|^benchmark\.|^skypilot\.|^autocast\.|^wandb",
         r"^(dataset|validation|checkpoint|dataloader|tokenizer|rng|lr_scheduler|dist_env)\.?", r"pipeline\.(patch|scale|dtype)|autopipeline\.(patch|scale)",
         r"^packed_sequence\.", r"^optimizer\.(foreach|fused|compress|master|store|lr|betas|weight|eps|exp_avg_sq)", r"^peft\.", r"^quantization\.", r"^qat\.",
         r"^teacher_|max_steps|ckpt_every|val_every|num_epochs", r"^freeze_config|^freeze", r"model\.(use_liger|output_hidden|num_nextn|trust|text_config|force_hf)",
         r"^model\.config\.", r"^loss_fn\.", r"^fp8\.",
-    ),
-    not_modelled=(
         r"^compile\.|^model\.backend|^model\.attn_implementation|attn_implementation|^distributed\.moe|multimodal|mp_policy|async_tensor|enable_compile|prefetch",
         r"defer_fsdp|patch_is_packed|enable_fsdp2",
         r"^(optimizer|packed_sequence|loss_fn|peft|quantization|profiling|kd_|clip_grad|callbacks|logger|comet|mlflow|model|parallelizer|autopipeline)[._]",

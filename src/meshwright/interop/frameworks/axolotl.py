@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.deepspeed import BLOCK, NO_EFFECT, derive_block
+from meshwright.interop.frameworks.deepspeed import BLOCK, BLOCK_OTHERS, derive_block
 from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
 from meshwright.interop.keys import Facts, Key, Table
 
@@ -16,6 +16,7 @@ STRATEGIES = {
 }
 # Gathers of the first version of FSDP in backward: BACKWARD_POST starts them after the gradients of a unit, with nothing to hide behind.
 PREFETCH = {"BACKWARD_PRE": True, "BACKWARD_POST": "forward", "NO_PREFETCH": "forward", None: "forward"}
+LOADING = {True: None, False: "every-rank"}  # whether rank 0 alone reads the weights that training starts from
 STATE_DICTS = {"SHARDED_STATE_DICT": "copied", "FULL_STATE_DICT": "rank-0", "LOCAL_STATE_DICT": "copied"}
 
 
@@ -40,7 +41,7 @@ def derive_fsdp(facts: Facts) -> None:
         facts.setdefault("prefetch", "forward")  # accelerate's default is NO_PREFETCH in backward
     facts.setdefault("saves", "rank-0" if first else "copied")
     if facts["saves"] == "rank-0":
-        facts["loads"] = "every-rank" if first else "rank-0"
+        facts.setdefault("loads", "every-rank" if first else "rank-0")
 
 
 def restate_fsdp(facts: Facts) -> None:
@@ -95,6 +96,7 @@ TABLE = Table(
         Key(F + "backward_prefetch", "prefetch", words=PREFETCH, was=(F + "fsdp_backward_prefetch",), read_only=True),
         Key(F + "state_dict_type", "saves", words=STATE_DICTS, was=(F + "fsdp_state_dict_type",)),
         Key(F + "final_state_dict_type", "saves", words={"FULL_STATE_DICT": "rank-0"}, match=((".", None),), was=(F + "fsdp_final_state_dict_type",), read_only=True),
+        Key(F + "cpu_ram_efficient_loading", "loads", words=LOADING, was=(F + "fsdp_cpu_ram_efficient_loading",), read_only=True),
         Key("gradient_checkpointing", "recompute", words={True: "full", False: "none", None: "none", "offload": "full", "unsloth": "full"}, default="none",
             always=True),
         Key(F + "activation_checkpointing", "recompute", words={True: "full", False: None}, was=(F + "fsdp_activation_checkpointing",), read_only=True),
@@ -114,15 +116,14 @@ TABLE = Table(
         *(Key(k.name, k.fact, k.words, k.match, k.was, None, False, True, k.unset) for k in BLOCK if k.fact not in ("accumulation", "offload_parameters")),
         Key("zero_optimization.offload_param.device", "offload_parameters", words={"cpu": True, "nvme": True, "none": False}, read_only=True),
     ),
-    no_effect=(
-        *NO_EFFECT, r"^fsdp_config\.", r"^(sample_packing|pad_to|pad_|tf32|use_ray|model_type|resize|qat|plugins|lora_|experts_impl|quantize_moe|use_reentrant)",
+    not_modelled=(
+        *BLOCK_OTHERS, r"^fsdp_config\.", r"^(sample_packing|pad_to|pad_|tf32|use_ray|model_type|resize|qat|plugins|lora_|experts_impl|quantize_moe|use_reentrant)",
         r"gradient_checkpointing_kwargs|max_steps|num_epochs|^special_tokens|^datasets|^wandb|_proc|^eval|^save|^val|^learning|^lr_|^warmup|^weight|^dataset",
         r"expert_parallel_(num|token)", r"^flash_attention$|attn_implementation|^fp8_enable|^trust|^tokenizer|^cosine|^strict|^shuffle|^output_dir|^seed",
-    ),
-    not_modelled=(
         r"^(lora|peft|relora|unfrozen|gptq|chat|reward|rl$|rl_|trl|kd_|vllm|group_by|multipack|accelerator_config|ddp_|hub|mlflow|comet|tokens|added|torch_|adam|optim_|"
         r"max_|min_|noisy|neftune|early|hf_|local_|remove|train_on|use_|debug|dataloader|embeddings|expert|moe|scattermoe|sonicmoe|quant)",
-        r"liger|compile|tiled_mlp|activation_offloading|flex_attn|^xformers|^sdp|^flash",),
+        r"liger|compile|tiled_mlp|activation_offloading|flex_attn|^xformers|^sdp|^flash",
+    ),
     derive=_derive,
     restate=restate_fsdp,
 )  # fmt: skip

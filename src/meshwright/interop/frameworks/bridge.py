@@ -147,14 +147,12 @@ TABLE = Table(
         Key("num_gpus", "gpus", read_only=True),
         Key("pipeline_model_parallel_size", "scripted", was=("pp_size",), match=((".", True),)),
     ),
-    no_effect=(
+    not_modelled=(
         r"^env_vars\.", r"^tokenizer\.", r"pad_cu_seqlens|pad_seq_to_mult|tokenizer_model|enable_offline_packing|offline_packing_specs$",
         r"(router|dropout|layer_scale|rope|position_embedding|normalization|window_size|make_vocab|share_embeddings|gated_linear|activation_func$|mamba)",
         r"pipeline_dtype|params_dtype|main_(grads|params)_dtype|exp_avg_sq_dtype|grad_comm_dtype|use_precision_aware", r"^optimizer\.(bf16|fp16)$",
         r"^peft\.|^lora|^model$|^system$|^model\.(init|fp8_|tp_only|use_mamba|mtp_|quant_recipe|use_fused_mhc|dsa|apply_)|^domain", r"empty_unused",
         r"^mixed_precision\.", r"^(use_sharp|use_user_buffer)", r"^max_steps|^num_nodes$",
-    ),
-    not_modelled=(
         r"^comm_overlap", r"overlap|cuda_graph|attention_backend|grouped_gemm|deallocate|batch_p2p|offload|paged_stash|hybridep|double_buffer|moe_a2a",
         # Other keys of sections whose keys that matter are in the table.
         r"^(ddp|dist|optimizer|mixed_precision|comm_overlap|train|dataset|profiling|rng|logger|checkpoint|scheduler|peft|inference|straggler|ft)\.",

@@ -34,7 +34,7 @@ BLOCK = (
     Key("fp16.enabled", "half_alternative", words={True: "fp16", "auto": "auto", False: None}, read_only=True),
     Key("optimizer.type", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Muon": "muon"}, match=OPTIMIZERS),
 )  # fmt: skip
-NO_EFFECT = (
+BLOCK_OTHERS = (
     r"^zero_optimization\.(?!stage$|offload_(optimizer|param)\.device$)",
     r"^fp16\.|^bf16\.|^comms_config|^prescale|^gradient_(predivide|clipping)|^zero_allow|^zero_force|steps_per_print|wall_clock|^aio\.|^curriculum|^data_",
     r"^zero_optimization\.(stage3_|sub_group|contiguous|gather|allgather|reduce_scatter|overlap|round_robin|max_|ignore|elastic|load_from|offload_|zenflow)",
@@ -134,11 +134,11 @@ TABLE = Table(
         Key("torch_autocast.dtype", "half", match=(("bfloat16", "bf16"), ("float16", "fp16"))),
         Key("data_types.grad_accum_dtype", "grad_dtype", words={"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}),
     ),
-    no_effect=(
-        *NO_EFFECT, *MEGATRON_TABLE.no_effect, r"machine|padding|generation|ppo|answer|prompt|eval|module_name|leaf_module|iteration|steps|reference_model|verbose",
+    not_modelled=(
+        *BLOCK_OTHERS, r"machine|padding|generation|ppo|answer|prompt|eval|module_name|leaf_module|iteration|steps|reference_model|verbose",
         r"critic|hybrid_engine|mixed_precision_lora|repeated-dataloader|topk_ratio|update_interval|overlap_step|non_blocking|pin_memory|--tf32|attn_impl",
+        *MEGATRON_TABLE.not_modelled, r"compile|backend|super_offload|^--compile|zenflow",
     ),
-    not_modelled=(*MEGATRON_TABLE.not_modelled, r"compile|backend|super_offload|^--compile|zenflow"),
     derive=_derive,
     restate=_restate,
 )  # fmt: skip

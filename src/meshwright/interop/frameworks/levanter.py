@@ -36,10 +36,10 @@ TABLE = Table(
         Key(T + "quantization.fp8", "eight", words={True: "fp8", False: None}),
         Key("optimizer.type", "optimizer", match=(*OPTIMIZERS, ("sophia", "adamw"))),
     ),
-    no_effect=(
+    not_modelled=(
         r"num_train_steps|batch_axis|tensor_parallel_axes|axis_resources|use_hf|max_eval|^data\.|initialize_from|num_senses|sense_|hyena|checkpointer",
+        r"flash_attention|attn_backend|scan_layers|upcast",
     ),
-    not_modelled=(r"flash_attention|attn_backend|scan_layers|upcast",),
     derive=_derive,
 )  # fmt: skip
 

@@ -195,7 +195,7 @@ TABLE = Table(
         Key("--nnodes", "nodes", read_only=True),  # of torchrun, in the same script
         Key("--nproc-per-node", "gpus_per_node", was=("--nproc_per_node",), read_only=True),
     ),
-    no_effect=(
+    not_modelled=(
         r"router-(dtype|group|num-groups|load|pre-softmax|enable-expert|fusion|std|beta|gbs|inter)", r"^--test-mode$", r"ckpt", r"--vocab-extra-ids",
         r"^--(apply-layernorm-1p|attention-softmax-in-fp32|transformer-impl|use-mcore-models|multi-latent-attention)$",
         r"gloo|straggler|experimental|--export|--budget|--slice|--soft-mask|--binary-mask|int-list|tau-|linear-scaler|hard-sample|loss-alpha|temperature",
@@ -204,8 +204,6 @@ TABLE = Table(
         r"--(main|megatron-fsdp-main)-(grads|params)-dtype|exp-avg-sq-dtype|grad-comm-dtype|outer-dp|fp8-(amax|interval|margin|param|wgrad)|mtp-use",
         r"moe-(aux|z-loss|loss|router-(score|topk-scaling|bias)|eval|min|train-capacity|expert-capacity|pad|input-jitter)|create-moe|mlp-type",
         r"curriculum|rampup|teacher|dropout|init-method|hidden-dropout|no-(masked|bias|rope)|tokenizer|--num-workers|--seed|--log|--save|--load|--train-|--lr",
-    ),
-    not_modelled=(
         r"overlap|cuda-graph|use-flash|flash-attn|attention-backend|fusion|fuser|fused|wgrad|tp-comm|grouped-gemm|first-last-layers|bf16$|offload|hierarchical",
         r"--(no-|disable-|use-(?!megatron-fsdp|custom-fsdp|distributed|torch-fsdp)|moe-(?!.*(size|topk|freq|backend|type))|mamba|hybrid|dsa|mla|fp8-|fp4-|mtp-)",
         r"--(optimizer-|decoupled|dist-|distributed-|inference|rl-|grpo|te-|tp-|cp-|rotary|vision|img|patch|encoder-|retro|vit|dino|swin|biencoder|ict|bert)",

@@ -56,11 +56,11 @@ TABLE = Table(
         Key("model.dtype", "half", words={"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}, default="bf16", always=True),
         Key("model.ddp_bucket_cap_mb", "bucket_mb", always=True),
     ),
-    no_effect=(
+    not_modelled=(
         r"^model\.model_config\.", r"^general\.|^logging|^checkpoints|^data_stages|^lighteval|^profiler|^tokenizer|^model\.(init|make)",
         r"^optimizer\.(optimizer_factory|learning|weight|clip)", r"train_steps|val_check|limit_|^fp8\.", r"tp_recompute_allgather|moe_layer_recompute",
+        r"^(?!parallelism\.|tokens\.|optimizer\.zero)",
     ),
-    not_modelled=(r"^(?!parallelism\.|tokens\.|optimizer\.zero)"),
     derive=_derive,
     restate=_restate,
 )  # fmt: skip

@@ -56,11 +56,11 @@ TABLE = Table(
         Key(T + "optim", "optimizer", match=OPTIMIZERS),
         Key(T + "optim.type", "optimizer", match=OPTIMIZERS),
     ),
-    no_effect=(
+    not_modelled=(
         r"max_grad_norm|MAX_DURATION|lb_loss|z_loss|rope_theta|layer_norm_eps|capacity_factor|reordered_norm|head_stride|label_ignore",
         r"float8_config$|tp_config$|pp_config$|^train_module\.scheduler",
+        r"compile|use_flash|wrapping_strategy|prefetch_factor|activation_memory_budget|ac_config\.|float8_config\.|optim\.|attn_backend",
     ),
-    not_modelled=(r"compile|use_flash|wrapping_strategy|prefetch_factor|activation_memory_budget|ac_config\.|float8_config\.|optim\.|attn_backend",),
     derive=_derive,
 )  # fmt: skip
 

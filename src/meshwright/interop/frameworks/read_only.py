@@ -48,8 +48,10 @@ TORCHTUNE = Framework(
             Key("loss._component_", "fused_loss", match=(("Linear|Chunked", True), (".", False))),
             Key("model.lora_rank", "adapters", read_only=True),
         ),
-        no_effect=(*SHARED, r"^model\.", r"^optimizer", r"custom_sharded|memory_efficient|tensor_parallel_plan|ac_option", r"optimizer_in_bwd|low_cpu"),
-        not_modelled=(r"compile",),
+        not_modelled=(
+        *SHARED, r"^model\.", r"^optimizer", r"custom_sharded|memory_efficient|tensor_parallel_plan|ac_option", r"optimizer_in_bwd|low_cpu",
+        r"compile",
+    ),
         derive=_torchtune,
     ),
 )  # fmt: skip
@@ -100,7 +102,7 @@ LLAMA_FACTORY = Framework(
             Key("lora_rank", "adapters", read_only=True),
             Key("quantization_bit", "quantised", read_only=True),
         ),
-        no_effect=(*SHARED, r"^stage$|optim_config|kernel_config|dist_config|init_config|quant_config|packing|moe_|fusion|fp8_|lora|flash_attn|template|overlap"),
+        not_modelled=(*SHARED, r"^stage$|optim_config|kernel_config|dist_config|init_config|quant_config|packing|moe_|fusion|fp8_|lora|flash_attn|template|overlap"),
         derive=_factory,
     ),
 )  # fmt: skip
@@ -132,7 +134,7 @@ PICOTRON = Framework(
             Key("training.seq_length", "seq", always=True),
             Key("model.dtype", "half", words={"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}, always=True),
         ),
-        no_effect=(*SHARED, r"backend|use_cpu|use_flash|use_fused"),
+        not_modelled=(*SHARED, r"backend|use_cpu|use_flash|use_fused"),
         derive=_picotron,
     ),
 )  # fmt: skip
@@ -192,7 +194,7 @@ GPT_NEOX = Framework(
             Key("optimizer.type", "optimizer", match=OPTIMIZERS),
             Key("attention_config", "state_space", match=(("mamba|rwkv", True), (".", False)), was=("attention-config",)),
         ),
-        no_effect=(*SHARED, r"^(?!.*(parallel_size|batch_size|zero_optimization\.stage|precision))",),
+        not_modelled=(*SHARED, r"^(?!.*(parallel_size|batch_size|zero_optimization\.stage|precision))",),
         derive=_neox,
     ),
 )  # fmt: skip

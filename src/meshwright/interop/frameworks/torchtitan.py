@@ -119,17 +119,15 @@ TABLE = Table(
         Key("nproc_per_node", "gpus_per_node", read_only=True),
         Key("NUM_NODES", "nodes", read_only=True),
     ),
-    no_effect=(
+    not_modelled=(
         r"^job\.", r"^profiling", r"^metrics", r"^checkpoint\.", r"^lr_scheduler", r"^validation", r"^comm\.", r"^debug", r"dataloader",
         r"^training\.(steps|warmup_steps|max_norm|dataset|dataset_path|seed|deterministic|gc_)", r"^data\.", r"^fault_tolerance",
         r"filter_fqns|\.fqns$|pad_multiple|model_compile_enabled|\.emulate$", r"^model\.(tokenizer|hf_assets|print)", r"^optimizer\.(lr|eps|beta|weight)",
         r"context_parallel_(load_balancer|ptrr)", r"pipeline_parallel_schedule_csv", r"module_fqns", r"^override\.imports",
         r"spmd_backend", r"^training\.fp8_linear$", r"^model\.norm_type$",
-    ),
-    not_modelled=(
         r"compile", r"symm_mem", r"^optimizer", r"float8\.(enable_fsdp|precompute|force)", r"^float8\.", r"^quantize\.",
         r"^model_spec", r"cuda_graphs", r"early_step_in_backward", r"^experimental\.",
-        r"^(?!training\.|parallelism\.|activation_checkpoint|model\.)",  # other sections
+        r"^(?!training\.|parallelism\.|activation_checkpoint|model\.)",  # other sections,
     ),
     derive=_derive,
     restate=_restate,
