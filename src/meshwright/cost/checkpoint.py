@@ -7,7 +7,7 @@ exists) and s bytes of its optimizer states:
     saves      gathered on a device                    in the memory of a host
     sharded    nothing                                 one tensor at a time: not counted
     copied     nothing                                 N·(w + s) / shards, for each rank of the host that writes a shard
-    rank-0     a unit, max(w, s) bytes a parameter     N · max(w, s): the weights are written and freed before the states
+    rank-0     a unit, max(w, s) bytes per parameter   N · max(w, s): first all weights, then all states
     weights    the largest tensor, in 16 bits          N · 2
     group      nothing                                 N·(w + s) / (tp·pp), for each first rank of a data-parallel group
     device     N·w / (tp·pp)                           nothing

@@ -148,7 +148,7 @@ def phase_time(
 
 def axis_overlap(b: Batch, axis: str, cluster: Cluster) -> Array:
     """1 where the communication of an axis overlaps with compute (`PlanFields.overlapped`)."""
-    if axis != "tp":
+    if axis != "tp" or not b.stack.overlap_in_pieces:
         return b.overlap[axis]
     return np.where(b.stack_overlap & (b.tp > cluster.node_size), 0.0, b.overlap[axis])
 

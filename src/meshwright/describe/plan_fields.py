@@ -128,12 +128,11 @@ class PlanFields(Described):
         return self.expert_tp or self.tp
 
     def overlapped(self, stack: Stack, node_size: int) -> tuple[Axis, ...]:
-        """The axes whose communication overlaps with compute: the plan's, or those of the stack that it can hide in this plan. Products hide
-        tensor-parallel messages only between devices that access each other's memory, inside a node."""
+        """The axes whose communication overlaps with compute: the plan's, or those of the stack that it can hide in this plan."""
         if self.overlap is not None:
             return self.overlap
         axes = [axis for axis in stack.overlap if stack.overlaps(axis, self.sp, self.zero)]
-        return tuple(axis for axis in axes if axis != "tp" or self.tp <= node_size)
+        return tuple(axis for axis in axes if axis != "tp" or self.tp <= node_size or not stack.overlap_in_pieces)
 
     @property
     def reduces_each(self) -> bool:

@@ -109,6 +109,11 @@ class Stack(Described):
         default=(0, 1, 2, 3),
         description="ZeRO stages whose data-parallel communication overlaps, where dp is in `overlap`",
     )
+    overlap_in_pieces: bool = Field(
+        default=True,
+        description="tensor-parallel messages overlap in pieces of a product and of its all-gather or reduce-scatter: only with sequence "
+        "parallelism and inside a node; false: a compiler schedules them behind other products (XLA)",
+    )
     async_linears: Literal["none", "backward", "own-shard"] = Field(
         default="none",
         description="collectives of tensor parallelism that run behind one product of their linear layer where tp is not in `overlap`. backward: in "
@@ -254,10 +259,9 @@ class Stack(Described):
     source: str = ""
 
     def overlaps(self, axis: str, sp: Any, zero: Any) -> Any:
-        """Whether the communication of an axis overlaps with compute in plans that leave it to the stack. Tensor parallelism is hidden by cutting
-        a product and its all-gather or reduce-scatter into pieces: the all-reduces of plans without sequence parallelism are not."""
+        """Whether the communication of an axis overlaps with compute in plans that leave it to the stack."""
         on = axis in self.overlap
-        if axis == "tp":
+        if axis == "tp" and self.overlap_in_pieces:
             return np.asarray(sp, bool) & on
         return np.isin(zero, self.overlap_zero) & on if axis == "dp" else on
 
