@@ -30,6 +30,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
+from meshwright.units import format_bytes
 
 ROOT = ("embedding", "head")
 
@@ -93,13 +94,17 @@ def ranks_of_host(plan: Plan, stack: Stack, cluster: Cluster, axes: dict[str, in
     return count
 
 
-def checkpoint_words(p: Prediction, stack: Stack, unit: str = "GiB", factor: float = 1.0) -> str:
+def checkpoint_words(p: Prediction, stack: Stack) -> str:
     """The memory of a save and of a load as a line: of the fullest device, and of the fullest host if a stack copies or collects there."""
-    sizes = {name: factor * size for name, size in p.checkpoint_gib.items()}
+    sizes = p.checkpoint_gib
 
     def words(name: str) -> str:
         host = sizes[f"{name}_host"]
-        collected = f" and {host:,.1f} of {sizes['host_limit']:,.0f} of a host" if host else ""
-        return f"{sizes[f'{name}_device']:.1f} of a device{collected}"
+        device = format_bytes(sizes[f"{name}_device"] * GIB)
+        limit = format_bytes(sizes["host_limit"] * GIB)
+        return f"{device} on a device" + (f", {format_bytes(host * GIB)} of {limit} on a host" if host else "")
 
-    return f"save ({stack.saves}): {words('save')}; load or resume ({stack.loads}): {words('load')}, {unit}"
+    save, load = words("save"), words("load")
+    if save == load:
+        return f"save, load, resume: {save}"
+    return f"save ({stack.saves}): {save}; load, resume ({stack.loads}): {load}"

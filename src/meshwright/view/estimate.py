@@ -56,6 +56,7 @@ def sections(e: Estimate) -> Iterator[RenderableType]:
     yield header(e)
     yield breakdown(e)
     yield memory(e)
+    yield Text(checkpoint_words(e.prediction, e.stack), "dim")
     if e.prediction.traffic_bytes:
         yield traffic(e)
     yield verdicts(e)
@@ -184,7 +185,6 @@ def memory(e: Estimate) -> Table:
         table.add_row(
             str(s) if e.plan.pp > 1 else "", *(f"{stages[s][p]:.1f}" for p in parts), f"[{style}]{total:.1f}[/]", bar
         )
-    table.caption, table.caption_justify = checkpoint_words(e.prediction, e.stack, unit_name, factor), "left"
     return table
 
 
