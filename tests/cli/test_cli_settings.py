@@ -60,20 +60,20 @@ def titan(tmp_path: Path) -> str:
 
 def test_estimate_reads_settings_and_lists_their_keys(capsys, titan) -> None:
     found = document(capsys, "estimate", titan, "--cluster", "dgx-h100", "--gpus", "16")
-    assert found["plan"] == {"shard": 8, "tp": 2, "sp": True, "zero": 3, "recompute": "full"}
+    assert found["plan"] == {"shard": 8, "tp": 2, "sp": True, "zero": 3, "recompute": "full", "overlap": ["dp"]}
     settings = found["settings"]
     assert settings["framework"] == "torchtitan"
     assert settings["understood"]["parallelism.tensor_parallel_degree"] == 2
     assert settings["no_effect"] == ["job.dump_folder"]
     assert settings["unknown"] == []
-    assert settings["assumed"] == ["batch: 8"]
+    assert settings["assumed"] == ["batch: 8", "no overlap of tp: the framework's default"]
 
 
 def test_a_script_of_flags_is_a_plan(capsys, tmp_path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(SCRIPT)
     found = document(capsys, "estimate", "--plan", str(path), "--cluster", "dgx-h100", "--gpus", "16")
-    assert found["plan"] == {"shard": 4, "tp": 2, "pp": 2, "zero": 1}
+    assert found["plan"] == {"shard": 4, "tp": 2, "pp": 2, "zero": 1, "overlap": [], "prefetch": False}
     assert found["settings"]["framework"] == "Megatron-LM"
 
 

@@ -35,7 +35,7 @@ NO_EFFECT = re.compile(
     r"initializer_range|norm_topk_prob|routed_scaling_factor|label_smoothing(_factor)?|(\w+_)?(loss|aux_loss|z_loss)_(coeff?|coefficient|weight)|"
     r"((max|train|num|num_train|total)_)?(steps|iters|samples|epochs)|max_duration|(save|eval|log|logging)_(interval|steps|iters|strategy|freq|every)|"
     r"save|save_total_limit|load|resume_from_checkpoint|(wandb|tensorboard|mlflow|comet|log|logging|report)(_\w+)?|steps_per_print|verbose|"
-    r"(run|exp|experiment|project|job)_name|tokenizer(_(type|model|path|name))?|vocab_file|merge_file|(?!use_|\w*model)(\w+_)?(path|dir)|split|shuffle|"
+    r"(run|exp|experiment|project|job)_name|tokenizer(_(type|model|path|name))?|vocab_file|merge_file|(?!use_|\w*model)(\w+_)?(path|dir|folder)|split|shuffle|"
     r"num_machines|machine_rank|main_process_(ip|port)|main_training_function|rdzv_\w+|same_network|compute_environment|deepspeed_multinode_launcher|"
     r"config_file|trust_remote_code|recipe|target|component|architectures|model_type|imports|print_args|enable_straggler_on_startup|"
     r"master_(addr|port)|node_rank|local_rank|exit_\w+|special_tokens|pad_token(_id)?|chat_template(_\w+)?"
