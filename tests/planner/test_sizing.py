@@ -71,6 +71,8 @@ def test_constraints_hold_on_the_curve_too():
         ({"days": "soon"}, "MW-PLANNER-007", "not a number of days"),
         ({"days": -1}, "MW-PLANNER-007", "not a number of days"),
         ({"days": "nan"}, "MW-PLANNER-007", "not a number of days"),
+        ({"days": "0"}, "MW-PLANNER-007", "not a number of days"),
+        ({"budget": "0$"}, "MW-PLANNER-007", "not an amount"),
         ({"budget": "much"}, "MW-PLANNER-007", "not an amount"),
         ({"days": 30, "tokens": ""}, "MW-PLANNER-007", "number of tokens"),
         ({"days": 30, "nodes": 4}, "MW-PLANNER-007", "--nodes"),

@@ -117,12 +117,12 @@ def size(
 
 
 def read_days(days: str | float) -> float:
-    """Days from 30 or "30"; 0: no limit."""
+    """Days from 30 or "30"; without a value (0 or "") no limit. A written "0" is no limit that a training can meet."""
     try:
         value = float(days or 0)
     except ValueError:
         value = -1.0
-    if not 0 <= value < 1e6:
+    if not 0 <= value < 1e6 or (isinstance(days, str) and days and not value):
         raise MeshwrightError(
             "MW-PLANNER-007", f"--days {str(days)[:40]!r} is not a number of days", valid=["30", "0.5"], fix="--days 30"
         )
@@ -130,11 +130,14 @@ def read_days(days: str | float) -> float:
 
 
 def read_budget(budget: str | float) -> float:
-    """Dollars from "2M$", "$2M", "2M USD" or a number; 0: no limit."""
+    """Dollars from "2M$", "$2M", "2M USD" or a number; without a value (0 or "") no limit."""
     if isinstance(budget, str):
         budget = budget.strip().removeprefix("$").removesuffix("USD").strip().removesuffix("$").strip() or budget
     try:
-        return parse_count(budget or 0)
+        dollars = parse_count(budget or 0)
+        if isinstance(budget, str) and budget and not dollars:
+            raise MeshwrightError("MW-PLANNER-007", "Every training costs more")
+        return dollars
     except MeshwrightError as error:
         raise MeshwrightError(
             "MW-PLANNER-007",
