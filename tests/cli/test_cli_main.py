@@ -237,3 +237,22 @@ def test_exit_codes_are_documented() -> None:
     for text in (overview(), meshwright.cli.__doc__ or "", (ROOT / "README.md").read_text("utf-8")):
         for code in ("70", "130", "143"):
             assert code in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["estimate", "llama3-8b", "--cluster", "dgx-h100", "--batch", "0"],
+        ["estimate", "llama3-8b", "--cluster", "dgx-h100", "--nodes", "0"],
+        ["plan", "llama3-8b", "--cluster", "dgx-h100", "--seq", "0"],
+        ["plan", "llama3-8b", "--cluster", "dgx-h100", "--sites", "0"],
+        ["launch", "plan.toml", "--slurm", "--per-node", "0"],
+        ["bench", "--ranks", "0"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-2]}",
+)
+def test_a_zero_that_was_typed_is_not_taken_for_the_default(words, capsys) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(words)
+    assert leaving.value.code == 2
+    assert f"'{words[-2]}': at least 1 is needed" in capsys.readouterr().err

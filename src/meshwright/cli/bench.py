@@ -8,9 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+from meshwright.cli.options import at_least_one
 
 
 def command(
@@ -20,6 +22,8 @@ def command(
         help="Local processes to start. Default: join torchrun or Slurm, else 4 or one per GPU.",
         min=0,
         max=1024,
+        show_default=False,
+        callback=at_least_one,
     ),
     backends: str = typer.Option(
         "", "--backends", help="gloo, nccl, meshwright, separated by commas. Default: nccl on GPUs, else gloo."
@@ -34,12 +38,14 @@ def command(
         "", "--json", metavar="FILE", help="Write the result as JSON, for `meshwright calibrate`."
     ),
     html: str = typer.Option("", "--html", metavar="FILE", help="Write a page with measured points and fitted lines."),
-    read: str = typer.Option(
-        "",
-        "--read",
-        metavar="FILE",
-        help="Measure nothing: show a result of `bench --json`, or an output of nccl-tests.",
-    ),
+    read: Annotated[
+        str,
+        typer.Option(
+            "--read",
+            metavar="FILE",
+            help="Measure nothing: show a result of `bench --json`, or an output of nccl-tests.",
+        ),
+    ] = "",
 ) -> None:
     """Measure all collectives, transfers between pairs of ranks, and the device, within a time budget.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
+from meshwright.cli.plan_options import BatchOption, SeqOption, TokensOption
 
 
 def command(
@@ -22,9 +23,9 @@ def command(
         help="A plan file, or settings of another framework. Default: the planner's best common plan.",
     ),
     stack: str = typer.Option("", "--stack", help="The training stack."),
-    batch: int = typer.Option(0, "--batch", help="Global batch in sequences.", min=0),
-    seq: int = typer.Option(0, "--seq", help="Sequence length.", min=0),
-    tokens: str = typer.Option("", "--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost."),
+    batch: BatchOption = 0,
+    seq: SeqOption = 0,
+    tokens: TokensOption = "",
     settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=8."),
     explain: str = typer.Option("", "--explain", help="Show the formula of one part with its numbers."),
     html: str = typer.Option("", "--html", help="Write the page of this plan to one HTML file."),

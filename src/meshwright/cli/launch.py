@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.cli.options import ClusterOption, GpusOption, NodesOption, at_least_one
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def command(
         min=0,
         max=1024,
         show_default=False,
+        callback=at_least_one,
     ),
     save_every: int = typer.Option(
         0,

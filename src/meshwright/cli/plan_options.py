@@ -6,14 +6,20 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.options import at_least_one
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         help="A catalog name, a plan file, a Hugging Face config.json or a settings file of another framework."
     ),
 ]
-BatchOption = Annotated[int, typer.Option("--batch", help="Global batch in sequences.", min=0, show_default=False)]
-SeqOption = Annotated[int, typer.Option("--seq", help="Sequence length in tokens.", min=0, show_default=False)]
+BatchOption = Annotated[
+    int, typer.Option("--batch", help="Global batch in sequences.", min=0, show_default=False, callback=at_least_one)
+]
+SeqOption = Annotated[
+    int, typer.Option("--seq", help="Sequence length in tokens.", min=0, show_default=False, callback=at_least_one)
+]
 TokensOption = Annotated[
     str, typer.Option("--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost.")
 ]
@@ -90,7 +96,12 @@ RestartOption = Annotated[
 SitesOption = Annotated[
     int,
     typer.Option(
-        "--sites", help="Number of clusters (sites), connected by --line.", min=0, max=10**6, show_default=False
+        "--sites",
+        help="Number of clusters (sites), connected by --line.",
+        min=0,
+        max=10**6,
+        show_default=False,
+        callback=at_least_one,
     ),
 ]
 LineOption = Annotated[str, typer.Option("--line", metavar="RATE", help="Bandwidth between sites, such as 100Gb/s.")]
