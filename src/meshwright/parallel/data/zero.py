@@ -66,7 +66,11 @@ def shard_parts(
         reduce_dtype=DTYPES.get(reduced) if narrow(dtype) else None,
     )
     expert_mesh = mesh.expert_sharding
-    ignored = {p for part in experts for p in part.parameters()} if expert_mesh is None else None
+    ignored = {
+        p for p in module.parameters() if p.ndim == 0
+    }  # one number cannot be divided: each rank has it, and its gradient is all-reduced
+    if expert_mesh is None:
+        ignored |= {p for part in experts for p in part.parameters()}
     if expert_mesh is not None:
         for part in experts:
             shard_units(part, [], expert_mesh, gathering)

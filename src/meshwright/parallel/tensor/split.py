@@ -110,6 +110,25 @@ def check_rows(module: nn.Module, table: Table) -> None:
             )
 
 
+def check_regions(module: nn.Module, table: Table) -> None:
+    """Raise for a product split by columns outside a region: the gradient of its input would stay a partial sum. With "enter" rows a table says
+    in another way where activations enter: the gradients of the first step show whether they cover all products."""
+    words = {n: {style.partition(":")[0] for style in _styles_of(n, part, table)} for n, part in module.named_modules()}
+    if any("enter" in styles for styles in words.values()):
+        return
+    for name, styles in words.items():
+        around = [name, *(name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)), ""]
+        if styles & {"column", "heads", "keys", "logits"} and not any(
+            {"region", "gathered"} & words[n] for n in around
+        ):
+            raise MeshwrightError(
+                "MW-TP-011",
+                f"'{name}' is split by columns, and neither it nor a module around it is a region",
+                why="Each rank would compute the gradient of its input for its columns only: parameters before it would get a part of their gradient",
+                fix=f'a row ("{around[1]}", "region") before the others',
+            )
+
+
 def check_sequence(table: Table, sequence: bool) -> None:
     """Raise for sequence parallelism where no row splits the sequence: each rank would keep all tokens, and gradients that are summed
     over the ranks would count every token once per rank."""

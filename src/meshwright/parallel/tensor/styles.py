@@ -42,14 +42,29 @@ def input_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _region(done: Split, name: str, part: Any) -> None:
-    taken = input_of(part.forward)
+    """Every tensor that enters and needs a gradient (queries, and what they attend to) has it summed over the ranks. A sequence is gathered for the
+    first argument only: it is not known whether another one is divided."""
+    taken, forward = input_of(part.forward), part.forward
+
+    def enter(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return done.enter(value) if value.requires_grad else value
+        if isinstance(value, dict):
+            return {key: enter(item) for key, item in value.items()}
+        return type(value)(map(enter, value)) if type(value) in (tuple, list) else value
 
     def copied(*args: Any, **kwargs: Any) -> Any:
-        x, call = taken(args, kwargs)
-        return call(done.enter(x))
+        return forward(*enter(args), **enter(kwargs))
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
         x, call = taken(args, kwargs)
+        if any(t is not x and t.requires_grad for t in [*args, *kwargs.values()] if isinstance(t, torch.Tensor)):
+            raise MeshwrightError(
+                "MW-TP-004",
+                f"the region '{name}' takes two tensors that need gradients, under sequence parallelism",
+                why="It is not known whether the second one is divided along the sequence",
+                fix="sp=false",
+            )
         if torch.compiler.is_compiling():
             return call(done.enter(x) if part.held_gathered else checkpoint(done.enter, x, use_reentrant=False))
         whole = done.enter(x)

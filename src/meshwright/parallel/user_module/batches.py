@@ -79,14 +79,41 @@ def microbatches(inputs: Any, targets: Any, size: int, dim: int) -> list[tuple[A
             fix=f"plan.microbatch={next(d for d in range(size, 0, -1) if rows % d == 0)}",
         )
 
-    def cut(tensor: torch.Tensor, start: int) -> torch.Tensor:
-        along = next((d for d in (dim, 0) if tensor.ndim > d and tensor.shape[d] == rows), None)
-        return tensor if along is None or rows == size else tensor.narrow(along, start, size)
+    return [tuple(cut((inputs, targets), Part(s, size, rows), dim)) for s in range(0, rows, size)]
 
-    return [
-        (map_tensors(lambda t: cut(t, s), inputs), map_tensors(lambda t: cut(t, s), targets))  # noqa: B023
-        for s in range(0, rows, size)
-    ]
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some samples of a batch."""
+
+    start: int
+    size: int
+    rows: int  # samples of the whole batch
+
+    def narrow(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """These samples' range of a dimension that is a multiple of the batch (tokens of all samples, one sample after the other)."""
+        length = tensor.shape[dim] // self.rows
+        return tensor if self.size == self.rows else tensor.narrow(dim, self.start * length, self.size * length)
+
+
+def cut(tree: Any, part: Part, dim: int) -> Any:
+    """These samples of inputs and targets. A tensor that is not as long as the batch (a mask for all samples) stays whole."""
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        along = next((d for d in (dim, 0) if tensor.ndim > d and tensor.shape[d] == part.rows), None)
+        return tensor if along is None else part.narrow(tensor, along)
+
+    return map_tensors(narrow, tree)
+
+
+def prepared(inputs: Any, dtype: torch.dtype | None, device: Any) -> Any:
+    """Floating-point inputs in the dtype of forward, on this rank's device."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        floating = dtype is not None and tensor.is_floating_point()
+        return tensor.to(device=device, dtype=dtype if floating else tensor.dtype)
+
+    return map_tensors(change, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,3 +152,20 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The relative difference that rounding may cause: half of the digits of a dtype."""
+    return float(torch.finfo(dtype).eps ** 0.5)
+
+
+def differ(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> bool:
+    """Whether two tensors differ by more than rounding, relative to the largest element (or `least`). Two NaN are equal."""
+    if a.shape != b.shape:
+        return True
+    if not a.numel():
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return not torch.equal(a, b)
+    bound = rounding(a.real.dtype) * max(float(a.nan_to_num().abs().max()), least)
+    return not torch.allclose(a, b, rtol=0.0, atol=bound, equal_nan=True)

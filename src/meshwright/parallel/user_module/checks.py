@@ -1,6 +1,10 @@
 """Trial runs of a user's module before the first step: does the plan compute what one device computes?
 
-stages      the forward of the pipeline stages, one after the other on this rank, against the plain forward
+    stages      the forward of the pipeline stages, one after the other on this rank, against the plain forward
+    sharded     the forward of the split and sharded module against the plain forward, in evaluation mode
+    replicas    after the first backward: gradients of parameters that every tensor-parallel rank holds are equal
+
+`samples` has the check of a batch against its halves.
 """
 
 from __future__ import annotations
@@ -8,28 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.user_module.batches import tensors_in, undisturbed
+from meshwright.parallel.user_module.batches import call, differ, tensors_in, undisturbed
+from meshwright.parallel.user_module.holdings import LocalParameter
 from meshwright.parallel.user_module.stages import Recorded, StageModule, copy_structure
 
-
-def rounding(dtype: torch.dtype) -> float:
-    """The relative difference that rounding may cause: half of the digits of a dtype."""
-    return float(torch.finfo(dtype).eps ** 0.5)
-
-
-def differ(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> bool:
-    """Whether two tensors differ by more than rounding, relative to the largest element (or `least`). Two NaN are equal."""
-    if a.shape != b.shape:
-        return True
-    if not a.numel():
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return not torch.equal(a, b)
-    bound = rounding(a.real.dtype) * max(float(a.nan_to_num().abs().max()), least)
-    return not torch.allclose(a, b, rtol=0.0, atol=bound, equal_nan=True)
+FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 @torch.no_grad()
@@ -46,7 +36,7 @@ def check_stages(module: nn.Module, seen: Recorded, spans: list[range], example:
                 stage.layers[0].register_forward_pre_hook(lambda *_, state=state: state.restore())
             try:
                 hidden = stage(hidden)
-            except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+            except FORWARD_ERRORS as error:
                 raise MeshwrightError(
                     "MW-OWN-007",
                     f"the layers {span[0]} to {span[-1]} of '{seen.path}' do not run as a stage: {type(error).__name__}: {error}",
@@ -61,3 +51,57 @@ def check_stages(module: nn.Module, seen: Recorded, spans: list[range], example:
             why="Stages would train another model than one device",
             fix="plan.pp=1, or check=False if forward is random in a way that a seed does not repeat",
         )
+
+
+def any_rank(here: bool, device: str) -> bool:
+    """Whether something is true on any rank, so that all of them stop together."""
+    flag = torch.tensor(float(here), device=device)
+    if distributed.get_world_size() > 1:
+        distributed.all_reduce(flag)
+    return bool(flag)
+
+
+@torch.no_grad()
+def evaluated(module: nn.Module, example: Any) -> list[torch.Tensor]:
+    """The output of a module in evaluation mode."""
+    with undisturbed(module):
+        module.eval()
+        return list(tensors_in(call(module, example)))
+
+
+def check_sharded(plain: list[torch.Tensor], module: nn.Module, example: Any, device: str) -> None:
+    """Raise if the forward of a split and sharded module is not that of the module as it was."""
+    what = "the forward of the divided module is not that of the whole one"
+    try:
+        same = not any(map(differ, plain, evaluated(module, example)))
+    except FORWARD_ERRORS as error:
+        if isinstance(error, MeshwrightError):
+            raise
+        same, what = False, f"the divided module does not run: {type(error).__name__}: {error}"
+    if any_rank(not same, device):
+        raise MeshwrightError(
+            "MW-OWN-009",
+            what,
+            why="The sharding table leaves modules that compute something else with a part of the columns, rows or heads",
+            fix='"row" after every "column", "counts" for attributes that count heads; or check=False to find out in the first step',
+        )
+
+
+@torch.no_grad()
+def check_replicas(holdings: list[LocalParameter]) -> MeshwrightError | None:
+    """An error if ranks of a tensor-parallel group have different gradients for a parameter that each of them holds whole: it is a partial sum,
+    and the copies of the parameter would diverge."""
+    for held in holdings:
+        if held.split is None or held.split.cuts_of(held.name) or not held.parameter.requires_grad:
+            continue
+        largest, smallest = held.gradient.clone(), held.gradient.clone()
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=held.split.group)
+        distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=held.split.group)
+        if differ(largest, smallest):
+            return MeshwrightError(
+                "MW-TP-011",
+                f"the gradient of '{held.name}' differs between tensor-parallel ranks",
+                why="Each rank adds what its columns contribute: where activations enter split products, their gradients must be summed",
+                fix='a row "region" for the module that contains the "column" products, or "inside" for a parameter within a region',
+            )
+    return None

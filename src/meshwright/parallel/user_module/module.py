@@ -20,13 +20,24 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.parallel.data.zero import reshard
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import LossScale, Masters, at_least_single
-from meshwright.parallel.user_module.batches import call, map_tensors, microbatches, samples_in
+from meshwright.parallel.user_module.batches import call, microbatches, prepared, samples_in
+from meshwright.parallel.user_module.batchnorm import uses_batch
+from meshwright.parallel.user_module.checks import check_replicas
 from meshwright.parallel.user_module.holdings import LocalParameter, sum_partial
+from meshwright.parallel.user_module.samples import (
+    ONE_MICROBATCH,
+    LossCheck,
+    Trial,
+    check_samples,
+    depends_on_the_batch,
+)
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -76,6 +87,12 @@ class ParallelModule:
     optimizer: torch.optim.Optimizer | None = None
     run_pipeline: Callable[[list[tuple[Any, Any]]], torch.Tensor] | None = None
     weight: torch.Tensor | float = 1.0  # what the loss of the micro-batch under way is multiplied by
+    check: bool = True  # whether the first step is checked against one device
+    synchronised: list[nn.Module] = field(default_factory=list)  # batch normalisations over all data-parallel ranks
+    loss_check: LossCheck | None = None
+    example_checked: bool = False  # a batch against its halves, when it was built
+    used: set[torch.Tensor] = field(default_factory=set)  # parameters with a gradient in this step
+    unused: set[str] = field(default_factory=set)  # parameters without one on any rank
     scale: LossScale = field(default_factory=LossScale)
 
     @property
@@ -129,6 +146,7 @@ class ParallelModule:
         size = self.plan.microbatch if explicit else samples
         chunks = microbatches(self.cast(inputs), targets, size, self.batch_dim)
         mean = self.reduction == "mean"
+        self.check_batch(chunks, size)
         total = self.summed(float(samples if mean or count is None else count), "dp")
         self.weight = (size if mean else 1.0) / total * self.scale.value
         if self.run_pipeline is not None:
@@ -141,21 +159,65 @@ class ParallelModule:
                 part = self.weighted_loss(call(self.module, x), y)
                 part.backward()
                 loss += part.detach()
+        uses = self.uses()
         self.finish_gradients()
+        problem = self.loss_check.problem if self.loss_check is not None else None
+        if self.check and self.mesh.size("tp") > 1:
+            problem = check_replicas(self.all_holdings) or problem
+        self.check, self.loss_check = False, None
         counted = float(loss) if self.mesh.index("tp") == 0 else 0.0
-        return self.summed(counted, "world") / self.scale.value
+        total_loss, problems, *ranks_using = self.summed([counted, float(problem is not None), *uses], "world")
+        if problems:
+            raise problem or depends_on_the_batch("another rank's part of the batch has another loss than its halves")
+        self.note_unused(ranks_using)
+        return total_loss / self.scale.value
+
+    def check_batch(self, chunks: list[tuple[Any, Any]], size: int) -> None:
+        """Raise where parts of a batch give something else than the whole; in the first step, by running a part and its halves."""
+        if len(chunks) > 1 and any(uses_batch(part) for part in self.synchronised):
+            raise depends_on_the_batch("batch normalisation with several micro-batches in a step", ONE_MICROBATCH)
+        if not self.check or (len(chunks) == 1 and self.data_ranks == 1):
+            return
+        mean = self.reduction == "mean"
+        self.loss_check = LossCheck(size, self.batch_dim, mean) if self.loss is not None else None
+        if self.run_pipeline is None and not self.example_checked:
+            trial = Trial(self.module, chunks[0][0], self.batch_dim, mean, self.synchronised)
+            check_samples(trial, self.mesh.device, gradients=not self.mesh.sharded)
+            reshard([self.module])
+
+    def uses(self) -> list[float]:
+        """By name of the state, whether the parameter has a gradient on this rank. A split backward writes gradients without calling hooks."""
+        users = {
+            h.name
+            for h in self.all_holdings
+            if (g := h.parameter.grad) is not None
+            and (isinstance(g, DTensor) or h.parameter in self.used or bool(g.any()))
+        }
+        return [float(name in users) for name in self.entries]
+
+    def note_unused(self, ranks_using: list[torch.Tensor]) -> None:
+        """Remember the parameters that no rank used: as on one device, the optimizer leaves them alone (weight decay would change them). Raise where
+        data-parallel ranks used different ones under ZeRO: torch then sums gradients of different parameters."""
+        counts = dict(zip(self.entries, (int(n) for n in ranks_using), strict=True))
+        self.unused = {name for name, count in counts.items() if not count}
+        for h in self.all_holdings:
+            count, ranks = counts[h.name], self.mesh.size("world") // self.plan.pp
+            if isinstance(h.parameter, DTensor) and len(self.entries[h.name].stages) == 1 and 0 < count < ranks:
+                raise MeshwrightError(
+                    "MW-OWN-010",
+                    f"'{h.name}' has a gradient on {count} of {ranks} ranks",
+                    why="Under ZeRO all ranks reduce the gradients of the same parameters: these would be summed with others",
+                    fix="zero=0 (replicate instead of shard), or use the parameter on every rank (add 0 * its sum to the loss)",
+                )
 
     def weighted_loss(self, output: Any, targets: Any) -> torch.Tensor:
-        return loss_value(self.loss, output, targets) * self.weight
+        value = loss_value(self.loss, output, targets)
+        if self.loss is not None and self.loss_check is not None:
+            self.loss_check.add(self.loss, output, targets)
+        return value * self.weight
 
     def cast(self, inputs: Any) -> Any:
-        """Floating-point inputs in the dtype of forward, on this rank's device."""
-
-        def change(tensor: torch.Tensor) -> torch.Tensor:
-            wanted = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-            return tensor.to(device=self.mesh.device, dtype=wanted)
-
-        return map_tensors(change, inputs)
+        return prepared(inputs, self.dtype, self.mesh.device)
 
     def finish_gradients(self) -> None:
         """Wait for the sums over data-parallel ranks; then complete what is partial over tp, and what several stages hold."""
@@ -201,16 +263,20 @@ class ParallelModule:
         if norm is None or self.scale.accept(norm):
             if self.masters is not None:
                 self.masters.take_gradients()
+            for holding, updated in self.named_updated():
+                if holding.name in self.unused:
+                    updated.grad = None
             self.optimizer.step()
             if self.masters is not None:
                 self.masters.finish_update()
         self.zero_gradients()
 
     def zero_gradients(self) -> None:
+        self.used.clear()
         for reduction in self.reductions:
             reduction.zero()
 
-    def summed(self, value: float, axis: str) -> torch.Tensor:
+    def summed(self, value: float | list[float], axis: str) -> torch.Tensor:
         number = torch.tensor(value, dtype=torch.float64, device=self.mesh.device)
         group = self.mesh.group(axis)
         if group is not None:

@@ -25,20 +25,25 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.describe.config import load_plan
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.parallel.data.zero import reshard
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import DTYPES, LossScale, at_least_single, cast, masters_of
 from meshwright.parallel.tensor.families import find_table, table_for
-from meshwright.parallel.tensor.split import check_rows
+from meshwright.parallel.tensor.split import check_regions, check_rows
 from meshwright.parallel.tensor.tables import Table
+from meshwright.parallel.user_module.batches import prepared
+from meshwright.parallel.user_module.batchnorm import synchronise
 from meshwright.parallel.user_module.build import Build
-from meshwright.parallel.user_module.checks import check_stages
+from meshwright.parallel.user_module.checks import check_sharded, check_stages, evaluated
 from meshwright.parallel.user_module.dataflow import Stages, check_dataflow
 from meshwright.parallel.user_module.module import Entry, Loss, ParallelModule
+from meshwright.parallel.user_module.samples import Trial, check_samples
 from meshwright.parallel.user_module.stages import Recorded, copy_structure, find_layers, record
 from meshwright.programs.pipelines import SCHEDULES
 
@@ -78,7 +83,10 @@ def parallelize(
     kept = at_least_single(dtype) if dtype is not None and mesh.sharded and plan.master else dtype
     cast(module, kept)
     batch_dim = int(not (takes_batch_first(module) if batch_first is None else batch_first))
-    if plan.pp > 1 or plan.recompute == "full":
+    example = prepared(example, kept, mesh.device)
+    data_group = mesh.group("dp") if plan.pp == 1 else None
+    synchronised = synchronise(module, data_group) if data_group is not None else []
+    if plan.pp > 1 or plan.recompute == "full" or (check and example is not None):
         stop_caching(module)
     count = plan.stages if plan.pp > 1 else 1
     ranks = SCHEDULES[plan.schedule](plan.pp, max(plan.pp, 1), plan.virtual).rank_of if plan.pp > 1 else (0,)
@@ -87,6 +95,11 @@ def parallelize(
     entries = entries_of(module, seen, spans)
     if seen is not None:
         check_pipeline(module, seen, spans, entries, example, check)
+    in_parts = check and example is not None and (plan.pp > 1 or data_group is not None)
+    if in_parts:
+        check_samples(Trial(module, example, batch_dim, reduction == "mean", synchronised), mesh.device, gradients=True)
+    divides = check and example is not None and plan.pp == 1 and (plan.tp > 1 or mesh.sharded)
+    whole_output = evaluated(module, example) if divides else None
     parallel = ParallelModule(
         plan,
         mesh,
@@ -100,6 +113,9 @@ def parallelize(
         batch_dim,
         dtype,
         scale=LossScale.of(dtype or torch.float32),
+        check=check,
+        synchronised=synchronised,
+        example_checked=in_parts,
     )
     built = Build(parallel, rows, path, seen, spans)
     for stage in [i for i in range(count) if ranks[i] == mesh.index("pp")]:
@@ -109,6 +125,9 @@ def parallelize(
         built.reduce(stage)
     if seen is not None:
         parallel.run_pipeline = built.pipeline(seen)
+    if whole_output is not None:
+        check_sharded(whole_output, parallel.module, parallel.cast(example), mesh.device)
+        reshard([parallel.module])
     make_optimizer(parallel, optimizer)
     return parallel
 
@@ -190,6 +209,8 @@ def rows_of(module: nn.Module, plan: Plan, table: Sequence[tuple[str, str]] | No
         return ()
     rows = tuple(table) if table is not None else table_for(module) if plan.tp > 1 else find_table(module) or ()
     check_rows(module, rows)
+    if plan.tp > 1:
+        check_regions(module, rows)
     if plan.ep > 1 and not any(style == "experts" for _, style in rows):
         raise MeshwrightError(
             "MW-EP-002",
@@ -292,10 +313,11 @@ def share_between_stages(parallel: ParallelModule) -> None:
 def make_optimizer(parallel: ParallelModule, make: MakeOptimizer | None) -> None:
     """The optimizer works on the parameters, or on wide copies of 16-bit ones; shards of ZeRO are wide themselves."""
     parallel.masters = masters_of(parallel.all_holdings, parallel.plan)  # type: ignore[arg-type]
-    if make is None:
-        return
     named: dict[str, nn.Parameter] = {}
     for holding, updated in parallel.named_updated():
+        if holding.parameter.requires_grad and not isinstance(holding.parameter, DTensor):
+            holding.parameter.register_post_accumulate_grad_hook(parallel.used.add)
         if updated.requires_grad:
             named[holding.name if holding.name not in named else f"{holding.name} ({len(named)})"] = updated
-    parallel.optimizer = make(list(named.items()))
+    if make is not None:
+        parallel.optimizer = make(list(named.items()))

@@ -1,0 +1,315 @@
+"""A batch against its two halves: does the module treat each sample by itself?
+
+Data-parallel ranks and micro-batches see a part of the batch each. They train the same model as one device only where the output for a sample
+does not depend on the other samples, and the loss of a batch is the mean (or the sum) of the losses of its parts. Batch normalisation, a
+contrastive loss and a mean over the tokens that are not padding break this; so may any module, hence no list of classes: the batch runs whole and
+in halves, and outputs, buffers that forward changes, and gradients are compared. The first module that differs is named.
+
+Random numbers are no difference: the halves are given the numbers that the whole batch drew (`Draws`). Batch normalisation that is synchronised
+over the ranks (`batchnorm`) is exact, and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.pieces import local_tensor
+from meshwright.parallel.user_module.batches import (
+    Part,
+    call,
+    cut,
+    differ,
+    map_tensors,
+    samples_in,
+    tensors_in,
+    undisturbed,
+)
+from meshwright.parallel.user_module.checks import FORWARD_ERRORS, any_rank
+
+ONE_MICROBATCH = "plan.microbatch = the samples of a rank, or nn.GroupNorm, or eval() on the normalisations"
+TOKENS = 'a loss that is a sum, with reduction="sum" and step(…, count=tokens), if it is a mean over tokens that are not padding, or a sum'
+SAMPLES = 'reduction="mean" if the loss is a mean'
+ONE_PART = "replicate=1, shard=1 and one micro-batch per step"
+
+
+class Draws(TorchDispatchMode):
+    """Remembers the random numbers of a whole batch, or gives a part of the batch its share of them."""
+
+    def __init__(self, whole: Draws | None = None, part: Part | None = None) -> None:
+        super().__init__()
+        self.whole, self.part = whole, part
+        self.drawn: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or "randperm" in str(func):
+            return output
+        numbers = output[-1] if isinstance(output, tuple) else output  # of `native_dropout` the mask
+        self.drawn.append(numbers.detach().clone())
+        if self.whole is not None and self.part is not None and len(self.drawn) <= len(self.whole.drawn):
+            drawn = self.whole.drawn[len(self.drawn) - 1]
+            along = batch_dim_of(drawn, numbers, self.part)
+            if along is not None or drawn.shape == numbers.shape:
+                numbers.copy_(drawn if along is None else self.part.narrow(drawn, along))
+                if isinstance(output, tuple):
+                    output[0].copy_(args[0] * numbers / (1 - args[1]))
+        return output
+
+
+def batch_dim_of(whole: torch.Tensor, half: torch.Tensor, part: Part) -> int | None:
+    """The dimension of a tensor that has a number of elements per sample; None where it does not depend on the number of samples."""
+    if whole.ndim != half.ndim:
+        return None
+    other = [d for d in range(whole.ndim) if whole.shape[d] != half.shape[d]]
+    return (
+        other[0] if len(other) == 1 and whole.shape[other[0]] * part.size == half.shape[other[0]] * part.rows else None
+    )
+
+
+@contextmanager
+def without_zeros(module: nn.Module) -> Iterator[None]:
+    """Other values for parameters that are all zero: a weight that starts at zero hides what it multiplies."""
+    hidden = [local_tensor(p.detach()) for p in module.parameters() if p.numel() and not bool(local_tensor(p).any())]
+    for parameter in hidden:
+        parameter.copy_(torch.linspace(0.5, 1.0, parameter.numel(), device=parameter.device).view_as(parameter))
+    try:
+        yield
+    finally:
+        for parameter in hidden:
+            parameter.zero_()
+
+
+def two_samples(inputs: Any, dim: int) -> Any:
+    """A batch of one sample with another one, made of it: whole numbers in another order, other numbers of half the size."""
+
+    def another(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim <= dim or tensor.shape[dim] != 1:
+            return tensor
+        second = tensor * 0.5 if tensor.is_floating_point() else tensor.roll(1, -1)
+        return torch.cat([tensor, second], dim)
+
+    return map_tensors(another, inputs)
+
+
+@dataclass
+class Ran:
+    """What a module made of a batch, or of a half of it."""
+
+    outputs: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    error: str = ""
+
+
+class Trial:
+    """A batch and its halves through one module, under the same random numbers."""
+
+    def __init__(self, module: nn.Module, inputs: Any, dim: int, mean: bool, synchronised: Iterable[nn.Module]) -> None:
+        self.module, self.mean, self.synchronised = module, mean, list(synchronised)
+        self.inputs = two_samples(inputs, dim) if samples_in(inputs, dim) == 1 else inputs
+        rows = samples_in(self.inputs, dim)
+        self.parts = [Part(0, rows, rows), Part(0, rows // 2, rows), Part(rows // 2, rows - rows // 2, rows)]
+        self.dim = dim
+        self.names = [n for n, p in module.named_parameters() if p.requires_grad]
+
+    def run(self, gradients: bool = False, watch: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[Ran]:
+        """The whole batch, then each half."""
+        out: list[Ran] = []
+        draws = Draws()
+        for part in self.parts:
+            with undisturbed(self.module), without_zeros(self.module), sdpa_kernel(SDPBackend.MATH), watch():
+                for norm in self.synchronised:  # they are one over all ranks: here each sample is normalised by itself
+                    norm.forward = lambda x: nn.functional.layer_norm(x, x.shape[1:])  # type: ignore[method-assign]
+                try:
+                    with torch.set_grad_enabled(gradients), Draws(draws, part) if out else draws:
+                        outputs = list(tensors_in(call(self.module, cut(self.inputs, part, self.dim))))
+                except FORWARD_ERRORS as error:
+                    if not out:  # the module itself is wrong
+                        raise
+                    out.append(Ran([], [], [], f"{type(error).__name__}: {error}"))
+                    continue
+                whole = out[0].outputs if out else outputs
+                slopes = self.gradients(whole, outputs, part) if gradients and len(whole) == len(outputs) else []
+                buffers = [b.detach().clone() for b in self.module.buffers()]
+            out.append(Ran([t.detach() for t in outputs], buffers, slopes))
+        return out
+
+    def weight(self, whole: torch.Tensor, part: torch.Tensor, samples: Part) -> float:
+        """What a tensor without samples (a loss) counts: its share of a mean, or one in a sum. A constant is its own mean."""
+        return samples.size / samples.rows if self.mean or not differ(whole.detach(), part.detach()) else 1.0
+
+    def gradients(self, whole: list[torch.Tensor], outputs: list[torch.Tensor], part: Part) -> list[torch.Tensor]:
+        """Of the sum of the outputs with fixed factors: equal outputs may have different gradients."""
+        factors = []
+        for first, output in zip(whole, outputs, strict=True):
+            fixed = torch.arange(first.numel(), device=first.device).cos().to(first.dtype).view_as(first)
+            along = batch_dim_of(first, output, part)
+            same = first.shape == output.shape and part.size < part.rows
+            factors.append(
+                fixed * self.weight(first, output, part)
+                if same
+                else fixed
+                if along is None
+                else part.narrow(fixed, along)
+            )
+        pairs = [(t, f) for t, f in zip(outputs, factors, strict=True) if t.requires_grad and t.shape == f.shape]
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if not pairs or not parameters:
+            return []
+        tensors, weights = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(tensors, parameters, weights, allow_unused=True, materialize_grads=True))
+
+    def joined(self, whole: torch.Tensor, halves: list[torch.Tensor]) -> torch.Tensor | None:
+        """The whole according to the halves: one after the other, or for tensors without samples their mean or sum. None where neither fits."""
+        parts = list(zip(halves, self.parts[1:], strict=True))
+        if all(half.shape == whole.shape for half in halves):
+            if not whole.is_floating_point():
+                return next((half for half in halves if differ(whole, half)), whole)
+            return sum(half * self.weight(whole, half, part) for half, part in parts)  # type: ignore[return-value]
+        alongs = {batch_dim_of(whole, half, part) for half, part in parts}
+        along = alongs.pop()
+        return None if alongs or along is None else torch.cat(halves, along)
+
+    def differs(self, whole: list[torch.Tensor], halves: list[list[torch.Tensor]]) -> bool:
+        if any(len(half) != len(whole) for half in halves):
+            return True
+        pairs = [(t, self.joined(t, [half[i] for half in halves])) for i, t in enumerate(whole)]
+        return any(together is None or differ(t, together) for t, together in pairs)
+
+    def problem(self, gradients: bool) -> str:
+        """What differs between the batch and its halves; '' for nothing."""
+        whole, *halves = self.run(gradients)
+        if error := next((half.error for half in halves if half.error), ""):
+            return f"error {error}"
+        if self.differs(whole.outputs, [half.outputs for half in halves]):
+            return "output"
+        names = [n for n, _ in self.module.named_buffers()]
+        for name, value, *others in zip(names, whole.buffers, *(half.buffers for half in halves), strict=True):
+            if any(differ(value, other) for other in others):
+                return f"buffer {name}"
+        least = max((float(g.abs().max()) for g in whole.gradients if g.numel()), default=0.0) / 100
+        for name, value, *others in zip(
+            self.names, whole.gradients, *(half.gradients for half in halves), strict=False
+        ):
+            if differ(value, torch.stack(others).sum(0), least):
+                return f"gradient {name}"
+        return ""
+
+    @torch.no_grad()
+    def first_module(self) -> str:
+        """The first module whose output differs; '' if none but the whole one does."""
+        calls: list[list[tuple[str, list[torch.Tensor]]]] = []
+
+        def note(name: str) -> Callable[..., None]:
+            return lambda part, args, output: calls[-1].append((name, [t.detach().clone() for t in tensors_in(output)]))
+
+        @contextmanager
+        def watch() -> Iterator[None]:
+            calls.append([])
+            hooks = [part.register_forward_hook(note(name)) for name, part in self.module.named_modules() if name]
+            yield
+            for hook in hooks:
+                hook.remove()
+
+        self.run(watch=watch)
+        whole, *halves = calls
+        for (name, outputs), *others in zip(whole, *halves, strict=False):
+            if self.differs(outputs, [other for _, other in others]):
+                return name
+        return ""
+
+
+def check_samples(trial: Trial, device: str, gradients: bool) -> None:
+    """Raise if the batch of a trial gives something else than its halves, on any rank."""
+    problem = trial.problem(gradients)
+    if not any_rank(bool(problem), device):
+        return
+    kind, _, name = problem.partition(" ")
+    module = trial.first_module()
+    what = {
+        "": "another rank found that the module does not treat each sample of a batch by itself",
+        "output": f"the output of '{module}' for a batch is not that of its two halves"
+        if module
+        else f"the output of {type(trial.module).__name__} for a batch is not the {'mean' if trial.mean else 'sum'} of its two halves",
+        "error": f"the module does not run on half of a batch: {name}",
+        "buffer": f"forward sets the buffer '{name}' to another value for a batch than for its halves",
+        "gradient": f"the gradient of '{name}' for a batch is not that of its two halves",
+    }[kind]
+    raise depends_on_the_batch(what)
+
+
+def depends_on_the_batch(what: str, fix: str = "") -> MeshwrightError:
+    return MeshwrightError(
+        "MW-OWN-008",
+        what,
+        why="Each data-parallel rank and micro-batch sees a part of the batch, and would train another model than one device",
+        fix=fix or f"{ONE_PART}; or check=False to train it on parts of the batch",
+    )
+
+
+@dataclass
+class LossCheck:
+    """The check of a loss function in the first step: on one micro-batch, or on two of one sample. `problem` is raised at the end of the step, on all
+    ranks at once."""
+
+    size: int  # samples of a micro-batch
+    dim: int
+    mean: bool
+    first: tuple[Any, Any] | None = None
+    problem: MeshwrightError | None = None
+    done: bool = False
+
+    def add(self, loss: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any) -> None:
+        if self.done:
+            return
+        pair, rows = map_tensors(torch.Tensor.detach, (output, targets)), self.size
+        if rows == 1 and self.first is None:
+            self.first = pair
+            return
+        if self.first is not None:
+            others, rows = tensors_in(self.first), 2
+            pair = map_tensors(lambda t: join_samples(next(others), t, self.dim), pair)
+        self.done, self.problem = True, check_loss(loss, *pair, rows, self.dim, self.mean)
+
+
+def join_samples(first: torch.Tensor, second: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.cat([first, second], dim if first.ndim > dim else 0) if first.ndim else first
+
+
+def check_loss(
+    loss: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any, rows: int, dim: int, mean: bool
+) -> MeshwrightError | None:
+    """An error if the loss of a batch is not the mean (or the sum) of the losses of its halves, weighted by their samples."""
+    tensors = [t for t in tensors_in((output, targets)) if t.ndim]
+    if rows < 2 or any(t.shape[min(dim, t.ndim - 1)] != rows and t.shape[0] % rows for t in tensors):
+        return None  # not one part per sample
+
+    def narrow(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+        along = next((d for d in (dim, 0) if tensor.ndim > d and tensor.shape[d] == rows), 0)
+        return part.narrow(tensor, along) if tensor.ndim else tensor
+
+    parts = [Part(0, rows, rows), Part(0, rows // 2, rows), Part(rows // 2, rows - rows // 2, rows)]
+    values, draws = [], Draws()
+    with torch.no_grad(), torch.random.fork_rng():
+        for part in parts:
+            with draws if not values else Draws(draws, part):
+                trees = [map_tensors(lambda t: narrow(t, part), tree) for tree in (output, targets)]  # noqa: B023
+                values.append(loss(*trees).detach().reshape(()))
+    whole, *halves = values
+    together = sum(v * (p.size / p.rows if mean else 1.0) for v, p in zip(halves, parts[1:], strict=True))
+    if not differ(whole, together):
+        return None
+    kind = "mean" if mean else "sum"
+    return depends_on_the_batch(
+        f"the loss of a batch, {float(whole):.6g}, is not the {kind} of the losses of its halves, {float(together):.6g}",
+        f"{TOKENS if mean else SAMPLES}; {ONE_PART} if it compares samples; or check=False to train it on parts of the batch",
+    )
