@@ -168,7 +168,7 @@ BY_BATCH = {
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("name", BY_SAMPLE)
-def test_a_module_that_treats_each_sample_by_itself_passes(name, rows):
+def test_a_module_that_treats_samples_independently_passes(name, rows):
     module = built(lambda: Stack(*(part() for part in BY_SAMPLE[name]))).train(name != "evaluation")
     before = {n: t.clone() for n, t in module.state_dict().items()}
     assert Trial(module, batch(rows)[0], 0, True, []).problem(gradients=True) == ""
