@@ -27,10 +27,10 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         values = [map_tensors(change, value) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        same = copy.copy(tree)
+        changed: Any = copy.copy(tree)
         for key, value in vars(tree).items():
-            object.__setattr__(same, key, map_tensors(change, value))
-        return same
+            object.__setattr__(changed, key, map_tensors(change, value))
+        return changed
     return tree
 
 

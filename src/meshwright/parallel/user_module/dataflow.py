@@ -195,8 +195,8 @@ class Identity:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, trace: Trace) -> Identity:
-        place = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return cls(trace.number(tensor), *place, tensor._version)
+        offset = int(tensor.storage_offset())
+        return cls(trace.number(tensor), tensor.shape, tensor.stride(), offset, tensor._version)
 
 
 @dataclass

@@ -137,7 +137,7 @@ class Trial:
         for part in self.parts:
             with undisturbed(self.module), without_zeros(self.module), sdpa_kernel(SDPBackend.MATH), watch():
                 for norm in self.synchronised:  # they are one over all ranks: here each sample is normalised alone
-                    norm.forward = lambda x: nn.functional.layer_norm(x, x.shape[1:])  # type: ignore[method-assign]
+                    norm.forward = lambda x: nn.functional.layer_norm(x, x.shape[1:])
                 try:
                     with torch.set_grad_enabled(gradients), Draws(draws, part) if out else draws:
                         outputs = list(tensors_in(call(self.module, cut(self.inputs, part, self.dim))))
@@ -207,9 +207,9 @@ class Trial:
                 return f"buffer {name}"
         norms = [float(g.norm()) for g in whole.gradients]
         of_halves = zip(*(half.gradients for half in halves), strict=False)
-        for name, norm, value, others in zip(self.names, norms, whole.gradients, of_halves, strict=False):
-            error = float((value - torch.stack(others).sum(0)).norm())
-            if error > kinks(value.dtype) * max(norm, max(norms) / 100):
+        for name, norm, value, parts in zip(self.names, norms, whole.gradients, of_halves, strict=False):
+            difference = float((value - torch.stack(parts).sum(0)).norm())
+            if difference > kinks(value.dtype) * max(norm, max(norms) / 100):
                 return f"gradient {name}"
         return ""
 
@@ -287,7 +287,7 @@ class LossCheck:
         if self.first is not None:
             others, rows = tensors_in(self.first), 2
             pair = map_tensors(lambda t: join_samples(next(others), t, self.dim), pair)
-        self.done, self.problem = True, check_loss(loss, *pair, rows, self.dim, self.mean)
+        self.done, self.problem = True, check_loss(loss, pair[0], pair[1], rows, self.dim, self.mean)
 
 
 def join_samples(first: torch.Tensor, second: torch.Tensor, dim: int) -> torch.Tensor:
@@ -307,14 +307,17 @@ def check_loss(
         return part.narrow(tensor, along) if tensor.ndim else tensor
 
     parts = [Part(0, rows, rows), Part(0, rows // 2, rows), Part(rows // 2, rows - rows // 2, rows)]
-    values, draws = [], Draws()
+    values: list[torch.Tensor] = []
+    draws = Draws()
     with torch.no_grad(), torch.random.fork_rng():
         for part in parts:
             with draws if not values else Draws(draws, part):
                 trees = [map_tensors(lambda t: samples(t, part), tree) for tree in (output, targets)]  # noqa: B023
                 values.append(loss(*trees).detach().reshape(()))
     whole, *halves = values
-    together = sum(v * (p.size / p.rows if mean else 1.0) for v, p in zip(halves, parts[1:], strict=True))
+    together = torch.stack(
+        [v * (p.size / p.rows if mean else 1.0) for v, p in zip(halves, parts[1:], strict=True)]
+    ).sum()
     if not differ(whole, together):
         return None
     kind = "mean" if mean else "sum"

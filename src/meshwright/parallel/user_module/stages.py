@@ -166,11 +166,11 @@ class StageModule(nn.Module):
             release(part, present)
         for i, layer in enumerate(layers):
             if i < own[0]:
-                layer.forward = self._passer(seen.outputs[i], sends=i == own[0] - 1)  # type: ignore[method-assign]
+                layer.forward = self._passer(seen.outputs[i], sends=i == own[0] - 1)
             elif i > own[-1]:
-                layer.forward = leaving(layer)  # type: ignore[method-assign]
+                layer.forward = leaving(layer)
         for name, outputs in seen.before.items() if own[0] > 0 else ():
-            others[name].forward = zeros_like_example(outputs)  # type: ignore[method-assign]
+            others[name].forward = zeros_like_example(outputs)
 
     def _passer(self, output: Any, sends: bool) -> Callable[..., Any]:
         zeros = zeros_like_example([output])
