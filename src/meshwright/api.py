@@ -296,7 +296,8 @@ def parallelize(
     names, style), built in for Hugging Face's Llama, Mistral, Qwen, Phi-3, Mixtral, GPT-2 and ViT and for `nn.TransformerEncoder`. A
     pipeline divides the list of layers at the path `layers`, and needs an `example`: the inputs of one micro-batch.
     `optimizer` makes a torch optimizer of (name, parameter) pairs; `loss(output, targets)` is a mean over samples, or a sum with
-    `reduction="sum"`. `batch_first=False`: inputs are [sequence, batch, …]. docs/parallel.md shows each.
+    `reduction="sum"`. `batch_first=False`: inputs are [sequence, batch, …]. Trial runs on `example` and in the first step refuse a module
+    that the plan would train differently from one device; `check=False` skips them. docs/parallel.md shows each.
     """
     require_torch("`parallelize`")
     from meshwright.parallel.user_module.parallelize import parallelize as apply_plan

@@ -126,7 +126,8 @@ def loss_of_one(output):
 
 
 PARTS = ("embed", "head", "blocks.*.norm")
-WITHOUT_REGION = [("blocks.*.up", "column"), ("blocks.*.down", "row"), *((name, "replicated") for name in PARTS)]
+SPLIT = [("blocks.*.up", "column"), ("blocks.*.down", "row"), *((name, "replicated") for name in PARTS)]
+TWO_REGIONS = [("blocks.*.up", "region"), ("blocks.*.up", "region"), *SPLIT]  # sums the gradient of the norm twice
 
 
 def proof_of(make, plan, steps=2, **given):
@@ -163,21 +164,22 @@ def test_two_ranks_equal_one_device(make, plan, given):
     assert "not compared" in str(proof)
 
 
-@pytest.mark.parametrize(
-    ("make", "plan", "given", "axis", "what", "name"),
-    [
-        (Net, {"tp": 2}, {"table": WITHOUT_REGION}, "tp", "gradient", r"blocks\.1\.norm"),
-        (BatchNormed, {"replicate": 2}, {}, "replicate", "loss", ""),
-    ],
-    ids=["no region", "batch statistics"],
-)
-def test_a_planted_bug_is_named(make, plan, given, axis, what, name):
-    proof = proof_of(make, plan, **given)
+def test_a_planted_bug_is_named():
+    proof = proof_of(Net, {"tp": 2}, table=TWO_REGIONS)
     first = proof.as_dict()["first_break"]
     assert not proof.passed
-    assert (first["axis"], first["what"], first["step"]) == (axis, what, 0)
-    assert re.search(name, first["name"])
-    assert f"{make.__name__} of" in str(proof)
+    assert (first["axis"], first["what"], first["step"]) == ("tp", "gradient", 0)
+    assert re.search(r"blocks\.1\.norm", first["name"])
+    assert "Net of" in str(proof)
+
+
+def test_batch_statistics_are_those_of_one_device():
+    assert proof_of(BatchNormed, {"replicate": 2}).passed
+
+
+def test_what_parallelize_refuses_is_one_sentence():
+    with pytest.raises(MeshwrightError, match=r"MW-TP-011: 'blocks\.0\.up' is split by columns.*Fix: a row"):
+        proof_of(Net, {"tp": 2}, table=SPLIT)
 
 
 def test_what_raises_on_ranks_only_is_one_sentence():

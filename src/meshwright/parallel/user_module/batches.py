@@ -155,8 +155,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The relative difference that rounding may cause: half of the digits of a dtype."""
-    return float(torch.finfo(dtype).eps ** 0.5)
+    """The relative difference that rounding may cause: half of the digits of a dtype. Parts of a float64 module may compute in float32."""
+    return max(float(torch.finfo(dtype).eps ** 0.5), 1e-6)
 
 
 def differ(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> bool:

@@ -70,7 +70,8 @@ def parallelize(
     `microbatch`, `recompute`, `param_dtype` and their options are used. `table` rows are (pattern of names, style). `optimizer` makes a torch
     optimizer of (name, parameter) pairs; `loss(output, targets)` is a mean over samples, or a sum with `reduction="sum"`. `layers` is the path of
     the list of layers, for a pipeline, ZeRO units and recompute; `example` one micro-batch of inputs, for a pipeline. `batch_first=False`: dimension
-    0 of the inputs is the sequence, dimension 1 the batch.
+    0 of the inputs is the sequence, dimension 1 the batch. `check`: trial runs on `example` and in the first step raise where the plan would train
+    another model than one device (`checks`, `samples`).
     """
     plan = plan if isinstance(plan, Plan) else Plan(**plan) if isinstance(plan, dict) else load_plan(plan)
     check_plan(module, plan, reduction)
