@@ -13,6 +13,8 @@ from test_interop_roundtrip import random_config
 from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE
 from meshwright.interop.keys import Table
 from meshwright.interop.reading import Reading, understand
@@ -214,3 +216,18 @@ def test_a_stack_hides_tensor_parallelism_only_where_it_can() -> None:
 def test_keys_are_called_without_effect_only_if_they_are(name: str, key: str, kind: str) -> None:
     table: Table = READABLE[name].table
     assert table.kind_of(key) == kind
+
+
+def test_each_gather_that_is_not_ahead_costs_time() -> None:
+    """ZeRO-1 waits for updated parameters, ZeRO-3 for the weights of every layer; `forward` waits in backward only."""
+    cluster, stack = catalog.load("clusters", "dgx-h100").with_gpus(16), catalog.load("stacks", "megatron-core")
+    model, workload = catalog.load("models", "llama3-8b"), Workload(batch=16, seq=2048)
+    times = {
+        (zero, prefetch): step_time(
+            Config(model, cluster, stack, workload, Plan(shard=16, zero=zero, prefetch=prefetch))
+        )
+        for zero in (1, 3)
+        for prefetch in (True, "forward", False)
+    }
+    assert times[1, True] == times[1, "forward"] < times[1, False]
+    assert times[3, True] < times[3, "forward"] < times[3, False]
