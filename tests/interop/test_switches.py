@@ -219,12 +219,13 @@ def test_keys_are_called_without_effect_only_if_they_are(name: str, key: str, ki
 
 
 def test_each_gather_that_is_not_ahead_costs_time() -> None:
-    """ZeRO-1 waits for updated parameters, ZeRO-3 for the weights of every layer; `forward` waits in backward only."""
+    """ZeRO-1 waits for updated parameters, ZeRO-3 for the weights of every layer;
+    `forward` waits in backward only. Buckets are as large as Megatron's."""
     cluster, stack = catalog.load("clusters", "dgx-h100").with_gpus(16), catalog.load("stacks", "megatron-core")
     model, workload = catalog.load("models", "llama3-8b"), Workload(batch=16, seq=2048)
     times = {
         (zero, prefetch): step_time(
-            Config(model, cluster, stack, workload, Plan(shard=16, zero=zero, prefetch=prefetch))
+            Config(model, cluster, stack, workload, Plan(shard=16, zero=zero, prefetch=prefetch, bucket=1.6e8))
         )
         for zero in (1, 3)
         for prefetch in (True, "forward", False)
