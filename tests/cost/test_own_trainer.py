@@ -46,7 +46,7 @@ def test_the_commands_state_one_number_for_our_trainer(parts: dict, stack: str, 
     assert job.config.stack.name == stack
     assert own.prediction == job.watch.prediction
     assert own.prediction == launch.make_job(config, "plan.toml", typed="").prediction
-    named = replace(config, stack=own_stack(config.cluster, config.run.compiled))
+    named = replace(config, stack=own_stack(config.cluster.accelerator.name, config.run.compiled))
     assert own.prediction.step_time_s == api.estimate(named).prediction.step_time_s
     assert own.prediction.step_time_s != estimated.prediction.step_time_s
 

@@ -167,7 +167,7 @@ def own_stack_name(model: str, cluster: str, settings: list[str]) -> str:
     from meshwright.describe.own_trainer import own_stack
 
     described = [word for word in settings if not word.strip().startswith("plan.")]
-    return own_stack(api.load(model, cluster=cluster, set=described).cluster).name
+    return own_stack(api.load(model, cluster=cluster, set=described).cluster.accelerator.name).name
 
 
 class UserPlan:

@@ -94,7 +94,7 @@ class Estimate(Shown):
         """The prediction on our own trainer, where the stack is not known: the number that `train` predicts on these devices."""
         if not is_typical(self.stack):
             return None
-        stack = own_stack(self.cluster, self.compiled)
+        stack = own_stack(self.cluster.accelerator.name, self.compiled)
         refused = legality.not_trained(self.given, self.model, self.workload, stack)
         if refused is None:
             try:

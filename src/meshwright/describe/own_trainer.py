@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.describe import catalog
-from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.stack import Stack
 
@@ -27,9 +26,9 @@ def is_typical(stack: Stack) -> bool:
     return stack.name == Stack().name and stack in (catalog.load("stacks", Stack().name), Stack())
 
 
-def own_stack(cluster: Cluster, compiled: bool = True) -> Stack:
-    """The stack that our trainer is on the devices of a cluster."""
-    name = "gloo-cpu" if cluster.accelerator.name == "cpu" else OURS if compiled else "torch-eager"
+def own_stack(device: str, compiled: bool = True) -> Stack:
+    """The stack that our trainer is on a kind of device: "cpu", or the name of a GPU."""
+    name = "gloo-cpu" if device == "cpu" else OURS if compiled else "torch-eager"
     found: Stack = catalog.load("stacks", name)
     return found
 
@@ -38,4 +37,4 @@ def with_own_stack(config: Config) -> Config:
     """A configuration that our trainer will run: with the trainer's stack, unless it names one."""
     if not is_typical(config.stack):
         return config
-    return replace(config, stack=own_stack(config.cluster, config.run.compiled))
+    return replace(config, stack=own_stack(config.cluster.accelerator.name, config.run.compiled))

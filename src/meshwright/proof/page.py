@@ -23,7 +23,8 @@ def page(proof: Proof) -> RenderableType:
         parts.append(breaks(shown))
     if not shown.traces:
         return Group(*parts, Text("  Collectives and memory are not compared: your module has no step program", "dim"))
-    return Group(*parts, collectives(proof, shown), memory(shown))
+    warnings = [Text(f"! {warning}", "bold yellow") for warning in proof.warnings]
+    return Group(*parts, collectives(proof, shown), memory(shown), *warnings)
 
 
 def verdict(proof: Proof) -> Text:

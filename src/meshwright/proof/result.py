@@ -8,9 +8,12 @@ from math import isfinite
 from typing import Any
 
 from meshwright.describe.shown import Shown
+from meshwright.errors import MeshwrightError
 from meshwright.proof.compare import Agreement
 from meshwright.proof.records import Row, Trace
 from meshwright.proof.small import ProvedCopy
+
+MEMORY_RATIOS = 0.5, 2.0  # predicted over observed peak memory; outside of these the cost model does not describe the step
 
 
 @dataclass
@@ -63,6 +66,18 @@ class CopyProof:
         return sorted({name for trace in self.traces if trace.observed for name in trace.observed.unknown})
 
     @property
+    def warnings(self) -> list[MeshwrightError]:
+        """What is wrong with the prediction, though the plan trains the right model: the rank whose memory was predicted worst."""
+        low, high = MEMORY_RATIOS
+        ratios = {t.rank: t.predicted_bytes / max(t.observed.peak_bytes, 1) for t in self.traces if t.observed}
+        rank = max(ratios, key=lambda r: max(ratios[r] / high, low / max(ratios[r], 1e-9)), default=None)
+        if rank is None or low <= ratios[rank] <= high:
+            return []
+        what = f"the predicted memory of rank {rank} is {ratios[rank]:.3g} times the observed peak"
+        why = f"the cost model does not describe the memory of this step ({self.small.plan.title()}), so its memory of the plan may be as wrong"
+        return [MeshwrightError("MW-VERIFY-007", what, why=why)]
+
+    @property
     def first_break(self) -> dict[str, Any] | None:
         first = next((b for a in self.agreements for b in a.breaks), None)
         return None if first is None else finite(asdict(first)) | {"axis": self.blamed}
@@ -86,6 +101,7 @@ class CopyProof:
                 for t in self.traces
                 if t.observed
             ],
+            "warnings": [warning.as_dict() for warning in self.warnings],
         }
 
 
@@ -149,6 +165,10 @@ class Proof(Shown):
         return self.copies[0].convergence
 
     @property
+    def warnings(self) -> list[MeshwrightError]:
+        return [warning for copy in self.copies for warning in copy.warnings]
+
+    @property
     def collectives(self) -> dict[str, int]:
         counts = [copy.collectives for copy in self.copies]
         return {key: sum(count[key] for count in counts) for key in counts[0]}
@@ -168,6 +188,7 @@ class Proof(Shown):
             "errors": {dtype: finite(worst) for dtype, worst in errors.items()},
             "first_break": self.decisive.first_break,
             "collectives_compared": self.collectives,
+            "warnings": [warning.as_dict() for warning in self.warnings],
             "copies": copies,
             "seconds": self.seconds,
         }

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from meshwright.cost.memory import memory
+from meshwright.describe.own_trainer import own_stack
 from meshwright.describe.plan import Plan
-from meshwright.describe.stack import Stack
+from meshwright.describe.result import OVERHEAD
 from meshwright.lower.op import scalar
 from meshwright.lower.rank import Given, traffic_of_rank
 from meshwright.lower.stages import rank_blocks
@@ -114,13 +115,15 @@ def values_sent(parallel: Parallel) -> list[list[int]] | None:
 
 
 def predicted_memory(parallel: Parallel) -> float:
-    """Bytes of tensors that the cost model predicts for this rank, without driver context and allocator slack."""
+    """Bytes of tensors that the cost model predicts for this rank on the device that runs it. An observed step is not compiled, and the
+    observer sees tensors alone: no driver context, workspace of products or allocator slack."""
     plan, workload = as_run(parallel), parallel.workload
     found = program_of(plan, workload)
     if found is not None and plan.schedule == "auto" and plan.virtual == 2 and found.rank_of[0] == found.rank_of[-1]:
         plan = plan.but(schedule="zbv")  # the cost model needs the placement that the search found
     if parallel.dtype in WIDE:
         workload = workload.but(precision=WIDE[parallel.dtype][0])
-    program = step_program(parallel.model, plan, workload, Stack())
+    stack = own_stack(torch.device(parallel.mesh.device).type, compiled=False).but(workspace=0)
+    program = step_program(parallel.model, plan, workload, stack)
     parts = memory(program, rank_blocks(program.batch, np.full(1, float(parallel.mesh.index("pp")))))
-    return sum(scalar(size) for part, size in parts.items() if part not in ("context", "slack"))
+    return sum(scalar(size) for part, size in parts.items() if part not in OVERHEAD)

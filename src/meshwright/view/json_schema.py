@@ -135,6 +135,7 @@ def verify() -> Schema:
         collectives_compared=keys(equal=COUNT, explained=COUNT, unexplained=COUNT),
         collectives=listed(keys(rank=COUNT, axis=TEXT, operation=TEXT)),
         memory=listed(keys(rank=COUNT, peak_bytes=NUMBER, predicted_bytes=NUMBER)),
+        warnings=listed(keys(code=TEXT, what=TEXT, why=TEXT)),
     )
 
 
