@@ -225,6 +225,57 @@ def test_every_collective_that_the_dispatcher_sees_is_recorded(backend):
             assert recorded == observed != {}
 
 
+def counted_traffic(context, cases):
+    """By plan: bytes sent as a report says, and as the transport between ranks of one host has delivered them."""
+    from meshwright.comm.transport.shared_memory import SharedMemory
+    from meshwright.training.measure.observe import Observer
+    from meshwright.training.measure.rank_report import sent_by_axis
+
+    delivered, plain = [], SharedMemory.deliver
+
+    def counting(memory, slot, links, packed, total, size):
+        delivered.append(len(links) * size)
+        plain(memory, slot, links, packed, total, size)
+
+    SharedMemory.deliver, out = counting, []
+    for made in cases:
+        trainer = trainer_of(context, made)
+        trainer.train(1)
+        delivered.clear()
+        with Observer(trainer, separate_axes=True) as observer:
+            trainer.train(1)
+        out.append((sent_by_axis(trainer, observer.observed()), sum(delivered)))
+    return out
+
+
+def test_bytes_sent_are_those_of_the_group_that_was_used():
+    """A tied embedding is summed over the first and the last of four stages: 2·(2−1)/2 of its bytes, not 2·(4−1)/4. A KV head that two of four
+    ranks hold is summed over those two."""
+    tied = {**MODEL, "layers": 4, "vocab": 48, "tied": True}
+    one_kv = {**MODEL, "heads": 4, "kv_heads": 2}
+    found = ranks.run(4, counted_traffic, [config(tied, pp=4, microbatch=1), config(one_kv, tp=4)])
+    boundary, table = 4 * 8 * 16 * 4, 48 * 16 * 4  # four micro-batches of 8 tokens; the embedding
+    norm = 2 * 3 / 4 * 16  # two numbers in float64, summed over all ranks
+    ends, middle = boundary + table + norm, 2 * boundary + norm
+    assert [rank[0][0]["pp"] for rank in found] == [ends, middle, middle, ends]
+    predicted = predict_traffic(config(one_kv, tp=4))
+    assert found[0][1][0]["tp"] == pytest.approx(predicted["tp"], abs=100)  # besides sums of a few numbers
+    assert predicted["tp"] > 10_000
+
+
+def predict_traffic(made):
+    from meshwright.training.measure.measurement import predicted
+
+    return predicted(made).traffic_bytes
+
+
+def test_bytes_sent_by_our_backend_are_those_that_its_transport_delivered():
+    cases = [config(replicate=4, microbatch=1), config(tp=2, shard=2, zero=3), config(EXPERTS, replicate=4, ep=2, microbatch=1)]
+    for rank in ranks.run(4, counted_traffic, cases, backend="meshwright"):
+        for sent, delivered in rank:
+            assert sum(sent.values()) == delivered > 0
+
+
 def functional(context):
     """A DTensor that is gathered: torch issues a functional collective, and waits when the result is used."""
     from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -70,11 +70,12 @@ MEASURED = (
 @dataclass
 class Observed:
     """What `Observer` saw in one step. `collectives`: by (axis, operation), their number and the sum of n in bytes.
-    `unknown`: operators of the c10d namespace that it cannot read."""
+    `unknown`: operators of the c10d namespace that it cannot read. `sent`: bytes that the rank sent, by axis."""
 
     collectives: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     peak_bytes: int = 0
     unknown: list[str] = field(default_factory=list)
+    sent: dict[str, float] = field(default_factory=dict)
 
 
 class CommEvent(NamedTuple):

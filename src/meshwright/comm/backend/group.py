@@ -192,8 +192,9 @@ class MeshwrightGroup(ProgramGroup):
     # Point to point
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        self.notify("send", one(tensors, "send")[0])
-        return self.messages.send(tensors[0], peer, tag)
+        (tensor,) = one(tensors, "send")
+        self.notify("send", tensor, tensor.nbytes)
+        return self.messages.send(tensor, peer, tag)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
         return self.messages.receive(one(tensors, "recv")[0], peer, tag)

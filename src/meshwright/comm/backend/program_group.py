@@ -26,7 +26,7 @@ from meshwright.programs.collectives.program import Program
 
 MOST_PREPARED = 256
 Key = tuple[str, int, torch.dtype, str, int]  # operation, elements, dtype, reduction, root
-Listener = Callable[[str, torch.Tensor, str], None]  # operation, full buffer, name of the group
+Listener = Callable[[str, torch.Tensor, str, int], None]  # operation, full buffer, name of the group, bytes that this rank sends
 # Called for each collective and send: torch's dispatcher does not see those of a group in Python.
 LISTENERS: list[Listener] = []
 TorchGroup: Any = distributed.ProcessGroup  # torch declares overloads that a Python group is never called with
@@ -78,9 +78,9 @@ class ProgramGroup(TorchGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self.calls
 
-    def notify(self, operation: str, buffer: torch.Tensor) -> None:
+    def notify(self, operation: str, buffer: torch.Tensor, sent: int) -> None:
         for listener in LISTENERS:
-            listener(operation.replace("-", "_"), buffer, self.group_name)
+            listener(operation.replace("-", "_"), buffer, self.group_name, sent)
 
     def shutdown(self) -> None:
         self.communicator.close()
@@ -114,7 +114,7 @@ class ProgramGroup(TorchGroup):
             )
         self.calls += 1
         if LISTENERS:
-            self.notify(operation, whole)
+            self.notify(operation, whole, sum(prepared.begin.sent.values()))
         async_op, background = bool(getattr(opts, "asyncOp", True)), bool(LISTENERS)
         if staging.is_staged(tensor) or (output is not None and staging.is_staged(output)):
             return self.start_staged(prepared, tensor, output, async_op, after, result)

@@ -32,6 +32,10 @@ from meshwright.training.records import RankReport, StepRecord
 from meshwright.units import format_flops, format_seconds
 from meshwright.view.timeline import both_steps
 
+TRAFFIC_COUNTED = (
+    "traffic of one step: the bytes that our backend sent; on gloo and NCCL what a bandwidth-optimal algorithm sends in the group of each call"
+)
+
 
 @dataclass(repr=False)
 class Training(Shown):
@@ -195,7 +199,7 @@ def measure(
         for s in stages
     ]
     axes = dict.fromkeys(axis for report in reports for axis in report.sent_bytes)
-    assumed = ["traffic is what the step's collectives must send"]
+    assumed = [TRAFFIC_COUNTED]
     busiest = communication.busiest(ranks) if ranks else None
     scale = float(middle) / busiest.step_s if busiest is not None else 0.0
     if compiled := sum(r.compile_s or 0.0 for r in records[warmup:]):

@@ -8,6 +8,10 @@ with its group and its tensors. It counts the operation, the group, and n, the f
 
 A group of the backend `meshwright` is called without the dispatcher: it notifies the observer itself.
 
+Bytes sent are those of the programs where the backend is ours. Other backends do not tell: there they are what a bandwidth-optimal algorithm
+sends in the group of the call (`lower.op.sent`), which may be a part of its axis (the two ends of a pipeline), and of an all-to-all with
+splits the parts for other ranks.
+
 Memory is the bytes of all live storages: added when an operator allocates one, removed when it is freed or resized
 (`fully_shard` resizes). Storages from before the step (parameters, gradients, optimizer states, their moving average, errors of
 compressors) are added first.
@@ -28,8 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.comm.backend.program_group import LISTENERS
+from meshwright.comm.backend.program_group import LISTENERS, ProgramGroup
 from meshwright.describe.sharding import KV_COPIES
+from meshwright.lower.op import sent
 from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.mesh import ON_DEMAND, Mesh
 from meshwright.parallel.numerics.compress.powersgd import PowerSGD
@@ -64,7 +69,9 @@ class Observer(TorchDispatchMode):
     def __init__(self, trainer: Trainer, separate_axes: bool = False) -> None:
         super().__init__()
         self.axis_of = axes_by_group(trainer.parallel.mesh, separate_axes)
+        self.groups = {str(group.group_name): group for _, group in groups_of(trainer.parallel.mesh)}
         self.seen: dict[tuple[str, str], list[int]] = {}
+        self.sent: dict[str, float] = {}
         self.unknown: set[str] = set()
         self.names: dict[int, str] = {}  # of operators that communicate, by id: the hash of an operator is slow
         self.in_operator = False  # an operator that communicates is counted; the call it makes to its group is not
@@ -102,7 +109,7 @@ class Observer(TorchDispatchMode):
 
     def observed(self) -> Observed:
         collectives = {key: (count, size) for key, (count, size) in self.seen.items()}
-        return Observed(collectives, self.memory.peak, sorted(self.unknown))
+        return Observed(collectives, self.memory.peak, sorted(self.unknown), self.sent)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -137,16 +144,27 @@ class Observer(TorchDispatchMode):
     def _count(self, name: str, args: Any, out: Any) -> None:
         operation, which = COLLECTIVES[name]
         buffers = [t for t in tree_leaves(out if which is None else args[which]) if isinstance(t, torch.Tensor)]
-        group = next(g for g in map(group_name, args) if g)
-        self._add(operation, group, sum(t.nbytes for t in buffers))
+        name = next(g for g in map(group_name, args) if g)
+        size = sum(t.nbytes for t in buffers)
+        self._add(operation, name, size)
+        group = self.groups.get(name)
+        if group is not None and not isinstance(group, ProgramGroup):
+            splits = splits_of(args) if operation == "all_to_all" else []
+            own = splits[group.rank()] / max(sum(splits), 1) * size if splits else None
+            self._send(name, float(sent(operation, size, group.size())) if own is None else size - own)
 
     def _add(self, operation: str, group: str, size: int) -> None:
         row = self.seen.setdefault((self.axis_of.get(group, group), operation), [0, 0])
         row[0] += 1
         row[1] += size
 
-    def listen(self, operation: str, buffer: torch.Tensor, group: str) -> None:
+    def _send(self, group: str, size: float) -> None:
+        if (axis := self.axis_of.get(group)) is not None:
+            self.sent[axis] = self.sent.get(axis, 0.0) + size
+
+    def listen(self, operation: str, buffer: torch.Tensor, group: str, sent_bytes: int) -> None:
         """A call to a group of the backend `meshwright`."""
+        self._send(group, sent_bytes)
         if self.in_operator or operation == "barrier":
             return
         if operation in {name for name, _ in COLLECTIVES.values()}:
@@ -159,6 +177,12 @@ def distributed_operator(func: Any) -> str:
     """The name of an operator that communicates, or nothing."""
     name = func.name().partition(".")[0]
     return name if "c10d" in name else ""
+
+
+def splits_of(args: Any) -> list[int]:
+    """How many rows of an all-to-all's input go to each rank; empty if they are equal. Both operators take the splits of the output first."""
+    lists = [x for x in args if isinstance(x, list | tuple) and all(isinstance(n, int) for n in x)]
+    return list(lists[1]) if len(lists) > 1 else []
 
 
 def group_name(argument: Any) -> str:

@@ -12,7 +12,6 @@ import resource
 import torch
 
 from meshwright.cost.step import TRAFFIC_AXIS
-from meshwright.lower.op import sent
 from meshwright.parallel.expert.balance import kept_copies
 from meshwright.training.launch.rank import RankContext
 from meshwright.training.loop import Trainer
@@ -35,7 +34,7 @@ def rank_report(context: RankContext, trainer: Trainer, steps: int, recorder: Co
         seen.peak_bytes,
         peak_resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
     )
-    stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen.collectives)
+    stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen)
     return RankReport(
         context.rank, stage, tensors, process, traffic, kept_share(trainer), cpu_s, tuple(recorder.steps), traced
     )
@@ -76,12 +75,12 @@ def device_memory(device: str) -> tuple[int, int] | None:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def sent_by_axis(trainer: Trainer, collectives: dict[tuple[str, str], tuple[int, int]]) -> dict[str, float]:
-    """Bytes this rank sends per step by axis, if each collective runs a bandwidth-optimal algorithm."""
+def sent_by_axis(trainer: Trainer, seen: Observed) -> dict[str, float]:
+    """Bytes this rank sends per step, under the axes of a prediction."""
     out: dict[str, float] = {}
-    for (observed_axis, operation), (_, size) in collectives.items():
+    for observed_axis, size in seen.sent.items():
         axis = PREDICTED_AXIS[observed_axis]
-        out[axis] = out.get(axis, 0.0) + float(sent(operation, size, trainer.parallel.mesh.size(observed_axis)))
+        out[axis] = out.get(axis, 0.0) + size
     if trainer.parallel.local is not None and "dp" in out:
         out["dp"] /= trainer.parallel.local.every
     return out
