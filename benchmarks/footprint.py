@@ -101,10 +101,14 @@ def main(words: list[str]) -> None:
                     + (f" ({found.traffic_bytes.get(axis, 0.0) / size - 1:+.1%})" if size else "")
                     for axis, size in sent.items()
                 ]
-                print(f"{title[:73]:<74}{memory / 2**20:7.3f} MiB{peak / 2**20:7.3f} MiB{errors[-1]:+7.1%}   {', '.join(traffic)}")
+                print(
+                    f"{title[:73]:<74}{memory / 2**20:7.3f} MiB{peak / 2**20:7.3f} MiB{errors[-1]:+7.1%}   {', '.join(traffic)}"
+                )
                 sys.stdout.flush()
     within = sum(abs(error) <= AIM for error in errors)
-    print(f"{len(errors)} plans: {within} within {AIM:.0%} of the measured memory, median {statistics.median(map(abs, errors)):.1%}, largest {max(errors, key=abs):+.0%}")
+    print(
+        f"{len(errors)} plans: {within} within {AIM:.0%} of the measured memory, median {statistics.median(map(abs, errors)):.1%}, largest {max(errors, key=abs):+.0%}"
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from meshwright.cost import advice, roofline
 from meshwright.describe import catalog
 from meshwright.describe.cluster import uniform
 from meshwright.programs.collectives import build, walk
+from meshwright.view.simulate import spans
 
 H100, A100 = (catalog.load("accelerators", n) for n in ("h100-sxm", "a100-80gb"))
 
@@ -175,3 +176,51 @@ def test_tensor_parallelism_reduces_inference_latency():
     assert eight == pytest.approx(alone / 8 + 2 * 80 * messages, rel=1e-6)
     slow_link = [advice.inference_latency(*args, tp, 3.35e12, 500e-6, 1 / 1e9) for tp in (1, 8)]
     assert slow_link[1] > slow_link[0]
+
+
+SMALL = ("llama3-8b", "dgx-a100")
+TRAFFIC = [  # plan, and the level of each axis and group size
+    ({"replicate": 2, "shard": 8, "zero": 3}, {("dp", 8): "node", ("dp", 2): "rail"}),
+    ({"replicate": 2, "shard": 4, "zero": 3, "cp": 2}, {("cp", 2): "node", ("dp", 8): "node", ("dp", 2): "rail"}),
+    ({"tp": 8, "sp": True, "replicate": 2}, {("tp", 8): "node", ("dp", 2): "rail"}),
+    ({"tp": 4, "cp": 2, "pp": 2}, {("tp", 4): "node", ("cp", 2): "node", ("dp", 2): "node", ("pp", 2): "rail"}),
+    ({"cp": 8, "pp": 2}, {("cp", 8): "node", ("dp", 8): "node", ("pp", 2): "rail"}),
+]
+
+
+@pytest.mark.parametrize(("plan", "levels"), TRAFFIC, ids=str)
+def test_the_traffic_table_has_the_bytes_of_the_roofline_at_every_level(plan, levels):
+    """No group of these plans has several ranks on each of several nodes, so no collective is divided between levels."""
+    import meshwright as mw
+
+    settings = [f"plan.{name}={str(value).lower()}" for name, value in plan.items()]
+    e = mw.estimate(SMALL[0], cluster=SMALL[1], nodes=2, set=["workload.batch=64", *settings])
+    rows = e.prediction.traffic_by_level
+    assert sorted((row["axis"], row["ranks"], row["level"]) for row in rows) == sorted(
+        (axis, ranks, level) for (axis, ranks, *_), level in levels.items()
+    )
+    for axis, size in e.prediction.traffic_bytes.items():
+        assert sum(row["bytes"] for row in rows if row["axis"] == axis) == pytest.approx(size)
+    for ceiling in e.roofline.ceilings:
+        assert sum(row["bytes"] for row in rows if row["level"] == ceiling.level) == pytest.approx(
+            ceiling.bytes, rel=0.01
+        )
+
+
+def test_a_ring_overlaps_only_if_the_plan_says_so():
+    import meshwright as mw
+
+    def ring(*settings):
+        long = ["workload.seq=65536", "workload.batch=8", "plan.cp=8", "plan.replicate=2", *settings]
+        return mw.estimate(SMALL[0], cluster=SMALL[1], nodes=2, set=long)
+
+    default, none, named = ring(), ring("plan.overlap=[]"), ring('plan.overlap=["cp"]')
+    assert none.prediction.hidden_s == {}
+    assert none.prediction.exposed_s["cp"] == pytest.approx(default.prediction.hidden_s["cp"])
+    assert named.prediction.hidden_s["cp"] == pytest.approx(default.prediction.hidden_s["cp"])
+    assert none.prediction.step_time_s > named.prediction.step_time_s > default.prediction.step_time_s
+    for e, hidden in ((none, False), (named, True)):
+        drawn = [s for s in spans(e, e.walked, "operations") if s.rank == 0][:40]
+        message = next(s for s in drawn if s.stream == "comm:cp")
+        end = message.start + message.duration
+        assert hidden == any(s.stream == "compute" and message.start - 1e-9 <= s.start < end - 1e-9 for s in drawn)

@@ -472,3 +472,30 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.count += 1
         return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_ring_receives_behind_its_compute_or_before_it(overlaps, monkeypatch):
+    from meshwright.parallel.context import ring
+
+    events = []
+
+    class Message:
+        def __init__(self, sent, received, group):
+            self.received = received
+            events.append("post")
+
+        def wait(self):
+            events.append("wait")
+            return self.received
+
+    class Group:
+        size, rank = staticmethod(lambda: 3), staticmethod(lambda: 0)
+
+    monkeypatch.setattr(ring, "RingMessage", Message)
+    for source, _ in ring.ring_blocks(torch.zeros(4), Group(), overlaps):
+        events.append(f"compute {source}")
+    sequential = ["post", "wait", "compute 0", "wait", "post", "wait", "compute 2", "wait", "compute 1"]
+    assert events == (
+        ["post", "compute 0", "wait", "post", "compute 2", "wait", "compute 1"] if overlaps else sequential
+    )

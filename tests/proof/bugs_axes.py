@@ -204,8 +204,8 @@ def data_loader_without_zigzag():
     """Attention expects zigzag runs, but the data loader gives each rank one run."""
     put_on = context.shard_sequence
 
-    def run(module, model, group, kind, seq):
-        put_on(module, model, group, kind, seq)
+    def run(module, model, group, kind, seq, *rest):
+        put_on(module, model, group, kind, seq, *rest)
         return torch.arange(seq).chunk(group.size())[group.rank()]
 
     context.shard_sequence = run

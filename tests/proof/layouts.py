@@ -139,6 +139,7 @@ EXTRAS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"pp": 4}),
     ("llama", {"cp": 4}),
     ("bert", {"cp": 2}),
+    ("llama", {"cp": 4, "overlap": ()}),
     ("bert", {**SP, "microbatch": 2}),
     ("one-kv", {"cp": 4, "cp_kind": "ulysses"}),
     ("five", {"pp": 2}),

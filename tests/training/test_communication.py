@@ -270,7 +270,11 @@ def predict_traffic(made):
 
 
 def test_bytes_sent_by_our_backend_are_those_that_its_transport_delivered():
-    cases = [config(replicate=4, microbatch=1), config(tp=2, shard=2, zero=3), config(EXPERTS, replicate=4, ep=2, microbatch=1)]
+    cases = [
+        config(replicate=4, microbatch=1),
+        config(tp=2, shard=2, zero=3),
+        config(EXPERTS, replicate=4, ep=2, microbatch=1),
+    ]
     for rank in ranks.run(4, counted_traffic, cases, backend="meshwright"):
         for sent, delivered in rank:
             assert sum(sent.values()) == delivered > 0

@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.cost.band import band
 from meshwright.cost.checkpoint import checkpoint_memory
+from meshwright.cost.collective import Network
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
@@ -67,6 +68,7 @@ def prediction(
         memory_gib=total / GIB,
         memory_by_stage=memory,
         traffic_bytes={axis: one(x) for axis, x in cost.traffic.items() if one(x)},
+        traffic_by_level=traffic_by_level(cost, cluster, at),
         mfu=seconds_at_peak(model, cluster, plan, workload) / time,
         hfu=one(cost.flops) / (time * peak),
         mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {workload.precision} of {cluster.accelerator.name}",
@@ -79,6 +81,21 @@ def prediction(
         calibrated=source,
         sources={"compute": source, "network": cluster.source, "stack": stack.source or stack.name},
     )
+
+
+def traffic_by_level(cost: StepCost, cluster: Cluster, at: int = 0) -> list[dict[str, Any]]:
+    """Bytes sent per device and step by axis and level, the most first. Those of a collective belong to the slowest level that its group
+    crosses, so an axis has a row for each level that its groups reach: with hybrid sharding the gathers and reductions inside a node, and the
+    sums between nodes. `ranks`: of the largest of these groups."""
+    batch, rows = cost.program.batch, dict[tuple[str, str], dict[str, Any]]()
+    network = Network(cluster, batch)
+    for (axis, group), values in cost.traffic_by_group.items():
+        if size := element(values, at):
+            level = cluster.levels[network.level(group, at)].name
+            row = rows.setdefault((axis, level), {"axis": axis, "level": level, "ranks": 0, "bytes": 0.0})
+            row["ranks"] = max(row["ranks"], int(element(batch.size(group), at)))
+            row["bytes"] += size
+    return sorted(rows.values(), key=lambda row: -row["bytes"])
 
 
 def element(values: Any, at: int) -> float:

@@ -64,9 +64,17 @@ class StepCost:
         return np.maximum.reduce(totals)
 
     @cached_property
+    def traffic_by_group(self) -> dict[tuple[str, str], Array]:
+        """Bytes sent per device and step, by axis and group of ranks, on the busiest rank of each axis."""
+        return _traffic(self.program, self.stage_blocks, self.syncs)
+
+    @cached_property
     def traffic(self) -> dict[str, Array]:
         """Bytes sent per device and step, by axis, on the busiest rank of each axis."""
-        return _traffic(self.program, self.stage_blocks, self.syncs)
+        out: dict[str, Array] = {}
+        for (axis, _), size in self.traffic_by_group.items():
+            out[axis] = out.get(axis, 0.0) + size
+        return out
 
     def fits(self, cluster: Cluster) -> Array:
         return self.peak_memory <= cluster.accelerator.memory
@@ -218,38 +226,33 @@ def _mean(
     return [sum(w * getattr(r, name) for w, r in zip(weights, ranks, strict=True)) / b.pp for name in ("f", "i", "w")]
 
 
-def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> dict[str, Array]:
-    """Bytes sent per device and step, by axis, on the busiest rank of each axis."""
+def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> dict[tuple[str, str], Array]:
+    """Bytes sent per device and step by (axis, group of ranks), of the rank that sends the most over the axis."""
     b = program.batch
     m = np.maximum(b.microbatches, 1.0)
+    by_rank: list[dict[tuple[str, str], Array]] = [{} for _ in held]
 
-    def bytes_of(op: Op) -> Array:
-        return op.count * sent(op.collective, op.message_bytes, b.size(op.axis))
+    def add(rank: int, op: Op, times: Array) -> None:
+        key = TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis]), op.axis
+        size = times * op.count * sent(op.collective, op.message_bytes, b.size(op.axis))
+        by_rank[rank][key] = by_rank[rank].get(key, 0.0) + size
 
-    by_block: dict[str, dict[tuple[str, str], Array]] = {}
-    for key, ops in program.blocks.items():
-        for op in ops:
-            if op.axis:
-                row = by_block.setdefault(TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis]), {})
-                row[key] = row.get(key, 0.0) + m * bytes_of(op)
-
-    def between_stages(h: StageBlocks, axis: str) -> Array:
-        calls = boundary_calls(program, h.rank)
-        return m * sum((times * bytes_of(op) for op, times in calls if AXIS_OF[op.axis] == axis), np.zeros(b.n))
-
-    def of_blocks(h: StageBlocks, row: dict[tuple[str, str], Array]) -> Array:
-        return b.full(sum(h.times(*key) * x for key, x in row.items()))
-
-    out = {
-        axis: np.maximum.reduce([of_blocks(h, row) + between_stages(h, axis) for h in held])
-        for axis, row in by_block.items()
-    }
-    for op in syncs:
-        if op.axis not in ("", "ends") and (op.part != "optimizer" or op.name == EXCHANGE):
-            axis = TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis])
-            out[axis] = out.get(axis, 0.0) + bytes_of(op)
-    if present(b.pp > 1):
-        tied = sum((bytes_of(op) for op in syncs if op.axis == "ends"), np.zeros(b.n))
-        ends = [tied * np.abs(h.counts["embedding"] - h.counts["head"]) for h in held]
-        out["pp"] = np.maximum.reduce([between_stages(h, "pp") + x for h, x in zip(held, ends, strict=True)])
+    for rank, h in enumerate(held):
+        for key, ops in program.blocks.items():
+            for op in ops:
+                if op.axis:
+                    add(rank, op, m * h.times(*key))
+        for op, times in boundary_calls(program, h.rank):
+            add(rank, op, m * times)
+        for op in syncs:
+            if op.axis == "ends":
+                add(rank, op, np.abs(h.counts["embedding"] - h.counts["head"]))
+            elif op.axis and (op.part != "optimizer" or op.name == EXCHANGE):
+                add(rank, op, 1.0)
+    out = {}
+    for axis in dict.fromkeys(axis for axis, _ in by_rank[0]):
+        groups = [key for key in by_rank[0] if key[0] == axis]
+        sizes = {key: np.stack([b.full(of_rank[key]) for of_rank in by_rank]) for key in groups}
+        busiest = sum(sizes.values()).argmax(axis=0)
+        out |= {key: np.take_along_axis(size, busiest[None], axis=0)[0] for key, size in sizes.items()}
     return out

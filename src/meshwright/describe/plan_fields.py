@@ -97,7 +97,8 @@ class PlanFields(Described):
         description="fp8: ZeRO-3 all-gathers the weights of fp8 products in fp8, and sequence parallelism, in stacks that can, their inputs",
     )
     overlap: tuple[Axis, ...] | None = Field(
-        default=None, description="axes whose communication overlaps with compute; default: the stack's"
+        default=None,
+        description="axes whose communication overlaps with compute; default: the stack's, and cp for ring attention",
     )
     compression: Compression = Field(default="none", description="compression of gradients")
     compression_ratio: float = Field(default=0.01, gt=0, le=1, description="top-k, random-k: share of elements sent")
@@ -131,7 +132,8 @@ class PlanFields(Described):
         """The axes whose communication overlaps with compute: the plan's, or those of the stack that it can hide in this plan."""
         if self.overlap is not None:
             return self.overlap
-        axes = [axis for axis in stack.overlap if stack.overlaps(axis, self.sp, self.zero)]
+        named = dict.fromkeys((*stack.overlap, "cp"))
+        axes = [axis for axis in named if stack.overlaps(axis, self.sp, self.zero, self.cp_kind == "ring")]
         return tuple(axis for axis in axes if axis != "tp" or self.tp <= node_size or not stack.overlap_in_pieces)
 
     @property

@@ -71,6 +71,7 @@ class Result:
 class Prediction(Result):
     """The result of the cost model. `exposed_s` sums exactly to `step_time_s`."""
 
+    traffic_by_level: list[dict[str, Any]] = field(default_factory=list)  # rows with axis, level, ranks and bytes
     fits: bool = True
     memory_limit_gib: float = 0.0
     checkpoint_gib: dict[str, float] = field(default_factory=dict)  # at a save and a load (`cost.checkpoint`)

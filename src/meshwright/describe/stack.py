@@ -258,9 +258,12 @@ class Stack(Described):
     )
     source: str = ""
 
-    def overlaps(self, axis: str, sp: Any, zero: Any) -> Any:
-        """Whether the communication of an axis overlaps with compute in plans that leave it to the stack."""
+    def overlaps(self, axis: str, sp: Any, zero: Any, ring: Any) -> Any:
+        """Whether the communication of an axis overlaps with compute in plans that leave it to the stack. `ring` attention passes one block on while
+        it computes another: it overlaps wherever the stack overlaps anything."""
         on = axis in self.overlap
+        if axis == "cp":
+            return np.asarray(ring, bool) & bool(self.overlap) | on
         if axis == "tp" and self.overlap_in_pieces:
             return np.asarray(sp, bool) & on
         return np.isin(zero, self.overlap_zero) & on if axis == "dp" else on

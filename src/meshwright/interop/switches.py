@@ -32,13 +32,11 @@ def switch_plan(facts: Facts, plan: dict[str, Any], stack: Stack) -> list[str]:
     """Set `overlap` and `prefetch` of a plan where the settings differ from the stack, and return the axes that overlap in the stack only."""
     degrees = {"dp": plan["replicate"] * plan["shard"] * plan["cp"], **{a: plan.get(a, 1) for a in AXES if a != "dp"}}
     used = [axis for axis in AXES if degrees[axis] > 1]
-    by_stack = {axis: bool(stack.overlaps(axis, plan["sp"], plan["zero"])) for axis in used}
+    ring = plan.get("cp_kind", "ring") == "ring"
+    by_stack = {axis: bool(stack.overlaps(axis, plan["sp"], plan["zero"], ring)) for axis in used}
     stated = {a: bool(facts[f"overlap_{a}"]) for a in SWITCHED if a in used and facts.get(f"overlap_{a}") is not None}
     if any(on != by_stack[axis] for axis, on in stated.items()):
-        passed_on = (
-            {"cp": bool(stack.overlap)} if plan.get("cp_kind", "ring") == "ring" and "cp" in used else {}
-        )  # ahead of use
-        plan["overlap"] = tuple(axis for axis, on in {**by_stack, **passed_on, **stated}.items() if on)
+        plan["overlap"] = tuple(axis for axis, on in {**by_stack, **stated}.items() if on)
     ahead = facts.get("prefetch", True) if plan["zero"] == 3 else True
     if facts.get("overlap_gather") is False and plan["zero"] and (plan["zero"] == 3 or stack.gathers_ahead):
         ahead = False

@@ -61,13 +61,19 @@ def distinct_codes(values: np.ndarray) -> list[int]:
 
 
 def overlap_fields(
-    overlaps: Sequence[tuple[str, ...] | None], index: np.ndarray, stack: Stack, sp: np.ndarray, zero: np.ndarray
+    overlaps: Sequence[tuple[str, ...] | None],
+    index: np.ndarray,
+    stack: Stack,
+    sp: np.ndarray,
+    zero: np.ndarray,
+    cp_kind: np.ndarray,
 ) -> dict[str, Any]:
     """Which axes overlap in the plans with the overlaps `index`, by axis, and which plans leave it to the stack."""
+    ring = np.equal(cp_kind, CP_KINDS.index("ring"))
     by_stack = np.array([axes is None for axes in overlaps])[index]
     stated = {axis: np.array([axis in (axes or ()) for axes in overlaps])[index] for axis in OVERLAP_AXES}
     overlap = {
-        axis: np.where(by_stack, stack.overlaps(axis, sp, zero), on).astype(float) for axis, on in stated.items()
+        axis: np.where(by_stack, stack.overlaps(axis, sp, zero, ring), on).astype(float) for axis, on in stated.items()
     }
     return {"overlap": overlap, "stack_overlap": by_stack}
 
@@ -106,11 +112,6 @@ class Batch:
         self.__dict__.update(fields)
         self.gathers_fp8 = bool(np.count_nonzero(self.gather_fp8))
         self.n = len(fields["tp"])
-        if (
-            stack.overlap
-        ):  # ring attention passes one block on while it computes the other: it overlaps wherever anything does
-            ring = np.maximum(self.overlap["cp"], self.cp_kind == CP_KINDS.index("ring"))
-            self.overlap = {**self.overlap, "cp": ring}
         self.async_linears = stack.async_linears != "none"
         self.dp = self.replicate * self.shard
         self.world = self.dp * self.tp * self.cp * self.pp
@@ -236,7 +237,7 @@ class Batch:
         orders = [p.order or stack.order for p in plans]
         fields["order"] = np.array([ORDERS.index(tuple(o)) for o in orders])
         overlaps = [p.overlap for p in plans]
-        fields |= overlap_fields(overlaps, np.arange(len(plans)), stack, fields["sp"], fields["zero"])
+        fields |= overlap_fields(overlaps, np.arange(len(plans)), stack, fields["sp"], fields["zero"], fields["cp_kind"])
         fields["prefetches_backward"] = np.array([p.prefetch is True for p in plans])
         fields["layers_per_stage"] = tuple(p.layers_per_stage for p in plans)
         wraps = [(p.wrap, p.wrap != 1 and model.kind != "counts" and max(p.stage_layers(model.layers))) for p in plans]

@@ -73,7 +73,8 @@ def shard_stage(
     if (model.attention_dropout or model.sinks or model.attention_softcap) and model.kind == "transformer":
         context.use_tiled_attention(module)
     if ring is not None:
-        position_ids = context.shard_sequence(module, model, ring, plan.cp_kind, workload.seq)
+        overlaps = plan.overlap is None or "cp" in plan.overlap
+        position_ids = context.shard_sequence(module, model, ring, plan.cp_kind, workload.seq, overlaps)
     if workload.precision == "fp8":
         if workload.scaling == "row":
             fp8_rows.enable_fp8(layers)

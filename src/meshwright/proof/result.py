@@ -13,7 +13,10 @@ from meshwright.proof.compare import Agreement
 from meshwright.proof.records import Row, Trace
 from meshwright.proof.small import ProvedCopy
 
-MEMORY_RATIOS = 0.5, 2.0  # predicted over observed peak memory; outside of these the cost model does not describe the step
+MEMORY_RATIOS = (
+    0.5,
+    2.0,
+)  # predicted over observed peak memory; outside of these the cost model does not describe the step
 
 
 @dataclass

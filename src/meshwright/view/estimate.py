@@ -13,6 +13,7 @@ from meshwright.cost.checkpoint import checkpoint_words
 from meshwright.cost.estimate import Estimate, OwnTrainer
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe import legality
+from meshwright.describe.result import Prediction
 from meshwright.describe.workload import FP8
 from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
 
@@ -200,14 +201,22 @@ def traffic(e: Estimate) -> Table:
         ("exposed", "right"),
     ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
-    for axis, size in sorted(e.prediction.traffic_bytes.items(), key=lambda item: -item[1]):
-        degree = {"dp": e.plan.dp * e.plan.cp}.get(axis, getattr(e.plan, axis, 1))
-        exposed = e.prediction.exposed_s.get(axis, 0.0)
+    for row in traffic_rows(e.prediction):
+        table.add_row(*row)
+    return table
+
+
+def traffic_rows(p: Prediction) -> list[tuple[str, str, str, str, str]]:
+    """Axis, degree, bytes, level and exposed time of each row of the traffic table; the time is that of the axis, in its first row."""
+    out, timed = [], set()
+    for row in p.traffic_by_level:
+        axis, exposed = row["axis"], p.exposed_s.get(row["axis"], 0.0)
         # Pipeline messages that do not block only lengthen the fill and drain phases, so their time is part of the bubble.
         hidden = "in bubble" if axis == "pp" else "hidden"
-        time = format_seconds(exposed) if exposed > 0 else hidden
-        table.add_row(axis, str(degree), format_decimal_bytes(size), e.levels.get(axis, ""), time)
-    return table
+        time = "" if axis in timed else format_seconds(exposed) if exposed > 0 else hidden
+        out.append((axis, str(row["ranks"]), format_decimal_bytes(row["bytes"]), row["level"], time))
+        timed.add(axis)
+    return out
 
 
 def verdicts(e: Estimate) -> Table:

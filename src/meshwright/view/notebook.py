@@ -14,9 +14,10 @@ from typing import Any
 from meshwright.cost.estimate import Estimate, Simulation
 from meshwright.describe.config import Config
 from meshwright.programs.pipelines.program import KIND_NAMES
-from meshwright.units import format_decimal_bytes, format_seconds, format_value
+from meshwright.units import format_seconds, format_value
 from meshwright.view import plan_html
 from meshwright.view.config import values
+from meshwright.view.estimate import traffic_rows
 from meshwright.view.pipelines import colour
 from meshwright.view.plan_html import cards, element, section, table
 
@@ -46,17 +47,7 @@ def config_html(config: Config) -> str:
 def estimate_html(e: Estimate) -> str:
     """Step time, memory, traffic and verdicts of one plan."""
     p = e.prediction
-    sent = [
-        (
-            axis,
-            f"{e.program.batch.size(axis)[0]:g}",
-            format_decimal_bytes(size),
-            escape(e.levels.get(axis, "")),
-            seconds_or_dash(p.exposed_s.get(axis)),
-        )
-        for axis, size in p.traffic_bytes.items()
-        if size
-    ]
+    sent = [tuple(map(escape, row)) for row in traffic_rows(p)]
     traffic = (
         table(["axis", ">degree", ">bytes", "over", ">exposed"], sent)
         if sent
@@ -69,10 +60,6 @@ def estimate_html(e: Estimate) -> str:
     verdicts = table(["", ">value", "target", ""], judged)
     two = f'<div class="two">{section("Traffic, sent per GPU and step", traffic)}{section("Targets", verdicts)}</div>'
     return element(plan_html.predicted(e), plan_html.step(p), plan_html.memory(p), two, assumptions(p.assumed))
-
-
-def seconds_or_dash(seconds: float | None) -> str:
-    return format_seconds(seconds) if seconds else "–"
 
 
 def assumptions(lines: Sequence[str]) -> str:

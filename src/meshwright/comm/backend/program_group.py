@@ -26,7 +26,9 @@ from meshwright.programs.collectives.program import Program
 
 MOST_PREPARED = 256
 Key = tuple[str, int, torch.dtype, str, int]  # operation, elements, dtype, reduction, root
-Listener = Callable[[str, torch.Tensor, str, int], None]  # operation, full buffer, name of the group, bytes that this rank sends
+Listener = Callable[
+    [str, torch.Tensor, str, int], None
+]  # operation, full buffer, name of the group, bytes that this rank sends
 # Called for each collective and send: torch's dispatcher does not see those of a group in Python.
 LISTENERS: list[Listener] = []
 TorchGroup: Any = distributed.ProcessGroup  # torch declares overloads that a Python group is never called with

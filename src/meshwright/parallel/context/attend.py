@@ -7,7 +7,7 @@ describes the call is among their arguments, as tensors, numbers and names:
     runs        first and last position of all runs of all ranks, as a list of numbers
     documents   the document of each token, if attention stays in documents
     sample_B    the hashes by which probabilities are dropped, with the first and last head of this rank and the rate
-    kind        how keys and values come here: ring, all-gather, or local
+    kind        how keys and values come here: ring, sequential-ring, all-gather, or local
     group       the name of the group
 
 The compiler sees the shapes of the results only, so all ranks run the same messages in the same order.
@@ -28,9 +28,14 @@ from meshwright.parallel.operators import group_named
 
 
 def attend_over_ring(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, sinks: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: Context,
+    sinks: torch.Tensor | None = None,
+    overlaps: bool = True,
 ) -> torch.Tensor:
-    return attend(q, k, v, sinks, context, "ring")
+    return attend(q, k, v, sinks, context, "ring" if overlaps else "sequential-ring")
 
 
 def attend_over_gathered(

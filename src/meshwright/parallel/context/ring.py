@@ -73,17 +73,20 @@ class RingMessage:
         )
 
     def wait(self) -> torch.Tensor:
-        for work in self.work:
-            work.wait()
+        while self.work:
+            self.work.pop(0).wait()
         return self.received
 
 
-def ring_blocks(block: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (rank, block) for all ranks, this rank first; the next block is received while one is used. Overwrites `block`."""
+def ring_blocks(block: torch.Tensor, group: ProcessGroup, overlaps: bool = True) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (rank, block) for all ranks, this rank first; the next block is received while one is used, or before it unless the ring
+    `overlaps`. Overwrites `block`."""
     ranks, me = group.size(), group.rank()
     spare = torch.empty_like(block) if ranks > 1 else block
     for step in range(ranks):
         message = RingMessage(block, spare, group) if step < ranks - 1 else None
+        if message is not None and not overlaps:
+            message.wait()
         yield (me - step) % ranks, block
         if message is not None:
             block, spare = message.wait(), block
@@ -149,23 +152,25 @@ class Transport(Protocol):
 
 
 class Ring:
-    """K and V go round the ring."""
+    """K and V go round the ring, behind the computation."""
 
-    @staticmethod
+    overlaps = True
+
+    @classmethod
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert context.group is not None
-        return attend_blocks(q, k, v, sinks, context, ring_blocks(pack(k, v), context.group))
+        return attend_blocks(q, k, v, sinks, context, ring_blocks(pack(k, v), context.group, cls.overlaps))
 
-    @staticmethod
-    def backward(saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients:
+    @classmethod
+    def backward(cls, saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients:
         q, k, v, group = saved.q, saved.k, saved.v, context.group
         assert group is not None
         gradients = gradients_of(saved, grad_output, context)
         own_gradient = torch.empty(0)
         message: RingMessage | None = None
-        for step, (source, block) in enumerate(ring_blocks(pack(k, v), group)):
+        for step, (source, block) in enumerate(ring_blocks(pack(k, v), group, cls.overlaps)):
             gradient = block.new_zeros(block.shape, dtype=gradients.dq.dtype)
             gradients.attend_block(*unpack(block, k, v), context.runs[source], *unpack(gradient, k, v))
             if step == 0:
@@ -175,10 +180,18 @@ class Ring:
                 gradient += message.wait()
             sent = gradient.to(block.dtype)
             message = RingMessage(sent, torch.empty_like(sent), group)
+            if not cls.overlaps:
+                message.wait()
         if message is not None:
             own_gradient += message.wait()
         dk, dv = unpack(own_gradient, k, v)
         return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(saved.sinks_BNS)
+
+
+class SequentialRing(Ring):
+    """K and V go round the ring, and no computation runs meanwhile: a plan whose `overlap` leaves out cp."""
+
+    overlaps = False
 
 
 class Gathered:
@@ -226,4 +239,9 @@ class Local:
         return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(saved.sinks_BNS)
 
 
-TRANSPORTS: dict[str, type[Transport]] = {"ring": Ring, "all-gather": Gathered, "local": Local}
+TRANSPORTS: dict[str, type[Transport]] = {
+    "ring": Ring,
+    "sequential-ring": SequentialRing,
+    "all-gather": Gathered,
+    "local": Local,
+}

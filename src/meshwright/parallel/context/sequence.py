@@ -38,6 +38,7 @@ For a user's own model: give each rank `part_of(x, group, dim)` of the inputs, a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,13 +134,16 @@ def is_zigzag(model: Model, kind: str, seq: int, ranks: int) -> bool:
     return model.causal and (kind == "ring" or (kind == "all-gather" and seq % (2 * ranks) == 0))
 
 
-def shard_sequence(module: nn.Module, model: Model, group: ProcessGroup, kind: str, seq: int) -> torch.Tensor:
-    """Make attention of one stage run over a split sequence. Returns the positions of this rank's tokens."""
+def shard_sequence(
+    module: nn.Module, model: Model, group: ProcessGroup, kind: str, seq: int, overlaps: bool = True
+) -> torch.Tensor:
+    """Make attention of one stage run over a split sequence. `overlaps`: messages of a ring run behind its compute. Returns the positions of this
+    rank's tokens."""
     runs = runs_of(seq, group.size(), is_zigzag(model, kind, seq, group.size()))
     geometry = module.geometry
     assert isinstance(geometry, Geometry)
     geometry.position_ids, geometry.length = position_ids(runs[group.rank()]), seq
-    transport = attend_over_gathered if kind == "all-gather" else attend_over_ring
+    transport = attend_over_gathered if kind == "all-gather" else partial(attend_over_ring, overlaps=overlaps)
 
     def by_blocks(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rule: AttentionRule

@@ -200,7 +200,7 @@ class Space(LegalOptions):
             for k, name in enumerate(("param_bytes", "grad_bytes", "state_bytes", "comm_bytes"))
         }
         zero = rows.columns.get("zero", np.full(n, 3))  # a bound for all stages: the one that overlaps
-        f |= overlap_fields(self.overlaps, rows.overlap_index, self.stack, rows.sp, zero)
+        f |= overlap_fields(self.overlaps, rows.overlap_index, self.stack, rows.sp, zero, rows.cp_kind)
         f["bucket"] = np.full(n, self.bucket) if self.bucket else bucket_for(self.cluster, rows.dp * rows.cp)
         f["layers_per_stage"] = [self.stages(int(pp)) for pp in rows.pp] if self.framework_divides else ()
         return (Batch if "order" in rows else Innermost)(f, self.model, self.workload, self.stack)

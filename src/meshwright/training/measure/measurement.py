@@ -32,9 +32,7 @@ from meshwright.training.records import RankReport, StepRecord
 from meshwright.units import format_flops, format_seconds
 from meshwright.view.timeline import both_steps
 
-TRAFFIC_COUNTED = (
-    "traffic of one step: the bytes that our backend sent; on gloo and NCCL what a bandwidth-optimal algorithm sends in the group of each call"
-)
+TRAFFIC_COUNTED = "traffic of one step: bytes that our backend sent; on gloo and NCCL what a bandwidth-optimal algorithm sends in the group of a call"
 
 
 @dataclass(repr=False)

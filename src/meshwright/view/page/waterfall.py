@@ -123,9 +123,9 @@ def by_axis(e: Estimate) -> list[dict[str, Any]]:
             total += float(np.broadcast_to(e.cost.reduce, 1)[0])
         total = max(total, exposed)
         if total > 0:
-            sent = e.prediction.traffic_bytes.get(axis, 0.0)
-            over = e.levels.get(axis, "one device")
-            text = f"sends {format_decimal_bytes(sent)} per step over {over}"
+            rows = [row for row in e.prediction.traffic_by_level if row["axis"] == axis]
+            sent = ", ".join(f"{format_decimal_bytes(row['bytes'])} per step over {row['level']}" for row in rows)
+            text = f"sends {sent or 'nothing'}"
             out.append(
                 {
                     "axis": axis,
