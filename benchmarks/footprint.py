@@ -21,7 +21,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.training.launch import local
 
 RANKS = 4
-TOGETHER = 12  # plans that train one after the other in the same processes
+TOGETHER = 30  # plans that train one after the other in the same processes
 SMALL: Model = catalog.load("models", "nano")
 EXPERTS = SMALL.but(experts=4, top_k=2, expert_ffn=96)
 WORKLOAD = {"batch": 16, "seq": 64, "precision": "fp32"}

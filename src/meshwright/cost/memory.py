@@ -31,6 +31,7 @@ from meshwright.lower.gradients import batch_messages, gathered_weights, sharded
 from meshwright.lower.op import Array, StepProgram, present
 from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
 from meshwright.lower.sync import average_bytes
+from meshwright.lower.traffic import boundary_messages, boundary_ops
 
 AFTER_LAYERS = ("head", "mtp")  # blocks that run backward directly after forward
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
@@ -42,6 +43,8 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     out = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
+    if b.units:  # ZeRO-1 and 2 update shards and gather them into other memory; where they have a master, it is the shard
+        master = np.where((b.zero >= 1) & (b.zero < 3), np.maximum(master, b.param_bytes), master)
     # If the matrix product does not accumulate into the gradient buffer, its 16-bit result needs a second buffer.
     unfused = (
         0.0
@@ -91,8 +94,15 @@ def kept_activations(program: StepProgram, held: StageBlocks) -> Array:
     if held.recomputed is not None:  # the layers that are not recomputed save everything
         for block, saving in program.recompute_savings.items():
             one = one + (held.counts[block] - held.recomputed[block]) * saving
+    gradients = 0.0
+    if b.stack.torch_pipeline and present(b.splits):  # the first half recomputes layers, and the second half needs their tensors again
+        gradients = sum(
+            held.counts[block] * (bytes_ + np.where(b.reruns_layers, program.recompute_savings.get(block, 0.0), 0.0))
+            for block, bytes_ in program.output_gradients.items()
+        )
+        gradients = gradients / np.maximum(one, 1.0)
     two_layers = one * 2 / np.maximum(sum(held.counts.values()), 1)  # offloaded: the running and the transferred layer
-    return np.where(b.offload_activations, np.minimum(one, two_layers), one * in_flight(b, held.rank))
+    return np.where(b.offload_activations, np.minimum(one, two_layers), one * in_flight(b, held.rank, gradients))
 
 
 class Moment(NamedTuple):
@@ -191,7 +201,10 @@ def _loss_bytes(program: StepProgram) -> Array:
     if b.stack.logits_chunk:  # a chunk of logits, and the gradient of the projection that is summed over chunks in fp32
         chunk, summed = b.stack.logits_chunk, 4.0 * m.padded_vocab * m.hidden
         in_chunks = np.minimum(logits * e, chunk) + np.where(logits * e > chunk, summed, 0.0)
-        loss = np.where(b.tp == 1, in_chunks, loss)
+        if not b.stack.asynchronous:  # no kernel replaces logits by their gradient: in single precision, besides the gradient of the input
+            wide = max(e, 4.0) + (4.0 if e < 4 else 0.0)
+            in_chunks = in_chunks + np.minimum(logits * wide, chunk * wide / e) + b.tokens * m.hidden * e
+        loss = np.where(b.fuses_loss, in_chunks, loss)
     return loss
 
 
@@ -208,10 +221,21 @@ def working_memory(program: StepProgram, held: StageBlocks) -> Array:
 def bucket_memory(program: StepProgram, held: StageBlocks) -> Array:
     """Two communication buckets, together no larger than all gradients. The buckets of a flat gradient buffer are parts of it."""
     b = program.batch
-    if b.stack.flat_shards:
+    if b.stack.flat_shards or b.stack.gradient_views:
         return np.zeros(b.n)
     gradients = sum(elements(program, held).values()) * b.comm_bytes
     return np.where(b.dp > 1, np.minimum(2 * np.minimum(b.bucket, 1e9), gradients), 0.0)
+
+
+def message_memory(program: StepProgram, held: StageBlocks) -> Array:
+    """What torch's pipeline keeps of the messages of a step: a receive buffer for each of them, and what was sent until the step has ended. The
+    received inputs of micro-batches in flight are among the tensors saved for backward."""
+    b = program.batch
+    if not (b.stack.torch_pipeline and present(b.pp > 1)):
+        return np.zeros(b.n)
+    on, back = boundary_messages(b, held.rank)
+    size = sum((op.message_bytes for _, op in boundary_ops(program)[:1]), 0.0)
+    return size * np.maximum(2 * b.rounds * (on + back) - in_flight(b, held.rank) * back, 0.0)
 
 
 def _add_compression(program: StepProgram, held: StageBlocks, out: dict[str, Array]) -> None:
@@ -253,7 +277,7 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     saved, working = temporary_memory(program, held)
     out["activations"] = kept_activations(program, held) + saved
     out["gathered"] = gathered_memory(program, held)
-    out["working"] = working + bucket_memory(program, held) + b.stack.workspace
+    out["working"] = working + bucket_memory(program, held) + message_memory(program, held) + b.stack.workspace
     if b.compresses:
         _add_compression(program, held, out)
     if muon.is_used(b):  # its buffers take the place of activations, which are freed by then

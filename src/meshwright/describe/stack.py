@@ -153,6 +153,16 @@ class Stack(Described):
         default=0.0,
         description="the loss is computed with its projection, in chunks of this many bytes of logits; 0: at once",
     )
+    gradient_views: bool = Field(
+        default=False,
+        description="buckets are parts of one buffer of all gradients that ZeRO does not shard, and units of ZeRO are reduced from a copy of one "
+        "unit: no other memory for messages of gradients",
+    )
+    torch_pipeline: bool = Field(
+        default=False,
+        description="pipelines run on torch.distributed.pipelining on CPU: it keeps every message of a step, and between the halves of a split "
+        "backward all tensors saved for backward and the gradient of the output of every product",
+    )
     lazy_gradients: bool = Field(
         default=False,
         description="backward allocates gradients while it frees activations, where a step has one micro-batch on one data-parallel rank",

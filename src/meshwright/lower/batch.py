@@ -135,6 +135,8 @@ class Batch:
         # Plans whose backward has all tensors of one layer in memory while it recomputes some of them.
         self.reruns_layers = (self.recompute == 2) | ((self.recompute == 1) & (stack.selective == "operators"))
         self.splits = np.isin(self.schedule, SPLIT) & (self.pp > 1)  # backward is split into I and W
+        # The head computes the loss with its projection: not where ranks split the vocabulary, or backward is split.
+        self.fuses_loss = (self.tp == 1) & ~self.splits if stack.logits_chunk else False
         # Ranks agree on the scales of fp8 products, and in a split backward once more for the gradients of the weights.
         self.scales = workload.precision == "fp8" and stack.shared_scales
         self.splits_twice = bool(np.count_nonzero(self.splits & (self.tp > 1) & self.sp)) or bool(
@@ -192,6 +194,7 @@ class Batch:
     overlap: dict[str, np.ndarray]  # 1 where the communication of an axis overlaps with compute
     stack_overlap: np.ndarray  # plans that leave `overlap` to the stack
     layers_per_stage: tuple[tuple[int, ...], ...]
+    fuses_loss: Any
 
     @classmethod
     def of(cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack) -> Batch:

@@ -175,7 +175,7 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
             split = kv_split if s.name in ("k", "v") else splits[s.split]
             size = b.tokens * _width(b, s, element) / split
             if s.name == "logits" and b.stack.logits_chunk:
-                size = np.where(b.tp == 1, 0.0, size)  # a chunk of them is working memory
+                size = np.where(b.fuses_loss, 0.0, size)  # a chunk of them is working memory
             add(s.part, size * np.where(kept_core, 1.0, 0.0) if s.name in CORE else size)
     for linear in block.linears:
         if linear.saves_input:
@@ -216,10 +216,21 @@ def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
 
 def _saved_outputs(b: Batch, block: Block, element: float) -> Array:
     """Bytes that selective recompute by operators keeps of a layer: its input, the output of attention, every second product's output."""
-    split = {"column": b.tp, "keys": b.tp, "experts": b.tp, "experts-row": b.tp}
-    outputs = sum((linear.uses * linear.d_out / split.get(linear.style, b.seq_split) for linear in block.linears), 0.0)
     core = block.attention.heads * block.attention.v / b.tp if block.attention else 0.0
-    return b.tokens * element * (b.model.hidden / b.seq_split + core + outputs / 2)
+    return b.tokens * element * (b.model.hidden / b.seq_split + core + _product_outputs(b, block) / 2)
+
+
+def _product_outputs(b: Batch, block: Block) -> Array:
+    """Elements per token of the outputs of all products of a block."""
+    split = {"column": b.tp, "keys": b.tp, "experts": b.tp, "experts-row": b.tp, "logits": b.tp}
+    return sum((linear.uses * linear.d_out / split.get(linear.style, b.seq_split) for linear in block.linears), 0.0)
+
+
+def output_gradients(b: Batch, block: Block, element: float) -> Array:
+    """Bytes of the gradients from which the second half of a split backward computes those of the weights: of the outputs of all products and
+    norms of a block, for one micro-batch."""
+    norms = sum(s.width for s in block.saved if s.part == "norm" and s.name.endswith("-in"))
+    return b.tokens * element * (_product_outputs(b, block) + norms / b.seq_split)
 
 
 def _width(b: Batch, s: Saved, element: float) -> Array:

@@ -84,6 +84,9 @@ class StepProgram:
     recompute_savings: dict[str, Array] = field(
         default_factory=dict
     )  # block → bytes recompute spares in one such layer
+    output_gradients: dict[str, Array] = field(
+        default_factory=dict
+    )  # block → bytes that a split backward keeps between its halves
     transient: Array = 0.0  # bytes one layer would save without recompute: alive while it is recomputed
     element: float = 2.0  # bytes of an activation
 

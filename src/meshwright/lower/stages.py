@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,17 @@ import numpy as np
 from meshwright.describe import stages as placement
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.schedules import IS_V_SHAPED, SCHEDULES
+from meshwright.describe.schedules import IS_V_SHAPED
+from meshwright.describe.schedules import SCHEDULES as NAMES
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, present
-from meshwright.programs.pipelines import formulas
+from meshwright.programs.pipelines import SCHEDULES, formulas
+from meshwright.programs.pipelines.walk import held_memory
 
 CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
+MOST_ROUNDS = 4  # micro-batches per stage after which a split schedule repeats itself
 MOST_RANKS = 16  # of a pipeline of a hybrid model that are all evaluated
-DUALPIPEV = SCHEDULES.index("dualpipev")
+DUALPIPEV = NAMES.index("dualpipev")
 
 
 @dataclass
@@ -286,11 +290,27 @@ def _long_stages(batch: Batch, stages: Array) -> tuple[Array, Array, Array]:
     return placement.longer_stages(batch.model.layers, stages)
 
 
-def in_flight(batch: Batch, rank: Array) -> Array:
-    """Micro-batches whose activations a rank holds at its peak, in units of all its stages together."""
+def in_flight(batch: Batch, rank: Array, gradients: Array = 0.0) -> Array:
+    """Micro-batches whose activations a rank holds at its peak, in units of all its stages together. A split backward that adds `gradients` bytes
+    per byte of activations between its halves counts them too."""
     out = np.ones(batch.n)
-    rank = batch.full(rank)
+    rank, gradients = batch.full(rank), batch.full(gradients)
     for schedule, at, p, m, v in batch.schedules:
         r = np.minimum(rank[at].astype(int), p - 1)
         out[at] = formulas.in_flight(CLOSED_FORM_OF.get(schedule, schedule), p, m, v, r) / v
+        for k, i in enumerate(at):
+            if gradients[i] and batch.splits[i]:
+                most = min(m[k], MOST_ROUNDS * p[k])
+                share = float(np.round(gradients[i], 2))
+                out[i] = split_peaks(schedule, int(p[k]), int(most), int(v[k]), share)[r[k]] / v[k]
     return out
+
+
+@cache
+def split_peaks(schedule: str, ranks: int, microbatches: int, virtual: int, gradients: float) -> np.ndarray:
+    """Peak of each rank in activations of one (stage, micro-batch), if those between I and W have `gradients` more each. The first stage of the model
+    has no input gradient to send: it runs its whole backward as W."""
+    program = SCHEDULES[schedule](ranks, microbatches, virtual)
+    one = np.ones(program.stages)
+    held = held_memory(program, one, np.where(np.arange(program.stages) > 0, -gradients, 0.0))
+    return np.maximum.reduceat(held, program.first[:-1])

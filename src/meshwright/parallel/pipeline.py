@@ -11,6 +11,7 @@ parameters before its first action and frees them after its last. Private names 
     PipelineStage.perform_reduce_grad(factor)       called after a stage's last backward: its gradients can be sent
     PipelineStage._post_metadata_inference_cleanup  drops gradients before the first step (torch 2.13)
     PipelineStage._get_init_p2p_neighbors_ops       connects neighbours before the first step
+    PipelineStage.args_recv_info, .grad_recv_info   a receive buffer for every message of a step
 
 Two mistakes of hand-written 1F1B loops that a program cannot make: sending the gradient of a stage's *output* to the
 stage before, instead of the input's; and testing for a previous stage with `if prev_rank:`, which is false for rank 0.
@@ -192,6 +193,13 @@ class Pipeline:
         arguments = (inputs,) if self.first else ()
         self.runtime.step(*arguments, target=targets if self.last else None, losses=losses, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+    @property
+    def receive_buffers(self) -> list[torch.Tensor]:
+        """The buffers that torch keeps from the first step on: one for each message that a step receives."""
+        tables = (table for stage in self.stages for table in (stage.args_recv_info, stage.grad_recv_info))
+        infos = (info for table in tables for of_message in table.values() for info in of_message)
+        return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
 
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor | None:

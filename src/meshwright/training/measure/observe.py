@@ -14,7 +14,7 @@ splits the parts for other ranks.
 
 Memory is the bytes of all live storages: added when an operator allocates one, removed when it is freed or resized
 (`fully_shard` resizes). Storages from before the step (parameters, gradients, optimizer states, their moving average, errors of
-compressors) are added first.
+compressors, receive buffers of a pipeline) are added first.
 
 The operators of a compiled graph do not pass the dispatcher: an observed step runs without compilation.
 """
@@ -86,6 +86,9 @@ class Observer(TorchDispatchMode):
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     self.memory.add(local_tensor(value))
+        if trainer.parallel.pipeline is not None:
+            for buffer in trainer.parallel.pipeline.receive_buffers:
+                self.memory.add(buffer)
         for value in trainer.average.values if trainer.average is not None else ():
             self.memory.add(value)
         for compressor in compressors_in(trainer.parallel.reductions):
