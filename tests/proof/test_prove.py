@@ -7,6 +7,7 @@ import pytest
 from meshwright import api
 from meshwright.cli import main
 from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.proof.page import page
 from meshwright.proof.prove import prove
@@ -51,6 +52,8 @@ def test_a_large_plan_is_folded_and_proved(axes, ranks, folded):
     assert found["plan"] == config.plan.title()
     assert found["first_break"] is None
     assert len(found["memory"]) == ranks
+    assert all(0.75 < row["predicted_bytes"] / row["peak_bytes"] < 1.4 for row in found["memory"])
+    assert found["warnings"] == []
     assert [copy["folded"]["tp"]["proved"] for copy in found["copies"]] == folded
     with (out := console()).capture() as text:
         out.print(page(proof))
@@ -140,3 +143,18 @@ def test_an_illegal_plan_is_refused_even_if_its_small_copy_is_legal():
     config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 64}, plan={"tp": 6})
     with pytest.raises(MeshwrightError, match=r"MW-PLAN-004: tp=6 does not divide 64 attention heads"):
         prove(config)
+
+
+@pytest.mark.parametrize(("ratio", "warns"), [(0.4, True), (0.6, False), (1.9, False), (2.1, True), (116.0, True)])
+def test_a_memory_far_from_its_prediction_is_a_warning(ratio, warns):
+    from types import SimpleNamespace
+
+    from meshwright.proof.records import Trace
+    from meshwright.proof.result import CopyProof
+    from meshwright.training.records import Observed
+
+    traces = [Trace(0, "fp32", observed=Observed(peak_bytes=1000), predicted_bytes=1000.0)]
+    traces.append(Trace(1, "fp32", observed=Observed(peak_bytes=1000), predicted_bytes=1000.0 * ratio))
+    found = CopyProof(SimpleNamespace(plan=Plan(tp=2)), 1, [], traces).warnings
+    assert [warning.code for warning in found] == ["MW-VERIFY-002"] * warns
+    assert all("rank 1" in str(warning) and f"{ratio:.3g} times" in str(warning) for warning in found)

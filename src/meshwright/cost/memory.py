@@ -43,7 +43,9 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     out = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
-    if b.units:  # ZeRO-1 and 2 update shards and gather them into other memory; where they have a master, it is the shard
+    if (
+        b.units
+    ):  # ZeRO-1 and 2 update shards and gather them into other memory; where they have a master, it is the shard
         master = np.where((b.zero >= 1) & (b.zero < 3), np.maximum(master, b.param_bytes), master)
     # If the matrix product does not accumulate into the gradient buffer, its 16-bit result needs a second buffer.
     unfused = (
@@ -95,7 +97,9 @@ def kept_activations(program: StepProgram, held: StageBlocks) -> Array:
         for block, saving in program.recompute_savings.items():
             one = one + (held.counts[block] - held.recomputed[block]) * saving
     gradients = 0.0
-    if b.stack.torch_pipeline and present(b.splits):  # the first half recomputes layers, and the second half needs their tensors again
+    if b.stack.torch_pipeline and present(
+        b.splits
+    ):  # the first half recomputes layers, and the second half needs their tensors again
         gradients = sum(
             held.counts[block] * (bytes_ + np.where(b.reruns_layers, program.recompute_savings.get(block, 0.0), 0.0))
             for block, bytes_ in program.output_gradients.items()
@@ -153,13 +157,36 @@ def layer_moment(program: StepProgram) -> Moment:
     return Moment(np.where(b.reruns_layers, program.transient, 0.0), flow)
 
 
+def reduction_moments(program: StepProgram, held: StageBlocks) -> list[Moment]:
+    """What reductions of ZeRO units need, where each micro-batch is reduced: at the end of a layer the gradients of the unit and the copy that is
+    sent, and in the next layer still that copy. The tensors that the reduced layer saved are freed by then."""
+    b = program.batch
+    on = (b.zero >= 2) & b.reduce_each & (b.size("shard_cp") > 1)
+    unit = _largest(program, held, {block: groups["dense"].held for block, groups in program.loads.items()}) * b.wrap
+    freed = kept_activations(program, held) / np.maximum(sum(held.counts[kind] for kind in b.model.kinds), 1.0)
+    layer, flow = layer_moment(program), 2 * b.tokens * b.model.hidden * program.element
+    moments = [
+        Moment(-freed, flow + unit * (b.param_bytes + b.comm_bytes)),
+        Moment(layer.saved - freed, layer.working + unit * b.comm_bytes),
+    ]
+    return [Moment(np.where(on, m.saved, 0.0), np.where(on, m.working, 0.0)) for m in moments]
+
+
+def _largest(program: StepProgram, held: StageBlocks, sizes: dict[str, Array]) -> Array:
+    """The largest of some sizes by block, among the blocks of a rank."""
+    here = (np.minimum(held.counts[block], 1.0) * size for block, size in sizes.items())
+    return np.maximum.reduce([program.batch.full(size) for size in here])
+
+
 def temporary_memory(program: StepProgram, held: StageBlocks) -> tuple[Array, Array]:
     """Bytes that only a part of backward needs, as saved tensors and as working memory: the larger of the loss and of one layer."""
     b = program.batch
     if b.model.kind == "counts":
         layer = np.where(b.reruns_layers, program.transient, 0.0)
         return loss_moment(program, held).saved + layer, np.zeros(b.n)
-    found = fullest([layer_moment(program), loss_moment(program, held)])
+    moments = [layer_moment(program), loss_moment(program, held)]
+    moments += reduction_moments(program, held) if b.stack.gradient_views and present(b.zero >= 2) else []
+    found = fullest(moments)
     return found.saved, found.working
 
 
@@ -201,7 +228,9 @@ def _loss_bytes(program: StepProgram) -> Array:
     if b.stack.logits_chunk:  # a chunk of logits, and the gradient of the projection that is summed over chunks in fp32
         chunk, summed = b.stack.logits_chunk, 4.0 * m.padded_vocab * m.hidden
         in_chunks = np.minimum(logits * e, chunk) + np.where(logits * e > chunk, summed, 0.0)
-        if not b.stack.asynchronous:  # no kernel replaces logits by their gradient: in single precision, besides the gradient of the input
+        if (
+            not b.stack.asynchronous
+        ):  # no kernel replaces logits by their gradient: in single precision, besides the gradient of the input
             wide = max(e, 4.0) + (4.0 if e < 4 else 0.0)
             in_chunks = in_chunks + np.minimum(logits * wide, chunk * wide / e) + b.tokens * m.hidden * e
         loss = np.where(b.fuses_loss, in_chunks, loss)
@@ -257,17 +286,21 @@ def gathered_memory(program: StepProgram, held: StageBlocks) -> Array:
     if not present(b.zero == 3):
         return np.zeros(b.n)
 
-    def largest_unit(sizes: dict[str, Array]) -> Array:
-        here = (np.minimum(held.counts[block], 1.0) * size for block, size in sizes.items())
-        return np.maximum.reduce([b.full(size) for size in here])
-
-    largest, copies = largest_unit(program.gathered), np.where(b.prefetch, 2.0, 1.0)
-    grads = largest_unit(program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes)
+    largest, copies = _largest(program, held, program.gathered), np.where(b.prefetch, 2.0, 1.0)
+    # Where each micro-batch leaves unsharded gradients, those of a unit are among them; `reduction_moments` have them otherwise.
+    grads = _largest(program, held, program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes) * b.reduce_each
+    grads = 0.0 * grads if b.stack.gradient_views else grads
     whole = sum(np.where(sharded(b, g), n, 0.0) for g, n in elements(program, held).items()) * b.param_bytes
     for block, groups in program.loads.items() if b.gathers_fp8 else ():
         for group, load in groups.items():  # bytes that fp8 saves
             whole = whole - held.counts[block] * (load.held * b.param_bytes - gathered_weights(b, group, load))
-    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(copies * largest, whole), whole) + grads, 0.0)
+    units = copies * largest
+    if (
+        b.stack.gradient_views and b.model.tied
+    ):  # the ends of the model are one unit, which stays gathered in the whole backward
+        both = held.counts["embedding"] * held.counts["head"] * program.gathered["embedding"]
+        units = units + np.where(both < largest, both, 0.0)
+    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(units, whole), whole) + grads, 0.0)
 
 
 def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:

@@ -179,10 +179,10 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
             add(s.part, size * np.where(kept_core, 1.0, 0.0) if s.name in CORE else size)
     for linear in block.linears:
         if linear.saves_input:
-            copies = b.tp / b.model.router.travelling
-            split = (
-                copies if linear.style.startswith("experts") else row_split if linear.style == "row" else b.seq_split
-            )
+            # Ranks that split an expert have all of its tokens, and a part of its width.
+            travelling = b.model.router.travelling
+            splits_of = {"experts": b.tp / b.etp / travelling, "experts-row": b.tp / travelling, "row": row_split}
+            split = splits_of.get(linear.style, b.seq_split)
             add(linear.part, b.tokens * linear.uses * linear.d_in * kept_bytes(b, linear, element) / split)
     if drops := attention_dropout.computed_masks(b, block.kind):
         add("norm", b.tokens / b.seq_split * attention_dropout.TOKEN_BYTES * drops)

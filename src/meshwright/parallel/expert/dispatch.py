@@ -146,7 +146,8 @@ class ExpertDispatch:
         return torch.cat(indices)[torch.cat(kinds).argsort(stable=True)]
 
     def combine(self, outputs: torch.Tensor) -> torch.Tensor:
-        rows = outputs.new_zeros(self.total, outputs.shape[1]).index_copy(0, self.order, outputs)
+        # Its backward needs the order only; that of `index_copy` would keep the outputs too.
+        rows = outputs.new_zeros(self.total, outputs.shape[1]).index_put((self.order,), outputs)
         if self.placement.etp is not None:
             rows = exchange.scatter_out(rows, self.placement.etp, 0)[: self.received]
         if self.transfers is not None:
