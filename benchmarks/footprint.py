@@ -2,9 +2,9 @@
 
     python benchmarks/footprint.py [WORD …]        plans whose title has all of the words; default: all with at most four ranks
 
-Every strategy, schedule, legal pair and triple of `tests/proof/layouts.py` trains two steps of a model of the demo's size on CPU processes. The second
-one is observed: bytes of live tensors, and the collectives with the sizes of their groups. Both are of the fullest rank, as in the report of `train`.
-Nothing is fitted: the stack is `gloo-cpu`, and the prediction reads neither run.
+Every strategy, schedule, legal pair and triple of `tests/proof/layouts.py` trains two steps of a model of the demo's size on CPU processes.
+The second one is observed: bytes of live tensors, and bytes sent in the group of each collective. Both are of the fullest rank, as in the report
+of `train`. Nothing is fitted: the stack is `gloo-cpu`, and the prediction does not read the run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FP32 = {"param_dtype": "fp32", "master": False}
 AIM = 0.10
 
 
-def plans(words: list[str]) -> list[Config]:
-    """The layouts of the parity matrix on the demo's model; a layout that this model cannot have is left out."""
+def plans(words: list[str]) -> dict[str, Config]:
+    """The layouts of the parity matrix on the demo's model, by title; a layout that this model cannot have is left out."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "proof"))
     import layouts
 
@@ -50,7 +50,7 @@ def plans(words: list[str]) -> list[Config]:
         title = f"{'experts' if demo is EXPERTS else 'dense'} · {title}"
         if 1 < config.plan.world <= RANKS and all(word in title for word in words):
             out[title] = config
-    return [config for _, config in sorted(out.items())], sorted(out)  # type: ignore[return-value]
+    return dict(sorted(out.items()))
 
 
 def measure(context: Any, configs: list[Config]) -> list[tuple[int, int, dict[str, float], float | None]]:
@@ -77,38 +77,35 @@ def measure(context: Any, configs: list[Config]) -> list[tuple[int, int, dict[st
     return out
 
 
+def traffic(predicted: dict[str, float], measured: dict[str, float]) -> str:
+    """Predicted and measured kB of each axis, with the error."""
+    sizes = [(axis, predicted.get(axis, 0.0), measured.get(axis, 0.0)) for axis in sorted({*predicted, *measured})]
+    return ", ".join(
+        f"{axis} {p / 1e3:.4g}/{m / 1e3:.4g} kB" + (f" ({p / m - 1:+.1%})" if p and m else "") for axis, p, m in sizes
+    )
+
+
 def main(words: list[str]) -> None:
     from meshwright.training.measure.measurement import predicted
 
-    configs, titles = plans(words)  # type: ignore[misc]
-    errors = []
-    print(f"{'plan':<74}{'predicted':>11}{'measured':>11}{'error':>7}   traffic")
+    configs, errors = plans(words), []
+    print(f"{'plan':<74}{'predicted':>11}{'measured':>11}{'error':>7}   traffic, predicted/measured")
     for world in range(2, RANKS + 1):
-        same = [(c, t) for c, t in zip(configs, titles, strict=True) if c.plan.world == world]
+        same = [title for title, config in configs.items() if config.plan.world == world]
         for start in range(0, len(same), TOGETHER):
-            some = same[start : start + TOGETHER]
-            by_rank = local.run("footprint:measure", world, [config for config, _ in some])
-            for i, (config, title) in enumerate(some):
-                ranks = [rank[i] for rank in by_rank]
-                found = predicted(config)
-                memory = max(found.tensors_gib) * 2**30
-                peak = max(rank[1] for rank in ranks)
+            titles = same[start : start + TOGETHER]
+            by_rank = local.run("footprint:measure", world, [configs[title] for title in titles])
+            for title, *ranks in zip(titles, *by_rank, strict=True):
+                result = predicted(configs[title])
+                memory, peak = max(result.tensors_gib) * 2**30, max(peak for _, peak, _, _ in ranks)
+                axes = {axis for _, _, sent, _ in ranks for axis in sent}
+                sent = {axis: max(sent.get(axis, 0.0) for _, _, sent, _ in ranks) for axis in axes}
                 errors.append(memory / peak - 1)
-                axes = sorted({axis for rank in ranks for axis in rank[2]} | set(found.traffic_bytes))
-                sent = {axis: max(rank[2].get(axis, 0.0) for rank in ranks) for axis in axes}
-                traffic = [
-                    f"{axis} {found.traffic_bytes.get(axis, 0.0) / 1e3:.4g}/{size / 1e3:.4g} kB"
-                    + (f" ({found.traffic_bytes.get(axis, 0.0) / size - 1:+.1%})" if size else "")
-                    for axis, size in sent.items()
-                ]
-                print(
-                    f"{title[:73]:<74}{memory / 2**20:7.3f} MiB{peak / 2**20:7.3f} MiB{errors[-1]:+7.1%}   {', '.join(traffic)}"
-                )
-                sys.stdout.flush()
-    within = sum(abs(error) <= AIM for error in errors)
-    print(
-        f"{len(errors)} plans: {within} within {AIM:.0%} of the measured memory, median {statistics.median(map(abs, errors)):.1%}, largest {max(errors, key=abs):+.0%}"
-    )
+                sizes = f"{memory / 2**20:7.3f} MiB{peak / 2**20:7.3f} MiB{errors[-1]:+7.1%}"
+                print(f"{title[:73]:<74}{sizes}   {traffic(result.traffic_bytes, sent)}", flush=True)
+    within, middle = sum(abs(error) <= AIM for error in errors), statistics.median(map(abs, errors))
+    summary = f"median {middle:.1%}, largest {max(errors, key=abs):+.0%}"
+    print(f"{len(errors)} plans: {within} within {AIM:.0%} of the measured memory, {summary}")
 
 
 if __name__ == "__main__":

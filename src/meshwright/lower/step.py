@@ -50,7 +50,8 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         for phase, ops in makers.get(kind, layer)(low).items():
             program.blocks[kind, phase] = ops
         program.saved[kind] = footprint.saved(batch, block, element)
-        program.output_gradients[kind] = footprint.output_gradients(batch, block, element)
+        if batch.stack.torch_pipeline and present(batch.splits):
+            program.output_gradients[kind] = footprint.output_gradients(batch, block, element)
         if kind in model.kinds and present(batch.reruns_layers):
             whole = sum(footprint.saved(batch, block, element, recompute=False).values())
             program.transient = np.maximum(program.transient, whole)
