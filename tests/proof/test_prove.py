@@ -156,5 +156,5 @@ def test_a_memory_far_from_its_prediction_is_a_warning(ratio, warns):
     traces = [Trace(0, "fp32", observed=Observed(peak_bytes=1000), predicted_bytes=1000.0)]
     traces.append(Trace(1, "fp32", observed=Observed(peak_bytes=1000), predicted_bytes=1000.0 * ratio))
     found = CopyProof(SimpleNamespace(plan=Plan(tp=2)), 1, [], traces).warnings
-    assert [warning.code for warning in found] == ["MW-VERIFY-002"] * warns
+    assert [warning.code for warning in found] == ["MW-VERIFY-007"] * warns
     assert all("rank 1" in str(warning) and f"{ratio:.3g} times" in str(warning) for warning in found)
