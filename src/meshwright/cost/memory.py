@@ -287,9 +287,8 @@ def gathered_memory(program: StepProgram, held: StageBlocks) -> Array:
         return np.zeros(b.n)
 
     largest, copies = _largest(program, held, program.gathered), np.where(b.prefetch, 2.0, 1.0)
-    # Where each micro-batch leaves unsharded gradients, those of a unit are among them; `reduction_moments` have them otherwise.
-    grads = _largest(program, held, program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes) * b.reduce_each
-    grads = 0.0 * grads if b.stack.gradient_views else grads
+    grads = _largest(program, held, program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes)
+    grads = 0.0 if b.stack.gradient_views else grads  # `reduction_moments` have them
     whole = sum(np.where(sharded(b, g), n, 0.0) for g, n in elements(program, held).items()) * b.param_bytes
     for block, groups in program.loads.items() if b.gathers_fp8 else ():
         for group, load in groups.items():  # bytes that fp8 saves

@@ -249,10 +249,10 @@ def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> 
                 add(rank, op, np.abs(h.counts["embedding"] - h.counts["head"]))
             elif op.axis and (op.part != "optimizer" or op.name == EXCHANGE):
                 add(rank, op, 1.0)
-    out = {}
+    out: dict[tuple[str, str], Array] = {}
     for axis in dict.fromkeys(axis for axis, _ in by_rank[0]):
         groups = [key for key in by_rank[0] if key[0] == axis]
         sizes = {key: np.stack([b.full(of_rank[key]) for of_rank in by_rank]) for key in groups}
-        busiest = sum(sizes.values()).argmax(axis=0)
+        busiest = np.sum(list(sizes.values()), axis=0).argmax(axis=0)
         out |= {key: np.take_along_axis(size, busiest[None], axis=0)[0] for key, size in sizes.items()}
     return out

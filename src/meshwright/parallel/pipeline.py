@@ -199,7 +199,8 @@ class Pipeline:
         """The buffers that torch keeps from the first step on: one for each message that a step receives."""
         tables = (table for stage in self.stages for table in (stage.args_recv_info, stage.grad_recv_info))
         infos = (info for table in tables for of_message in table.values() for info in of_message)
-        return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+        buffers = (getattr(info, "buffer", None) for info in infos)  # none where an argument is the input of the model
+        return [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)]
 
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor | None:
