@@ -240,7 +240,9 @@ class Batch:
         orders = [p.order or stack.order for p in plans]
         fields["order"] = np.array([ORDERS.index(tuple(o)) for o in orders])
         overlaps = [p.overlap for p in plans]
-        fields |= overlap_fields(overlaps, np.arange(len(plans)), stack, fields["sp"], fields["zero"], fields["cp_kind"])
+        fields |= overlap_fields(
+            overlaps, np.arange(len(plans)), stack, fields["sp"], fields["zero"], fields["cp_kind"]
+        )
         fields["prefetches_backward"] = np.array([p.prefetch is True for p in plans])
         fields["layers_per_stage"] = tuple(p.layers_per_stage for p in plans)
         wraps = [(p.wrap, p.wrap != 1 and model.kind != "counts" and max(p.stage_layers(model.layers))) for p in plans]

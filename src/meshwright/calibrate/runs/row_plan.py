@@ -137,7 +137,9 @@ def _sharding(c: Case, d: Degrees) -> dict[str, Any]:
     if stack.name == "composer-fsdp":
         fields |= {"param_dtype": "bf16", "grad_dtype": "bf16" if pure else "fp32", "comm_dtype": "bf16"}
     if zero == 3:  # ZeRO-3 prefetches its all-gathers even if the stack has no other overlap
-        fields["overlap"] = tuple(dict.fromkeys(("dp", *stack.overlapped_axes(None, "ring" if d.cp > 1 else ""))))
+        fields["overlap"] = tuple(
+            dict.fromkeys(("dp", *stack.overlap, *(("cp",) if d.cp > 1 and stack.overlap else ())))
+        )
     return fields
 
 
