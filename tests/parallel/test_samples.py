@@ -100,6 +100,25 @@ class Unused(Stack):
         return self.out(self.frozen(self.enter(x)).relu() + shift)
 
 
+class Sharing(nn.Module):
+    """Both pipeline stages use one module and one parameter of the root, and `enter` runs before and after the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.scale, shared = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Parameter(torch.ones(WIDTH)),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared, nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        hidden = self.enter(x * self.scale)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.enter(hidden) * self.scale + x
+
+
 class Images(nn.Module):
     def __init__(self):
         super().__init__()
@@ -235,6 +254,7 @@ EXACT = {
     "a number, ZeRO-1": (lambda: Stack(Number()), {"shard": 2, "zero": 1, "microbatch": 1}, {}),
     "unused": (Unused, {"replicate": 2, "microbatch": 2}, {}),
     "unused, ZeRO-3": (Unused, {"shard": 2, "zero": 3}, {}),
+    "a pipeline whose stages share a module and a parameter": (Sharing, {"pp": 2, "microbatch": 2}, {"example": 2, "layers": "layers"}),
     "two tensors in a region": (lambda: Cross(False), {"tp": 2}, {"table": REGION, "example": ROWS}),
     "two tensors by name": (lambda: Cross(True), {"tp": 2, "recompute": "full"}, {"table": REGION}),
 }  # fmt: skip
