@@ -210,6 +210,7 @@ def train(
     start_from: str | Path = "",
     save_every: int | None = None,
     resume: str | Path | None = None,
+    from_scratch: bool = False,
     device: str = "auto",
     backend: str = "auto",
     share_device: bool = False,
@@ -227,22 +228,26 @@ def train(
 
     `steps`, `seed`, `learning_rate` and `save_every` replace those of the run file; `start_from` is a Transformers folder with the
     initial weights. `out` is the run folder (default: nothing is written); `resume` is the folder of a run to continue, by default with
-    its plan. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. With `share_device` several ranks use one GPU,
-    for tests. `shrink` trains the small copy of the plan that `verify` uses; `allow_differences` as for `verify`; `listen` is called with
-    the record of every finished step.
-    A run on CPU processes is predicted from a calibration of this machine, measured in seconds and cached (`calibrate`);
-    `recalibrate` measures again; `announce` is called with what a calibration is doing.
+    its plan; it raises if none of its checkpoints can be used, unless `from_scratch` begins it again at step 0, with its checkpoints and rows kept
+    under other names. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. With `share_device` several ranks use one GPU,
+    for tests. `shrink` trains the small copy of the plan that `verify` uses; `allow_differences` as for `verify`;
+    `listen` is called with the record of every finished step.
+    A run on CPU processes is predicted from a calibration of this machine, measured in seconds and cached (`calibrate`); if it cannot be
+    measured, the run is predicted without it and its prediction says so. `recalibrate` measures again; `announce` is called with what a
+    calibration is doing.
     """
     import os
+    from contextlib import nullcontext
 
     require_torch("`train`")
-    from meshwright.training.folder import check_unused
+    from meshwright.training.folder import check_unused, claimed
     from meshwright.training.launch.placement import placement
     from meshwright.training.machine import resolve_backend, resolve_device, shared_device
     from meshwright.training.measure import calibration
-    from meshwright.training.run import check, plan_of_run, run_training
+    from meshwright.training.run import check, check_resume, plan_of_run, run_training
 
     device = shared_device(device, share_device)
+    check_resume(Path(resume) if resume is not None else None, from_scratch)
     if resume is not None:
         source, out = source or plan_of_run(Path(resume)), resume
     options = [
@@ -258,23 +263,27 @@ def train(
     folder = Path(out) if out is not None else None
     started_here = placement(os.environ) is None
     on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu"
-    machine = None
-    if calibrate and on_cpu and calibration.is_for_this_machine(config):
-        check(config, steps, folder)
-        if folder is not None and resume is None:
-            check_unused(folder)
-        machine = calibration.measurement_for(config.plan, resolve_backend(backend, "cpu"), recalibrate, announce)
-    return run_training(
-        config,
-        steps,
-        seed=seed,
-        device=device,
-        backend=backend,
-        folder=folder,
-        listen=listen,
-        machine=machine,
-        resume=resume is not None,
-    )
+    machine, uncalibrated = None, ""
+    with claimed(folder) if started_here and folder is not None else nullcontext():
+        if calibrate and on_cpu and calibration.is_for_this_machine(config):
+            check(config, steps, folder)
+            if folder is not None and resume is None:
+                check_unused(folder)
+            backend = resolve_backend(backend, "cpu")
+            machine, uncalibrated = calibration.measured_or_reason(config.plan, backend, recalibrate, announce)
+        return run_training(
+            config,
+            steps,
+            seed=seed,
+            device=device,
+            backend=backend,
+            folder=folder,
+            listen=listen,
+            machine=machine,
+            uncalibrated=uncalibrated,
+            resume=resume is not None,
+            from_scratch=from_scratch,
+        )
 
 
 def parallelize(

@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 SHOWN = 24  # values in a message
+IO_ERROR = 74  # exit code: the disk is full, or a file on it cannot be read
 
 
 class MeshwrightError(ValueError):

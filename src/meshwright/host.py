@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import shutil
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 
 
@@ -19,6 +24,27 @@ def usable_cores() -> float:
 def usable_processes() -> int:
     """The number of processes that can compute at the same time: `usable_cores` rounded down, at least one."""
     return max(1, int(usable_cores()))
+
+
+def end_with_parent(folder: Path | None = None, parent_ended: Callable[[], object] | None = None) -> threading.Thread:
+    """Start a thread that ends this process, made by `multiprocessing`, as soon as its parent has ended, or `parent_ended` returns. It
+    removes the parent's temporary `folder`, because a parent that was killed (SIGKILL) cannot. Works on every system: the parent holds one
+    end of a pipe, which the kernel closes with it."""
+    parent = multiprocessing.parent_process()
+
+    def end() -> None:
+        if parent_ended is not None:
+            parent_ended()
+        elif parent is not None:
+            wait([parent.sentinel])
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        # The destructor of a process group may wait for peers that have ended; the kernel closes its sockets at once.
+        os._exit(0)
+
+    thread = threading.Thread(target=end, name="meshwright-parent", daemon=True)
+    thread.start()
+    return thread
 
 
 def process_start(pid: int) -> int:

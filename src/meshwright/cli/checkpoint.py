@@ -24,19 +24,19 @@ def list_command(source: Source, json: JsonOption = False) -> None:
     from meshwright.training.checkpoint.page import page, summary
     from meshwright.view.tables import show, show_json
 
-    rows = [summary(path) for path in checkpoints_in(source)]
+    rows = [summary(path) for path in checkpoints_in(source, incomplete=True)]
     show_json(rows) if json else show(page(rows))
 
 
 @command.command("verify")
 def verify_command(source: Source, json: JsonOption = False) -> None:
-    """Read all files of checkpoints and compare their hashes with the manifest. Exit code 1 if one is damaged."""
+    """Read all files of checkpoints and compare their hashes with the manifest. Exit code 1 if one is damaged, incomplete or cannot be read."""
     from meshwright.cli.output import patient
     from meshwright.training.checkpoint.folder import checkpoints_in
     from meshwright.training.checkpoint.page import page, summary
     from meshwright.view.tables import show, show_json
 
-    paths = checkpoints_in(source)
+    paths = checkpoints_in(source, incomplete=True)
     total = sum(file.stat().st_size for path in paths for file in path.iterdir() if file.is_file())
     done = 0
     with patient("verifying") as set_share:
@@ -59,9 +59,10 @@ def prune_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Delete all checkpoints of a run but the newest; the newest one is never deleted."""
+    """Delete all checkpoints of a run but the newest. The newest one is read first: nothing is deleted if it is damaged."""
     from meshwright.errors import MeshwrightError
     from meshwright.training.checkpoint.folder import checkpoints_in, prune
+    from meshwright.training.checkpoint.manifest import check_files, read_manifest
     from meshwright.view.tables import show, show_json
 
     found = checkpoints_in(source)
@@ -69,6 +70,7 @@ def prune_command(
         raise MeshwrightError(
             "MW-CKPT-001", f"'{source}' is one checkpoint", why="prune needs a run folder or a folder of checkpoints"
         )
+    check_files(found[-1], read_manifest(found[-1]))
     doomed = found[:-keep] if dry_run else prune(found[0].parent, keep)
     if json:
         show_json({"deleted": [str(path) for path in doomed], "dry_run": dry_run})
@@ -155,13 +157,7 @@ def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None
 
 
 def named_model(name: str) -> Model | None:
-    """The model of a run file, a config.json or the catalog."""
-    from meshwright.describe.config import Config
+    """The model of a run file, a config.json or the catalog. A checkpoint needs no cluster and no plan."""
+    from meshwright.describe.config import load_model
 
-    if not name:
-        return None
-    if name.endswith(".toml"):
-        from meshwright import api
-
-        return api.load(name).model
-    return Config.from_parts(model=name).model
+    return load_model(name) if name else None

@@ -17,6 +17,7 @@ from meshwright.cli.train_options import (
     CalibrateOption,
     DeviceOption,
     DryRunOption,
+    FromScratchOption,
     LearningRateOption,
     OutOption,
     PlanArgument,
@@ -50,6 +51,7 @@ def command(
     out: OutOption = None,
     save_every: SaveEveryOption = None,
     resume: ResumeOption = None,
+    from_scratch: FromScratchOption = False,
     profile: ProfileOption = None,
     dry_run: DryRunOption = False,
     trace: TraceOption = None,
@@ -79,7 +81,7 @@ def command(
     device = shared_device(device, share_device)
     place = placement(os.environ)
     reports = place is None or place.rank == 0  # the other ranks of a launcher print nothing
-    plan = plan_to_train(plan, out, resume)
+    plan = plan_to_train(plan, out, resume, from_scratch)
     options = api.run_settings(steps, seed, learning_rate, save_every, start_from or "", profile)
     options += api.difference_settings(allow_differences)
     config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=[*settings, *options])
@@ -97,6 +99,7 @@ def command(
         api.train,
         config,
         resume=resume,
+        from_scratch=from_scratch,
         device=device,
         backend=backend,
         out=folder,
@@ -109,10 +112,11 @@ def command(
         run()
 
 
-def plan_to_train(plan: Path | None, out: Path | None, resume: Path | None) -> Path:
+def plan_to_train(plan: Path | None, out: Path | None, resume: Path | None, from_scratch: bool) -> Path:
     """The plan file: the given one, or that of the run to resume."""
-    from meshwright.training.run import plan_of_run
+    from meshwright.training.run import check_resume, plan_of_run
 
+    check_resume(resume, from_scratch)
     plan = plan or (plan_of_run(resume) if resume is not None else None)
     if plan is None:
         raise MeshwrightError(

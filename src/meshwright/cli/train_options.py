@@ -55,6 +55,13 @@ ResumeOption = Annotated[
         "--resume", help="Continue the run in this folder, from its last good checkpoint, until it has done --steps."
     ),
 ]
+FromScratchOption = Annotated[
+    bool,
+    typer.Option(
+        "--from-scratch",
+        help="With --resume: begin again at step 0. Checkpoints and rows of the run are kept under names that begin with unused-.",
+    ),
+]
 ProfileOption = Annotated[
     int | None,
     typer.Option(

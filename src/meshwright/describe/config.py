@@ -224,6 +224,21 @@ def load_plan(source: str | Path | dict[str, Any], overrides: Iterable[str] = ()
     return Plan(**draft.resolved("plan"))
 
 
+def load_model(name: str | Path) -> Model:
+    """The model of a catalog name, of a Hugging Face config.json or its folder, or of a run file, whose other sections need not be there."""
+    draft = Draft()
+    if str(name).endswith(".toml"):
+        draft.merge_file(Path(name))
+        draft.model_from_start()
+    else:
+        draft.merge("model", str(name), "given", HERE)
+    if "model" not in draft.tables:
+        raise MeshwrightError(
+            "MW-CONF-002", f"'{name}' has no [model]", why="There is no model to read", fix='model = "llama3-8b"'
+        )
+    return Model(**draft.resolved("model"))
+
+
 def load_cluster(name: str | Path) -> Cluster:
     """The cluster of a catalog name or of a TOML file with a [cluster]."""
     draft = Draft()

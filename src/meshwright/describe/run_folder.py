@@ -1,6 +1,7 @@
 """The files of a run folder: their names, and how they are read. `training.folder` writes them.
 
     plan.toml  prediction.json   before the first step: the resolved run file, and what the cost model expects
+    present.toml                 the plan of the present number of ranks, while it is not the one of plan.toml
     run.json                     versions, git state, command line, hosts, seed, planned steps, and the attempts of the run
     steps.jsonl                  a line for each step, appended when the step ends (`STEP_KEYS`, and router_… of models with experts)
     events.jsonl                 a line for each event: time, step, kind (docs/runs.md), text, and what else the kind has
@@ -31,8 +32,9 @@ from typing import Any, NamedTuple
 
 from meshwright.errors import MeshwrightError
 
-PLAN, PREDICTION, RUN, STEPS, EVENTS, LOCK = (
+PLAN, PRESENT, PREDICTION, RUN, STEPS, EVENTS, LOCK = (
     "plan.toml",
+    "present.toml",
     "prediction.json",
     "run.json",
     "steps.jsonl",
@@ -89,6 +91,11 @@ def finite(value: Any) -> Any:
 
 def is_run(folder: Path) -> bool:
     return is_inside(folder / PLAN, folder) and is_inside(folder / PREDICTION, folder)
+
+
+def present_plan(folder: Path) -> Path:
+    """The file of the plan that a run uses, or used last: after a resize another one than the user's, which stays in `plan.toml`."""
+    return folder / PRESENT if is_inside(folder / PRESENT, folder) else folder / PLAN
 
 
 def is_inside(file: Path, folder: Path) -> bool:

@@ -9,10 +9,11 @@
 A row is one write to a file opened for appending: a crash leaves whole rows and at most one unfinished line at the end, which the
 next attempt removes. An attempt that resumes at a step first removes the rows of that step and of all later ones, so `steps.jsonl` has
 each step once. Rows reach the disk at the next `sync`, which every checkpoint calls: a host that loses power loses no row
-of a step that its checkpoint contains.
+of a step that its checkpoint contains. On a full disk rows and results wait in memory until there is room; `close` says what was not written.
 
-The folder is locked while a run writes to it. A second run in the same folder is refused, and so is a new run in a folder that
-already has steps: nothing is overwritten.
+The folder is locked while a run writes to it, and the process that starts local ranks locks it from its first moment (`claimed`). A second
+run in the same folder is refused, and so is a new run in a folder that already has steps: nothing is overwritten. The kernel frees the locks of
+a killed process. They are `flock` locks: NFS servers since version 4 share them between hosts, some other network disks do not.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from meshwright.describe.run_folder import (
     OLD_STEPS,
     PLAN,
     PREDICTION,
+    PRESENT,
     RESULTS,
     RUN,
     STEPS,
@@ -50,16 +52,21 @@ from meshwright.describe.run_folder import (
     lock_of,
     parsed,
     read_about,
+    read_events,
+    read_steps,
 )
-from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.errors import IO_ERROR, MeshwrightError, cannot_write, listed
+from meshwright.training.checkpoint.folder import UNUSED, set_aside
 from meshwright.training.hooks import Hook
 from meshwright.training.records import StepRecord
+from meshwright.units import counted
 from meshwright.version import installed_versions
 
 # Their versions are noted, if installed
 PACKAGES = ("meshwright", "torch", "numpy", "safetensors", "tokenizers", "transformers")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, or for this user, or in this file
 MOST_WAITING = 100_000  # lines
+FROM_SCRATCH = "from-scratch"  # the kind of the event
 LOCK_S = 1.0  # a reader that asks whether a run is running holds the lock for a moment
 
 
@@ -86,6 +93,10 @@ class RunFolder:
         self.path = path
         self.files: dict[str, int] = {}  # name → descriptor, opened for appending
         self.waiting: dict[str, list[bytes]] = {}  # lines that a full disk did not take yet
+        self.unwritten: dict[str, str] = {}  # files that it did not take, with their content
+        self.lost: list[str] = []  # what was still not written when the folder was closed
+        self.plans: tuple[Config, Prediction] | None = None  # those that the next attempt writes
+        self.asked: Config | None = None  # the user's configuration, of a run that was resized
         self.appending = threading.Lock()
         self.about: dict[str, Any] = {}
         try:
@@ -96,11 +107,14 @@ class RunFolder:
         self._take_lock()
 
     @classmethod
-    def create(cls, path: Path, config: Config, prediction: Prediction, **about: Any) -> RunFolder:
+    def create(
+        cls, path: Path, config: Config, prediction: Prediction, aim: Config | None = None, **about: Any
+    ) -> RunFolder:
         """A new run. `about` goes to run.json: `steps` and `seed`, `device`, `backend`, `agents`."""
         check_unused(path)
         folder = cls(path)
         with folder._closed_on_error():
+            folder.asked = aim
             folder._write_plan(config, prediction)
             if config.run.start_from:
                 from meshwright.training.start import copy_companions
@@ -108,16 +122,22 @@ class RunFolder:
                 copy_companions(config, path)
             folder.about = {"version": VERSION, **environment(), **about, "attempts": []}
             folder._write_about()
-            folder._open(STEPS)
+            try:
+                folder._open(STEPS)
+            except OSError as error:
+                raise cannot_write(path / STEPS, error) from error
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, config: Config, prediction: Prediction, **about: Any) -> RunFolder:
-        """A run that continues: after a restart, or with `--resume`. Its measurement and other results are overwritten."""
+    def reopen(
+        cls, path: Path, config: Config, prediction: Prediction, aim: Config | None = None, **about: Any
+    ) -> RunFolder:
+        """A run that continues: after a restart, or with `--resume`. Nothing is written before `begin_attempt`, which overwrites its
+        measurement and other results: a resume that is refused changes nothing. `aim`: the user's plan, if `config` has another one."""
         folder = cls(path)
         with folder._closed_on_error():
             before = read_about(path)
-            folder._write_plan(config, prediction)
+            folder.plans, folder.asked = (config, prediction), aim
             fresh = environment()
             lists = {"hosts": fresh["hosts"], "agents": about.pop("agents", [])}
             lists = {name: list(dict.fromkeys([*before.get(name, ()), *new])) for name, new in lists.items()}
@@ -129,23 +149,43 @@ class RunFolder:
                 **lists,
             }
             folder.about |= {"version": VERSION, "attempts": list(before.get("attempts", ()))}
-            folder._write_about()
         return folder
+
+    @property
+    def aim(self) -> str:
+        """The plan that the user asked for, in one line; empty if the run has it."""
+        return self.asked.plan.title() if self.asked is not None else ""
+
+    def begin_from_scratch(self) -> None:
+        """Set the rows of a run aside that begins again at step 0."""
+        if (self.path / STEPS).is_file():
+            set_aside(self.path / STEPS, UNUSED)
+        text = f"begins again at step 0: earlier checkpoints and rows are kept under names that begin with {UNUSED}"
+        self.event(FROM_SCRATCH, 0, text)
 
     def begin_attempt(
         self, *, world: int, plan: str, first_step: int = 0, cause: str = "", failed_at: float = 0.0
     ) -> int:
         """Note that ranks begin to train at `first_step`, and return the number of this attempt. `cause`: why the attempt before
         ended, if it could not note it before its process died; `failed_at`: when that was noticed."""
+        if self.plans is not None:
+            self._write_plan(*self.plans)
+            self.plans = None
         now, attempts = time.time(), self.about["attempts"]
         if attempts and attempts[-1]["ended"] is None:
             attempts[-1] |= {"ended": now, "cause": cause or "the process that wrote the run folder died"}
         fields = {"start": now, "world": world, "plan": plan, "resumed_from": first_step or None}
         attempts.append({**fields, "ended": None, "cause": None})
-        remove_rows(self.path / STEPS, first_step)
+        rows = remove_rows(self.path / STEPS, first_step)
         self._write_about()
+        if rows < first_step and not (self.path / OLD_STEPS).is_file():
+            self.event(
+                "resumed", first_step, f"{STEPS} has the rows of {rows} of the {first_step} steps before this one"
+            )
         if failed_at:
             self.event("fault", first_step, cause, time=round(failed_at, 3))
+        if self.aim and attempts[-2:-1] and attempts[-2]["plan"] != plan:
+            self.event("resized", first_step, f"{plan} on {world} ranks; asked for: {self.aim}")
         if len(attempts) > 1:
             self.event("restart", first_step, f"attempt {len(attempts)} begins at step {first_step} on {world} ranks")
         return len(attempts) - 1
@@ -176,7 +216,11 @@ class RunFolder:
 
     def save(self, name: str, content: Any, indent: int | None = 2) -> None:
         """Write one of the `RESULTS`."""
-        replace_file(self.path / f"{name}.json", json.dumps(finite(content), indent=indent))
+        self._replace(f"{name}.json", json.dumps(finite(content), indent=indent))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of all steps, also of those that wait for room on the disk."""
+        return [*read_steps(self.path), *(row for line in self.waiting.get(STEPS, ()) for row in parsed(line))]
 
     def sync(self) -> None:
         """Make sure that all rows until now survive a loss of power."""
@@ -184,11 +228,16 @@ class RunFolder:
             os.fsync(descriptor)
 
     def close(self) -> None:
-        """Release the folder; may be called twice."""
+        """Write what waits for room on the disk, and release the folder; may be called twice. `lost` is then what was not written."""
         for name in self.waiting:
             with suppress(OSError):
                 self._write_waiting(name)
+        for name, text in list(self.unwritten.items()):
+            self._replace(name, text)
+        self.lost += [lost_lines(name, lines) for name, lines in self.waiting.items() if lines]
+        self.lost += self.unwritten
         self.waiting.clear()
+        self.unwritten.clear()
         for descriptor in self.files.values():
             os.close(descriptor)
         self.files.clear()
@@ -219,11 +268,18 @@ class RunFolder:
 
     def _open(self, name: str) -> int:
         remove_unfinished_line(self.path / name)
-        try:
-            descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise cannot_write(self.path / name, error) from error
+        descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         return self.files.setdefault(name, descriptor)
+
+    def _replace(self, name: str, text: str) -> None:
+        """Replace a file. On a full disk its content waits in memory until `close`."""
+        try:
+            replace_file(self.path / name, text)
+            self.unwritten.pop(name, None)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise cannot_write(self.path / name, error) from error
+            self.unwritten[name] = text
 
     def _take_lock(self) -> None:
         until = time.monotonic() + LOCK_S
@@ -251,20 +307,64 @@ class RunFolder:
             raise
 
     def _write_plan(self, config: Config, prediction: Prediction) -> None:
-        """Write the resolved run file and its prediction; remove what an earlier attempt measured."""
-        for name in RESULTS:
-            (self.path / f"{name}.json").unlink(missing_ok=True)
-        write_text(self.path / PLAN, config.to_toml())
+        """Write the resolved run file and its prediction; remove what an earlier attempt measured. A run that was resized has its present
+        plan in a file beside the plan that the user asked for: with the ranks of that one it returns to it."""
+        for name in (*(f"{result}.json" for result in RESULTS), PRESENT):
+            (self.path / name).unlink(missing_ok=True)
+        write_text(self.path / PLAN, (self.asked or config).to_toml())
+        if self.asked is not None:
+            write_text(self.path / PRESENT, config.to_toml())
         write_text(self.path / PREDICTION, json.dumps(finite(prediction.as_dict()), indent=2))
 
     def _write_about(self) -> None:
-        replace_file(self.path / RUN, json.dumps(finite(self.about), indent=2, ensure_ascii=False))
+        self._replace(RUN, json.dumps(finite(self.about), indent=2, ensure_ascii=False))
+
+
+def lost_lines(name: str, lines: list[bytes]) -> str:
+    """Lines that were not written, in words: their number, file and steps."""
+    steps = [row["step"] for line in lines for row in parsed(line) if "step" in row]
+    of = f" (steps {steps[0]} to {steps[-1]})" if steps else ""
+    return f"{counted(len(lines), 'row')} of {name}{of}"
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Refuse a folder at once in which another process starts or runs a training. The lock is one of the folder itself: rank 0, another
+    process, locks the file in it."""
+    if not path.is_dir():
+        yield
+        return
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise in_use(path) from None
+        except OSError:  # a disk without locks of folders: rank 0 still locks its file
+            pass
+        check_free(path)
+        yield
+    finally:
+        os.close(handle)
+
+
+def check_free(path: Path) -> None:
+    """Raise if a run writes to this folder."""
+    if lock_of(path).taken:
+        raise in_use(path)
+
+
+def saved_before(path: Path) -> bool:
+    """Whether a run has completed a checkpoint since it last began from scratch, by its events."""
+    kinds = [event.get("kind") for event in read_events(path)]
+    return "checkpoint-finished" in (
+        kinds[len(kinds) - kinds[::-1].index(FROM_SCRATCH) :] if FROM_SCRATCH in kinds else kinds
+    )
 
 
 def check_unused(path: Path) -> None:
     """Raise if a run writes to this folder, or has written steps to it."""
-    if lock_of(path).taken:
-        raise in_use(path)
+    check_free(path)
     if any((path / name).is_file() and (path / name).stat().st_size for name in (STEPS, OLD_STEPS)):
         raise MeshwrightError(
             "MW-FOLDER-002",
@@ -276,22 +376,37 @@ def check_unused(path: Path) -> None:
 
 def in_use(path: Path) -> MeshwrightError:
     by = lock_of(path)
-    why = f"Process {by.pid} of {by.host} writes to it" if by.pid else "Another process writes to it"
-    return MeshwrightError("MW-FOLDER-001", f"'{path}' is in use by another run", why=why, fix="--out another folder")
+    why = f"Process {by.pid} of {by.host} writes to it" if by.taken else "Another process uses it"
+    fix = "wait until it has ended, or use another folder"
+    return MeshwrightError("MW-FOLDER-001", f"'{path}' is in use by another run", why=why, fix=fix)
 
 
-def remove_rows(file: Path, first_step: int) -> None:
-    """Remove the rows of `first_step` and of all later steps: they will be trained again."""
+def not_written(path: Path, lost: list[str], reason: str) -> MeshwrightError:
+    """The error at the end of a training whose disk stayed full."""
+    return MeshwrightError(
+        "MW-FOLDER-003",
+        f"the disk is full: the training in '{path}' ended, and this was not written: {listed(lost)}",
+        why=reason or "Rows and results waited in memory for room on the disk, until the end",
+        fix=f"free disk space, then meshwright train --resume {path}",
+        exit_code=IO_ERROR,
+    )
+
+
+def remove_rows(file: Path, first_step: int) -> int:
+    """Remove the rows of `first_step` and of all later steps, which will be trained again, and a line that was not finished. Returns the
+    number of rows before. A line that cannot be read does not end them: it stays."""
     if not file.is_file():
-        return
-    offset = 0
+        return 0
+    offset = rows = 0
     with file.open("r+b") as stream:
         for line in stream:
-            row = parsed(line) if line.endswith(b"\n") else []
-            if not row or row[0].get("step", first_step) >= first_step:
+            row = parsed(line)
+            if not line.endswith(b"\n") or (row and row[0].get("step", first_step) >= first_step):
                 break
             offset += len(line)
+            rows += len(row)
         stream.truncate(offset)
+    return rows
 
 
 def remove_unfinished_line(file: Path) -> None:
@@ -317,8 +432,10 @@ def replace_file(path: Path, text: str) -> None:
     try:
         temporary.write_text(text, "utf-8")
         temporary.replace(path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def environment() -> dict[str, Any]:

@@ -16,6 +16,9 @@ class Attempt(NamedTuple):
     number: int = 0
     cause: str = ""
     failed_at: float = 0.0  # when the failure was noticed
+    files: Path | None = (
+        None  # a folder in memory of the process that started local ranks: it takes failures if the disk is full
+    )
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Job:
     backend: str
     folder: Path
     resume: bool = False  # continue the run that is in the folder
+    from_scratch: bool = False  # of a run to continue: begin at step 0, with its checkpoints and rows set aside
+    aim: Config | None = None  # the user's plan, if `config` has another one for the number of ranks that there are
     faults: str = ""  # a file of faults to inject (`faults.inject`), relative to the folder
     agents: tuple[str, ...] = ()  # of torchrun, which started these ranks
     rejoins: bool = False  # an agent of torchrun restarts a rank that ends with an error

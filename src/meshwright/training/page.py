@@ -44,7 +44,8 @@ def page(training: Training, folder: str = "") -> RenderableType:
             "dim",
         ),
     )
-    lines = [title, *(Text(f"not run: {part}", "yellow") for part in training.config.model.not_run), loss, step]
+    asked = [Text(f"asked for: {training.asked_for}", "yellow")] if training.asked_for else []
+    lines = [title, *asked, *(Text(f"not run: {part}", "yellow") for part in training.config.model.not_run), loss, step]
     evaluated = [loss for _, loss in m.validation_loss]
     if evaluated:
         change = f"{evaluated[0]:.3f} → {evaluated[-1]:.3f}  "
@@ -79,6 +80,8 @@ def not_measured(training: Training) -> list[str]:
     if config.workload.precision == "fp8":
         return ["Products in fp8 are emulated on a CPU: they take longer than predicted"]
     dtype, measured = config.plan.param_dtype, device.efficiency.measured_dtype
+    if training.uncalibrated:
+        return [training.uncalibrated]
     if is_for_this_machine(config):
         return ["This machine was not calibrated: the prediction has the constants of the catalog's CPU"]
     if measured in ("", dtype):  # "": rates that the user gave

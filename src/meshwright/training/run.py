@@ -25,7 +25,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.resize import plan_for_world
 from meshwright.training.data.sources import check_data
 from meshwright.training.faults.inject import VARIABLE
-from meshwright.training.folder import check_unused
+from meshwright.training.folder import check_free, check_unused
 from meshwright.training.job import Job
 from meshwright.training.launch import local
 from meshwright.training.launch.placement import placement
@@ -33,6 +33,7 @@ from meshwright.training.machine import check_machine, resolve_backend, resolve_
 from meshwright.training.main_script import main_hidden
 from meshwright.training.measure.measurement import LoadWatch, Training, conclude_interrupted
 from meshwright.training.records import StepRecord
+from meshwright.training.start import has_checkpoint
 
 TARGET = "meshwright.training.worker:local_rank"
 Listen = Callable[[StepRecord], None]
@@ -48,11 +49,13 @@ def run_training(
     folder: Path | None = None,
     listen: Listen | None = None,
     machine: MachineMeasurement | None = None,
+    uncalibrated: str = "",
     resume: bool = False,
+    from_scratch: bool = False,
 ) -> Training | None:
-    """Train a plan until it has done `steps` steps, or continue the run in the folder (`resume`). `listen` is called with the record of
-    every finished step. With a calibration of this `machine` its constants replace those of the plan's cluster and stack. Among ranks
-    of a launcher, only rank 0 returns a result."""
+    """Train a plan until it has done `steps` steps, or continue the run in the folder (`resume`), with `from_scratch` at step 0. `listen` is
+    called with the record of every finished step. With a calibration of this `machine` its constants replace those of the plan's cluster and stack;
+    `uncalibrated` says why there is none, if it failed. Among ranks of a launcher, only rank 0 returns a result."""
     place = placement(os.environ)
 
     def prepare(path: Path, ranks_here: int, restarted: bool) -> Job:
@@ -60,13 +63,17 @@ def run_training(
         if place is not None:
             planned = config_for_ranks(config, place.world, continues=restarted or resume)
         if resume:
-            plan_of_run(path)
+            check_resume(path, from_scratch)
             check_keeps(planned)
+            if not restarted:
+                check_free(path)
         elif not restarted:
             check_unused(path)
-        job = make_job(planned, steps, seed, device, backend, path, ranks_here, machine)
+        job = make_job(planned, steps, seed, device, backend, path, ranks_here, machine, uncalibrated)
         saves = folder is not None and planned.checkpoint.keep > 0
-        return replace(job, resume=resume, saves=saves, faults=os.environ.get(VARIABLE, ""))
+        aim = completed(config, steps) if planned.plan != config.plan else None
+        changes = {"resume": resume, "from_scratch": from_scratch, "saves": saves, "aim": aim}
+        return replace(job, faults=os.environ.get(VARIABLE, ""), **changes)
 
     with kept_or_temporary(folder) as path:
         if place is None:
@@ -85,22 +92,27 @@ def make_job(
     folder: Path,
     ranks_here: int,
     machine: MachineMeasurement | None,
+    uncalibrated: str = "",
 ) -> Job:
     """Check a run, complete its configuration and predict it; raises if it is illegal or does not fit on this machine."""
     check(config, steps, folder)
+    device = resolve_device(device, ranks_here)
+    watch = LoadWatch(completed(config, steps), machine, uncalibrated)
+    backend = resolve_backend(backend, device)
+    check_machine(watch.config.plan, watch.prediction, device, folder, steps, ranks_here)
+    return Job(watch.config, watch, steps, seed, device, backend, folder)
+
+
+def completed(config: Config, steps: int) -> Config:
+    """The configuration with what a run decides: full paths, the length of the schedule, our stack, the layers to recompute."""
     config = replace(
         config,
         data=config.data.with_paths_in(Path.cwd()),  # the plan in the run folder must find them
         run=config.run.with_paths_in(Path.cwd()),
         optimizer=config.optimizer.with_steps(steps),
     )
-    device = resolve_device(device, ranks_here)
     config, memory = with_own_stack(config), config.cluster.accelerator.memory
-    config = replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
-    watch = LoadWatch(config, machine)
-    backend = resolve_backend(backend, device)
-    check_machine(watch.config.plan, watch.prediction, device, folder, steps, ranks_here)
-    return Job(watch.config, watch, steps, seed, device, backend, folder)
+    return replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
 
 
 def check(config: Config, steps: int, folder: Path | None = None) -> None:
@@ -137,11 +149,21 @@ def check_keeps(config: Config) -> None:
         raise MeshwrightError("MW-TRAIN-005", "the run cannot be continued", why=why, fix="--set checkpoint.keep=2")
 
 
+def check_resume(folder: Path | None, from_scratch: bool) -> None:
+    """Raise if there is nothing to continue in a folder, or if a new run is to begin from scratch: it does so anyway."""
+    if folder is not None and not has_checkpoint(folder):  # a checkpoint that was converted has no run beside it yet
+        plan_of_run(folder)
+    if from_scratch and folder is None:
+        why = "A run that is not resumed begins at step 0"
+        raise MeshwrightError("MW-CLI-005", "--from-scratch needs --resume", why=why, fix="leave out --from-scratch")
+
+
 def plan_of_run(folder: Path) -> Path:
     """The plan file of a run that is to be continued; raises if there is no run in the folder."""
     if not is_run(folder):
         why = f"It has no {PLAN} and {PREDICTION} of a run"
-        raise MeshwrightError("MW-TRAIN-005", f"'{folder}' is not a run folder", why=why)
+        fix = "name a run folder; for a converted checkpoint also a run file: meshwright train RUN.toml --resume FOLDER"
+        raise MeshwrightError("MW-TRAIN-005", f"'{folder}' is not a run folder", why=why, fix=fix)
     return folder / PLAN
 
 
@@ -177,7 +199,7 @@ def run_here(job: Job, listen: Listen | None, restarts: int) -> Training:
             restarting=lambda cause: reader.next_attempt(),
         )
     except BaseException as error:  # also Ctrl-C and SIGTERM
-        with suppress(MeshwrightError):  # a folder that cannot be written does not hide the cause
+        with suppress(MeshwrightError, OSError):  # a folder that cannot be written does not hide the cause
             conclude_interrupted(job.folder, job.config, job.steps, job.device, job.watch, cause_of(error))
         raise
     return training

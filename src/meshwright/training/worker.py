@@ -34,15 +34,16 @@ from meshwright.models.initialise import UnsetWeights
 from meshwright.parallel.apply import apply
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.training.checkpoint.background import Saver, checkpoint_group
+from meshwright.training.checkpoint.folder import set_all_aside
 from meshwright.training.checkpoint.hook import Checkpoints
-from meshwright.training.checkpoint.resume import resume
+from meshwright.training.checkpoint.resume import none_intact, resume
 from meshwright.training.checkpoint.together import on_first
 from meshwright.training.data.samples import training_samples, validation_samples
 from meshwright.training.deterministic import deterministic_kernels
 from meshwright.training.evaluation import Evaluation
 from meshwright.training.faults.guard import Guard
 from meshwright.training.faults.preemption import await_agent
-from meshwright.training.folder import RunFolder, StepWriter
+from meshwright.training.folder import FULL, RunFolder, StepWriter, not_written, saved_before
 from meshwright.training.hooks import Hook
 from meshwright.training.job import Attempt, Job
 from meshwright.training.launch.failure import failure_of, write_failure
@@ -68,38 +69,45 @@ def local_rank(attempt: Attempt, job: Job) -> Training | None:
     """A rank that `elastic` started on this machine. A failure is written to the run folder before the connections close."""
     place = placement(os.environ)
     assert place is not None, "the agent sets RANK and WORLD_SIZE"
-    stream = redirect_output(str(job.folder / rank_log(place.rank)), append=attempt.number > 0 or job.resume)
-    faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
-    prepare_local_rank()
-    torch.set_num_threads(1)
     try:
+        stream = redirect_output(str(job.folder / rank_log(place.rank)), append=attempt.number > 0 or job.resume)
+        faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
+        prepare_local_rank()
+        torch.set_num_threads(1)
         context = join(place, job.device, job.backend, GROUP_TIMEOUT_S, Meeting(place))
         return train(context, job, attempt)
     except BaseException as error:  # also SystemExit: every rank that does not return has failed
-        write_failure(job.folder, failure_of(place.rank, error))
-        traceback.print_exc()
-        sys.stderr.flush()
+        write_failure(job.folder, failure_of(place.rank, error), attempt.files)
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+            sys.stderr.flush()
         os._exit(1)
 
 
 def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | None = None) -> Training | None:
     """Train on this rank; rank 0 returns the result of the run. `listen` is called on rank 0 with every finished step."""
     config = job.config
+    from_scratch = job.from_scratch and attempt.number == 0
     with deterministic_kernels(config.run.deterministic), run_folder(context, job, attempt) as folder:
         group = checkpoint_group() if job.saves else None
-        unset = job.saves and bool(attempt.number or job.resume) and on_first(lambda: has_checkpoint(job.folder), group)
+        continues = job.saves and bool(attempt.number or job.resume) and not from_scratch
+        unset = continues and on_first(lambda: has_checkpoint(job.folder), group)
         trainer = make_trainer(context, job, unset)
         saver = make_saver(trainer, job, folder, group)
-        if (attempt.number or job.resume) and not resume_run(trainer, job, attempt, saver, folder) and unset:
-            trainer.loader.close()  # every checkpoint was damaged: begin with the first weights
-            trainer = make_trainer(context, job)
-            saver = make_saver(trainer, job, folder, group)
+        if saver is not None and continues:
+            resume_run(trainer, job, attempt, saver, folder)
+        elif from_scratch:
+            on_first(lambda: set_all_aside(job.folder / CHECKPOINTS), group)
+            if folder is not None:
+                folder.begin_from_scratch()
         if folder is not None:
             title = config.plan.title()
             cause, at = attempt.cause, attempt.failed_at
             folder.begin_attempt(world=context.world, plan=title, first_step=trainer.step, cause=cause, failed_at=at)
             done = trainer.parallel.compilation
             folder.note_compilation(done.mode, done.notes, trainer.step)
+            if job.watch.uncalibrated:
+                folder.event("calibration", trainer.step, job.watch.uncalibrated)
         usage = Usage(job)
         with CommRecorder(trainer) as recorder:
             trainer.hooks += [*hooks_of(trainer, job, recorder, folder), usage]
@@ -112,6 +120,7 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
                 for _ in guard.train(job.steps, saver):
                     pass
         trainer.hooks.clear()
+        unsaved, last = saver.finish() if saver is not None else None, trainer.step
         reports = []
         if not trainer.stopped:
             reports = gather_reports(context, rank_report(context, trainer, job.steps, recorder, usage.cpu_s))
@@ -122,6 +131,8 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
     trainer.loader.close()
     if distributed.is_initialized():
         distributed.barrier()  # no rank ends while another one still needs it
+    if folder is not None:
+        check_written(folder, unsaved, last)
     if trainer.stopped and job.rejoins and not guard.signalled:
         await_agent()
     return training
@@ -185,11 +196,25 @@ def run_folder(context: RankContext, job: Job, attempt: Attempt) -> Iterator[Run
     about = {"steps": job.steps, "seed": job.seed, "device": context.device.partition(":")[0], "backend": job.backend}
     about["agents"] = list(job.agents)
     make = RunFolder.reopen if attempt.number or job.resume else RunFolder.create
-    folder = make(job.folder, job.config, job.watch.prediction, **about)
+    folder = make(job.folder, job.config, job.watch.prediction, job.aim, **about)
     try:
         yield folder
     finally:
         folder.close()
+        with contextlib.suppress(OSError):  # of a local rank, stderr is a file on the same disk
+            for name in folder.lost:
+                print(f"The disk is full: {name} was not written", file=sys.stderr, flush=True)
+
+
+def check_written(folder: RunFolder, unsaved: MeshwrightError | None, step: int) -> None:
+    """Raise at the end of a training if the last checkpoint, rows or results could not be written."""
+    reason = unsaved.why if unsaved is not None else ""
+    full = any(os.strerror(number) in reason for number in FULL)
+    if unsaved is not None and not full and not folder.lost:
+        raise unsaved
+    if unsaved is not None or folder.lost:
+        lost = [f"the checkpoint of step {step}"] if unsaved is not None else []
+        raise not_written(folder.path, [*lost, *folder.lost], reason)
 
 
 def make_saver(
@@ -205,16 +230,18 @@ def make_saver(
     return Saver(trainer, root, group, data=job.config.data.as_dict(), **options)
 
 
-def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver | None, folder: RunFolder | None) -> bool:
-    """Continue from the last good checkpoint of the run folder; returns whether there is one."""
-    if saver is None:
-        return False
+def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver, folder: RunFolder | None) -> None:
+    """Continue from the last good checkpoint of the run folder. A run that has not saved yet begins at step 0, with a message; one that has
+    saved and whose checkpoints are gone or unusable does not."""
 
     def notify(text: str) -> None:
         if folder is not None:
             folder.event("resumed", trainer.step, text)
 
-    found = resume(trainer, job.folder, saver.group, notify)
+    if resume(trainer, job.folder, saver.group, notify) is None:
+        if on_first(lambda: saved_before(job.folder), saver.group):
+            raise none_intact(job.folder / CHECKPOINTS, {"every checkpoint that the run has saved": "missing"})
+        notify("No checkpoint had been completed: the run begins again at step 0")
     if attempt.number == 0 and trainer.step >= job.steps:
         raise MeshwrightError(
             "MW-TRAIN-004",
@@ -222,7 +249,6 @@ def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver | None
             why="--steps is the number of steps in all, those before the resume included",
             fix=f"--steps {2 * trainer.step}",
         )
-    return found is not None
 
 
 class StepRows(StepWriter):

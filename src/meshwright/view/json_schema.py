@@ -143,6 +143,8 @@ def train() -> Schema:
     difference = keys(what=TEXT, unit=TEXT, predicted=NUMBER, measured=NUMBER, error=optional(NUMBER))
     return keys(
         plan=TEXT,
+        asked_for=TEXT,
+        uncalibrated=optional(TEXT),
         device=TEXT,
         diverged_at_step=optional(COUNT),
         measurement=measurement(),

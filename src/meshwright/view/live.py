@@ -28,7 +28,7 @@ from rich.text import Text
 
 from meshwright.describe.config import Config, load
 from meshwright.describe.result import AXES
-from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, read_json
+from meshwright.describe.run_folder import PREDICTION, RunFollower, present_plan, read_json
 from meshwright.errors import MeshwrightError
 from meshwright.units import counted, format_bytes, format_count, format_seconds
 from meshwright.view.sparkline import sparkline
@@ -65,7 +65,7 @@ class LiveRun:
         self.events += self.follower.new_events()
         if self.config is None and (self.folder / PREDICTION).is_file():
             try:
-                self.prediction, self.config = read_json(self.folder / PREDICTION), load(self.folder / PLAN)
+                self.prediction, self.config = read_json(self.folder / PREDICTION), load(present_plan(self.folder))
             except MeshwrightError:  # being written
                 self.config = None
         return new
@@ -76,8 +76,8 @@ class LiveRun:
 
     @property
     def steps(self) -> int:
-        """Planned steps; 0 if the folder does not say it."""
-        return int(self.about.get("steps") or self.planned)
+        """Planned steps: those of the process that shows its own run, else those that the folder says; 0 if it does not."""
+        return int(self.planned or self.about.get("steps") or 0)
 
     @property
     def done(self) -> int:
@@ -108,8 +108,10 @@ class LiveRun:
         return max(0.0, (ended or time.time()) - began)
 
     def left_s(self) -> float | None:
-        """Time until the last step at the rate of the last ones, evaluations and checkpoints included; None before two steps."""
-        rows = [row for row in self.rows[-10 * WINDOW :] if "time" in row]
+        """Time until the last step at the rate of the last ones, evaluations and checkpoints included; None before two steps of the
+        present attempt: the time between two attempts is not time of training."""
+        attempt = max(len(self.follower.attempts) - 1, 0)
+        rows = [row for row in self.rows[-10 * WINDOW :] if "time" in row and row.get("attempt", 0) == attempt]
         if len(rows) < 2 or not self.steps or rows[-1]["step"] <= rows[0]["step"]:
             return None
         rate = (rows[-1]["time"] - rows[0]["time"]) / (rows[-1]["step"] - rows[0]["step"])

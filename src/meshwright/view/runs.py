@@ -13,7 +13,17 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.describe.config import Config, diff, load
-from meshwright.describe.run_folder import PLAN, PREDICTION, is_run, last_rows, modified, read_about, read_json, state
+from meshwright.describe.run_folder import (
+    PLAN,
+    PREDICTION,
+    is_run,
+    last_rows,
+    modified,
+    present_plan,
+    read_about,
+    read_json,
+    state,
+)
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_count, format_seconds
 from meshwright.view.live import WIDE, WINDOW, format_clock, is_comparable
@@ -74,7 +84,7 @@ def _values(folder: Path, modified_s: float) -> dict[str, Any]:
         "name": folder.name,
         "folder": str(folder),
         "model": config.model.name if config else "",
-        "title": config.plan.title() if config else "",
+        "title": title_of(folder, config) if config else "",
         "world": config.plan.world if config else None,
         "steps": int(last["step"]) + 1 if "step" in last else 0,
         "planned_steps": about.get("steps") or measured.get("steps"),
@@ -104,10 +114,20 @@ def read_table(file: Path) -> dict[str, Any]:
 
 def configuration(folder: Path) -> Config | None:
     """The run file of a run; None if this release cannot read it."""
+    return _readable(present_plan(folder))
+
+
+def _readable(file: Path) -> Config | None:
     try:
-        return _loaded(folder / PLAN, (folder / PLAN).stat().st_mtime_ns)
+        return _loaded(file, file.stat().st_mtime_ns)
     except (OSError, MeshwrightError):
         return None
+
+
+def title_of(folder: Path, config: Config) -> str:
+    """The plan that a run uses, and after a resize also the one that was asked for."""
+    asked = None if present_plan(folder) == folder / PLAN else _readable(folder / PLAN)
+    return config.plan.title() + (f" (asked for: {asked.plan.title()})" if asked is not None else "")
 
 
 @lru_cache(maxsize=2 * MOST_RUNS)

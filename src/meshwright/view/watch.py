@@ -35,6 +35,7 @@ class ProgressDisplay:
         self.run, self.out = run, out
         self.started = self.printed = time.monotonic()
         self.doing = "starting processes"
+        self.earlier = 0  # rows that were there before this process began to train
 
     def announce(self, text: str) -> None:
         """Show what happens before the first step."""
@@ -76,7 +77,7 @@ class ProgressDisplay:
 
     def activity(self) -> str:
         done, steps = self.run.done, self.run.steps
-        if not self.run.rows:
+        if len(self.run.rows) <= self.earlier:
             return self.doing
         return f"step {done} of {steps} is running" if done < steps else "tracing and observing a few more steps"
 
@@ -93,6 +94,7 @@ def progress_display(steps: int, folder: Path) -> Iterator[ProgressDisplay]:
     out = console()
     display = ProgressDisplay(LiveRun(folder, steps), out)
     display.refresh()  # steps before a resume are not news
+    display.earlier = len(display.run.rows)
     if out.is_terminal:
         live = Live(console=out, get_renderable=display.picture, refresh_per_second=4)
         with live:

@@ -4,8 +4,8 @@
     answers    b"+" and a line, any number of times; then b"." (done) or b"!" and {"status", "error"}
 
 Worker processes are forked from a process that has imported everything here and imports no torch, so a new one is ready in
-milliseconds. A worker computes one request at a time and may be killed at any moment. It ends when the server has ended: its
-pipe is then closed, or its alarm rings.
+milliseconds. A worker computes one request at a time and may be killed at any moment. It ends when the server has ended, also in the
+middle of a request.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.host import end_with_parent
 from meshwright.web import tasks
 
 LINE, DONE, FAILED = b"+", b".", b"!"
@@ -29,6 +30,7 @@ NICENESS = {"search": 5}  # searches leave the processor to the cheap views
 
 def serve(pipe: Connection, kind: str, limit_s: float) -> None:
     """Answer requests until the pipe closes."""
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process

@@ -37,7 +37,7 @@ from meshwright.cost.predict import predict, seconds_at_peak
 from meshwright.describe import catalog
 from meshwright.describe.config import Config, configure, load
 from meshwright.describe.result import GIB, OVERHEAD
-from meshwright.describe.run_folder import is_run, read_about, read_json
+from meshwright.describe.run_folder import is_run, present_plan, read_about, read_json
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, parse_bytes
@@ -144,7 +144,7 @@ def _of_folder(folder: Path, stack: str) -> MeasuredRun:
     seconds = table.get("step_time_s") if isinstance(table, dict) else None
     if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds <= 0:
         raise MeshwrightError("MW-CALIB-003", f"measurement.json of '{folder}' has no step_time_s")
-    config = configure(folder / "plan.toml", stack=stack) if stack else load(folder / "plan.toml")
+    config = configure(present_plan(folder), stack=stack) if stack else load(present_plan(folder))
     on_cpu = config.cluster.accelerator.name == "cpu"
     if read_about(folder).get("device") == "cpu" and not on_cpu:
         raise MeshwrightError(

@@ -3,7 +3,8 @@
     step-00001000/            a complete checkpoint: it has this name only after all of it is on the disk
     .writing-step-00001000/   a checkpoint that is being written, or was when its run was killed
     .replaced-step-00001000/  the previous checkpoint of a step that is saved again, until the new one has its name
-    damaged-step-00001000/    set aside by a resume that found it damaged
+    damaged-step-00001000/    set aside: damaged, or without a manifest
+    unused-step-00001000/     set aside by `train --resume RUN --from-scratch`
 
 The order of a save is: write the files, fsync each, write the manifest, fsync it and the folder, rename, fsync the parent. A rename is
 atomic, so that after a kill or a power failure at any point each name either has all of its content or does not exist.
@@ -19,12 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshwright.describe.run_folder import CHECKPOINTS
-from meshwright.errors import MeshwrightError, cannot_write
-from meshwright.training.checkpoint.manifest import MANIFEST, Manifest
+from meshwright.errors import MeshwrightError, cannot_write, listed
+from meshwright.training.checkpoint.manifest import MANIFEST, Manifest, has_manifest, unreadable
 from meshwright.units import format_bytes
 
 NAME = re.compile(r"step-(\d{8,})")
-WRITING, REPLACED, DAMAGED = ".writing-", ".replaced-", "damaged-"
+WRITING, REPLACED, DAMAGED, UNUSED = ".writing-", ".replaced-", "damaged-", "unused-"
 SLACK = 1 << 24  # bytes of the disk that a save leaves free
 
 
@@ -32,24 +33,48 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def entries(root: Path) -> list[Path]:
+    """What is in a folder; nothing if there is no such folder. Raises MW-CKPT-018 if the disk does not say it."""
+    try:
+        return list(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(root, error) from None
+
+
+def step_folders(root: Path, prefix: str = "") -> list[tuple[int, Path]]:
+    """The folders of checkpoints by step, oldest first, complete or not; with a `prefix`, those whose name begins with it."""
+    found = [(NAME.fullmatch(p.name.removeprefix(prefix)), p) for p in entries(root) if p.name.startswith(prefix)]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
 def complete(root: Path) -> list[tuple[int, Path]]:
     """The complete checkpoints of a run by step, oldest first."""
-    found = [(NAME.fullmatch(path.name), path) for path in root.iterdir()] if root.is_dir() else []
-    return sorted((int(match[1]), path) for match, path in found if match and (path / MANIFEST).is_file())
+    return [(step, path) for step, path in step_folders(root) if has_manifest(path)]
 
 
-def checkpoints_in(source: Path) -> list[Path]:
-    """The complete checkpoints of a run folder or a folder of checkpoints, oldest first, or `source` itself if it is one. Raises if there
-    is none."""
-    if (source / MANIFEST).is_file():
+def checkpoints_in(source: Path, incomplete: bool = False) -> list[Path]:
+    """The complete checkpoints of a run folder or a folder of checkpoints, oldest first, or `source` itself if it is one. With
+    `incomplete`, also folders that lack a manifest. Raises if there is none."""
+    if has_manifest(source):
         return [source]
-    root = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
-    found = [path for _, path in complete(root)]
-    if not found:
+    root = checkpoints_of(source)
+    found = step_folders(root)
+    usable = found if incomplete else complete(root)
+    if not usable:
         missing = "It is a file" if root.exists() else "There is no such folder"
         why = "It has no folder step-…" if root.is_dir() else missing
-        raise MeshwrightError("MW-CKPT-001", f"'{source}' contains no checkpoint", why=why)
-    return found
+        if found:
+            why = f"{listed([path.name for _, path in found])}: incomplete, without {MANIFEST}"
+        raise MeshwrightError("MW-CKPT-001", f"'{source}' contains no complete checkpoint", why=why)
+    return [path for _, path in usable]
+
+
+def checkpoints_of(source: Path) -> Path:
+    """The folder of checkpoints in a run folder; other folders as they are."""
+    inner = source / CHECKPOINTS
+    return inner if inner.is_dir() else source
 
 
 def begin(root: Path, step: int) -> Path:
@@ -74,7 +99,9 @@ def publish(written: Path, manifest: Manifest, name: str = "") -> Path:
         os.fsync(file.fileno())
     sync(written)
     replaced = root / f"{REPLACED}{final.name}"
-    if final.exists():
+    if final.exists() and not has_manifest(final):
+        set_aside(final)  # we cannot tell what is in it
+    elif final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     written.rename(final)
@@ -99,26 +126,34 @@ def abandon(written: Path) -> None:
 
 def recover(root: Path) -> None:
     """Finish or undo what a killed run left: only the one process that owns the run may call it."""
-    for path in list(root.iterdir()) if root.is_dir() else []:
-        if path.name.startswith(REPLACED):
-            final = root / path.name.removeprefix(REPLACED)
-            if final.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.rename(final)
-        elif path.name.startswith(WRITING):
+    restore_replaced(root)
+    for path in entries(root):
+        if path.name.startswith((REPLACED, WRITING)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not used again and can be examined."""
-    target = path.with_name(f"{DAMAGED}{path.name}")
-    number = 1
+def restore_replaced(root: Path) -> None:
+    """Give a checkpoint its name back whose run was killed before the one that replaces it had the name."""
+    for path in entries(root):
+        if path.name.startswith(REPLACED) and not (final := root / path.name.removeprefix(REPLACED)).exists():
+            path.rename(final)
+
+
+def set_aside(path: Path, prefix: str = DAMAGED) -> Path:
+    """Rename a file or folder, so that it is not used or overwritten and can be examined."""
+    target, number = path.with_name(f"{prefix}{path.name}"), 1
     while target.exists():
         number += 1
-        target = path.with_name(f"{DAMAGED}{path.name}-{number}")
+        target = path.with_name(f"{prefix}{path.name}-{number}")
     path.rename(target)
     return target
+
+
+def set_all_aside(root: Path) -> None:
+    """Rename every checkpoint, complete or not, of a run that begins again at step 0."""
+    restore_replaced(root)
+    for _, path in (*step_folders(root), *step_folders(root, DAMAGED)):
+        set_aside(path, UNUSED)
 
 
 def prune(root: Path, keep: int) -> list[Path]:

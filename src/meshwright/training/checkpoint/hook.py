@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.background import Saver
 from meshwright.training.hooks import Hook
 from meshwright.training.records import StepRecord
 
 
 class Checkpoints(Hook):
-    """Saves after every n-th step while training continues (0: no saves), and after the last one, which is complete when `finish` returns."""
+    """Saves after every n-th step while training continues (0: no saves), and after the last one, which is complete when `finish` returns,
+    unless `Saver.finish` returns its error."""
 
     def __init__(self, saver: Saver, every: int) -> None:
         self.saver, self.every = saver, every
@@ -32,4 +35,5 @@ class Checkpoints(Hook):
         failed = self.saver.finish() is not None
         if self.requested_step != trainer.step or failed:
             self.requested_step = trainer.step
-            self.saver.save(wait=True)
+            with suppress(MeshwrightError):
+                self.saver.save(wait=True)

@@ -26,12 +26,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import IO_ERROR, MeshwrightError
 
 FORMAT, VERSION = "meshwright checkpoint", 1
 MANIFEST = "manifest.json"
@@ -133,18 +134,30 @@ def digest_fits(text: bytes) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked. Raises MW-CKPT-001 if there is none, 002 if it is damaged, 003 if it is newer."""
+    """The manifest of a checkpoint, checked. Raises MW-CKPT-001 if there is none, 002 if it is damaged, 003 if it is newer, 018 if the
+    disk does not let it be read."""
     path = folder / MANIFEST
     try:
         if path.stat().st_size > MANIFEST_LIMIT:
             raise damaged(folder, f"{MANIFEST} is larger than {MANIFEST_LIMIT // 10**6} MB")
         text = path.read_bytes()
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError):
         fix = f"name a folder with a {MANIFEST}, such as RUN/checkpoints/step-00001000"
-        raise MeshwrightError(
-            "MW-CKPT-001", f"'{folder}' is not a checkpoint", why=f"{MANIFEST}: {error.strerror}", fix=fix
-        ) from None
+        why = f"{MANIFEST} is missing: the save was not completed, or the file was deleted"
+        raise MeshwrightError("MW-CKPT-001", f"'{folder}' is not a complete checkpoint", why=why, fix=fix) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
     return parse_manifest(text, folder)
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether a folder has a manifest. An error of the disk is not an absent file: it raises MW-CKPT-018."""
+    try:
+        return stat.S_ISREG((folder / MANIFEST).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise unreadable(folder / MANIFEST, error) from None
 
 
 def parse_manifest(text: bytes, folder: Path) -> Manifest:
@@ -218,7 +231,8 @@ def check_cover(key: str, tensor: SavedTensor) -> None:
 def check_files(
     folder: Path, manifest: Manifest, names: Iterable[str] | None = None, listen: Listen | None = None
 ) -> None:
-    """Raise MW-CKPT-002 if a file is missing, has another size or another content. `names`: only these files."""
+    """Raise MW-CKPT-002 if a file is missing, has another size or another content, MW-CKPT-018 if the disk does not let it be read.
+    `names`: only these files."""
     for name in manifest.files if names is None else names:
         expected, path = manifest.files[name], folder / name
         try:
@@ -227,8 +241,14 @@ def check_files(
                 raise damaged(folder, f"{name} has {size:,} bytes; {expected.bytes:,} were written")
             if file_hash(path, listen) != expected.sha256:
                 raise damaged(folder, f"{name} has changed since it was written: the hash differs")
+        except FileNotFoundError as error:
+            if not has_manifest(
+                folder
+            ):  # it was there a moment ago: the whole folder has gone, with its mount for example
+                raise unreadable(path, error) from None
+            raise damaged(folder, f"{name} is missing") from None
         except OSError as error:
-            raise damaged(folder, f"{name}: {error.strerror}") from None
+            raise unreadable(path, error) from None
 
 
 def file_hash(path: Path, listen: Listen | None = None) -> str:
@@ -240,6 +260,17 @@ def file_hash(path: Path, listen: Listen | None = None) -> str:
             if listen is not None:
                 listen(len(block))
     return digest.hexdigest()
+
+
+def unreadable(path: Path, error: OSError) -> MeshwrightError:
+    """The error for a file that the disk does not let us read now. Its content may be intact, so nothing is renamed or deleted."""
+    return MeshwrightError(
+        "MW-CKPT-018",
+        f"cannot read '{path}'",
+        why=f"{error.strerror or error}. The checkpoint may be intact: nothing was renamed or deleted",
+        fix="repair the disk, the mount or the permissions, and run the same command again",
+        exit_code=IO_ERROR,
+    )
 
 
 def damaged(folder: Path, why: str) -> MeshwrightError:

@@ -19,23 +19,28 @@ from meshwright.view.tables import filled
 
 COLUMNS = (">checkpoint", ">step", ">written", ">size", ">parameters", ">ranks", "plan", "state")
 
+PROBLEMS = {"MW-CKPT-001": "incomplete", "MW-CKPT-018": "unreadable"}
+
 
 def summary(path: Path, verify: bool = False, listen: Listen | None = None) -> dict[str, Any]:
-    """One checkpoint as plain data. `state` is "complete", or "good" if `verify` read and hashed all files, else what is wrong."""
+    """One checkpoint as plain data. `state` is "complete", or "good" if `verify` read and hashed all files, else what is wrong, with the
+    kind of it in `problem`: incomplete, damaged or unreadable (an error of the disk)."""
+    about: dict[str, Any] = {"path": str(path)}
     try:
         manifest = read_manifest(path)
-    except MeshwrightError as error:
-        return {"path": str(path), "state": error.why or error.what, "good": False}
-    state, good = "complete", True
-    try:
+        about = described(path, manifest)
         if verify:
             check_files(path, manifest, listen=listen)
-            state = "good"
         else:
             check_sizes(path, manifest)
     except MeshwrightError as error:
-        state, good = error.why, False
-    return {**described(path, manifest), "state": state, "good": good}
+        return {
+            **about,
+            "state": error.why or error.what,
+            "good": False,
+            "problem": PROBLEMS.get(error.code, "damaged"),
+        }
+    return {**about, "state": "good" if verify else "complete", "good": True, "problem": None}
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
@@ -67,13 +72,13 @@ def described(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> RenderableType:
-    """A table of checkpoints; below it why damaged ones are."""
+    """A table of checkpoints; below it what is wrong with some."""
     reasons = [Text(f"{Path(row['path']).name}: {row['state']}", "red") for row in rows if not row["good"]]
     return Group(filled(COLUMNS, [_cells(row) for row in rows]), *reasons)
 
 
 def _cells(row: dict[str, Any]) -> list[object]:
-    state = Text(row["state"], "green") if row["good"] else Text("damaged", "red")
+    state = Text(row["state"], "green") if row["good"] else Text(row["problem"], "red")
     if "step" not in row:
         return [Path(row["path"]).name, "", "", "", "", "", "", state]
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))

@@ -22,7 +22,8 @@ def together(work: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
     except MeshwrightError as error:
         result = {"error": {**error.as_dict(), "exit_code": error.exit_code}}
     except OSError as error:
-        result = {"error": cannot_write(error.filename or "the checkpoint", error).as_dict()}
+        failed = cannot_write(error.filename or "the checkpoint", error)
+        result = {"error": {**failed.as_dict(), "exit_code": failed.exit_code}}
     found = [json.loads(text) for text in gather_texts(json.dumps(result), group)]
     for each in found:
         if "error" in each:

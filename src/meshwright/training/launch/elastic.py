@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -37,6 +36,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from meshwright.describe.run_folder import rank_log
 from meshwright.describe.shown import function_of
+from meshwright.errors import IO_ERROR
+from meshwright.host import end_with_parent
 from meshwright.training.job import Attempt
 from meshwright.training.launch import local
 from meshwright.training.launch.failure import (
@@ -47,7 +48,6 @@ from meshwright.training.launch.failure import (
     remove_failures,
     root_cause,
 )
-from meshwright.training.launch.rank import end_with_parent
 from meshwright.training.main_script import main_hidden
 
 LOOPBACK = "127.0.0.1"
@@ -80,7 +80,7 @@ def run(
     attempt = Attempt()
     while True:
         remove_failures(folder)
-        results, failures = run_attempt(target, world, (attempt, *args), folder, poll)
+        results, failures = run_attempt(target, world, attempt, args, folder, poll)
         if not failures:
             return results[0]
         cause = root_cause(failures)
@@ -92,7 +92,7 @@ def run(
 
 
 def run_attempt(
-    target: str, world: int, args: tuple, folder: Path, poll: Callable[[], None]
+    target: str, world: int, attempt: Attempt, args: tuple, folder: Path, poll: Callable[[], None]
 ) -> tuple[dict[int, Any], list[Failure]]:
     """Start ranks and wait until all have returned (their results), or until one has failed and all have ended (the failures)."""
     files = local.temporary_folder()
@@ -102,7 +102,7 @@ def run_attempt(
                 role="rank",
                 local_world_size=world,
                 entrypoint=call,
-                args=(target, args, files),
+                args=(target, (attempt._replace(files=files), *args), files),
                 rdzv_handler=OneMachine(),
                 max_restarts=0,
                 monitor_interval=MONITOR_S,
@@ -115,6 +115,9 @@ def run_attempt(
                 agent.ending.set()
         poll()
         if agent.stopped:
+            for failure in agent.failures():
+                if failure.error is not None and failure.error["exit_code"] == IO_ERROR:  # what could not be saved
+                    raise error_of([failure], folder)
             raise SystemExit(128 + signal.SIGTERM)
         return result.return_values, agent.failures() if result.is_failed() else []
     finally:
@@ -123,9 +126,7 @@ def run_attempt(
 
 def call(target: str, args: tuple, files: Path) -> Any:
     """The entry point of a rank."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    end_with_parent(lambda: wait([parent.sentinel]), files)
+    end_with_parent(files)
     return function_of(target)(*args)
 
 
@@ -167,7 +168,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, files: Path, folder: Path, module: str, poll: Callable[[], None]) -> None:
         super().__init__(spec=spec, logs_specs=DefaultLogsSpecs(log_dir=str(files)), start_method="forkserver")
-        self.folder, self.module, self.poll = folder, module, poll
+        self.folder, self.files, self.module, self.poll = folder, files, module, poll
         self.processes: list[Any] = []
         self.found: dict[int, tuple[int, float]] = {}  # rank → exit code of a failed process, and when it was noticed
         self.ending = threading.Event()  # the ranks are being ended
@@ -204,7 +205,10 @@ class Agent(LocalElasticAgent):
         self.ending.set()
         context: Any = self._pcontext
         if context is not None:  # a rank that has returned waits until its result is read, which no one does now
-            context._worker_finished_event.set()
+            # `set` waits for the ranks that wait, for ever if one of them was ended meanwhile
+            waker = threading.Thread(target=context._worker_finished_event.set, daemon=True)
+            waker.start()
+            waker.join(GRACE_S)
         super()._shutdown(*args, **kwargs)
 
     def _note_exits(self) -> None:
@@ -226,7 +230,7 @@ class Agent(LocalElasticAgent):
 
     def failures(self) -> list[Failure]:
         """How ranks failed: as they wrote it, or by the exit code of their process. Ranks that the agent ended are left out."""
-        written = {failure.rank: failure for failure in read_failures(self.folder)}
+        written = {failure.rank: failure for place in (self.folder, self.files) for failure in read_failures(place)}
         if not self.found and not written:  # it ended after the last look, and the agent has ended the others
             self._note_exits()
         died = [

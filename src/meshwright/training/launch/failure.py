@@ -103,10 +103,12 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     return Failure(rank, "raised", "".join(traceback.format_exception(error)), time.time(), fields)
 
 
-def write_failure(folder: Path, failure: Failure) -> None:
-    """Write the failure of a rank to the run folder; a full or lost disk must not hide the failure itself."""
-    with suppress(OSError):
-        (folder / f"rank-{failure.rank}{SUFFIX}").write_text(json.dumps(asdict(failure)), "utf-8")
+def write_failure(folder: Path, failure: Failure, spare: Path | None = None) -> None:
+    """Write the failure of a rank to the run folder, or to the `spare` folder: a full or lost disk must not hide the failure itself."""
+    for target in (folder, spare) if spare is not None else (folder,):
+        with suppress(OSError):
+            (target / f"rank-{failure.rank}{SUFFIX}").write_text(json.dumps(asdict(failure)), "utf-8")
+            return
 
 
 def read_failures(folder: Path) -> list[Failure]:

@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import gc
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 
 from meshwright.describe.shown import function_of
 from meshwright.errors import MeshwrightError
+from meshwright.host import end_with_parent
 from meshwright.training.launch.failure import INTERNAL_ERROR, failure_of, write_failure
 
 AGENT_POLL_S = 0.5
@@ -82,7 +82,7 @@ def _prepare_process(log: str, pipe: Connection, folder: Path) -> threading.Thre
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
 
-    return end_with_parent(parent_ended, folder)
+    return end_with_parent(folder, parent_ended)
 
 
 def redirect_output(log: str, append: bool = False) -> int:
@@ -101,21 +101,6 @@ def prepare_local_rank() -> None:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-
-
-def end_with_parent(parent_ended: Callable[[], object], folder: Path) -> threading.Thread:
-    """A thread that ends this process when `parent_ended` returns. It removes the parent's temporary folder, because a parent that was
-    killed cannot."""
-
-    def wait() -> None:
-        parent_ended()
-        shutil.rmtree(folder, ignore_errors=True)
-        # The destructor of a process group may wait for peers that have ended; the kernel closes its sockets at once.
-        os._exit(0)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
 
 
 def end_with_agent(rank: int, folder: Path) -> threading.Thread:

@@ -145,11 +145,17 @@ def machine_measurement(
     return measured
 
 
-def measurement_for(
+def measured_or_reason(
     plan: Plan, backend: str, recalibrate: bool = False, listen: Callable[[str], None] | None = None
-) -> MachineMeasurement:
-    """The calibration of this machine for the ranks and dtypes of a plan."""
-    return machine_measurement(plan.world, plan.param_dtype, reduced_dtype(plan), backend, recalibrate, listen)
+) -> tuple[MachineMeasurement | None, str]:
+    """The calibration of this machine for the ranks and dtypes of a plan, or why there is none: a training does not depend on it, so a rank
+    that hangs on a busy machine costs the calibration and not the run."""
+    try:
+        return machine_measurement(plan.world, plan.param_dtype, reduced_dtype(plan), backend, recalibrate, listen), ""
+    except (MeshwrightError, OSError) as error:
+        what = error.what if isinstance(error, MeshwrightError) else str(error)
+        reason = f"This machine could not be calibrated ({what.splitlines()[0].rstrip(':')})"
+        return None, f"{reason}: the prediction has the constants of the catalog's CPU"
 
 
 def reduced_dtype(plan: Plan) -> str:

@@ -52,6 +52,8 @@ class Training(Shown):
     communication: dict[str, Any] | None = None  # by rank; unknown after an interruption
     timeline: dict[str, Any] | None = None
     kernels: list[GroupTime] = field(default_factory=list)  # of profiled steps on a GPU
+    asked_for: str = ""  # the user's plan, if the run has another one for the number of ranks that it has
+    uncalibrated: str = ""  # why this machine could not be calibrated
 
     def __repr__(self) -> str:
         return f"Training({self.config.plan.title()}, {len(self.steps)} steps, {self.measurement.step_time_s:.4g} s per step)"
@@ -80,6 +82,8 @@ class Training(Shown):
     def as_dict(self) -> dict[str, Any]:
         return {
             "plan": self.config.plan.title(),
+            "asked_for": self.asked_for or self.config.plan.title(),
+            "uncalibrated": self.uncalibrated or None,
             "not_run": list(self.config.model.not_run),
             "device": self.device,
             "diverged_at_step": self.diverged_at,
@@ -94,8 +98,8 @@ class Training(Shown):
         }
 
 
-def predicted(config: Config) -> Prediction:
-    return predict(config.model, config.cluster, config.plan, config.workload, config.stack)
+def predicted(config: Config, assumed: list[str] | None = None) -> Prediction:
+    return predict(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
 
 
 def file_of_links(config: Config) -> str:
@@ -121,15 +125,16 @@ def kept_in_busiest_stage(reports: list[RankReport]) -> float | None:
 
 class LoadWatch:
     """The prediction of a run for the load on this machine before it, and the load during its steps. `predicted_from` says where the
-    constants come from if the user gave the links; it is empty for those of the catalog and of this machine."""
+    constants come from if the user gave the links; it is empty for those of the catalog and of this machine. `uncalibrated`: why there is
+    no calibration, if it failed."""
 
-    def __init__(self, config: Config, machine: MachineMeasurement | None) -> None:
-        self.uncalibrated, self.machine, self.before = config, machine, 0.0
+    def __init__(self, config: Config, machine: MachineMeasurement | None, uncalibrated: str = "") -> None:
+        self.plain, self.machine, self.uncalibrated, self.before = config, machine, uncalibrated, 0.0
         self.first: Moment | None = None
         self.last: Moment | None = None
         given = has_given_links(config.cluster)
         if machine is None:
-            self.config, self.prediction = config, predicted(config)
+            self.config, self.prediction = config, predicted(config, [uncalibrated] if uncalibrated else None)
             self.predicted_from = file_of_links(config) if given else ""
             return
         still_idle = IDLE_SHARE * machine.cores
@@ -144,8 +149,7 @@ class LoadWatch:
             assumed.append(
                 f"other processes keep using {busy:.1f} of {machine.cores:g} cores; idle: {format_seconds(self.idle_s)}"
             )
-        c = self.config
-        self.prediction = predict(c.model, c.cluster, c.plan, c.workload, c.stack, assumed)
+        self.prediction = predicted(self.config, assumed)
 
     def begin(self) -> None:
         """The first step has ended: from now on the load is measured."""
@@ -162,7 +166,7 @@ class LoadWatch:
         during = loaded = None
         if reports and self.first is not None and self.last is not None and self.last.wall > self.first.wall:
             during = self.last.busy_cores_since(self.first, sum(r.cpu_s for r in reports))
-            loaded = predicted(with_this_machine(self.uncalibrated, self.machine, during)).step_time_s
+            loaded = predicted(with_this_machine(self.plain, self.machine, during)).step_time_s
         return Interference(self.machine.cores, self.before, during, self.idle_s, loaded)
 
 
@@ -230,7 +234,7 @@ def conclude(
     config: Config, folder: RunFolder, reports: list[RankReport], steps: int, device: str, watch: LoadWatch
 ) -> Training:
     """The result of a run, from the rows of its folder and the reports of its ranks (none if it was stopped); written to the folder."""
-    rows = read_steps(folder.path)
+    rows = folder.rows()
     records = [StepRecord.of_row(row) for row in rows]
     attempt = max((row.get("attempt", 0) for row in rows), default=0)
     earlier = sum(row.get("attempt", 0) < attempt for row in rows)
@@ -247,6 +251,8 @@ def conclude(
         communication.as_json(ranks, watch.prediction, len(reports[0].recorded)) if ranks else None,
         timeline.both_steps(config, reports),
         profiled_kernels(config, folder.path, device),
+        folder.aim,
+        watch.uncalibrated,
     )
     result = training.as_dict()
     contents = {name: result[name] for name in ("measurement", "difference", "interference")}

@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.describe.run_folder import PROFILE
-from meshwright.errors import cannot_write
+from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
@@ -88,10 +88,13 @@ class Profiler(Hook):
     def _stop(self, rank: int, last: int) -> None:
         assert self.running is not None
         self.running.stop()
-        write(self.running, self.folder, rank, (self.first, last))
+        text = f"steps {self.first} to {last} were profiled: {PROFILE}/"
+        try:
+            write(self.running, self.folder, rank, (self.first, last))
+        except MeshwrightError as error:  # a full disk does not end a training
+            text = f"the profile of steps {self.first} to {last} was not written: {error}"
         self.running = None
         if self.writer is not None:
-            text = f"steps {self.first} to {last} were profiled: {PROFILE}/"
             self.writer.event("profile", last, text, first_step=self.first)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.host import end_with_parent
 from meshwright.training.data.prepare.chunks import Chunk, Reading, texts_in
 from meshwright.training.data.token_file import smallest_dtype
 from meshwright.training.data.tokenizer import Tokenizer, open_tokenizer
@@ -27,7 +28,8 @@ class Encoded(NamedTuple):
 
 
 def begin(tokenizer: str, end: str) -> None:
-    """Called once in a new worker process: Ctrl-C is the parent's, and one process uses one core."""
+    """Called once in a new worker process: it ends with its parent, Ctrl-C is the parent's, and one process uses one core."""
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     open_once(tokenizer, end)
