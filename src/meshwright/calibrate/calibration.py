@@ -17,6 +17,7 @@ import tomli_w
 
 from meshwright.calibrate.crossovers import Crossover, Series, additions, crossovers, series_of
 from meshwright.calibrate.factors import FittedFactors, fitted_factors, with_factors
+from meshwright.calibrate.fit import SPARE_POINTS
 from meshwright.calibrate.gpu import gpu_accelerator
 from meshwright.calibrate.levels import FoundLevel, find_levels
 from meshwright.calibrate.nccl_tests import TOOL as NCCL_TESTS
@@ -120,6 +121,7 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
         verdicts(levels, expected, main),
         [
             *notes_of(main, levels, expected, backend),
+            *notes_of_factors(factors),
             *([] if levels else about_collectives(factors, expected)),
             *about_device,
         ],
@@ -260,7 +262,7 @@ def measured_level(level: FoundLevel, size: int, expected: Cluster, bench: Bench
         ),  # six digits: more are noise, and a person reads the file
         bandwidth=float(f"{rate:.6g}"),
         in_switch=expected.levels[min(k, len(expected.levels) - 1)].link.in_switch,
-        source=f"{level.pairs} pairs, residual {level.line.residual:.1%}, largest deviation {level.line.deviation:.0%} "
+        source=f"{level.pairs} pairs, {level.line.points} points, residual {level.line.residual:.1%}, largest deviation {level.line.deviation:.0%} "
         f"at {format_bytes(level.line.deviates_at)}",
         checked="measured",
     )
@@ -273,6 +275,15 @@ def where(bench: Bench, backend: str) -> str:
     ranks, hosts = bench.world, len(bench.hosts)
     words = f"{ranks} rank{'s' * (ranks != 1)} on {hosts} host{'s' * (hosts != 1)}"
     return f"{words}, {backend}" if bench.points else words
+
+
+def notes_of_factors(factors: Sequence[FittedFactors]) -> list[str]:
+    """The operations whose formula is used as it is, with the reason."""
+    return [
+        f"{one.operation} {GROUPS[one.across]}: no factors on the formula ({one.refused})"
+        for one in factors
+        if one.refused
+    ]
 
 
 def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend: str) -> list[str]:
@@ -293,6 +304,11 @@ def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend:
                 f"; {level.together} pairs at the same time take {level.slowdown:.1f}× as long, so they share a link"
             )
         notes.append(text)
+        if level.line.points < 2 + SPARE_POINTS:
+            notes.append(
+                f"{level.name}: {level.line.points} points for α and the rate, and {2 + SPARE_POINTS} are needed to judge them: their residual says "
+                "nothing; bench more sizes, or with a longer --budget"
+            )
         if any(list(unit) != list(range(unit[0], unit[0] + len(unit))) for unit in level.units):
             notes.append(f"{level.name}: ranks of one unit are not consecutive; a plan's layout assumes that they are")
     if len(hosts) > 1 and levels:

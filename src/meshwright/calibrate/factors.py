@@ -7,21 +7,26 @@ first for groups inside a node, then, with these, for groups of several nodes:
 
     minimise Σ ρ( ln model(n; latency, bytes) − ln measured )      ρ by Huber; Gauss-Newton in ln latency, ln bytes
 
-A weak pull towards 1 keeps a factor that the measured sizes do not determine (bytes, if only small messages were measured).
+A weak pull towards 1 keeps a factor that the measured sizes do not determine (bytes, if only small messages were measured). An operation
+with fewer than two + three points gets no factors: two points are met exactly by some factors, whatever was measured. Factors far from 1
+are refused too, since the library then does something else than the formula; both are said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.calibrate.fit import HUBER, LEAST_SCALE, MAD
+from meshwright.calibrate.fit import HUBER, LEAST_SCALE, MAD, SPARE_POINTS
 from meshwright.calibrate.points import Bench, Point
 from meshwright.cost.collective import OPERATIONS, choose
 from meshwright.describe.cluster import Cluster, Factors
+from meshwright.units import counted
 
+NEEDED = 2 + SPARE_POINTS
+PLAUSIBLE = 0.1, 20.0  # smallest and largest factor
 PULL = 1e-3  # weight of the pull towards 1, against one point
 LARGEST = np.log(300.0)
 ROUNDS, STEP = 25, 1e-4
@@ -40,6 +45,7 @@ class FittedFactors:
     worst: float = 0.0
     worst_at: int = 0
     points: int = 0
+    refused: str = ""  # why the formula is used without factors
 
 
 def fitted_factors(
@@ -55,9 +61,25 @@ def fitted_factors(
         points = [point for point in everything if usable(point, operation, backend, cluster)]
         for across in (False, True):
             here = [point for point in points if (len(point.ranks) > cluster.node_size) == across]
-            if len({point.bytes for point in here}) >= 2:
-                found.append(fit(with_factors(cluster, found), operation, here, across))
+            if here:
+                found.append(checked_fit(with_factors(cluster, found), operation, here, across))
     return found
+
+
+def checked_fit(cluster: Cluster, operation: str, points: Sequence[Point], across: bool) -> FittedFactors:
+    """The factors of one operation, or why it has none."""
+    count, sizes = len({(p.ranks, p.bytes) for p in points}), len({p.bytes for p in points})
+    if count < NEEDED or sizes < 2:
+        why = f"{counted(count, 'point')} of {counted(sizes, 'size')}, and two factors need {NEEDED} points; "
+        why += "bench more sizes, or with a longer --budget"
+        return FittedFactors(operation, across, Factors(), points=count, refused=why)
+    fitted = fit(cluster, operation, points, across)
+    low, high = PLAUSIBLE
+    if all(low <= factor <= high for factor in (fitted.factors.latency, fitted.factors.bytes)):
+        return fitted
+    why = f"latency {fitted.factors.latency:.3g}× and bytes {fitted.factors.bytes:.3g}× are not both between {low:g} and {high:g}: "
+    why += "the library runs another algorithm, or the machine was disturbed"
+    return replace(fitted, factors=Factors(), refused=why)
 
 
 def usable(point: Point, operation: str, backend: str, cluster: Cluster) -> bool:
@@ -72,8 +94,8 @@ def usable(point: Point, operation: str, backend: str, cluster: Cluster) -> bool
 def with_factors(cluster: Cluster, fitted: Sequence[FittedFactors]) -> Cluster:
     """The cluster with these factors in addition to those it has."""
     added = cluster.collectives
-    inside = {one.operation: one.factors for one in fitted if not one.across}
-    between = {one.operation: one.factors for one in fitted if one.across}
+    inside = {one.operation: one.factors for one in fitted if not one.across and not one.refused}
+    between = {one.operation: one.factors for one in fitted if one.across and not one.refused}
     return cluster.but(
         collectives=added.but(factors={**added.factors, **inside}, factors_across={**added.factors_across, **between})
     )

@@ -19,6 +19,9 @@ from typing import Any
 
 import numpy as np
 
+SPARE_POINTS = (
+    3  # beyond one for each constant: a fit through as many points as constants always has a residual of zero
+)
 HUBER, MAD, LEAST_SCALE = 1.345, 1.4826, 1e-6
 MEDIAN_ROUNDS, ROUNDS = 20, 60
 

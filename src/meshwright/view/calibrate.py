@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.calibrate.calibration import Calibration
+from meshwright.calibrate.calibration import GROUPS, Calibration
 from meshwright.calibrate.verdict import NORMAL, Verdict
 from meshwright.units import format_bytes, format_rate, format_seconds
 from meshwright.view.tables import filled, heading
@@ -17,7 +17,7 @@ def page(result: Calibration) -> RenderableType:
     parts: list[RenderableType] = [heading(result.cluster.name, result.cluster.source)]
     if result.levels:
         parts += [levels(result), *causes(result)]
-    if result.factors:
+    if any(not f.refused for f in result.factors):
         parts.append(factors(result))
     if any(one.algorithm for one in result.series):
         parts.append(algorithms(result))
@@ -72,7 +72,7 @@ def factors(result: Calibration) -> RenderableType:
     rows = [
         (
             f.operation,
-            "between nodes" if f.across else "inside a node",
+            GROUPS[f.across],
             f"{f.factors.latency:.2f}×",
             f"{f.factors.bytes:.2f}×",
             f.points,
@@ -80,6 +80,7 @@ def factors(result: Calibration) -> RenderableType:
             f"{f.worst:.0%} at {format_bytes(f.worst_at)}",
         )
         for f in result.factors
+        if not f.refused
     ]
     columns = ("collective", "group", ">latency", ">bytes", ">points", ">residual", "~largest error of the cost model")
     return filled(columns, rows, title="factors on the formulas")
