@@ -355,3 +355,20 @@ def test_bench_without_pairs_or_without_files_is_refused(capsys) -> None:
         main(["calibrate"])
     assert left.value.code == 2
     assert "MW-CALIB-002" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("points", "factor", "refused"), [(4, 1, "4 points of 4 sizes"), (5, 1, ""), (8, 500, "not both between")]
+)
+def test_factors_need_points_to_spare_and_stay_near_one(points: int, factor: float, refused: str) -> None:
+    """Two points are met exactly by some factors, whatever was measured."""
+    bench = synthetic.bench(synthetic.cluster((4, 30e-6, 2e9)))
+    kept = sorted({p.bytes for p in bench.points if p.operation == "all-reduce"})[:points]
+    few = [p for p in bench.points if p.operation != "all-reduce" or (p.bytes in kept and len(p.ranks) == 4)]
+    slow = [p.but(median_s=p.median_s * factor) if p.operation == "all-reduce" else p for p in few]
+    result = calibrate([bench.but(points=tuple(slow))])
+    (found,) = [f for f in result.factors if f.operation == "all-reduce"]
+    assert refused in found.refused
+    assert bool(found.refused) == bool(refused)
+    assert ("all-reduce" in result.cluster.collectives.factors) == (not refused)
+    assert any("all-reduce inside a node: no factors" in note for note in result.notes) == bool(refused)

@@ -52,6 +52,19 @@ def test_ls_verify_and_prune(run, capsys):
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]
 
 
+def test_incomplete_and_damaged_checkpoints_are_reported_and_the_last_good_one_is_not_pruned(run, capsys):
+    (run / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    code, out = cli(capsys, "ls", run, "--json")
+    assert (code, [row["problem"] for row in json.loads(out.out)]) == (0, [None, "incomplete", None])
+    assert cli(capsys, "verify", run)[0] == 1
+    file = next((run / "checkpoints" / "step-00000003").glob("*.safetensors"))
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    code, out = cli(capsys, "prune", run, "--keep", 1)
+    assert code == 2
+    assert "MW-CKPT-002" in out.err
+    assert (run / "checkpoints" / "step-00000001" / "manifest.json").is_file()
+
+
 def test_convert_writes_one_whole_checkpoint(run, capsys):
     code, out = cli(capsys, "convert", run, "--out", run / "whole", "--json")
     assert code == 0

@@ -1,11 +1,13 @@
 """Checkpoint files on a disk that fails: flipped bits, truncation, a full disk, kills. What is damaged is found before it is used."""
 
+import errno
 import json
 import os
 import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +117,97 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(harm, tmp_
     assert step_of(tmp_path) == (1, [])
     with pytest.raises(MeshwrightError, match="MW-CKPT-002"):  # a checkpoint that was named must be good
         open_checkpoint(tmp_path / "damaged-step-00000002")
+
+
+def contents_of(root):
+    return {path.relative_to(root): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("harm", ["damaged", "incomplete", "both"])
+def test_a_resume_without_an_intact_checkpoint_names_each_and_changes_nothing(harm, tmp_path):
+    saved(tmp_path, 1, 2)
+    one, two = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    for path in (one, two) if harm == "incomplete" else (one,) if harm == "both" else ():
+        (path / MANIFEST).unlink()
+    for path in (one, two) if harm == "damaged" else (two,) if harm == "both" else ():
+        os.truncate(next(path.glob("*.safetensors")), 40)
+    before = contents_of(tmp_path)
+    with pytest.raises(MeshwrightError, match="MW-CKPT-019") as raised:
+        step_of(tmp_path)
+    word = "incomplete" if harm == "incomplete" else "damaged"
+    assert f"step-00000002 is {word}" in raised.value.why
+    assert f"step-00000001 is {'damaged' if harm == 'damaged' else 'incomplete'}" in raised.value.why
+    assert "--from-scratch" in raised.value.fix
+    assert contents_of(tmp_path) == before
+    assert summary(one)["problem"] == ("incomplete" if harm != "damaged" else "damaged")
+
+
+def test_a_save_without_a_manifest_is_set_aside_and_never_replaced(tmp_path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / MANIFEST).unlink()
+    step, (message,) = step_of(tmp_path)
+    assert (step, "step-00000002 is incomplete" in message) == (1, True)
+    assert (tmp_path / "damaged-step-00000002").is_dir()
+    (tmp_path / "step-00000001" / MANIFEST).unlink()
+    with pytest.raises(MeshwrightError, match=r"step-00000001 is incomplete.*damaged-step-00000002 is set aside"):
+        step_of(tmp_path)
+    saved(tmp_path, 1)  # the new one has the name, and the old files stay
+    assert list((tmp_path / "damaged-step-00000001").glob("*.safetensors"))
+    assert step_of(tmp_path) == (1, [])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_an_error_of_the_disk_is_not_damage(number, tmp_path, monkeypatch):
+    saved(tmp_path, 1, 2)
+    before, unpatched = contents_of(tmp_path), Path.open
+
+    def fail(path, *options, **more):
+        if path.suffix == ".safetensors" and path.parent.name == "step-00000002":
+            raise OSError(number, os.strerror(number), str(path))
+        return unpatched(path, *options, **more)
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(MeshwrightError, match="MW-CKPT-018") as raised:
+        step_of(tmp_path)
+    assert (os.strerror(number) in raised.value.why, raised.value.exit_code) == (True, 74)
+    assert summary(tmp_path / "step-00000002", verify=True)["problem"] == "unreadable"
+    monkeypatch.undo()
+    assert contents_of(tmp_path) == before
+    assert step_of(tmp_path) == (2, [])
+
+
+def test_a_manifest_that_the_disk_does_not_give_is_not_absent(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    unpatched = Path.stat
+
+    def fail(path, **options):
+        if path.name == MANIFEST:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return unpatched(path, **options)
+
+    monkeypatch.setattr(Path, "stat", fail)
+    for ask in (folder.complete, step_of):
+        with pytest.raises(MeshwrightError, match="MW-CKPT-018"):
+            ask(tmp_path)
+
+
+def test_a_checkpoint_whose_mount_disappears_is_not_damaged(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    manifest = read_manifest(tmp_path / "step-00000001")
+    shutil.rmtree(tmp_path / "step-00000001")
+    with pytest.raises(MeshwrightError, match="MW-CKPT-018"):
+        check_files(tmp_path / "step-00000001", manifest)
+
+
+def test_from_scratch_keeps_everything_under_other_names(tmp_path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000001").rename(tmp_path / "damaged-step-00000001")
+    for path in ("unused-step-00000002", "unused-step-00000002-2"):
+        folder.set_all_aside(tmp_path)
+        assert (tmp_path / path / MANIFEST).is_file()
+        assert step_of(tmp_path) == (None, [])
+        saved(tmp_path, 2)
+    assert (tmp_path / "unused-damaged-step-00000001").is_dir()
 
 
 def test_a_newer_version_is_refused_and_left_as_it_is(tmp_path):

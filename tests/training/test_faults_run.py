@@ -1,6 +1,7 @@
 """Whole runs under faults: every loss is that of a run without faults, and the events say what happened."""
 
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 
 import ranks
 from meshwright.describe.config import Config, load
-from meshwright.describe.run_folder import read_about, read_events, read_steps
+from meshwright.describe.run_folder import new_lines, read_about, read_events, read_steps, state
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.folder import complete
 from meshwright.training.faults.inject import Fault, write_faults
@@ -115,7 +116,7 @@ def test_a_signal_saves_and_the_run_continues_where_it_stopped(tmp_path, losses)
 
 
 def resume_and_count(context, made, folder):
-    """Train two steps, resume, and begin again after all checkpoints were damaged. Returns the number of weights drawn each time."""
+    """Train two steps, resume, and begin from scratch after all checkpoints were damaged. Returns the number of weights drawn each time."""
     from dataclasses import replace
 
     from meshwright.models.initialise import DrawnWeights
@@ -132,11 +133,16 @@ def resume_and_count(context, made, folder):
     DrawnWeights.read = counted
     counts = []
     job = make_job(made, 2, 0, "cpu", "gloo", folder, 1, None)
-    for one in (job, replace(job, resume=True, steps=4), replace(job, resume=True)):
-        drawn.clear()
+    for one in (job, replace(job, resume=True, steps=4), replace(job, resume=True, from_scratch=True)):
         if len(counts) == 2:
             for file in folder.glob("checkpoints/step-*/*.safetensors"):
                 file.write_bytes(file.read_bytes()[:-1])
+            files = ("steps.jsonl", "run.json", "measurement.json", "events.jsonl", "plan.toml")
+            before = [(folder / name).read_bytes() for name in files]
+            with pytest.raises(MeshwrightError, match="MW-CKPT-019"):
+                train(context, replace(one, from_scratch=False, steps=9), Attempt())
+            assert [(folder / name).read_bytes() for name in files] == before  # a refused resume changes nothing
+        drawn.clear()
         train(context, one, Attempt())
         counts.append(len(drawn))
     return counts
@@ -148,4 +154,43 @@ def test_no_weights_are_drawn_that_a_checkpoint_replaces(tmp_path):
     assert first == again > 0
     assert resumed == 0
     assert [row["step"] for row in read_steps(tmp_path)] == [0, 1]
-    assert any("damaged" in text for _, text in kinds_of(tmp_path))
+    assert [row["step"] for row in new_lines(tmp_path / "unused-steps.jsonl", 0)[0]] == [0, 1, 2, 3]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000002", "unused-step-00000002", "unused-step-00000004",
+    ]  # fmt: skip
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(tmp_path):
+    """Neither with --resume nor in a restart; one that has not saved yet does, with a message."""
+    made = Config.from_parts(MODEL, "laptop", "gloo-cpu", WORKLOAD, {**PLAN, "replicate": 1}, checkpoint={"every": 2})
+    ranks.run(1, lose_checkpoints, made, tmp_path)
+
+
+def lose_checkpoints(context, made, folder):
+    from meshwright.training.job import Attempt
+    from meshwright.training.run import make_job
+    from meshwright.training.worker import train
+
+    job = replace(make_job(made, 3, 0, "cpu", "gloo", folder, 1, None), resume=True)
+    folder.joinpath("run.json").write_text("{}")
+    train(context, job, Attempt())
+    assert any("begins again at step 0" in text for kind, text in kinds_of(folder) if kind == "resumed")
+    shutil.rmtree(folder / "checkpoints")
+    rows = read_steps(folder)
+    for attempt in (Attempt(), Attempt(1, "rank 0 died")):
+        with pytest.raises(MeshwrightError, match=r"MW-CKPT-019.* missing"):
+            train(context, replace(job, steps=6), attempt)
+    assert read_steps(folder) == rows
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_what_was_not_written(tmp_path, losses):
+    """The rows wait in memory until the end; a resume with room trains their steps again."""
+    with pytest.raises(MeshwrightError, match="MW-FOLDER-003: the disk is full") as raised:
+        train(tmp_path, [Fault("disk-full", 0, 8, steps=10**6)])
+    assert raised.value.exit_code == 74
+    assert f"the checkpoint of step {STEPS}" in raised.value.what
+    assert "timeline.json" in raised.value.what
+    written = len(read_steps(tmp_path))
+    assert f"{STEPS - written} rows of steps.jsonl (steps {written} to {STEPS - 1})" in raised.value.what
+    assert [state(tmp_path), len(read_about(tmp_path)["attempts"])] == ["failed", 1]
+    assert train(tmp_path, resume=True) == losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ from meshwright.describe.run_folder import (
 )
 from meshwright.errors import MeshwrightError
 from meshwright.training.faults.damage import set_disk_full
-from meshwright.training.folder import RunFolder, check_unused, git_state
+from meshwright.training.folder import RunFolder, check_unused, claimed, git_state
 from meshwright.training.measure.measurement import predicted
 from meshwright.training.records import StepRecord
 
@@ -234,6 +235,69 @@ def test_a_disk_that_becomes_full_within_a_row_loses_none(tmp_path: Path) -> Non
         set_disk_full(False)
     folder.add(record(60))
     assert [row["step"] for row in read_steps(tmp_path)] == list(range(61))
+
+
+def test_what_a_full_disk_did_not_take_is_named_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = create(tmp_path)
+    set_disk_full(True)
+    try:
+        for step in range(60):
+            folder.add(record(step))
+        written = len(read_steps(tmp_path))
+        assert [row["step"] for row in folder.rows()] == list(range(60))
+        with monkeypatch.context() as patch:
+            patch.setattr("meshwright.training.folder.replace_file", full)
+            folder.save("measurement", {})
+            folder.end_attempt()
+        folder.close()
+    finally:
+        set_disk_full(False)
+    assert folder.lost == [
+        f"{60 - written} rows of steps.jsonl (steps {written} to 59)"
+    ]  # there was room for small files
+    assert read_json(tmp_path / "measurement.json") == {}
+    assert state(tmp_path) == "done"
+
+
+def test_rows_that_are_missing_are_said_and_unreadable_ones_stay(tmp_path: Path) -> None:
+    create(tmp_path, steps=6).close()
+    lines = (tmp_path / STEPS).read_bytes().splitlines(keepends=True)
+    (tmp_path / STEPS).write_bytes(lines[0] + b"broken\n" + b"".join(lines[2:]))
+    folder = RunFolder.reopen(tmp_path, CONFIG, PREDICTION)
+    folder.begin_attempt(world=1, plan="one device", first_step=5)
+    folder.close()
+    assert (tmp_path / STEPS).read_bytes() == lines[0] + b"broken\n" + b"".join(lines[2:5])
+    assert "has the rows of 4 of the 5 steps" in read_events(tmp_path)[0]["text"]
+
+
+def test_a_second_start_in_a_folder_is_refused_at_once(tmp_path: Path) -> None:
+    """Before processes start and this machine is calibrated. The lock of a killed process is free."""
+    context = multiprocessing.get_context("fork")
+    ready, end = context.Event(), context.Event()
+
+    def start() -> None:
+        with claimed(tmp_path):
+            ready.set()
+            end.wait(30)
+
+    process = context.Process(target=start)
+    process.start()
+    assert ready.wait(30)
+    with pytest.raises(MeshwrightError, match="MW-FOLDER-001"), claimed(tmp_path):
+        pass
+    process.kill()
+    process.join(30)
+    with claimed(tmp_path):
+        pass
+    folder = create(tmp_path)
+    with pytest.raises(MeshwrightError, match=r"MW-FOLDER-001: .*Process"), claimed(tmp_path):
+        pass
+    folder.close()
+    with claimed(tmp_path / "not there"):
+        assert not (tmp_path / "not there").exists()
 
 
 def test_git_state(tmp_path: Path) -> None:

@@ -20,12 +20,13 @@ import ranks  # noqa: F401  preloads what ranks need
 from meshwright.comm.emulate import system
 from meshwright.comm.emulate.emulation import Emulation
 from meshwright.comm.emulate.topology import INTERFACE, Topology, address, namespace
-from meshwright.describe.config import Config
-from meshwright.describe.run_folder import read_about, read_steps
+from meshwright.describe.config import Config, load
+from meshwright.describe.run_folder import present_plan, read_about, read_events, read_steps
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch import local
 from meshwright.training.main_script import main_hidden
 from meshwright.training.run import run_training
+from meshwright.view.runs import summary
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 256}
 WORKLOAD = {"batch": 4, "seq": 8, "precision": "fp32"}
@@ -322,3 +323,26 @@ def test_two_agents_of_torchrun_restart_their_ranks(tmp_path):
     first, second = read_about(tmp_path)["attempts"]
     assert first["cause"].startswith("rank 0 raised")  # it lost rank 1, which could not say why
     assert second["cause"] == ""
+
+
+def resume_resized(plan, steps, folder):
+    run_training(plan, steps, folder=folder, resume=True)
+
+
+def test_a_resize_keeps_the_plan_of_the_user_and_returns_to_it(tmp_path):
+    """Two ranks, then one, then two: `plan.toml` is the user's plan all the time, with the present one beside it."""
+    folder, plan = tmp_path / "run", config(replicate=2)
+    run_training(plan, 2, folder=folder)
+    asked = load(folder / "plan.toml")
+    codes, texts = run(tmp_path, [env(0, 1, "127.0.0.1", free_port())], resume_resized, asked, 3, folder)
+    assert codes == [0], texts
+    assert (load(folder / "plan.toml").plan, load(folder / "present.toml").plan.world) == (asked.plan, 1)
+    assert load(present_plan(folder)).plan.world == read_about(folder)["attempts"][-1]["world"] == 1
+    title = summary(folder)["title"]
+    assert title == f"{load(folder / 'present.toml').plan.title()} (asked for: {asked.plan.title()})"
+    assert any(e["kind"] == "resized" and asked.plan.title() in e["text"] for e in read_events(folder))
+    training = run_training(load(folder / "plan.toml"), 4, folder=folder, resume=True)
+    assert training.config.plan == asked.plan
+    assert load(folder / "plan.toml").plan == asked.plan
+    assert not (folder / "present.toml").exists()
+    assert summary(folder)["title"] == asked.plan.title()

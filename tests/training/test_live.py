@@ -101,6 +101,23 @@ def test_time_left_counts_what_is_between_steps(tmp_path: Path, monkeypatch: pyt
     assert run.left_s() == pytest.approx(196, abs=0.1)
 
 
+def test_time_left_does_not_count_the_pause_before_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step every 2 s, a day of pause after step 5, and again a step every 2 s: 92 steps take 184 s."""
+    folder, now = create(tmp_path), time.time()
+    for step in range(8):
+        at = now + 2 * step + (86_400 if step > 5 else 0)
+        monkeypatch.setattr("meshwright.training.folder.time.time", lambda at=at: at)
+        if step == 6:
+            folder.begin_attempt(world=2, plan="dp 2", first_step=6)
+            run = LiveRun(tmp_path)
+            run.refresh()
+            assert run.left_s() is None
+        folder.add(record(step))
+    run = LiveRun(tmp_path)
+    run.refresh()
+    assert run.left_s() == pytest.approx(184, abs=0.1)
+
+
 def test_a_restart_repeats_steps_and_says_why(tmp_path: Path) -> None:
     folder = create(tmp_path)
     for step in range(6):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from meshwright.comm.bench import interference
 from meshwright.comm.bench.device import DTYPES
 from meshwright.comm.bench.host_cases import cpu_cases
 from meshwright.comm.bench.interference import Moment, busy_seconds
+from meshwright.describe.run_folder import read_events
 from meshwright.errors import MeshwrightError
+from meshwright.training.launch.failure import RankFailure
 from meshwright.training.measure import calibration
 from meshwright.training.measure.calibration import Interference
 from meshwright.training.measure.measurement import LoadWatch
@@ -172,6 +175,19 @@ def test_a_used_folder_is_refused_before_the_machine_is_measured(
     monkeypatch.setattr(calibration, "machine_measurement", lambda *a, **k: pytest.fail("measured"))
     with pytest.raises(MeshwrightError, match="MW-FOLDER-002"):
         api.train(DEMO, out=tmp_path)
+
+
+def test_a_failed_calibration_does_not_end_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*given: object, **options: object) -> None:
+        raise RankFailure(1, "hung", "Thread 0x1\n" * 40, {}, None)
+
+    monkeypatch.setattr(calibration, "machine_measurement", hang)
+    small = ["plan.replicate=1", "plan.tp=1", "workload.batch=8", "workload.seq=16"]
+    training = api.train(DEMO, set=small, steps=2, device="cpu", out=tmp_path)
+    text = "This machine could not be calibrated (rank 1 hung): the prediction has the constants of the catalog's CPU"
+    assert training.as_dict()["uncalibrated"] == text
+    assert text in json.loads((tmp_path / "prediction.json").read_text())["assumed"]
+    assert [event["text"] for event in read_events(tmp_path) if event["kind"] == "calibration"] == [text]
 
 
 def test_a_calibration_in_another_dtype_is_another():

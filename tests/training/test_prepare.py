@@ -3,13 +3,17 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from meshwright.errors import MeshwrightError
+from meshwright.host import process_start
 from meshwright.training.data.page import contents
 from meshwright.training.data.prepare import run as preparation
 from meshwright.training.data.prepare.chunks import Reading, chunks_of, texts_in
@@ -290,6 +294,37 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert "meshwright[train]" in refused("MW-DATA-014", [tmp_path / "a.parquet"], tmp_path / "out")
     refused("MW-DATA-014", [jsonl(tmp_path / "a.jsonl")], tmp_path / "out", "tokenizer.json")
+
+
+def workers_of(process):
+    """The forked workers of a preparation: children of its forkserver."""
+
+    def children(pid):
+        return [int(n) for task in Path(f"/proc/{pid}/task").iterdir() for n in (task / "children").read_text().split()]
+
+    return [worker for child in children(process) for worker in children(child)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
+def test_workers_end_with_a_killed_preparation(tmp_path):
+    """Also those that wait for work: the parent is stopped first, so that it gives them none."""
+    source = jsonl(tmp_path / "a.jsonl", TEXTS * 4000)
+    arguments = f"[{str(source)!r}], {str(tmp_path / 'out')!r}, workers=2, chunk_bytes=2000"
+    code = f"from meshwright.training.data.prepare.run import prepare\nprepare({arguments})"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        until, workers = time.monotonic() + 60, []
+        while len(workers) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+            workers = workers_of(process.pid)
+        assert len(workers) == 2
+        process.send_signal(signal.SIGSTOP)
+    finally:
+        process.kill()
+        process.wait()
+    while any(process_start(pid) for pid in workers) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(process_start(pid) for pid in workers)
 
 
 def test_a_script_needs_no_guard_around_its_main_part(tmp_path):

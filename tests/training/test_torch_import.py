@@ -5,12 +5,14 @@ import os
 import pickle
 import pickletools
 import random
+import sys
 import zipfile
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+from meshwright.cli import exit_code_of, run_command
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import parameters
 from meshwright.errors import MeshwrightError
@@ -20,6 +22,7 @@ from meshwright.training.checkpoint.manifest import read_manifest
 from meshwright.training.checkpoint.pickle_data import parse
 from meshwright.training.checkpoint.torch_import import METADATA, METADATA_NAMES, TorchCheckpoint, read_archive
 from meshwright.training.checkpoint.torchtitan import NAMES
+from meshwright.training.run import check_resume
 
 MODEL = Model(hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, vocab=33)
 
@@ -65,6 +68,26 @@ def rotated(heads_SD, interleaved):
         return torch.stack((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).flatten(-2)
     a, b = heads_SD.chunk(2, -1)
     return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+
+
+def test_the_documented_command_converts_with_a_model_alone(titan, tmp_path, capsys):
+    """A run file without a cluster, a catalog name, and the resume that follows."""
+    names = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab")
+    table = "".join(f"{name} = {getattr(MODEL, name)}\n" for name in names)
+    (tmp_path / "run.toml").write_text(f"[model]\n{table}")
+    out = tmp_path / "run" / "checkpoints" / "step-00000007"
+
+    def convert_to(path, model):
+        words = ["convert", str(titan), "--out", str(path), "--model", model]
+        return exit_code_of(lambda: sys.exit(run_command("checkpoint", words)), False)
+
+    assert convert_to(out, str(tmp_path / "run.toml")) == 0
+    assert read_manifest(out).step == 7
+    assert convert_to(tmp_path / "other", "llama3-8b") == 2
+    assert "MW-CKPT-012" in capsys.readouterr().err  # another model, and not a missing cluster
+    check_resume(tmp_path / "run", False)  # there is no plan.toml yet
+    with pytest.raises(MeshwrightError, match="MW-TRAIN-005"):
+        check_resume(tmp_path, False)
 
 
 def test_every_tensor_of_a_torch_checkpoint_is_read_exactly(titan):

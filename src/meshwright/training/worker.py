@@ -127,7 +127,7 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
         training = None
         if folder is not None:
             training = conclude(config, folder, reports, job.steps, context.device, job.watch)
-            folder.end_attempt("stopped" if trainer.stopped else "")
+            folder.end_attempt("stopped" if trainer.stopped else str(unsaved or ""))
     trainer.loader.close()
     if distributed.is_initialized():
         distributed.barrier()  # no rank ends while another one still needs it
