@@ -330,7 +330,7 @@ def resume_resized(plan, steps, folder):
 
 
 def test_a_resize_keeps_the_plan_of_the_user_and_returns_to_it(tmp_path):
-    """Two ranks, then one, then two: `plan.toml` is the user's plan all the time, with the present one beside it."""
+    """Two ranks, then one, then two: `plan.toml` is the user's plan all the time, with the present one in present.toml."""
     folder, plan = tmp_path / "run", config(replicate=2)
     run_training(plan, 2, folder=folder)
     asked = load(folder / "plan.toml")

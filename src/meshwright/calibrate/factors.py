@@ -9,7 +9,7 @@ first for groups inside a node, then, with these, for groups of several nodes:
 
 A weak pull towards 1 keeps a factor that the measured sizes do not determine (bytes, if only small messages were measured). An operation
 with fewer than two + three points gets no factors: two points are met exactly by some factors, whatever was measured. Factors far from 1
-are refused too, since the library then does something else than the formula; both are said.
+are refused too, since the library then does something else than the formula; a note gives the reason.
 """
 
 from __future__ import annotations

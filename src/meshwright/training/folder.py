@@ -308,7 +308,7 @@ class RunFolder:
 
     def _write_plan(self, config: Config, prediction: Prediction) -> None:
         """Write the resolved run file and its prediction; remove what an earlier attempt measured. A run that was resized has its present
-        plan in a file beside the plan that the user asked for: with the ranks of that one it returns to it."""
+        plan in a second file next to the plan that the user asked for: with the ranks of that one it returns to it."""
         for name in (*(f"{result}.json" for result in RESULTS), PRESENT):
             (self.path / name).unlink(missing_ok=True)
         write_text(self.path / PLAN, (self.asked or config).to_toml())
@@ -321,7 +321,7 @@ class RunFolder:
 
 
 def lost_lines(name: str, lines: list[bytes]) -> str:
-    """Lines that were not written, in words: their number, file and steps."""
+    """A description of lines that were not written: their number, file and steps."""
     steps = [row["step"] for line in lines for row in parsed(line) if "step" in row]
     of = f" (steps {steps[0]} to {steps[-1]})" if steps else ""
     return f"{counted(len(lines), 'row')} of {name}{of}"

@@ -151,7 +151,7 @@ def check_keeps(config: Config) -> None:
 
 def check_resume(folder: Path | None, from_scratch: bool) -> None:
     """Raise if there is nothing to continue in a folder, or if a new run is to begin from scratch: it does so anyway."""
-    if folder is not None and not has_checkpoint(folder):  # a checkpoint that was converted has no run beside it yet
+    if folder is not None and not has_checkpoint(folder):  # a checkpoint that was converted has no plan.toml yet
         plan_of_run(folder)
     if from_scratch and folder is None:
         why = "A run that is not resumed begins at step 0"
