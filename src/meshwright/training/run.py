@@ -72,8 +72,8 @@ def run_training(
         job = make_job(planned, steps, seed, device, backend, path, ranks_here, machine, uncalibrated)
         saves = folder is not None and planned.checkpoint.keep > 0
         aim = completed(config, steps) if planned.plan != config.plan else None
-        changes = {"resume": resume, "from_scratch": from_scratch, "saves": saves, "aim": aim}
-        return replace(job, faults=os.environ.get(VARIABLE, ""), **changes)
+        faults = os.environ.get(VARIABLE, "")
+        return replace(job, faults=faults, resume=resume, from_scratch=from_scratch, saves=saves, aim=aim)
 
     with kept_or_temporary(folder) as path:
         if place is None:

@@ -205,7 +205,7 @@ class Agent(LocalElasticAgent):
         self.ending.set()
         context: Any = self._pcontext
         if context is not None:  # a rank that has returned waits until its result is read, which no one does now
-            # `set` waits for the ranks that wait, for ever if one of them was killed before
+            # `set` wakes the ranks that wait and blocks until they run: without end if one was killed
             waker = threading.Thread(target=context._worker_finished_event.set, daemon=True)
             waker.start()
             waker.join(GRACE_S)
