@@ -74,6 +74,7 @@ def command(
     import time
 
     from meshwright import api
+    from meshwright.training.folder import claimed
     from meshwright.training.launch.placement import placement
     from meshwright.training.machine import shared_device
     from meshwright.view.tables import show
@@ -81,6 +82,9 @@ def command(
     device = shared_device(device, share_device)
     place = placement(os.environ)
     reports = place is None or place.rank == 0  # the other ranks of a launcher print nothing
+    if place is None and resume is not None:
+        with claimed(resume):  # a folder in use is refused before torch is imported, which takes seconds
+            pass
     plan = plan_to_train(plan, out, resume, from_scratch)
     options = api.run_settings(steps, seed, learning_rate, save_every, start_from or "", profile)
     options += api.difference_settings(allow_differences)
