@@ -55,6 +55,37 @@ def test_nearest(word: str, meant: str) -> None:
     assert nearest(word, ["llama3-70b", "dgx-h100", "gpt2-xl"]) == meant
 
 
+@pytest.mark.parametrize(
+    ("word", "choices"),
+    [
+        ("moe", ["rope", "norm", "moe_every"]),
+        ("dp", ["tp", "cp", "pp", "ep"]),
+        ("opt", ["gpt2"]),
+        ("glm4", ["glm4_moe", "glm"]),
+        ("llama3-7b", ["llama3-8b", "llama3-70b"]),
+        ("fp6", ["fp8", "fp32"]),
+        ("h200", ["h100", "a100"]),
+        ("offload", ["overlap", "zero"]),
+    ],
+)
+def test_no_word_is_suggested_that_is_not_near(word: str, choices: list[str]) -> None:
+    assert nearest(word, choices) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("recompte", "recompute"),
+        ("mircobatch", "microbatch"),
+        ("shrad", "shard"),
+        ("tokens_", "tokens"),
+        ("GPipe", "gpipe"),
+    ],
+)
+def test_a_misspelling_is_mended(word: str, meant: str) -> None:
+    assert nearest(word, ["reduce", "share", "token", "recompute", "microbatch", "shard", "tokens", "gpipe"]) == meant
+
+
 def test_unknown_truncates_a_long_name() -> None:
     error = unknown("MW-CAT-002", "model", "x" * 10_000, ["a"])
     assert len(str(error)) < 200

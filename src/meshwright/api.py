@@ -136,6 +136,7 @@ def verify(
     layers: str | None = None,
     batch_first: bool | None = None,
     reduction: str = "mean",
+    check: bool = True,
     ranks: int = 8,
     steps: int = 5,
     seed: int = 0,
@@ -151,8 +152,8 @@ def verify(
     `source` is a plan file, whose model is trained in a small copy, or a function that returns a module of yours: itself, or its place
     ("script.py:make"). Then `plan` is a `Plan`, a dictionary of its fields or a plan file. `example` is the batch of all ranks together: a
     pair (inputs, targets) with a `loss(output, targets)`, else the inputs of a module that returns its loss; or a function of a seed
-    that returns it. `table`, `layers`, `batch_first` and `reduction` are those of `parallelize`. Functions are at the top level of a file.
-    `allow_differences` names parts of a described model (`Model.not_run`) that may be computed in another way.
+    that returns it. `table`, `layers`, `batch_first`, `reduction` and `check` are those of `parallelize`. Functions are at the top level of a
+    file. `allow_differences` names parts of a described model (`Model.not_run`) that may be computed in another way.
     """
     require_torch("`verify`")
     from meshwright.proof.prove import prove
@@ -163,10 +164,9 @@ def verify(
     if plan is not None or is_module(source):
         from meshwright.proof.user_module.prove import prove_module
 
-        own = {"example": example, "loss": loss, "table": table, "layers": layers}
-        return prove_module(
-            source, plan, **own, batch_first=batch_first, reduction=reduction, settings=list(set), **common
-        )
+        own = {"example": example, "loss": loss, "table": table, "settings": list(set)}
+        options: dict[str, Any] = {"layers": layers, "batch_first": batch_first, "reduction": reduction, "check": check}
+        return prove_module(source, plan, **own, **options, **common)
     return prove(load(source, set=[*set, *difference_settings(allow_differences)]), **common)
 
 

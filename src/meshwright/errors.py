@@ -110,20 +110,53 @@ def listed(values: Sequence[str], limit: int = SHOWN) -> str:
     return ", ".join(values[:limit]) + f", … ({len(values)} in all)"
 
 
-def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
-    """The choice a person most likely meant, or "" when none is close."""
-    choices = list(choices)
-    folded = {c.lower().replace("_", "-"): c for c in reversed(choices)}
-    close = difflib.get_close_matches(str(word)[:100].lower().replace("_", "-"), list(folded), n=1, cutoff=cutoff)
-    return folded[close[0]] if close else ""
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The choice of which `word` is a misspelling, or "": one typing error in a short word, three in a long one, and the same digits.
+
+    This is the one rule for every suggestion. A wrong suggestion is worse than none: `moe` is not a misspelling of `rope`, and a model of another
+    size or generation is another model."""
+    typed = folded(str(word)[:100])
+    allowed = 0 if len(typed) <= 2 else 1 if len(typed) <= 5 else 2 if len(typed) <= 8 else 3
+    near = [
+        (errors, choice)
+        for choice in choices
+        if (digits_of(choice) == digits_of(typed) or folded(choice).startswith(typed))
+        and (errors := typing_errors(typed, folded(choice), allowed)) <= allowed
+    ]
+    return min(near, key=lambda pair: pair[0])[1] if near else ""
+
+
+def folded(word: str) -> str:
+    return word.lower().replace("_", "-")
+
+
+def digits_of(word: str) -> str:
+    return "".join(c for c in word if c.isdigit())
+
+
+def typing_errors(a: str, b: str, most: int) -> int:
+    """Letters to insert, drop or replace, and neighbours to swap, until one word is the other; above `most` some larger number."""
+    if abs(len(a) - len(b)) > most:
+        return most + 1
+    before, row = [0] * (len(b) + 1), list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        last, before, row = before, row, [i]
+        for j, y in enumerate(b, 1):
+            best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                best = min(best, last[j - 2] + 1)
+            row.append(best)
+    return row[-1]
 
 
 def closest_first(word: str, choices: list[str]) -> list[str]:
-    """Choices in their order; of a list that is too long to show, those similar to `word` come first."""
+    """Choices in their order; of a list that is too long to show, those that contain `word` or are similar to it come first."""
     if len(choices) <= SHOWN:
         return choices
-    close = difflib.get_close_matches(word[:100].lower(), choices, n=SHOWN, cutoff=0.4)
-    return [*close, *(choice for choice in choices if choice not in close)]
+    typed = folded(word[:100])
+    first = [choice for choice in choices if typed and typed in folded(choice)]
+    first += difflib.get_close_matches(typed, choices, n=SHOWN, cutoff=0.6)
+    return list(dict.fromkeys([*first, *choices]))
 
 
 def unknown(code: str, what: str, word: str, choices: Iterable[str], fix: str = "{}") -> MeshwrightError:

@@ -157,6 +157,48 @@ def test_overrides(base, override, path, value) -> None:
     assert config.origin(path) == "--set" or path != override.partition("=")[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("dp", ("dp",)),
+        ("dp,tp", ("dp", "tp")),
+        ("dp+tp", ("dp", "tp")),
+        ('["dp", "tp"]', ("dp", "tp")),
+        ("", ()),
+        ("[]", ()),
+    ],
+)
+def test_a_list_is_written_with_commas(base, text, axes) -> None:
+    assert load(base, [f"plan.overlap={text}"]).plan.overlap == axes
+    assert Plan(overlap=text if "[" not in text else list(axes)).overlap == axes
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("plan.layers_per_stage=38,42", "plan.layers_per_stage", (38, 42)),
+        ("plan.order=tp,pp,cp,dp", "plan.order", ("tp", "pp", "cp", "dp")),
+        ("stack.can.zero=1,2", "stack.can.zero", (1, 2)),
+        ("optimizer.betas=0.9,0.99", "optimizer.betas", (0.9, 0.99)),
+        ("data.path=a.bin, b.bin", "data.path", ("a.bin", "b.bin")),
+        ("run.loggers=wandb", "run.loggers", ("wandb",)),
+    ],
+)
+def test_every_list_takes_commas(base, override, path, value) -> None:
+    found = load(base, [override])
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_a_wrong_item_of_a_list_is_mended_in_the_whole_list(base) -> None:
+    error = refused(base, "stack.fused=norm,lossy")
+    assert error.fix == "--set stack.fused=norm,loss"
+    assert load(base, [error.fix.removeprefix("--set ")]).stack.fused == ("norm", "loss")
+    assert refused(base, "plan.tp=").what == "plan.tp = [] is not valid"
+    assert refused(base, "model.moe=3").fix == ""
+
+
 def test_later_overrides_win(base) -> None:
     assert load(base, ["plan.tp=2", "plan.tp=4"]).plan.tp == 4
 

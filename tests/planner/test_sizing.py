@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright import planner
+from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.planner.sizing import read_budget
+from meshwright.planner.sizing import Size, read_budget, undominated
 
 SMALL = {"batch": 256, "seq": 1024, "tokens": "100B", "settings": ["cluster.price=2.0"]}
 
@@ -32,6 +33,31 @@ def test_the_fewest_gpus_that_meet_the_days(in_ten_days):
     # The best plan of the next smaller size misses too: the full search was asked.
     less = planner.plan("gpt3-2.7b", "dgx-a100", gpus=gpus - 8, **SMALL).explanation.training
     assert less.days > 10
+
+
+def row(gpus, days):
+    return Size(gpus, gpus // 8, Plan(), 1.0, 0.4, days, days, days, 24 * days * gpus, 0.0, True)
+
+
+def test_a_size_that_is_slower_and_costs_more_is_dominated():
+    curve = [row(32, 41.2), row(48, 29.2), row(56, 26.4), row(64, 20.6), row(128, 10.2)]
+    assert undominated(curve, 48, curve[1]).gpus == 128  # 64 too is slower and costs more
+    assert undominated(curve[:4], 48, curve[1]).gpus == 64
+    assert undominated(curve[:3], 48, curve[1]) is None  # faster, but costs more
+    assert undominated(curve, 128, curve[4]) is None
+
+
+@pytest.mark.slow
+def test_a_dominated_size_is_never_recommended():
+    """The fewest GPUs may need a plan that suits them badly: a larger size that is faster and cheaper is recommended instead."""
+    question = {"tokens": "1T", "days": 30, "batch": 512, "seq": 8192, "settings": ["cluster.price=6"]}
+    s = planner.size("llama3-8b", "dgx-h100", **question, fix={"tp": 1, "cp": 1, "ep": 1})
+    t, gpus = s.result.explanation.training, s.result.plan.world
+    assert not [one for one in s.curve if one.gpus != gpus and one.days < t.days and one.dollars < t.dollars]
+    assert s.fewest is not None
+    assert s.fewest.plan.world < gpus
+    assert f"{s.fewest.plan.world}, the fewest, are slower and cost more" in s.answer
+    assert s.as_dict()["sizing"]["fewest_gpus"] == s.fewest.plan.world
 
 
 def test_the_curve_adds_up(in_ten_days):

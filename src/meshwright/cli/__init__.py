@@ -31,7 +31,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from meshwright.errors import MeshwrightError, cannot_write, unknown
+from meshwright.errors import MeshwrightError, cannot_write, nearest, unknown
 from meshwright.version import EXTRAS, missing_package, require_torch, version_report
 
 if TYPE_CHECKING:
@@ -197,8 +197,18 @@ def run_command(name: str, arguments: list[str]) -> int:
         code = command(args=arguments, prog_name=f"meshwright {name}", standalone_mode=False)
     except usage_error as found:
         path = found.ctx.command_path if found.ctx else f"meshwright {name}"
-        raise MeshwrightError("MW-CLI-005", in_plain_words(found.format_message()), fix=f"{path} --help") from None
+        message, near = without_far_words(found.format_message())
+        raise MeshwrightError("MW-CLI-005", in_plain_words(message), fix=f"{path} {near or '--help'}") from None
     return code if isinstance(code, int) else 0
+
+
+def without_far_words(message: str) -> tuple[str, str]:
+    """A message about an unknown option or command without the parser's suggestions, and the one of them that is near (`errors.nearest`)."""
+    found = re.match(r"No such (?:option|command):? '?(-*)([\w-]+)'?", message)
+    if found is None:
+        return message, ""
+    near = nearest(found[2], re.findall(r"[a-z][\w-]*", message[found.end() :]))
+    return found[0], f"{found[1]}{near}" if near else ""
 
 
 def in_plain_words(message: str) -> str:

@@ -48,6 +48,9 @@ def command(
         False, "--share-device", help="Several ranks on one GPU, for tests: their tensors move through the host."
     ),
     allow_differences: DifferencesOption = "",
+    check: bool = typer.Option(
+        True, "--check/--no-check", help="For a module of yours: let `parallelize` refuse what it can see is wrong."
+    ),
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
@@ -65,10 +68,21 @@ def command(
     from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
-    own: dict[str, Any] = {"plan": plan, "example": example, "loss": loss, "table": table, "layers": layers}
+    own: dict[str, Any] = {
+        "plan": plan,
+        "example": example,
+        "loss": loss,
+        "table": table,
+        "layers": layers,
+        "check": check,
+    }
     source: Any = subject
     if not api.is_module(subject):
-        refuse(own, "a plan file describes its model", "meshwright verify script.py:make --plan plan.toml")
+        refuse(
+            own | {"check": False, "no-check": not check},
+            "a plan file describes its model",
+            "meshwright verify script.py:make --plan plan.toml",
+        )
         settings = [*settings, *api.difference_settings(allow_differences)]
         source = api.load(subject, cluster=cluster, nodes=nodes, gpus=gpus, set=settings).check_trainable()
         own, settings = {}, []

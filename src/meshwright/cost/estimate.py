@@ -17,13 +17,14 @@ from meshwright.cost.collective import Network
 from meshwright.cost.critical import CriticalBatch, critical_batch
 from meshwright.cost.messages import Message, messages, step_calls
 from meshwright.cost.predict import COMMUNICATION, predict, prediction
-from meshwright.cost.recompute import USABLE_MEMORY, resolve_recompute
+from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.roofline import Position, position
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.framework_stages import in_framework
+from meshwright.describe.memory_fit import USABLE_MEMORY
 from meshwright.describe.model import Model
 from meshwright.describe.own_trainer import is_typical, own_stack
 from meshwright.describe.plan import Plan
@@ -231,7 +232,7 @@ def verdicts_of(e: Estimate) -> tuple[Verdict, ...]:
         Verdict(
             "memory",
             (result.memory_gib or 0) / result.memory_limit_gib,
-            "fits, with 5% to spare",
+            f"at most {USABLE_MEMORY:.0%}: {result.memory_fit}",
             (result.memory_gib or 0) <= USABLE_MEMORY * result.memory_limit_gib,
         )
     )

@@ -14,6 +14,7 @@ from bisect import bisect_left
 import numpy as np
 
 from meshwright.cost.memory import memory
+from meshwright.describe.memory_fit import USABLE_MEMORY
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -23,8 +24,6 @@ from meshwright.lower.recompute import resolve_recompute_budget
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.units import format_bytes
-
-USABLE_MEMORY = 0.95  # largest share of device memory that a safe plan uses
 
 
 def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack, device_memory: float) -> Plan:

@@ -6,7 +6,9 @@ nearest valid key, and the error for a bad value names its field.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+import re
+from functools import cache
+from typing import Annotated, Any, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
@@ -51,10 +53,13 @@ class Described(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __init__(self, **data: Any) -> None:
+        for name in list_fields(type(self)).intersection(data):
+            if isinstance(data[name], str):
+                data[name] = split_list(data[name])
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise translate(error, type(self)) from None
+            raise translate(error, type(self), data) from None
 
     def but(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
@@ -63,6 +68,26 @@ class Described(BaseModel):
     def as_dict(self) -> dict[str, Any]:
         """The fields that differ from their default, ready for TOML."""
         return self.model_dump(exclude_defaults=True, exclude_none=True)
+
+
+@cache
+def list_fields(cls: type[BaseModel]) -> frozenset[str]:
+    """The fields of a section that hold a list of plain values; not those that read text themselves, as paths do."""
+    names = []
+    for name, field in cls.model_fields.items():
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) in (tuple, list)]
+        items = [item for kind in kinds for item in get_args(kind) if isinstance(item, type)]
+        tables = any(issubclass(item, BaseModel) for item in items)
+        if kinds and not tables and not any(isinstance(m, BeforeValidator) for m in field.metadata):
+            names.append(name)
+    return frozenset(names)
+
+
+def split_list(text: str) -> list[Any]:
+    """A list in one word, as `--set plan.overlap=dp,tp` and `dp+tp` have it; an empty text is an empty list."""
+    joined = text.replace("+", ",") if re.fullmatch(r"[a-z]+(\+[a-z]+)+", text) else text
+    words = [word.strip() for word in joined.split(",") if word.strip()]
+    return [int(word) if word.isdecimal() else word for word in words]
 
 
 def _placed(what: str, path: str, cls: type[BaseModel], place: str) -> str:
@@ -97,8 +122,8 @@ def _reason(error: Any) -> str:
     return REASONS.get(error["type"]) or str(error["msg"]).replace("Input should be", "It must be")
 
 
-def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
-    """Convert the first error that pydantic found into a MeshwrightError."""
+def translate(error: ValidationError, cls: type[BaseModel], data: dict[str, Any]) -> MeshwrightError:
+    """Convert the first error that pydantic found in the values of a section into a MeshwrightError."""
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     place = ".".join(str(p) for p in first["loc"])
@@ -125,7 +150,12 @@ def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
     valid = first.get("ctx", {}).get("expected", "")
     options = [v.strip(" '") for v in str(valid).replace(" or ", ",").split(",")] if valid else []
     near = nearest(str(first.get("input")), options) if options else ""
-    fix = f"--set {section}.{place}={near}" if near and section in SECTIONS else near
+    field, *rest = first["loc"] or ("",)
+    if near and len(rest) == 1 and isinstance(rest[0], int):  # an item: the fix sets the whole list
+        values = [near if i == rest[0] else str(value) for i, value in enumerate(data[str(field)])]
+        fix = f"--set {section}.{field}={','.join(values)}"
+    else:
+        fix = f"--set {section}.{place}={near}" if near and section in SECTIONS else near
     return MeshwrightError(
         "MW-CONF-003", f"{section}.{place} = {given} is not valid", why=_reason(first), valid=options, fix=fix
     )

@@ -201,6 +201,8 @@ class Draft:
         if len(keys) == 1:
             self.merge(section, value, "--set", HERE)
             return
+        if isinstance(value, str) and "," in value and keys in (["data", "path"], ["data", "validation_path"]):
+            value = [word.strip() for word in value.split(",")]
         self._assign(self.tables.setdefault(section, {}), keys, value)
 
     def _assign(self, node: Any, keys: list[str], value: Any) -> None:
@@ -291,20 +293,22 @@ def deep_copy(value: Any) -> Any:
 
 
 def parse_value(text: str, path: str) -> Any:
-    """A TOML value, or a bare word (a name, a quantity such as 80GiB) as a string."""
+    """A TOML value, or as a string a bare word (a name, a quantity such as 80GiB) or several with commas; nothing is an empty list."""
+    if not text:
+        return []
     if len(text) > 10_000 or "\n" in text:
         raise MeshwrightError("MW-CONF-011", f"the value of --set {path[:60]} is too long", why="Put it into a file")
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
-        if re.fullmatch(r"[\w./+µ -]+", text):
+        if re.fullmatch(r"[\w./+µ, -]+", text):
             return text
     near = nearest(text, ["true", "false"])
     raise MeshwrightError(
         "MW-CONF-011",
         f"--set {path[:60]}: {shown(text)} cannot be parsed",
         fix=near,
-        valid=["8", "true", "bf16", '"a string"', '["tp", "dp"]'],
+        valid=["8", "true", "bf16", '"a string"', "tp,dp"],
     )
 
 

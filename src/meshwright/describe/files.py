@@ -56,7 +56,7 @@ def _similar_file(path: str | Path) -> str:
     try:
         folder = Path(path).parent
         names = [entry.name for entry, _ in zip(os.scandir(folder), range(1000), strict=False)]
-        near = nearest(Path(path).name, names, cutoff=0.75)
+        near = nearest(Path(path).name, names)
         return str(folder / near) if near else ""
     except (OSError, ValueError):
         return ""

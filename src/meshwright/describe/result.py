@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
+from meshwright.describe.memory_fit import chance_to_fit, fit_word, fit_words
+
 GIB = 2.0**30
 AXES = ("tp", "cp", "ep", "pp", "dp")  # whose communication is a part of `exposed_s` each
 MEASURED_PARTS = (*AXES, "bubble", "waiting", "optimizer")  # of `exposed_s`, which a run can tell apart
@@ -75,6 +77,19 @@ class Prediction(Result):
     fits: bool = True
     memory_limit_gib: float = 0.0
     checkpoint_gib: dict[str, float] = field(default_factory=dict)  # at a save and a load (`cost.checkpoint`)
+
+    @property
+    def fit_word(self) -> str:
+        return fit_word(self.memory_gib or 0.0, self.memory_limit_gib)
+
+    @property
+    def memory_fit(self) -> str:
+        """How sure it is that the plan fits: "probably fits (62% chance)"."""
+        return fit_words(self.memory_gib or 0.0, self.memory_limit_gib)
+
+    def as_dict(self) -> dict[str, Any]:
+        chance = chance_to_fit(self.memory_gib or 0.0, self.memory_limit_gib)
+        return super().as_dict() | {"memory_fit": self.fit_word, "fit_chance": chance}
 
     def memory_as(self, quantity: str, stage: int | None = None) -> float:
         """Peak memory in GiB, as a tool reports it: `allocated` (torch's live tensors), `reserved` (with what the allocator holds in

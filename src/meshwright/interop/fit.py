@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from meshwright.cost.recompute import USABLE_MEMORY
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.memory_fit import USABLE_MEMORY, fit_words
 from meshwright.errors import MeshwrightError
 from meshwright.interop.assemble import assemble
 from meshwright.interop.names import catalog_cluster
@@ -54,7 +54,7 @@ def fit(reading: Reading) -> Fit:
                 peak = least
     except MeshwrightError as error:
         return Fit(problems=[Problem(error.code, error.what, error.why, error.fix, "note")])
-    why = "It does not fit in memory" if peak > limit else "Too little memory stays free for fragments and peaks"
+    why = f"It {fit_words(peak, limit)}: fragments and peaks come on top"
     return Fit(False, peak, [Problem("MW-LINT-013", what, why=why)])
 
 

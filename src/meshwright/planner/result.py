@@ -14,6 +14,7 @@ from meshwright.cost.band import indistinguishable
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
+from meshwright.describe.memory_fit import MEMORY_BAND
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
@@ -170,7 +171,7 @@ class Result:
             scaling=scaling(self.space, best),
             sensitivities=sensitivities(self.space, best, rivals),
             why_not=self.why_not,
-            memory_band=tuple((e.prediction.memory_gib or 0.0) * b for b in why.MEMORY_BAND),  # type: ignore[arg-type]
+            memory_band=tuple((e.prediction.memory_gib or 0.0) * b for b in MEMORY_BAND),  # type: ignore[arg-type]
             critical=e.critical_batch.reason,
             calibrated=e.prediction.calibrated,
             assumed=self.assumed,

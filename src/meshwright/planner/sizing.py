@@ -1,4 +1,4 @@
-"""How many GPUs: the fewest that train N tokens within D days or within a budget, with their plan.
+"""How many GPUs train N tokens within D days or within a budget: the fewest for which no larger number is both faster and cheaper.
 
     days = tokens / (tokens per second) / 86,400          dollars = GPUs · 24 · days · price of a GPU-hour
 
@@ -8,6 +8,9 @@ pipelines get fewer micro-batches and communication hides less. More GPUs train 
 The curve takes whole nodes, doubling from the fewest on which a plan fits, with the best common plan at each size (`search.common_plans`).
 Between the last size that misses the target and the first that meets it, seven sizes are tried. Common plans are a little slower than the
 best, so sizes that miss by less than 10% are searched in full, the smallest first, and then the first size that meets the target.
+
+That size may need a plan that suits it badly (a number of nodes that divides neither layers nor batch). If a larger size of the curve takes fewer
+days and fewer GPU-hours, it dominates the first: then the fewest GPUs that nothing dominates are recommended, and the answer names both.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ class Sizing:
     days: float  # 0: no limit
     budget: float  # dollars; 0: no limit
     curve: list[Size]  # common plans, fewest GPUs first
-    result: Result  # of the full search on the fewest GPUs that meet the target
+    result: Result  # of the full search on the recommended number of GPUs
+    fewest: Result | None = None  # on the fewest GPUs that meet the target, if more GPUs are faster and cheaper
 
     @property
     def target(self) -> str:
@@ -69,11 +73,16 @@ class Sizing:
     @property
     def answer(self) -> str:
         """One sentence: how many GPUs, what they take and cost."""
-        t = self.result.explanation.training
-        assert t is not None
-        gpus, cost = self.result.plan.world, f" and ${t.dollars:,.0f}" if t.price else ""
-        takes = f"{t.days:,.1f} days ({t.days_low:,.1f} to {t.days_high:,.1f}){cost}"
-        words = f"{gpus:,} GPUs are the fewest within {self.target} for {format_count(t.tokens)} tokens: {takes}"
+        t, gpus = training_of(self.result), self.result.plan.world
+        takes = f"{t.days:,.1f} days ({t.days_low:,.1f} to {t.days_high:,.1f}){price_words(t)}"
+        tokens = f"within {self.target} for {format_count(t.tokens)} tokens"
+        words = f"{gpus:,} GPUs are the fewest {tokens}: {takes}"
+        if self.fewest is not None:
+            less, cost = training_of(self.fewest), price_words(t) or f" and {t.gpu_hours:,.0f} GPU-hours"
+            before = price_words(less) or f" and {less.gpu_hours:,.0f} GPU-hours"
+            takes = f"{t.days:,.1f} days ({t.days_low:,.1f} to {t.days_high:,.1f}){cost}"
+            slower = f"{self.fewest.plan.world:,}, the fewest, are slower and cost more ({less.days:,.1f} days{before})"
+            words = f"{gpus:,} GPUs {tokens}: {takes}; {slower}"
         fastest = min((one for one in self.curve if one.meets), key=lambda one: one.days, default=None)
         if self.days or fastest is None or fastest.gpus == gpus:
             return words
@@ -81,7 +90,13 @@ class Sizing:
 
     def as_dict(self) -> dict[str, Any]:
         rows = [asdict(size) | {"plan": size.plan.as_dict()} for size in self.curve]
-        sizing = {"gpus": self.result.plan.world, "days": self.days or None, "budget": self.budget or None}
+        fewest = (self.fewest or self.result).plan.world
+        sizing = {
+            "gpus": self.result.plan.world,
+            "fewest_gpus": fewest,
+            "days": self.days or None,
+            "budget": self.budget or None,
+        }
         return {"sizing": {**sizing, "answer": self.answer, "curve": rows}, **self.result.as_dict()}
 
 
@@ -112,8 +127,28 @@ def size(
         result = plan(model, cluster, gpus=one.gpus, **question, **search)
         t = training(result.estimate)
         if t is not None and meets(t, *limits):
-            return Sizing(*limits, curve, result)
+            better = undominated(curve, result.plan.world, t)
+            if better is None:
+                return Sizing(*limits, curve, result)
+            return Sizing(*limits, curve, plan(model, cluster, gpus=better.gpus, **question, **search), result)
     raise none_meets(curve, *limits, request.config)
+
+
+def undominated(curve: list[Size], gpus: int, t: Training | Size) -> Size | None:
+    """The smallest size that takes fewer days and fewer GPU-hours than this training, and that no size of the curve beats in the same
+    way; None if nothing dominates the training."""
+    better = [one for one in curve if one.gpus > gpus and one.days < t.days and one.gpu_hours < t.gpu_hours]
+    return next((one for one in better if undominated(curve, one.gpus, one) is None), None)
+
+
+def training_of(result: Result) -> Training:
+    t = result.explanation.training
+    assert t is not None, "the question has a token budget"
+    return t
+
+
+def price_words(t: Training) -> str:
+    return f" and ${t.dollars:,.0f}" if t.price else ""
 
 
 def read_days(days: str | float) -> float:

@@ -19,6 +19,7 @@ from meshwright.units import format_count, format_decimal_bytes, format_rate, fo
 
 BAR = 28
 FILL = {"communication": "▒", "waiting": "░", "compute": "█", "once per step": "▓"}  # readable without colour
+FIT_COLOURS = {"fits": "green", "probably fits": "green", "may not fit": "yellow", "does not fit": "red"}
 COLOURS = {"communication": "magenta", "waiting": "yellow", "compute": "cyan", "once per step": "green"}
 WORDS = {
     **COMMUNICATION,
@@ -74,7 +75,7 @@ def header(e: Estimate) -> Panel:
         ("   MFU ", "dim"),
         (f"{100 * (p.mfu or 0):.1f}%", "bold"),
         ("   memory ", "dim"),
-        (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold green" if p.fits else "bold red"),
+        (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", f"bold {FIT_COLOURS[p.fit_word]}"),
         ("   tokens/s ", "dim"),
         (format_count(p.tokens_per_s or 0), "bold"),
     )
@@ -95,9 +96,11 @@ def header(e: Estimate) -> Panel:
         *on_own_trainer(e),
         *uncalibrated(e),
     ]
-    if not p.fits:
-        over = (p.memory_gib or 0) - p.memory_limit_gib
-        lines.append(Text(f"does not fit: {over:.1f} GiB over the limit on the fullest stage", style="bold red"))
+    if p.fit_word in ("may not fit", "does not fit"):
+        spare = p.memory_limit_gib - (p.memory_gib or 0)
+        words = f"{spare:.1f} GiB free" if p.fits else f"{-spare:.1f} GiB over the limit"
+        colour = f"bold {FIT_COLOURS[p.fit_word]}"
+        lines.append(Text(f"{p.memory_fit}: {words} on the fullest stage", style=colour))
     if e.workload.tokens:
         seconds = e.workload.tokens / (p.tokens_per_s or 1)
         hours = seconds / 3600 * e.plan.world
@@ -118,8 +121,7 @@ def own_trainer_words(own: OwnTrainer) -> str:
     if p is None:
         return f"Meshwright's own trainer does not run this plan: {own.refused}"
     low, high = format_seconds(p.step_time_low_s), format_seconds(p.step_time_high_s)
-    fits = "" if p.fits else ": does not fit"
-    return f"on Meshwright's own trainer {format_seconds(p.step_time_s)} ({low} to {high}), {p.memory_gib:.1f} GiB{fits}; stack {own.stack}"
+    return f"on Meshwright's own trainer {format_seconds(p.step_time_s)} ({low} to {high}), {p.memory_gib:.1f} GiB: {p.memory_fit}; stack {own.stack}"
 
 
 def uncalibrated(e: Estimate) -> list[Text]:

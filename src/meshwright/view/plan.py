@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cost.checkpoint import checkpoint_words
+from meshwright.describe.memory_fit import MEMORY_BAND
 from meshwright.describe.plan import Plan
 from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.sensitivity import Sensitivity
@@ -134,7 +135,7 @@ def leaders(r: Result) -> Table:
             f"{100 * (p.mfu or 0):.1f}%",
             f"{p.memory_gib:.1f}",
         )
-    memory = " to ".join(f"{100 * x - 100:+.0f}%" for x in why.MEMORY_BAND)
+    memory = " to ".join(f"{100 * x - 100:+.0f}%" for x in MEMORY_BAND)
     table.caption, table.caption_justify = f"{step_bands(r)}, memory {memory}", "left"
     if any(r.ties[1:]):
         table.caption += "; ≈: as fast as the first within the accuracy of the model"
@@ -275,7 +276,7 @@ def verdict(c: Comparison, headroom: float) -> str:
     user, best = c.user.prediction, c.best.prediction
     if not user.fits:
         over = (user.memory_gib or 0) - user.memory_limit_gib
-        return f"yours does not fit: {over:.1f} GiB over the limit on its fullest GPU"
+        return f"yours {user.memory_fit}: {over:.1f} GiB over the limit on its fullest GPU"
     if c.slower <= 0:
         too_full = (user.memory_gib or 0) > (1 - headroom) * user.memory_limit_gib
         return f"yours is {-100 * c.slower:.1f}% faster" + (

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.estimate import Estimate, estimate
-from meshwright.cost.recompute import USABLE_MEMORY as USABLE_MEMORY
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality import Case
 from meshwright.describe.legality.fixes import data_parallel as data_parallel_sizes
+from meshwright.describe.memory_fit import USABLE_MEMORY as USABLE_MEMORY
 from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, Plan, divisors
 from meshwright.describe.schedules import VIRTUAL_SCHEDULES

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.predict import COMMUNICATION
+from meshwright.describe.memory_fit import MEMORY_BAND
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
@@ -24,7 +25,6 @@ from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.space import Space
 from meshwright.units import format_bytes, format_seconds
 
-MEMORY_BAND = (0.90, 1.50)
 NAMES = {
     **COMMUNICATION,
     "bubble": "bubble of the busiest rank",
@@ -205,7 +205,7 @@ def memory_words(p: Prediction) -> str:
     peak = p.memory_gib or 0.0
     spare = 1 - peak / p.memory_limit_gib
     band = f"{peak * MEMORY_BAND[0]:.0f} to {peak * MEMORY_BAND[1]:.0f}"
-    return f"{peak:.1f} of {p.memory_limit_gib:.1f} GiB ({band} in published runs), {100 * spare:.0f}% free"
+    return f"{peak:.1f} of {p.memory_limit_gib:.1f} GiB ({band} in published runs), {100 * spare:.0f}% free: {p.memory_fit}"
 
 
 def gib(size: float) -> float:

@@ -24,6 +24,7 @@ class ModuleJob:
     layers: str | None = None
     batch_first: bool | None = None
     reduction: str = "mean"
+    check: bool = True  # `parallelize` refuses what it can see is wrong
     steps: int = 5
     seed: int = 0
 

@@ -42,6 +42,7 @@ def prove_module(
     layers: str | None = None,
     batch_first: bool | None = None,
     reduction: str = "mean",
+    check: bool = True,
     ranks: int = 8,
     steps: int = 5,
     seed: int = 0,
@@ -63,7 +64,7 @@ def prove_module(
     words = {"example": example, "loss": loss, "table": table}
     values: dict[str, Any] = {word: value_of(value, word, place) for word, value in words.items()}
     title = str(factory) if isinstance(factory, Named) else type(make).__name__
-    options: dict[str, Any] = {"layers": layers, "batch_first": batch_first, "reduction": reduction}
+    options: dict[str, Any] = {"layers": layers, "batch_first": batch_first, "reduction": reduction, "check": check}
     job = ModuleJob(title.partition(" ")[0], factory, **values, plan=whole, **options, steps=steps, seed=seed)
     one = run("record_one_device", replace(job, plan=Plan()), device, backend)[0]
     proof = Proof(f"{title}: {whole.title()}", [])

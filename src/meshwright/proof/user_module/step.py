@@ -195,6 +195,7 @@ def record_under_plan(context: RankContext, job: ModuleJob) -> Trace:
             layers=job.layers,
             example=microbatches(*first, size, dim)[0][0],
             batch_first=job.batch_first,
+            check=job.check,
         )
         for step in range(job.steps):
             inputs, targets = microbatches(*setting.batch(step), rows // plan.dp, dim)[parallel.data_rank]

@@ -36,7 +36,7 @@ def data(subject: Subject) -> dict[str, Any]:
             "plan": e.plan.title(),
             "microbatches": e.plan.microbatches(e.workload),
         },
-        "tone": "bad" if not p.fits else "good" if (p.mfu or 0) >= GOOD_MFU else "warn",
+        "tone": "bad" if not p.fits else "good" if (p.mfu or 0) >= GOOD_MFU and p.fit_word != "may not fit" else "warn",
         "headline": headline(e),
         "sentence": sentence(e, pipeline),
         "fits": p.fits,
@@ -61,9 +61,11 @@ def data(subject: Subject) -> dict[str, Any]:
 
 def headline(e: Estimate) -> str:
     p = e.prediction
+    spare = p.memory_limit_gib - (p.memory_gib or 0)
+    words = f"{p.memory_fit[0].upper()}{p.memory_fit[1:]}"
     if p.fits:
-        return f"Fits with {p.memory_limit_gib - (p.memory_gib or 0):.1f} GiB free on the fullest stage, bound by {p.bound_by}."
-    return f"Does not fit: {(p.memory_gib or 0) - p.memory_limit_gib:.1f} GiB over the limit on the fullest stage."
+        return f"{words}: {spare:.1f} GiB free on the fullest stage, bound by {p.bound_by}."
+    return f"{words}: {-spare:.1f} GiB over the limit on the fullest stage."
 
 
 def sentence(e: Estimate, pipeline: dict[str, Any] | None) -> str:

@@ -270,9 +270,9 @@ def thin_memory(seen: Seen) -> Finding | None:
     saves = None if fixed is None else seen.step - step(fixed)
     over = used > limit
     what = (
-        f"{used:.1f} GiB on devices of {limit:.1f}: it does not fit"
+        f"{used:.1f} GiB on devices of {limit:.1f}: {seen.now.prediction.memory_fit}"
         if over
-        else f"{used:.1f} of {limit:.1f} GiB leave {1 - used / limit:.1%} for what no model foresees"
+        else f"{used:.1f} of {limit:.1f} GiB leave {1 - used / limit:.1%} for what no model foresees: {seen.now.prediction.memory_fit}"
     )
     return Finding(
         "MW-LINT-013",
