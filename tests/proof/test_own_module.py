@@ -61,6 +61,14 @@ class BatchNormed(Net):
         return self.head(self.norm(self.hidden(ids)))
 
 
+class Centred(Net):
+    """Depends on the batch as a whole, in a way that no class shows."""
+
+    def forward(self, ids):
+        x = self.hidden(ids)
+        return self.head(x - x.mean(0, keepdim=True))
+
+
 class OwnLoss(Net):
     """Returns its loss, and takes a dictionary."""
 
@@ -171,6 +179,14 @@ def test_a_planted_bug_is_named():
     assert (first["axis"], first["what"], first["step"]) == ("tp", "gradient", 0)
     assert re.search(r"blocks\.1\.norm", first["name"])
     assert "Net of" in str(proof)
+
+
+def test_batch_statistics_without_the_check_are_named():
+    with pytest.raises(MeshwrightError, match="batch"):
+        proof_of(Centred, {"replicate": 2})
+    proof = proof_of(Centred, {"replicate": 2}, check=False)
+    first = proof.as_dict()["first_break"]
+    assert (proof.passed, first["axis"], first["what"], first["step"]) == (False, "replicate", "loss", 0)
 
 
 def test_batch_statistics_are_those_of_one_device():

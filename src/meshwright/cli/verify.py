@@ -88,7 +88,7 @@ def command(
         own, settings = {}, []
     else:
         refuse(
-            {"cluster": cluster, "nodes": nodes, "gpus": gpus, "allow_differences": allow_differences},
+            {"cluster": cluster, "nodes": nodes, "gpus": gpus, "allow-differences": allow_differences},
             "a module is proved without a cluster",
             "",
         )
