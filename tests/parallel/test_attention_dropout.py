@@ -58,13 +58,17 @@ def random(*shape, seed):
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(
-    ("window", "causal", "rate"), [(0, True, 0.4), (3, True, 0.4), (0, False, 0.4), (3, True, 0.0)]
-)
-def test_tiles_equal_the_formula(window, causal, rate, sinks, monkeypatch):
+    ("window", "causal", "rate", "more"),
+    [(0, True, 0.4, {}), (3, True, 0.4, {}), (0, False, 0.4, {}), (3, True, 0.0, {}), (0, True, 0.0, {"softcap": 0.5}),
+     (5, True, 0.4, {"softcap": 0.5, "chunked": True}), (5, False, 0.0, {"softcap": 0.5, "chunked": True})],
+)  # fmt: skip
+def test_tiles_equal_the_formula(window, causal, rate, more, sinks, monkeypatch):
     """Grouped queries, with a scale of the scores that is not 1/√D; a tile of a few rows."""
     monkeypatch.setattr(blocks, "TILE", 2 * 4 * 16 * 3)
     geometry = Geometry(Model(**SHAPE, causal=causal))
-    rule = AttentionRule(window, 0.7, Dropped(torch.tensor([11, 12]), range(4, 8), rate) if rate else None)
+    rule = AttentionRule(
+        window, 0.7, dropped=Dropped(torch.tensor([11, 12]), range(4, 8), rate) if rate else None, **more
+    )
     results = []
     for attend in (
         lambda *x: geometry.attend_whole(*x, rule),
