@@ -58,6 +58,14 @@ CASES = {
     "deepseek_v3": ("DeepseekV3", LATENT | {"n_group": 2, "topk_group": 1}),
     "gpt_oss": ("GptOss", GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
     "gpt2": ("GPT2", GPT2),
+    "llama-linear": ("Llama", GROUPED | rope("linear", factor=4.0)),
+    "llama-dynamic": ("Llama", GROUPED | rope("dynamic", factor=2.0) | {"max_position_embeddings": 8}),
+    "llama-llama3": ("Llama", GROUPED | rope("llama3", 8, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    "qwen2-yarn": ("Qwen2", GROUPED | rope("yarn", 8, factor=4.0) | WINDOWS),
+    "mistral-longrope": ("Mistral", GROUPED | rope("longrope", 8, factor=4.0, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 3.0, 4.0])),
+    "deepseek_v3-yarn": ("DeepseekV3", LATENT | rope("yarn", 8, factor=4.0, mscale=1.0, mscale_all_dim=0.5)),
+}  # fmt: skip
+FURTHER = {  # families whose logits `test_logits_hf` compares
     "gemma": ("Gemma", GROUPED | {"head_dim": 12}),
     "gemma2": ("Gemma2", GROUPED | {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 10}),
     "gemma3": ("Gemma3", GROUPED | GEMMA3),
@@ -71,13 +79,8 @@ CASES = {
     "gpt_neox": ("GPTNeoX", SIZES | {"rotary_pct": 0.5}),
     "glm4_moe": ("Glm4Moe", GROUPED | {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     "llama4": ("Llama4", GROUPED | LLAMA4),
-    "llama-linear": ("Llama", GROUPED | rope("linear", factor=4.0)),
-    "llama-dynamic": ("Llama", GROUPED | rope("dynamic", factor=2.0) | {"max_position_embeddings": 8}),
-    "llama-llama3": ("Llama", GROUPED | rope("llama3", 8, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)),
-    "qwen2-yarn": ("Qwen2", GROUPED | rope("yarn", 8, factor=4.0) | WINDOWS),
-    "mistral-longrope": ("Mistral", GROUPED | rope("longrope", 8, factor=4.0, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 3.0, 4.0])),
-    "deepseek_v3-yarn": ("DeepseekV3", LATENT | rope("yarn", 8, factor=4.0, mscale=1.0, mscale_all_dim=0.5)),
 }  # fmt: skip
+CASES |= FURTHER
 SPECIAL = {  # for single tests
     "gpt_oss-packed": ("GptOss", CASES["gpt_oss"][1] | {"intermediate_size": 64}),
     "bytes": ("Llama", GROUPED | {"vocab_size": 300}),

@@ -7,6 +7,7 @@ import torch
 
 from hf_folders import (
     CASES,
+    FURTHER,
     IDS,
     loaded,
     logits,
@@ -39,7 +40,7 @@ def test_import_and_export_keep_every_bit(case, tmp_path):
     assert torch.equal(logits(loaded(done.folder)), logits(original(case)))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in FURTHER])
 def test_our_network_has_the_logits_of_transformers(case, tmp_path):
     expected = logits(original(case))
     with torch.no_grad():

@@ -232,10 +232,8 @@ class Attention(nn.Module):
         self.v = Linear(model.hidden, keys, bias=model.qkv_bias)
         weighted = model.qk_norm and model.qk_norm_weights
         self.whole = weighted and model.qk_norm_width == "projection"  # norms over all heads
-        for name, width in (("q_norm", queries), ("k_norm", keys)):
-            made = ProjectionNorm if self.whole else rms_norm
-            norm = made(width if self.whole else self.width, model.norm_epsilon, model.norm_offset)
-            setattr(self, name, norm if weighted else nn.Identity())
+        self.q_norm = self.make_norm(model, queries) if weighted else nn.Identity()
+        self.k_norm = self.make_norm(model, keys) if weighted else nn.Identity()
         # Without weights a norm follows the rotation.
         plain = model.qk_norm and not weighted and self.positions.rotated
         self.rotated_norm = (
@@ -243,6 +241,12 @@ class Attention(nn.Module):
         )
         self.sinks = Sinks(model.heads) if model.sinks else None
         self.o = Linear(queries, model.hidden, bias=model.out_bias)
+
+    def make_norm(self, model: Model, projection: int) -> nn.Module:
+        """The norm of queries or keys: over the whole projection, or of each head."""
+        if self.whole:
+            return ProjectionNorm(projection, model.norm_epsilon, model.norm_offset)
+        return rms_norm(self.width, model.norm_epsilon, model.norm_offset)
 
     def heads(self, x_BSX: torch.Tensor) -> torch.Tensor:
         return x_BSX.unflatten(-1, (-1, self.width))

@@ -40,7 +40,7 @@ class Layer(nn.Module):
         latent, expert = model.attention == "mla", model.layer_kinds[index] == "moe"
         self.attention_norm = make_norm(model)
         self.attention = (LatentAttention if latent else Attention)(model, geometry, index)
-        self.ffn_norm = make_norm(model) if model.norms_per_layer > 1 else None
+        self.ffn_norm = make_norm(model) if model.norms_per_layer > 1 else nn.Identity()
         if expert:
             self.moe = MixtureOfExperts(model)
         else:
@@ -51,12 +51,13 @@ class Layer(nn.Module):
         self.ffn_drop = make_dropout(model.dropout_rate, f"layers.{index}.ffn", geometry)
         self.expert, self.scale = expert, model.residual_scale
         self.parallel, self.norms_after = model.parallel_residual, model.norm_position == "post"
+        self.one_norm = model.norms_per_layer == 1
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         normed_BSH = x_BSH if self.norms_after else self.attention_norm(x_BSH)
         added_BSH = x_BSH + self.attended(normed_BSH)
         if self.parallel:
-            return added_BSH + self.fed_forward(normed_BSH if self.ffn_norm is None else self.ffn_norm(x_BSH))
+            return added_BSH + self.fed_forward(normed_BSH if self.one_norm else self.ffn_norm(x_BSH))
         return added_BSH + self.fed_forward(added_BSH if self.norms_after else self.ffn_norm(added_BSH))
 
     def attended(self, x_BSH: torch.Tensor) -> torch.Tensor:

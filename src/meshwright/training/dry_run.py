@@ -80,6 +80,7 @@ def dry_run(
     prediction = job.watch.prediction
     return [
         ("configuration", f"{config.plan.title()} can be trained"),
+        *([("not run", "; ".join(config.model.not_run))] if config.model.not_run else []),
         ("data", ", ".join(config.data.path) or "the source code of Python's standard library"),
         ("memory", f"{prediction.memory_gib or 0.0:.3g} GiB predicted on the fullest rank"),
         ("disk", f"{format_bytes(checkpoint_bytes(config))} for each checkpoint"),

@@ -75,7 +75,8 @@ def rotation(model: Model) -> dict[str, Any]:
     """Rotary positions; the number of positions matters where frequencies are scaled by it, and where positions are learned."""
     if model.positions != "rope":
         return {"rope_theta": None, "rope_dim": None}
-    options, out = model.rope, {"rope_dim": model.rotated_width, "max_positions": None}
+    options = model.rope
+    out: dict[str, Any] = {"rope_dim": model.rotated_width, "max_positions": None}
     if model.window_rope_theta == model.rope_theta and options.kind == "default":
         out["window_rope_theta"] = 0.0
     kept = {"kind", "interleaved"} if options.kind == "default" else set(type(options).model_fields)
