@@ -10,6 +10,7 @@ Published MFU figures often do not halve: `model_flops` takes the convention as 
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -77,7 +78,8 @@ class Model(ModelShape):
     def parameters(self) -> dict[str, float]:
         """Parameters by part."""
         if self.kind == "counts":
-            return {"all": self.given_parameters}
+            tensors = self.resnet.tensors.values() if self.resnet.stages else ()
+            return {"all": float(sum(map(math.prod, tensors))) or self.given_parameters}
         out: dict[str, float] = {}
         for times, block in self._over_blocks():
             for part, count in block.parameters().items():
@@ -97,7 +99,8 @@ class Model(ModelShape):
     def flops(self, seq: float, halve_causal: bool = True) -> dict[str, float]:
         """Forward FLOPs per token (per sample for 'counts') by part. Backward is twice this."""
         if self.kind == "counts":
-            return {"all": self.given_flops}
+            o = self.resnet
+            return {"all": float(o.stem.flops + o.block_flops + o.head_flops) if o.stages else self.given_flops}
         out: dict[str, float] = {}
         for times, block in self._over_blocks():
             for linear in block.linears:
@@ -118,7 +121,9 @@ class Model(ModelShape):
     ) -> dict[str, float]:
         """Bytes one sequence keeps for backward on one device, by part."""
         if self.kind == "counts":
-            return {"all": self.given_activations}
+            o = self.resnet
+            saved = o.saved_by_ends + sum(map(o.saved, o.blocks)) if o.stages else self.given_activations
+            return {"all": float(saved)}
         if dropout is not None and dropout != self.dropout:
             return self.but(dropout=dropout).activations(seq, dtype_bytes, flash)
         conditions = {"", "weighted-outputs", "flash" if flash else "stored-softmax", "dropout" if self.dropout else ""}
@@ -136,6 +141,10 @@ class Model(ModelShape):
     def describe_shape(self) -> str:
         """One line a person can check at a glance."""
         if self.kind == "counts":
+            o = self.resnet
+            if o.stages:
+                blocks = "-".join(map(str, o.stages))
+                return f"residual network of {blocks} blocks, width {o.width}, images {o.image} × {o.image}, {o.classes} classes"
             return f"counts only: {self.given_parameters:,.0f} parameters"
         if self.kind == "mlp":
             return f"{self.layers} square layers of {self.hidden}"

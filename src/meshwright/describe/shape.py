@@ -2,7 +2,7 @@
 
 Three kinds. `transformer`: decoders (and encoders, with `causal = false`) whose layers are of the kinds of `layers`: attention (grouped-query or
 multi-head latent) or a linear mixer, with an FFN or a mixture of experts. `mlp`: L square layers, the lecture's. `counts`: only totals are
-known (ResNet-50). `anatomy` lists the tensors of a shape; `model` counts them.
+known, or a residual network (`resnet`) that is costed by its totals. `anatomy` lists the tensors of a shape; `model` counts them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from meshwright.describe import shape_checks
 from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
 from meshwright.describe.compressed import CompressedOptions
 from meshwright.describe.linear import LinearOptions
+from meshwright.describe.resnet import ResNetOptions
 from meshwright.describe.rope import RopeOptions
 from meshwright.describe.router import RouterOptions
 
@@ -211,6 +212,7 @@ class ModelShape(Described):
     extra: tuple[ExtraTensor, ...] = Field(
         default=(), description="weights beside these parts, for planning: name, where, rows, columns, lookup"
     )
+    resnet: ResNetOptions = ResNetOptions()
     given_parameters: Count = Field(default=0.0, description="kind 'counts': parameters")
     given_flops: Count = Field(default=0.0, description="kind 'counts': forward FLOPs per sample")
     given_activations: Bytes = Field(default=0.0, description="kind 'counts': saved bytes per sample")
@@ -231,6 +233,11 @@ class ModelShape(Described):
         return self
 
     # Derived shape
+
+    @property
+    def unit(self) -> str:
+        """What a batch is counted in: tokens of sequences, or samples."""
+        return "tokens" if self.kind == "transformer" else "samples"
 
     @property
     def kv_groups(self) -> int:

@@ -15,9 +15,13 @@ Shape = Any  # a `shape.ModelShape`, which imports this file
 def check(m: Shape) -> None:
     """Raise if a shape cannot be a model."""
     if m.kind == "counts":
-        if m.given_parameters <= 0 or m.given_flops <= 0:
+        if m.resnet.stages:
+            m.resnet.check(m.layers)
+        elif m.given_parameters <= 0 or m.given_flops <= 0:
             raise MeshwrightError("MW-MODEL-001", f"{m.name}: 'counts' needs given_parameters and given_flops")
         return
+    if m.resnet.stages:
+        raise MeshwrightError("MW-MODEL-010", f"[model.resnet] with kind={m.kind}", fix="--set model.kind=counts")
     for field in ("hidden", "layers") if m.kind == "mlp" else ("hidden", "layers", "vocab"):
         if not getattr(m, field):
             raise MeshwrightError("MW-MODEL-001", f"{m.name}: a {m.kind} needs '{field}' above 0")

@@ -97,6 +97,7 @@ def traffic_of_rank(
     given, plan = given or Given(), resolve_recompute_budget(model, plan, workload, stack)
     layout, m = Layout(plan, order), plan.microbatches(workload)
     program = step_program(model, plan, workload, stack or OURS, element)
+    program.batch.units |= bool(model.resnet.stages)  # its parameters are known one by one here
     pipeline = SCHEDULES[plan.schedule](plan.pp, m, plan.virtual) if plan.pp > 1 else None
     at = layout.coordinates(rank)["pp"]
     stages = stages_of(model, plan, pipeline, at)

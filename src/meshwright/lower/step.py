@@ -149,13 +149,25 @@ def _add_boundary(program: StepProgram, element: float) -> None:
 def _counts_only(program: StepProgram) -> None:
     """Lower a model of which only totals are known: one product forward and two backward, of unknown shape."""
     batch = program.batch
-    flops = batch.model.given_flops * batch.microbatch
+    model, saved = batch.model, sum(batch.model.activations(1).values())
+    flops = sum(model.flops(1).values()) * batch.microbatch
     make = {"F": "forward", "I": "backward-inputs", "W": "backward-weights"}
     for phase, name in make.items():
         program.blocks["dense", phase] = [Op(name, "all", "gemm", 1.0, flops, 0.0, launches=60.0)]
     program.blocks["dense", "R"] = []
-    program.saved["dense"] = {"all": batch.model.given_activations * batch.microbatch}
-    n = batch.model.given_parameters * np.ones(batch.n)
+    program.saved["dense"] = {"all": saved * batch.microbatch}
+    if present(
+        batch.reruns_layers
+    ):  # of a residual network: blocks keep their inputs, and one at a time is computed again
+        o, reruns = model.resnet, batch.reruns_layers * 1.0
+        inputs = sum(2 * block[0].d_in * block[0].size ** 2 for block in o.blocks)
+        program.saved["dense"] = {
+            "all": np.where(batch.reruns_layers, o.saved_by_ends + inputs, saved) * batch.microbatch
+        }
+        program.transient = reruns * max(map(o.saved, o.blocks)) * batch.microbatch
+        again = Op("forward-again", "all", "gemm", reruns, o.block_flops * batch.microbatch, 0.0, launches=60.0)
+        program.blocks["dense", "R"] = [again]
+    n = model.total * np.ones(batch.n)
     program.parameters["dense"] = {"dense": n, "expert": np.zeros(batch.n)}
     program.loads["dense"] = {"dense": gradients.Load(held=n, sent=n, first=n), "expert": gradients.Load()}
     _add_weight_gathers(program)

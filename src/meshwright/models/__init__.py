@@ -1,4 +1,4 @@
-"""The networks of a described `Model`: one transformer, of which all presets are configurations, and the deep MLP.
+"""The networks of a described `Model`: one transformer, of which all presets are configurations, the deep MLP, and residual networks.
 
 They contain no parallelism. Three conventions make them easy to split: every matrix is a separate module (`q`, `k`,
 `v`, `gate`, `up`), so that any shard of any parameter is a box of the full tensor; shapes inside are read from the
@@ -19,11 +19,13 @@ from meshwright.describe.plan_fields import PlanFields
 from meshwright.models.initialise import DrawnWeights, Weights, initial_value
 from meshwright.models.loss import cross_entropy
 from meshwright.models.mlp import Mlp, squared_error
+from meshwright.models.resnet import ResNet, label_loss
 from meshwright.models.transformer import Transformer
 
 __all__ = [
     "DrawnWeights",
     "Mlp",
+    "ResNet",
     "Transformer",
     "Weights",
     "build",
@@ -39,13 +41,15 @@ def build(model: Model, layers: range | None = None) -> nn.Module:
     legality.check(PlanFields(), model, trainer=True)
     layers = layers if layers is not None else range(model.layers)
     with torch.device("meta"):
+        if model.resnet.stages:
+            return ResNet(model.resnet)
         return Mlp(model, layers) if model.kind == "mlp" else Transformer(model, layers)
 
 
 def loss_function(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """(output, target) → the loss summed over valid tokens. The training step divides by their global number."""
-    return squared_error if model.kind == "mlp" else cross_entropy
+    return label_loss if model.resnet.stages else squared_error if model.kind == "mlp" else cross_entropy
 
 
 def width_of_output(model: Model) -> int:
-    return model.hidden if model.kind == "mlp" else model.padded_vocab
+    return model.resnet.classes if model.resnet.stages else model.hidden if model.kind == "mlp" else model.padded_vocab

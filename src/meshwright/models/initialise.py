@@ -7,6 +7,7 @@ same weights under every plan. The cost: every rank draws every parameter of its
     matrices and embeddings   N(0, σ²),  σ = √(2 / 5h)     (Nguyen & Salazar 2019; 0.02 at h = 1000)
     outputs of a block        σ / √(2·layers)              (attention output, down projections of FFN and experts)
     layers of the deep MLP    σ = √(2 / h)                 (He et al. 2015)
+    convolutions              σ = √(2 / fan out), and 0.01 for the head of a residual network
     norm weights 1 (less `norm_offset`), biases and sinks 0
 
 `scatter` adds N(0, 0.1²) to norm weights, biases and sinks: in a proof of parity an error in a bias must not be hidden by a bias of zero.
@@ -75,6 +76,8 @@ def initial_value(model: Model, name: str, shape: torch.Size, seed: int, scatter
     if len(shape) == 1 or name.endswith("bias"):
         centre = 0.0 if name.endswith(ZERO) else 1.0 - model.norm_offset
         return draw.mul_(SCATTER if scatter else 0.0).add_(centre)
+    if model.resnet.stages:
+        return draw.mul_(0.01 if len(shape) == 2 else math.sqrt(2 / (shape[0] * shape[2] * shape[3])))
     if model.kind == "mlp":
         return draw.mul_(math.sqrt(2 / model.hidden))
     deviation = math.sqrt(2 / (5 * model.hidden))

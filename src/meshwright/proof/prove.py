@@ -151,7 +151,8 @@ def run(job: Job, device: str) -> list[dict[str, Trace]]:
 def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
     """Train the same model and global batch on one device, the full batch in one forward, without injected faults. If the ranks are lossy,
     it emulates them; `many` has their lossy sums."""
-    per_rank = job.workload.precision == "fp8"  # scales are of a micro-batch of a rank
+    # fp8 scales and statistics of batch norm are of a micro-batch of a rank
+    per_rank = job.workload.precision == "fp8" or bool(job.model.resnet.stages)
     copies = job.plan.tp // job.model.kv_groups if per_rank and job.model.kind == "transformer" else 1
     job = replace(job, watch=False, prepare="", kv_copies=max(1, copies), reference=True, compile="off")
     if job.plan.average_every:

@@ -125,6 +125,9 @@ def widened(plan: Plan) -> Plan:
 
 def shrink(model: Model, plan: Plan, original: Plan) -> Model:
     layers = small_layers(model, plan, original)
+    if model.resnet.stages:
+        small = model.resnet.but(stages=(1, 2), width=4, image=16, classes=10)
+        return model.but(layers=3, resnet=small, published=Published())
     if model.kind != "transformer":
         return model.but(hidden=HEAD * plan.tp, layers=layers, published=Published())
     tp, whole = plan.tp, plan.cp if plan.cp_kind == "ulysses" else 1  # Ulysses divides a rank's heads once more

@@ -8,8 +8,9 @@ from meshwright.describe.legality.case import Case, Flag
 from meshwright.describe.legality.expert_rules import EXPERT_RULES, MOST_DEGREE, LocalSgdNeedsDenseModel
 from meshwright.describe.legality.fixes import divisors, values
 from meshwright.describe.legality.rule import Problem, Rule
-from meshwright.describe.plan_fields import CP_KINDS
+from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES
 
+FULL, NONE = RECOMPUTES.index("full"), RECOMPUTES.index("none")
 RING, ULYSSES = CP_KINDS.index("ring"), CP_KINDS.index("ulysses")
 
 
@@ -18,21 +19,73 @@ def neither_divides(a: Flag, b: Flag) -> Flag:
     return (a % b != 0) & (b % a != 0)
 
 
+# What an axis divides, and a residual network has not.
+NEEDED = {
+    "tp": "products that tensor parallelism divides by columns and rows",
+    "cp": "a sequence",
+    "pp": "layers of one shape of activations",
+    "ep": "experts",
+    "sp": "a sequence",
+}
+
+
 class CountsTakeDataParallelism(Rule):
     code = "MW-PLAN-009"
     needs = ("model",)
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return (p.model.kind == "counts") & ((p.tp > 1) | (p.cp > 1) | (p.pp > 1) | (p.ep > 1))
+        return (p.model.kind == "counts") & ((p.tp > 1) | (p.cp > 1) | (p.pp > 1) | (p.ep > 1) | p.sp)
 
     @staticmethod
     def explain(p: Case) -> Problem:
-        axis = next(a for a in ("tp", "cp", "pp", "ep") if p.setting(f"plan.{a}") > 1)
+        axis = next((a for a in ("tp", "cp", "pp", "ep") if p.setting(f"plan.{a}") > 1), "sp")
+        needed, why = (
+            "the model's shape",
+            f"{p.model.name} is described by its totals only, so only data parallelism can be planned",
+        )
+        if p.model.resnet.stages:
+            needed, why = NEEDED[axis], f"{p.model.name} is a residual network, which takes data parallelism and ZeRO"
         return Problem(
-            f"{axis}={p.setting(f'plan.{axis}')} needs the model's shape",
-            why=f"{p.model.name} is described by its totals only, so only data parallelism can be planned",
-            fixes=[{f"plan.{axis}": 1}, dict.fromkeys(("plan.tp", "plan.cp", "plan.pp", "plan.ep", "plan.virtual"), 1)],
+            f"{axis}={p.setting(f'plan.{axis}')} needs {needed}",
+            why=why,
+            fixes=[
+                {f"plan.{axis}": 1 if axis != "sp" else False},
+                {**dict.fromkeys(("plan.tp", "plan.cp", "plan.pp", "plan.ep", "plan.virtual"), 1), "plan.sp": False},
+            ],
+        )
+
+
+class CountsAreRecomputed(Rule):
+    """Blocks of a residual network can be recomputed, all of them; of totals no part can."""
+
+    code = "MW-PLAN-009"
+    needs = ("model",)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        blocks = (
+            bool(p.model.resnet.stages) & (p.recompute == FULL) & (p.recompute_every == 1) & (p.recompute_layers == 0)
+        )
+        return (p.model.kind == "counts") & (p.recompute != NONE) & (blocks == False)  # noqa: E712
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        images = bool(p.model.resnet.stages)
+        return Problem(
+            f"recompute={p.word('recompute')} of {p.model.name}",
+            why="Of a residual network all blocks are recomputed, or none"
+            if images
+            else "Which parts there are to recompute is not known",
+            valid=["none", "full"] if images else ["none"],
+            fixes=[
+                {
+                    "plan.recompute": "none",
+                    "plan.recompute_every": 1,
+                    "plan.recompute_layers": 0,
+                    "plan.recompute_budget": 0.0,
+                }
+            ],
         )
 
 
@@ -309,6 +362,7 @@ def local_keys(p: Case) -> Flag:
 
 MODEL_RULES: tuple[type[Rule], ...] = (
     CountsTakeDataParallelism,
+    CountsAreRecomputed,
     StagesHaveLayers,
     StagesSumToLayers,
     TensorDividesHeads,

@@ -25,14 +25,14 @@ class ModelHasShape(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return p.model.kind == "counts"
+        return p.model.kind == "counts" and not p.model.resnet.stages
 
     @staticmethod
     def explain(p: Case) -> Problem:
         return Problem(
             f"{p.model.name} cannot be built",
             why="It is described by its totals only, not by its shape",
-            valid=["kind=transformer", "kind=mlp"],
+            valid=["kind=transformer", "kind=mlp", "a [model.resnet] table"],
         )
 
 
@@ -100,6 +100,23 @@ class ModelIsComputed(Rule):
         return Problem(
             f"`train` and `verify` would compute another model than {p.model.name}: {'; '.join(p.model.differences)}",
             why=f"They do not implement these parts. --allow-differences {names} runs without them, and the report says so",
+        )
+
+
+class ConvolutionsAreWide(Rule):
+    code = "MW-BUILD-002"
+    needs = ("model", "workload", "trainer")
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return bool(p.model.resnet.stages) and p.workload.precision == "fp8"
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            f"workload.precision=fp8 with the convolutions of {p.model.name}",
+            why="`train` and `verify` compute products of layers in fp8, not convolutions",
+            fixes=[{"workload.precision": "bf16"}, {"workload.precision": "fp32"}],
         )
 
 
@@ -252,6 +269,7 @@ TRAINER_RULES: tuple[type[Rule], ...] = (
     ModelHasShape,
     TransformerHasParts,
     ModelIsComputed,
+    ConvolutionsAreWide,
     PositionsAreLearned,
     GatheredColumnsDivide,
     SequenceGathersAreTrained,

@@ -100,6 +100,8 @@ class Parameter:
 
 def parameters(model: Model, layers: range) -> list[Parameter]:
     """The parameters of the stage that holds `layers`: the embedding belongs to the first layer, the head to the last."""
+    if model.resnet.stages:
+        return [_of_resnet(name, shape) for name, shape in model.resnet.tensors.items()]
     out: list[Parameter] = []
     first, last = layers.start == 0, layers.stop == model.layers
     if first:
@@ -115,6 +117,14 @@ def parameters(model: Model, layers: range) -> list[Parameter]:
             for p in block_parameters(model, model.blocks["mtp"]):
                 out.append(replace(p, name=f"mtp.{module}.{p.name}"))
     return out
+
+
+def _of_resnet(name: str, shape: tuple[int, ...]) -> Parameter:
+    part, _, rest = name.partition(".")
+    layer = int(rest.partition(".")[0]) if part == "layers" else -1
+    return Parameter(
+        name, shape, "between", block={"stem": "embedding", "layers": "dense"}.get(part, part), layer=layer
+    )
 
 
 def tied_copy(model: Model) -> Parameter:

@@ -55,7 +55,10 @@ def batch_of(
     rows = [samples.sample(step, i) for i in indices]
     inputs, targets, *documents = (torch.from_numpy(np.stack(side)) for side in zip(*rows, strict=True))
     if inputs.is_floating_point():
-        inputs, targets = inputs.to(dtype), targets.to(dtype)
+        inputs = inputs.to(dtype)
+        targets = (
+            targets.to(dtype) if targets.is_floating_point() else targets
+        )  # labels of images stay numbers of classes
     else:  # a file may store tokens in 16 bits; an embedding lookup needs 64
         inputs, targets = inputs.long(), targets.long()
     if positions is not None:

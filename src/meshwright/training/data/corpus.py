@@ -42,13 +42,14 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 class Corpus:
-    """Windows of a byte text: the target is the next byte (for the MLP, the next `hidden` bytes scaled to ±1)."""
+    """Windows of a byte text: the target is the next byte (for the MLP, the next `hidden` bytes scaled to ±1). For a residual network the bytes
+    of a window are the colours of an image, and the next byte its class."""
 
     def __init__(self, model: Model, seq: int, seed: int, text: np.ndarray | None = None) -> None:
         self.text = standard_library() if text is None else text
-        self.mlp, self.seed = model.kind == "mlp", seed
-        self.length = model.hidden if self.mlp else seq
-        if not self.mlp and model.padded_vocab < BYTE_VALUES:
+        self.mlp, self.seed, self.resnet = model.kind == "mlp", seed, model.resnet
+        self.length = model.hidden if self.mlp else 3 * self.resnet.image**2 if self.resnet.stages else seq
+        if model.unit == "tokens" and model.padded_vocab < BYTE_VALUES:
             raise MeshwrightError(
                 "MW-DATA-001",
                 f"a vocabulary of {model.vocab} is smaller than the {BYTE_VALUES} byte values of the corpus",
@@ -63,6 +64,9 @@ class Corpus:
         span = 2 * self.length if self.mlp else self.length + 1
         start = int(np.random.default_rng((self.seed, step, index)).integers(0, len(self.text) - span))
         window = self.text[start : start + span]
+        if self.resnet.stages:
+            image = (window[:-1].astype(np.float32) / 127.5 - 1).reshape(3, self.resnet.image, self.resnet.image)
+            return image, np.asarray(window[-1] % self.resnet.classes, np.int64)
         if self.mlp:
             scaled = window.astype(np.float32) / 127.5 - 1
             return scaled[: self.length], scaled[self.length :]

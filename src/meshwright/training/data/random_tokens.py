@@ -18,6 +18,10 @@ class RandomSamples:
 
     def sample(self, step: int, index: int) -> tuple[np.ndarray, ...]:
         random = np.random.default_rng((self.seed, step, index))
+        if self.model.resnet.stages:
+            o = self.model.resnet
+            label = random.integers(0, o.classes) if index % 3 else IGNORED
+            return random.standard_normal((3, o.image, o.image)), np.asarray(label, np.int64)
         if self.model.kind == "mlp":
             inputs, targets = random.standard_normal((2, self.model.hidden))
             return inputs, targets if index % 3 else np.full_like(targets, np.nan)

@@ -35,10 +35,10 @@ def check_data(config: Config) -> None:
     data, model = config.data, config.model
     if not data.path:
         return
-    if model.kind == "mlp":
+    if model.unit != "tokens":
         raise MeshwrightError(
             "MW-DATA-008",
-            f"{model.name or 'the model'} is an MLP and does not train on tokens",
+            f"{model.name or 'the model'} has no sequence and does not train on tokens",
             fix="remove [data], or train a transformer",
         )
     files = [open_tokens(path) for path in (*data.path, *data.validation_path)]
