@@ -242,7 +242,7 @@ def train(
     require_torch("`train`")
     from meshwright.training.folder import check_unused, claimed
     from meshwright.training.launch.placement import placement
-    from meshwright.training.machine import resolve_backend, resolve_device, shared_device
+    from meshwright.training.machine import resolve_backend, resolve_device, shared_device, with_precision
     from meshwright.training.measure import calibration
     from meshwright.training.run import check, check_resume, plan_of_run, run_training
 
@@ -263,6 +263,8 @@ def train(
     folder = Path(out) if out is not None else None
     started_here = placement(os.environ) is None
     on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu"
+    if resume is None:  # a run goes on in its precision
+        config, _ = with_precision(config, on_cpu or device == "cpu")
     machine, uncalibrated = None, ""
     with claimed(folder) if started_here and folder is not None else nullcontext():
         if calibrate and on_cpu and calibration.is_for_this_machine(config):

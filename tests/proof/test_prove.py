@@ -158,3 +158,17 @@ def test_a_memory_far_from_its_prediction_is_a_warning(ratio, warns):
     found = CopyProof(SimpleNamespace(plan=Plan(tp=2)), 1, [], traces).warnings
     assert [warning.code for warning in found] == ["MW-VERIFY-007"] * warns
     assert all("rank 1" in str(warning) and f"{ratio:.3g} times" in str(warning) for warning in found)
+
+
+def test_a_residual_network_trains_what_one_device_trains():
+    """Batch norm normalises by the micro-batch of a rank; one device runs the same micro-batches."""
+    config = Config.from_parts(
+        "resnet-50", "laptop", workload={"batch": 8}, plan={"shard": 2, "zero": 3, "microbatch": 2, "recompute": "full"}
+    )
+    proof = prove(config, ranks=2, steps=2)
+    assert proof.passed
+    assert [a.dtype for a in proof.agreements] == ["fp64", "fp32"]  # no precision is named, and CPUs compute
+    assert all(error < 1e-11 for error in proof.agreements[0].errors.values())
+    assert proof.small.microbatches == (2, 2)
+    assert any("batch norm" in change for change in proof.small.changes)
+    assert any("precision fp32" in change for change in proof.small.changes)

@@ -76,7 +76,7 @@ def command(
     from meshwright import api
     from meshwright.training.folder import claimed
     from meshwright.training.launch.placement import placement
-    from meshwright.training.machine import shared_device
+    from meshwright.training.machine import resolve_device, shared_device, with_precision
     from meshwright.view.tables import show
 
     device = shared_device(device, share_device)
@@ -95,6 +95,12 @@ def command(
         config, changes = small_config(config.check_trainable(), device)
         if reports and not as_json:
             show(*(f"[dim]{change}[/]" for change in changes))
+    elif resume is None:
+        config, note = with_precision(
+            config, device == "cpu" or (place is None and resolve_device(device, config.plan.world) == "cpu")
+        )
+        if note and reports and not as_json:
+            show(f"[dim]{note}[/]")
     folder = resume or out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if dry_run:
         check_only(config, device, backend, folder, as_json)

@@ -74,7 +74,7 @@ def prediction(
         mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {workload.precision} of {cluster.accelerator.name}",
         tokens_per_s=samples_per_step(model, workload) / time,
         bound_by=bound_by(exposed),
-        assumed=[*(assumed or []), *model.notes, *dropped_copies(model, plan)],
+        assumed=[*(assumed or []), *model.notes, *without_sequence(model), *dropped_copies(model, plan)],
         fits=bool(total <= cluster.accelerator.memory),
         memory_limit_gib=cluster.accelerator.memory / GIB,
         checkpoint_gib=checkpoint_memory(model, cluster, plan, workload, stack, memory, blocks),
@@ -101,6 +101,13 @@ def traffic_by_level(cost: StepCost, cluster: Cluster, at: int = 0) -> list[dict
 def element(values: Any, at: int) -> float:
     """The value of the plan at this index: values of a batch are an array over its plans, or one number for all of them."""
     return float(values[at if len(values) > 1 else 0] if np.ndim(values) else values)
+
+
+def without_sequence(model: Model) -> list[str]:
+    """What the numbers of a model without a sequence mean."""
+    if model.unit == "tokens":
+        return []
+    return [f"{model.name} has no sequence: workload.seq has no effect, and tokens_per_s counts samples"]
 
 
 def samples_per_step(model: Model, workload: Workload) -> float:

@@ -20,6 +20,7 @@ from meshwright.describe import anatomy
 from meshwright.describe.shape import ModelShape, Published
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.describe.tensors import AttentionCore
+from meshwright.describe.workload import Workload
 
 __all__ = ["MOST_LAYERS", "Model", "Published"]
 
@@ -137,6 +138,11 @@ class Model(ModelShape):
                     size = seq * (s.width + s.per_position * seq) * (s.bytes_ or dtype_bytes)
                     out[s.part] = out.get(s.part, 0.0) + times * size
         return {part: n for part, n in out.items() if n}
+
+    def describe_batch(self, workload: Workload, style: str = ",") -> str:
+        """The batch of a workload: sequences of tokens, or samples of a model that has no sequence."""
+        size = f" × {workload.seq:{style}} tokens" if self.unit == "tokens" else " samples"
+        return f"batch {workload.batch:{style}}{size}"
 
     def describe_shape(self) -> str:
         """One line a person can check at a glance."""

@@ -97,7 +97,7 @@ def assumptions(config: Config, stack: Any) -> list[str]:
     assumed = [
         f"{what}: {getattr(config.workload, name):,}"
         for name, what in sizes
-        if f"workload.{name}" not in config.origins
+        if f"workload.{name}" not in config.origins and (name != "seq" or config.model.unit == "tokens")
     ]
     given = "stack.name" in config.origins and stack
     return assumed if given else [*assumed, f"training stack: {config.stack.name}"]

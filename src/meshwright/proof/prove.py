@@ -29,6 +29,7 @@ from meshwright.proof.records import Job, Trace
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import SmallCopy, small_copies
 from meshwright.training.launch import local
+from meshwright.training.machine import with_precision
 
 TARGET = "meshwright.proof.trace:record"
 SILENCE_S = 120.0
@@ -45,6 +46,7 @@ def prove(
 ) -> Proof:
     """Raise only for a plan that cannot be tried; a plan that trains a different model returns a failed proof."""
     started = time.perf_counter()
+    config, _ = with_precision(config, config.cluster.accelerator.name == "cpu")
     # A small copy may be legal where the plan itself is not.
     config.check_trainable()
     proof = Proof(config.plan.title(), [])

@@ -22,6 +22,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.proof.fold import axis_sizes, folds
+from meshwright.training.machine import CHOSEN_BY_DEVICE, PRECISION_NOTE
 
 HEAD = 8
 MOST_BUCKETS = 8
@@ -110,6 +111,10 @@ def changes_of(
     if tiny != config.model:
         out.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
     out += [f"not exercised: {part}" for part in config.model.not_run]
+    if config.origins.get("workload.precision") == CHOSEN_BY_DEVICE:
+        out.append(PRECISION_NOTE)
+    if config.model.resnet.stages:
+        out.append("batch norm by the statistics of a rank's micro-batch, on one device too")
     if config.model.dropout:
         out.append("dropout masks are not kept: they are computed again")
     if config.workload.precision == "fp8":

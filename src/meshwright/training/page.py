@@ -44,8 +44,10 @@ def page(training: Training, folder: str = "") -> RenderableType:
             "dim",
         ),
     )
-    asked = [Text(f"asked for: {training.asked_for}", "yellow")] if training.asked_for else []
-    lines = [title, *asked, *(Text(f"not run: {part}", "yellow") for part in training.config.model.not_run), loss, step]
+    above = [Text(f"asked for: {training.asked_for}", "yellow")] if training.asked_for else []
+    if training.config.model.resnet.stages:
+        above.append(Text("batch norm by the statistics of a rank's micro-batch; running averages are not kept", "dim"))
+    lines = [title, *above, *(Text(f"not run: {part}", "yellow") for part in training.config.model.not_run), loss, step]
     evaluated = [loss for _, loss in m.validation_loss]
     if evaluated:
         change = f"{evaluated[0]:.3f} → {evaluated[-1]:.3f}  "

@@ -60,7 +60,7 @@ def evaluated(r: Evaluated) -> Iterator[str]:
     e, p = r.estimate, r.estimate.prediction
     yield "## Our estimate"
     yield ""
-    work = f"batch {e.workload.batch:,} × {e.workload.seq:,} tokens, {e.workload.precision}"
+    work = f"{e.model.describe_batch(e.workload)}, {e.workload.precision}"
     yield f"{e.plan.title()} on {e.plan.world:,} × {e.cluster.accelerator.name}, {work}:"
     yield ""
     band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
@@ -68,7 +68,7 @@ def evaluated(r: Evaluated) -> Iterator[str]:
     yield f"- step {format_seconds(p.step_time_s)} ({band}), MFU {p.mfu:.1%}, HFU {p.hfu:.1%}"
     yield f"- memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB{fit}"
     if e.workload.tokens:
-        yield f"- {format_count(e.workload.tokens)} tokens: {r.days:.1f} days, {format_count(studies.gpu_hours(e))} GPU-hours"
+        yield f"- {format_count(e.workload.tokens)} {e.model.unit}: {r.days:.1f} days, {format_count(studies.gpu_hours(e))} GPU-hours"
     yield f"- constants: {p.calibrated}"
     yield ""
     yield "| part of the step | time | share |"

@@ -76,7 +76,7 @@ def header(e: Estimate) -> Panel:
         (f"{100 * (p.mfu or 0):.1f}%", "bold"),
         ("   memory ", "dim"),
         (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", f"bold {FIT_COLOURS[p.fit_word]}"),
-        ("   tokens/s ", "dim"),
+        (f"   {e.model.unit}/s ", "dim"),
         (format_count(p.tokens_per_s or 0), "bold"),
     )
     count = format_count(e.model.total)
@@ -89,7 +89,7 @@ def header(e: Estimate) -> Panel:
         ),
         Text.assemble(
             (e.plan.title(), "bold"),
-            (f"  batch {e.workload.batch} × {e.workload.seq} tokens, {e.workload.precision}", "dim"),
+            (f"  {e.model.describe_batch(e.workload, '')}, {e.workload.precision}", "dim"),
         ),
         Text(""),
         big,
@@ -106,7 +106,9 @@ def header(e: Estimate) -> Panel:
         hours = seconds / 3600 * e.plan.world
         cost = f", ${hours * e.cluster.price:,.0f}" if e.cluster.price else ""
         lines.append(
-            Text(f"{format_count(e.workload.tokens)} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}")
+            Text(
+                f"{format_count(e.workload.tokens)} {e.model.unit}: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}"
+            )
         )
     return Panel(Group(*lines), title="estimate", title_align="left", border_style="blue")
 

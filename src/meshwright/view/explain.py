@@ -191,12 +191,13 @@ def explain_memory(e: Estimate) -> RenderableType:
 
 def explain_mfu(e: Estimate) -> RenderableType:
     p = e.prediction
-    per_token = e.model.model_flops(e.workload.seq)
+    per_token, unit = e.model.model_flops(e.workload.seq), e.model.unit
     return Group(
         Text(f"MFU {100 * (p.mfu or 0):.1f}%", style="bold"),
-        Text("MFU = FLOPs of the model per token × tokens per second / (devices × dense peak)", style="cyan"),
+        Text(f"MFU = FLOPs of the model per {unit[:-1]} × {unit} per second / (devices × dense peak)", style="cyan"),
         Text(
-            f"{per_token:.4g} FLOP/token × {p.tokens_per_s:,.0f} tokens/s / ({p.mfu_denominator}); causal attention counts half of s²"
+            f"{per_token:.4g} FLOP/{unit[:-1]} × {p.tokens_per_s:,.0f} {unit}/s / ({p.mfu_denominator})"
+            + ("; causal attention counts half of s²" if e.model.causal and unit == "tokens" else "")
         ),
         Text(f"HFU {100 * (p.hfu or 0):.1f}% also counts recomputed and padded arithmetic", style="dim"),
     )

@@ -55,6 +55,11 @@ class LiveRun:
         self.prediction: dict[str, Any] = {}
         self.started = time.time()
 
+    @property
+    def unit(self) -> str:
+        """What the batch is counted in."""
+        return self.config.model.unit if self.config else "tokens"
+
     def refresh(self) -> list[dict[str, Any]]:
         """Read on, and return the new rows."""
         new = self.follower.new_steps()
@@ -195,7 +200,7 @@ def rows_of(run: LiveRun) -> list[tuple[str, str, str, Text, list[float], str]]:
     low, high = p.get("step_time_low_s"), p.get("step_time_high_s")
     bounds = f"predicted {format_seconds(low)} to {format_seconds(high)}" if low and high else ""
     add("step", "seconds", format_seconds, p.get("step_time_s"), bounds)
-    add("tokens/s", "tokens_per_s", format_count, p.get("tokens_per_s"))
+    add(f"{run.unit}/s", "tokens_per_s", format_count, p.get("tokens_per_s"))
     add(
         "MFU",
         "mfu",
@@ -276,7 +281,7 @@ def line_of(run: LiveRun, row: dict[str, Any]) -> str:
     loss, norm = row.get("loss"), row.get("grad_norm")
     words = [f"step {row['step']:>5}", "loss NaN or infinite" if loss is None else f"loss {loss:.4f}"]
     words += [f"norm {norm:.2f}"] if norm is not None else []
-    words += [f"{format_count(row['tokens_per_s'])} tokens/s"] if row.get("tokens_per_s") else []
+    words += [f"{format_count(row['tokens_per_s'])} {run.unit}/s"] if row.get("tokens_per_s") else []
     words += [f"MFU {row['mfu']:.1%}"] if row.get("mfu") and run.comparable else []
     evaluated = [r["validation_loss"] for r in run.rows if r.get("validation_loss") is not None]
     words += [f"validation {evaluated[-1]:.4f}"] if evaluated else []

@@ -72,10 +72,7 @@ def band(seconds: float, low: float, high: float) -> Text:
 def header(r: Result) -> Panel:
     e, p = r.estimate, r.prediction
     count = format_count(e.model.total)
-    text = e.model.kind == "transformer"
-    work = (
-        f"batch {e.workload.batch:,}{f' × {e.workload.seq:,} tokens' if text else ' samples'}, {e.workload.precision}"
-    )
+    work = f"{e.model.describe_batch(e.workload)}, {e.workload.precision}"
     lines: list[RenderableType] = [
         Text.assemble((e.model.name, "bold"), (f"  {count} parameters; {work}", "dim")),
         Text.assemble(
@@ -91,7 +88,7 @@ def header(r: Result) -> Panel:
             (f"{100 * (p.mfu or 0):.1f}%", "bold"),
             ("   memory ", "dim"),
             (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold"),
-            ("   tokens/s " if text else "   samples/s ", "dim"),
+            (f"   {e.model.unit}/s ", "dim"),
             (format_count(p.tokens_per_s or 0), "bold"),
         ),
         Text(checkpoint_words(p, e.stack), "dim"),
@@ -179,7 +176,9 @@ def near_misses(r: Result) -> Table:
     ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for m in r.near_misses:
-        unit = {"GPUs": "tokens/s per GPU", "sequence": "FLOP/s"}.get(m.what, "tokens/s")
+        unit = {"GPUs": f"{r.estimate.model.unit}/s per GPU", "sequence": "FLOP/s"}.get(
+            m.what, f"{r.estimate.model.unit}/s"
+        )
         gain = f"{100 * m.gain:+.1f}% {unit}" if abs(m.gain) >= 5e-4 else "not modelled"
         table.add_row(m.what, f"{m.given:,}", f"{m.offered:,}", gain, m.setting, Text(m.note, "dim"))
     return table
@@ -191,7 +190,8 @@ def training_words(r: Result) -> str:
     cost = (
         f", ${t.dollars:,.0f} at ${t.price:g} per GPU-hour" if t.price else ", no price known (--set cluster.price=2.5)"
     )
-    return f"{format_count(t.tokens)} tokens: {t.days:,.1f} days ({t.days_low:,.1f} to {t.days_high:,.1f}), {t.gpu_hours:,.0f} GPU-hours{cost}"
+    days = f"{t.days:,.1f} days ({t.days_low:,.1f} to {t.days_high:,.1f})"
+    return f"{format_count(t.tokens)} {r.estimate.model.unit}: {days}, {t.gpu_hours:,.0f} GPU-hours{cost}"
 
 
 def scaling_words(r: Result) -> str:

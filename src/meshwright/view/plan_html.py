@@ -99,15 +99,14 @@ def predicted(e: Estimate, memory_aside: str = "", below: str = "") -> str:
     """The head of a page: the model, the devices, the plan, and the four main numbers."""
     p = e.prediction
     band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
-    rate = "tokens/s" if e.model.kind == "transformer" else "samples/s"
     shown = cards(
         ("step", format_seconds(p.step_time_s), band),
         ("MFU", f"{100 * (p.mfu or 0):.1f}%", p.mfu_denominator),
         ("memory", f"{p.memory_gib:.1f} GiB", f"of {p.memory_limit_gib:.1f}{memory_aside}"),
-        (rate, format_count(p.tokens_per_s or 0), f"batch {e.workload.batch:,}"),
+        (f"{e.model.unit}/s", format_count(p.tokens_per_s or 0), f"batch {e.workload.batch:,}"),
     )
     where = f"{e.model.name} ({format_count(e.model.total)}) on {e.plan.world:,} × {e.cluster.accelerator.name}"
-    how = f"{e.cluster.name}, stack {e.stack.name}, sequence {e.workload.seq:,}, {e.workload.precision}"
+    how = f"{e.cluster.name}, stack {e.stack.name}, {e.model.describe_batch(e.workload)}, {e.workload.precision}"
     warning = "".join(f"<div class=bad>{escape(line.plain)}</div>" for line in uncalibrated(e))
     return (
         f"<section><h2>{escape(where)}</h2><div class=soft>{escape(how)}</div><div class=title>{escape(e.plan.title())}</div>"

@@ -94,6 +94,7 @@ def _values(folder: Path, modified_s: float) -> dict[str, Any]:
         "predicted_step_time_s": prediction.get("step_time_s"),
         "comparable": is_comparable(about, config),
         "tokens_per_s": middle("tokens_per_s", "tokens_per_s"),
+        "unit": config.model.unit if config else "tokens",
         "mfu": middle("mfu", "mfu"),
         "memory_gib": measured.get("memory_gib") or last.get("memory_gib"),
         "started": begun,
@@ -166,7 +167,7 @@ def listed_cells(row: dict[str, Any]) -> list[Text]:
         Text(formatted(row["loss"], lambda x: f"{x:.3f}")),
         Text(formatted(row["step_time_s"], format_seconds)),
         predicted,
-        Text(formatted(row["tokens_per_s"], format_count)),
+        Text(formatted(row["tokens_per_s"], format_count) + ("" if row["unit"] == "tokens" else f" {row['unit']}")),
         Text(formatted(row["mfu"], lambda x: f"{x:.1%}")),
         Text(formatted(row["elapsed_s"], format_clock)),
         Text(time.strftime("%d %b %H:%M", time.localtime(row["started"] or row["modified_s"])), "dim"),
@@ -178,7 +179,9 @@ def comparison(folders: Sequence[Path]) -> RenderableType:
     """Several runs as columns: results first, then the values of the run files in which they differ from the first one."""
     found = [summary(folder) for folder in folders]
     lines: list[list[object]] = []
+    units = "/s, ".join(sorted({row["unit"] for row in found}))
     for name, key, form in RESULTS:
+        name = f"{units}/s" if key == "tokens_per_s" else name
         values = [row[key] for row in found]
         if any(value not in (None, "") for value in values):
             lines.append([name, *(formatted(value, form) for value in values)])

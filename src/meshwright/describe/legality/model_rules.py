@@ -9,6 +9,7 @@ from meshwright.describe.legality.expert_rules import EXPERT_RULES, MOST_DEGREE,
 from meshwright.describe.legality.fixes import divisors, values
 from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES
+from meshwright.errors import shown
 
 FULL, NONE = RECOMPUTES.index("full"), RECOMPUTES.index("none")
 RING, ULYSSES = CP_KINDS.index("ring"), CP_KINDS.index("ulysses")
@@ -47,7 +48,7 @@ class CountsTakeDataParallelism(Rule):
         if p.model.resnet.stages:
             needed, why = NEEDED[axis], f"{p.model.name} is a residual network, which takes data parallelism and ZeRO"
         return Problem(
-            f"{axis}={p.setting(f'plan.{axis}')} needs {needed}",
+            f"{axis}={shown(p.setting(f'plan.{axis}'))} needs {needed}",
             why=why,
             fixes=[
                 {f"plan.{axis}": 1 if axis != "sp" else False},

@@ -32,7 +32,8 @@ def data(subject: Subject) -> dict[str, Any]:
         "gpus": subject.cluster.world,
         "tp": sorted({cell.tp for cell in cells}),
         "pp": sorted({cell.pp for cell in cells}),
-        "cells": [as_dict(cell, best, tokens) for cell in cells],
+        "unit": subject.model.unit,
+        "cells": [as_dict(cell, best, tokens, subject.model.unit) for cell in cells],
         "mine": {"tp": subject.plan.tp, "pp": subject.plan.pp, "step_time_s": subject.estimate.prediction.step_time_s},
         "best": {"tp": best.tp, "pp": best.pp} if best else None,
         "reasons": sorted({label(cell) for cell in cells if not cell.fits}),
@@ -54,7 +55,7 @@ def better(cell: Cell, other: Candidate | None) -> Cell:
     return Cell(cell.tp, cell.pp, other, True)
 
 
-def as_dict(cell: Cell, best: Cell | None, tokens: float) -> dict[str, Any]:
+def as_dict(cell: Cell, best: Cell | None, tokens: float, unit: str) -> dict[str, Any]:
     out: dict[str, Any] = {"tp": cell.tp, "pp": cell.pp, "fits": cell.fits, "label": label(cell), "reason": cell.reason}
     if cell.best is None:
         return out | {
@@ -68,7 +69,7 @@ def as_dict(cell: Cell, best: Cell | None, tokens: float) -> dict[str, Any]:
     head = f"tp {cell.tp} × pp {cell.pp}: {one.plan.title()}"
     if cell.fits and best is not None and best.best is not None:
         slower = one.time / best.best.time
-        rest = f"{tokens:,.0f} tokens / {format_seconds(one.time)} = {tokens / one.time:,.0f} tokens/s; {slower:.2f}× the fastest step"
+        rest = f"{tokens:,.0f} {unit} / {format_seconds(one.time)} = {tokens / one.time:,.0f} {unit}/s; {slower:.2f}× the fastest step"
     else:
         rest = cell.reason
     return out | {

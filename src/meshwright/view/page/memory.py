@@ -109,11 +109,12 @@ def part_formulas(e: Estimate) -> dict[str, str]:
         " and experts / ep" if plan.ep > 1 else ""
     )
     master = " + fp32 master" if plan.master and plan.param_dtype in ("fp16", "bf16") else ""
+    micro = f"micro-{e.model.describe_batch(w.but(batch=plan.microbatch))}"
     return {
         "parameters": f"{plan.param_dtype} weights{sharded['parameters']}; {local}",
         "gradients": f"accumulated in {plan.grad_dtype}{sharded['gradients']}; {local}",
         "optimizer": f"{w.optimizer}: {moments(w)} in {plan.state_dtype}{master}{sharded['optimizer']}; {local}",
-        "activations": f"saved bytes of a micro-batch ({plan.microbatch} × {w.seq:,} tokens) × micro-batches in flight; recompute: {plan.recompute}",
+        "activations": f"saved bytes of a {micro} × micro-batches in flight; recompute: {plan.recompute}",
         "gathered": "ZeRO-3: gathered weights of the running and of the prefetched layer",
         "working": "temporary tensors of one layer, gradients of the logits, communication buckets",
         "context": "driver, libraries, communicators",

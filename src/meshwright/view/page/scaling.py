@@ -29,6 +29,7 @@ def data(subject: Subject) -> dict[str, Any]:
     best = [] if subject.is_provisional else best_plans(subject)
     return {
         "gpus": e.plan.world,
+        "unit": e.model.unit,
         "node_size": e.cluster.node_size,
         "strong": strong,
         "weak": weak,
@@ -52,7 +53,7 @@ def curve(e: Estimate, grows: bool) -> list[dict[str, Any]]:
         per_gpu, first = row["tokens_per_s"] / row["gpus"], reference["tokens_per_s"] / reference["gpus"]
         row["efficiency"] = per_gpu / first
         row["formula"] = (
-            f"{row['gpus']:,} GPUs, batch {row['batch']:,}: {row['tokens_per_s']:,.0f} tokens/s / {row['gpus']:,} = {per_gpu:,.0f} per GPU; "
+            f"{row['gpus']:,} GPUs, batch {row['batch']:,}: {row['tokens_per_s']:,.0f} {e.model.unit}/s / {row['gpus']:,} = {per_gpu:,.0f} per GPU; "
             f"{per_gpu:,.0f} / {first:,.0f} on {reference['gpus']:,} GPUs = {row['efficiency']:.0%}"
         )
     return out
@@ -104,7 +105,7 @@ def best_plans(subject: Subject) -> list[dict[str, Any]]:
             continue
         if best is not None:
             tokens = space.workload.tokens_per_step if space.model.kind == "transformer" else space.workload.batch
-            rate = f"{format_seconds(best.time)} per step = {tokens / best.time:,.0f} tokens/s"
+            rate = f"{format_seconds(best.time)} per step = {tokens / best.time:,.0f} {space.model.unit}/s"
             words = f"best common plan on {gpus:,} GPUs: {best.plan.title()}\n{rate}"
             row = {
                 "gpus": gpus,

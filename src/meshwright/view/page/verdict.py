@@ -49,6 +49,7 @@ def data(subject: Subject) -> dict[str, Any]:
         "memory_gib": p.memory_gib,
         "memory_limit_gib": p.memory_limit_gib,
         "tokens_per_s": p.tokens_per_s,
+        "unit": e.model.unit,
         "own_trainer": own_trainer_words(e.own_trainer) if e.own_trainer else "",
         "targets": [{"name": v.name, "share": v.value, "target": v.target, "good": v.good} for v in e.verdicts],
         "training": training(e),
@@ -171,7 +172,7 @@ def formulas(e: Estimate) -> dict[str, str]:
     step, low, high = (format_seconds(s) for s in (p.step_time_s, p.step_time_low_s, p.step_time_high_s))
     out = {
         "step": f"step = {step}, likely {low} to {high}\nthe sum of the exposed parts of the busiest rank",
-        "mfu": "MFU = FLOPs per token × tokens/s / (GPUs × peak)\n"
+        "mfu": f"MFU = FLOPs per {e.model.unit[:-1]} × {e.model.unit}/s / (GPUs × peak)\n"
         f"= {e.model.model_flops(w.seq):.4g} × {rate} / ({p.mfu_denominator})",
         "memory": f"peak of the fullest stage: {p.memory_gib:.2f} GiB\nlimit: {p.memory_limit_gib:.1f} GiB of the device",
         "throughput": f"tokens/s = batch × sequence / step\n= {w.batch:,} × {w.seq:,} / {step} = {rate}",

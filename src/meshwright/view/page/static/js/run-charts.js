@@ -25,7 +25,7 @@ export function curves(element, run, comparable, others = []) {
   const all = [
     { title: "Loss", lines: series("loss"), colour: "compute", points: column(run, "validation_loss"), marks: marks(run), fromZero: false },
     { title: "Step time", lines: series("seconds"), colour: "tp", unit: "s", expected: expected(prediction?.step_time_s, prediction?.step_time_low_s, prediction?.step_time_high_s), clip: true },
-    { title: "Throughput", lines: series("tokens_per_s"), colour: "optimizer", unit: "tokens/s", expected: expected(prediction?.tokens_per_s) },
+    { title: "Throughput", lines: series("tokens_per_s"), colour: "optimizer", unit: "per second", expected: expected(prediction?.tokens_per_s) },
     { title: "MFU", lines: series("mfu").map((points) => scaled(points, 100)), colour: "ep", unit: "%", expected: expected(prediction?.mfu && 100 * prediction.mfu), sentence: prediction?.mfu_denominator && comparable ? `Of ${prediction.mfu_denominator}.` : "" },
     { title: "Exposed communication", lines: [exposed(run), ...others.map(exposed)], colour: "dp", unit: "s", expected: expected(predictedExposed || null), sentence: "Seconds that rank 0 was blocked, waits for other ranks included.", clip: true },
     { title: "Gradient norm", lines: series("grad_norm"), colour: "cp", clip: true },
@@ -51,7 +51,7 @@ function curve(box, { title, lines, colour, unit = "", expected = null, points =
   const chart = figure(box, { height: 180, left: 52, bottom: 34, label: `${title} over ${first.length} steps: from ${format.number(first[0].y)} to ${format.number(last.y)} ${unit}` });
   const begin = Math.min(...lines.filter((l) => l.length).map((l) => l[0].x)), end = Math.max(...lines.filter((l) => l.length).map((l) => l.at(-1).x), begin + 1);
   const x = linear([begin, end], [0, chart.width]), y = linear([least, most || 1], [chart.height, 0], { nice: true });
-  axis(chart, y, "left", { label: shown, format: (v) => (unit === "tokens/s" ? format.count(v * scale) : format.number(v * scale)), ticks: 4 });
+  axis(chart, y, "left", { label: shown, format: (v) => (unit === "per second" ? format.count(v * scale) : format.number(v * scale)), ticks: 4 });
   axis(chart, x, "bottom", { label: "step", format: format.whole, ticks: Math.max(2, Math.floor(chart.width / 70)) });
   if (expected) {
     const inside = (v) => Math.max(y.domain[0], Math.min(v, y.domain[1]));

@@ -21,7 +21,7 @@ export function bar(element, { data, compare, error }, update) {
     number("step", versus(format.seconds(data.step_time_s), compare?.step_time_s, format.seconds), { text: f.step }),
     number("MFU", versus(format.percent(data.mfu), compare?.mfu, format.percent), { tone: data.mfu_tone, text: f.mfu }),
     number("memory", `${versus(format.gib(data.memory_gib), compare?.memory_gib, format.gib)} of ${format.gib(data.memory_limit_gib)}`, { tone: data.fits ? "" : "bad", text: f.memory }),
-    number("tokens/s", versus(format.count(data.tokens_per_s), compare?.tokens_per_s, format.count), { text: f.throughput }),
+    number(`${data.unit}/s`, versus(format.count(data.tokens_per_s), compare?.tokens_per_s, format.count), { text: f.throughput }),
     data.pipeline ? number("pipeline efficiency", format.percent(data.pipeline.efficiency_share), { tone: data.pipeline.efficiency_share < data.pipeline.target_share ? "warn" : "good", text: f.pipeline }) : null));
   element.append(h("p", null, h("b", null, `${data.headline} `), data.sentence, compare ? " The second number is the compared plan’s." : ""));
 }

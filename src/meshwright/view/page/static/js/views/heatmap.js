@@ -7,7 +7,7 @@ export const view = {
   title: "Tensor × pipeline parallelism",
   short: "tp × pp map",
   group: "all plans",
-  sentence: "Darker is faster: tokens per second of the fastest plan with these degrees; all other fields are searched. Grey pairs have no plan, for the reason in the cell. Choose a cell to use its plan.",
+  sentence: "Darker is faster: throughput of the fastest plan with these degrees; all other fields are searched. Grey pairs have no plan, for the reason in the cell. Choose a cell to use its plan.",
   draw(element, data, context) {
     const box = panel("Fastest plan of each pair", context.refreshing ? `${data.note} First plans; the search goes on.` : data.note);
     element.append(box);
@@ -17,7 +17,7 @@ export const view = {
     if (best.length) box.append(table([
       { title: "tp", key: "tp", align: "right" }, { title: "pp", key: "pp", align: "right" },
       { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right", formula: (c) => c.formula },
-      { title: "tokens/s", key: "tokens_per_s", text: (v) => format.count(v), align: "right" },
+      { title: `${data.unit}/s`, key: "tokens_per_s", text: (v) => format.count(v), align: "right" },
       { title: "memory", key: "memory_bytes", text: (v) => format.gib(v / 2 ** 30), align: "right" },
       { title: "plan", value: (c) => c.formula.split("\n")[0].split(": ").slice(1).join(": ") },
     ], best, { caption: "The fastest pairs", onrow: context.live ? (cell) => context.set("plan", cell.plan) : null, rowLabel: (cell) => `Use the plan with tp ${cell.tp} and pp ${cell.pp}`, chosen: (c) => c.tp === data.mine.tp && c.pp === data.mine.pp }));

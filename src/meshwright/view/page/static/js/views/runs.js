@@ -100,7 +100,7 @@ function stats(body, run, comparable) {
     stat("Loss", loss.length ? format.number(loss.at(-1).y, 4) : "–", { detail: loss.length ? `from ${format.number(loss[0].y, 4)}` : "" }),
     measurement ? stat("Measured step", format.seconds(measurement.step_time_s), { detail: `${format.seconds(measurement.step_time_low_s)} to ${format.seconds(measurement.step_time_high_s)}` }) : stat("Last step", last ? format.seconds(last.y) : "–", { detail: entry.step_time_s ? `median ${format.seconds(entry.step_time_s)}` : "" }),
     prediction ? stat("Predicted step", format.seconds(prediction.step_time_s), { detail: error || (Number.isFinite(prediction.step_time_low_s) ? `${format.seconds(prediction.step_time_low_s)} to ${format.seconds(prediction.step_time_high_s)}` : "") }) : null,
-    entry.tokens_per_s ? stat("Throughput", `${format.count(entry.tokens_per_s)} tokens/s`, { detail: entry.mfu && comparable ? `MFU ${format.percent(entry.mfu)}` : "" }) : null,
+    entry.tokens_per_s ? stat("Throughput", `${format.count(entry.tokens_per_s)} ${entry.unit}/s`, { detail: entry.mfu && comparable ? `MFU ${format.percent(entry.mfu)}` : "" }) : null,
     checkpoint(run)));
 }
 
@@ -137,7 +137,7 @@ function overview(body, context, name) {
     { title: "loss", key: "loss", text: (v) => format.number(v, 4), align: "right" },
     { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right" },
     { title: "predicted", key: "predicted_step_time_s", text: (v) => format.seconds(v), align: "right" },
-    { title: "tokens/s", key: "tokens_per_s", text: (v) => (v ? format.count(v) : "–"), align: "right" },
+    { title: "per second", value: (row) => row, text: (row) => (row.tokens_per_s ? `${format.count(row.tokens_per_s)} ${row.unit}` : "–"), align: "right" },
     { title: "plan", value: (row) => [row.model, row.title].filter(Boolean).join(" · ") },
   ], known.list.runs, { caption: "Training runs", chosen: (row) => row.name === name })));
 }

@@ -14,13 +14,13 @@ export const view = {
     element.append(box, columns);
     const all = { ...data, others: context.compare?.strong ?? [] };
     throughput(box, all, context.compare);
-    const efficiency = panel("Efficiency", "Tokens per second and GPU, relative to the fewest GPUs."), crossing = panel("What takes the time", data.takes_over ? data.takes_over.formula : "Seconds per step of one GPU with the same batch: compute shrinks with more GPUs, gradient traffic does not.");
+    const efficiency = panel("Efficiency", "Throughput per GPU, relative to the fewest GPUs."), crossing = panel("What takes the time", data.takes_over ? data.takes_over.formula : "Seconds per step of one GPU with the same batch: compute shrinks with more GPUs, gradient traffic does not.");
     columns.append(efficiency, crossing);
     shares(efficiency, all, context.compare);
     seconds(crossing, all);
     if (data.best.length) element.append(panel("The best plan of each size", "", table([
       { title: "GPUs", key: "gpus", text: (v) => format.whole(v), align: "right" }, { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right" },
-      { title: "tokens/s", key: "tokens_per_s", text: (v) => format.count(v), align: "right", formula: (r) => r.formula }, { title: "best common plan", key: "title" },
+      { title: `${data.unit}/s`, key: "tokens_per_s", text: (v) => format.count(v), align: "right", formula: (r) => r.formula }, { title: "best common plan", key: "title" },
     ], data.best, { caption: "The best common plan with the same batch" })));
   },
 };

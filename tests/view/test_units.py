@@ -1,0 +1,65 @@
+"""Models without a sequence are counted in samples, in every command."""
+
+import json
+
+import pytest
+
+from meshwright import api
+from meshwright.cli import main
+from meshwright.describe.config import Config
+from meshwright.training.machine import with_precision
+
+
+@pytest.mark.parametrize("model", ["resnet-50", "lecture-mlp"])
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_a_batch_of_samples(model, command, capsys, tmp_path):
+    file = tmp_path / "plan.toml"
+    options = ["--out", str(file)] if command == "plan" else []
+    assert main([command, model, "--cluster", "dgx-h100", *options]) == 0
+    text = capsys.readouterr().out
+    assert "samples, bf16" in text
+    assert "samples/s" in text
+    assert "tokens/s" not in text
+    assert "4096" not in text
+    assert "4,096" not in text
+    if options:
+        assert "sequence" not in file.read_text()
+
+
+def test_json_says_what_its_rate_counts(capsys):
+    assert main(["estimate", "resnet-50", "--cluster", "dgx-h100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any("counts samples" in line for line in found["assumed"])
+    assert found["tokens_per_s"] * found["step_time_s"] == pytest.approx(1024)
+
+
+def test_recompute_of_blocks_costs_time_and_saves_memory():
+    def predicted(**plan):
+        workload = {"batch": 1024}
+        return api.estimate(
+            Config.from_parts(
+                "resnet-50", "dgx-h100", workload=workload, plan={"replicate": 8, "microbatch": 128, **plan}
+            )
+        ).prediction
+
+    plain, again = predicted(), predicted(recompute="full")
+    assert again.step_time_s > plain.step_time_s
+    assert again.memory_gib < plain.memory_gib - 1
+
+
+@pytest.mark.parametrize(
+    ("workload", "plan", "expected"),
+    [
+        ({}, {}, "fp32"),
+        ({"precision": "bf16"}, {}, "bf16"),
+        ({}, {"param_dtype": "bf16"}, "bf16"),
+        ({"precision": "fp32"}, {}, "fp32"),
+    ],
+)
+def test_a_precision_is_chosen_by_the_device_only_where_none_is_named(workload, plan, expected):
+    config = Config.from_parts("tiny", "laptop", workload={"batch": 8, **workload}, plan={"replicate": 2, **plan})
+    chosen, note = with_precision(config, on_cpu=True)
+    assert chosen.workload.precision == expected
+    assert bool(note) == (not workload and not plan)
+    assert with_precision(chosen, on_cpu=True) == (chosen, "")
+    assert with_precision(config, on_cpu=False) == (config, "")
