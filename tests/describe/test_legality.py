@@ -130,6 +130,7 @@ def test_an_offered_fix_is_legal(case) -> None:
 
 
 LLAMA, MIXTRAL, MLP, COUNTS, _, LEARNED, ODD = MODELS
+TOTALS = Model(name="totals", kind="counts", given_parameters=1e6, given_flops=1e9)
 PLAIN_MOE = ODD.but(shared_experts=0)
 COMPRESSED = LLAMA.but(
     attention="compressed", q_rank=16, head_dim=16, kv_heads=1, window=8, compressed={"out_groups": 4, "out_rank": 8}, pattern="W-W-",
@@ -148,6 +149,7 @@ EXAMPLES = {
     "DeviceHasPrecision": ({"tp": 8}, LLAMA, {"precision": "fp8"}),
     "DegreesMultiplyToDevices": ({"tp": 4}, LLAMA, {}),
     "CountsTakeDataParallelism": ({"pp": 8}, COUNTS, {}),
+    "CountsAreRecomputed": ({"replicate": 8, "recompute": "selective"}, COUNTS, {}),
     "StagesHaveLayers": ({"pp": 8}, PLAIN_MOE, {}),
     "StagesSumToLayers": ({"pp": 2, "replicate": 4, "layers_per_stage": (4, 4)}, LLAMA, {}),
     "TensorDividesHeads": ({"tp": 8}, PLAIN_MOE, {}),
@@ -171,7 +173,8 @@ EXAMPLES = {
     "ProgramIsBounded": ({"pp": 8}, LLAMA, {"batch": 10**7}),
     "InterleavedRounds": ({"pp": 8, "virtual": 2, "schedule": "interleaved"}, LLAMA, {"batch": 12}),
     "MuonNeedsMatrices": ({"replicate": 8}, COUNTS, {"optimizer": "muon"}),
-    "ModelHasShape": ({"replicate": 8}, COUNTS, {}),
+    "ModelHasShape": ({"replicate": 8}, TOTALS, {}),
+    "ConvolutionsAreWide": ({"replicate": 8}, COUNTS, {"precision": "fp8", "scaling": "tensor"}),
     "TransformerHasParts": ({"tp": 8}, LLAMA.but(positions="alibi"), {}),
     "ModelIsComputed": ({"tp": 8}, LLAMA.but(not_run=("jitter: noise",)), {}),
     "PositionsAreLearned": ({"replicate": 8}, LEARNED, {"seq": 65}),

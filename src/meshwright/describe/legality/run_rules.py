@@ -258,7 +258,7 @@ class MuonNeedsMatrices(Rule):
     @staticmethod
     def explain(p: Case) -> Problem:
         return Problem(
-            f"workload.optimizer=muon with {p.model.name or 'a model'} of which only totals are known",
+            f"workload.optimizer=muon with {p.model.name or 'a model'}, which is costed by its totals",
             why="Muon's update depends on the shapes of the matrices",
             valid=[f"optimizer={name}" for name in STATE_COPIES if name != "muon"],
             fixes=[{"workload.optimizer": "adamw"}],
