@@ -51,7 +51,7 @@ def test_forward_and_backward_products_are_three_times_the_forward_flops(model):
 
 def test_counts_only_model_has_its_given_flops():
     program = lowered(COUNTS, Workload(batch=8, seq=1), microbatch=4)
-    assert total_flops(program, "FIW") == pytest.approx(3 * 4 * COUNTS.given_flops)
+    assert total_flops(program, "FIW") == pytest.approx(3 * 4 * COUNTS.flops(1)["all"])
 
 
 @pytest.mark.parametrize("model", [GPT, GQA, MOE, MLA], ids=lambda m: m.name)

@@ -59,7 +59,7 @@ def summary(folder: Path) -> dict[str, Any]:
         return {**_values(folder, modified(folder)), "state": state(folder)}
     except MeshwrightError as error:
         unread = dict.fromkeys(("planned_steps", *(key for _, key, _ in RESULTS)))
-        names = {"name": folder.name, "folder": str(folder), "model": "", "title": ""}
+        names = {"name": folder.name, "folder": str(folder), "model": "", "title": "", "unit": "tokens"}
         return {**unread, **names, "started": None, "modified_s": modified(folder), "attempts": 0, "steps": 0,
                 "state": UNREADABLE, "cause": str(error)}  # fmt: skip
 
