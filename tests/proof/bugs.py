@@ -280,7 +280,7 @@ CORPUS = [
     Bug("head_norms_not_summed", "qwen", {"tp": 2}, "gradient", "attention.k_norm"),
     Bug("row_bias_not_summed_over_sequence", "gpt", {"tp": 2, "sp": True}, "gradient", "ffn.down.bias"),
     Bug("positions_start_at_zero_on_every_rank", "gpt", {"tp": 2, "sp": True}, "loss"),
-    Bug("kv_copies_not_summed", "one-kv", {"tp": 2}, "gradient", "layers.1.attention.v"),
+    Bug("kv_copies_not_summed", "one-kv", {"tp": 2}, "gradient", "layers.1.attention.k_norm"),
     Bug("kv_copies_summed_over_all_ranks", "llama", {"tp": 4}, "gradient", "layers.1.attention.v"),
     Bug("norm_counts_each_kv_copy", "one-kv", {"tp": 2}, "norm"),
     Bug(
@@ -301,7 +301,7 @@ CORPUS = [
     Bug("data_loader_without_zigzag", "llama", {"cp": 2}, "loss"),
     Bug("causal_by_local_position", "llama", {"cp": 2, "cp_kind": "all-gather"}, "loss"),
     Bug("gradients_of_keys_not_exchanged_back", "llama", {"cp": 2, "cp_kind": "ulysses"}, "gradient", "layers.1.attention"),
-    Bug("key_copies_not_summed", "one-kv", {"cp": 2, "cp_kind": "ulysses"}, "gradient", "layers.1.attention.v"),
+    Bug("key_copies_not_summed", "one-kv", {"cp": 2, "cp_kind": "ulysses"}, "gradient", "layers.1.attention.k_norm"),
     Bug("targets_in_another_order", "llama", {"pp": 2}, "loss"),
     Bug("output_gradient_sent_back", "llama", {"pp": 4}, "gradient", "layers.1"),
     Bug("rank_zero_is_false", "llama", {"pp": 2}, "gradient", "layers.1"),
