@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,19 +12,13 @@ import torch
 import ranks
 from comm import in_threads
 from meshwright.comm.call import Call
-from meshwright.comm.merge import merged_steps
-from meshwright.comm.pace import SHARED_CORES, TWO_CONNECTIONS, USUAL, pace_of
 from meshwright.comm.reductions import array_of, combiner, divide
 from meshwright.comm.run import execute, prepare
-from meshwright.comm.run_shared import without_warnings
-from meshwright.comm.schedule import FINISH, POST, largest_message, schedule
-from meshwright.comm.transport.handshake import Neighbours
-from meshwright.comm.transport.point_to_point import DATA_TAG
+from meshwright.comm.schedule import largest_message, schedule
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, build
 from meshwright.programs.collectives.arrays import chunks_of, run_on_arrays
 from meshwright.programs.collectives.comparison import SWITCHED
-from meshwright.programs.collectives.program import moves
 from meshwright.programs.collectives.registry import accepts
 
 PAIRS = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in SWITCHED]
@@ -48,13 +41,13 @@ def outputs_of(program, rank, dtype):
     return torch.full((size,), 77).to(dtype)
 
 
-def run_in_threads(program, inputs, lanes=1, in_place=False, reduction="sum", arrays=False, window=4):
+def run_in_threads(program, inputs, lanes=1, in_place=False, reduction="sum", arrays=False):
     def work(transport):
-        plan = schedule(program, transport.rank, lanes, merge=arrays)
+        plan = schedule(program, transport.rank, lanes)
         source = inputs[transport.rank].clone()
         result = source if in_place else outputs_of(program, transport.rank, source.dtype)
         call = Call(1, program.operation, program.algorithm, "int64", reduction, program.root, program.elements)
-        execute(prepare(plan, transport, source.dtype, call, largest_message(program), window), source, result, call)
+        execute(prepare(plan, transport, source.dtype, call, largest_message(program)), source, result, call)
         assert in_place or torch.equal(source, inputs[transport.rank])
         return result
 
@@ -70,14 +63,14 @@ def programs(operation, name, elements):
 
 @pytest.mark.parametrize(("operation", "name"), PAIRS)
 def test_every_program_computes_what_numpy_computes(operation, name):
-    for elements, lanes, windows in ((1, 1, [4]), (37, 3, [0, 1, 4])):
+    for elements, lanes in ((1, 1), (37, 3)):
         for program in programs(operation, name, elements):
             inputs = inputs_of(program)
             expected = run_on_arrays(program, [x.numpy() for x in inputs])
-            for arrays, window in [(True, 4), *[(False, window) for window in windows]]:
-                found = run_in_threads(program, inputs, lanes, arrays=arrays, window=window)
+            for arrays in (True, False):
+                found = run_in_threads(program, inputs, lanes, arrays=arrays)
                 for rank, (a, b) in enumerate(zip(found, expected, strict=True)):
-                    assert a.tolist() == b.tolist(), (program, rank, lanes, arrays, window)
+                    assert a.tolist() == b.tolist(), (program, rank, lanes, arrays)
 
 
 @pytest.mark.parametrize("name", [name for op, name in PAIRS if op == "all-reduce"])
@@ -88,21 +81,6 @@ def test_an_all_reduce_in_place(name):
         for arrays in (False, True):
             for found in run_in_threads(program, inputs, lanes=2, in_place=True, arrays=arrays):
                 assert torch.equal(found, sum(inputs))
-
-
-@pytest.mark.parametrize(
-    ("program", "numbers"),
-    [
-        (build("reduce-scatter", "pairwise", 4, 64), [0, 0, 0]),  # all sends read the input
-        (build("all-reduce", "direct", 4, 64), [0, 0, 0, 1]),  # the last step sends sums
-        (build("all-gather", "ring", 4, 64), [0, 1, 2]),  # each step sends what the one before has received
-        (build("broadcast", "chain", 2, 64, segments=3), [0, 1, 2]),  # one message after the other to the same rank
-        (SimpleNamespace(moves=moves([0, 1, 2], [0, 1, 0], [1, 1, 2], [0, 1, 2])), [0, 1, 2]),  # a copy inside rank 1
-    ],
-    ids=["pairwise", "direct", "ring", "chain", "copy"],
-)
-def test_steps_that_need_not_wait_for_each_other_are_merged(program, numbers):
-    assert list(merged_steps(program).values()) == numbers
 
 
 @pytest.mark.parametrize("name", SWITCHED)
@@ -146,8 +124,7 @@ def test_a_reduction_that_a_dtype_lacks(reduction, dtype):
 
 
 def communicator_of(context, transport):
-    """A communicator over gloo alone, over shared memory alone, or with two ranks a host; as on a host with spare cores: over two areas of
-    shared memory, or over two gloo connections."""
+    """A communicator over gloo alone, over shared memory alone, or with two ranks a host."""
     from meshwright.comm.communicator import Communicator
     from meshwright.comm.transport import area, handshake
     from meshwright.comm.transport.mixed import Mixed
@@ -158,17 +135,7 @@ def communicator_of(context, transport):
 
     if transport == "mixed":
         handshake.network_namespace = lambda: context.rank // 2
-    if transport.startswith("two"):
-        handshake.usable_cores = lambda: 64.0
-    if transport == "two connections":
-        store = torch.distributed.PrefixStore("ours", torch.distributed.distributed_c10d._get_default_store())
-        found = Communicator.create(store, context.rank, context.world, timedelta(seconds=15), shared_memory=False)
-        assert found.transport.connections == 2
-        return found
     found = Communicator.of_group(shared_memory=transport != "gloo")
-    if transport == "two channels":
-        assert len(found.memories) == 2
-        return found
     assert type(found.transport) is {"gloo": PointToPoint, "mixed": Mixed, "shared memory": SharedMemory}[transport]
     if transport != "gloo":
         near = (found.transport.near if transport == "mixed" else found.transport).links
@@ -183,7 +150,6 @@ def communicator_of(context, transport):
 
 def every_program(context, size, transport):
     """Every program, and the dtypes and reductions of an all-reduce, between processes; what differs from numpy."""
-    from meshwright.comm import pace
     from meshwright.comm.communicator import with_sizes
 
     communicator = communicator_of(context, transport)
@@ -218,19 +184,14 @@ def every_program(context, size, transport):
     for name in ALGORITHMS["scatter"]:  # only the last rank receives: those between may have nothing to do
         scattered = with_sizes(build("scatter", name, size, 30_000 * size), [0] * (size - 1) + [30_000])
         compare(scattered, torch.float32, "sum", 1)
-    pace.LARGE_MESSAGE = 1
-    for communicator.pace in (SHARED_CORES, TWO_CONNECTIONS, USUAL):
-        for name in ("ring", "multi-ring", "hierarchical", "direct"):
-            compare(build("all-reduce", name, size, 50_001), torch.float64, "sum", 2)
+    for name in ("ring", "multi-ring", "hierarchical", "direct"):
+        compare(build("all-reduce", name, size, 50_001), torch.float64, "sum", 2)
     return wrong
 
 
 @pytest.mark.parametrize(
     ("size", "transport"),
-    [
-        *[(3, "gloo"), (4, "gloo"), (2, "shared memory"), (4, "shared memory"), (4, "mixed")],
-        *[(2, "two channels"), (3, "two connections")],
-    ],
+    [(3, "gloo"), (4, "gloo"), (2, "shared memory"), (4, "shared memory"), (4, "mixed")],
 )
 def test_every_program_between_processes(size, transport):
     assert ranks.run(size, every_program, size, transport) == [[]] * size
@@ -262,30 +223,6 @@ def reused_memory(context, shared_memory):
 def test_messages_of_tensors_that_follow_each_other_in_memory(shared_memory):
     sums = [([2.0 * k], [2.0 * k]) for k in range(4)]
     assert ranks.run(2, reused_memory, shared_memory) == [(sums, [2.0], True)] * 2
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_receives_posted_early_hold_few_staging_buffers(size):
-    """With 16 lanes all first receives would be posted at once; more buffers than are kept cost a page fault every 4 KiB, in every call."""
-    plan = schedule(build("all-reduce", "ring", size, 16 * 100 * size), 0, lanes=16)
-    held, most, finished = {}, 0, 0
-    for kind, step, lane, number, direct in plan.network_order(window=4, staged=10, room=250):
-        receive = plan.lanes[lane][step].receives[number]
-        if kind == POST:
-            held[step, lane] = 0 if direct else receive.elements
-            most = max(most, sum(held.values()))
-        elif kind == FINISH:
-            del held[step, lane]  # it was posted
-            finished += 1
-    assert finished == 16 * 2 * (size - 1)
-    assert most == 200  # two of 100 elements fit
-
-
-def test_the_pace_depends_on_hosts_cores_and_connections():
-    shared, own = (Neighbours([], False, True, cores) for cores in (0.5, 1.0))
-    assert [pace_of(shared, 1), pace_of(own, 1), pace_of(own, 2)] == [SHARED_CORES, USUAL, TWO_CONNECTIONS]
-    assert pace_of(shared._replace(one_host=False), 1) == pace_of(own._replace(one_host=False), 2) == USUAL
-    assert [TWO_CONNECTIONS.window(size) for size in (2**20 - 1, 2**20)] == [4, 1]
 
 
 def asynchronous(context):
@@ -320,19 +257,6 @@ def test_asynchronous_calls_and_tensors_that_are_not_contiguous():
     assert ranks.run(3, asynchronous) == [([3.0 * k + 3 for k in range(8)], halves)] * 3
 
 
-@pytest.mark.parametrize("keeps_settings", [True, False])
-def test_numpy_does_not_warn_and_keeps_its_settings(keeps_settings, monkeypatch):
-    if not keeps_settings:  # numpy 1 has its settings in the thread, and no context changes them
-        context = SimpleNamespace(run=lambda function, *args, **options: function(*args, **options))
-        monkeypatch.setattr("contextvars.copy_context", lambda: context)
-    before = np.geterr()
-    call = without_warnings()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        call(lambda: np.add(np.float32([3e38]), np.float32([3e38])))
-    assert np.geterr() == before
-
-
 def disagree(context, case, transport):
     communicator = communicator_of(context, transport)
     odd = context.rank == 1
@@ -356,8 +280,7 @@ def disagree(context, case, transport):
 @pytest.mark.parametrize(
     ("case", "transport"),
     [(case, "gloo") for case in ("longer", "small and large", "dtype", "operation")]
-    + [("longer", "shared memory"), ("operation", "mixed"), ("longer", "two connections")]
-    + [("small and large", "two channels"), ("operation", "two channels")],
+    + [("longer", "shared memory"), ("small and large", "shared memory"), ("operation", "mixed")],
 )
 def test_ranks_that_disagree_all_raise_the_cause(case, transport):
     for rank, text in enumerate(ranks.run(4, disagree, case, transport)):
@@ -380,7 +303,7 @@ def one_ends(context, transport):
         raise
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shared memory", "mixed", "two channels", "two connections"])
+@pytest.mark.parametrize("transport", ["gloo", "shared memory", "mixed"])
 def test_a_rank_that_ends_is_an_error_on_every_other_rank(transport):
     messages = {}
     with pytest.raises(MeshwrightError, match="rank 2 died"):
@@ -389,54 +312,6 @@ def test_a_rank_that_ends_is_an_error_on_every_other_rank(transport):
     for text in messages.values():
         assert text.startswith("MW-COMM-004: rank ")
         assert "rank 2 " in text
-
-
-def one_channel_fails(context):
-    """The second channel of rank 1 fails in the middle of an all-reduce in place; before that, both channels work."""
-    communicator = communicator_of(context, "two channels")
-    program = build("all-reduce", "ring", context.world, 100_000)
-    tensor = torch.full((100_000,), context.rank + 1.0)
-    communicator.run(program, tensor)
-    assert bool((tensor == 6.0).all())
-    assert all(memory.links[(context.rank + 1) % 3].sent for memory in communicator.memories)
-    if context.rank == 1:
-        runner = communicator.prepared(program, torch.float32, "sum", False).shared.runners[1]
-        runner.receive = lambda *_: {}["the cause"]
-    try:
-        communicator.run(program, tensor)
-    except (MeshwrightError, KeyError) as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_channel_that_fails_is_an_error_on_every_rank():
-    texts = ranks.run(3, one_channel_fails)
-    assert "the cause" in texts[1]
-    assert all(texts[rank].startswith("MW-COMM-004: rank ") for rank in (0, 2)), texts
-
-
-def closed(context):
-    """Rank 1 closes its connections while rank 0 waits on one of them."""
-    import time
-
-    transport = communicator_of(context, "two connections").transport
-    if context.rank == 1:
-        time.sleep(0.3)
-        transport.close()
-        torch.distributed.barrier()  # the end of this process would close them too
-        return []
-    works = [transport.group.recv([torch.empty(1)], 1, tag) for tag in (DATA_TAG, DATA_TAG + 1)]
-    start, waited = time.monotonic(), []
-    for work in works:
-        with pytest.raises(RuntimeError):
-            work.wait(timedelta(seconds=10))
-        waited.append(time.monotonic() - start)
-    torch.distributed.barrier()
-    return waited
-
-
-def test_a_group_is_closed_on_all_its_connections():
-    assert max(ranks.run(2, closed)[0]) < 9
 
 
 def without_memory(context):

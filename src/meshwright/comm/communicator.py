@@ -15,7 +15,6 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
@@ -26,13 +25,10 @@ from torch.distributed import distributed_c10d
 
 from meshwright.comm.call import Call
 from meshwright.comm.failure import Failure
-from meshwright.comm.pace import USUAL, pace_of
 from meshwright.comm.reductions import name_of
 from meshwright.comm.run import Prepared, execute, prepare
-from meshwright.comm.run_messages import MessagePlan
-from meshwright.comm.run_shared import SharedPlan
 from meshwright.comm.schedule import largest_message, schedule
-from meshwright.comm.transport import area, gloo, handshake
+from meshwright.comm.transport import area, handshake
 from meshwright.comm.transport.base import Transport
 from meshwright.comm.transport.mixed import Mixed
 from meshwright.comm.transport.point_to_point import PointToPoint
@@ -44,6 +40,9 @@ from meshwright.programs.collectives.program import Program
 
 REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
 MOST_LANES = 32
+LANE_BYTES = (
+    2**23
+)  # of a lane's part of a chunk, about: small lanes overlap more, but each message costs about 0.1 ms of CPU time
 MOST_SHARED_LANES = 256  # over shared memory, where a lane's part of a chunk fits a slot
 TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
 NUMBERS = itertools.count()  # of the communicators of this process; all ranks create them in the same order
@@ -55,10 +54,7 @@ class Communicator:
     def __init__(self, transport: Transport, failure: Failure, timeout: timedelta) -> None:
         self.transport, self.failure, self.timeout = transport, failure, timeout
         self.rank, self.size = transport.rank, transport.size
-        self.pace = USUAL
         self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
-        self.memories: list[SharedMemory] = []  # to the ranks of this host, one for each channel
-        self.channel_threads = ThreadPoolExecutor(handshake.CHANNELS - 1, "meshwright-channel")  # started when needed
         self.group: Any = None  # the gloo group, where this communicator created it
         self.sequence = 0
         self.finished = Work().finish()  # the handle of all synchronous collectives: a new one costs up to 30 µs
@@ -73,11 +69,11 @@ class Communicator:
     def create(cls, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool = True) -> Communicator:
         """Connect new ranks: shared memory to those on this host, gloo to the others. All ranks of the group call it."""
         near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
-        connections = 1 if near.share_cores else gloo.CONNECTIONS
-        far = gloo.connect(distributed.PrefixStore("gloo", store), rank, size, timeout, connections)
-        found = cls.over(far, near, Failure(store, rank))
-        found.group = far.group
-        return found
+        gloo: Any = distributed.ProcessGroupGloo
+        group = gloo(distributed.PrefixStore("gloo", store), rank, size, timeout)
+        communicator = cls.over(PointToPoint(group, rank, size, timeout), near, Failure(store, rank))
+        communicator.group = group
+        return communicator
 
     @classmethod
     def of_group(cls, group: Any = None, timeout: timedelta = TIMEOUT, shared_memory: bool = True) -> Communicator:
@@ -98,17 +94,13 @@ class Communicator:
     @classmethod
     def over(cls, far: PointToPoint, near: handshake.Neighbours, failure: Failure) -> Communicator:
         """Point-to-point messages, and shared memory where ranks are on one host."""
+        if not near.connections:
+            return cls(far, failure, far.timeout)
         seconds, tries = far.timeout.total_seconds(), TRIES_OF_MANY if near.share_cores else TRIES
-        memories = [
-            SharedMemory(far.rank, far.size, connections, seconds, failure.check, near.all_near, tries)
-            for connections in near.connections
-        ]
-        transport = far if not memories else memories[0] if near.all_near else Mixed(memories[0], far)
-        found = cls(transport, failure, far.timeout)
-        found.pace = pace_of(near, far.connections)
-        if memories:
-            found.far, found.memories = far, memories
-        return found
+        memory = SharedMemory(far.rank, far.size, near.connections, seconds, failure.check, near.all_near, tries)
+        communicator = cls(memory if near.all_near else Mixed(memory, far), failure, far.timeout)
+        communicator.far = far
+        return communicator
 
     def run(
         self,
@@ -161,16 +153,8 @@ class Communicator:
     def execute(
         self, prepared: Prepared, tensor: torch.Tensor, output: torch.Tensor, after: Callable[[], None] | None
     ) -> None:
-        self.sequence += 1
-        shared = prepared.shared
-        usual = output is tensor or not overlap(tensor, output)
-        if shared is None or not usual or not shared.execute(tensor, output, self.sequence):
-            self.execute_flat(prepared, tensor, output)
-        if after is not None:
-            after()
-
-    def execute_flat(self, prepared: Prepared, tensor: torch.Tensor, output: torch.Tensor) -> None:
         """Execute a program on flat tensors: copies of those that are not contiguous, or that overlap."""
+        self.sequence += 1
         plan, call = prepared.schedule, prepared.begin.call.numbered(self.sequence)
         source = flat(tensor)
         result = source if output is tensor else flat(output)
@@ -188,6 +172,8 @@ class Communicator:
             raise
         if plan.outputs and result.data_ptr() != output.data_ptr():
             output.copy_(result.view(output.shape))
+        if after is not None:
+            after()
 
     def enqueue(self, task: Callable[[], None], work: Work, async_op: bool) -> Work:
         """Give a task to the background thread; wait for it unless it is asynchronous."""
@@ -234,21 +220,20 @@ class Communicator:
         return first
 
     def close(self) -> None:
-        """End the background threads."""
-        self.channel_threads.shutdown(wait=False)
+        """End the background thread."""
         if self.thread is not None:
             self.tasks.put(None)
             self.thread.join(timeout=5)
             self.thread = None
 
     def lanes(self, program: Program, element_bytes: int) -> int:
-        """How many lanes to run: enough that a lane's part of a chunk has about the bytes of the pace, or fits a slot of shared memory."""
+        """How many lanes to run: enough that a lane's part of a chunk has about LANE_BYTES, or fits a slot of shared memory."""
         largest = int(program.sizes.max(initial=0)) * element_bytes
         if self.transport.arrays:
             return max(1, min(MOST_SHARED_LANES, -(-largest // area.SLOT)))
         if not self.transport.posts_early:
             return 1
-        return max(1, min(MOST_LANES, largest // self.pace.lane_bytes))
+        return max(1, min(MOST_LANES, largest // LANE_BYTES))
 
     def _prepared(self, program: Program, dtype: torch.dtype, reduction: str, splits: bool) -> Prepared:
         """What does not change from call to call; the attribute `prepared` keeps it."""
@@ -262,18 +247,7 @@ class Communicator:
         elements = 0 if splits else program.elements
         call = Call(0, program.operation, program.algorithm, name_of(dtype), reduction, program.root, elements)
         largest = -1 if splits else largest_message(program)
-        near = isinstance(self.transport, SharedMemory) and self.transport.arrays
-        window = self.pace.window(largest * dtype.itemsize // lanes)
-        found = prepare(schedule(program, self.rank, lanes, merge=near), self.transport, dtype, call, largest, window)
-        if near:
-            return found._replace(shared=SharedPlan(found, self.memories, self.channel_threads))
-        if (
-            isinstance(self.transport, PointToPoint)
-            and self.transport.check
-            and not self.transport.is_small(found.begin)
-        ):
-            return found._replace(messages=MessagePlan(found))
-        return found
+        return prepare(schedule(program, self.rank, lanes), self.transport, dtype, call, largest)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ is in transfer. The order differs by transport:
                        `window` pairs early, because a receive that is posted after the send has reached the receiver costs
                        gloo one more trip over the network
     shared memory      lane by lane: lane t begins step 0, lane t − 1 finishes it and begins step 1, lane t − 2 finishes step 1, …
-                       Only a few slices are in transit, and they stay in the caches. `run_shared` does it in one loop
+                       Only a few slices are in transit, and they stay in the caches
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from meshwright.comm.call import Call, Place
 from meshwright.comm.reductions import array_of, combiner, divide, name_of
 from meshwright.comm.schedule import FINISH, POST, SEND, Operation, Schedule, Span
 from meshwright.comm.transport.base import Begin, Destination, Pending, Piece, Transport
-from meshwright.comm.transport.pool import KEPT
 from meshwright.errors import MeshwrightError
 
-WINDOW = 4  # (step, lane) pairs whose receives are posted early, where messages are small
+WINDOW = 4  # (step, lane) pairs whose receives are posted early
 STAGED = 64 * 1024  # a receive up to this size goes through a staging buffer if its target is not free yet
-ROOM = KEPT // 2  # bytes of staging buffers of receives that are posted early: those buffers are kept, and used again
 
 
 class Prepared(NamedTuple):
@@ -45,27 +43,16 @@ class Prepared(NamedTuple):
     reduction: str
     begin: Begin  # with the call of the first execution
     order: list[Operation]
-    shared: Any = None  # run_shared.SharedPlan, between ranks of one host
-    messages: Any = None  # run_messages.MessagePlan, over point-to-point messages that do not fit an envelope
 
 
-def prepare(
-    schedule: Schedule,
-    transport: Transport,
-    dtype: torch.dtype,
-    call: Call,
-    largest: int = -1,
-    window: int = WINDOW,
-) -> Prepared:
+def prepare(schedule: Schedule, transport: Transport, dtype: torch.dtype, call: Call, largest: int = -1) -> Prepared:
     """Prepare the executions of a schedule. `largest` is the number of elements of the largest message of any rank; −1 if ranks
-    cannot know it. `window`: the (step, lane) pairs whose receives are posted early."""
+    cannot know it."""
     arrays, size = transport.arrays, dtype.itemsize
     combine = combiner(call.reduction, dtype, arrays) if call.reduction else None
     sent, received = ({peer: n * size for peer, n in table.items()} for table in (schedule.sent, schedule.received))
     begin = Begin(call, combine, np.copyto if arrays else torch.Tensor.copy_, sent, received, largest * size)
-    order = (
-        schedule.network_order(window, STAGED // size, ROOM // size) if transport.posts_early else schedule.lane_order
-    )
+    order = schedule.network_order(WINDOW, STAGED // size) if transport.posts_early else schedule.lane_order
     return Prepared(schedule, transport, dtype, call.reduction, begin, order)
 
 
@@ -73,20 +60,16 @@ def execute(prepared: Prepared, source: torch.Tensor, result: torch.Tensor, call
     """Run a collective: `source` and `result` are contiguous, one-dimensional, of one dtype, and may be the same tensor."""
     schedule, transport = prepared.schedule, prepared.transport
     check_sizes(schedule, source, result, call)
+    transport.begin(prepared.begin._replace(call=call))
     if transport.arrays:
-        transport.begin(prepared.begin)
         mine = array_of(source)
         scratch = np.empty(schedule.scratch, dtype=mine.dtype)
         buffers: tuple[Any, ...] = (mine, mine if result is source else array_of(result), scratch)
         with np.errstate(all="ignore"):  # sums that overflow are the caller's, as in torch
             Run(prepared, buffers, call).run()
     else:
-        transport.begin(prepared.begin._replace(call=call))
         room = torch.empty(schedule.scratch, dtype=source.dtype, device=source.device)
-        if prepared.messages is not None:
-            prepared.messages.run((source, result, room), call)
-        else:
-            Run(prepared, (source, result, room), call).run()
+        Run(prepared, (source, result, room), call).run()
     transport.end()
     if source is not result:
         for at, to in schedule.unmoved:
@@ -137,12 +120,12 @@ class Run:
         else:
             self.wait_for_sends(step, lane)
 
-    def begin(self, step: int, lane: int, first: int = 0) -> None:
-        """Post the sends of a step, from send number `first` on."""
+    def begin(self, step: int, lane: int) -> None:
+        """Post the sends of a step."""
         now = self.lanes[lane][step]
         if now.sends:
             place = self.place(step, lane)
-            posted = [self.transport.send(send.peers, self.views(send.spans), place) for send in now.sends[first:]]
+            posted = [self.transport.send(send.peers, self.views(send.spans), place) for send in now.sends]
             pending = [send for send in posted if send is not None]
             if pending:
                 self.sends[step, lane] = pending

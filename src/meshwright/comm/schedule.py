@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.comm.merge import merged_steps
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.arrays import chunks_of
 from meshwright.programs.collectives.program import Program, take
@@ -116,17 +115,17 @@ class Schedule:
                 events += [((now, step.number, True), index, lane), ((now + 1, step.number + 1, False), index, lane)]
         return [Operation(SEND if key[2] else FINISH, index, lane) for key, index, lane in sorted(events)]
 
-    def network_order(self, window: int, staged: int, room: int) -> list[Operation]:
+    def network_order(self, window: int, staged: int) -> list[Operation]:
         """The operations over a network: step by step, and lane by lane within a step. See `NetworkOrder`."""
-        return NetworkOrder(self, window, staged, room).operations
+        return NetworkOrder(self, window, staged).operations
 
     @property
     def peers(self) -> list[int]:
         return sorted(set(self.sent) | set(self.received))
 
 
-def schedule(program: Program, rank: int, lanes: int = 1, merge: bool = False) -> Schedule:
-    """Return the schedule of one rank; raise if the program needs a switch that reduces. `merge`: join steps (`comm.merge`)."""
+def schedule(program: Program, rank: int, lanes: int = 1) -> Schedule:
+    """Return the schedule of one rank; raise if the program needs a switch that reduces."""
     if program.switches:
         raise MeshwrightError(
             "MW-COMM-001",
@@ -134,8 +133,7 @@ def schedule(program: Program, rank: int, lanes: int = 1, merge: bool = False) -
             why="It reduces data inside a network switch, and a switch is not a process",
             fix="--algorithm two-level",
         )
-    numbers = merged_steps(program) if merge else {step: step for step in program.moves.step.tolist()}
-    found = [Lane(program, rank, lane, lanes, numbers) for lane in range(lanes)]
+    found = [Lane(program, rank, lane, lanes) for lane in range(lanes)]
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
     for step in (step for lane in found for step in lane.steps):
@@ -157,30 +155,25 @@ def schedule(program: Program, rank: int, lanes: int = 1, merge: bool = False) -
 
 
 class NetworkOrder:
-    """The operations of a schedule over a network, in order.
+    """The operations of a schedule over a network, in order; found once for a schedule, not by every execution.
 
-    It depends only on the schedule, so it is found once and not by every execution: a rank of two that reduces 64 MiB called a
-    Python function 900 times, each several microseconds because the data had emptied the caches. Receives are posted up to `window` pairs
-    early, and large ones only when their targets are free; a receive of up to `staged` elements goes through a staging buffer until then.
-    Receives that are reduced always go through one: those posted early hold at most `room` elements, so that the same buffers are used again.
+    Receives are posted up to `window` (step, lane) pairs early. One that stores is posted when its target is free, or goes through a
+    staging buffer if it has at most `staged` elements; one that reduces always goes through a staging buffer.
     """
 
-    def __init__(self, schedule: Schedule, window: int, staged: int, room: int) -> None:
-        self.lanes, self.window, self.staged, self.room = schedule.lanes, window, staged, room
+    def __init__(self, schedule: Schedule, window: int, staged: int) -> None:
+        self.lanes, self.staged = schedule.lanes, staged
         self.begun = [-1] * len(self.lanes)  # the step that each lane has begun
         self.sending: set[tuple[int, int]] = set()  # (step, lane) whose sends may not be complete
-        self.posted: dict[tuple[int, int, int], int] = {}  # (step, lane, receive) → its elements in a staging buffer
-        self.held = 0  # elements in staging buffers
+        self.posted: set[tuple[int, int, int]] = set()  # (step, lane, receive)
         self.operations: list[Operation] = []
         count, steps = len(self.lanes), len(self.lanes[0]) if self.lanes else 0
-        self.pair = 0  # the number of the (step, lane) that is finished next
         for lane in range(count if steps else 0):
             self.begin(0, lane)
-        for self.pair in range(steps * count):
-            for ahead in range(self.pair + 1, min(self.pair + window + 1, steps * count)):
-                self.free_targets(*divmod(ahead, count))
+        for pair in range(steps * count):
+            for ahead in range(pair, min(pair + window + 1, steps * count)):
                 self.post_receives(*divmod(ahead, count))
-            step, lane = divmod(self.pair, count)
+            step, lane = divmod(pair, count)
             self.finish(step, lane)
             if step + 1 < steps:
                 self.begin(step + 1, lane)
@@ -196,43 +189,22 @@ class NetworkOrder:
 
     def finish(self, step: int, lane: int) -> None:
         now = self.lanes[lane][step]
-        self.post_receives(step, lane, early=False)  # a peer's send completes only when its receive is posted
         self.wait_for_sends(step - 1, lane)
-        self.post_receives(step, lane, early=False)  # those whose targets are free now
+        self.post_receives(step, lane)  # those whose targets are free now
         if now.copies or any(receive.after_sends for receive in now.receives):
             self.wait_for_sends(step, lane)
         if now.copies or now.receives:
             self.operations.append(Operation(FINISH, step, lane))
-        self.held -= sum(self.posted.get((step, lane, k), 0) for k in range(len(now.receives)))
 
-    def post_receives(self, step: int, lane: int, early: bool = True) -> None:
+    def post_receives(self, step: int, lane: int) -> None:
         """Post the receives of a step that are not posted yet and can be. No step stores what it sends."""
         for k, receive in enumerate(self.lanes[lane][step].receives):
             free = receive.last_write < self.begun[lane] >= receive.last_send
             direct = receive.stores and free and (receive.last_send, lane) not in self.sending
-            if (step, lane, k) in self.posted or not (direct or not receive.stores or receive.elements <= self.staged):
-                continue
-            elements = 0 if direct else receive.elements
-            if early and elements and (self.held + elements > self.room or self.ahead(step, lane) > self.window):
-                continue
-            self.held += elements
-            self.posted[step, lane, k] = elements
-            self.operations.append(Operation(POST, step, lane, k, direct))
-
-    def ahead(self, step: int, lane: int) -> int:
-        """How many pairs are finished before this one."""
-        return step * len(self.lanes) + lane - self.pair
-
-    def free_targets(self, step: int, lane: int) -> None:
-        """Wait for the sends that keep the receives of a later step from being posted, where they belong to pairs before this one.
-
-        All ranks finish pairs in one order, so such a send needs nothing that this rank has not posted. With two ranks the second half of a
-        ring stores into what the first half sends: without this wait its receives would be posted one by one.
-        """
-        for receive in self.lanes[lane][step].receives:
-            sent = receive.last_send
-            if receive.stores and sent * len(self.lanes) + lane < self.pair and receive.last_write < self.begun[lane]:
-                self.wait_for_sends(sent, lane)
+            can_post = direct or not receive.stores or receive.elements <= self.staged
+            if can_post and (step, lane, k) not in self.posted:
+                self.posted.add((step, lane, k))
+                self.operations.append(Operation(POST, step, lane, k, direct))
 
     def wait_for_sends(self, step: int, lane: int) -> None:
         if (step, lane) in self.sending:
@@ -263,7 +235,7 @@ def length(spans: Iterable[Span]) -> int:
 class Lane:
     """Translates the rows of one rank and lane, in the order of the steps."""
 
-    def __init__(self, program: Program, rank: int, lane: int, lanes: int, numbers: dict[int, int]) -> None:
+    def __init__(self, program: Program, rank: int, lane: int, lanes: int) -> None:
         self.program, self.rank, self.lane, self.lanes = program, rank, lane, lanes
         self.sizes = program.sizes.tolist()
         starts, ends = (chunks_of(program, slots, rank) for slots in (program.starts, program.ends))
@@ -283,7 +255,7 @@ class Lane:
         self.last_write: dict[int, int] = {}
         self.steps: list[Step] = []
         columns = [column.tolist() for column in rows]
-        for number, group in groupby(zip(*columns, strict=True), key=lambda row: numbers[row[0]]):
+        for number, group in groupby(zip(*columns, strict=True), key=lambda row: row[0]):
             self.add_step(number, list(group))
 
     def place(self, chunks: Iterable[int], buffer: int, table: dict[int, Span]) -> int:

@@ -3,12 +3,8 @@
 Two ranks may share memory only if they are on the same host (kernel boot id), in the same network namespace (an emulated
 node must use its emulated network) and of the same user. Each rank publishes these three and the address of its socket to
 the group's store. Then each pair of such ranks opens one Unix socket and exchanges anonymous memory files through it: each
-rank gives the files of its areas (`area`, one for each channel) to all others. The socket stays open: it closes with its process, which
+rank gives the file of its area (`area`) to all others. The socket stays open: it closes with its process, which
 peers notice.
-
-**Channels.** Two threads move data nearly twice as fast as one, if there are cores for them. Where every rank has two cores, a group has
-CHANNELS channels: areas of shared memory with a thread for each. All ranks must have the same number, so it is computed from what all have
-published.
 
 **Nothing to clean up.** The sockets have names in the kernel's abstract namespace, which belongs to the network namespace and
 is empty after the process ends. The memory files (`memfd_create`) have no name at all: they are not in /dev/shm, no other
@@ -40,13 +36,12 @@ from meshwright.comm.transport import area
 from meshwright.host import usable_cores
 
 HELLO = struct.Struct("<I16s")  # rank, token of the listening rank
-CHANNELS = 2
 
 log = logging.getLogger("meshwright.comm")
 
 
 class Connection(NamedTuple):
-    """A connected peer on one channel: the socket that closes when it ends, and the areas of this rank and of the peer.
+    """A connected peer: the socket that closes when it ends, and the areas of this rank and of the peer.
 
     `member` and `me` are the places of the peer and of this rank among the ranks of the host.
     """
@@ -59,18 +54,11 @@ class Connection(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """The connected ranks of this host by channel, whether all ranks of the group are connected to all, whether all are on one host, and
-    the cores of the rank that has the fewest."""
+    """The connected ranks of this host, whether all ranks of the group are connected to all, and whether some host has more ranks than cores."""
 
-    connections: list[dict[int, Connection]]
+    connections: dict[int, Connection]
     all_near: bool
-    one_host: bool
-    cores: float
-
-    @property
-    def share_cores(self) -> bool:
-        """Whether there are more ranks than cores on some host."""
-        return self.cores < 1
+    share_cores: bool
 
 
 class Identity(NamedTuple):
@@ -110,17 +98,12 @@ def fewest_cores(everyone: Sequence[Identity]) -> float:
     return min(one.cores / ranks[one.host] for one in everyone)
 
 
-def channels_of(cores: float) -> int:
-    """The number of channels of a group whose ranks have at least this many cores each."""
-    return CHANNELS if cores >= CHANNELS else 1
-
-
 def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = True) -> Neighbours:
     """Connect to all ranks of the group on this host.
 
     All ranks of the group must call it; one that does not want shared memory only publishes where it is.
     """
-    found: list[dict[int, Connection]] = []
+    connections: dict[int, Connection] = {}
     listener: socket.socket | None = None
     address, token = "", secrets.token_bytes(16)
     if supported() and wanted:
@@ -133,25 +116,19 @@ def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = Tru
     store.set(f"identity/{rank}", json.dumps(me))
     everyone = [Identity(*json.loads(store.get(f"identity/{r}"))) for r in range(size)]
     near = [r for r in range(size) if r != rank and me.shares_memory_with(everyone[r])]
-    cores = fewest_cores(everyone)
     if listener is not None:
         try:
-            found = connect_peers(rank, everyone, near, listener, channels_of(cores), time.monotonic() + timeout)
+            connections = connect_peers(rank, everyone, near, listener, time.monotonic() + timeout)
         except OSError as error:
             log.warning("rank %d: no shared memory (%s); messages on this host use gloo", rank, error)
         finally:
             listener.close()
-    mine = sorted(found[0]) if found else []
-    store.set(f"connected/{rank}", json.dumps(mine))
-    connected = {peer: json.loads(store.get(f"connected/{peer}")) for peer in mine}
-    for channel in found:
-        for peer in mine:
-            if rank not in connected[peer]:
-                channel.pop(peer).socket.close()
-    found = [channel for channel in found if channel]
-    all_near = bool(found) and all(len(peers) == size - 1 for peers in [found[0], *connected.values()])
-    one_host = len({one[:2] for one in everyone}) == 1  # and in one network namespace
-    return Neighbours(found, all_near, one_host, cores)
+    store.set(f"connected/{rank}", json.dumps(sorted(connections)))
+    connected = {peer: json.loads(store.get(f"connected/{peer}")) for peer in connections}
+    for peer in [peer for peer, peers in connected.items() if rank not in peers]:
+        connections.pop(peer).socket.close()
+    all_near = bool(connections) and all(len(peers) == size - 1 for peers in (connections, *connected.values()))
+    return Neighbours(connections, all_near, fewest_cores(everyone) < 1)
 
 
 def hosts(store: Any, size: int) -> list[tuple[int, ...]]:
@@ -177,64 +154,58 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
 
 
 def connect_peers(
-    rank: int, everyone: list[Identity], near: list[int], listener: socket.socket, channels: int, deadline: float
-) -> list[dict[int, Connection]]:
-    """Connect to the lower ranks, accept the higher ones, and exchange memory with each; the connections by channel."""
+    rank: int, everyone: list[Identity], near: list[int], listener: socket.socket, deadline: float
+) -> dict[int, Connection]:
+    """Connect to the lower ranks, accept the higher ones, and exchange memory with each."""
     links: dict[int, socket.socket] = {}
-    incoming: dict[int, list[mmap.mmap]] = {}
+    incoming: dict[int, mmap.mmap] = {}
     left = partial(time_left, deadline)
     members = sorted([*near, rank])
-    files, outgoing = zip(*(new_area(len(members)) for _ in range(channels)), strict=True)
+    file, outgoing = new_area(len(members))
     try:
         for peer in (p for p in near if p < rank):
             links[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             links[peer].settimeout(left())
             links[peer].connect(f"\0{everyone[peer].address}")
-            socket.send_fds(links[peer], [HELLO.pack(rank, bytes.fromhex(everyone[peer].token))], files)
+            socket.send_fds(links[peer], [HELLO.pack(rank, bytes.fromhex(everyone[peer].token))], [file])
         while len(links) < len(near):
             listener.settimeout(left())
             token = bytes.fromhex(everyone[rank].token)
-            peer, link, memories = accept(listener, token, len(members), channels, left())
-            links[peer], incoming[peer] = link, memories
-            socket.send_fds(link, [HELLO.pack(rank, bytes(16))], files)
+            peer, link, memory = accept(listener, token, len(members), left())
+            links[peer], incoming[peer] = link, memory
+            socket.send_fds(link, [HELLO.pack(rank, bytes(16))], [file])
         for peer in (p for p in near if p < rank):
             links[peer].settimeout(left())
-            _, incoming[peer] = receive_memory(links[peer], len(members), channels)
+            _, incoming[peer] = receive_memory(links[peer], len(members))
     except OSError:
         for link in links.values():
             link.close()
         raise
     finally:
-        for file in files:
-            os.close(file)
+        os.close(file)
     for link in links.values():
         link.setblocking(False)
     me = members.index(rank)
-    return [
-        {p: Connection(links[p], outgoing[k], incoming[p][k], members.index(p), me) for p in near}
-        for k in range(channels)
-    ]
+    return {p: Connection(links[p], outgoing, incoming[p], members.index(p), me) for p in near}
 
 
 def time_left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-def accept(
-    listener: socket.socket, token: bytes, members: int, channels: int, timeout: float
-) -> tuple[int, socket.socket, list[mmap.mmap]]:
+def accept(listener: socket.socket, token: bytes, members: int, timeout: float) -> tuple[int, socket.socket, mmap.mmap]:
     """The next rank of this group that connects; a process of another user, or one without the token, is turned away."""
     while True:
         link, _ = listener.accept()
         link.settimeout(timeout)
         try:
-            hello, memories = receive_memory(link, members, channels)
+            hello, memory = receive_memory(link, members)
         except OSError:
             link.close()
             continue
         peer, given = HELLO.unpack(hello)
         if given == token and user_of(link) == os.getuid():
-            return peer, link, memories
+            return peer, link, memory
         link.close()
 
 
@@ -254,15 +225,14 @@ def new_area(members: int) -> tuple[int, mmap.mmap]:
     return file, memory
 
 
-def receive_memory(link: socket.socket, members: int, channels: int) -> tuple[bytes, list[mmap.mmap]]:
-    """Receive a greeting and the areas that come with it, one for each channel."""
-    hello, files, _, _ = socket.recv_fds(link, HELLO.size, channels)
+def receive_memory(link: socket.socket, members: int) -> tuple[bytes, mmap.mmap]:
+    """Receive a greeting and the area that comes with it."""
+    hello, files, _, _ = socket.recv_fds(link, HELLO.size, 1)
     try:
         size = area.area_bytes(members)
-        complete = len(hello) == HELLO.size and len(files) == channels
-        if not complete or any(os.fstat(file).st_size != size for file in files):
+        if len(hello) != HELLO.size or len(files) != 1 or os.fstat(files[0]).st_size != size:
             raise OSError("a rank sent no memory")
-        return hello, [mmap.mmap(file, size) for file in files]
+        return hello, mmap.mmap(files[0], size)
     finally:
         for file in files:
             os.close(file)

@@ -12,7 +12,7 @@ process at one that is longer. Here
 Headers and data travel at the same time, so the comparison costs no extra trip.
 
 **A failure reaches all ranks.** gloo cannot be aborted, but a receive that times out closes the connections of its
-device, and all peers that wait for this rank raise an error at once. `close` does so after a failure, on every device.
+device, and all peers that wait for this rank raise an error at once. `close` does so after a failure.
 
 On NCCL this transport is for teaching and checking: no sizes are compared (NCCL does not match messages by size), and
 each message is a kernel launch. NCCL's built-in collectives are faster.
@@ -40,7 +40,7 @@ SIZES = struct.Struct("<QQ")  # bytes of this message (or all to the peer), byte
 HEADER = LAYOUT.size + SIZES.size
 TAG = struct.Struct("<IIQ")
 ENVELOPE_TAG, BREAK_TAG, DATA_TAG = 1, 2, 64
-TAG_SPACE, SPREAD = 2**24, 4
+TAG_SPACE = 2**26
 FITS = ENVELOPE - HEADER
 
 
@@ -62,18 +62,10 @@ class PointToPoint:
     arrays = False
 
     def __init__(
-        self,
-        group: Any,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        *,
-        check: bool = True,
-        device: str = "cpu",
-        connections: int = 1,
-    ):
+        self, group: Any, rank: int, size: int, timeout: timedelta, *, check: bool = True, device: str = "cpu"
+    ) -> None:
         self.group, self.rank, self.size, self.timeout = group, rank, size, timeout
-        self.check, self.device, self.connections = check, device, connections
+        self.check, self.device = check, device
         self.posts_early = check  # NCCL has no tags: its receives are posted in the order of the sends
         self.pool = Pool(device)
         self.begun: Begin | None = None
@@ -86,7 +78,7 @@ class PointToPoint:
     def begin(self, begin: Begin) -> None:
         """Note the collective. If its messages need more than an envelope, exchange headers with all peers."""
         self.begun = begin
-        self.small = self.is_small(begin)
+        self.small = self.check and 0 <= begin.largest <= FITS
         if self.small or not self.check:
             return
         place = Place(self.rank, begin.call)
@@ -96,10 +88,6 @@ class PointToPoint:
         for peer in self.headers:
             sizes = SIZES.pack(begin.sent.get(peer, 0), begin.received.get(peer, 0))
             self.send_envelope(peer, sizes, (), place)
-
-    def is_small(self, begin: Begin) -> bool:
-        """Whether every message of a collective fits an envelope."""
-        return self.check and 0 <= begin.largest <= FITS
 
     def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
         sends = [self.send_to(peer, pieces, place) for peer in peers]
@@ -160,9 +148,8 @@ class PointToPoint:
         """Close all connections, so that every peer that waits for this rank raises an error now."""
         if self.size > 1 and self.check:
             peer = (self.rank + 1) % self.size
-            for number in range(self.connections):
-                with contextlib.suppress(RuntimeError, ValueError):
-                    self.group.recv([torch.empty(1)], peer, BREAK_TAG + number).wait(timedelta(milliseconds=1))
+            with contextlib.suppress(RuntimeError, ValueError):
+                self.group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
 
     def send_envelope(self, peer: int, sizes: bytes, pieces: Sequence[torch.Tensor], place: Place) -> None:
         assert self.begun is not None
@@ -216,11 +203,10 @@ class PointToPoint:
 def data_tag(place: Place, size: int) -> int:
     """A tag for each kind of message: calls that differ, or messages of other sizes, never match.
 
-    The number of the call is not part of it: equal messages arrive in order, and gloo keeps an entry for every tag. Lanes use the
-    connections in turn (`gloo`).
+    The number of the call is not part of it: equal messages arrive in order, and gloo keeps an entry for every tag.
     """
     text = place.call.packed[4:] + TAG.pack(place.step, place.lane, size)
-    return DATA_TAG + SPREAD * (zlib.crc32(text) % TAG_SPACE) + place.lane % SPREAD
+    return DATA_TAG + zlib.crc32(text) % TAG_SPACE
 
 
 def reason(error: RuntimeError) -> str:
