@@ -14,8 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from meshwright.programs.pipelines import RULES, Durations, bubble_overhead, build, check, search, walk
-from meshwright.programs.pipelines.schedules import HANDMADE
+from meshwright.programs.pipelines import SCHEDULES, Durations, bubble_overhead, build, check, search, walk
 
 SIZES = [(16, 64, 5, 0.020), (64, 512, 3, 2.0)]  # ranks, micro-batches, runs, target in seconds
 
@@ -62,14 +61,14 @@ def searching(ranks: int, microbatches: int, virtual: int, limit: float) -> None
 
 def main() -> None:
     for ranks, microbatches, runs, target in SIZES:
-        for name in HANDMADE:
-            for virtual in (2, 4) if RULES[name].most_virtual > 2 else (RULES[name].virtual,):
+        for name in SCHEDULES.having("paths"):
+            for virtual in (2, 4) if SCHEDULES[name].most_virtual > 2 else (SCHEDULES[name].virtual,):
                 time_schedule(name, ranks, microbatches, virtual, runs, target)
     for case in ((8, 32, 1, 8.0), (16, 64, 1, 16.0), (8, 32, 2, 8.0), (16, 64, 2, 16.0), (64, 512, 1, 64.0)):
         searching(*case)
     stages, counts = (np.random.default_rng(0).integers(1, 64, 1_000_000) for _ in range(2))
     for name in ("1f1b", "zb-h1", "zbv"):
-        took = best(3, partial(bubble_overhead, name, stages, counts, RULES[name].virtual))
+        took = best(3, partial(bubble_overhead, name, stages, counts, SCHEDULES[name].virtual))
         print(f"closed form of {name:<8} over 1,000,000 plans: {took * 1e3:6.1f} ms")
 
 

@@ -1,5 +1,9 @@
 """Output files are checked before the work starts; a progress bar is shown on a terminal and never in a pipe."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from meshwright.cli.output import patient, writable
@@ -68,3 +72,18 @@ def test_a_progress_bar_goes_to_a_terminal_and_never_into_the_output(capsys, mon
     with patient("searching") as set_share:
         set_share(0.5)
     assert "searching" not in capsys.readouterr().err  # not before two seconds have passed
+
+
+@pytest.mark.parametrize("stdout", ["closed pipe", "/dev/full"])
+def test_an_error_as_json_on_a_stream_that_fails_is_no_traceback(stdout: str) -> None:
+    if stdout == "/dev/full":
+        out = os.open(stdout, os.O_WRONLY)
+    else:
+        read_end, out = os.pipe()
+        os.close(read_end)
+    command = [sys.executable, "-m", "meshwright", "plan", "no-such-model", "--cluster", "dgx-h100", "--json"]
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(out)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert ("MW-CAT-002" in done.stderr) == (stdout == "/dev/full")

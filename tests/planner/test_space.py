@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import AXES, Plan, divisors
-from meshwright.describe.schedules import RULES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError
-from meshwright.lower.batch import CP_KINDS, ORDERS, RECOMPUTE, SCHEDULES
+from meshwright.lower.batch import CP_KINDS, ORDERS, RECOMPUTE
 from meshwright.lower.step import lower, step_program
 from meshwright.planner.search import choices as chosen
 from meshwright.planner.search.table import LARGEST_TABLE, Table, codes, grid, join
@@ -67,8 +67,8 @@ def plans(draw, where):
     zero = draw(st.integers(0, 3))
     shard = draw(st.sampled_from(divisors(dp))) if zero else 1
     schedule = draw(st.sampled_from([s for s in SCHEDULES if s != "auto"]))
-    least = RULES[schedule].least_virtual if pp > 1 else 1
-    virtual = draw(st.integers(least, max(least, min(3, RULES[schedule].most_virtual))))
+    least = SCHEDULES[schedule].least_virtual if pp > 1 else 1
+    virtual = draw(st.integers(least, max(least, min(3, SCHEDULES[schedule].most_virtual))))
     return Plan(
         replicate=dp // shard,
         shard=shard,
@@ -153,11 +153,11 @@ CONSTRAINED = {
     "dp": ({"most": ["dp=2"]}, lambda r: r.dp <= 2),
     "without zero3": ({"without": ["zero3"]}, lambda r: r.zero < 3),
     "without hsdp": ({"without": ["hsdp"]}, lambda r: (r.zero == 0) | (r.replicate == 1) | (r.shard == 1)),
-    "without interleaved": ({"without": ["interleaved"]}, lambda r: r.schedule != SCHEDULES.index("interleaved")),
+    "without interleaved": ({"without": ["interleaved"]}, lambda r: r.schedule != SCHEDULES.names.index("interleaved")),
     "without recompute": ({"without": ["recompute"]}, lambda r: r.recompute == 0),
     "without cp, pp": ({"without": ["cp,pp"]}, lambda r: (r.cp == 1) & (r.pp == 1)),
     "without virtual": ({"without": ["virtual"]}, lambda r: r.virtual == 1),
-    "fix schedule": ({"fix": ["schedule=zbv"]}, lambda r: (r.pp == 1) | (r.schedule == SCHEDULES.index("zbv"))),
+    "fix schedule": ({"fix": ["schedule=zbv"]}, lambda r: (r.pp == 1) | (r.schedule == SCHEDULES.names.index("zbv"))),
     "fix recompute": ({"fix": ["recompute=full"]}, lambda r: r.recompute == RECOMPUTE.index("full")),
     "max zero": ({"most": ["zero=1"]}, lambda r: r.zero <= 1),
     "without ring": ({"without": ["ring"]}, lambda r: (r.cp == 1) | (r.cp_kind != CP_KINDS.index("ring"))),

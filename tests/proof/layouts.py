@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import inexact
 
-from meshwright.describe import legality
+from meshwright.describe import legality, schedules
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.schedules import RULES
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.proof.prove import one_device
@@ -331,7 +330,7 @@ class Layout(NamedTuple):
 
     @property
     def splits_fp8_products(self) -> bool:
-        return self.precision == "fp8" and self.plan.pp > 1 and RULES[self.plan.schedule].splits
+        return self.precision == "fp8" and self.plan.pp > 1 and schedules.SCHEDULES[self.plan.schedule].splits
 
     def job(self) -> Job:
         layers = self.layers or layers_of(self.model, self.plan)

@@ -297,8 +297,13 @@ def print_error(error: MeshwrightError, as_json: bool) -> None:
     if as_json:
         import json
 
-        print(json.dumps({"error": error.as_dict()}, ensure_ascii=False))
-        return
+        try:
+            print(json.dumps({"error": error.as_dict()}, ensure_ascii=False), flush=True)
+            return
+        except BrokenPipeError:
+            return discard_stdout()
+        except OSError:  # standard output is full: the error goes to stderr
+            discard_stdout()
     from rich.console import Console
     from rich.text import Text
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from meshwright.describe.cluster import Cluster
 from meshwright.lower.op import Array
-from meshwright.lower.stages import CLOSED_FORM_OF
 from meshwright.programs.pipelines.formulas import bubble_fraction
 
 BUCKETS = (25e6, 4e9)  # bytes: from PyTorch's default to the size that a ring of thousands of ranks needs
@@ -160,5 +159,4 @@ def stages_for(schedule: str, ranks: int, microbatches: int, virtual: int, effic
 
 
 def _efficiency(schedule: str, ranks: int, microbatches: int | np.ndarray, virtual: int) -> np.ndarray:
-    schedule = CLOSED_FORM_OF.get(schedule, schedule)
     return 1.0 - bubble_fraction(schedule, ranks, microbatches, virtual)

@@ -14,7 +14,6 @@ import numpy as np
 
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array
-from meshwright.lower.stages import CLOSED_FORM_OF
 from meshwright.programs.pipelines import formulas
 
 
@@ -26,7 +25,6 @@ def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array, sharing: float 
     f, i, w, p2p = (batch.full(x) for x in (f, i, w, p2p))
     for schedule, at, p, m, v in batch.schedules:
         f_, i_, w_ = (x[at] / v for x in (f, i, w))
-        name = CLOSED_FORM_OF.get(schedule, schedule)
-        span = formulas.makespan(name, p, m, v, f_ / sharing, i_ / sharing, w_ / sharing, p2p[at])
+        span = formulas.makespan(schedule, p, m, v, f_ / sharing, i_ / sharing, w_ / sharing, p2p[at])
         out[at] = np.maximum(span - m * v * (f_ + i_ + w_), 0.0)
     return out

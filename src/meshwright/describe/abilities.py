@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from meshwright.describe.base import Described
-from meshwright.describe.schedules import Schedule
+from meshwright.describe.schedules import ScheduleName
 
 Stage = Literal[0, 1, 2, 3]
 
@@ -21,7 +21,7 @@ class Abilities(Described):
     framework: str = Field(
         default="", description="the framework that these limits belong to; empty: no framework is known"
     )
-    schedules: tuple[Schedule, ...] = Field(default=(), description="pipeline schedules")
+    schedules: tuple[ScheduleName, ...] = Field(default=(), description="pipeline schedules")
     zero: tuple[Stage, ...] = Field(default=(), description="ZeRO stages")
     zero_in_pipeline: tuple[Stage, ...] = Field(default=(), description="ZeRO stages together with a pipeline")
     zero_in_tensor: tuple[Stage, ...] = Field(

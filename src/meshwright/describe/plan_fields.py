@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from meshwright.describe.base import Bytes, Described, Size, Whole
-from meshwright.describe.schedules import Schedule
+from meshwright.describe.schedules import ScheduleName
 from meshwright.describe.stack import Axis, Stack
 from meshwright.describe.stages import layers_of_stages
 from meshwright.describe.workload import Workload
@@ -54,7 +54,7 @@ class PlanFields(Described):
     cp_kind: ContextKind = Field(default="ring", description="how attention sees the other ranks' tokens")
     pp: Size = Field(default=1, description="pipeline-parallel degree")
     virtual: Size = Field(default=1, description="pipeline stages per rank")
-    schedule: Schedule = Field(default="1f1b", description="pipeline schedule")
+    schedule: ScheduleName = Field(default="1f1b", description="pipeline schedule")
     layers_per_stage: tuple[Size, ...] = Field(
         default=(), description="layers of each stage, in order; empty: as even as possible"
     )

@@ -1,35 +1,29 @@
 """The pipeline schedules: their names, and what each one accepts.
 
-`RULES` is the only table of schedules. `describe.legality` reads it to decide whether a plan is legal, `programs.pipelines` to
-check what a builder is asked for, `lower` and `cost` to know which schedules split the backward pass.
+`SCHEDULES` is the only table of schedules. `describe.legality` reads it to decide whether a plan is legal; `programs.pipelines` provides the
+builders and closed forms; `lower`, `cost` and `planner` ask it for what they need.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 
-Schedule = Literal[
-    "naive",
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "looped-bfs",
-    "zb-h1",
-    "zb-h2",
-    "interleaved-zb",
-    "zbv",
-    "dualpipev",
-    "auto",
-]
+from meshwright.describe.variants import NameIn, Registry
+
 MOST_ACTIONS = 20_000_000  # a program with more actions is a typing mistake, not a pipeline
 ACTIONS_PER_MICROBATCH = 3  # forward, input gradient, weight gradient: for each stage
+UNUSUAL = 3  # schedules from here on are a thing to explain to a colleague
 
 
-class Rule(NamedTuple):
-    """What one schedule accepts."""
+@dataclass(frozen=True)
+class Schedule:
+    """One schedule: what it accepts, and its parts (`programs.pipelines.registry` says what each part is)."""
 
+    name: str
     about: str
     virtual: int = 1  # stages per rank by default
     least_virtual: int = 1
@@ -38,33 +32,106 @@ class Rule(NamedTuple):
     least_microbatches_per_rank: int = 0
     splits: bool = False  # the backward pass is split into I (input gradients) and W (weight gradients)
     in_rounds: bool = False  # takes micro-batches in rounds of pp, as Megatron's interleaved 1F1B
+    splits_in_pairs: bool = False  # splits only the backwards that are not paired with a forward, as DualPipeV
+    uneven_ranks: bool = False  # ranks hold different numbers of activations
+    unusualness: int = 11  # smaller: more usual, preferred among plans that are equally fast
+    costed_as: str = ""  # the schedule whose closed forms stand for this one
+    aliases: tuple[str, ...] = ()
+    build: Callable[..., Any] | None = None
+    paths: Callable[..., Any] | None = None
+    in_flight: Callable[..., Any] | None = None
+
+    @property
+    def is_v_shaped(self) -> bool:
+        return self.placement == "v"
+
+    @property
+    def takes_any_virtual(self) -> bool:
+        return self.most_virtual > 2
 
 
-RULES: dict[str, Rule] = {
-    "naive": Rule("one micro-batch at a time through all stages and back"),
-    "gpipe": Rule("all forwards, then all backwards"),
-    "1f1b": Rule("one forward, one backward in turn: GPipe's bubble, P micro-batches in flight instead of M"),
-    "interleaved": Rule(
-        "1F1B with V stages per rank: a V times shorter bubble, V times the messages", 2, 2, 1024, in_rounds=True
+SCHEDULES: Registry[Schedule] = Registry(
+    "pipeline schedule",
+    Schedule("naive", "one micro-batch at a time through all stages and back", unusualness=3),
+    Schedule("gpipe", "all forwards, then all backwards", unusualness=1),
+    Schedule(
+        "1f1b",
+        "one forward, one backward in turn: GPipe's bubble, P micro-batches in flight instead of M",
+        uneven_ranks=True,
+        unusualness=0,
     ),
-    "looped-bfs": Rule("V stages per rank, all micro-batches through one stage before the next", 2, 1, 1024),
-    "zb-h1": Rule("backward split in two; the weight gradients fill the drain: a third of 1F1B's bubble", splits=True),
-    "zb-h2": Rule("more forwards first: no bubble when steps overlap, twice 1F1B's memory", splits=True),
-    "interleaved-zb": Rule("interleaved with split backwards", 2, 1, 1024, splits=True, in_rounds=True),
-    "zbv": Rule("two stages per rank on a V: no bubble when steps overlap, 1F1B's memory", 2, 2, 2, "v", splits=True),
-    "dualpipev": Rule("two stages per rank on a V, forwards and backwards in pairs", 2, 2, 2, "v", 2, splits=True),
-    "auto": Rule("found by search for the given stage times and memory limit", 1, 1, 1024, "either", splits=True),
-}
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
-V_SHAPED = tuple(name for name, rule in RULES.items() if rule.placement == "v")
-VIRTUAL_SCHEDULES = tuple(name for name, rule in RULES.items() if rule.most_virtual > 1)
+    Schedule(
+        "interleaved",
+        "1F1B with V stages per rank: a V times shorter bubble, V times the messages",
+        *(2, 2, 1024),
+        in_rounds=True,
+        uneven_ranks=True,
+        unusualness=2,
+        aliases=("1f1b-i", "interleaved-1f1b"),
+    ),
+    Schedule(
+        "looped-bfs",
+        "V stages per rank, all micro-batches through one stage before the next",
+        *(2, 1, 1024),
+        unusualness=4,
+        aliases=("bfs", "breadth-first"),
+    ),
+    Schedule(
+        "zb-h1",
+        "backward split in two; the weight gradients fill the drain: a third of 1F1B's bubble",
+        splits=True,
+        unusualness=5,
+        aliases=("zb-1p", "zb1p", "zbh1", "zero-bubble"),
+    ),
+    Schedule(
+        "zb-h2",
+        "more forwards first: no bubble when steps overlap, twice 1F1B's memory",
+        splits=True,
+        unusualness=8,
+        aliases=("zb-2p", "zbh2"),
+    ),
+    Schedule(
+        "interleaved-zb",
+        "interleaved with split backwards",
+        *(2, 1, 1024),
+        splits=True,
+        in_rounds=True,
+        unusualness=6,
+        aliases=("interleaved-zero-bubble",),
+    ),
+    Schedule(
+        "zbv",
+        "two stages per rank on a V: no bubble when steps overlap, 1F1B's memory",
+        *(2, 2, 2, "v"),
+        splits=True,
+        uneven_ranks=True,
+        unusualness=7,
+        aliases=("zb-v",),
+    ),
+    Schedule(
+        "dualpipev",
+        "two stages per rank on a V, forwards and backwards in pairs",
+        *(2, 2, 2, "v", 2),
+        splits=True,
+        splits_in_pairs=True,
+        unusualness=9,
+        aliases=("dualpipe-v",),
+    ),
+    Schedule(
+        "auto",
+        "found by search for the given stage times and memory limit",
+        *(1, 1, 1024, "either"),
+        splits=True,
+        unusualness=10,
+        costed_as="zb-h2",  # it does at least as well as the best builder under its memory limit
+    ),
+)
+ScheduleName = Annotated[str, NameIn(SCHEDULES)]
 
-# The same numbers as arrays, indexed by a schedule's position in SCHEDULES.
-LEAST_VIRTUAL = np.array([RULES[name].least_virtual for name in SCHEDULES])
-MOST_VIRTUAL = np.array([RULES[name].most_virtual for name in SCHEDULES])
-LEAST_MICROBATCHES = np.array([RULES[name].least_microbatches_per_rank for name in SCHEDULES])
-IN_ROUNDS = np.array([RULES[name].in_rounds for name in SCHEDULES])
-IS_V_SHAPED = np.array([name in V_SHAPED for name in SCHEDULES])
+
+def virtual_schedules() -> tuple[str, ...]:
+    """The schedules that take several stages per rank."""
+    return tuple(name for name, schedule in SCHEDULES.items() if schedule.most_virtual > 1)
 
 
 def action_count(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.schedules import V_SHAPED
+from meshwright.describe.schedules import SCHEDULES
 
 Number = Any  # an int, or an array of numbers
 
@@ -43,6 +43,6 @@ def stage_bounds(layers: int, stages: Number, stage: Number) -> tuple[Number, Nu
 
 def stages_of_rank(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
     """The stages one pipeline rank holds."""
-    if schedule in V_SHAPED and virtual > 1:
+    if SCHEDULES[schedule].is_v_shaped and virtual > 1:
         return [rank, pp * virtual - 1 - rank]
     return [rank + v * pp for v in range(virtual)]

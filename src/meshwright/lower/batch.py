@@ -23,12 +23,11 @@ from meshwright.describe.framework_stages import in_framework
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import COMPRESSIONS, CP_KINDS, ORDERS, RECOMPUTES
-from meshwright.describe.schedules import RULES, SCHEDULES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 
-SPLIT = tuple(code for code, name in enumerate(SCHEDULES) if RULES[name].splits)
 RECOMPUTE = tuple(word for word in RECOMPUTES if word != "auto")  # auto is resolved before a plan is lowered
 OVERLAP_AXES = ("dp", "tp", "cp", "pp", "ep")
 INTEGERS = (
@@ -134,7 +133,7 @@ class Batch:
         self.schedules = self._pipelines()
         # Plans whose backward has all tensors of one layer in memory while it recomputes some of them.
         self.reruns_layers = (self.recompute == 2) | ((self.recompute == 1) & (stack.selective == "operators"))
-        self.splits = np.isin(self.schedule, SPLIT) & (self.pp > 1)  # backward is split into I and W
+        self.splits = SCHEDULES.column("splits")[self.schedule] & (self.pp > 1)  # backward is split into I and W
         # The head computes the loss with its projection: not where ranks split the vocabulary, or backward is split.
         self.fuses_loss = (self.tp == 1) & ~self.splits if stack.logits_chunk else False
         # Ranks agree on the scales of fp8 products, and in a split backward once more for the gradients of the weights.
@@ -218,7 +217,7 @@ class Batch:
         fields["etp"] = np.array([p.etp for p in plans], dtype=float)
         fields["compression_ratio"] = np.array([p.compression_ratio for p in plans])
         fields["bucket"] = np.array([p.bucket for p in plans])
-        fields["schedule"] = np.array([SCHEDULES.index(p.schedule) for p in plans])
+        fields["schedule"] = np.array([SCHEDULES.names.index(p.schedule) for p in plans])
         fields["recompute"] = np.array([RECOMPUTE.index(p.recompute) for p in plans])
         fields["cp_kind"] = np.array([CP_KINDS.index(p.cp_kind) for p in plans])
         # 16 bits on the wire are a dtype; 8 bits are a compression with scales and more exchanges.
@@ -257,7 +256,7 @@ class Batch:
         for code in distinct_codes(self.schedule[piped]):
             at = np.flatnonzero((self.schedule == code) & piped)
             pp, virtual = (x[at].astype(int) for x in (self.pp, self.virtual))
-            found.append(Pipelines(SCHEDULES[code], at, pp, self.rounds[at], virtual))
+            found.append(Pipelines(SCHEDULES.names[code], at, pp, self.rounds[at], virtual))
         return found
 
     @cached_property

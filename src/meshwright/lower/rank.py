@@ -35,7 +35,7 @@ from meshwright.lower.op import Op, StepProgram, scalar
 from meshwright.lower.recompute import resolve_recompute_budget
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import DATA_PARALLEL, Record, boundary_ops, records
-from meshwright.programs.pipelines import SCHEDULES
+from meshwright.programs.pipelines import build
 from meshwright.programs.pipelines.program import PipelineProgram
 
 OURS = Stack(shared_scales=True, fp8_activation_gathers=False)  # what `parallel` does
@@ -98,7 +98,7 @@ def traffic_of_rank(
     layout, m = Layout(plan, order), plan.microbatches(workload)
     program = step_program(model, plan, workload, stack or OURS, element)
     program.batch.units |= bool(model.resnet.stages)  # its parameters are known one by one here
-    pipeline = SCHEDULES[plan.schedule](plan.pp, m, plan.virtual) if plan.pp > 1 else None
+    pipeline = build(plan.schedule, plan.pp, m, plan.virtual) if plan.pp > 1 else None
     at = layout.coordinates(rank)["pp"]
     stages = stages_of(model, plan, pipeline, at)
     held = [boxes(model, plan, layout, rank, stage.layers, given.frozen) for stage in stages]

@@ -22,17 +22,14 @@ import numpy as np
 from meshwright.describe import stages as placement
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.schedules import IS_V_SHAPED
-from meshwright.describe.schedules import SCHEDULES as NAMES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, present
-from meshwright.programs.pipelines import SCHEDULES, formulas
+from meshwright.programs.pipelines import build, formulas
 from meshwright.programs.pipelines.walk import held_memory
 
-CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
 MOST_ROUNDS = 4  # micro-batches per stage after which a split schedule repeats itself
 MOST_RANKS = 16  # of a pipeline of a hybrid model that are all evaluated
-DUALPIPEV = NAMES.index("dualpipev")
 
 
 @dataclass
@@ -96,7 +93,7 @@ def one_block(model: Model, block: str, n: int) -> dict[str, Array]:
 
 def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
     """The blocks of all stages of one pipeline rank."""
-    v_shaped = IS_V_SHAPED[batch.schedule]
+    v_shaped = SCHEDULES.column("is_v_shaped")[batch.schedule]
     if _layers_alike(batch):
         held = _blocks_of_one_kind(batch, rank, v_shaped & (batch.virtual > 1))
     else:
@@ -121,7 +118,7 @@ def _layers_alike(batch: Batch) -> bool:
 def _stages_of(batch: Batch, rank: Array) -> Array:
     """All virtual stages of a rank at once: (virtual, plans); negative where a plan has fewer."""
     v = np.arange(int(batch.virtual.max()))[:, None]
-    folded = IS_V_SHAPED[batch.schedule] & (v == 1)
+    folded = SCHEDULES.column("is_v_shaped")[batch.schedule] & (v == 1)
     stage = np.where(folded, batch.pp * batch.virtual - 1 - rank, rank + v * batch.pp)
     return np.where(batch.virtual > v, stage, -1.0)
 
@@ -156,7 +153,7 @@ def blocks_by_stage(batch: Batch, held: StageBlocks) -> list[tuple[Array, dict[s
 
 def split_share(batch: Batch, stage: Array, at: Any = slice(None)) -> Array:
     """The share of a stage's micro-batches whose backward is split, in the plans `at` some indices."""
-    splits, dualpipev = batch.splits[at], batch.schedule[at] == DUALPIPEV
+    splits, dualpipev = batch.splits[at], SCHEDULES.column("splits_in_pairs")[batch.schedule[at]]
     if not present(dualpipev):
         return splits * (stage > 0) * 1.0
     pp = batch.pp[at]
@@ -239,12 +236,10 @@ def _mean_split(batch: Batch, held: StageBlocks) -> dict[str, Array]:
     Σ⌈r/2⌉ = ⌊P²/4⌋ over the ranks, and Σ⌈(r+1)/2⌉ = ⌊(P+1)²/4⌋."""
     pp = batch.pp
     paired = 2 * pp**2 - pp - np.floor(pp**2 / 4) - np.floor((pp + 1) ** 2 / 4)
-    share = np.where(batch.schedule == DUALPIPEV, paired / (2 * pp * batch.rounds), 1.0)
+    in_pairs = SCHEDULES.column("splits_in_pairs")[batch.schedule]
+    share = np.where(in_pairs, paired / (2 * pp * batch.rounds), 1.0)
     first = stage_counts(batch, np.zeros(batch.n))
-    whole = {
-        kind: count - np.where(batch.schedule == DUALPIPEV, 0.0, first[kind] / pp)
-        for kind, count in held.counts.items()
-    }
+    whole = {kind: count - np.where(in_pairs, 0.0, first[kind] / pp) for kind, count in held.counts.items()}
     return {kind: batch.splits * share * count for kind, count in whole.items()}
 
 
@@ -297,7 +292,7 @@ def in_flight(batch: Batch, rank: Array, gradients: Array = 0.0) -> Array:
     rank, gradients = batch.full(rank), batch.full(gradients)
     for schedule, at, p, m, v in batch.schedules:
         r = np.minimum(rank[at].astype(int), p - 1)
-        out[at] = formulas.in_flight(CLOSED_FORM_OF.get(schedule, schedule), p, m, v, r) / v
+        out[at] = formulas.in_flight(schedule, p, m, v, r) / v
         for k, i in enumerate(at):
             if gradients[i] and batch.splits[i]:
                 most = min(m[k], MOST_ROUNDS * p[k])
@@ -310,7 +305,7 @@ def in_flight(batch: Batch, rank: Array, gradients: Array = 0.0) -> Array:
 def split_peaks(schedule: str, ranks: int, microbatches: int, virtual: int, gradients: float) -> np.ndarray:
     """Peak of each rank in activations of one (stage, micro-batch), if those between I and W have `gradients` more each. The first stage of the model
     has no input gradient to send: it runs its whole backward as W."""
-    program = SCHEDULES[schedule](ranks, microbatches, virtual)
+    program = build(formulas.costed_as(schedule), ranks, microbatches, virtual)
     one = np.ones(program.stages)
     held = held_memory(program, one, np.where(np.arange(program.stages) > 0, -gradients, 0.0))
     return np.maximum.reduceat(held, program.first[:-1])

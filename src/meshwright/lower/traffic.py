@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.describe.schedules import IS_V_SHAPED
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op, StepProgram, scalar
@@ -90,7 +90,7 @@ def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:
     are on rank 0 and the turn is on the last rank, which passes to itself.
     """
     first, last = (rank == 0) * 1.0, (rank == batch.pp - 1) * 1.0
-    several, v_shaped = (batch.pp > 1) * 1.0, IS_V_SHAPED[batch.schedule]
+    several, v_shaped = (batch.pp > 1) * 1.0, SCHEDULES.column("is_v_shaped")[batch.schedule]
     on = several * (batch.virtual - np.where(v_shaped, first + last, last))
     back = several * (batch.virtual - np.where(v_shaped, first + last, first))
     return on, back

@@ -21,7 +21,7 @@ otherwise run a whole forward and backward in the first step to find them.
 
 With your own network in `count` parts, on each of the ranks:
 
-    program = SCHEDULES["1f1b"](ranks, microbatches, 1)
+    program = build("1f1b", ranks, microbatches, 1)
     mesh = Mesh(Layout(Plan(pp=ranks)), rank)
     mine = [i for i in range(count) if program.rank_of[i] == rank]
     sums = {i: LocalGradients(parts[i].parameters()) for i in mine}        # with replicas: Buckets

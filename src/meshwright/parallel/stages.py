@@ -20,14 +20,14 @@ from meshwright.parallel.pieces import cut_to_boxes
 from meshwright.parallel.recompute import recompute_plan
 from meshwright.parallel.tensor import split as tensor
 from meshwright.parallel.tensor.tables import table_of
-from meshwright.programs.pipelines import SCHEDULES
+from meshwright.programs.pipelines import build
 from meshwright.programs.pipelines.program import PipelineProgram
 
 
 def program_of(plan: Plan, workload: Workload) -> PipelineProgram | None:
     if plan.pp == 1:
         return None
-    return SCHEDULES[plan.schedule](plan.pp, plan.microbatches(workload), plan.virtual)
+    return build(plan.schedule, plan.pp, plan.microbatches(workload), plan.virtual)
 
 
 def stages_of(model: Model, plan: Plan, program: PipelineProgram | None, mesh: Mesh) -> dict[int, range]:

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console, Group
 from rich.text import Text
 
-from meshwright.programs.pipelines import KINDS, RULES, Walked
+from meshwright.programs.pipelines import KINDS, SCHEDULES, Walked
 from meshwright.programs.pipelines.check import needs_and_order
 from meshwright.programs.pipelines.program import KIND_NAMES, F
 from meshwright.programs.pipelines.walk import held_changes
@@ -161,7 +161,7 @@ def messages(walked: Walked) -> float:
 def explained_timeline(walked: Walked, console: Console, seconds: bool = False) -> Group:
     """One timeline, as wide as the console, and the rule of its schedule."""
     coloured = console.color_system is not None and not console.no_color
-    about = RULES.get(walked.program.schedule)
+    about = SCHEDULES.get(walked.program.schedule)
     rule = Text(about.about, "dim") if about else Text("")
     return Group(timeline(walked, min(console.width, 200), coloured=coloured, seconds=seconds), rule)
 

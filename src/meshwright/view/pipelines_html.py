@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.describe.files import write_text
-from meshwright.programs.pipelines import RULES, Walked
+from meshwright.programs.pipelines import SCHEDULES, Walked
 from meshwright.view.pipelines import messages
 
 
@@ -31,7 +31,7 @@ def described(walked: Walked) -> dict[str, Any]:
     p = walked.program
     return {
         "schedule": p.schedule,
-        "about": RULES[p.schedule].about if p.schedule in RULES else "",
+        "about": SCHEDULES[p.schedule].about if p.schedule in SCHEDULES else "",
         "ranks": p.ranks,
         "stages": p.stages,
         "microbatches": p.microbatches,

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import MeshwrightError
-from meshwright.programs.pipelines import Durations, auto, build, check, program_of, refusal, search, walk
+from meshwright.programs.pipelines import SCHEDULES, Durations, auto, build, check, program_of, refusal, search, walk
 from meshwright.programs.pipelines.improve import longest_path
-from meshwright.programs.pipelines.schedules import HANDMADE
 
 
 @st.composite
@@ -40,7 +39,8 @@ def test_at_least_as_good_as_every_handmade_schedule_under_the_same_limit(proble
     mine = walk(found.program, **options)
     assert limit is None or (mine.peak_memory <= limit + 1e-9).all()
     assert mine.makespan >= found.bound - 1e-9
-    for name, builder in HANDMADE.items():
+    for name in SCHEDULES.having("paths"):
+        builder = SCHEDULES[name].build
         if refusal(name, ranks, microbatches, virtual) is None:
             other = walk(builder(ranks, microbatches, virtual), **options)
             if limit is None or (other.peak_memory <= limit + 1e-9).all():

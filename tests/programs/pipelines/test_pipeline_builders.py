@@ -6,19 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import MeshwrightError
-from meshwright.programs.pipelines import RULES, SCHEDULES, build, check, in_flight, refusal, walk
-from meshwright.programs.pipelines.looped import rounds
-from meshwright.programs.pipelines.rules import ALIASES, name_of
-from meshwright.programs.pipelines.schedules import HANDMADE
+from meshwright.programs.pipelines import SCHEDULES, build, check, in_flight, refusal, walk
+from meshwright.programs.pipelines.looped_schedules import rounds
+from meshwright.programs.pipelines.rules import name_of
 
 
 @st.composite
 def requests(draw):
     """A handmade schedule with a legal number of ranks, micro-batches and stages per rank."""
-    name = draw(st.sampled_from(sorted(HANDMADE)))
+    name = draw(st.sampled_from(SCHEDULES.having("paths")))
     ranks, microbatches = draw(st.integers(1, 9)), draw(st.integers(1, 26))
-    virtual = draw(st.integers(2, 4)) if RULES[name].most_virtual > 2 else RULES[name].virtual
-    microbatches = max(microbatches, RULES[name].least_microbatches_per_rank * ranks)
+    virtual = draw(st.integers(2, 4)) if SCHEDULES[name].most_virtual > 2 else SCHEDULES[name].virtual
+    microbatches = max(microbatches, SCHEDULES[name].least_microbatches_per_rank * ranks)
     return name, ranks, microbatches, virtual
 
 
@@ -28,7 +27,7 @@ def test_every_builder_is_correct_and_within_its_memory(request):
     name, ranks, microbatches, virtual = request
     program = check(build(name, ranks, microbatches, virtual))
     assert (program.ranks, program.stages, program.microbatches) == (ranks, ranks * virtual, microbatches)
-    assert program.splits_backward == RULES[name].splits
+    assert program.splits_backward == SCHEDULES[name].splits
     peak = walk(program).peak_in_flight
     assert (peak == program.promised).all()
     assert (peak == in_flight(name, ranks, microbatches, virtual, np.arange(ranks))).all()
@@ -75,8 +74,8 @@ def test_rounds_cover_all_micro_batches_and_are_never_narrower_than_the_pipeline
 
 
 def test_names_and_aliases():
-    assert set(RULES) == set(SCHEDULES)
-    assert all(target in SCHEDULES for target in ALIASES.values())
+    aliases = [alias for schedule in SCHEDULES.values() for alias in schedule.aliases]
+    assert len({*aliases, *SCHEDULES}) == len(aliases) + len(SCHEDULES)
     assert name_of("ZB_1P") == "zb-h1"
     with pytest.raises(MeshwrightError) as caught:
         build("1f2b", 2, 2)

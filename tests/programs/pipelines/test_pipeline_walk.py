@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import MeshwrightError
-from meshwright.programs.pipelines import Durations, build, program_of, walk, walked_makespan
-from meshwright.programs.pipelines.schedules import HANDMADE
+from meshwright.programs.pipelines import SCHEDULES, Durations, build, program_of, walk, walked_makespan
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -93,7 +92,7 @@ def reference(program, durations, p2p, overlap):
 
 @st.composite
 def walks(draw):
-    name = draw(st.sampled_from(sorted(HANDMADE)))
+    name = draw(st.sampled_from(SCHEDULES.having("paths")))
     ranks = draw(st.integers(1, 4))
     microbatches = draw(st.integers(2 * ranks, 2 * ranks + 4)) if name == "dualpipev" else draw(st.integers(1, 7))
     program = build(name, ranks, microbatches)

@@ -1,12 +1,12 @@
 """What the rules read: the fields of one plan as integers, or of a batch of plans as arrays, and what it is checked against.
 
-Words are positions in the tuples of `plan_fields` and `schedules`: `schedule == SCHEDULES.index("1f1b")`. A field that a batch does not
+Words are positions in the tuples of `plan_fields` and `schedules`: `schedule == SCHEDULES.names.index("1f1b")`. A field that a batch does not
 vary may stay an integer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import compress
 from typing import Any
@@ -50,8 +50,8 @@ NUMBERS = (
     "recompute_budget",
     "master",
 )
-WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
+WORDS: dict[str, Sequence[str]] = {
+    "schedule": SCHEDULES.names,
     "cp_kind": CP_KINDS,
     "recompute": RECOMPUTES,
     "compression": COMPRESSIONS,

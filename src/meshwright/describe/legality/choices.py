@@ -20,7 +20,7 @@ from meshwright.describe.legality.case import NUMBERS, WORDS, Case, Flag
 from meshwright.describe.legality.fixes import completed, divisors
 from meshwright.describe.legality.rules import rules_for
 from meshwright.describe.plan_fields import AXES, DTYPES, PlanFields
-from meshwright.describe.schedules import RULES
+from meshwright.describe.schedules import SCHEDULES
 
 MOST_VALUES = 48  # of one field
 MOST_TRIED = 12  # completions of one value
@@ -136,10 +136,10 @@ def _companions(case: Case, field: str, value: Any) -> dict[str, Any]:
             shard = value if field == "shard" else case.dp // value
             return companion | ({"zero": 1} if shard > 1 and case.zero == 0 else {})
         case "schedule":
-            rule = RULES[value]
+            rule = SCHEDULES[value]
             return {"virtual": min(max(case.virtual, rule.virtual), rule.most_virtual)}
         case "virtual":
-            one = RULES[case.word("schedule")].most_virtual == 1
+            one = SCHEDULES[case.word("schedule")].most_virtual == 1
             return {"schedule": "interleaved"} if value > 1 and one else {"schedule": "1f1b"} if value == 1 else {}
         case "pp" if value == 1:
             return {"virtual": 1, "schedule": "1f1b"}

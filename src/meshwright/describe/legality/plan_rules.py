@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.describe.legality.case import Case, Flag, lookup
 from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.plan_fields import AXES, COMPRESSIONS, RECOMPUTES, TP_FORMS
-from meshwright.describe.schedules import LEAST_VIRTUAL, MOST_VIRTUAL, RULES, VIRTUAL_SCHEDULES
+from meshwright.describe.schedules import SCHEDULES, virtual_schedules
 
 FULL, AUTO = RECOMPUTES.index("full"), RECOMPUTES.index("auto")
 GATHERED = TP_FORMS.index("all-gather")
@@ -135,21 +135,21 @@ class StagesPerRank(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        few = (p.pp > 1) & (p.virtual < lookup(LEAST_VIRTUAL, p.schedule))
-        return few | (p.virtual > lookup(MOST_VIRTUAL, p.schedule))
+        few = (p.pp > 1) & (p.virtual < lookup(SCHEDULES.column("least_virtual"), p.schedule))
+        return few | (p.virtual > lookup(SCHEDULES.column("most_virtual"), p.schedule))
 
     @staticmethod
     def explain(p: Case) -> Problem:
         name = p.word("schedule")
-        least, most = RULES[name].least_virtual, RULES[name].most_virtual
+        least, most = SCHEDULES[name].least_virtual, SCHEDULES[name].most_virtual
         takes = f"{least}" if least == most else f"{least} to {most}"
         what = f"schedule {name} takes virtual={takes} stages per rank, not virtual={p.virtual}"
         looped = [{"plan.schedule": s} for s in ("interleaved", "looped-bfs")] if most == 1 else []
         one_stage = [{"plan.schedule": "1f1b"}] if p.virtual == 1 else []
         return Problem(
             what,
-            why=RULES[name].about[:1].upper() + RULES[name].about[1:],
-            valid=VIRTUAL_SCHEDULES if most == 1 else [f"virtual={takes}"],
+            why=SCHEDULES[name].about[:1].upper() + SCHEDULES[name].about[1:],
+            valid=virtual_schedules() if most == 1 else [f"virtual={takes}"],
             fixes=[
                 *looped,
                 *one_stage,

@@ -7,7 +7,7 @@ from meshwright.describe.legality.case import Case, Flag, lookup
 from meshwright.describe.legality.fixes import divisors, fitting_microbatch, values
 from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.plan_fields import GATHER_DTYPES
-from meshwright.describe.schedules import IN_ROUNDS, LEAST_MICROBATCHES, MOST_ACTIONS, RULES, action_count
+from meshwright.describe.schedules import MOST_ACTIONS, SCHEDULES, action_count
 from meshwright.describe.workload import FP8, STATE_COPIES
 
 ALWAYS_THERE = ("fp64", "fp32")  # every device computes in these, if slowly
@@ -99,12 +99,14 @@ class ScheduleHasMicrobatches(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return (p.pp > 1) & (p.microbatches < lookup(LEAST_MICROBATCHES, p.schedule) * p.pp)
+        return (p.pp > 1) & (
+            p.microbatches < lookup(SCHEDULES.column("least_microbatches_per_rank"), p.schedule) * p.pp
+        )
 
     @staticmethod
     def explain(p: Case) -> Problem:
         name = p.word("schedule")
-        least = RULES[name].least_microbatches_per_rank * p.pp
+        least = SCHEDULES[name].least_microbatches_per_rank * p.pp
         smaller = [d for d in divisors(p.workload.batch // p.dp) if p.workload.batch // p.dp // d >= least]
         return Problem(
             f"schedule {name} on pp={p.pp} needs {least} micro-batches, not {p.microbatches}",
@@ -137,7 +139,7 @@ class ProgramIsBounded(Rule):
 
 def round_size(p: Case) -> Flag:
     """Micro-batches that the stack takes together: their number is a multiple of this."""
-    interleaved = p.stack.interleaved_rounds & lookup(IN_ROUNDS, p.schedule) & (p.virtual > 1)
+    interleaved = p.stack.interleaved_rounds & lookup(SCHEDULES.column("in_rounds"), p.schedule) & (p.virtual > 1)
     return 1 + interleaved * (p.pp - 1)
 
 

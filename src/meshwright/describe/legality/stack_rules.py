@@ -43,7 +43,7 @@ class StackHasSchedule(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return (p.pp > 1) & outside(p.schedule, SCHEDULES, p.stack.can.schedules)
+        return (p.pp > 1) & outside(p.schedule, SCHEDULES.names, p.stack.can.schedules)
 
     @staticmethod
     def explain(p: Case) -> Problem:

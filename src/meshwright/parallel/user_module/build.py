@@ -25,7 +25,7 @@ from meshwright.parallel.tensor.tables import Table
 from meshwright.parallel.user_module.holdings import LocalParameter
 from meshwright.parallel.user_module.module import ParallelModule
 from meshwright.parallel.user_module.stages import Recorded, StageModule
-from meshwright.programs.pipelines import SCHEDULES
+from meshwright.programs.pipelines import build as build_program
 
 
 class Build:
@@ -124,7 +124,7 @@ class Build:
         def run(batch: list[tuple[Any, Any]]) -> torch.Tensor:
             chunks[:] = batch
             if len(batch) not in made:
-                program = SCHEDULES[plan.schedule](plan.pp, len(batch), plan.virtual)
+                program = build_program(plan.schedule, plan.pp, len(batch), plan.virtual)
                 stages = [
                     Stage(own, i, plan.stages, mesh, reduction, self.boundary(seen, i), self.boundary(seen, i + 1))
                     for (i, own), reduction in zip(parallel.stages.items(), parallel.reductions, strict=True)

@@ -45,7 +45,7 @@ from meshwright.parallel.user_module.dataflow import Stages, check_dataflow
 from meshwright.parallel.user_module.module import Entry, Loss, ParallelModule
 from meshwright.parallel.user_module.samples import Trial, check_samples
 from meshwright.parallel.user_module.stages import Recorded, copy_structure, find_layers, record
-from meshwright.programs.pipelines import SCHEDULES
+from meshwright.programs.pipelines import build
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 REDUCTIONS = ("mean", "sum")
@@ -90,7 +90,7 @@ def parallelize(
     if plan.pp > 1 or plan.recompute == "full" or (check and example is not None):
         stop_caching(module)
     count = plan.stages if plan.pp > 1 else 1
-    ranks = SCHEDULES[plan.schedule](plan.pp, max(plan.pp, 1), plan.virtual).rank_of if plan.pp > 1 else (0,)
+    ranks = build(plan.schedule, plan.pp, max(plan.pp, 1), plan.virtual).rank_of if plan.pp > 1 else (0,)
     spans = divided(len(chosen), plan, count)
     seen = record(module, path, chosen, examined(example, plan)) if plan.pp > 1 else None
     entries = entries_of(module, seen, spans)

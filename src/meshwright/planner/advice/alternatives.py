@@ -26,7 +26,7 @@ from meshwright.describe.legality.fixes import data_parallel as data_parallel_si
 from meshwright.describe.memory_fit import USABLE_MEMORY as USABLE_MEMORY
 from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, Plan, divisors
-from meshwright.describe.schedules import VIRTUAL_SCHEDULES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
@@ -165,7 +165,7 @@ def interleavings(plan: Plan, model: Model) -> Iterator[Plan | None]:
     if plan.pp > 1:
         for virtual in (2, 3, 4, 6, 8):
             if plan.pp * virtual <= model.layers and virtual != plan.virtual:
-                schedule = plan.schedule if plan.schedule in VIRTUAL_SCHEDULES else "interleaved"
+                schedule = plan.schedule if SCHEDULES[plan.schedule].most_virtual > 1 else "interleaved"
                 yield changed(plan, virtual=virtual, schedule=schedule, layers_per_stage=())
 
 

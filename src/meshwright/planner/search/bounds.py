@@ -37,8 +37,8 @@ from meshwright.cost.memory import AFTER_LAYERS
 from meshwright.cost.phase import phase_times, rank_time
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import DTYPE_BYTES
-from meshwright.describe.schedules import RULES
-from meshwright.lower.batch import SCHEDULES, distinct_codes
+from meshwright.describe.schedules import SCHEDULES
+from meshwright.lower.batch import distinct_codes
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import average_blocks
 from meshwright.lower.step import lower
@@ -235,7 +235,7 @@ def best_schedule(
     fewest = [min(v * (layers // (int(p) * v)) for v in vs) for p, vs in zip(distinct, legal, strict=True)]
     looped = [np.array(x, np.int64)[which] for x in ([min(vs) for vs in legal], [max(vs) for vs in legal], fewest)]
     for name in space.choices.words["schedule"] if len(piped) else ():
-        rule = RULES[name]
+        rule = SCHEDULES[name]
         v = np.full_like(some.pp, rule.virtual)
         *virtuals, kept = looped if rule.most_virtual > 2 else (v, space.fewest_layers(some.pp, v))
         if name == "auto":  # a searched schedule may have no bubble and one micro-batch in flight
@@ -310,7 +310,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
 
 def regroups(space: Space, schedule: str) -> bool:
     """Whether the ranks hold other layers than with one stage per rank: V-shaped schedules, and looped ones if layers are of several kinds."""
-    rule = RULES[schedule]
+    rule = SCHEDULES[schedule]
     return rule.placement == "v" or (space.mixed and rule.most_virtual > 2)
 
 
@@ -361,10 +361,10 @@ def of_schedules(space: Space, plans: Table) -> Table:
     ramp = np.zeros(len(plans))
     for code in distinct_codes(plans.schedule[plans.pp > 1]):
         at = np.flatnonzero((plans.schedule == code) & (plans.pp > 1))
-        rows, name = plans.take(at), SCHEDULES[code]
+        rows, name = plans.take(at), SCHEDULES.names[code]
         if name == "auto":
             continue
-        looped, v = RULES[name].placement == "looped", rows.virtual
+        looped, v = SCHEDULES[name].placement == "looped", rows.virtual
         memory[at] = in_flight_bytes(space, name, rows, (v,))
         cut = rows.parts & (v > 1)
         closing = space.stack.step_overhead if regroups(space, name) else rows.closing - cut * rows.tail
@@ -375,7 +375,7 @@ def of_schedules(space: Space, plans: Table) -> Table:
             same = (v == 1) | ~(space.uneven(rows) | space.mixed | cut)
             if space.model.pattern:  # of a hybrid all ranks are costed, and only some are sampled here
                 same &= rows.pp <= SAMPLED
-            if RULES[name].splits:
+            if SCHEDULES[name].splits:
                 same &= ~rows.twice
             total = formulas.makespan(name, rows.pp, rows.m, v, rows.f / v, rows.i / v, rows.w / v, rows.message)
             ramp[at] = np.maximum(total - rows.m * (rows.f + rows.i + rows.w), 0.0)
@@ -390,7 +390,7 @@ def looped_bytes(rows: Table, schedule: str, virtuals: Virtuals) -> np.ndarray:
     """Bytes of the fullest sampled rank, with the micro-batches in flight under a looped schedule."""
     by_rank, in_flight = [], least_in_flight(schedule, rows, virtuals, rows.r0)
     for k in range(SAMPLED):
-        if k and schedule in formulas.UNEVEN_RANKS:
+        if k and SCHEDULES[schedule].uneven_ranks:
             in_flight = least_in_flight(schedule, rows, virtuals, rows.columns[f"r{k}"])
         by_rank.append(rows.columns[f"b{k}"] + (in_flight - 1) * rows.columns[f"o{k}"])
     return np.maximum.reduce(by_rank)

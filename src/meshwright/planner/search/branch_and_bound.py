@@ -26,7 +26,8 @@ from itertools import chain, repeat
 import numpy as np
 
 from meshwright.cost.step import step_cost
-from meshwright.lower.batch import SCHEDULES, distinct_codes
+from meshwright.describe.schedules import SCHEDULES
+from meshwright.lower.batch import distinct_codes
 from meshwright.lower.step import lower
 from meshwright.planner.search import bounds, intervals, strategies
 from meshwright.planner.search.pipeline_walk import fullest, walk
@@ -330,7 +331,7 @@ class Search:
         rows = rows.take(
             ((rows.shard == rows.dp) | (rows.zero == 0)) & rows.reshard & (rows.reduce_each | (rows.zero < 2))
         )
-        usual = SCHEDULES.index("1f1b")
+        usual = SCHEDULES.names.index("1f1b")
 
         def plain(pp: int, microbatches: int) -> Table:
             found = space.schedules(pp, microbatches)

@@ -22,8 +22,9 @@ from meshwright.describe.draft import parse_value
 from meshwright.describe.plan import AXES, Plan
 from meshwright.describe.plan_fields import COMPRESSIONS
 from meshwright.describe.plan_fields import DTYPES as PLAN_DTYPES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError, unknown
-from meshwright.lower.batch import CP_KINDS, ORDERS, OVERLAP_AXES, RECOMPUTE, SCHEDULES
+from meshwright.lower.batch import CP_KINDS, ORDERS, OVERLAP_AXES, RECOMPUTE
 
 NUMBERS = ("dp", "replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "zero")
 DTYPES = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
@@ -75,7 +76,7 @@ def free(base: Plan) -> Choices:
             "sp": (False, True),
             "cp_kind": CP_KINDS,
             "recompute": RECOMPUTE,
-            "schedule": tuple(s for s in SCHEDULES if s != "auto"),
+            "schedule": SCHEDULES.having("paths", "in_flight"),
             "reshard": (True, False),
             "reduce": ("auto", "step"),
             "order": ORDERS,
@@ -87,7 +88,7 @@ def free(base: Plan) -> Choices:
     )
 
 
-# Values of --without: axes, ZeRO stages and features, and the names of schedules, kinds of recompute and of context parallelism.
+# Values of --without, besides the schedules: axes, ZeRO stages and features, and the names of kinds of recompute and of context parallelism.
 WITHOUT: dict[str, tuple[str, str, Any]] = {
     **{axis: ("max", axis, 1) for axis in ("tp", "cp", "pp", "ep", "dp", "virtual")},
     "zero": ("max", "zero", 0), "fsdp": ("drop", "zero", 3), **{f"zero{k}": ("drop", "zero", k) for k in (1, 2, 3)},
@@ -96,8 +97,12 @@ WITHOUT: dict[str, tuple[str, str, Any]] = {
     "reorder": ("words", "order", ()),
     **{word: ("drop", "recompute", word) for word in RECOMPUTE[1:]},
     **{word: ("drop", "cp_kind", word) for word in CP_KINDS},
-    **{word: ("drop", "schedule", word) for word in SCHEDULES if word != "auto"},
 }  # fmt: skip
+
+
+def without() -> dict[str, tuple[str, str, Any]]:
+    """All values of --without."""
+    return WITHOUT | {name: ("drop", "schedule", name) for name in SCHEDULES.having("paths", "in_flight")}
 
 
 def choices(base: Plan, constraints: Sequence[Constraint], stack_order: tuple[str, ...]) -> Choices:
@@ -143,7 +148,7 @@ def narrowed(c: Choices, one: Constraint, stack_order: tuple[str, ...]) -> Choic
             return replace(c, words={**c.words, name: (value,) if free_words or value in c.words[name] else ()})
         case "allow":
             return replace(c, words={**c.words, name: tuple(dict.fromkeys((*c.words[name], *value)))})
-    kind, _, what = WITHOUT[value]
+    kind, _, what = without()[value]
     if kind == "max":
         return replace(c, most={**c.most, name: min(what, c.most.get(name, MOST))})
     if kind == "flag":
@@ -173,9 +178,10 @@ def read(
 
 def _without(word: str) -> Constraint:
     name = word.strip().lower().replace("-", "") if word.strip().lower().startswith("zero-") else word.strip().lower()
-    if name not in WITHOUT:
-        raise unknown("MW-PLANNER-002", "--without", word.strip(), WITHOUT, "--without {}")
-    return Constraint(f"--without {name}", "without", WITHOUT[name][1], name)
+    known = without()
+    if name not in known:
+        raise unknown("MW-PLANNER-002", "--without", word.strip(), known, "--without {}")
+    return Constraint(f"--without {name}", "without", known[name][1], name)
 
 
 def _split(option: str, word: str, names: Sequence[str]) -> tuple[str, str]:

@@ -31,15 +31,13 @@ import numpy as np
 
 from meshwright.cost.phase import rank_time
 from meshwright.cost.step import StepCost
-from meshwright.lower.batch import SCHEDULES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import StageBlocks, average_blocks
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table
 
-LOOPED = tuple(SCHEDULES.index(name) for name in ("interleaved", "looped-bfs", "interleaved-zb"))
-V_SHAPED = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
-NAIVE, GPIPE, BREADTH_FIRST = (SCHEDULES.index(name) for name in ("naive", "gpipe", "looped-bfs"))
+NAIVE, GPIPE, BREADTH_FIRST = (SCHEDULES.names.index(name) for name in ("naive", "gpipe", "looped-bfs"))
 
 
 def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
@@ -67,7 +65,8 @@ def interval(space: Space, rows: Table) -> Table:
     """time, low, closed, high, estimate and balanced of rows with their pp, virtual, schedule, m; pace, ramp, closing, mean; `ends` and `longest`
     layer; and whether their slowest rank is the first (`leads`)."""
     closed = rows.pace + rows.ramp + rows.closing
-    piped, looped = rows.pp > 1, (rows.pp > 1) & (rows.virtual > 1) & np.isin(rows.schedule, LOOPED)
+    piped = rows.pp > 1
+    looped = piped & (rows.virtual > 1) & (SCHEDULES.column("placement")[rows.schedule] == "looped")
     even = rows.m * rows.mean
     low = np.where(piped, np.maximum(rows.pace, even + rows.ramp) + rows.closing, closed)
     delay = np.where(looped, np.maximum(0.0, rows.m * turns(space, rows) - rows.pace), 0.0)
@@ -91,7 +90,7 @@ def delayed_share(rows: Table) -> np.ndarray:
 def closed_form_share(rows: Table) -> np.ndarray:
     """How far from low to the closed form ranks that are not looped come."""
     rounds = rows.m / rows.pp
-    hidden = np.isin(rows.schedule, V_SHAPED) & rows.leads
+    hidden = SCHEDULES.column("is_v_shaped")[rows.schedule] & rows.leads
     return np.select(
         [rows.schedule == NAIVE, rows.schedule == GPIPE, hidden],
         [0.0, 1 - 1 / rows.m, np.maximum(0.0, 0.5 - 2 / rounds)],

@@ -28,7 +28,7 @@ from meshwright.describe.legality import Case
 from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, Plan, divisors
 from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
-from meshwright.describe.schedules import RULES, SCHEDULES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.planner.search.choices import Choices, free
@@ -37,7 +37,6 @@ from meshwright.planner.search.table import Table
 
 # [order, axis, other]: whether the other axis varies faster than the axis.
 FASTER = np.array([[[o.index(b) < o.index(a) for b in AXES] for a in AXES] for o in ORDERS])
-LOOPED = tuple(name for name, rule in RULES.items() if rule.most_virtual > 2)  # any number of stages per rank
 LEAST = ("replicate", "shard", "zero", "tp", "sp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "recompute")
 MOST_UNEVEN = 8  # most virtual stages per rank if no number divides the layers evenly
 
@@ -233,11 +232,15 @@ class LegalOptions:
         """Legal schedules (codes) and numbers of virtual stages for `pp` ranks."""
         c, layers = self.choices, self.model.layers
         if pp == 1:
-            return Table(schedule=np.array([SCHEDULES.index("1f1b")]), virtual=np.array([1]))
+            return Table(schedule=np.array([SCHEDULES.names.index("1f1b")]), virtual=np.array([1]))
         found = [
-            (SCHEDULES.index(name), virtual)
+            (SCHEDULES.names.index(name), virtual)
             for name in c.words["schedule"]
-            for virtual in (self.virtuals(pp) if name in LOOPED else c.numbers("virtual", [RULES[name].virtual]))
+            for virtual in (
+                self.virtuals(pp)
+                if SCHEDULES[name].takes_any_virtual
+                else c.numbers("virtual", [SCHEDULES[name].virtual])
+            )
             if c.uneven or layers % (pp * virtual) == 0
         ]
         schedule, virtual = np.array(found, np.int64).reshape(-1, 2).T

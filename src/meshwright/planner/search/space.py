@@ -33,7 +33,7 @@ from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.legal_options import LegalOptions
 from meshwright.planner.search.table import Table, grid, grouped, join
 
-NAIVE = SCHEDULES.index("naive")
+NAIVE = SCHEDULES.names.index("naive")
 
 
 class Innermost(Batch):
@@ -217,7 +217,7 @@ class Space(LegalOptions):
             "recompute": RECOMPUTES[r["recompute"]],
             "overlap": self.overlaps[r["overlap_index"]],
         }
-        fields |= {"schedule": SCHEDULES[r["schedule"]], "virtual": r["virtual"]} if r["pp"] > 1 else {}
+        fields |= {"schedule": SCHEDULES.names[r["schedule"]], "virtual": r["virtual"]} if r["pp"] > 1 else {}
         fields |= dict(zip(DTYPES, self.dtypes[r["dtype"]], strict=True))
         if r["zero"] == 3:
             fields |= {"reshard": r["reshard"], "reduce": "auto" if r["reduce_each"] else "step"}

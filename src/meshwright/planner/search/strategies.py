@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.plan import Plan
-from meshwright.lower.batch import SCHEDULES
+from meshwright.describe.schedules import SCHEDULES, UNUSUAL
 from meshwright.planner.search.table import Table
 
 TP, PP, CP, EP = 1, 2, 4, 8
@@ -23,19 +23,6 @@ NAMES: dict[int, str] = {
     DDP: "DDP", ZERO: "ZeRO-1/2", FSDP: "FSDP", HSDP: "HSDP",
 }  # fmt: skip
 ORDER = (DDP, ZERO, FSDP, HSDP, *range(1, 16))
-SIMPLE_SCHEDULES = (
-    "1f1b",
-    "gpipe",
-    "interleaved",
-    "naive",
-    "looped-bfs",
-    "zb-h1",
-    "interleaved-zb",
-    "zbv",
-    "zb-h2",
-    "dualpipev",
-    "auto",
-)  # from the usual to the unusual
 
 
 def axes(rows: Table) -> np.ndarray:
@@ -65,8 +52,7 @@ def complexity(rows: Table, own_order: int) -> np.ndarray:
     """Smaller is simpler. Above all, how many things there are to set up and to get wrong: axes in use, hybrid sharding, weights kept or
     gradients summed otherwise than usual for the ZeRO stage, an order other than the stack's, experts split otherwise, tensor without sequence
     parallelism, virtual stages, a schedule beyond 1F1B and interleaving. Then the schedule, ZeRO stage, recompute and degrees."""
-    rank = np.array([SIMPLE_SCHEDULES.index(name) for name in SCHEDULES])
-    schedule = np.where(rows.pp > 1, rank[rows.schedule], 0)
+    schedule = np.where(rows.pp > 1, SCHEDULES.column("unusualness")[rows.schedule], 0)
     used = sum((degree > 1) * 1 for degree in (rows.tp, rows.pp, rows.cp, rows.ep, rows.dp))
     odd = (
         1 * ((rows.zero > 0) & (rows.replicate > 1) & (rows.shard > 1))
@@ -74,7 +60,7 @@ def complexity(rows: Table, own_order: int) -> np.ndarray:
         + ((rows.zero == 3) & ~rows.reduce_each)
     )
     odd = odd + (rows.order != own_order) + (rows.etp != rows.tp) + ((rows.tp > 1) & ~rows.sp)
-    odd = odd + (rows.virtual > 1) + (schedule >= SIMPLE_SCHEDULES.index("naive"))
+    odd = odd + (rows.virtual > 1) + (schedule >= UNUSUAL)
     minor = (
         schedule + rows.virtual / 8 + rows.zero + rows.recompute + np.log2(rows.tp * rows.cp * rows.pp * rows.ep) / 4
     )

@@ -1,16 +1,16 @@
 """Pipeline schedules as programs: build them by name, check them, simulate them, or search for one."""
 
-from meshwright.describe.schedules import RULES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.programs.pipelines.auto import Found, auto, lower_bound, search
 from meshwright.programs.pipelines.check import check
 from meshwright.programs.pipelines.formulas import bubble_fraction, bubble_overhead, in_flight, makespan
 from meshwright.programs.pipelines.program import KINDS, Action, PipelineProgram, looped, program_of, v_shaped
-from meshwright.programs.pipelines.registry import SCHEDULES, build
-from meshwright.programs.pipelines.rules import ALIASES, name_of, refusal
+from meshwright.programs.pipelines.registry import build
+from meshwright.programs.pipelines.rules import name_of, refusal
 from meshwright.programs.pipelines.walk import Durations, Walked, walk, walked_makespan
 
 __all__ = [
-    "ALIASES", "KINDS", "RULES", "SCHEDULES", "Action", "Durations", "Found", "PipelineProgram", "Walked", "auto",
+    "KINDS", "SCHEDULES", "Action", "Durations", "Found", "PipelineProgram", "Walked", "auto",
     "bubble_fraction", "bubble_overhead", "build", "check", "in_flight", "looped", "lower_bound", "makespan", "name_of",
     "program_of", "refusal", "search", "v_shaped", "walk", "walked_makespan",
 ]  # fmt: skip

@@ -25,12 +25,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.programs.pipelines.greedy import Policy, Setting, list_schedule
 from meshwright.programs.pipelines.improve import Key, improve
 from meshwright.programs.pipelines.program import PipelineProgram, looped, v_shaped
 from meshwright.programs.pipelines.rules import refusal, require
-from meshwright.programs.pipelines.schedules import HANDMADE
 from meshwright.programs.pipelines.walk import Durations, Times, Walked, by_stage, walk
 
 EFFORT = 600_000  # simulated actions: about one second
@@ -113,9 +113,10 @@ class _Search:
     def run(self) -> Found:
         ranks, microbatches, virtual = self.setting.ranks, self.setting.microbatches, self.virtual
         handmade: dict[str, float | None] = {}
-        for name, build in HANDMADE.items():
-            if refusal(name, ranks, microbatches, virtual) is None:
-                handmade[name] = self.consider(name, build(ranks, microbatches, virtual))
+        for name, schedule in SCHEDULES.items():
+            is_handmade = schedule.build not in (None, auto)
+            if is_handmade and refusal(name, ranks, microbatches, virtual) is None:
+                handmade[name] = self.consider(name, schedule.build(ranks, microbatches, virtual))
         self.run_list_scheduler()
         if not self.pool:
             self.refuse()

@@ -35,12 +35,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.schedules import RULES
-from meshwright.errors import MeshwrightError
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.programs.pipelines.rules import name_of
 
 Number = int | float | np.ndarray
-UNEVEN_RANKS = ("1f1b", "interleaved", "zbv")  # schedules whose ranks hold different numbers of activations
 Path = tuple[Number, Number, Number, Number]  # forwards, backwards of inputs, backwards of weights, transfers
 
 
@@ -56,12 +54,13 @@ def makespan(
     overlap: bool = True,
 ) -> np.ndarray:
     """Seconds from the first action to the last on equal stages; for full backwards only input + weight counts."""
-    schedule = name_of(schedule)
+    schedule = costed_as(schedule)
     f, i, w, t = (np.asarray(x, float) for x in (forward, input, weight, p2p))
     if not overlap and schedule not in ("naive", "gpipe", "1f1b"):
         several = np.where(np.asarray(ranks) > 1, t, 0.0)
-        f, i, w, t = f + several, i + several, w + several * RULES[schedule].splits, np.zeros_like(t)
-    paths = critical_paths(schedule, ranks, microbatches, virtual, overlap)
+        f, i, w, t = f + several, i + several, w + several * SCHEDULES[schedule].splits, np.zeros_like(t)
+    p, m, v = (np.asarray(x) for x in (ranks, microbatches, virtual))
+    paths = SCHEDULES.part(schedule, "paths")(p, m, v, overlap)
     lengths = (nf * f + ni * i + nw * w + nt * t for nf, ni, nw, nt in paths)
     return reduce(np.maximum, lengths)
 
@@ -91,33 +90,58 @@ def bubble_fraction(
 
 
 def in_flight(schedule: str, ranks: Number, microbatches: Number, virtual: Number = 1, rank: Number = 0) -> np.ndarray:
-    """Return the peak number of activations, in (stage, micro-batch), that a rank holds from F until B or W. It depends on the rank only in the
-    schedules `UNEVEN_RANKS`."""
+    """Return the peak number of activations, in (stage, micro-batch), that a rank holds from F until B or W. It depends on the rank only in
+    schedules with `uneven_ranks`."""
     p, m, v, r = (np.asarray(x) for x in (ranks, microbatches, virtual, rank))
     if not p.shape == m.shape == v.shape == r.shape:
         p, m, v, r = np.broadcast_arrays(p, m, v, r)
-    n = m * v
-    match name_of(schedule):
-        case "naive":
-            return np.ones_like(n)
-        case "gpipe" | "looped-bfs":
-            return n.copy()
-        case "1f1b":
-            return np.minimum(n, p - r)
-        case "interleaved":
-            return np.minimum(n, (v - 1) * _widest_round(p, m) + 2 * (p - 1 - r) + 1)
-        case "interleaved-zb":
-            return np.minimum(n, (v - 1) * _widest_round(p, m) + p)
-        case "zb-h1":
-            return np.minimum(n, p)
-        case "zb-h2":
-            return np.minimum(n, 2 * p - 1)
-        case "zbv":
-            return np.minimum(2 * p, m + np.minimum(r + 1, m))
-        case "dualpipev":
-            return 2 * p + 1
-        case other:
-            raise _no_closed_form(other)
+    found: np.ndarray = SCHEDULES.part(costed_as(schedule), "in_flight")(p, m, v, r)
+    return found
+
+
+def costed_as(schedule: str) -> str:
+    """The schedule whose closed forms stand for a schedule: itself, unless it is the result of a search."""
+    name = name_of(schedule)
+    return SCHEDULES[name].costed_as or name
+
+
+# Activations in flight on rank r, of p ranks with v stages each and m micro-batches.
+
+
+def one_in_flight(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
+    return np.ones_like(m * v)
+
+
+def all_in_flight(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
+    return m * v
+
+
+def in_flight_1f1b(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
+    return np.minimum(m * v, p - r)
+
+
+def in_flight_interleaved(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
+    return np.minimum(m * v, (v - 1) * _widest_round(p, m) + 2 * (p - 1 - r) + 1)
+
+
+def in_flight_interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
+    return np.minimum(m * v, (v - 1) * _widest_round(p, m) + p)
+
+
+def in_flight_zb_h1(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
+    return np.minimum(m * v, p)
+
+
+def in_flight_zb_h2(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
+    return np.minimum(m * v, 2 * p - 1)
+
+
+def in_flight_zbv(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
+    return np.minimum(2 * p, m + np.minimum(r + 1, m))
+
+
+def in_flight_dualpipev(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
+    return 2 * p + 1
 
 
 def _widest_round(p: np.ndarray, m: np.ndarray) -> np.ndarray:
@@ -125,42 +149,40 @@ def _widest_round(p: np.ndarray, m: np.ndarray) -> np.ndarray:
     return -(-m // np.maximum(1, m // p))
 
 
-def critical_paths(
-    schedule: str, ranks: Number, microbatches: Number, virtual: Number, overlap: bool = True
-) -> list[Path]:
-    """Return the chains of which one is the longest."""
-    p, m, v = (np.asarray(x) for x in (ranks, microbatches, virtual))
-    looped = v * np.maximum(m, p) + np.minimum(m, p) - 1
-    turn = (p > 1) * p * (v - 1)  # transfers of one micro-batch until it reaches the last chunk of stages
-    match name_of(schedule):
-        case "naive":
-            return [(m * p, m * p, m * p, 2 * m * (p - 1))]
-        case "gpipe":
-            return _one_path(m + p - 1, 2 * (p - 1) if overlap else np.where(p > 1, 2 * (m + p - 2), 0))
-        case "1f1b":
-            return _one_path(m + p - 1, _transfers_1f1b(p, m, overlap))
-        case "interleaved":
-            return _one_path(looped, 2 * (p - 1) + turn * _full_rounds(p, m).sum(axis=0))
-        case "looped-bfs":
-            return _one_path(looped, 2 * (p - 1) + turn * 2 * (m <= p))
-        case "zb-h1":
-            return _interleaved_zb(p, m, np.ones_like(m))
-        case "zb-h2":
-            return _zb_h2(p, m)
-        case "interleaved-zb":
-            return _interleaved_zb(p, m, v)
-        case "zbv":
-            return _zbv(p, m)
-        case "dualpipev":
-            return _dualpipev(p, m)
-        case other:
-            raise _no_closed_form(other)
+# The chains of actions of which one is the longest, of p ranks with v stages each and m micro-batches.
 
 
-def _no_closed_form(schedule: str) -> MeshwrightError:
-    return MeshwrightError(
-        "MW-PIPE-007", f"'{schedule}' has no closed form", why="It is the result of a search: use `walk`"
-    )
+def naive(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
+    return [(m * p, m * p, m * p, 2 * m * (p - 1))]
+
+
+def gpipe(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
+    return _one_path(m + p - 1, 2 * (p - 1) if overlap else np.where(p > 1, 2 * (m + p - 2), 0))
+
+
+def one_forward_one_backward(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
+    return _one_path(m + p - 1, _transfers_1f1b(p, m, overlap))
+
+
+def interleaved(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
+    return _one_path(_looped(p, m, v), 2 * (p - 1) + _turn(p, v) * _full_rounds(p, m).sum(axis=0))
+
+
+def looped_bfs(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
+    return _one_path(_looped(p, m, v), 2 * (p - 1) + _turn(p, v) * 2 * (m <= p))
+
+
+def zb_h1(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
+    return interleaved_zb(p, m, np.ones_like(m), overlap)
+
+
+def _looped(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return v * np.maximum(m, p) + np.minimum(m, p) - 1
+
+
+def _turn(p: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Transfers of one micro-batch until it reaches the last chunk of stages."""
+    return (p > 1) * p * (v - 1)
 
 
 def _one_path(pieces: Number, transfers: Number) -> list[Path]:
@@ -181,10 +203,9 @@ def _full_rounds(p: np.ndarray, m: np.ndarray) -> np.ndarray:
     return np.stack([-(-m // count) <= p, m // count <= p]).astype(int)
 
 
-def _interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> list[Path]:
-    """Also zb-h1, with v = 1."""
+def interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
     q, n = p - 1, m * v
-    turns = (p > 1) * p * (v - 1)
+    turns = _turn(p, v)
     full_trip = 2 * (v * p - 1)
     enough = turns * _full_rounds(p, m)[0]
     short = 2 * (m == p)
@@ -217,7 +238,7 @@ def _interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> list[Path]:
     ]
 
 
-def _zb_h2(p: np.ndarray, m: np.ndarray) -> list[Path]:
+def zb_h2(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
     q = p - 1
     few, half, even = m < 2 * p - 1, m // 2, m % 2 == 0
     return [
@@ -229,7 +250,7 @@ def _zb_h2(p: np.ndarray, m: np.ndarray) -> list[Path]:
     ]
 
 
-def _zbv(p: np.ndarray, m: np.ndarray) -> list[Path]:
+def zbv(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
     q, n = p - 1, 2 * m
     one = (q > 0).astype(int)
     k = q - one  # q − 1, and 0 on a single rank
@@ -268,7 +289,7 @@ def _when(where: np.ndarray, paths: list[Path]) -> list[Path]:
     ]
 
 
-def _dualpipev(p: np.ndarray, m: np.ndarray) -> list[Path]:
+def dualpipev(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
     q, n = p - 1, 2 * m
     return [
         (n + q, n, n, 3 * q),

@@ -1,31 +1,27 @@
-"""Check the arguments of a schedule's builder against the table `describe.schedules.RULES`."""
+"""Check the arguments of a schedule's builder against the table `describe.schedules.SCHEDULES`."""
 
 from __future__ import annotations
 
 from numbers import Integral
 
-from meshwright.describe.schedules import MOST_ACTIONS, RULES, action_count
+from meshwright.describe.schedules import MOST_ACTIONS, SCHEDULES, action_count
 from meshwright.errors import MeshwrightError, unknown
-
-ALIASES = {
-    "zb-1p": "zb-h1", "zb-2p": "zb-h2", "zb1p": "zb-h1", "zbh1": "zb-h1", "zbh2": "zb-h2", "zero-bubble": "zb-h1",
-    "zb-v": "zbv", "dualpipe-v": "dualpipev", "1f1b-i": "interleaved", "interleaved-1f1b": "interleaved",
-    "bfs": "looped-bfs", "breadth-first": "looped-bfs", "interleaved-zero-bubble": "interleaved-zb",
-}  # fmt: skip
 
 
 def name_of(schedule: str) -> str:
     """The name of a schedule, from the name or an alias."""
     name = schedule.lower().replace("_", "-")
-    name = ALIASES.get(name, name)
-    if name not in RULES:
-        raise unknown("MW-PIPE-002", "pipeline schedule", schedule, RULES)
-    return name
+    if name in SCHEDULES:
+        return name
+    for known in SCHEDULES.values():
+        if name in known.aliases:
+            return known.name
+    raise unknown("MW-PIPE-002", "pipeline schedule", schedule, SCHEDULES)
 
 
 def refusal(schedule: str, ranks: int, microbatches: int, virtual: int) -> MeshwrightError | None:
     """The error for a request that the schedule does not accept, or None."""
-    rule = RULES[schedule]
+    rule = SCHEDULES[schedule]
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             return MeshwrightError("MW-PIPE-003", f"{schedule}: {what} = {value!r} is not a whole number of at least 1")

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.describe import catalog
 from meshwright.describe.config import CLASSES
 from meshwright.describe.plan_fields import PlanFields
-from meshwright.describe.schedules import RULES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.units import format_bytes, format_count, format_rate
 from meshwright.view.page.presets import PRESETS
@@ -24,7 +24,7 @@ def listing() -> dict[str, Any]:
         "accelerators": [{"name": name} for name in catalog.names("accelerators")],
         "links": [{"name": name} for name in catalog.names("links")],
         "stacks": [stack_line(name) for name in catalog.names("stacks")],
-        "schedules": [{"name": name, "about": rule.about, "virtual": rule.virtual} for name, rule in RULES.items()],
+        "schedules": [{"name": name, "about": rule.about, "virtual": rule.virtual} for name, rule in SCHEDULES.items()],
         "fields": {name: fields_of(name) for name in ("workload", "plan")},
         "frameworks": [{"name": f.name, "title": f.title} for f in FRAMEWORKS.values()],
         "presets": PRESETS,

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.plan import Plan
-from meshwright.describe.schedules import RULES
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError
 from meshwright.lower.footprint import elements
 from meshwright.lower.op import scalar
@@ -51,7 +51,7 @@ def data(subject: Subject) -> dict[str, Any]:
 def schedules_data(several: Sequence[Walked], seconds: bool = False) -> dict[str, Any]:
     """The same view of schedules that belong to no plan, as `show SCHEDULE --html` draws them; times are in units unless in `seconds`."""
     first = several[0].program
-    about = RULES[first.schedule].about if len(several) == 1 and first.schedule in RULES else ""
+    about = SCHEDULES[first.schedule].about if len(several) == 1 and first.schedule in SCHEDULES else ""
     words = f"{first.ranks} ranks, {first.microbatches} micro-batches, equal stages."
     return {
         "pipeline": True,
@@ -74,7 +74,7 @@ def with_schedule(e: Estimate, name: str) -> Estimate | None:
 
 
 def rescheduled(plan: Plan, name: str) -> Plan | None:
-    rule = RULES.get(name)
+    rule = SCHEDULES.get(name)
     if rule is None or plan.pp == 1:
         return None
     virtual = min(max(plan.virtual, rule.least_virtual), rule.most_virtual)
@@ -87,7 +87,7 @@ def rescheduled(plan: Plan, name: str) -> Plan | None:
 def choices(e: Estimate) -> list[dict[str, Any]]:
     """Every schedule, and why this plan cannot run it."""
     out = []
-    for name, rule in RULES.items():
+    for name, rule in SCHEDULES.items():
         plan, reason = rescheduled(e.plan, name), ""
         try:
             if plan is not None and name != e.plan.schedule:

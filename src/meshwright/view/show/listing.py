@@ -8,14 +8,18 @@ from rich.text import Text
 
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.collectives.formulas import text as formula
-from meshwright.programs.pipelines import RULES
+from meshwright.programs.pipelines import SCHEDULES
 from meshwright.view.tables import filled, heading, show, show_json
 
 
 def data(lessons: dict[str, str]) -> dict[str, Any]:
     """What `--json` prints."""
     found = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
-    return {"collectives": found, "pipelines": {name: rule.about for name, rule in RULES.items()}, "lessons": lessons}
+    return {
+        "collectives": found,
+        "pipelines": {name: rule.about for name, rule in SCHEDULES.items()},
+        "lessons": lessons,
+    }
 
 
 def list_topics(lessons: dict[str, str], as_json: bool = False) -> None:
@@ -30,7 +34,7 @@ def list_topics(lessons: dict[str, str], as_json: bool = False) -> None:
             rows.append((*first, Text(name, "cyan"), Text(formula(operation, name), "dim")))
     collectives = filled(["operation", "what", "algorithm", "time on a uniform network"], rows)
     schedules = filled(
-        ["schedule", "what"], [(Text(name, "bold"), Text(rule.about, "dim")) for name, rule in RULES.items()]
+        ["schedule", "what"], [(Text(name, "bold"), Text(rule.about, "dim")) for name, rule in SCHEDULES.items()]
     )
     table = filled(["lesson", "what"], [(Text(name, "bold"), Text(about, "dim")) for name, about in lessons.items()])
     show(

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError
-from meshwright.programs.pipelines import RULES, Durations, Walked, build, name_of, walk
+from meshwright.programs.pipelines import SCHEDULES, Durations, Walked, build, name_of, walk
 from meshwright.view import tables
 
 CLASSICS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
@@ -64,7 +64,7 @@ def walked_for(
 ) -> Walked:
     """Simulate a schedule on equal stages; a `virtual` that it does not support is replaced by its default."""
     name = name_of(schedule)
-    rule = RULES[name]
+    rule = SCHEDULES[name]
     count = virtual if virtual is not None and (rule.most_virtual > 2 or virtual == rule.virtual) else rule.virtual
     if len(times) != 3:
         raise MeshwrightError("MW-PIPE-020", f"times are three numbers: forward, inputs, weights, not {len(times)}")

@@ -9,7 +9,7 @@ from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError, shown, unknown
 from meshwright.errors import kind_of as kind_of_value
 from meshwright.programs.collectives import OPERATIONS
-from meshwright.programs.pipelines import ALIASES, RULES
+from meshwright.programs.pipelines import SCHEDULES
 from meshwright.view.show import collectives, listing, pipelines
 from meshwright.view.show.options import COLLECTIVES, LESSON, PIPELINES, USED, refuse_unused
 
@@ -40,9 +40,9 @@ def kind_of(topic: str) -> str:
         return LESSON
     if topic in OPERATIONS:
         return COLLECTIVES
-    if topic in RULES or topic in ALIASES:
+    if any(topic in (name, *known.aliases) for name, known in SCHEDULES.items()):
         return PIPELINES
-    raise unknown("MW-SHOW-001", "topic", topic, [*OPERATIONS, *RULES, *LESSONS], "meshwright show {}")
+    raise unknown("MW-SHOW-001", "topic", topic, [*OPERATIONS, *SCHEDULES, *LESSONS], "meshwright show {}")
 
 
 def module_of(lesson: str) -> Any:

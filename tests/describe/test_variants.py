@@ -1,0 +1,130 @@
+"""A variant added from outside the package goes through every command; one that lacks a part raises and names the part."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.cli import main
+from meshwright.describe.plan import Plan
+from meshwright.describe.schedules import SCHEDULES, Schedule
+from meshwright.errors import MeshwrightError
+from meshwright.programs.pipelines import build, check, in_flight, makespan, program_of, walk
+from meshwright.programs.pipelines.program import looped
+
+FILE = """
+[model]
+name = "small"
+hidden = 64
+layers = 4
+heads = 4
+ffn = 128
+vocab = 256
+max_positions = 64
+
+[workload]
+batch = 8
+seq = 32
+precision = "fp32"
+
+[plan]
+pp = 2
+schedule = "reversed-gpipe"
+"""
+
+
+def reversed_gpipe(ranks, microbatches, virtual=1):
+    lists = [
+        [*((r, "F", m) for m in range(microbatches)), *((r, "B", m) for m in reversed(range(microbatches)))]
+        for r in range(ranks)
+    ]
+    return program_of("reversed-gpipe", lists, looped(ranks, 1), microbatches)
+
+
+REVERSED = Schedule(
+    "reversed-gpipe",
+    "GPipe whose backwards start with the last micro-batch",
+    build=reversed_gpipe,
+    paths=lambda p, m, v, overlap: [(m + p - 1, m + p - 1, m + p - 1, 2 * (p - 1))],
+    in_flight=lambda p, m, v, r: m * v,
+)
+
+
+@pytest.fixture
+def plug_in():
+    added = []
+
+    def add(schedule):
+        added.append(SCHEDULES.register(schedule).name)
+
+    yield add
+    for name in reversed(added):
+        SCHEDULES.remove(name)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(FILE)
+    return str(path)
+
+
+def run(capsys, *arguments, code=0):
+    with pytest.raises(SystemExit) as leaving:
+        main(list(arguments))
+    shown = capsys.readouterr()
+    assert (leaving.value.code or 0) == code, shown.err
+    return shown.err if code else shown.out
+
+
+def test_a_schedule_from_outside_goes_through_the_commands(plug_in, file, capsys):
+    plug_in(REVERSED)
+    program = build("reversed-gpipe", 4, 6)
+    check(program)
+    assert walk(program).makespan == makespan("reversed-gpipe", 4, 6)
+    assert in_flight("reversed-gpipe", 4, 6) == 6
+    estimate = json.loads(run(capsys, "estimate", "--plan", file, "--cluster", "dgx-h100", "--gpus", "2", "--json"))
+    assert estimate["step_time_s"] > 0
+    assert "reversed-gpipe" in run(capsys, "simulate", file, "--cluster", "dgx-h100", "--gpus", "2")
+    assert "reversed-gpipe" in run(capsys, "show", "reversed-gpipe", "--stages", "3", "--microbatches", "4")
+    fixed = ("--cluster", "dgx-h100", "--gpus", "8", "--batch", "64", "--seq", "128", "--json")
+    planned = json.loads(run(capsys, "plan", "gpt2-small", *fixed, "--fix", "schedule=reversed-gpipe", "--fix", "pp=4"))
+    assert planned["plans"][0]["plan"]["schedule"] == "reversed-gpipe"
+    assert "reversed-gpipe" not in run(capsys, "plan", "gpt2-small", *fixed, "--without", "reversed-gpipe")
+
+
+@pytest.mark.parametrize("part", ["build", "paths", "in_flight"])
+def test_a_schedule_without_a_part_raises_where_the_part_is_needed_only(plug_in, file, capsys, part):
+    plug_in(replace(REVERSED, **{part: None}))
+    commands = {
+        "build": ("show", "reversed-gpipe", "--stages", "3"),
+        "paths": ("estimate", "--plan", file, "--cluster", "dgx-h100", "--gpus", "2"),
+        "in_flight": ("estimate", "--plan", file, "--cluster", "dgx-h100", "--gpus", "2"),
+    }
+    text = run(capsys, *commands[part], code=2)
+    assert "MW-VARI-001" in text
+    assert f"'reversed-gpipe' has no part '{part}'" in text
+    run(
+        capsys, "plan", "gpt2-small", "--cluster", "dgx-h100", "--gpus", "8", "--batch", "64", "--seq", "128", "--json"
+    )  # nobody named it
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(MeshwrightError, match="MW-VARI-002"):
+        SCHEDULES.register(Schedule("1f1b", "again"))
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(plug_in):
+    plug_in(REVERSED)
+    with pytest.raises(MeshwrightError, match=r"MW-CONF-003.*reversed-gpipe.*Fix: --set plan.schedule=1f1b"):
+        Plan(schedule="1f2b")
+
+
+def test_columns_grow_with_the_registry(plug_in):
+    before = len(SCHEDULES.column("splits"))
+    plug_in(REVERSED)
+    assert len(SCHEDULES.column("splits")) == before + 1
+    assert np.array_equal(SCHEDULES.column("splits")[-1:], [False])
