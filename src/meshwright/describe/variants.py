@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic_core import PydanticCustomError, core_schema
@@ -24,14 +24,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from meshwright.errors import MeshwrightError
 
 
-class Variant(Protocol):
-    __dataclass_fields__: Any
-
-    @property
-    def name(self) -> str: ...
-
-
-V = TypeVar("V", bound=Variant)
+V = TypeVar("V", bound=Any)  # a frozen dataclass with a `name`
 
 
 class Registry(Mapping[str, V]):
@@ -58,7 +51,7 @@ class Registry(Mapping[str, V]):
 
     def provide(self, name: str, **parts: Any) -> None:
         """Add parts to a registered variant."""
-        self._variants[name] = replace(self[name], **parts)  # type: ignore[type-var]
+        self._variants[name] = replace(self[name], **parts)
         self._columns.clear()
 
     def remove(self, name: str) -> None:

@@ -20,7 +20,7 @@ NEEDS = ("stack", "framework")
 CODE = "MW-PLAN-023"
 
 
-def outside(code: Flag, words: tuple[str, ...], allowed: Sequence[str]) -> Flag:
+def outside(code: Flag, words: Sequence[str], allowed: Sequence[str]) -> Flag:
     """Whether the word of a code is not among the allowed ones; no word is allowed by an empty list only if nothing is limited."""
     if not allowed:
         return False

@@ -114,9 +114,9 @@ class _Search:
         ranks, microbatches, virtual = self.setting.ranks, self.setting.microbatches, self.virtual
         handmade: dict[str, float | None] = {}
         for name, schedule in SCHEDULES.items():
-            is_handmade = schedule.build not in (None, auto)
-            if is_handmade and refusal(name, ranks, microbatches, virtual) is None:
-                handmade[name] = self.consider(name, schedule.build(ranks, microbatches, virtual))
+            build = schedule.build
+            if build is not None and build is not auto and refusal(name, ranks, microbatches, virtual) is None:
+                handmade[name] = self.consider(name, build(ranks, microbatches, virtual))
         self.run_list_scheduler()
         if not self.pool:
             self.refuse()
