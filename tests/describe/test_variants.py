@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.cli import main
+from meshwright.describe.compressions import COMPRESSIONS, Compression
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import SCHEDULES, Schedule
 from meshwright.errors import MeshwrightError
@@ -53,16 +54,27 @@ REVERSED = Schedule(
 )
 
 
+SIGNS = Compression(
+    "signs",
+    "one bit for each value, and a scale",
+    passes=3.0,
+    wire=lambda r: [("all_gather", r.ranks * (4 + r.elements / 8))],
+    buffers=lambda r, sent: (sent, sent + r.elements),
+)
+
+
 @pytest.fixture
 def plug_in():
     added = []
 
-    def add(schedule):
-        added.append(SCHEDULES.register(schedule).name)
+    def add(variant):
+        registry = SCHEDULES if isinstance(variant, Schedule) else COMPRESSIONS
+        registry.register(variant)
+        added.append((registry, variant.name))
 
     yield add
-    for name in reversed(added):
-        SCHEDULES.remove(name)
+    for registry, name in reversed(added):
+        registry.remove(name)
 
 
 @pytest.fixture
@@ -110,6 +122,57 @@ def test_a_schedule_without_a_part_raises_where_the_part_is_needed_only(plug_in,
     run(
         capsys, "plan", "gpt2-small", "--cluster", "dgx-h100", "--gpus", "8", "--batch", "64", "--seq", "128", "--json"
     )  # nobody named it
+
+
+COMPRESSED = (
+    "estimate",
+    "llama3-8b",
+    "--cluster",
+    "dgx-h100",
+    "--gpus",
+    "8",
+    "--batch",
+    "64",
+    "--seq",
+    "2048",
+)
+DATA_PARALLEL = ("--set", "plan.shard=8", "--set", "plan.zero=2", "--set", "plan.recompute=full")
+
+
+def test_a_compression_from_outside_is_costed(plug_in, capsys):
+    plug_in(SIGNS)
+    traffic = {}
+    for name in ("none", "signs"):
+        shown = run(capsys, *COMPRESSED, *DATA_PARALLEL, "--set", f"plan.compression={name}", "--json")
+        traffic[name] = json.loads(shown)["traffic_bytes"]["dp"]
+    assert traffic["signs"] < traffic["none"]
+
+
+@pytest.mark.parametrize("part", ["wire", "buffers"])
+def test_a_compression_without_a_part_names_it(plug_in, capsys, part):
+    plug_in(replace(SIGNS, **{part: None}))
+    text = run(capsys, *COMPRESSED, *DATA_PARALLEL, "--set", "plan.compression=signs", code=2)
+    assert f"MW-VARI-001: the gradient compression 'signs' has no part '{part}'" in text
+    run(capsys, *COMPRESSED, *DATA_PARALLEL, "--json")
+
+
+def test_a_compression_that_no_module_runs_names_the_missing_part(plug_in):
+    from meshwright.parallel.numerics.compress.compressors import make_compressor
+    from meshwright.proof.emulation.compressors import compressed_sum
+
+    plug_in(SIGNS)
+    with pytest.raises(MeshwrightError, match="'signs' has no part 'make'"):
+        make_compressor("signs")
+    with pytest.raises(MeshwrightError, match="'signs' has no part 'emulate'"):
+        compressed_sum(Plan(compression="signs"))
+
+
+def test_every_compression_of_ours_has_every_part():
+    import meshwright.parallel.numerics.compress.compressors
+    import meshwright.proof.emulation.compressors  # noqa: F401
+
+    assert set(COMPRESSIONS.having("wire", "buffers", "make")) == set(COMPRESSIONS)
+    assert set(COMPRESSIONS.having("emulate")) == set(COMPRESSIONS) - {"none"}
 
 
 def test_a_name_is_registered_once():

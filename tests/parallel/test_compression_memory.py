@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import ranks
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
-from meshwright.lower.compressed import factor_sizes
+from meshwright.lower.compressed import Request, factor_sizes
 from meshwright.lower.compression_memory import buffer_bytes
 from meshwright.parallel.numerics.compress.compressors import make_compressor
 from meshwright.parallel.numerics.compress.scatter import columns_of, width_of
@@ -80,7 +80,7 @@ def test_the_buffers_of_a_message_are_those_predicted(name, scattered, world):
             message, out = torch.randn(shape, generator=random).to(dtype), torch.empty(columns, dtype=dtype)
             waits, peak = held_bytes(compressor, message, out, layout, world)
         width, factors = message.element_size(), factor_sizes(SHAPES, OPTIONS["rank"])
-        predicted = buffer_bytes(plan, name, message.numel(), width, world, scattered, factors)
+        predicted = buffer_bytes(name, Request(plan, message.numel(), width, world, scattered, factors))
         # Only scales and counts are not counted: a few bytes for each rank and parameter. A threshold passes
         # as many values as a normal distribution has, give or take the sample.
         assert np.allclose(predicted, (waits, peak), rtol=0.03, atol=100 * world), (dtype, predicted, waits, peak)

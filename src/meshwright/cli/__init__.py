@@ -301,7 +301,8 @@ def print_error(error: MeshwrightError, as_json: bool) -> None:
             print(json.dumps({"error": error.as_dict()}, ensure_ascii=False), flush=True)
             return
         except BrokenPipeError:
-            return discard_stdout()
+            discard_stdout()
+            return
         except OSError:  # standard output is full: the error goes to stderr
             discard_stdout()
     from rich.console import Console

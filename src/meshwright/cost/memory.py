@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower import muon
 from meshwright.lower.attention_dropout import working_bytes
-from meshwright.lower.batch import COMPRESSIONS
 from meshwright.lower.compression_memory import compression_buffers
 from meshwright.lower.footprint import GROUPS, elements, padded_elements
 from meshwright.lower.gradients import batch_messages, gathered_weights, sharded
@@ -54,7 +54,7 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
         else np.where((b.grad_bytes > b.param_bytes) & (b.zero < 3), b.param_bytes, 0.0)
     )
     # Compression keeps the unsent part of the gradient (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
-    error_feedback = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0) if b.compresses else 0.0
+    error_feedback = COMPRESSIONS.column("keeps_error")[b.compression] * b.grad_bytes
     padded, by_muon = padded_elements(program, held), muon.updated_elements(program, held)
     for group, count in elements(program, held).items():
         shard = b.size(DATA_AXES[group].shard)

@@ -18,6 +18,7 @@ from pydantic import model_validator
 
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.legality.fixes import divisors
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import AXES, PlanFields
@@ -114,11 +115,12 @@ class Plan(PlanFields):
             words.append("fp8 all-gathers")
         if self.recompute_budget:
             words.append(f"activations up to {format_decimal_bytes(self.recompute_budget)}")
-        if self.compression in ("top-k", "random-k"):
+        options = COMPRESSIONS[self.compression].options
+        if "compression_ratio" in options:
             words.append(f"{self.compression_ratio:.3g} of them sent")
-        if self.compression == "powersgd":
+        if "compression_rank" in options:
             words.append(f"rank {self.compression_rank}")
-        if self.compression == "threshold":
+        if "compression_threshold" in options:
             words.append(f"above {self.compression_threshold:g}× their root mean square")
         if self.overlap is not None:
             words.append(f"overlap {'+'.join(self.overlap) or 'nothing'}")

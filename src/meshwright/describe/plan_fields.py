@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from meshwright.describe.base import Bytes, Described, Size, Whole
+from meshwright.describe.compressions import CompressionName
 from meshwright.describe.schedules import ScheduleName
 from meshwright.describe.stack import Axis, Stack
 from meshwright.describe.stages import layers_of_stages
@@ -21,7 +22,6 @@ from meshwright.describe.workload import Workload
 
 Recompute = Literal["none", "selective", "full", "auto"]
 ContextKind = Literal["ring", "ulysses", "all-gather"]
-Compression = Literal["none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd", "fp8", "random-k", "threshold"]
 Dtype = Literal["fp64", "fp32", "fp16", "bf16", "fp8"]
 Offload = Literal["none", "states", "activations", "both"]
 TensorForm = Literal["megatron", "all-gather"]
@@ -31,7 +31,6 @@ AXES = ("tp", "cp", "pp", "dp")
 ORDERS = tuple(permutations(AXES))
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 CP_KINDS: tuple[str, ...] = get_args(ContextKind)
-COMPRESSIONS: tuple[str, ...] = get_args(Compression)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 TP_FORMS: tuple[str, ...] = get_args(TensorForm)
 GATHER_DTYPES: tuple[str, ...] = get_args(GatherDtype)
@@ -100,7 +99,7 @@ class PlanFields(Described):
         default=None,
         description="axes whose communication overlaps with compute; default: the stack's, and cp for ring attention",
     )
-    compression: Compression = Field(default="none", description="compression of gradients")
+    compression: CompressionName = Field(default="none", description="compression of gradients")
     compression_ratio: float = Field(default=0.01, gt=0, le=1, description="top-k, random-k: share of elements sent")
     compression_threshold: float = Field(
         default=2.0, gt=0, description="threshold: values above this many times their root mean square are sent"

@@ -23,7 +23,6 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from meshwright.errors import MeshwrightError
 
-
 V = TypeVar("V", bound=Any)  # a frozen dataclass with a `name`
 
 

@@ -19,10 +19,11 @@ import numpy as np
 
 from meshwright.describe.axes import BASE, axis_size, members_in_unit, strides
 from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.framework_stages import in_framework
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_fields import COMPRESSIONS, CP_KINDS, ORDERS, RECOMPUTES
+from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.stack import Stack
@@ -146,7 +147,7 @@ class Batch:
         # Where gradients are sent narrower than they are accumulated.
         self.lossy = (self.compression > 0) | (self.comm_bytes < self.grad_bytes)
         self.compresses = bool(np.count_nonzero(self.lossy))
-        self.compressions = [(code, COMPRESSIONS[code]) for code in distinct_codes(self.compression)]
+        self.compressions = [(code, COMPRESSIONS.names[code]) for code in distinct_codes(self.compression)]
         self.wires = self._wires()
         self.units = not stack.flat_shards and model.kind != "counts"  # ZeRO works in units of layers
         # ZeRO pads the rows of a tensor to a multiple of the ranks.
@@ -222,7 +223,7 @@ class Batch:
         fields["cp_kind"] = np.array([CP_KINDS.index(p.cp_kind) for p in plans])
         # 16 bits on the wire are a dtype; 8 bits are a compression with scales and more exchanges.
         eight = ["fp8" if p.wire == "fp8" else p.compression for p in plans]
-        fields["compression"] = np.array([COMPRESSIONS.index(name) for name in eight])
+        fields["compression"] = np.array([COMPRESSIONS.names.index(name) for name in eight])
         fields["compression_threshold"] = np.array([p.compression_threshold for p in plans])
         fields["gather_form"] = np.array([p.tp_form == "all-gather" for p in plans])
         fields["gather_fp8"] = np.array([p.gather_dtype == "fp8" for p in plans])
@@ -283,9 +284,10 @@ class Batch:
         narrow = self.lossy & (self.compression == 0)
         return [(name, on) for name, on in (("none", ~self.lossy), ("bf16", narrow), *found) if on.any()]
 
-    def sends(self, wire: str) -> Any:
-        """Where gradients are sent in this way."""
-        return sum((on for name, on in self.wires if name == wire), np.False_)
+    @property
+    def sends_factors(self) -> Any:
+        """Where factors of each matrix are sent instead of its gradient (PowerSGD)."""
+        return sum((on for name, on in self.wires if COMPRESSIONS[name].by_matrix), np.False_)
 
     def fp8_gather_bytes(self, elements: Any, axis: str = "") -> Any:
         """Bytes of the full buffer of an all-gather in fp8: one per element, and the scales. `mxfp8` has a scale of 1 byte for each 32 elements

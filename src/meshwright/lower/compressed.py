@@ -20,37 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.sharding.rules import Number, share
 
 SCALE_BYTES = INDEX_BYTES = 4
 COUNT_BYTES = 8
-LINEAR = ("none", "fp16", "bf16")  # bytes proportional to the elements, however they are cut into messages
-# Passes over the gradients in device memory that compressing and expanding cost.
-PASSES = {
-    "none": 0.0,
-    "fp16": 1.5,
-    "bf16": 1.5,
-    "int8": 3.0,
-    "int4": 3.0,
-    "fp8": 3.0,
-    "top-k": 8.0,
-    "random-k": 4.0,
-    "threshold": 5.0,
-    "powersgd": 4.0,
-}
-# Torch operators that compressing and expanding cost: of each message, and of each parameter.
-OPERATORS = {
-    "int8": (35.0, 0.0),
-    "int4": (35.0, 0.0),
-    "fp8": (35.0, 0.0),
-    "top-k": (23.0, 0.0),
-    "powersgd": (6.0, 25.0),
-}
-FEW_OPERATORS = (4.0, 0.0)  # of the other compressions
+Array = Any
 Exchanges = list[tuple[str, Any]]  # collective, bytes of the full buffer
 
 
@@ -94,38 +74,74 @@ def on_the_wire(
     factors: tuple[Number, Number] = (0, 0),
     passed: Number | None = None,
 ) -> Exchanges:
-    """(collective, bytes of the full buffer) of one message; zero bytes where a plan sends nothing.
+    """(collective, bytes of the full buffer) of one message; zero bytes where a plan sends nothing."""
+    request = Request(options, elements, width, ranks, scattered, factors, passed)
+    found: Exchanges = COMPRESSIONS.part(wire, "wire")(request)
+    return found
+
+
+class Request(NamedTuple):
+    """One message: `elements` gradients of `width` bytes, summed over `ranks`; `scattered`: a rank needs only its shard of the sum.
 
     `factors` are the elements of PowerSGD's two sums; `passed` is how many values a threshold let pass on the fullest rank.
     """
-    summed = "reduce_scatter" if scattered else "all_reduce"
-    part = (
-        elements / ranks
-        if scattered and isinstance(ranks, np.ndarray)
-        else elements // ranks
-        if scattered
-        else elements
-    )
-    match wire:
-        case "none":
-            return [(summed, elements * width)]
-        case "fp16" | "bf16":
-            return [(summed, elements * 2)]
-        case "int8" | "int4" | "fp8":
-            each = 2 * share(elements, 2 * ranks)
-            n = ranks * (SCALE_BYTES + (each // 2 if wire == "int4" else each))
-            return [("all_to_all", n)] if scattered else [("all_to_all", n), ("all_gather", n)]
-        case "random-k":
-            return [(summed, (ranks if scattered else 1) * kept(part, options.compression_ratio) * width)]
-        case "top-k":
-            n = ranks * kept(part, options.compression_ratio) * (width + INDEX_BYTES)
-            return [("all_to_all" if scattered else "all_gather", n)]
-        case "threshold":
-            most = values_above(part, options.compression_threshold) if passed is None else passed
-            pairs = ranks * most * (width + INDEX_BYTES)
-            return [("all_gather", ranks * COUNT_BYTES), ("all_to_all" if scattered else "all_gather", pairs)]
-    first, second = factors
-    return [("all_reduce", first * width), ("all_reduce", second * width)]
+
+    options: Options
+    elements: Number
+    width: Number
+    ranks: Number
+    scattered: bool
+    factors: tuple[Number, Number] = (0, 0)
+    passed: Number | None = None
+
+    @property
+    def summed(self) -> str:
+        """The collective that sums on the wire."""
+        return "reduce_scatter" if self.scattered else "all_reduce"
+
+    @property
+    def exchanged(self) -> str:
+        """The collective of what cannot be summed on the wire."""
+        return "all_to_all" if self.scattered else "all_gather"
+
+    @property
+    def part(self) -> Number:
+        """Elements from which values are chosen at a time: those of one owner, or all."""
+        if not self.scattered:
+            return self.elements
+        return self.elements / self.ranks if isinstance(self.ranks, np.ndarray) else self.elements // self.ranks
+
+
+def plain(r: Request) -> Exchanges:
+    return [(r.summed, r.elements * r.width)]
+
+
+def cast(r: Request) -> Exchanges:
+    return [(r.summed, r.elements * 2)]
+
+
+def quantised(r: Request, per_byte: int = 1) -> Exchanges:
+    each = 2 * share(r.elements, 2 * r.ranks)
+    n = r.ranks * (SCALE_BYTES + each // per_byte)
+    return [("all_to_all", n)] if r.scattered else [("all_to_all", n), ("all_gather", n)]
+
+
+def random_values(r: Request) -> Exchanges:
+    return [(r.summed, (r.ranks if r.scattered else 1) * kept(r.part, r.options.compression_ratio) * r.width)]
+
+
+def largest_values(r: Request) -> Exchanges:
+    return [(r.exchanged, r.ranks * kept(r.part, r.options.compression_ratio) * (r.width + INDEX_BYTES))]
+
+
+def above_threshold(r: Request) -> Exchanges:
+    most = values_above(r.part, r.options.compression_threshold) if r.passed is None else r.passed
+    return [("all_gather", r.ranks * COUNT_BYTES), (r.exchanged, r.ranks * most * (r.width + INDEX_BYTES))]
+
+
+def two_factors(r: Request) -> Exchanges:
+    first, second = r.factors
+    return [("all_reduce", first * r.width), ("all_reduce", second * r.width)]
 
 
 def kept(elements: Number, ratio: Number) -> Number:
@@ -163,3 +179,61 @@ def factor_size(shape: Sequence[Number], rank: Number) -> tuple[Number, Number]:
         return np.where(smaller, r * m, m * n), np.where(smaller, r * n, 0.0)
     r = min(rank, m, n)
     return (r * m, r * n) if r * (m + n) < m * n else (m * n, 0)
+
+
+# Buffers of one message: bytes while its collectives run, and bytes while it is compressed or expanded. x is gradient + error; when it is
+# compressed it becomes the next error. `sent` is what the last collective of the message moves.
+
+
+def cast_buffers(r: Request, sent: Array) -> tuple[Array, Array]:
+    """The 16-bit copy of wider gradients."""
+    waits = np.where(np.asarray(r.width) > 2, sent, 0.0) + (sent / r.ranks if r.scattered else 0.0)
+    return waits, waits
+
+
+def quantised_buffers(r: Request, sent: Array, through_fp32: bool = False) -> tuple[Array, Array]:
+    """What is sent and what arrives. At most x, x / scale in fp32 or wider, and two bytes of integers for each value; fp8 is converted
+    through fp32."""
+    whole, through = r.elements * r.width, np.where(through_fp32 & (np.asarray(r.width) != 4), 4 * r.elements, 0.0)
+    return 2 * sent, whole + 2 * r.elements + np.maximum(np.maximum(r.width, 4) * r.elements, whole + through)
+
+
+def largest_values_buffers(r: Request, sent: Array) -> tuple[Array, Array]:
+    """Pairs sent, and those of all ranks. At most x, its magnitudes, and the values and indices chosen."""
+    pairs = sent if r.scattered else sent / r.ranks  # of this rank
+    waits, chosen = sent + pairs, pairs / (r.width + INDEX_BYTES) * (r.width + 8)
+    return waits, np.maximum(2 * r.elements * r.width + chosen, waits + sent / r.ranks)
+
+
+def above_threshold_buffers(r: Request, sent: Array) -> tuple[Array, Array]:
+    """x and 8-byte indices (a mask under ZeRO) until all counts are known, then like top-k."""
+    whole, pairs = r.elements * r.width, sent if r.scattered else sent / r.ranks
+    most = np.maximum(2 * whole + r.elements, sent + pairs + sent / r.ranks)
+    indices = r.elements if r.scattered else 8 * pairs / (r.width + INDEX_BYTES)
+    return np.maximum(sent + pairs, whole + indices), most
+
+
+def random_values_buffers(r: Request, sent: Array) -> tuple[Array, Array]:
+    """Values sent and their 8-byte indices. At most x and a permutation of 8-byte indices."""
+    parts = r.ranks if r.scattered else 1
+    count = sent / r.width / parts
+    waits = sent + 8 * count + (sent / r.ranks if r.scattered else 0.0)
+    return waits, r.elements * r.width + 8 * count + np.maximum(8 * r.elements / parts, 2 * sent)
+
+
+def two_factors_buffers(r: Request, sent: Array) -> tuple[Array, Array]:
+    """x and the first factors. At most a copy of the largest matrix as well, counted as all of x."""
+    whole, (first, second) = r.elements * r.width, r.factors
+    return whole + first * r.width, 2 * whole + 2 * (first + second) * r.width
+
+
+COMPRESSIONS.provide("none", wire=plain, buffers=lambda request, sent: (0.0, 0.0))
+COMPRESSIONS.provide("fp16", wire=cast, buffers=cast_buffers)
+COMPRESSIONS.provide("bf16", wire=cast, buffers=cast_buffers)
+COMPRESSIONS.provide("int8", wire=quantised, buffers=quantised_buffers)
+COMPRESSIONS.provide("int4", wire=partial(quantised, per_byte=2), buffers=quantised_buffers)
+COMPRESSIONS.provide("fp8", wire=quantised, buffers=partial(quantised_buffers, through_fp32=True))
+COMPRESSIONS.provide("top-k", wire=largest_values, buffers=largest_values_buffers)
+COMPRESSIONS.provide("random-k", wire=random_values, buffers=random_values_buffers)
+COMPRESSIONS.provide("threshold", wire=above_threshold, buffers=above_threshold_buffers)
+COMPRESSIONS.provide("powersgd", wire=two_factors, buffers=two_factors_buffers)

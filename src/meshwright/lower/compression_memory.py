@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower.batch import Batch
-from meshwright.lower.compressed import INDEX_BYTES, Options, on_the_wire
+from meshwright.lower.compressed import Request
 from meshwright.lower.gradients import Message, sharded
 from meshwright.lower.op import Array
 
@@ -31,56 +32,17 @@ def compression_buffers(b: Batch, group: str, messages: Sequence[Message]) -> tu
                 if wire == "none" or not here.any():
                     continue
                 axis, factors = shard if kind else whole, (message.load.first, message.load.second)
-                flight, most = buffer_bytes(b, wire, message.load.sent, b.grad_bytes, b.size(axis), kind, factors)
+                request = Request(b, message.load.sent, b.grad_bytes, b.size(axis), kind, factors)
+                flight, most = buffer_bytes(wire, request)
                 here = here & (np.asarray(message.load.sent) > 0)
                 running += np.where(here & ~one_at_a_time, message.count * flight, 0.0)
                 largest = np.maximum(largest, np.where(here, most - np.where(one_at_a_time, 0.0, flight), 0.0))
     return running + largest, largest
 
 
-def buffer_bytes(
-    options: Options,
-    wire: str,
-    elements: Array,
-    width: Array,
-    ranks: Array,
-    scattered: bool,
-    factors: tuple[Array, Array],
-) -> tuple[Array, Array]:
+def buffer_bytes(wire: str, request: Request) -> tuple[Array, Array]:
     """Bytes one message takes in device memory besides its gradients and the error kept from the step before: while its collectives
-    run, and at most, while it is compressed or expanded. x is gradient + error; when it is compressed it becomes the next error.
-
-        fp16, bf16        waits: the 16-bit copy of wider gradients
-        int8, int4, fp8   waits: what is sent and what arrives. At most x, x / scale in fp32 or wider, and two bytes of integers for
-                          each value; fp8 is converted through fp32
-        top-k             waits: pairs sent, and those of all ranks. At most x, its magnitudes, and the values and indices chosen
-        threshold         waits: x and 8-byte indices (a mask under ZeRO) until all counts are known, then like top-k
-        random-k          waits: values sent and their 8-byte indices. At most x and a permutation of 8-byte indices
-        powersgd          waits: x and the first factors. At most a copy of the largest matrix as well, counted as all of x
-    """
-    whole, sent = elements * width, on_the_wire(options, wire, elements, width, ranks, scattered, factors)[-1][1]
-    match wire:
-        case "fp16" | "bf16":
-            waits = most = np.where(np.asarray(width) > 2, sent, 0.0) + (sent / ranks if scattered else 0.0)
-        case "int8" | "int4" | "fp8":
-            waits = 2 * sent
-            through = np.where((wire == "fp8") & (np.asarray(width) != 4), 4 * elements, 0.0)
-            most = whole + 2 * elements + np.maximum(np.maximum(width, 4) * elements, whole + through)
-        case "top-k" | "threshold":
-            pairs = sent if scattered else sent / ranks  # of this rank
-            count, waits = pairs / (width + INDEX_BYTES), sent + pairs
-            most = 2 * whole + (count * (width + 8) if wire == "top-k" else elements)
-            most = np.maximum(most, waits + sent / ranks)
-            if wire == "threshold":
-                waits = np.maximum(waits, whole + (elements if scattered else 8 * count))
-        case "random-k":
-            count = sent / width / (ranks if scattered else 1)
-            waits = sent + 8 * count + (sent / ranks if scattered else 0.0)
-            most = whole + 8 * count + np.maximum(8 * elements / (ranks if scattered else 1), 2 * sent)
-        case "powersgd":
-            first, second = factors
-            waits = whole + first * width
-            most = 2 * whole + 2 * (first + second) * width
-        case _:
-            return 0.0, 0.0
+    run, and at most, while it is compressed or expanded."""
+    sent = COMPRESSIONS.part(wire, "wire")(request)[-1][1]
+    waits, most = COMPRESSIONS.part(wire, "buffers")(request, sent)
     return waits, np.maximum(waits, most)

@@ -109,7 +109,7 @@ def fp8_weights(model: Model, kind: str, group: str) -> int:
 
 def compressed(b: Batch, held: list[Tensor]) -> list[tuple[Array, Array, Array]]:
     """(elements, PowerSGD's two sums) of each parameter that a plan compresses, where plans use PowerSGD."""
-    if not present(b.sends("powersgd")):
+    if not present(b.sends_factors):
         return []
     d, out = degrees(b), []
     for t in held:

@@ -31,9 +31,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower.batch import Batch
-from meshwright.lower.compressed import FEW_OPERATORS, LINEAR, OPERATORS, PASSES, on_the_wire
+from meshwright.lower.compressed import on_the_wire
 from meshwright.lower.op import Array, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks, blocks_by_stage, stage_ranges
 
@@ -153,7 +154,7 @@ def _compress(b: Batch, part: str, count: Array, passes: Array, selected: Array,
     each parameter has products and a basis."""
     launches: Array = 0.0
     for code, wire in b.compressions:
-        message, parameter = OPERATORS.get(wire, FEW_OPERATORS)
+        message, parameter = COMPRESSIONS[wire].operators
         launches = launches + (b.compression == code) * (message + parameter * tensors)
     return Op("compress", part, "memory", count, bytes=passes, launches=launches, selected_from=selected)
 
@@ -191,12 +192,12 @@ def _op(name: str, group: str, axis: str, collective: str, count: Array, total: 
 
 def _passes(b: Batch) -> Array:
     """Bytes of memory traffic that compressing costs for each element."""
-    return sum(PASSES[wire] * (b.compression == code) for code, wire in b.compressions) * b.comm_bytes
+    return sum(COMPRESSIONS[wire].passes * (b.compression == code) for code, wire in b.compressions) * b.comm_bytes
 
 
 def _selects(b: Batch) -> Array:
     """1 where a plan keeps the largest gradients by a top-k."""
-    return sum(1.0 * (b.compression == code) for code, wire in b.compressions if wire == "top-k")
+    return sum(1.0 * (b.compression == code) for code, wire in b.compressions if COMPRESSIONS[wire].selects)
 
 
 def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[Op]]:
@@ -283,8 +284,8 @@ def _ends(program: StepProgram, held: StageBlocks, loads: dict[str, Load]) -> It
 
 def _buckets(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Message]:
     b = program.batch
-    aligned = b.sends("powersgd") if b.model.kind != "counts" else np.False_
-    linear = all(wire in LINEAR for wire, _ in b.wires)
+    aligned = b.sends_factors if b.model.kind != "counts" else np.False_
+    linear = all(COMPRESSIONS[wire].proportional for wire, _ in b.wires)
     for often, counts in blocks_by_stage(b, held):
         load = combined((counts[block], groups[group]) for block, groups in program.loads.items())
         for field in ("sent", "exact") if b.compresses else ("sent",):

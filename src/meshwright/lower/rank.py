@@ -21,6 +21,7 @@ from operator import or_
 from typing import NamedTuple
 
 from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -230,7 +231,7 @@ def stage_messages(
 
     def measured(compressed: bool) -> float | None:
         """The mean over a message's reductions of the values that a threshold let pass."""
-        if passed is None or not compressed or plan.wire != "threshold":
+        if passed is None or not compressed or not COMPRESSIONS[plan.wire].counts_values:
             return None
         values = next(passed)
         return sum(values) / len(values)
@@ -244,7 +245,7 @@ def stage_messages(
         sent = [box for box in learns if not lossy or box.compressible]
         parts = [(box.size, *factor_size(box.shape, plan.compression_rank)) for box in sent]
         width = DTYPE_BYTES[plan.grad_dtype]
-        for elements, first, second in flat_messages(parts, plan.bucket, width, plan.wire == "powersgd"):
+        for elements, first, second in flat_messages(parts, plan.bucket, width, COMPRESSIONS[plan.wire].by_matrix):
             yield group, Message(1.0, Load(sent=elements, first=first, second=second), passed=measured(lossy))
         exact = [(box.size, 0, 0) for box in learns if lossy and not box.compressible]
         for elements, *_ in flat_messages(exact, plan.bucket, width, False):

@@ -61,7 +61,7 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         program.partial[kind] = footprint.partial_sums(batch, held)
         if muon.is_used(batch):
             program.matrices[kind] = muon.shares(batch, kind)
-        if present(batch.sends("powersgd")):
+        if present(batch.sends_factors):
             groups = {group: [t for t in held if t.group == group] for group in footprint.GROUPS}
             program.compressed[kind] = {group: footprint.compressed(batch, mine) for group, mine in groups.items()}
     _add_boundary(program, element)

@@ -20,6 +20,7 @@ import torch
 
 from meshwright.cost.memory import memory
 from meshwright.describe.own_trainer import own_stack
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import OVERHEAD
 from meshwright.lower.op import scalar
@@ -96,7 +97,7 @@ def given_of(parallel: Parallel) -> Given:
 
 def values_sent(parallel: Parallel) -> list[list[int]] | None:
     """For each message under a threshold, in the order of the lowering: the number of values that each reduction of the step sent."""
-    if parallel.plan.wire != "threshold":
+    if not COMPRESSIONS[parallel.plan.wire].counts_values:
         return None
     out: list[list[int]] = []
     for part in reductions_in(parallel.reductions):

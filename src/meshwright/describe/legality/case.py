@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import (
-    COMPRESSIONS,
     CP_KINDS,
     DTYPES,
     GATHER_DTYPES,
@@ -54,7 +54,7 @@ WORDS: dict[str, Sequence[str]] = {
     "schedule": SCHEDULES.names,
     "cp_kind": CP_KINDS,
     "recompute": RECOMPUTES,
-    "compression": COMPRESSIONS,
+    "compression": COMPRESSIONS.names,
     "tp_form": TP_FORMS,
     "param_dtype": DTYPES,
     "gather_dtype": GATHER_DTYPES,

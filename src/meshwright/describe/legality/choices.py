@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.legality.case import NUMBERS, WORDS, Case, Flag
 from meshwright.describe.legality.fixes import completed, divisors
 from meshwright.describe.legality.rules import rules_for
@@ -28,7 +29,11 @@ MOST_VIRTUAL, MOST_MICROBATCH = 16, 64
 DEGREES = ("replicate", "shard", "tp", "cp", "pp")
 FREE_DEGREES = tuple(2**k for k in range(11))  # where the cluster has no size
 BUCKETS = (1e6, 5e6, 25e6, 50e6, 100e6, 200e6, 400e6, 800e6)  # bytes
-RATIOS, RANKS, THRESHOLDS = (0.001, 0.01, 0.05, 0.1, 0.25), (1, 2, 4, 8, 16, 32), (1.0, 2.0, 3.0, 4.0)
+COMPRESSION_OPTIONS = {
+    "compression_ratio": (0.001, 0.01, 0.05, 0.1, 0.25),
+    "compression_rank": (1, 2, 4, 8, 16, 32),
+    "compression_threshold": (1.0, 2.0, 3.0, 4.0),
+}
 
 
 @dataclass(frozen=True)
@@ -173,9 +178,7 @@ def free_values(plan: PlanFields, layers: int, flat_shards: bool = False) -> dic
     by_unit = plan.zero == 3 or (plan.zero > 0 and not flat_shards)
     if reduces:
         found |= {"wrap": [*units, 0]} if by_unit else {"bucket": BUCKETS}
-    found |= {"compression_ratio": RATIOS} if plan.compression in ("top-k", "random-k") else {}
-    found |= {"compression_rank": RANKS} if plan.compression == "powersgd" else {}
-    found |= {"compression_threshold": THRESHOLDS} if plan.compression == "threshold" else {}
+    found |= {name: COMPRESSION_OPTIONS[name] for name in COMPRESSIONS[plan.compression].options}
     out = {name: list(values) for name, values in found.items()}
     for name, values in out.items():
         if getattr(plan, name) not in values:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.legality.case import Case, Flag, lookup
 from meshwright.describe.legality.rule import Problem, Rule
-from meshwright.describe.plan_fields import AXES, COMPRESSIONS, RECOMPUTES, TP_FORMS
+from meshwright.describe.plan_fields import AXES, RECOMPUTES, TP_FORMS
 from meshwright.describe.schedules import SCHEDULES, virtual_schedules
 
 FULL, AUTO = RECOMPUTES.index("full"), RECOMPUTES.index("auto")
 GATHERED = TP_FORMS.index("all-gather")
-UNCOMPRESSED = COMPRESSIONS.index("none")
+UNCOMPRESSED = COMPRESSIONS.names.index("none")
 
 
 class ShardNeedsZero(Rule):

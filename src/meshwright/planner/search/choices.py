@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.describe.base import MOST
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.draft import parse_value
 from meshwright.describe.plan import AXES, Plan
-from meshwright.describe.plan_fields import COMPRESSIONS
 from meshwright.describe.plan_fields import DTYPES as PLAN_DTYPES
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError, unknown

@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.plan import Plan
 from meshwright.models.dtypes import at_least_single
 from meshwright.proof.emulation.fp8_products import E4M3, nearest
@@ -163,9 +164,14 @@ def generator(device: torch.device, *key: int) -> torch.Generator:
 
 def compressed_sum(plan: Plan, backwards: bool = False) -> CompressedSum:
     """The compressed sum of a plan's gradients."""
-    kind = plan.wire
-    if kind in ("fp16", "bf16"):
-        return CastSum({"fp16": torch.float16, "bf16": torch.bfloat16}[kind], backwards)
-    if kind in LARGEST:
-        return QuantisedSum(kind)
-    return PowerSum(plan.compression_rank) if kind == "powersgd" else SparseSum(plan)
+    found: CompressedSum = COMPRESSIONS.part(plan.wire, "emulate")(plan, backwards)
+    return found
+
+
+COMPRESSIONS.provide("fp16", emulate=lambda plan, backwards: CastSum(torch.float16, backwards))
+COMPRESSIONS.provide("bf16", emulate=lambda plan, backwards: CastSum(torch.bfloat16, backwards))
+for name in LARGEST:
+    COMPRESSIONS.provide(name, emulate=lambda plan, backwards: QuantisedSum(plan.wire))
+for name in ("top-k", "random-k", "threshold"):
+    COMPRESSIONS.provide(name, emulate=lambda plan, backwards: SparseSum(plan))
+COMPRESSIONS.provide("powersgd", emulate=lambda plan, backwards: PowerSum(plan.compression_rank))

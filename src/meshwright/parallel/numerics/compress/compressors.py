@@ -24,10 +24,9 @@ Compressing pays below the bandwidth at which the bytes saved take as long as γ
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.numerics.compress.base import Compressor
@@ -47,24 +46,26 @@ def make_compressor(
     name: str, *, ratio: float = 0.01, rank: int = 4, threshold: float = 2.0, seed: int = 0
 ) -> Compressor | None:
     """A compressor by name; None for `none`."""
-    makers: dict[str, Any] = {
-        "none": lambda: None,
-        "fp16": lambda: Cast(torch.float16),
-        "bf16": lambda: Cast(torch.bfloat16),
-        "int8": lambda: Quantised("int8"),
-        "int4": lambda: Quantised("int4"),
-        "fp8": lambda: Quantised("fp8"),
-        "top-k": lambda: TopK(ratio),
-        "random-k": lambda: RandomK(ratio, seed),
-        "threshold": lambda: Threshold(threshold),
-        "powersgd": lambda: PowerSGD(rank, seed),
-    }
-    if name not in makers:
-        raise MeshwrightError("MW-COMP-001", f"no compression is called '{name}'", valid=list(makers))
+    if name not in COMPRESSIONS:
+        raise MeshwrightError("MW-COMP-001", f"no compression is called '{name}'", valid=list(COMPRESSIONS))
     if not (0 < ratio <= 1 and rank >= 1 and threshold > 0):
         raise MeshwrightError(
             "MW-COMP-002",
             f"ratio={ratio:g}, rank={rank}, threshold={threshold:g}",
             valid=["0 < ratio <= 1", "rank >= 1", "threshold > 0"],
         )
-    return makers[name]()
+    make = COMPRESSIONS.part(name, "make")
+    compressor: Compressor | None = make(ratio=ratio, rank=rank, threshold=threshold, seed=seed)
+    return compressor
+
+
+COMPRESSIONS.provide("none", make=lambda **options: None)
+COMPRESSIONS.provide("fp16", make=lambda **options: Cast(torch.float16))
+COMPRESSIONS.provide("bf16", make=lambda **options: Cast(torch.bfloat16))
+COMPRESSIONS.provide("int8", make=lambda **options: Quantised("int8"))
+COMPRESSIONS.provide("int4", make=lambda **options: Quantised("int4"))
+COMPRESSIONS.provide("fp8", make=lambda **options: Quantised("fp8"))
+COMPRESSIONS.provide("top-k", make=lambda ratio, **options: TopK(ratio))
+COMPRESSIONS.provide("random-k", make=lambda ratio, seed, **options: RandomK(ratio, seed))
+COMPRESSIONS.provide("threshold", make=lambda threshold, **options: Threshold(threshold))
+COMPRESSIONS.provide("powersgd", make=lambda rank, seed, **options: PowerSGD(rank, seed))
