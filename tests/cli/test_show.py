@@ -17,7 +17,7 @@ from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError
 from meshwright.lower.op import Op
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
-from meshwright.programs.pipelines import RULES
+from meshwright.programs.pipelines import SCHEDULES
 from meshwright.units import format_seconds
 from meshwright.view.show.formats import FORMATS
 from meshwright.view.show.matrices import column_parallel, row_parallel
@@ -38,7 +38,7 @@ def show(*words: str, fails: bool = False) -> str:
 
 def test_without_a_topic_it_lists_all_topics():
     listed = show()
-    for name in [*OPERATIONS, *RULES, *LESSONS, *(a for named in ALGORITHMS.values() for a in named)]:
+    for name in [*OPERATIONS, *SCHEDULES, *LESSONS, *(a for named in ALGORITHMS.values() for a in named)]:
         assert name in listed
     assert set(json.loads(show("--json"))["collectives"]["all-reduce"]["algorithms"]) == set(ALGORITHMS["all-reduce"])
 

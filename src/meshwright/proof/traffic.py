@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from meshwright.cost.memory import memory
-from meshwright.describe.own_trainer import own_stack
 from meshwright.describe.compressions import COMPRESSIONS
+from meshwright.describe.own_trainer import own_stack
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import OVERHEAD
 from meshwright.lower.op import scalar
