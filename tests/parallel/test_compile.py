@@ -13,7 +13,7 @@ from meshwright.models.dropout import Dropout
 from meshwright.parallel import compile as compiling
 from meshwright.parallel.apply import apply
 from meshwright.parallel.compile import plan_compilation, resolve_compile
-from meshwright.programs.pipelines import SCHEDULES
+from meshwright.programs.pipelines import build
 from meshwright.training.data.random_tokens import RandomSamples
 from meshwright.training.loop import Trainer
 
@@ -40,10 +40,10 @@ def test_a_cpu_without_a_compiler_is_refused(monkeypatch):
 
 
 def test_what_cannot_be_compiled_is_left_out_with_its_reason():
-    split = planned(program=SCHEDULES["zb-h1"](2, 4, 1), pp=2, schedule="zb-h1")
+    split = planned(program=build("zb-h1", 2, 4, 1), pp=2, schedule="zb-h1")
     assert split.mode == "off"
     assert "zb-h1 splits the backward" in split.notes[0]
-    assert planned(program=SCHEDULES["1f1b"](2, 4, 1), pp=2).mode == "blocks"
+    assert planned(program=build("1f1b", 2, 4, 1), pp=2).mode == "blocks"
     assert planned("whole").mode == "whole"
     for fields in ({"sharded": True}, {"recompute": "full"}, {"offload": "activations"}, {"model": EXPERTS}):
         found = planned("whole", **fields)

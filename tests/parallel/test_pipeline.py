@@ -11,7 +11,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.pipeline import actions_of, check_adapter, check_split_products, receive_early
-from meshwright.programs.pipelines import SCHEDULES
+from meshwright.programs.pipelines import build
 
 MODEL = Model(hidden=16, layers=4, heads=2, ffn=24, vocab=32)
 
@@ -47,7 +47,7 @@ def order_run(context, plan, workload):
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
 def test_torch_runs_our_program_action_by_action(schedule, virtual):
     plan = Plan(pp=2, schedule=schedule, virtual=virtual)
-    program = SCHEDULES[schedule](2, 4, virtual)
+    program = build(schedule, 2, 4, virtual)
     for rank, (stages, log) in enumerate(ranks.run(2, order_run, plan, Workload(batch=4, seq=4))):
         assert log == [tuple(action) for action in program.actions(rank)]
         assert stages == [s for s in range(2 * virtual) if program.rank_of[s] == rank]
@@ -57,7 +57,7 @@ def test_torch_runs_our_program_action_by_action(schedule, virtual):
 
 def test_the_adapter_supports_this_torch():
     check_adapter()
-    program = SCHEDULES["zbv"](2, 4, 2)
+    program = build("zbv", 2, 4, 2)
     actions = actions_of(program)
     assert [len(actions[r]) for r in range(2)] == [len(program.actions(r)) for r in range(2)]
     letters = {"F": "F", "I": "I", "W": "W", "B": "B"}
@@ -67,7 +67,7 @@ def test_the_adapter_supports_this_torch():
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
 def test_receives_are_posted_before_unrelated_computations(schedule, virtual):
-    program = SCHEDULES[schedule](4, 8, virtual)
+    program = build(schedule, 4, 8, virtual)
     lists = schedules._add_send_recv(actions_of(program), lambda stage: program.rank_of[stage], 4 * virtual)
     moved = 0
     for actions in lists.values():
@@ -107,11 +107,11 @@ def test_a_torch_without_the_private_names_gives_a_clear_error(name, monkeypatch
 
 
 def test_custom_products_in_a_split_backward_are_refused_on_older_torch(monkeypatch):
-    plan, split = Plan(pp=2, schedule="zb-h1"), SCHEDULES["zb-h1"](2, 4, 1)
+    plan, split = Plan(pp=2, schedule="zb-h1"), build("zb-h1", 2, 4, 1)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cpu"))
     check_split_products(plan, split)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu129"))
-    check_split_products(plan, SCHEDULES["1f1b"](2, 4, 1))
+    check_split_products(plan, build("1f1b", 2, 4, 1))
     with pytest.raises(MeshwrightError, match=r"MW-PIPE-041: fp8 products under the schedule zb-h1 need torch 2\.13"):
         check_split_products(plan, split)
 
@@ -132,7 +132,7 @@ def own_stages(context, schedule, virtual):
         ]
         return [nn.Tanh() if i in empty else part for i, part in enumerate(made)]
 
-    program, count = SCHEDULES[schedule](2, 4, virtual), 2 * virtual
+    program, count = build(schedule, 2, 4, virtual), 2 * virtual
     mesh = Mesh(Layout(Plan(pp=2, schedule=schedule, virtual=virtual)), context.rank)
     mine = [i for i in range(count) if program.rank_of[i] == context.rank]
     between = torch.empty(2, 4, dtype=torch.float64, device="meta", requires_grad=True)
