@@ -26,6 +26,11 @@ def test_the_network_has_the_parameters_of_its_table(model):
     assert model.total == 25_557_032 or model is TINY
 
 
+def test_numbers_that_the_stages_determine_cannot_be_given():
+    with pytest.raises(MeshwrightError, match="MW-MODEL-010"):
+        load("models", "resnet-50").but(given_parameters=7e9)
+
+
 def test_logits_equal_those_of_transformers():
     """With the statistics of the batch, as both compute in training."""
     transformers = pytest.importorskip("transformers")

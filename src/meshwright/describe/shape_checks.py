@@ -17,6 +17,13 @@ def check(m: Shape) -> None:
     if m.kind == "counts":
         if m.resnet.stages:
             m.resnet.check(m.layers)
+            if m.given_parameters or m.given_flops or m.given_activations:
+                raise MeshwrightError(
+                    "MW-MODEL-010",
+                    f"{m.name}: given_parameters, given_flops or given_activations besides [model.resnet]",
+                    why="The stages of a residual network determine its parameters, FLOPs and activations",
+                    fix="leave out the given numbers, or the resnet table",
+                )
         elif m.given_parameters <= 0 or m.given_flops <= 0:
             raise MeshwrightError("MW-MODEL-001", f"{m.name}: 'counts' needs given_parameters and given_flops")
         return
