@@ -222,7 +222,7 @@ def stack_row(stack: Stack) -> tuple[object, ...]:
 
 def stack_card(stack: Stack) -> RenderableType:
     rows = [
-        (name, value if not isinstance(value, tuple) else ", ".join(value) or "nothing")
+        (name, value if not isinstance(value, tuple) else ", ".join(map(str, value)) or "nothing")
         for name, value in stack.model_dump(exclude={"name"}).items()
     ]
     return Group(heading(stack.name), facts(rows))
