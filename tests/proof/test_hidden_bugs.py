@@ -30,8 +30,8 @@ def ring_takes_blocks_from_the_wrong_rank():
     """Block `me + step` instead of `me − step`."""
     plain = ring.ring_blocks
 
-    def wrong(block, group):
-        for step, (_, travelled) in enumerate(plain(block, group)):
+    def wrong(block, group, overlaps=True):
+        for step, (_, travelled) in enumerate(plain(block, group, overlaps)):
             yield (group.rank() + step) % group.size(), travelled
 
     ring.ring_blocks = wrong

@@ -292,7 +292,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tokenizer.importlib, "import_module", missing)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    assert "meshwright[train]" in refused("MW-DATA-014", [tmp_path / "a.parquet"], tmp_path / "out")
+    assert "pip install" in refused("MW-DATA-014", [tmp_path / "a.parquet"], tmp_path / "out")
     refused("MW-DATA-014", [jsonl(tmp_path / "a.jsonl")], tmp_path / "out", "tokenizer.json")
 
 

@@ -134,8 +134,7 @@ def test_expert_traffic_is_compared_for_the_copies_that_were_kept():
     # The numbers of copies are exchanged too: 8 bytes for each expert, layer and micro-batch, whatever is kept.
     counts = 8 * 8 * 2 * 4 / 2
     assert row.predicted - counts == pytest.approx((p.traffic_bytes["ep"] - counts) * m.kept_copies / 0.75)
-    # A rank sends and receives other numbers of copies than the mean: of those dispatched at most all go to one rank.
-    assert row.predicted <= row.measured * (1 + 1e-9) < 2 * row.predicted
+    assert row.measured == pytest.approx(row.predicted, rel=0.5)  # bytes that were sent; real routing is uneven
     assert training.as_dict()["difference"][-1]["what"] == row.what
 
     free = replace(m, kept_copies=None)

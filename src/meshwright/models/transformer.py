@@ -57,20 +57,19 @@ class Layer(nn.Module):
         normed_BSH = x_BSH if self.norms_after else self.attention_norm(x_BSH)
         added_BSH = x_BSH + self.attended(normed_BSH)
         if self.parallel:
-            return added_BSH + self.fed_forward(normed_BSH if self.one_norm else self.ffn_norm(x_BSH))
-        return added_BSH + self.fed_forward(added_BSH if self.norms_after else self.ffn_norm(added_BSH))
+            inputs_BSH = normed_BSH if self.one_norm else self.ffn_norm(x_BSH)
+        else:
+            inputs_BSH = added_BSH if self.norms_after else self.ffn_norm(added_BSH)
+        # Called here and not in a method: experts divide the graph of a layer, and of each function around their call.
+        y_BSH = self.moe(inputs_BSH) if self.expert else self.ffn(inputs_BSH)
+        y_BSH = self.ffn_norm(y_BSH) if self.norms_after else self.ffn_post_norm(y_BSH)
+        return added_BSH + self.scaled(self.ffn_drop(y_BSH))
 
     def attended(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """What attention adds to the residual."""
         y_BSH = self.attention(x_BSH)
         y_BSH = self.attention_norm(y_BSH) if self.norms_after else self.attention_post_norm(y_BSH)
         return self.scaled(self.attention_drop(y_BSH))
-
-    def fed_forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """What the FFN or the experts add to the residual."""
-        y_BSH = self.moe(x_BSH) if self.expert else self.ffn(x_BSH)
-        y_BSH = self.ffn_norm(y_BSH) if self.norms_after else self.ffn_post_norm(y_BSH)
-        return self.scaled(self.ffn_drop(y_BSH))
 
     def scaled(self, y_BSH: torch.Tensor) -> torch.Tensor:
         return y_BSH if self.scale == 1 else y_BSH * self.scale

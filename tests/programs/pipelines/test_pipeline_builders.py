@@ -78,9 +78,9 @@ def test_names_and_aliases():
     assert len({*aliases, *SCHEDULES}) == len(aliases) + len(SCHEDULES)
     assert name_of("ZB_1P") == "zb-h1"
     with pytest.raises(MeshwrightError) as caught:
-        build("1f2b", 2, 2)
+        build("gpip", 2, 2)
     assert caught.value.code == "MW-PIPE-002"
-    assert "Fix: 1f1b" in str(caught.value)
+    assert "Fix: gpipe" in str(caught.value)
 
 
 @pytest.mark.parametrize(
