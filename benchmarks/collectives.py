@@ -33,7 +33,7 @@ from meshwright.training.launch import local
 
 NODES, PER_NODE, RATE = 4, 2, 200e6 / 8
 HOST_LEAD_S, NODES_LEAD_S = 0.005, 0.1  # a broadcast reaches all ranks within this time
-AIMS = {"host": "0.5 with shared memory from 1 MiB, ring over point-to-point 1.0 from 64 MiB", "blocks": "1.0", "round-robin": "0.55"}  # fmt: skip
+AIMS = {"host": "0.6 with shared memory from 16 MiB, ring over point-to-point 2", "blocks": "1.0", "round-robin": "0.55"}  # fmt: skip
 CALLS = 5
 PROGRAMS = ("ring", "halving-doubling", "tree", "two-level", "hierarchical", "rail-tree")
 
