@@ -25,6 +25,7 @@ def measure(context, configs):
     return runpy.run_path(FOOTPRINT)["measure"](context, configs)
 
 
+@pytest.mark.slow
 def test_predicted_memory_is_that_of_a_step():
     known = runpy.run_path(FOOTPRINT)
     configs = [
