@@ -1,6 +1,6 @@
 """Settings of all tests: hypothesis without deadlines, the division of tests over two workers, seconds by folder.
 
-`make test` runs two workers (pytest-xdist) and takes 12 to 13 minutes on two idle cores; `.ci/run` may take 15. The tests of a file run on one
+`make test` runs two workers (pytest-xdist) and takes 12 to 16 minutes on two cores; `.ci/run` may take 15. The tests of a file run on one
 worker, since they share computed results; tests whose id ends with "@ GROUP" run on the worker of their group (the matrix: one
 group per set of processes). The option `--dist loadgroup` of pytest-xdist 3.8 would do the same, but has no effect with pytest 9.2.
 At the end of a run the seconds of each folder are printed with their budget, in red if they exceed it. This does not fail the
