@@ -258,11 +258,6 @@ def train(context, backend):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    d.destroy_process_group()
-    if backend == "meshwright":
-        import meshwright.comm.backend  # noqa: F401
-    store = d.FileStore(context.store + backend, context.world)
-    d.init_process_group(backend, store=store, rank=context.rank, world_size=context.world)
     assert d.get_backend() == backend
     found = []
     for wrap in ("ddp", "fsdp"):
@@ -288,17 +283,9 @@ def train(context, backend):
     return found
 
 
-def train_on(context, backend, folder):
-    class WithStore:
-        rank, world, store = context.rank, context.world, f"{folder}/store-"
-
-    return train(WithStore, backend)
-
-
-def test_ddp_fully_shard_dtensor_and_functional_collectives_train_as_on_gloo(tmp_path):
+def test_ddp_fully_shard_dtensor_and_functional_collectives_train_as_on_gloo():
     silence = 60.0  # two ranks import most of torch, which may take longer than others of our tests are silent
-    gloo = ranks.run(2, train_on, "gloo", str(tmp_path), silence=silence)
-    ours = ranks.run(2, train_on, "meshwright", str(tmp_path), silence=silence)
+    gloo, ours = (ranks.run(2, train, b, backend=b, silence=silence, group_timeout=silence) for b in ("gloo", "meshwright"))
     for a, b in zip(gloo, ours, strict=True):
         assert a == b  # two ranks: sums have one order
 
