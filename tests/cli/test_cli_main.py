@@ -236,7 +236,7 @@ def test_an_encoding_without_our_characters_prints_replacements() -> None:
 def test_exit_codes_are_documented() -> None:
     import meshwright.cli
 
-    for text in (overview(), meshwright.cli.__doc__ or "", (ROOT / "README.md").read_text("utf-8")):
+    for text in (overview(), meshwright.cli.__doc__ or "", (ROOT / "docs" / "errors.md").read_text("utf-8")):
         for code in ("70", "130", "143"):
             assert code in text
 

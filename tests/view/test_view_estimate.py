@@ -1,5 +1,6 @@
 """An estimate as tables: the parts add up to the total for every size of model."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -38,3 +39,12 @@ def test_communication_without_exposed_time_is_shown_as_hidden(exposed_s, shown)
     assert rows["tp"].endswith(shown)
     assert rows["pp"].endswith("in bubble")
     assert "0 ns" not in text.get()
+
+
+def test_legends_are_readable_without_colour():
+    """Each kind of time has a different fill character, in the bars and in the legend."""
+    from meshwright.view.estimate import COLOURS, FILL, legend
+
+    assert len(set(FILL.values())) == len(FILL) == len(COLOURS)
+    plain = re.sub(r"\[.*?\]", "", legend())
+    assert all(f"{2 * fill} {kind}" in plain for kind, fill in FILL.items())
