@@ -285,7 +285,9 @@ def train(context, backend):
 
 def test_ddp_fully_shard_dtensor_and_functional_collectives_train_as_on_gloo():
     silence = 60.0  # two ranks import most of torch, which may take longer than others of our tests are silent
-    gloo, ours = (ranks.run(2, train, b, backend=b, silence=silence, group_timeout=silence) for b in ("gloo", "meshwright"))
+    gloo, ours = (
+        ranks.run(2, train, b, backend=b, silence=silence, group_timeout=silence) for b in ("gloo", "meshwright")
+    )
     for a, b in zip(gloo, ours, strict=True):
         assert a == b  # two ranks: sums have one order
 
