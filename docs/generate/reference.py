@@ -1,6 +1,6 @@
 """Reference pages from the code: the commands and their options, the keys of a plan file, the Python functions and their results.
 
-`make pages` writes docs/reference/; a test compares the pages with the code.
+`make docs` writes docs/reference/.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[2] / "reference"
-NOTE = "<!-- Written by `make pages` from the code: changes here are lost. -->"
+FOLDER = Path(__file__).parents[1] / "reference"
+NOTE = "<!-- Written by `make docs` from the code: changes here are lost. -->"
 
 
 def commands() -> str:
@@ -210,3 +210,9 @@ def class_entry(cls: type) -> Iterator[str]:
 
 
 PAGES: dict[str, Callable[[], str]] = {"commands.md": commands, "keys.md": keys, "python.md": python}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file_name, write in PAGES.items():
+        (FOLDER / file_name).write_text(write(), "utf-8")

@@ -1,4 +1,6 @@
-"""docs/performance.md: the output of every benchmark, with the machine on which it ran. `make bench` writes it.
+"""docs/performance.md: the output of every benchmark, with the machine on which it ran.
+
+`make bench` (`python -m performance [NAME …]`) writes it; a name is that of a script, or of one of its parts: `planner`, `"planner speed"`.
 
 Each benchmark has a section. A run of some benchmarks replaces their sections and keeps the others, so a page may show several machines.
 """
@@ -19,7 +21,7 @@ from pathlib import Path
 
 from meshwright.version import VERSION, installed_versions
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 # Hours of unattended runs, a GPU, or measurements that are not in the repository: these have pages or are started by hand.
 BY_HAND = (
@@ -34,8 +36,8 @@ INTRODUCTION = """\
 # Performance
 
 The output of `make bench`: every benchmark compares with something, in runs next to each other, and says with what. Timings differ
-between machines, and no test depends on them. [Accuracy](accuracy.md) has the errors of predictions, [faults](faults.md) and
-[closed loop](closed-loop.md) the long unattended runs.
+between machines, and no test depends on them. [Accuracy](accuracy.md) has the errors of predictions,
+[measured by us](measured.md) the long unattended runs.
 """
 
 
@@ -112,3 +114,22 @@ def merged(page: str, fresh: dict[str, str]) -> str:
     found = {m[1]: m[0] for m in re.finditer(r"^## ([\w ]+)\n.*?(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)}
     sections = {**found, **fresh}
     return "\n".join((INTRODUCTION, *(sections[name].rstrip() + "\n" for name in scripts() if name in sections)))
+
+
+def main(names: list[str]) -> int | str:
+    """Run the named benchmarks, all by default, and write their sections of the page. Returns the exit code, or a message."""
+    known = scripts()
+    if unknown := [name for name in names if not any(name in (script, script.split()[0]) for script in known)]:
+        return f"no such benchmark: {', '.join(unknown)}; there are {', '.join(known)}"
+    failed = []
+    for name in [s for wanted in names for s in known if wanted in (s, s.split()[0])] or known:
+        code, text = run(name)
+        if code:  # the page keeps the section of the last run that ended well
+            failed.append(name)
+        else:
+            PAGE.write_text(merged(PAGE.read_text("utf-8"), {name: text}), "utf-8")
+    return f"failed: {', '.join(failed)}" if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -9,8 +9,8 @@ import io
 import re
 from pathlib import Path
 
-PLAN = Path(__file__).parents[3] / "examples" / "llama3-70b-64xh100.toml"
-FILE = Path(__file__).parents[2] / "pictures" / "estimate.svg"
+PLAN = Path(__file__).parents[2] / "examples" / "llama3-70b-64xh100.toml"
+FILE = Path(__file__).parents[1] / "pictures" / "estimate.svg"
 TITLE = "meshwright estimate --plan examples/llama3-70b-64xh100.toml"
 WIDTH = 120
 
@@ -42,3 +42,7 @@ def svg() -> str:
     text = recorded().export_svg(title=TITLE, theme=MONOKAI, unique_id="estimate")
     text = re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)
     return text.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
+
+
+if __name__ == "__main__":
+    FILE.write_text(svg(), "utf-8")

@@ -10,21 +10,24 @@ A block whose commands train, need other machines or need rights has a comment o
     <!-- slow -->                    it runs in `make soak`
     <!-- not run: needs Slurm -->    it is only checked: the commands exist and their files are legal
 
-Outputs are compared after `masked`: times that depend on the machine, and white space. `make pages` writes the outputs of all blocks that run daily.
+Outputs are compared after `masked`: times that depend on the machine, and white space. `make pages` (`python -m blocks`) writes the outputs of all
+blocks that run daily; `--slow` also those that train.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 # Commands whose output is the same on every machine. The others need a label.
 REPEATABLE = ("estimate", "plan", "config", "catalog", "show", "simulate", "lint", "launch", "validate", "calibrate")
 BLOCK = re.compile(r"(?:^<!-- (slow|not run: [^\n]+) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -151,3 +154,13 @@ def misses() -> str:
         error = f"**{error}**" if abs(float(m[6])) > 15 else error
         lines.append(f"| {name} | {int(m[2]):,} {gpu} | {m[3]} | {m[4]} | {m[5]} | {error} |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    for page in pages():
+        text = page.read_text("utf-8")
+        fresh = MISSES.sub(lambda m: misses(), rewritten(text, slow="--slow" in sys.argv))
+        if fresh != text:
+            page.write_text(fresh, "utf-8")
+            print(page.relative_to(ROOT))
