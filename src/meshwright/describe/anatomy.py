@@ -5,9 +5,9 @@ operations and the memory of a training step in `lower`. A block is one of
 
     embedding · a layer, of one of the kinds of `layers` · head (final norm, output projection, loss) · mtp (multi-token prediction)
 
-A layer is put together from its mixer (attention, or a linear mixer: `linear.linear_part`) and its channel part (FFN or experts). A module of
-multi-token prediction is one more layer, in front of it a product that joins its input with the embedding of the next token, behind it one
-more product with the head's weights.
+A layer is put together from its mixer (attention: `attention_blocks`, or a linear mixer: `linear.linear_part`) and its channel part (FFN or
+experts). A module of multi-token prediction is one more layer, in front of it a product that joins its input with the embedding of the
+next token, behind it one more product with the head's weights.
 
 Legend: h hidden, N heads, K KV heads, D head dim, f FFN width, E experts, k experts a token, s sequence, V vocabulary.
 
@@ -24,96 +24,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from meshwright.describe.compressed import compressed_part
+from meshwright.describe.attention_blocks import norm
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.linear import linear_part
 from meshwright.describe.shape import ModelShape
-from meshwright.describe.tensors import AttentionCore, Block, Linear, Saved, Vector, joined
-
-
-def norm(model: ModelShape, name: str, width: int = 0) -> Vector:
-    return Vector(name, "norm", (width or model.hidden) * len(model.norm_affine))
-
-
-def attention_linears(m: ModelShape) -> tuple[list[Linear], AttentionCore]:
-    """The projections around attention: grouped-query (MHA and MQA are its ends) or multi-head latent (MLA)."""
-    linears, core = _latent_attention(m) if m.attention == "mla" else _grouped_attention(m)
-    if m.output_gate:
-        linears.append(Linear("gate", "attention", m.hidden, linears[-1].d_in, "column", m.qkv_bias, saves_input=False))
-    if m.index_heads:
-        queries = m.q_rank if m.attention == "mla" and m.q_rank else m.hidden
-        linears += [
-            Linear("index_q", "attention", queries, m.index_heads * m.index_dim, "between", saves_input=False),
-            Linear("index_k", "attention", m.hidden, m.index_dim, "between", saves_input=False),
-            Linear("index_weights", "attention", m.hidden, m.index_heads, "between", saves_input=False),
-        ]
-    return linears, core
-
-
-def _latent_attention(m: ModelShape) -> tuple[list[Linear], AttentionCore]:
-    """MLA. Sparse attention reads the latents themselves: one KV head that all queries share, with the width of the latent."""
-    qk, v = m.nope_dim + m.rope_dim, m.value_dim
-    q_out, kv_out = m.heads * qk, m.heads * (m.nope_dim + v)
-    query = (
-        [
-            Linear("q_a", "attention", m.hidden, m.q_rank, "between", m.qkv_bias),
-            Linear("q_b", "attention", m.q_rank, q_out, "column"),
-        ]
-        if m.q_rank
-        else [Linear("q", "attention", m.hidden, q_out, "column")]
-    )
-    latent = [
-        Linear("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "between", m.qkv_bias, saves_input=False),
-        Linear("kv_b", "attention", m.kv_rank, kv_out, "column"),
-    ]
-    out = Linear("o", "attention", m.heads * v, m.hidden, "row", m.out_bias)
-    core = AttentionCore(m.heads, m.heads, qk, v)
-    if m.index_heads:
-        core = AttentionCore(m.heads, 1, m.kv_rank + m.rope_dim, m.kv_rank, m.index_heads * m.index_dim)
-    return [*query, *latent, out], core
-
-
-def _grouped_attention(m: ModelShape) -> tuple[list[Linear], AttentionCore]:
-    q_out, kv_out = m.heads * m.head_width, m.kv_groups * m.head_width
-    linears = [
-        Linear("q", "attention", m.hidden, q_out, "column", m.qkv_bias),
-        Linear("k", "attention", m.hidden, kv_out, "keys", m.qkv_bias, saves_input=False),
-        Linear("v", "attention", m.hidden, kv_out, "keys", m.qkv_bias, saves_input=False),
-        Linear("o", "attention", q_out, m.hidden, "row", m.out_bias),
-    ]
-    return linears, AttentionCore(m.heads, m.kv_groups, m.head_width, m.head_width, m.index_heads * m.index_dim)
-
-
-def attention_saved(m: ModelShape, core: AttentionCore) -> list[Saved]:
-    saved = [
-        Saved("q", "attention", core.heads * core.qk, "tensor"),
-        Saved("k", "attention", core.kv_heads * core.qk, "tensor"),
-        Saved("v", "attention", core.kv_heads * core.v, "tensor"),
-        Saved("softmax", "attention", 0, "tensor", per_position=core.heads, condition="stored-softmax"),
-        Saved("logsumexp", "attention", core.heads, "tensor", 4, condition="flash"),
-        Saved("attention-mask", "attention", m.hidden, "sequence", 1, condition="dropout"),
-    ]
-    if m.dropout or m.attention_dropout:
-        saved += [
-            Saved("softmax-mask", "attention", 0, "tensor", 1, per_position=core.heads, condition="stored-softmax"),
-            Saved("softmax-dropped", "attention", 0, "tensor", per_position=core.heads, condition="stored-softmax"),
-        ]
-    if m.attention == "mla":
-        saved += [Saved("latent-norms", "attention", m.q_rank + m.kv_rank, "sequence")]
-    if m.qk_norm:
-        saved.append(Saved("qk-norm-in", "attention", (core.heads + core.kv_heads) * core.qk, "tensor"))
-    if m.output_gate:  # the gate, and the output that it scales
-        saved.append(Saved("output-gate", "attention", 2 * core.heads * core.v, "tensor"))
-    if (
-        m.index_heads
-    ):  # queries, keys and weights of the indexer, the selected positions, and the output in the width of the latents
-        width = core.index + m.index_dim + m.index_heads
-        saved += [
-            Saved("index", "attention", width, "sequence"),
-            Saved("selected", "attention", m.index_top_k, "sequence", 4),
-        ]
-        if m.attention == "mla":
-            saved.append(Saved("latent-out", "attention", core.heads * core.v, "tensor"))
-    return saved
+from meshwright.describe.tensors import Block, Linear, Saved, Vector, joined
 
 
 def ffn_linears(
@@ -172,20 +87,7 @@ def layer_norms(m: ModelShape, kind: str) -> tuple[str, ...]:
 
 
 def mixer_part(m: ModelShape, mixer: str) -> Block:
-    if mixer == "linear":
-        return linear_part(m.linear, m.hidden)
-    if m.attention == "compressed":
-        index = m.index_heads, m.index_dim, m.index_top_k
-        return compressed_part(m.compressed, mixer, m.hidden, m.heads, m.head_width, m.q_rank, m.window, index)
-    return query_part(m) if mixer == "query" else attention_part(m)
-
-
-def query_part(m: ModelShape) -> Block:
-    """Attention that reads the keys and values of an earlier layer: the same part without their projections and norm."""
-    part = attention_part(m)
-    own = tuple(linear for linear in part.linears if linear.name not in ("k", "v"))
-    norms = tuple(replace(v, name="q-only-norm", size=v.size // 2) if v.name == "qk-norm" else v for v in part.vectors)
-    return replace(part, linears=own, vectors=norms, saved=tuple(s for s in part.saved if s.name not in ("k", "v")))
+    return linear_part(m.linear, m.hidden) if mixer == "linear" else ATTENTIONS.part(m.attention, "block")(m, mixer)
 
 
 def extra_part(m: ModelShape, where: str) -> Block:
@@ -207,22 +109,6 @@ def stream_part(m: ModelShape, name: str) -> Block:
     product = Linear(name, "norm", m.residual_width, weights, "between", saves_input=False)
     saved = Saved(f"{name}-in", "norm", m.residual_width, "sequence")
     return Block("", (product,), (Vector(f"{name}-base", "norm", weights + 3),), (saved,))
-
-
-def attention_part(m: ModelShape) -> Block:
-    linears, core = attention_linears(m)
-    vectors = []
-    if m.qk_norm and m.qk_norm_weights:
-        heads = m.heads + m.kv_groups if m.qk_norm_width == "projection" else 2
-        vectors.append(Vector("qk-norm", "norm", heads * m.head_width, "inside"))
-    if m.attention == "mla":
-        vectors += [norm(m, "q-norm", m.q_rank)] if m.q_rank else []
-        vectors.append(norm(m, "kv-norm", m.kv_rank))
-    if m.sinks:
-        vectors.append(Vector("sinks", "attention", m.heads, "per-head"))
-    if m.index_heads:  # a layer norm with a bias
-        vectors.append(Vector("index-norm", "norm", 2 * m.index_dim))
-    return Block("", tuple(linears), tuple(vectors), tuple(attention_saved(m, core)), core)
 
 
 def ffn_part(m: ModelShape) -> Block:

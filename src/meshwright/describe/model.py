@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe import anatomy
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.shape import ModelShape, Published
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.describe.tensors import AttentionCore
@@ -157,10 +158,8 @@ class Model(ModelShape):
         text = f"{self.layers} layers{self._describe_kinds()}, hidden {self.hidden}"
         if self.has_attention_layers:
             text += f", {self.heads} heads"
-            if self.attention == "mla":
-                text += f" (MLA, latent {self.kv_rank})"
-            elif self.kv_groups != self.heads:
-                text += f" ({self.kv_groups} KV)"
+            kind = ATTENTIONS[self.attention]
+            text += kind.summary(self) if kind.summary else f" ({kind.name})"
         if self.index_heads:
             text += f", {self.index_top_k} positions selected"
         if self.linear.kind:

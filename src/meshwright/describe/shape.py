@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from meshwright.describe import layers as layer_patterns
 from meshwright.describe import shape_checks
+from meshwright.describe.attentions import ATTENTIONS, AttentionName
 from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
 from meshwright.describe.compressed import CompressedOptions
 from meshwright.describe.linear import LinearOptions
@@ -165,7 +166,10 @@ class ModelShape(Described):
     attention_scale_by_layer: bool = Field(
         default=False, description="scores of layer i, counted from 0, are also divided by i + 1 (GPT-2)"
     )
-    attention: Literal["gqa", "mla", "compressed"] = "gqa"
+    attention: AttentionName = Field(default="gqa", description="the kind of attention (`describe.attentions`)")
+    attention_options: dict[str, float] = Field(
+        default_factory=dict, description="options of an attention kind that was added as a plug-in"
+    )
     q_rank: Whole = 0
     kv_rank: Whole = 0
     rope_dim: Whole = Field(
@@ -281,14 +285,21 @@ class ModelShape(Described):
     @property
     def rotated_width(self) -> int:
         """Elements of each head that rotary positions rotate."""
-        return self.rope_dim if self.attention == "mla" else self.rope_dim or self.head_width
+        return int(ATTENTIONS.part(self.attention, "rotated")(self))
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a query or key of one head."""
+        return int(ATTENTIONS.part(self.attention, "key_width")(self))
+
+    def attention_option(self, name: str) -> float:
+        """A value of `[model.attention_options]`, or its default."""
+        return self.attention_options.get(name, ATTENTIONS[self.attention].options[name])
 
     def score_scale(self, layer: int) -> float:
         """The factor of attention scores in a layer."""
-        latent = self.attention == "mla"
-        width = self.nope_dim + self.rope_dim if latent else self.head_width
-        scale = self.attention_scale or width**-0.5
-        if latent and self.positions == "rope":
+        scale = self.attention_scale or self.key_width**-0.5
+        if self.kv_rank and self.positions == "rope":
             scale *= self.rope.latent_score_factor
         return scale / (layer + 1) if self.attention_scale_by_layer else scale
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.describe.attentions import ATTENTIONS
+from meshwright.describe.layers import ATTENTION
 from meshwright.describe.rope import RopeOptions
 from meshwright.describe.router import RouterOptions
 from meshwright.errors import MeshwrightError, nearest_number
@@ -40,27 +42,20 @@ def check(m: Shape) -> None:
             fix=f"--set model.layers={MOST_LAYERS}",
         )
     if m.kind == "transformer":
-        _check_heads(m)
+        _check_attention(m)
         _check_rotation_and_activation(m)
         _check_effect(m)
-        if m.attention == "mla" and not (m.kv_rank and m.nope_dim and m.value_dim):
-            raise MeshwrightError("MW-MODEL-004", "MLA needs kv_rank, nope_dim and value_dim above 0")
         _check_experts(m)
         _check_pattern(m)
         _check_sparse_attention(m)
 
 
-def _check_heads(m: Shape) -> None:
-    """Raise if attention heads do not divide the hidden width, or KV heads the heads."""
-    if m.attention == "gqa" and not m.head_dim and m.hidden % m.heads:
-        legal = [n for n in range(1, 257) if m.hidden % n == 0]
-        grouped = [n for n in legal if not m.kv_heads or n % m.kv_heads == 0]
-        raise MeshwrightError(
-            "MW-MODEL-002",
-            f"{m.heads} heads do not divide hidden {m.hidden}",
-            valid=legal,
-            fix=f"--set model.heads={nearest_number(m.heads, grouped)}" if grouped else "",
-        )
+def _check_attention(m: Shape) -> None:
+    """Raise if the fields of attention do not fit its kind, or KV heads do not divide the heads."""
+    kind = ATTENTIONS[m.attention]
+    kind.check_options(m.attention_options)
+    if kind.check:
+        kind.check(m)
     if m.heads % m.kv_groups:
         legal = [n for n in range(1, min(m.heads, 4096) + 1) if m.heads % n == 0]
         near = nearest_number(m.kv_groups, legal)
@@ -72,15 +67,56 @@ def _check_heads(m: Shape) -> None:
         )
 
 
-def _check_rotation_and_activation(m: Shape) -> None:
-    """Raise for options of rotary positions or of SwiGLU that do not fit the model or would have no effect."""
-    if m.attention == "gqa" and m.rope_dim > m.head_width:
+def _check_grouped(m: Shape) -> None:
+    """Raise if heads do not divide the hidden width, or are narrower than what is rotated of them."""
+    if not m.head_dim and m.hidden % m.heads:
+        legal = [n for n in range(1, 257) if m.hidden % n == 0]
+        grouped = [n for n in legal if not m.kv_heads or n % m.kv_heads == 0]
+        raise MeshwrightError(
+            "MW-MODEL-002",
+            f"{m.heads} heads do not divide hidden {m.hidden}",
+            valid=legal,
+            fix=f"--set model.heads={nearest_number(m.heads, grouped)}" if grouped else "",
+        )
+    if m.rope_dim > m.head_width:
         raise MeshwrightError(
             "MW-MODEL-009",
             f"rope_dim={m.rope_dim} exceeds the head width {m.head_width}",
             why="It is the number of elements of each head that are rotated",
             fix="--set model.rope_dim=0",
         )
+
+
+def _check_latent(m: Shape) -> None:
+    if not (m.kv_rank and m.nope_dim and m.value_dim):
+        raise MeshwrightError("MW-MODEL-004", "MLA needs kv_rank, nope_dim and value_dim above 0")
+
+
+def _check_compressed(m: Shape) -> None:
+    o = m.compressed
+    needed = m.q_rank and m.head_dim and m.window and o.out_groups and o.out_rank
+    if not (needed and m.pattern and not m.has_part("attention")):
+        raise MeshwrightError(
+            "MW-MODEL-004",
+            "attention=compressed needs q_rank, head_dim, window, compressed.out_groups and out_rank, and a pattern of W, S and C layers",
+        )
+    if (m.heads * m.head_dim) % o.out_groups:
+        raise MeshwrightError("MW-MODEL-004", f"{o.out_groups} groups do not divide {m.heads} heads × {m.head_dim}")
+    for mixer, present, fields in (
+        ("selected", o.ratio and m.index_heads, "compressed.ratio and index_heads"),
+        ("compressed", o.far_ratio, "compressed.far_ratio"),
+    ):
+        if m.has_part(mixer) and not present:
+            raise MeshwrightError("MW-MODEL-010", f"pattern {m.pattern[:60]!r} needs model.{fields}")
+
+
+ATTENTIONS.provide("gqa", check=_check_grouped)
+ATTENTIONS.provide("mla", check=_check_latent)
+ATTENTIONS.provide("compressed", check=_check_compressed)
+
+
+def _check_rotation_and_activation(m: Shape) -> None:
+    """Raise for options of rotary positions or of SwiGLU that do not fit the model or would have no effect."""
     if m.positions == "rope":
         m.rope.check(m.rotated_width, m.max_positions)
     elif m.rope != RopeOptions():
@@ -163,22 +199,11 @@ def _check_pattern(m: Shape) -> None:
             why="The pattern already says which layers have experts",
             fix="--set model.dense_layers=0 --set model.moe_every=1",
         )
-    compressed, o = m.attention == "compressed", m.compressed
-    near = compressed and m.q_rank and m.head_dim and m.window and o.out_groups and o.out_rank
-    if compressed and not (near and m.pattern and not m.has_part("attention")):
-        raise MeshwrightError(
-            "MW-MODEL-004",
-            "attention=compressed needs q_rank, head_dim, window, compressed.out_groups and out_rank, and a pattern of W, S and C layers",
-        )
-    if compressed and (m.heads * m.head_dim) % o.out_groups:
-        raise MeshwrightError("MW-MODEL-004", f"{o.out_groups} groups do not divide {m.heads} heads × {m.head_dim}")
-    for part, present, field in (
-        ("experts", m.experts, "experts"),
-        ("linear", m.linear.kind, "linear.kind"),
-        ("window", compressed, "attention=compressed"),
-        ("selected", compressed and o.ratio and m.index_heads, "compressed.ratio and index_heads"),
-        ("compressed", compressed and o.far_ratio, "compressed.far_ratio"),
-    ):
+    for mixer in ATTENTION:
+        if m.has_part(mixer) and mixer not in ATTENTIONS[m.attention].mixers:
+            kinds = [f"attention={name}" for name, kind in ATTENTIONS.items() if mixer in kind.mixers]
+            raise MeshwrightError("MW-MODEL-010", f"pattern {m.pattern[:60]!r} needs model.{' or '.join(kinds)}")
+    for part, present, field in (("experts", m.experts, "experts"), ("linear", m.linear.kind, "linear.kind")):
         if m.has_part(part) and not present:
             raise MeshwrightError("MW-MODEL-010", f"pattern {m.pattern[:60]!r} needs model.{field}")
         if present and not m.has_part(part) and ((m.pattern and part == "experts") or part == "linear"):
@@ -194,5 +219,5 @@ def _check_sparse_attention(m: Shape) -> None:
     sizes = (m.index_heads, m.index_dim, m.index_top_k)
     if any(sizes) and not all(sizes):
         raise MeshwrightError("MW-MODEL-010", "sparse attention needs index_heads, index_dim and index_top_k above 0")
-    if m.index_heads and m.window and m.attention != "compressed":
+    if m.index_heads and m.window and not ATTENTIONS[m.attention].reads("window"):
         raise MeshwrightError("MW-MODEL-010", "sparse attention with a window", fix="--set model.window=0")

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.interop.keys import Facts
 from meshwright.lower.op import StepProgram
@@ -59,10 +60,9 @@ def _recompute(kept: dict[str, float], model: Model, names: Iterable[str]) -> No
     for name in names:
         if name == "layernorm":
             kept["norm"] = 0.5
-        elif name == "mla_up_proj" and model.attention == "mla":
-            latents = model.q_rank + model.kv_rank + model.rope_dim + model.heads * model.value_dim + model.hidden
-            heads = model.heads * (2 * (model.nope_dim + model.rope_dim) + 2 * model.value_dim)
-            kept["attention"] = latents / (latents + heads - model.heads * model.value_dim)
+        elif name == "mla_up_proj" and ATTENTIONS[model.attention].reads("kv_rank"):
+            values = _attention_values(model)
+            kept["attention"] = 1 - values["core_attn"] / sum(values.values())
         elif name == "mlp":
             kept["ffn"] = 0.0
         elif name == "shared_experts":
@@ -90,13 +90,12 @@ def _offload(kept: dict[str, float], model: Model, names: Iterable[str]) -> None
 
 def _attention_values(model: Model) -> dict[str, int]:
     """Values per token that attention saves, by the module whose input they are."""
-    if model.attention == "mla":
-        inputs = model.hidden + model.q_rank + model.kv_rank + model.rope_dim
-        heads = model.heads * (2 * (model.nope_dim + model.rope_dim) + model.value_dim)
-        return {"qkv_linear": inputs, "core_attn": heads, "attn_proj": model.heads * model.value_dim}
-    width = model.heads * model.head_width
-    keys = (model.kv_heads or model.heads) * model.head_width
-    return {"qkv_linear": model.hidden, "core_attn": width + 2 * keys, "attn_proj": width}
+    block = next(model.blocks[kind] for kind in model.kinds if model.blocks[kind].attention)
+    core = block.attention
+    assert core is not None
+    latents = sum(linear.d_out for linear in block.linears if linear.name in ("q_a", "kv_a"))
+    heads = core.heads * core.qk + core.kv_heads * (core.qk + core.v)
+    return {"qkv_linear": model.hidden + latents, "core_attn": heads, "attn_proj": core.heads * core.v}
 
 
 def _expert_values(model: Model) -> int:

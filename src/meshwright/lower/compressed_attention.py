@@ -17,8 +17,7 @@ from meshwright.lower.layer import LayerLowering
 def compressed_attention(low: LayerLowering) -> None:
     """Add the operations of one layer's compressed attention."""
     b, m, t, e = low.b, low.m, low.b.tokens, low.element
-    linears = {linear.name: linear for linear in low.block.linears}
-    core, o = low.block.attention, m.compressed
+    linears, core, o = low.linears, low.block.attention, m.compressed
     assert core is not None
     low.norm("norm-1")
     for name in ("q_a", "kv", "compress_kv", "compress_gate"):

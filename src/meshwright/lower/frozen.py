@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import TOKENS, Box
 from meshwright.describe.sharding.parameters import ORDER, module_of, position
@@ -81,8 +82,8 @@ class BackwardReach:
         if op not in POINTS:
             return True
         module, side = POINTS[op]
-        if self.model.attention == "mla" and module.startswith("attention."):
-            module = module.replace("attention.", "attention.heads.")
+        if module.startswith("attention."):
+            module = module.replace("attention", ATTENTIONS[self.model.attention].heads_in, 1)
         return self.first < (self._block(layer, block), FORWARD.index(module) + side)
 
     def reaches(self, layer: int, block: str) -> bool:

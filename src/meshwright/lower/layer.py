@@ -12,6 +12,7 @@ the router and the head multiply in 16 bits (`wide`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -71,40 +72,50 @@ class LayerLowering(BlockBuilder):
         """Output width of this rank's part of a product."""
         return local_shape(linear.style, (linear.d_out, linear.d_in), self.degrees)[0]
 
-    def attention(self) -> None:
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """The matrices of the layer, by name."""
+        return {linear.name: linear for linear in self.block.linears}
+
+    def project_grouped(self) -> None:
+        """Queries, keys and values from the hidden state, in one product where the stack fuses them."""
+        linears = [linear for name, linear in self.linears.items() if name in ("q", "k", "v", "gate")]
+        self.enter_columns("attention", self.m.hidden, "qkv")
+        launches = len(linears) if self.b.stack.separate_projections else 1
+        width = sum(map(self.columns, linears))
+        self.gemm("qkv", "attention", self.b.tokens, width, self.m.hidden, launches=launches)
+
+    def project_latents(self) -> None:
+        """Latents, then queries, keys and values from them. The down-projections are whole on every rank; under sp they run on its own tokens,
+        before the gather."""
+        m, linears = self.m, self.linears
+        ranks = m.q_rank + m.kv_rank
+        for name in ("q_a", "kv_a"):
+            if name in linears:
+                self.gemm(name, "attention", self.row_tokens, linears[name].d_out, linears[name].d_in)
+        self.memory("F", "latent-norm", "norm", self.row_tokens * ranks * self.element, 2, 2)
+        self.memory("I", "latent-norm-grad", "norm", self.row_tokens * ranks * self.element, 4, 4)
+        width = (ranks if m.q_rank else m.hidden + m.kv_rank) + m.rope_dim
+        self.enter_columns("attention", width, "kv_b", wide=m.rope_dim)
+        for name in ("q_b", "q", "kv_b"):
+            if name in linears:
+                self.gemm(name, "attention", self.b.tokens, self.columns(linears[name]), linears[name].d_in)
+
+    def attention(self, project: Callable[[], None]) -> None:
+        """Softmax attention around its core; `project` adds the products that compute queries, keys and values."""
         b, m, t = self.b, self.m, self.b.tokens
-        linears = {linear.name: linear for linear in self.block.linears}
         core = self.block.attention
         assert core is not None
         heads = core.heads / b.tp
         kv_heads = np.maximum(core.kv_heads / b.tp, 1.0)
         self.norm("norm-1")
-        if m.attention == "mla":
-            # The down-projections are whole on every rank; under sp they run on its own tokens, before the gather.
-            ranks = m.q_rank + m.kv_rank
-            for name in ("q_a", "kv_a"):
-                if name in linears:
-                    self.gemm(name, "attention", self.row_tokens, linears[name].d_out, linears[name].d_in)
-            self.memory("F", "latent-norm", "norm", self.row_tokens * ranks * self.element, 2, 2)
-            self.memory("I", "latent-norm-grad", "norm", self.row_tokens * ranks * self.element, 4, 4)
-            width = (ranks if m.q_rank else m.hidden + m.kv_rank) + m.rope_dim
-            self.enter_columns("attention", width, "kv_b", wide=m.rope_dim)
-            for name in ("q_b", "q", "kv_b"):
-                if name in linears:
-                    self.gemm(name, "attention", t, self.columns(linears[name]), linears[name].d_in)
-        else:
-            self.enter_columns("attention", m.hidden, "qkv")
-            names = [name for name in ("q", "k", "v", "gate") if name in linears]
-            width = sum(self.columns(linears[name]) for name in names)
-            self.gemm(
-                "qkv", "attention", t, width, m.hidden, launches=len(names) if b.stack.separate_projections else 1
-            )
+        project()
         self.rotate(t * (heads * core.qk + kv_heads * core.qk) * self.element)
         self._context(heads, kv_heads)
         if core.index:
             sparse_attention.select_positions(self, core)
         self.core(heads)
-        inner = linears["o"].d_in
+        inner = self.linears["o"].d_in
         if m.output_gate:
             self.gate("output-gate", "attention", t * inner / b.tp * self.element)
         self.gemm("o", "attention", t, m.hidden, inner / b.tp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.lower.compressed_attention import compressed_attention
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.linear import linear_mixer
@@ -28,7 +29,7 @@ def parts(low: LayerLowering) -> str:
     if mixer == "linear":
         linear_mixer(low)
     elif mixer:
-        compressed_attention(low) if low.m.attention == "compressed" else low.attention()
+        ATTENTIONS.part(low.m.attention, "lower")(low)
     if channel:
         CHANNELS[channel](low)
     return f"{channel or ('linear' if mixer == 'linear' else 'attention')}-out"
@@ -44,4 +45,7 @@ def feed_forward(low: LayerLowering) -> None:
     low.residual("ffn-residual")
 
 
+ATTENTIONS.provide("gqa", lower=lambda low: low.attention(low.project_grouped))
+ATTENTIONS.provide("mla", lower=lambda low: low.attention(low.project_latents))
+ATTENTIONS.provide("compressed", lower=compressed_attention)
 CHANNELS: dict[str, Callable[[LayerLowering], None]] = {"ffn": feed_forward, "experts": experts}

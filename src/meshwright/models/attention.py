@@ -48,11 +48,10 @@ class AttentionRule(NamedTuple):
 
 
 def rule_of(model: Model, layer: int) -> AttentionRule:
-    width = model.nope_dim + model.rope_dim if model.attention == "mla" else model.head_width
     scale = model.score_scale(layer)
     window = 0 if model.sees_all(layer) else model.window
     chunked = model.window_kind == "chunk" and bool(window)
-    return AttentionRule(window, None if scale == width**-0.5 else scale, chunked, model.attention_softcap)
+    return AttentionRule(window, None if scale == model.key_width**-0.5 else scale, chunked, model.attention_softcap)
 
 
 class Positions(NamedTuple):

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from meshwright.describe import legality
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.errors import MeshwrightError
@@ -33,13 +34,16 @@ from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.parts import FeedForward, make_norm, soft_cap
 
+ATTENTIONS.provide("gqa", module=Attention)
+ATTENTIONS.provide("mla", module=LatentAttention)
+
 
 class Layer(nn.Module):
     def __init__(self, model: Model, geometry: Geometry, index: int) -> None:
         super().__init__()
-        latent, expert = model.attention == "mla", model.layer_kinds[index] == "moe"
+        expert = model.layer_kinds[index] == "moe"
         self.attention_norm = make_norm(model)
-        self.attention = (LatentAttention if latent else Attention)(model, geometry, index)
+        self.attention = ATTENTIONS.part(model.attention, "module")(model, geometry, index)
         self.ffn_norm = make_norm(model) if model.norms_per_layer > 1 else nn.Identity()
         if expert:
             self.moe = MixtureOfExperts(model)

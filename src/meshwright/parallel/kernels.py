@@ -74,11 +74,9 @@ def choose_products(
 
 def attention_shapes(model: Model, plan: Plan, workload: Workload) -> tuple[torch.Size, torch.Size, torch.Size]:
     """[B, heads, S, width] of queries, keys and values of a micro-batch on this rank."""
-    heads = model.heads // plan.tp
-    if model.attention == "mla":
-        groups, key, value = heads, model.nope_dim + model.rope_dim, model.value_dim
-    else:
-        groups, key, value = max(1, model.kv_groups // plan.tp), model.head_width, model.head_width
-    sizes = ((heads, key), (groups, key), (groups, value))
+    core = model.blocks[model.layer_kinds[0]].attention
+    assert core is not None
+    groups = max(1, core.kv_heads // plan.tp)
+    sizes = ((core.heads // plan.tp, core.qk), (groups, core.qk), (groups, core.v))
     q, k, v = (torch.Size((plan.microbatch, n, workload.seq, width)) for n, width in sizes)
     return q, k, v

@@ -16,6 +16,8 @@ from typing import Any
 
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe import legality
+from meshwright.describe.attentions import ATTENTIONS
+from meshwright.describe.attentions import SMALL_HEAD as HEAD
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model, Published
 from meshwright.describe.plan import Plan
@@ -24,7 +26,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.proof.fold import axis_sizes, folds
 from meshwright.training.machine import CHOSEN_BY_DEVICE, PRECISION_NOTE
 
-HEAD = 8
 MOST_BUCKETS = 8
 MOST_MICROBATCHES = 3  # without a pipeline
 NARROW = ("bf16", "fp16")
@@ -194,11 +195,8 @@ def small_experts(model: Model, plan: Plan) -> dict[str, Any]:
 
 def small_rotation(model: Model, seq: int) -> dict[str, Any]:
     """Narrow heads; scaled rotary positions stay scaled, because the sequence is longer than the original positions."""
-    small = {"rope_dim": HEAD // 2 if model.rope_dim else 0}
-    if model.attention == "mla":
-        widths = {"q_rank": 6, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
-        small = {field: min(size, getattr(model, field)) for field, size in widths.items()}
-    pairs = (small["rope_dim"] or (HEAD if model.attention == "gqa" else 0)) // 2
+    small = ATTENTIONS.part(model.attention, "small")(model)
+    pairs = (small.get("rope_dim", 0) or (HEAD if ATTENTIONS[model.attention].reads("head_dim") else 0)) // 2
     factors = {field: _cycled(getattr(model.rope, field), pairs) for field in ("short_factor", "long_factor")}
     rope = model.rope.but(original_positions=seq // 2 if model.rope.original_positions else 0, **factors)
     return small | {"rope": rope, "max_positions": seq // 2 if rope.kind == "dynamic" else seq}

@@ -18,6 +18,7 @@ from typing import Any
 
 from meshwright.calibrate.runs.case import Case, integer, number, refusal
 from meshwright.describe import catalog
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_count
@@ -169,8 +170,9 @@ class Widths:
 def _variant(c: Case, shape: Model, published: dict[str, int]) -> Model:
     """A catalog model with the numbers of the row."""
     r = c.row
-    keep: dict[str, Any] = {k: v for k, v in published.items() if k != "heads" or shape.attention == "gqa"}
-    if r["kv_heads"].isdigit() and shape.attention == "gqa":
+    grouped = ATTENTIONS[shape.attention].reads("kv_heads")
+    keep: dict[str, Any] = {k: v for k, v in published.items() if k != "heads" or grouped}
+    if r["kv_heads"].isdigit() and grouped:
         keep["kv_heads"] = integer(r["kv_heads"])
     if "layers" in keep and shape.dense_layers:
         keep["dense_layers"] = min(shape.dense_layers, keep["layers"])

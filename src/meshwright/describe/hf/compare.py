@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.describe.rope import NEED_ORIGINAL
 
@@ -35,15 +36,17 @@ def canonical(model: Model) -> dict[str, Any]:
     fields = {name: value for name, value in model.model_dump().items() if name not in FREE}
     for name in BY_LAYER:
         del fields[name]
-    latent, expert = model.attention == "mla", bool(model.experts)
+    kind, expert = ATTENTIONS[model.attention], bool(model.experts)
     fields |= {
         "kv_heads": model.kv_groups,
-        "head_dim": 0 if latent else model.head_width,
+        "head_dim": model.head_width if kind.reads("head_dim") else 0,
         "ffn": model.ffn if model.has_part("ffn") else 0,
         "expert_ffn": model.expert_width if expert else 0,
         "shared_ffn": model.shared_width if expert else 0,
-        "latent_norm_epsilon": (model.latent_norm_epsilon or model.norm_epsilon) if latent else 0.0,
-        "attention_scale": model.attention_scale or default_scale(model),
+        "latent_norm_epsilon": (model.latent_norm_epsilon or model.norm_epsilon)
+        if kind.reads("latent_norm_epsilon")
+        else 0.0,
+        "attention_scale": model.attention_scale or model.key_width**-0.5,
         "layer_kinds": model.layer_kinds,
         "window": model.window if model.full_count < model.attention_count else 0,
         "layers with a window": tuple(i for i in range(model.layers) if not model.sees_all(i)),
@@ -54,10 +57,6 @@ def canonical(model: Model) -> dict[str, Any]:
         "temperature_floor": model.temperature_floor if model.temperature_scale else 0,
     }
     return fields | routing(model) | rotation(model)
-
-
-def default_scale(model: Model) -> float:
-    return (model.nope_dim + model.rope_dim if model.attention == "mla" else model.head_width) ** -0.5
 
 
 def routing(model: Model) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.hf.compare import different_fields
 from meshwright.describe.hf.parts import QUICK_GELU
 from meshwright.describe.hf.reader import family_of, interpret
@@ -87,7 +88,7 @@ def _decoder(m: Model) -> dict[str, Any]:
     }
     if m.max_positions:
         keys["max_position_embeddings"] = m.max_positions
-    if m.attention == "gqa":
+    if ATTENTIONS[m.attention].reads("head_dim"):
         keys["head_dim"] = m.head_width
     if m.rope.kind != "default":
         keys["rope_scaling"] = _scaling(m)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.legality.case import Case, Flag
 from meshwright.describe.legality.fixes import divisors, values
 from meshwright.describe.legality.rule import Problem, Rule
@@ -156,7 +157,7 @@ class StackDividesKvHeads(Rule):
         m = p.model
         return (
             p.stack.can.tensor_divides_kv
-            & (m.kind == "transformer" and m.attention == "gqa")
+            & (m.kind == "transformer" and ATTENTIONS[m.attention].reads("kv_heads"))
             & (m.kv_groups % p.tp != 0)
         )
 

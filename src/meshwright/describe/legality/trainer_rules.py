@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.legality.case import Case, Flag
 from meshwright.describe.legality.fixes import values
 from meshwright.describe.legality.plan_rules import GATHERED
@@ -42,10 +43,10 @@ def unsupported_parts(m: Model) -> list[str]:
         return []
     post, one = m.norm_position == "post", m.norms_per_layer == 1
     field, width = ("rope_dim" if m.rope_dim else "head_dim"), m.rotated_width
+    kind = ATTENTIONS[m.attention]
     parts = {
-        "attention=mla with qk_norm": m.attention == "mla" and m.qk_norm,
+        **{f"attention={kind.name} with {flag}": bool(getattr(m, flag)) for flag in kind.not_trained},
         "positions=alibi": m.positions == "alibi",
-        "attention=mla with sinks": m.attention == "mla" and m.sinks,
         f"norms_per_layer={m.norms_per_layer}{' with norm_position=post' * post}{' without parallel_residual' * one}": (
             m.norms_per_layer not in ((2,) if post else (1, 2) if m.parallel_residual else (2, 4))
         ),
@@ -53,7 +54,7 @@ def unsupported_parts(m: Model) -> list[str]:
         f"the extra weight {m.extra[0].name if m.extra else ''} (extra)": bool(m.extra),
         f"layers of the kinds {', '.join(m.kinds)} (pattern)": bool(m.pattern),
         f"linear mixers ({m.linear.kind})": bool(m.linear.kind),
-        "attention=compressed": m.attention == "compressed",
+        f"attention={kind.name}": kind.planning_only,
         f"{m.streams} residual streams (streams)": m.streams > 1,
         "sparse attention (index_heads)": bool(m.index_heads),
         "an output gate of attention (output_gate)": m.output_gate,
@@ -78,7 +79,7 @@ class TransformerHasParts(Rule):
             f"{p.model.name} has {', '.join(unsupported_parts(p.model))}, which our transformer does not implement",
             why="It can be planned and costed, not trained",
             valid=[
-                "attention (gqa or mla) with an FFN or experts in every layer",
+                f"attention ({' or '.join(n for n, kind in ATTENTIONS.items() if not kind.planning_only)}) with an FFN or experts in every layer",
                 "positions=rope|learned|none",
                 "norms_per_layer=2|4, or 1 with parallel_residual",
                 "an even rotary width",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.describe.tensors import Block, Linear, Vector
 
@@ -163,8 +164,8 @@ def module_of(model: Model, linear: Linear) -> str:
     if linear.part == "extra":
         return f"extra.{linear.name}"
     if linear.part == "attention":
-        in_heads = model.attention == "mla" and linear.style != "between"
-        return f"attention.heads.{linear.name}" if in_heads else f"attention.{linear.name}"
+        heads_in = ATTENTIONS[model.attention].heads_in
+        return f"{'attention' if linear.style == 'between' else heads_in}.{linear.name}"
     if linear.name in ("router", "shared-scale", "latent-down", "latent-up"):
         return f"moe.{linear.name.replace('-', '_')}"
     if linear.name == "head":

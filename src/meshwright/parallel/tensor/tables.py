@@ -39,6 +39,7 @@ something else. Tables of known classes of other libraries are in `families`.
 
 from __future__ import annotations
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import module_styles
 
@@ -52,22 +53,12 @@ COMMON: Table = (
     ("layers.*.moe.shared", "region"),
     ("head.project", "region"),
 )
-REGIONS: dict[str, Table] = {
-    "transformer": (
-        *COMMON,
-        ("layers.*.attention", "region"),
-        ("layers.*.attention.probabilities", "probabilities"),
-    ),
-    "mla": (
-        *COMMON,
-        ("layers.*.attention.heads", "region"),
-        ("layers.*.attention.heads.probabilities", "probabilities"),
-    ),
-    "mlp": (("layers.*", "gathered"),),
-}
 
 
 def table_of(model: Model) -> Table:
     """The table of one of our models: the style of every parameter as `describe.sharding` has it, and where regions begin."""
-    kind = "mla" if model.attention == "mla" and model.kind == "transformer" else model.kind
-    return (*module_styles(model), *REGIONS[kind])
+    styles = module_styles(model)
+    if model.kind == "mlp":
+        return (*styles, ("layers.*", "gathered"))
+    heads = f"layers.*.{ATTENTIONS[model.attention].heads_in}"
+    return (*styles, *COMMON, (heads, "region"), (f"{heads}.probabilities", "probabilities"))

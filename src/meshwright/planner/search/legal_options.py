@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe import legality
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.axes import members_in_unit
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality import Case
@@ -109,7 +110,8 @@ class LegalOptions:
         """Tensor-parallel degrees that the model accepts."""
         case = Case.of(self.base.but(tp=1), self.model).with_columns({"tp": tp, "expert_tp": self._least_expert_tp(tp)})
         found = [int(t) for t in tp[np.broadcast_to(legality.legal(case), len(tp))]]
-        if self.stack.can.tensor_divides_kv and self.model.kind == "transformer" and self.model.attention == "gqa":
+        grouped = self.model.kind == "transformer" and ATTENTIONS[self.model.attention].reads("kv_heads")
+        if grouped and self.stack.can.tensor_divides_kv:
             return [t for t in found if self.model.kv_groups % t == 0]
         return found
 

@@ -34,6 +34,7 @@ ACTIVATIONS = {
     "swiglu": (),
     "relu2": ("--squared-relu",),
 }  # --swiglu is among the plan's flags
+ATTENTIONS = {"gqa": (), "mla": ("--multi-latent-attention",)}
 DECAY = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "WSD"}
 
 
@@ -63,9 +64,7 @@ def model_words(model: Model) -> list[str]:
         words += ["--rotary-base", f"{model.rope_theta:.0f}", *rope_words(model)]
     if model.qkv_bias and not (model.out_bias or model.ffn_bias):
         words.append("--add-qkv-bias")
-    if model.attention == "mla":
-        words.append("--multi-latent-attention")
-    return words + (expert_words(model) if model.experts else [])
+    return [*words, *ATTENTIONS[model.attention]] + (expert_words(model) if model.experts else [])
 
 
 def rope_words(model: Model) -> list[str]:
@@ -127,6 +126,8 @@ def check_model(model: Model) -> None:
     missing = sorted(set(model.as_dict()) - STATED)
     if model.activation not in ACTIVATIONS:
         missing.append(f"activation = {model.activation}")
+    if model.attention not in ATTENTIONS:
+        missing.append(f"attention = {model.attention}")
     if model.positions not in ("rope", "learned", "none"):
         missing.append(f"positions = {model.positions}")
     if model.rope.kind not in ("default", "llama3") and not (model.rope.kind == "yarn" and model.attention == "mla"):
