@@ -47,7 +47,7 @@ def ffn_linears(
 
 
 def ffn_saved(m: ModelShape, part: str, width: float, split: Literal["tensor", "expert"] = "tensor") -> list[Saved]:
-    """What the activation function keeps; the inputs of the products are kept by the products themselves."""
+    """Bytes that the activation function saves for backward; each product saves its own input."""
     inputs = width * (2 if m.gated else 1)
     saved = [Saved(f"{part}-activation-in", part, inputs, split)]
     if m.gated:  # unfused, the gate's own output is one more tensor, kept for the product with the other half

@@ -90,7 +90,7 @@ def axis_size(plan: Any, axis: str) -> Number:
 def members_in_unit(
     plan: Any, stride: dict[str, Number], axis: str, unit: float, cached: Callable[[str], Number] | None = None
 ) -> Number:
-    """Members of one group of the axis inside one unit of `unit` consecutive devices; `cached` gives those of another axis."""
+    """Count the members of one group of the axis inside `unit` consecutive devices; `cached` returns the count of another axis."""
 
     def of(other: str) -> Number:
         return cached(other) if cached else members_in_unit(plan, stride, other, unit)

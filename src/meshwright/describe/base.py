@@ -72,7 +72,7 @@ class Described(BaseModel):
 
 @cache
 def list_fields(cls: type[BaseModel]) -> frozenset[str]:
-    """The fields of a section that hold a list of plain values; not those that read text themselves, as paths do."""
+    """Fields of a section that hold a list of plain values, except those that parse text themselves, such as paths."""
     names = []
     for name, field in cls.model_fields.items():
         kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) in (tuple, list)]
@@ -84,14 +84,14 @@ def list_fields(cls: type[BaseModel]) -> frozenset[str]:
 
 
 def split_list(text: str) -> list[Any]:
-    """A list in one word, as `--set plan.overlap=dp,tp` and `dp+tp` have it; an empty text is an empty list."""
+    """Split a list written as one word (`dp,tp` or `dp+tp`); an empty text is an empty list."""
     joined = text.replace("+", ",") if re.fullmatch(r"[a-z]+(\+[a-z]+)+", text) else text
     words = [word.strip() for word in joined.split(",") if word.strip()]
     return [int(word) if word.isdecimal() else word for word in words]
 
 
 def _placed(what: str, path: str, cls: type[BaseModel], place: str) -> str:
-    """The text of an error in a nested table such as [model.router], with the path of that table."""
+    """Add the path of a nested table such as [model.router] to the text of an error."""
     table = cls.model_fields[place].annotation if place in cls.model_fields else None
     name = getattr(table, "__name__", "").lower()
     if what.startswith(f"{name}."):
@@ -118,7 +118,7 @@ REASONS = {
 
 
 def _reason(error: Any) -> str:
-    """Why pydantic refused a value, in the terms of a plan file instead of Python types."""
+    """Say why pydantic refused a value, in terms of a plan file instead of Python types."""
     return REASONS.get(error["type"]) or str(error["msg"]).replace("Input should be", "It must be")
 
 

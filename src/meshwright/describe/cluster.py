@@ -214,7 +214,7 @@ class Level(Described):
 
 
 class Factors(Described):
-    """Measured seconds of one operation over those of its closed formula, by term (1: as the formula says), and seconds that each call adds."""
+    """Measured seconds of one operation over those of its formula, by term (1: equal), and the seconds that each call adds."""
 
     call: Seconds = Field(
         default=0.0, ge=0, description="seconds of one call that do not depend on the number of ranks"
@@ -248,7 +248,7 @@ AS_THE_FORMULA = Factors()
 
 
 class MeasuredCall(Described):
-    """One measured call of a collective: what a calibration was fitted to, kept to draw it together with the model."""
+    """One measured call of a collective that a calibration was fitted to; stored so that figures can show it."""
 
     operation: str = Field(description="all-reduce, all-gather, …, or point-to-point")
     ranks: int = Field(ge=2)
@@ -344,7 +344,7 @@ class Cluster(Described):
 
     @property
     def card_bandwidth(self) -> float:
-        """Achievable bytes/s in one direction of one device that sends to another node while the others of its node do not."""
+        """Achievable bytes/s in one direction of a device that is the only one of its node to send to another node."""
         return self.capacity(("nic-out", min(1, len(self.levels) - 1), 0, 0))
 
     def path(self, src: int, dst: int) -> Path:

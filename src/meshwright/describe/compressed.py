@@ -82,7 +82,7 @@ def compressed_part(
 
 
 def _compressor(name: str, hidden: int, width: int, overlaps: bool) -> list[Linear]:
-    """What pools and the weights of pooling; groups that overlap have both twice."""
+    """The projections that pool keys and values, and the weights of pooling; groups that overlap have both twice."""
     columns = (2 if overlaps else 1) * width
     return [
         Linear(f"{name}_kv", "attention", hidden, columns, "between", saves_input=False),

@@ -79,7 +79,7 @@ class Config(Shown):
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
-        """A moving average of the weights takes memory, so the workload has it whenever the optimizer has."""
+        """Copy `ema` of the optimizer to the workload, which counts its memory."""
         if self.optimizer.ema and not self.workload.ema:
             object.__setattr__(self, "workload", self.workload.but(ema=True))
             self.origins.setdefault("workload.ema", "optimizer.ema")
@@ -118,7 +118,7 @@ class Config(Shown):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Self:
-        """A plan file that another program sent, as nested tables: names are those of the catalog, and no file is read."""
+        """Build a configuration from nested tables that another program sent: names are catalog names, and no file is read."""
         if "extends" in document:
             raise MeshwrightError(
                 "MW-CONF-012",
@@ -160,7 +160,7 @@ class Config(Shown):
         return config._with_plan_size()
 
     def _with_plan_size(self) -> Self:
-        """A cluster without `gpus` is as large as the plan, if its levels reach that far."""
+        """Give a cluster without `gpus` the size of the plan, if its levels reach that far."""
         world = self.plan.world
         reaches = len(self.cluster.levels) > 1 or world <= self.cluster.node_size
         if self.cluster.gpus or not any(path.startswith("plan.") for path in self.origins) or not reaches:
@@ -202,14 +202,14 @@ class Config(Shown):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a TOML file, with what it extends, and `--set` overrides on top."""
+    """Load a TOML file with the files that it extends, and apply `--set` overrides."""
     draft = Draft()
     draft.merge_file(Path(path))
     return Config._resolved(draft, overrides)
 
 
 def load_plan(source: str | Path | dict[str, Any], overrides: Iterable[str] = ()) -> Plan:
-    """The plan of a file, whose other sections need not be there, or of a table of its fields."""
+    """Load a plan from a file, which may lack other sections, or from a table of its fields."""
     draft = Draft()
     if isinstance(source, dict):
         draft.merge("plan", source, "plan", HERE)
@@ -225,7 +225,7 @@ def load_plan(source: str | Path | dict[str, Any], overrides: Iterable[str] = ()
 
 
 def load_model(name: str | Path) -> Model:
-    """The model of a catalog name, of a Hugging Face config.json or its folder, or of a run file, whose other sections need not be there."""
+    """Load a model by catalog name, from a Hugging Face config.json or its folder, or from a run file, which may lack other sections."""
     draft = Draft()
     if str(name).endswith(".toml"):
         draft.merge_file(Path(name))
@@ -240,14 +240,14 @@ def load_model(name: str | Path) -> Model:
 
 
 def load_cluster(name: str | Path) -> Cluster:
-    """The cluster of a catalog name or of a TOML file with a [cluster]."""
+    """Load a cluster by catalog name or from a TOML file with a [cluster]."""
     draft = Draft()
     draft.merge("cluster", str(name), "given", HERE)
     return Cluster(**draft.resolved("cluster"))
 
 
 def cluster_table(text: str) -> str | dict[str, Any]:
-    """The [cluster] of a TOML text as a plan file has it: a catalog name, or a table of its values. No file is read."""
+    """Parse the [cluster] of a TOML text: a catalog name, or a table of its values. No file is read."""
     document = parse_toml(text, "the text")
     section = document.get("cluster", {})
     if not isinstance(section, dict) or not section:
@@ -276,7 +276,7 @@ def configure(
     tokens: str | float = "",
     overrides: Sequence[str] = (),
 ) -> Config:
-    """The configuration that the arguments of a command or of a Python function describe.
+    """Build the configuration that the arguments of a command or of a Python function describe.
 
     `model` is a plan file (`.toml`), a catalog name, a Hugging Face `config.json`, a table, a `Model`, or a whole `Config`; `cluster` is a
     catalog name, a TOML file with a [cluster], a table or a `Cluster`; `plan` is a plan file, a table or a `Plan`. The other arguments

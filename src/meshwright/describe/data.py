@@ -31,7 +31,7 @@ PATHS = ("path", "validation_path", "tokenizer")  # fields that hold paths
 
 
 class Data(Described):
-    """Empty: the default corpus, Python's own source."""
+    """Training data; empty: the source of Python's standard library."""
 
     path: Paths = Field(default=(), description="token files; empty: the source of Python's standard library")
     weights: tuple[float, ...] = Field(default=(), description="shares of the samples by path; empty: by tokens")

@@ -37,7 +37,7 @@ POSITION = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
 
 
 def section_with(key: str) -> str:
-    """The section that has this key, of those whose keys people write at the top of a file; "" if none has."""
+    """Name the section that has a key which people often write at the top of a file; "" if none has."""
     return next((name for name, kind in (("plan", Plan), ("workload", Workload)) if key in kind.model_fields), "")
 
 
@@ -113,7 +113,7 @@ class Draft:
         self._overlay(self.tables.setdefault(section, {}), given, section, source)
 
     def model_from_start(self) -> None:
-        """Without a model: take that of the Transformers folder from which the run starts."""
+        """Take the model of the Transformers folder from which the run starts, if no model is named."""
         start = self.tables.get("run", {}).get("start_from")
         if start and isinstance(start, str) and "model" not in self.tables:
             self.merge("model", str(Path(start) / "config.json"), "run.start_from", HERE)
@@ -293,7 +293,7 @@ def deep_copy(value: Any) -> Any:
 
 
 def parse_value(text: str, path: str) -> Any:
-    """A TOML value, or as a string a bare word (a name, a quantity such as 80GiB) or several with commas; nothing is an empty list."""
+    """Parse a TOML value; bare words (a name, 80GiB) are strings, words with commas a list, nothing an empty list."""
     if not text:
         return []
     if len(text) > 10_000 or "\n" in text:

@@ -40,7 +40,7 @@ def _written(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def base_of(kind: str, name: str) -> str:
-    """The entry at the root of what an entry extends; an entry that extends nothing is its own base."""
+    """Follow `extends` to its root; an entry that extends nothing is its own base."""
     extended = _written(kind)[name].get("extends")
     return base_of(kind, extended) if extended else name
 

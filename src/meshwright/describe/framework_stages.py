@@ -29,7 +29,7 @@ def framework_stages(model: Model, stack: Stack, pp: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def balanced_products(layers: int, layer: int, head: int, pp: int) -> tuple[int, ...]:
-    """Layers of each of `pp` stages with about the same products: `layer` is the number of a layer's, `head` that of the head."""
+    """Divide layers into `pp` stages of about equal multiplications; `layer` and `head` are those of one layer and of the head."""
     share = (layers * layer + head) / pp
     stages = [0]
     for done in range(layers):
@@ -40,7 +40,7 @@ def balanced_products(layers: int, layer: int, head: int, pp: int) -> tuple[int,
 
 
 def in_framework(plan: Plan, model: Model, stack: Stack) -> Plan:
-    """The plan with the stages of the stack's framework, if it makes a division of its own and the plan states none."""
+    """Set `layers_per_stage` as the stack's framework divides the layers, unless the plan states it or the division is even."""
     if plan.pp == 1 or plan.layers_per_stage or plan.virtual > 1:
         return plan
     stages = framework_stages(model, stack, plan.pp)

@@ -60,7 +60,7 @@ class Layout:
         return int(strides(self.plan, self.plan.order or self.order)[axis])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank sits on every base axis."""
+        """Coordinates of a rank on every base axis."""
         out = {}
         for a in self.axes:
             rank, out[a] = divmod(rank, getattr(self.plan, a))

@@ -24,14 +24,14 @@ SURE = 0.90
 
 
 def chance_to_fit(predicted: float, capacity: float) -> float:
-    """The share of published runs whose measured peak would be within the capacity; 1% to 99%, since rarer cases are not known."""
+    """Return the share of published runs whose measured peak would be within the capacity, from 1% to 99%."""
     if predicted <= 0:
         return 0.99
     return float(np.interp(capacity / predicted, list(QUANTILES.values()), list(QUANTILES)))
 
 
 def fit_word(predicted: float, capacity: float) -> str:
-    """fits, probably fits, may not fit, or does not fit."""
+    """Return "fits", "probably fits", "may not fit" or "does not fit"."""
     if predicted > capacity:
         return "does not fit"
     if chance_to_fit(predicted, capacity) >= SURE:
@@ -40,7 +40,7 @@ def fit_word(predicted: float, capacity: float) -> str:
 
 
 def fit_words(predicted: float, capacity: float) -> str:
-    """The word with its chance: "probably fits (62% chance)", "may not fit (40% chance that it does)", "does not fit (93% chance)"."""
+    """Return the word with its chance: "probably fits (62% chance)", "may not fit (40% chance that it does)", "does not fit (93% chance)"."""
     word, chance = fit_word(predicted, capacity), chance_to_fit(predicted, capacity)
     shown = {"may not fit": f"{chance:.0%} chance that it does", "does not fit": f"{1 - chance:.0%} chance"}
     return f"{word} ({shown.get(word, f'{chance:.0%} chance')})"

@@ -46,7 +46,7 @@ class Model(ModelShape):
         return full * seeing_all + near * (1 - seeing_all)
 
     def positions_of(self, core: AttentionCore, seq: float, halve_causal: bool = True) -> tuple[float, float]:
-        """Mean positions that a token attends to in a layer with this core, and those from which an indexer selects them."""
+        """Return the mean positions a token attends to in a layer with this core, and how many an indexer selects them from."""
         candidates = self.candidates(seq, halve_causal)
         if not core.window:
             return self.attended(seq, halve_causal), candidates

@@ -27,14 +27,14 @@ def is_typical(stack: Stack) -> bool:
 
 
 def own_stack(device: str, compiled: bool = True) -> Stack:
-    """The stack that our trainer is on a kind of device: "cpu", or the name of a GPU."""
+    """Return the stack of our trainer on a kind of device: "cpu", or the name of a GPU."""
     name = "gloo-cpu" if device == "cpu" else OURS if compiled else "torch-eager"
     found: Stack = catalog.load("stacks", name)
     return found
 
 
 def with_own_stack(config: Config) -> Config:
-    """A configuration that our trainer will run: with the trainer's stack, unless it names one."""
+    """Give a configuration the stack of our trainer, unless it names a stack."""
     if not is_typical(config.stack):
         return config
     return replace(config, stack=own_stack(config.cluster.accelerator.name, config.run.compiled))

@@ -51,7 +51,7 @@ class Plan(PlanFields):
         return bool(legality.legal(legality.Case.of(self, model, workload, cluster, stack)))
 
     def title(self) -> str:
-        """The plan in one line: `dp 4 (ZeRO-3) · tp 8 · pp 2 (1f1b) · micro-batch 1`.
+        """Describe the plan in one line: `dp 4 (ZeRO-3) · tp 8 · pp 2 (1f1b) · micro-batch 1`.
 
         The degrees and the micro-batch always; every other field where it differs from its default and has an effect, so that two plans of
         different cost have different titles.

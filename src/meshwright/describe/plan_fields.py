@@ -128,7 +128,7 @@ class PlanFields(Described):
         return self.expert_tp or self.tp
 
     def overlapped(self, stack: Stack, node_size: int) -> tuple[Axis, ...]:
-        """The axes whose communication overlaps with compute: the plan's, or those of the stack that it can hide in this plan."""
+        """The axes whose communication overlaps with compute: those the plan names, else those the stack can overlap in this plan."""
         if self.overlap is not None:
             return self.overlap
         named = dict.fromkeys((*stack.overlap, "cp"))

@@ -84,7 +84,7 @@ class Prediction(Result):
 
     @property
     def memory_fit(self) -> str:
-        """How sure it is that the plan fits: "probably fits (62% chance)"."""
+        """Whether the plan fits, with its chance: "probably fits (62% chance)"."""
         return fit_words(self.memory_gib or 0.0, self.memory_limit_gib)
 
     def as_dict(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def is_run(folder: Path) -> bool:
 
 
 def present_plan(folder: Path) -> Path:
-    """The file of the plan that a run uses, or used last: after a resize another one than the user's, which stays in `plan.toml`."""
+    """Return the file of the plan that a run uses or used last; after a resize it differs from the user's `plan.toml`."""
     return folder / PRESENT if is_inside(folder / PRESENT, folder) else folder / PLAN
 
 
@@ -230,7 +230,7 @@ def state(folder: Path) -> str:
 
 
 def lock_of(folder: Path) -> Lock:
-    """The lock of a folder. It is asked for and released at once: `training.folder` tries for longer than that takes."""
+    """Read the lock of a folder by taking and releasing it at once; `training.folder` retries for longer than this takes."""
     try:
         with (folder / LOCK).open("rb") as file:
             by = next(iter(parsed(file.read(LONGEST_LINE))), {})

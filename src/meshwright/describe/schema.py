@@ -12,7 +12,7 @@ from meshwright.describe.draft import NAMED
 
 
 def schema(section: str = "") -> dict[str, Any]:
-    """Of the whole file, or of one section."""
+    """Return the JSON Schema of a plan file, or of one section."""
     if section:
         return section_schema(section)
     sections = {name: section_schema(name) for name in CLASSES}

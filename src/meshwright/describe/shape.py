@@ -24,7 +24,7 @@ from meshwright.describe.router import RouterOptions
 
 
 class Published(Described):
-    """What the makers published, to hold our counts to."""
+    """Parameter counts that the makers published; a test compares ours with them."""
 
     parameters: Count = 0.0
     active: Count = 0.0

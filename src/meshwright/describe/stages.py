@@ -20,7 +20,7 @@ Number = Any  # an int, or an array of numbers
 
 
 def longer_stages(layers: int, stages: Number) -> tuple[Number, Number, Number]:
-    """Layers that every stage holds at least, and the first and last+1 stage that hold one more."""
+    """Return the layers that every stage has at least, and the range of stages that have one more."""
     least = np.floor(layers / stages)  # exact below 2⁵³, and much faster than // on float arrays
     extra = layers - least * stages
     first = np.floor((stages - extra) / 2)

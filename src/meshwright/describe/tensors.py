@@ -128,7 +128,7 @@ class Block:
         return out
 
     def fused_matrices(self) -> list[list[Linear]]:
-        """The matrices in order, with those that multiply one input (query, key and value; gate and up) together."""
+        """Group matrices that multiply the same input (query, key and value; gate and up), in order."""
         found: list[list[Linear]] = []
         columns: list[Linear] = []
         for linear in self.linears:
@@ -141,7 +141,7 @@ class Block:
 
 
 def joined(kind: str, parts: Sequence[Block]) -> Block:
-    """One block of the tensors of several."""
+    """Concatenate the tensors of several blocks into one."""
     return Block(
         kind,
         tuple(linear for part in parts for linear in part.linears),

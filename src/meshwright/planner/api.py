@@ -79,7 +79,7 @@ def run(question: Question, top: int = 10, progress: Progress | None = None) -> 
 
 
 def with_best_worst_case(result: Result) -> Result:
-    """The result with the leader whose band has the lowest upper edge as its winner."""
+    """Make the leader with the best worst case (the lowest upper edge of its band) the winner."""
     best = result.robust[0]
     leaders = [best, *(c for c in result.ranking.leaders if c is not best)]
     ranking = replace(result.ranking, best=best, leaders=leaders)

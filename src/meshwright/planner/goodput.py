@@ -60,7 +60,7 @@ def daly_interval(save: float, mtbf: float) -> float:
 
 
 def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
-    """Share of wall time that is kept work, by Daly's exact expectation; 0 if a save almost never completes between failures."""
+    """Share of wall time spent on work that is not lost, by Daly's exact expectation; 0 if saves almost never complete between failures."""
     for name, value in (("interval", interval), ("mtbf", mtbf)):
         _positive(name, value)
     if save < 0 or restart < 0:
@@ -123,7 +123,7 @@ def read_reliability(
 
 
 def largest_restart(target: float, save: float, mtbf: float) -> float:
-    """Longest restart with which `target` goodput is still reached; 0 if saving already loses more."""
+    """Longest restart that still reaches the goodput `target`; 0 if saving alone loses more."""
     best = daly_interval(save, mtbf)
     without = goodput(best, save, 0.0, mtbf)
     return mtbf * math.log(without / target) if without > target else 0.0

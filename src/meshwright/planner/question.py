@@ -78,7 +78,7 @@ def read(
 
 
 def base_plan(config: Config) -> Plan:
-    """The fields of the given plan that are kept: those that are not searched, dtypes and overlap."""
+    """Keep the fields of the user's plan that are not searched: dtypes, overlap and others."""
     kept = {
         name: value
         for name, value in config.plan.as_dict().items()
@@ -104,7 +104,7 @@ def assumptions(config: Config, stack: Any) -> list[str]:
 
 
 def runs_in(config: Config) -> str:
-    """What the plan is for: the framework of the stack, our own trainer, with what of the plan it does not run, or, if no stack is named, any."""
+    """Name what runs the plan: the stack's framework; our trainer, with the parts of the plan that it does not run; or any framework."""
     if is_typical(config.stack):
         return ANY_FRAMEWORK
     if config.stack.name not in OWN_STACKS:
@@ -114,7 +114,7 @@ def runs_in(config: Config) -> str:
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Settings that describe the problem, and those of searched plan fields, which are constraints."""
+    """Separate settings that describe the problem from settings of searched plan fields, which are constraints."""
     searched = {f"plan.{name}" for name in search_choices.SEARCHED}
     fixed = [word.strip().removeprefix("plan.") for word in settings if word.partition("=")[0].strip() in searched]
     return [word for word in settings if word.partition("=")[0].strip() not in searched], fixed

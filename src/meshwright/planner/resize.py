@@ -25,7 +25,7 @@ NOT_FIT = 3  # exit code
 
 
 def plan_for_world(config: Config, world: int) -> Config:
-    """The configuration with a plan for at most `world` devices, the most that have one; unchanged if its plan has this size."""
+    """Return the configuration with a plan for as many of `world` devices as possible; unchanged if its plan has this size."""
     if config.plan.world == world:
         return config
     for count in range(world, 0, -1):
@@ -58,7 +58,7 @@ def trainable_plans(config: Config, count: int) -> Iterator[Config]:
 
 
 def more_replicas(plan: Plan, count: int) -> Iterator[Plan]:
-    """The plan with as many replicas as `count` devices hold, if they hold a whole number of them."""
+    """Set the number of replicas that fill `count` devices, if it is a whole number."""
     if count % (plan.world // plan.replicate) == 0:
         yield plan.but(replicate=count // (plan.world // plan.replicate))
 

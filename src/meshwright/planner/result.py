@@ -107,7 +107,7 @@ class Result:
 
     @property
     def chosen_from(self) -> str:
-        """What the winner is the best of."""
+        """Say of how many plans the winner is the best."""
         if self.worst_case:
             what = (
                 "the best worst case of the leaders"
@@ -120,7 +120,7 @@ class Result:
 
     @property
     def choice(self) -> str:
-        """Why the winner was taken although another plan is faster; empty where it is the fastest."""
+        """Say why the winner was preferred to a faster plan; empty if it is the fastest."""
         if self.worst_case:
             return why.worst_case_choice(self.ranking.best, self.ranking.fastest)
         return why.choice(self.ranking.best, self.ranking.fastest)
@@ -145,12 +145,12 @@ class Result:
 
     @cached_property
     def ties(self) -> list[bool]:
-        """Which leaders that are as fast as the winner within the accuracy of the cost model: their measured order may be the other way round."""
+        """Marks leaders the cost model cannot tell apart from the winner."""
         return [indistinguishable(self.prediction.exposed_s, p.exposed_s) for _, p in self.leaders]
 
     @cached_property
     def robust(self) -> tuple[Candidate, Prediction]:
-        """The leader with the best worst case: the lowest upper edge of its band. Of the first `RIVALS`, however many are shown."""
+        """The leader with the best worst case (the lowest upper edge of its band) among the first `RIVALS`, shown or not."""
         others = map(self._predicted, self.ranking.leaders[self.top : RIVALS])
         return min([*self.leaders, *others], key=lambda leader: leader[1].step_time_high_s)
 
@@ -179,7 +179,7 @@ class Result:
 
     @cached_property
     def near_misses(self) -> list[NearMiss]:
-        """Sizes close to the given ones with which a clearly faster plan exists."""
+        """Batch sizes, GPU counts or shapes close to the user's that allow a clearly faster plan."""
         return near_misses(self.space, self.estimate, self.headroom)
 
     @cached_property

@@ -47,7 +47,7 @@ class Scaled:
 
     @property
     def effective_mfu(self) -> float:
-        """What is left of the MFU once saves and failures are paid."""
+        """MFU × goodput: the MFU after saves and failures."""
         return self.mfu * self.goodput
 
 
@@ -84,7 +84,7 @@ def scale_out(
 
 
 def repeated(plan: Plan, copies: int) -> Plan:
-    """`copies` times the plan, side by side."""
+    """Multiply the data-parallel degree by `copies`."""
     return plan.but(replicate=plan.replicate * copies)
 
 

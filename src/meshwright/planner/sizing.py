@@ -135,8 +135,8 @@ def size(
 
 
 def undominated(curve: list[Size], gpus: int, t: Training | Size) -> Size | None:
-    """The smallest size that takes fewer days and fewer GPU-hours than this training, and that no size of the curve beats in the same
-    way; None if nothing dominates the training."""
+    """Return the smallest size that beats this training in days and in GPU-hours, and that no other size of the curve beats in both;
+    None if there is none."""
     better = [one for one in curve if one.gpus > gpus and one.days < t.days and one.gpu_hours < t.gpu_hours]
     return next((one for one in better if undominated(curve, one.gpus, one) is None), None)
 
@@ -223,7 +223,7 @@ def explore(request: Question, days: float, budget: float, progress: Progress | 
 
 
 def passed(one: Size, days: float, budget: float) -> bool:
-    """Whether larger clusters need not be tried: fast enough, or (with a budget alone) too expensive."""
+    """Whether larger clusters can be skipped: this one is fast enough, or (with only a budget) too expensive."""
     return one.days <= days if days else one.dollars > budget
 
 
@@ -257,7 +257,7 @@ def meets(t: Training | Size, days: float, budget: float, slack: float = 1.0) ->
 
 
 def tried_in_full(curve: list[Size], days: float, budget: float) -> list[Size]:
-    """Sizes up to the first that meets the target whose best plan may meet it, fewest GPUs first."""
+    """Sizes to search in full, fewest GPUs first: those that may meet the target, up to the first that does."""
     first = next((k for k, one in enumerate(curve) if one.meets), len(curve) - 1)
     return [one for one in curve[: first + 1] if meets(one, days, budget, SLACK)]
 

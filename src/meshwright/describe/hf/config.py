@@ -103,7 +103,7 @@ class Config:
         return self.data.get(key)
 
     def covered(self, *keys: str) -> None:
-        """Mark keys that the family's class does not use, or whose meaning other keys give."""
+        """Mark keys that the family's class does not use, or that repeat other keys."""
         self.read_keys.update(keys)
 
     def differs(self, *parts: str) -> None:

@@ -73,7 +73,7 @@ def bloom(c: Config) -> dict[str, Any]:
 
 
 def mpt(c: Config) -> dict[str, Any]:
-    """Transformers' class fixes the FFN at 4·hidden, ALiBi, and one KV head for each head, whatever the config says of them."""
+    """MPT. Transformers' class ignores the config here: FFN of 4·hidden, ALiBi, one KV head for each head."""
     c.covered(
         "expansion_ratio", "learned_pos_emb", "no_bias", "norm_type", "attn_config", "embedding_fraction", "verbose"
     )

@@ -38,7 +38,7 @@ NEUTRAL: dict[str, tuple[Any, str]] = {
 
 
 def not_run(c: Config) -> list[str]:
-    """Each entry names a part of the original model, with its value, that `train` and `verify` compute in another way."""
+    """List the parts of the original model, with their values, that `train` and `verify` compute differently."""
     entries = list(c.differences)
     for key, (neutral, what) in NEUTRAL.items():
         value = c.data.get(key) if key not in c.read_keys else neutral

@@ -84,7 +84,7 @@ def _family(data: dict[str, Any]) -> str:
 
 
 def _cannot_be_described(kind: str) -> MeshwrightError:
-    """What to write for a family that is not read. Another family's name is never offered: it would count another model."""
+    """Build the error for a family that is not read: how to write the model. It never suggests another family: its counts would differ."""
     if kind in ENCODERS:
         return MeshwrightError(
             "MW-HF-008",

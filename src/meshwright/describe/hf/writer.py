@@ -312,7 +312,7 @@ def _llama4(m: Model) -> dict[str, Any]:
 
 
 def whole(number: float) -> float:
-    """A number that differs from a whole one only by rounding, as that whole one."""
+    """Round a number that differs from an integer only by rounding errors."""
     return round(number) if abs(number - round(number)) < 1e-9 * abs(number) else number
 
 

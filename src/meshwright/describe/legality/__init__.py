@@ -41,7 +41,7 @@ def legal(case: Case) -> Flag:
 
 
 def problem(case: Case) -> MeshwrightError | None:
-    """The first broken rule of one plan as an error, with a fix that is legal; None where the plan is legal."""
+    """Return the first broken rule of a plan as an error with a legal fix; None if the plan is legal."""
     broken = next((rule for rule in rules_for(case.given) if rule.broken(case)), None)
     return _error(broken, case) if broken else None
 
@@ -53,19 +53,19 @@ def _error(rule: type[Rule], case: Case) -> MeshwrightError:
 
 
 def lacking_precision(workload: Workload, cluster: Cluster) -> MeshwrightError | None:
-    """The error where the accelerator has no units for the workload's precision, whatever the plan."""
+    """Return the error if the accelerator cannot compute in the workload's precision, whatever the plan."""
     case = Case.of(PlanFields(replicate=cluster.world), None, workload.but(batch=cluster.world), cluster)
     return _error(DeviceHasPrecision, case) if DeviceHasPrecision.broken(case) else None
 
 
 def batch_unit(plan: PlanFields, stack: Stack) -> int:
-    """Sequences by which the batch of a plan may grow: those of one micro-batch, or of one round of them."""
+    """Smallest step by which the batch of a plan can grow: the sequences of one micro-batch, or of one round of them."""
     case = Case.of(plan, stack=stack)
     return int(case.unit * round_size(case))
 
 
 def not_trained(plan: PlanFields, model: Model, workload: Workload, stack: Stack) -> MeshwrightError | None:
-    """Why our trainer does not run a plan; None if it does, or if the stack is another framework's."""
+    """Return why our trainer cannot run a plan; None if it can, or if the stack is another framework's."""
     if stack.can.framework:
         return None
     return problem(Case.of(plan, model, workload, None, stack, trainer=True, dtypes=True))

@@ -75,7 +75,7 @@ def candidates(case: Case) -> dict[str, list[Any]]:
 
 
 def _around(values: list[Any], present: Any) -> list[Any]:
-    """The values with the present one, at most `MOST_VALUES` of them: those near it."""
+    """Keep the present value and those near it, at most `MOST_VALUES`."""
     if isinstance(present, str | bool):
         return values
     present = int(present)
@@ -112,7 +112,7 @@ def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case]
 
 
 def _completions(case: Case, field: str, value: Any) -> Iterator[dict[str, Any]]:
-    """Settings that contain the chosen value, the likeliest first: alone, with its usual companions, with what broken rules propose."""
+    """Yield settings with the chosen value, likeliest first: alone, with fields that usually change with it, with fixes of broken rules."""
     chosen = {f"plan.{field}": value}
     usual = {f"plan.{k}": v for k, v in _companions(case, field, value).items()}
     if usual:
@@ -197,7 +197,7 @@ def order_values(plan: PlanFields) -> list[list[str]]:
 
 
 def word_values() -> dict[str, list[Any]]:
-    """The values of the words that no rule reads: every one of them is legal everywhere."""
+    """Values of the fields that no rule reads: all are legal everywhere."""
     read = {*NUMBERS, *WORDS, "order", "layers_per_stage"}
     out: dict[str, list[Any]] = {}
     for name, info in PlanFields.model_fields.items():

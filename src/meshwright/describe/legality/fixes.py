@@ -22,7 +22,7 @@ Settings = Mapping[str, Any]
 
 
 def legal_fix(case: Case, candidates: Iterable[Settings], legal: Callable[[Case], Flag]) -> str:
-    """The first candidate, completed where needed, after which the plan is legal, as `--set` options; "" where none is."""
+    """Return the first candidate change (completed where needed) that makes the plan legal, as `--set` options; "" if none does."""
     for settings in islice(candidates, MOST_TRIED):
         for trial in (settings, completed(case, settings)):
             changed = {path: value for path, value in trial.items() if case.setting(path) != value}
@@ -32,7 +32,7 @@ def legal_fix(case: Case, candidates: Iterable[Settings], legal: Callable[[Case]
 
 
 def completed(case: Case, settings: Settings) -> dict[str, Any]:
-    """The settings, and those that must follow from them for the degrees, the experts, the sequence and the batch to divide."""
+    """Add the settings that must follow so that degrees, experts, sequence and batch still divide."""
     out, now = dict(settings), case.but(settings)
     for repair in (_data_parallel, _sequence, _experts, _microbatch):
         found = repair(now)
@@ -81,12 +81,12 @@ def data_parallel(zero: int, replicate: int, shard: int, dp: int) -> dict[str, i
 
 
 def fitting_microbatch(batch: int, dp: int, most: int) -> int:
-    """The largest micro-batch up to `most` that divides one data-parallel rank's part of the batch; 0: none does."""
+    """Return the largest micro-batch up to `most` that divides the batch of one data-parallel rank; 0 if none does."""
     return max((d for d in divisors(batch // dp) if d <= most), default=0) if dp and batch % dp == 0 else 0
 
 
 def values(path: str, legal: Iterable[int], now: int) -> Iterator[dict[str, int]]:
-    """One field at each legal value, the nearest to its present value first; a tie goes to the larger."""
+    """Yield one field at each legal value, the nearest to its present value first; the larger of two equally near."""
     for value in sorted(legal, key=lambda v: (abs(v - now), -v)):
         yield {path: value}
 

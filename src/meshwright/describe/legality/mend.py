@@ -20,7 +20,7 @@ PLAIN = {"plan.virtual": 1, "plan.schedule": "1f1b", "plan.layers_per_stage": ()
 
 
 def mended(case: Case, legal: Callable[[Case], Flag]) -> dict[str, Any] | None:
-    """The changes of plan fields after which the plan breaks no rule here; {}: it is legal; None: none was found."""
+    """Return the changes that make the plan legal here: {} if it is legal, None if no such change was found."""
     if bool(legal(case)):
         return {}
     for settings in islice(_candidates(case), MOST_TRIED):

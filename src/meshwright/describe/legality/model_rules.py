@@ -58,7 +58,7 @@ class CountsTakeDataParallelism(Rule):
 
 
 class CountsAreRecomputed(Rule):
-    """Blocks of a residual network can be recomputed, all of them; of totals no part can."""
+    """A residual network can recompute all blocks or none; a model given by totals has no parts to recompute."""
 
     code = "MW-PLAN-009"
     needs = ("model",)

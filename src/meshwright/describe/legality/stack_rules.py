@@ -22,7 +22,7 @@ CODE = "MW-PLAN-023"
 
 
 def outside(code: Flag, words: Sequence[str], allowed: Sequence[str]) -> Flag:
-    """Whether the word of a code is not among the allowed ones; no word is allowed by an empty list only if nothing is limited."""
+    """Whether the word of a code is not among the allowed ones."""
     if not allowed:
         return False
     table = np.array([word not in allowed for word in words])

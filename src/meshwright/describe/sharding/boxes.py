@@ -59,7 +59,7 @@ class Box:
 
     @property
     def source(self) -> str:
-        """The name under which the whole model knows these values: a tied head's copy is the embedding's."""
+        """Name of the parameter in the unsharded model; a tied head's copy has the embedding's name."""
         return TOKENS if self.tied else self.name
 
     @property
@@ -118,7 +118,7 @@ class Box:
 
 
 def degrees_of(model: Model, plan: Plan) -> Degrees:
-    """What the rules ask of one plan."""
+    """The group sizes of one plan, as the rules read them."""
     copies = max(1, plan.tp // model.kv_groups) if model.kind == "transformer" else 1
     return Degrees(plan.tp, plan.ep, plan.etp, copies, plan.sp, plan.tp_form == "all-gather")
 

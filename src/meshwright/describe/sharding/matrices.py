@@ -149,7 +149,7 @@ def cuts_of(box: Box, d: Degrees) -> tuple[Cut, ...]:
 
 
 def work(box: Box) -> float:
-    """FLOPs of the update of a box's whole matrices. Before ZeRO: every rank of the ZeRO axis must find the same number."""
+    """FLOPs to update the whole matrices of a box. Counted before ZeRO, so that every rank of the ZeRO axis gets the same number."""
     experts = box.shape[0] if len(box.shape) > 2 else 1
     return experts * newton_schulz_flops(*box.full_shape[-2:])
 
@@ -162,7 +162,7 @@ def elements(box: Box) -> int:
 def assign(
     works: Sequence[float], on_axes: Sequence[tuple[bool, ...]], sizes: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The owner of each matrix as its place on both axes, of which only those count on which the matrix is cut.
+    """Assign each matrix an owner: its index on both axes; only the axes over which the matrix is cut matter.
 
     `load[i, j]` is the work of the rank at place i of the ZeRO axis and place j of the tensor-parallel axis. A matrix that is cut over one
     axis only is computed at all positions of the other."""

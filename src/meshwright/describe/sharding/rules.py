@@ -83,7 +83,7 @@ DATA_AXES = {
 
 
 class Degrees(NamedTuple):
-    """What the rules ask of a plan, or of a batch of plans: group sizes, and two switches of tensor parallelism."""
+    """The fields of a plan, or of a batch of plans, that the rules read: group sizes, and two switches of tensor parallelism."""
 
     tp: Number = 1
     ep: Number = 1
@@ -132,7 +132,7 @@ def partial_over(style: str, d: Degrees) -> dict[str, Number]:
 def compressible(style: str, d: Degrees) -> Number:
     """Whether a lossy compression may send the gradient.
 
-    Not if it is still a partial sum over another axis: compressed before it is whole, it would lose what cancels. And not if all
+    Not if it is still a partial sum over another axis: terms that cancel would be lost. And not if all
     ranks of a tp group hold the same parameter: each would lose another part, and the copies would diverge.
     """
     rule = RULES[style]

@@ -43,7 +43,7 @@ class Trial:
     _seen: dict[str, Estimate | None] = field(default_factory=dict, repr=False)
 
     def of(self, plan: Plan | None) -> Estimate | None:
-        """The estimate of a plan; None if `plan` is None or not legal."""
+        """Estimate a plan; None if `plan` is None or not legal."""
         if plan is None:
             return None
         key = repr(plan)
@@ -73,7 +73,7 @@ class Trial:
         return other.of(plan)
 
     def fastest(self, plans: Iterable[Plan | None], spare: float = 1.0) -> Estimate | None:
-        """The fastest legal plan that the stack's framework can run and that uses at most `spare` of the memory; the first of equals."""
+        """Return the fastest legal plan that the stack's framework runs within the share `spare` of memory; the first of equals."""
         fitting = [e for plan in plans if self.runs(plan) and (e := self.of(plan)) is not None and fits(e, spare)]
         return min(fitting, key=step, default=None)
 
@@ -99,12 +99,12 @@ def changed(plan: Plan, **changes: Any) -> Plan | None:
 
 
 def data_parallel(plan: Plan, dp: int) -> dict[str, int]:
-    """`replicate` and `shard` for another data-parallel degree: replicated, sharded or hybrid like the plan."""
+    """Return `replicate` and `shard` of another data-parallel degree: replicated, sharded or hybrid like the plan."""
     return data_parallel_sizes(plan.zero, plan.replicate, plan.shard, dp)
 
 
 def rebatched(plan: Plan | None, workload: Workload, stack: Stack | None = None) -> Plan | None:
-    """The plan with the largest legal micro-batch up to its current one; None if there is none."""
+    """Lower the micro-batch to the largest legal one; None if no micro-batch is legal."""
     if plan is None or workload.batch % plan.dp:
         return None
     sizes = np.array([d for d in divisors(workload.batch // plan.dp) if d <= plan.microbatch])
@@ -145,7 +145,7 @@ def moves(
 
 
 def orders(plan: Plan) -> Iterator[Plan | None]:
-    """The plan with every order of its axes that gives a different placement."""
+    """Yield the plan with each axis order that places ranks differently."""
     used = [axis for axis in AXES if getattr(plan, axis) > 1]
     idle = [axis for axis in AXES if axis not in used]
     for order in permutations(used):

@@ -81,13 +81,13 @@ class Explanation:
 
 
 def walked_estimate(space: Space, plan: Plan, time: float, assumed: list[str] | None = None) -> Estimate:
-    """The estimate of a plan with its simulated step time: the difference to the closed form is booked as bubble."""
+    """Estimate a plan with its simulated step time; the bubble takes the difference to the closed form."""
     e = estimate(space.model, space.cluster, plan, space.workload, space.stack, assumed)
     return replace(e, prediction=as_walked(e.prediction, time))
 
 
 def as_walked(p: Prediction, time: float) -> Prediction:
-    """A prediction moved to a simulated step time; its band keeps its ratios."""
+    """Replace the step time of a prediction by a simulated one; the band keeps its ratios."""
     exposed = dict(p.exposed_s)
     if "bubble" in exposed:  # without a pipeline the two differ by rounding
         exposed["bubble"] = max(0.0, exposed["bubble"] + time - p.step_time_s)
@@ -110,7 +110,7 @@ def as_walked(p: Prediction, time: float) -> Prediction:
 
 
 def grouped(p: Prediction) -> dict[str, float]:
-    """Exposed seconds with all compute as one part."""
+    """Add up all compute parts of the exposed seconds."""
     out: dict[str, float] = {}
     for part, seconds in p.exposed_s.items():
         name = NAMES.get(part, "compute")
@@ -119,20 +119,20 @@ def grouped(p: Prediction) -> dict[str, float]:
 
 
 def difference(other: Prediction, best: Prediction) -> list[tuple[str, float]]:
-    """The extra seconds of each part in `other`, the largest change first; they sum to the difference of the steps."""
+    """Return the extra seconds of each part of `other`, largest change first; they sum to the difference of the steps."""
     a, b = grouped(other), grouped(best)
     parts = [(name, a.get(name, 0.0) - b.get(name, 0.0)) for name in {**a, **b}]
     return sorted(parts, key=lambda item: -abs(item[1]))
 
 
 def itemised(parts: list[tuple[str, float]], step: float, most: int = 3) -> str:
-    """`+1.9 s recompute, −0.3 s bubble`: the parts of at least half a percent of the step."""
+    """Format parts of at least half a percent of the step: `+1.9 s recompute, −0.3 s bubble`."""
     shown = [part for part in parts if abs(part[1]) >= 0.005 * step][:most] or parts[:1]
     return ", ".join(f"{'+' if seconds >= 0 else '−'}{format_seconds(abs(seconds))} {name}" for name, seconds in shown)
 
 
 def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict[str, Candidate]) -> list[WhyNot]:
-    """Each strategy that lost, the closest first."""
+    """List the strategies that lost, the closest first."""
     out = []
     for name, candidate in lost.items():
         if name == best.strategy:
@@ -155,7 +155,7 @@ def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict
 
 
 def choice(best: Candidate, fastest: Candidate) -> str:
-    """Why the winner was taken although another plan is up to 1% faster; empty where the winner is the fastest."""
+    """Say why the winner was preferred to a plan that is up to 1% faster; empty if the winner is the fastest."""
     if best.plan == fastest.plan:
         return ""
     ahead, memory = best.time / fastest.time - 1, fastest.memory - best.memory
@@ -169,7 +169,7 @@ def choice(best: Candidate, fastest: Candidate) -> str:
 
 
 def worst_case_choice(best: Candidate, fastest: Candidate) -> str:
-    """What the best worst case costs; empty where it is the fastest plan as well."""
+    """Say what the plan with the best worst case costs; empty if it is also the fastest."""
     if best.plan == fastest.plan:
         return ""
     ahead, rival = best.time / fastest.time - 1, f"{format_seconds(fastest.time, 4)}, {fastest.plan.title()}"
@@ -182,7 +182,7 @@ def pieces(model: Model) -> str:
 
 
 def bound(p: Prediction) -> str:
-    """What bounds the step, and the largest shares of it."""
+    """Name what bounds the step, and its largest shares."""
     parts = sorted(grouped(p).items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {100 * s / p.step_time_s:.0f}%" for name, s in parts[:4] if s >= 0.01 * p.step_time_s)
     return f"{p.bound_by} ({shares})"

@@ -48,7 +48,7 @@ def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **cha
 
 
 def no_plan(space: Space) -> MeshwrightError:
-    """The error if no plan is legal: the reason, and the closest legal problem."""
+    """Build the error for a problem without a legal plan: the reason, and the closest legal problem."""
     lacking = lacking_precision(space.workload, space.cluster)
     if lacking is not None:
         return lacking
@@ -85,7 +85,7 @@ def no_plan(space: Space) -> MeshwrightError:
 
 
 def possible_batches(space: Space) -> tuple[list[int], list[int]]:
-    """Data-parallel degrees that would be legal with another batch, and for each the nearest batch with which they are."""
+    """Map data-parallel degrees that are illegal only because of the batch to the nearest batch that they divide."""
     unit = max(1, space.choices.least.get("microbatch", 1))
     batch = space.workload.batch
     free = other(space, workload=space.workload.but(batch=space.cluster.world * unit)).frames
@@ -97,7 +97,7 @@ def possible_batches(space: Space) -> tuple[list[int], list[int]]:
 
 
 def _blame(space: Space, one: Constraint, batches: list[int]) -> MeshwrightError:
-    """One constraint is in the way: which values of its field, or which batch, would do?"""
+    """Find the constraint that rules out every plan, and the values of its field (or the batch) that would allow one."""
     rest = other(space, tuple(x for x in space.choices.constraints if x is not one))
     legal = sorted(legal_values(rest, one.field)) if one.field in NUMBERS else []
     near = nearest_number(one.value, legal) if legal and isinstance(one.value, int) else None
@@ -145,7 +145,7 @@ def _nearest_worlds(space: Space) -> list[int]:
 
 
 def none_fits(space: Space, found: Found, headroom: float) -> MeshwrightError:
-    """By how much, and the least change that would fit. Exit code 3."""
+    """Build the error if no plan fits: the excess, and the smallest change that fits. Exit code 3."""
     code, leanest = min(found.misfits.items(), key=lambda item: float(item[1].memory[0]))
     memory, device = float(leanest.memory[0]), space.cluster.accelerator
     limit = device.memory * (1 - headroom)
@@ -169,7 +169,7 @@ def none_fits(space: Space, found: Found, headroom: float) -> MeshwrightError:
 
 
 def remedies(space: Space, limit: float, memory: float) -> Iterator[str]:
-    """Single changes that would fit, the least first."""
+    """Return single changes with which a plan fits, the smallest first."""
     device = space.cluster.accelerator.memory
     if limit < memory <= device:
         share = int(100 * (1 - memory / device))
@@ -199,7 +199,7 @@ def fits(space: Space, limit: float) -> bool:
 
 
 def enough_gpus(space: Space, limit: float) -> int:
-    """The fewest devices found on which a plan fits, by doubling and then by eighths; 0: none."""
+    """Search the fewest devices on which a plan fits, by doubling and then in eighths; 0 if none."""
     cluster = space.cluster
     reach = len(cluster.levels) > 1
     start = cluster.world if reach else 0
@@ -220,7 +220,7 @@ def enough_gpus(space: Space, limit: float) -> int:
 
 
 def shorter(space: Space, limit: float) -> int:
-    """The longest sequence, of powers of two below the given one, with which a plan fits; 0: none."""
+    """Return the longest sequence (a power of two below the given one) with which a plan fits; 0 if none."""
     seq = 1 << (space.workload.seq.bit_length() - (space.workload.seq.bit_count() == 1))
     while space.model.kind == "transformer" and seq > 128:
         seq //= 2

@@ -47,7 +47,7 @@ class NearMiss:
 
 
 def near_misses(space: Space, winner: Estimate, headroom: float) -> list[NearMiss]:
-    """Sizes worth changing, the nearest of each kind, the largest gain first."""
+    """Return sizes worth changing: the nearest of each kind, the largest gain first."""
     if winner.model.kind != "transformer":
         return []
     found = [*_batches(space, winner, headroom), *_gpus(space, winner, headroom), *_sequences(space, winner, headroom)]
@@ -58,7 +58,7 @@ def near_misses(space: Space, winner: Estimate, headroom: float) -> list[NearMis
 
 
 def rounder(value: int, share: float, most: int = MOST) -> list[int]:
-    """Numbers close to `value` and at most `most` that a larger power of two divides, the roundest first."""
+    """Return numbers near `value`, at most `most`, that a larger power of two divides; the roundest first."""
     low, high = int(value * (1 - share)), min(int(value * (1 + share)), most)
     unit = 1 << max(high.bit_length() - 1, 0)
     found: list[int] = []

@@ -30,7 +30,7 @@ SHARDED = {
 
 
 def reasons(e: Estimate) -> dict[str, str]:
-    """For each field that the plan sets, why it has its value."""
+    """Give the reason for the value of each field that the plan sets."""
     trial = Trial(e.model, e.cluster, e.workload, e.stack)
     plan = e.plan
     out = {}
@@ -67,7 +67,7 @@ def reasons(e: Estimate) -> dict[str, str]:
 
 
 def sequence_parallel(e: Estimate, trial: Trial) -> str:
-    """Why sequence parallelism is on or off under tensor parallelism."""
+    """Explain why sequence parallelism is on or off under tensor parallelism."""
     if e.plan.sp:
         return "norms and their activations split as well: the same bytes forward, less memory"
     other = trial.of(changed(e.plan, sp=True))
@@ -81,7 +81,7 @@ def sequence_parallel(e: Estimate, trial: Trial) -> str:
 
 
 def compression(e: Estimate, trial: Trial) -> str:
-    """What compressed gradients save or would save; "" where data-parallel communication is hidden, or the stack cannot compress.
+    """Say what compressed gradients save or would save; "" if data-parallel communication is hidden or the stack cannot compress.
 
     Compression is lossy, so it is offered and never chosen unasked. Both plans are estimated by the closed form.
     """
@@ -107,7 +107,7 @@ def compression(e: Estimate, trial: Trial) -> str:
 
 
 def offload(e: Estimate) -> str:
-    """What is kept in host memory and what that costs; the rates of the host are assumed."""
+    """Say what is kept in host memory and what that costs; the rates of the host are assumed."""
     what = {"states": "optimizer states", "activations": "saved activations"}.get(
         e.plan.offload, "states and activations"
     )
@@ -118,7 +118,7 @@ def offload(e: Estimate) -> str:
 
 
 def fp8_gathers(e: Estimate, trial: Trial) -> str:
-    """What all-gathers in fp8 would save, where the workload multiplies in fp8 and the stack can gather so; "" where it cannot.
+    """Say what all-gathers in fp8 would save; "" if the workload is not in fp8 or the stack cannot gather in fp8.
 
     Without sequence parallelism nothing is gathered under tensor parallelism, so it is tried with it as well. Both plans are estimated by
     the closed form: the winner's time may be a simulated one.
@@ -140,7 +140,7 @@ def fp8_gathers(e: Estimate, trial: Trial) -> str:
 
 
 def context_parallel(e: Estimate, trial: Trial) -> str:
-    """What context parallelism splits and, for a short sequence, what the other axes would cost in its place."""
+    """Say what context parallelism splits and, for a short sequence, what other axes would cost instead."""
     plan = e.plan
     words = f"each sequence of {e.workload.seq:,} over {plan.cp} GPUs, within the {_level(e, 'cp')}; {exposed(e, 'cp')}"
     if e.workload.seq >= LONG_CONTEXT:
@@ -177,7 +177,7 @@ def pipeline(e: Estimate) -> dict[str, str]:
 
 
 def exposed(e: Estimate, axis: str) -> str:
-    """How much of the step waits for an axis's communication."""
+    """Say how much of the step an axis's communication is exposed."""
     seconds, step_s = e.prediction.exposed_s.get(axis, 0.0), e.prediction.step_time_s
     if seconds < 5e-4 * step_s:
         return "its communication is hidden behind compute"

@@ -55,7 +55,7 @@ class Scaling:
 
 
 def links(cluster: Cluster, change: Callable[[int, dict[str, float]], dict[str, float]]) -> Cluster:
-    """A cluster whose links are changed: `change` gets a level's place and its link's numbers."""
+    """Change the links of a cluster: `change` gets the index of a level and the fields of its link."""
     levels = []
     for k, level in enumerate(cluster.levels):
         numbers = {"bandwidth": level.link.bandwidth, "alpha": level.link.alpha, "hop": level.link.hop}
@@ -88,7 +88,7 @@ def changed(space: Space, what: str, by: float) -> tuple[Cluster, Stack, Workloa
 
 
 def sensitivities(space: Space, best: Candidate, rivals: Sequence[Candidate]) -> list[Sensitivity]:
-    """All rows, the largest swing first."""
+    """Return the sensitivity to each quantity, the largest swing first."""
     what = ["GPU rate", "memory bandwidth", "bandwidth in the node", "latency of links", "host time"]
     if space.cluster.world > space.cluster.node_size:
         what.insert(3, "bandwidth between nodes")
@@ -137,7 +137,7 @@ def timed(space: Space, plan: Plan, workload: Workload | None = None, cluster: C
 
 
 def resized(plan: Plan, dp: int) -> Plan | None:
-    """The same plan on another number of data-parallel ranks, sharded over as many of them as before if it can."""
+    """Move the plan to another number of data-parallel ranks, with the same number of shards if possible."""
     shard = plan.shard if plan.replicate > 1 and dp % plan.shard == 0 else dp if plan.shard > 1 else 1
     keeps = plan.zero if shard * plan.cp > 1 else 0
     try:

@@ -150,7 +150,7 @@ def load(name: str) -> Case:
 
 
 def evaluate(name: str) -> Evaluated:
-    """A case with its estimate, the published figures and ours, and the planner's choice if one is stored."""
+    """Estimate a case, and compare published figures with ours and the published plan with the planner's choice, if one is stored."""
     case = load(name)
     e = estimated(case, case.config.plan)
     choice = chosen(name)
@@ -221,7 +221,7 @@ def choose(name: str) -> Plan | None:
 
 
 def gains(was: Estimate, now: Estimate, least: float = 0.01) -> list[tuple[str, float]]:
-    """Where one plan spends more or less than another, part by part: seconds saved, largest first."""
+    """Return the seconds that one plan saves over another, by part, largest first."""
     parts = {*was.prediction.exposed_s, *now.prediction.exposed_s}
     saved = {part: exposed(was, part) - exposed(now, part) for part in parts}
     large = [(part, s) for part, s in saved.items() if abs(s) >= least * step(was)]
@@ -240,7 +240,7 @@ def verdict(was: Estimate, now: Estimate) -> str:
 
 
 def kept() -> str:
-    """The text of `case_choices.toml`: what the search chooses for every case."""
+    """Return the text of `case_choices.toml`: the search's choice for every case."""
     import tomli_w
 
     head = "# What the search chose for each case; written by `python -m meshwright.planner.cases.studies FILE`, some minutes of searching.\n\n"

@@ -101,7 +101,7 @@ class Incumbents:
         return strategies.axes(rows)
 
     def promising(self, rows: Table, given_up: set[int]) -> np.ndarray:
-        """Rows whose bounds allow a plan close to the best, on the front, or the best of a strategy whose search has not been given up."""
+        """Mark rows whose bounds allow a plan close to the best, on the front, or the best of a strategy that is still searched."""
         axes = strategies.axes(rows)
         close = self.strategy * (1 + STRATEGY_MARGIN)
         close[[code for code in given_up if code != FRONT]] = -np.inf
@@ -114,7 +114,7 @@ class Incumbents:
         return (rung >= 0) & (rows.time <= enough)
 
     def offer(self, rows: Table) -> None:
-        """Costed plans: remember those that fit and are close to the best of their strategy, or on the front."""
+        """Remember costed plans that fit and are close to the best of their strategy, or on the front."""
         rows = rows.select(*PLAN, *COSTED).take(rows.memory <= self.limit)
         if not len(rows):
             return
@@ -125,7 +125,7 @@ class Incumbents:
             self.kept = [self.found()]
 
     def count(self, rows: Table) -> None:
-        """Take what plans need at most as incumbents."""
+        """Use upper bounds of plans as incumbents."""
         np.minimum.at(self.strategy, rows.strategy, rows.high)
         rung = self.rung(rows.memory)
         for k in range(STEPS):
@@ -136,7 +136,7 @@ class Incumbents:
         return (rows.time <= close) | (rows.time <= self.front[self.rung(rows.memory)])
 
     def found(self) -> Table:
-        """What is still close to the best or on the front, each plan once, the fastest first; ties in a fixed order."""
+        """Return plans still close to the best or on the front, each once, the fastest first; ties in a fixed order."""
         rows = join(self.kept)
         rows = rows.take(self._good(rows))
         keys = [rows.columns[name] for name in PLAN]
@@ -184,7 +184,7 @@ class Search:
         return Found(rows, self.best, misfits, self.given_up, len(self.space), self.costed, frames)
 
     def run_below(self, frames: Table, enough: float, effort: int) -> Found:
-        """Search bounded frames only for plans that take at most `enough` seconds, whatever their strategy, and cost about `effort` plans at most."""
+        """Search bounded frames for plans of any strategy below `enough` seconds; cost about `effort` plans at most."""
         self.best.front[:], self.best.strategy[:] = enough, -np.inf
         self.spent[:], self.spent_on_front, self.effort = EFFORT + 1, FRONT_EFFORT + 1, effort
         frames = frames.take(self.promising(frames.select(*BOUNDED)))
@@ -195,7 +195,7 @@ class Search:
 
     @property
     def given_up(self) -> set[int]:
-        """Strategies, and the front, that took their effort."""
+        """Mark strategies, and the front, that used up their budget of costed plans."""
         front = {FRONT} if self.spent_on_front > FRONT_EFFORT else set()
         return set(np.flatnonzero(self.spent > EFFORT).tolist()) | front
 
@@ -258,7 +258,7 @@ class Search:
         return bounds.of_shapes(self.space, below, self.best.limit) if len(below) > len(rows) else below
 
     def sharded(self, rows: Table) -> Table:
-        """What the states and schedules that then fit rule out is not costed."""
+        """Drop rows that the remaining memory rules out before they are costed."""
         below = self.space.sharded(rows)
         below = below.but(memory=bounds.least_memory(self.space, below))
         below = below.take(self.promising(below.select(*BOUNDED)))
@@ -270,7 +270,7 @@ class Search:
         return join(parts) if parts else below
 
     def scheduled(self, rows: Table) -> Table:
-        """Plans whose bounds are exact are costed by that: those without a pipeline, and most looped schedules. The others go on."""
+        """Take plans with exact bounds (no pipeline, and most looped schedules) as costed; pass the others on."""
         alone = rows.pp == 1
         if alone.any():
             exact = self.space.scheduled(rows.take(alone))
@@ -306,7 +306,7 @@ class Search:
         return self.least_memory(bounds.of_frames(self.space, self.space.frames))
 
     def seed(self, frames: Table, few: int = FEW) -> None:
-        """First incumbents: of each group the few plans that should have the least memory, and some ordinary ones all over it.
+        """Cost first incumbents: the plans of each group that should need the least memory, and some ordinary ones.
 
         Without them the first rows that are opened, those with the best bounds, are mostly too large, and nothing is there to stop at.
         """

@@ -39,7 +39,7 @@ def common_choices(every: Choices, space: Space) -> Choices:
 
 
 def best_common_plan(space: Space, headroom: float = HEADROOM) -> tuple[Candidate | None, int]:
-    """The best common plan of a space that leaves `headroom` of the memory free, and how many plans it is the best of; None: none fits."""
+    """Return the best common plan that leaves `headroom` of the memory free, and the number of plans searched; None if none fits."""
     choices = common_choices(space.choices, space)
     few = Space(space.model, space.cluster, space.workload, space.stack, choices, space.base, space.bucket)
     if not len(few.frames):

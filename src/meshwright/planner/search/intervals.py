@@ -88,7 +88,7 @@ def delayed_share(rows: Table) -> np.ndarray:
 
 
 def closed_form_share(rows: Table) -> np.ndarray:
-    """How far from low to the closed form ranks that are not looped come."""
+    """Where the step of a schedule that is not looped lies between `low` (0) and the closed form (1)."""
     rounds = rows.m / rows.pp
     hidden = SCHEDULES.column("is_v_shaped")[rows.schedule] & rows.leads
     return np.select(
@@ -99,7 +99,7 @@ def closed_form_share(rows: Table) -> np.ndarray:
 
 
 def turns(space: Space, rows: Table) -> np.ndarray:
-    """Seconds of a micro-batch if in each of V turns all ranks waited for the longest stage: the layers that the longest have, and both ends."""
+    """Seconds of a micro-batch if all ranks waited for the longest stage in each of V turns: its layers, and both ends of the model."""
     layers, stages = space.model.layers, rows.pp * rows.virtual
     least = layers // stages
     extra = layers - least * stages

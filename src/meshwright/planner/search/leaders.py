@@ -53,7 +53,7 @@ class Ranking:
 
 
 def rank(space: Space, found: Found) -> Ranking | None:
-    """The ranking of what a search found; None: no plan is left."""
+    """Rank the plans that a search found; None if no plan is left."""
     fitting = candidates(space, found)
     return ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
@@ -79,7 +79,7 @@ def candidates(space: Space, found: Found) -> list[Candidate]:
 
 
 def described(space: Space, rows: Table) -> Table:
-    """Rows with codes of what they share (look, shape, flow of the schedule), and how much there is to set up."""
+    """Add codes of what rows share (look, shape, flow of the schedule), and how much each takes to set up."""
     return rows.but(
         look=codes([rows.columns[name] for name in LOOK]),
         shape=codes([rows.columns[name] for name in SHAPE]),
@@ -89,7 +89,7 @@ def described(space: Space, rows: Table) -> Table:
 
 
 def too_large(space: Space, found: Found, limit: float, enough: float) -> list[Candidate]:
-    """The fastest of each look among plans with a stage per rank that exceed a memory limit and, with balanced stages, may take `enough` seconds."""
+    """Return the fastest of each look among plans with one stage per rank that do not fit, but may with balanced stages, in `enough` seconds."""
     rows = found.rows
     rows = rows.take((rows.pp > 1) & (rows.virtual == 1) & (rows.memory > limit) & (rows.balanced <= enough))
     if not len(rows):
@@ -129,14 +129,14 @@ def ranked(candidates: list[Candidate], memory: float) -> Ranking:
 
 
 def preferred(order: list[Candidate], memory: float) -> Candidate:
-    """Of candidates, the fastest first, the one to take among those that tie with the first."""
+    """Choose among the candidates that tie with the first; candidates are sorted by time."""
     tied = [c for c in order if c.time <= order[0].time * (1 + TIE)]
     lean = leanest(np.array([c.memory for c in tied]), memory)
     return min((c for c, is_lean in zip(tied, lean, strict=True) if is_lean), key=lambda c: (c.complexity, c.time))
 
 
 def leanest(used: np.ndarray, memory: float) -> np.ndarray:
-    """Which plans leave the most memory free, up to `MEMORY_TIE`; plans with `ENOUGH_FREE` or more count as equal."""
+    """Mark the plans that leave the most memory free, within `MEMORY_TIE`; plans with `ENOUGH_FREE` or more count as equal."""
     needed = np.maximum(used, (1 - ENOUGH_FREE) * memory)
     return needed <= needed.min() + MEMORY_TIE * memory
 
@@ -155,7 +155,7 @@ def near(rows: Table, margin: float, memory: float) -> list[int]:
 
 
 def divisible(rows: Table, margin: float) -> list[int]:
-    """Rows that are not near the best, but may be once their stages are balanced, the fastest of each look: `stage_lengths` divides them."""
+    """Return rows that may come near the best once `stage_lengths` balances their stages: the fastest of each look."""
     time, enough = rows.estimate * rows.gain, rows.estimate[0] * (1 + margin)
     close = np.flatnonzero((time <= enough) & (rows.estimate > enough))
     close = close[np.argsort(time[close], kind="stable")]
@@ -176,7 +176,7 @@ def rungs(rows: Table, found: Found) -> list[int]:
 
 
 def pareto(order: list[Candidate], memory: float) -> list[Candidate]:
-    """Of candidates, the fastest first, those that need clearly less memory than every faster one."""
+    """Keep candidates that need clearly less memory than every faster one; candidates are sorted by time."""
     out: list[Candidate] = []
     for c in order:
         if not out or c.memory <= out[-1].memory - 0.25 * RUNG * memory:

@@ -72,7 +72,7 @@ class LegalOptions:
         self.units = tuple(cluster.spans[:-1])
 
     def legal(self, columns: Mapping[str, Any]) -> np.ndarray:
-        """Which rows are legal. Fields missing from `columns` belong to lower layers and take their least demanding value: micro-batch 1,
+        """Mark legal rows. Fields missing from `columns` belong to lower layers and take their least demanding value: micro-batch 1,
         replicated data parallelism, no sequence parallelism, the naive schedule."""
         rows = len(next(iter(columns.values())))
         return np.broadcast_to(legality.legal(self.least.with_columns(columns)), rows)

@@ -26,7 +26,7 @@ ACTIONS = 2_000  # a longer walk is done at two lengths and continued
 
 
 def walk(space: Space, rows: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds of plans by the closed forms and simulated, and bytes of their fullest ranks: lowered and costed as one batch, simulated one by one."""
+    """Return seconds by closed form, simulated seconds and peak bytes of plans: lowered and costed as one batch, simulated one by one."""
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
     stages = stage_times(program, cost)

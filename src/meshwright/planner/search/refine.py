@@ -36,7 +36,7 @@ EIGHTHS = 8
 
 
 def refined(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:
-    """Candidates with their best buckets, and variants that recompute fewer layers or have stages of other lengths."""
+    """Return candidates with their best bucket size, and variants that recompute fewer layers or have unequal stages."""
     found = rebucketed(space, [*candidates, *partial_recompute(space, candidates, limit)], limit)
     return [*found, *divided(space, found, limit)]
 

@@ -53,8 +53,8 @@ def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None)
 
 
 def unequal_stages(space: Space, found: Found, fitting: list[Candidate]) -> tuple[Found, list[Candidate]]:
-    """Candidates whose equal stages do not fit and whose unequal ones do, clearly faster than every plan found; `found` with the plans costed for
-    them."""
+    """Return candidates that fit only with unequal stages and are clearly faster than every plan found; and `found` with the plans
+    costed for them."""
     limit = found.incumbents.limit
     least = min((float(rows.memory[0]) for rows in found.misfits.values()), default=np.inf)
     more = limit * (1 + TOO_LARGE)
@@ -71,7 +71,7 @@ def unequal_stages(space: Space, found: Found, fitting: list[Candidate]) -> tupl
 
 
 def other_bases(space: Space, found: Found, fitting: list[Candidate]) -> tuple[Found, list[Candidate]]:
-    """Candidates that offload or compress and take clearly less time than every plan that does not; `found` with the plans costed for them."""
+    """Return candidates with offload or compression that are clearly faster than all without; and `found` with the plans costed for them."""
     best = min((c.time for c in fitting), default=np.inf)
     tried = [({"offload": kind}, OFFLOAD_WORTH) for kind in offloads(space) if memory_slows(found, fitting)]
     tried += [({"compression": name}, TIE) for name in compressions(space) if fitting]
@@ -90,7 +90,7 @@ def other_bases(space: Space, found: Found, fitting: list[Candidate]) -> tuple[F
 
 
 def memory_slows(found: Found, fitting: list[Candidate]) -> bool:
-    """Whether more memory may make plans clearly faster: nothing fits, the best plan recomputes whole layers, or less memory makes them slower."""
+    """Whether more memory may help: nothing fits, the best plan recomputes whole layers, or less memory makes plans slower."""
     if not fitting or min(fitting, key=lambda c: c.time).plan.recompute == "full":
         return True
     front = found.incumbents.front  # best times, for the whole limit and in steps of 10% less

@@ -66,7 +66,7 @@ def divided(space: Space, candidates: Sequence[Candidate], limit: float) -> list
 
 
 def simulated(space: Space, variants: Sequence[tuple[Candidate, Plan]], limit: float) -> list[Candidate]:
-    """Of the variants of each candidate, all with one number of ranks, the one with the shortest simulated step that fits, if it is shorter."""
+    """Simulate the variants of each candidate; keep the fastest that fits, if it is faster. All have the same number of ranks."""
     program = step_program(space.model, [plan for _, plan in variants], space.workload, space.stack)
     cost = step_cost(program, space.cluster, every_rank=True)
     stages, peaks = stage_times(program, cost), fullest(program)
@@ -81,7 +81,7 @@ def simulated(space: Space, variants: Sequence[tuple[Candidate, Plan]], limit: f
 
 
 def lightened(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:
-    """Variants of candidates that do not fit, with one stage per rank and fewer layers on the fullest ranks, that fit and take less time."""
+    """Move layers off the fullest ranks of candidates that do not fit; return variants that fit and are faster. One stage per rank."""
     by_ranks: dict[int, list[Candidate]] = {}
     for c in candidates if space.divides else ():
         if c.plan.pp > 1 and c.plan.virtual == 1 and not c.plan.layers_per_stage:
@@ -166,12 +166,12 @@ def slowest_rank(plan: Plan, seconds: Seconds) -> float:
 
 
 def other_division(plan: Plan, seconds: Seconds) -> tuple[int, ...]:
-    """Layers of each stage of a plan, with less for stages that have an end of the model."""
+    """Divide the layers of a plan over its stages, with fewer for stages that have the embedding or the head."""
     return balanced(seconds, plan.pp) if plan.virtual == 1 else filled(plan, seconds)
 
 
 def neighbours(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Divisions with one layer moved between an end of the model and another stage: the other end, the longest or the shortest in between."""
+    """Yield divisions with one layer moved between the first or last stage and another one: the other end, the longest or the shortest."""
     first, last = 0, len(lengths) - 1
     inner = range(1, last)
     others = {
@@ -192,7 +192,7 @@ def neighbours(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def filled(plan: Plan, seconds: Seconds) -> tuple[int, ...]:
-    """Layers of each stage, given one by one to the rank with the least work, and there to the stage with the least; each stage has one at least."""
+    """Divide layers greedily: each goes to the rank with the least work, and there to the stage with the least. No stage is empty."""
     layer, work = sum(seconds[1:-1]) / (len(seconds) - 2), np.zeros(plan.stages)
     work[0], work[-1] = seconds[0], seconds[-1]
     ranks = np.array([stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank) for rank in range(plan.pp)])

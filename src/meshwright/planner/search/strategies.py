@@ -26,7 +26,7 @@ ORDER = (DDP, ZERO, FSDP, HSDP, *range(1, 16))
 
 
 def axes(rows: Table) -> np.ndarray:
-    """Which axes are in use: all that is known of a strategy before sharding; 0 is pure data parallelism."""
+    """Code of the axes in use: all that is known of a strategy before sharding; 0 is pure data parallelism."""
     return TP * (rows.tp > 1) + PP * (rows.pp > 1) + CP * (rows.cp > 1) + EP * (rows.ep > 1)
 
 

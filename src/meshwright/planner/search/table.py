@@ -45,7 +45,7 @@ class Table:
             yield self.take(slice(start, start + size))
 
     def select(self, *names: str) -> Table:
-        """Some of the columns, those that there are."""
+        """Keep the named columns that exist."""
         return Table(**{name: self.columns[name] for name in names if name in self.columns})
 
     def crossed(self, keys: Sequence[np.ndarray], options: Callable[..., Table]) -> Table:
@@ -84,7 +84,7 @@ def grouped(keys: Sequence[np.ndarray]) -> Iterator[tuple[tuple[int, ...], np.nd
 
 
 def codes(keys: Sequence[np.ndarray]) -> np.ndarray:
-    """One whole number a row: equal exactly where all keys are equal."""
+    """One integer per row, equal exactly where all keys are equal."""
     code = np.zeros(len(keys[0]), np.int64)
     for key in keys:
         place, count = places(key)
@@ -93,7 +93,7 @@ def codes(keys: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def places(key: np.ndarray) -> tuple[np.ndarray, int]:
-    """The place of each value among the distinct values, in order, and the number of these. A table is faster than sorting while it is small."""
+    """Rank of each value among the sorted distinct values, and their number. A lookup table is faster than sorting while it is small."""
     if not len(key) or key.max() >= LARGEST_TABLE:
         distinct, place = np.unique(key, return_inverse=True)
         return place, len(distinct)
@@ -103,7 +103,7 @@ def places(key: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def join(tables: Sequence[Table]) -> Table:
-    """Tables with the same columns below each other."""
+    """Concatenate tables with the same columns."""
     return Table(**{name: np.concatenate([t.columns[name] for t in tables]) for name in tables[0].columns})
 
 

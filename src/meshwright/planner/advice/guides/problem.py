@@ -44,7 +44,7 @@ class Problem:
 
     @property
     def state(self) -> float:
-        """Bytes of parameters, gradients and optimizer states, whole."""
+        """Bytes of all parameters, gradients and optimizer states, unsharded."""
         return STATE_BYTES * self.model.total
 
     @property
@@ -84,7 +84,7 @@ class Problem:
         return last
 
     def aside(self, plan: Plan | None) -> str:
-        """Why a plan has a pipeline although pure data parallelism was recommended."""
+        """Explain a pipeline in a plan for which pure data parallelism was recommended."""
         if plan is None or plan.pp == 1:
             return ""
         return f"; pp {plan.pp}, since batch {self.workload.batch} does not divide over {self.world} ranks"
@@ -102,7 +102,7 @@ class Problem:
     def shaped(
         self, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, hybrid: bool = False, virtual: int = 1
     ) -> Plan | None:
-        """The nearest legal plan to a recommendation, with all other fields chosen; None if there is none."""
+        """Complete a recommendation to the nearest legal plan; None if there is none."""
         wish = (tp, pp, cp, ep, zero, hybrid, virtual)
         if wish not in self._shaped:
             self._shaped[wish] = self._nearest(*wish)
@@ -156,7 +156,7 @@ class Problem:
         return float(bucket_for(self.cluster, ranks))
 
     def with_recompute(self, plan: Plan) -> Plan:
-        """The least recompute that fits, with the largest micro-batch that then fits and keeps M ≥ 4·P if possible."""
+        """Choose the least recompute that fits, then the largest micro-batch that fits and keeps M ≥ 4·P if possible."""
         local = self.workload.batch // plan.dp
         sizes = [d for d in reversed(divisors(local)) if d <= MOST_MICROBATCH]
         if plan.pp > 1:

@@ -35,7 +35,7 @@ MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan
 
 
 def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
-    """Every pattern found, the costliest first; errors first. An illegal plan has one finding: what makes it illegal."""
+    """Return the findings of all rules: errors first, then by cost. An illegal plan has one finding: the broken rule."""
     trial = Trial(config.model, config.cluster, config.workload, config.stack)
     try:
         config.check()
@@ -52,7 +52,7 @@ def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
 
 
 def beyond_framework(config: Config) -> list[Finding]:
-    """What the framework of the stack cannot run of the plan: its first broken rule."""
+    """Return the first rule of the stack's framework that the plan breaks."""
     case = Case.of(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
     error = legality.problem(case) if config.stack.can.framework else None
     if error is None:
@@ -61,7 +61,7 @@ def beyond_framework(config: Config) -> list[Finding]:
 
 
 def justify(findings: Iterable[Finding], winner: Estimate, alternatives: Sequence[Estimate] = ()) -> list[Finding]:
-    """Fill `still_best`: why a plan with a pattern is still the best.
+    """Fill `still_best`: the reason why a plan with a finding is still the best.
 
     `alternatives` are other plans for the same work (the search's leaders, say): the fastest of them that does not show the
     pattern is the reason if the fix of the rule is not.
@@ -98,7 +98,7 @@ def reason(f: Finding, winner: Estimate, alternatives: Sequence[Estimate]) -> st
 
 
 def simulated(e: Estimate) -> float:
-    """Seconds of a step with its pipeline walked; by the closed forms where there is none, or a walk would be too long."""
+    """Return the seconds of a step with its pipeline simulated; by closed form without a pipeline, or if the walk would be too long."""
     actions = 3 * e.plan.stages * e.plan.microbatches(e.workload)
     return walk_step(e.program, e.cost, e.plan).time if e.plan.pp > 1 and actions <= MOST_ACTIONS else step(e)
 

@@ -95,7 +95,7 @@ def finding(
 
 
 def larger_batch(seen: Seen, enough: Callable[[Estimate], bool]) -> tuple[str, float | None]:
-    """The option for the smallest larger batch that is enough (or the largest tried), and the time that it saves for the work of a step."""
+    """Return the option for the smallest sufficient batch (or the largest tried), and the time it saves per step of the old batch."""
     words, saves = "", None
     for factor in (2, 4, 8, 16):
         workload = seen.config.workload.but(batch=seen.config.workload.batch * factor)

@@ -81,7 +81,7 @@ def tensor_across(seen: Seen) -> Finding | None:
 
 
 def small_batch(seen: Seen) -> Finding | None:
-    """002: what a data-parallel rank computes does not hide its reduction, even in buckets of the best size."""
+    """002: backward does not hide the gradient reduction, even with buckets of the best size."""
     plan, workload = seen.plan, seen.config.workload
     if plan.dp == 1 or plan.zero == 3 or exposed(seen.now, "dp") < DP_SHARE * seen.step:
         return None
