@@ -74,27 +74,27 @@ def expert_share(exposed: Mapping[str, float]) -> float:
 
 
 def shares(exposed: Mapping[str, float]) -> tuple[float, float, float]:
-    """The shares of a step: exposed communication, waiting for the host, idle in the pipeline."""
+    """Return the shares of a step: exposed communication, waiting for the host, idle in the pipeline."""
     total = max(sum(exposed.values()), 1e-30)
     communication = sum(exposed.get(axis, 0.0) for axis in AXES)
     return communication / total, exposed.get("host", 0.0) / total, exposed.get("bubble", 0.0) / total
 
 
 def difference_doubt(a: Mapping[str, float], b: Mapping[str, float]) -> float:
-    """The standard deviation of ln(t_a / t_b) of two plans of one training. What is wrong for both plans cancels: left are `PLAN_DOUBT` of any
-    two plans, and what the plans do not share of communication, host time and pipeline idling."""
+    """Standard deviation of ln(t_a / t_b) of two plans of one training. Errors common to both cancel; what remains is `PLAN_DOUBT` of any
+    two plans, and the communication, host time and pipeline idling that the plans do not share."""
     parts = zip(PART_DOUBTS, shares(a), shares(b), strict=True)
     return math.sqrt(PLAN_DOUBT**2 + sum((doubt * (x - y)) ** 2 for doubt, x, y in parts))
 
 
 def indistinguishable(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
-    """Whether the measured order of two plans may be the other way round in more than one of ten cases."""
+    """Whether two plans could swap their measured order in more than one of ten cases."""
     difference = abs(math.log(max(sum(a.values()), 1e-30) / max(sum(b.values()), 1e-30)))
     return difference < NINE_OF_TEN * difference_doubt(a, b)
 
 
 def quantiles(evidence: str) -> tuple[float, float]:
-    """q_low and q_high of what is known of a stack."""
+    """Return the fitted quantiles q_low and q_high for this kind of evidence about the stack."""
     table = fitted()["bands"][evidence]
     return float(table["low"]), float(table["high"])
 

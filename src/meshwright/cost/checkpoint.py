@@ -95,7 +95,7 @@ def ranks_of_host(plan: Plan, stack: Stack, cluster: Cluster, axes: dict[str, in
 
 
 def checkpoint_words(p: Prediction, stack: Stack) -> str:
-    """The memory of a save and of a load as a line: of the fullest device, and of the fullest host if a stack copies or collects there."""
+    """Format the memory of a save and of a load: of the fullest device, and of the fullest host if the stack copies or collects there."""
     sizes = p.checkpoint_gib
 
     def words(name: str) -> str:

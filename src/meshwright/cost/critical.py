@@ -26,7 +26,7 @@ LARGEST = 2**16  # sequences of a micro-batch; the search stops here
 
 
 class CriticalBatch(NamedTuple):
-    """The critical batch in sequences, or None if no batch hides the communication; and the reason as text."""
+    """The critical batch in sequences (None if no batch hides the communication), with the reason as text."""
 
     sequences: int | None
     reason: str

@@ -100,7 +100,7 @@ class Curve:
         return True
 
     def improve(self, n: Array, root: Array, best: Array) -> Array:
-        """The minimum of `best` and the time of this program, for the plans for which the library has it."""
+        """Lower `best` to the time of this program, for the plans whose library has it."""
         seconds = self.time(n, root)
         if self.available is not True:
             seconds = np.where(self.available[self.group.of_plan], seconds, np.inf)

@@ -132,7 +132,7 @@ def fullest(moments: list[Moment]) -> Moment:
 
 
 def loss_moment(program: StepProgram, held: StageBlocks) -> Moment:
-    """What only the loss needs. The head's backward directly follows its forward, so its logits are freed after each micro-batch and before any
+    """Memory of the loss alone. The head's backward directly follows its forward, so its logits are freed after each micro-batch and before any
     layer runs backward."""
     head = sum(
         held.counts[block] * sum(program.saved[block].values()) for block in AFTER_LAYERS if block in program.saved
@@ -141,7 +141,7 @@ def loss_moment(program: StepProgram, held: StageBlocks) -> Moment:
 
 
 def layer_moment(program: StepProgram) -> Moment:
-    """What only the backward of a layer needs: its gradients of activations, and with full recompute the tensors that its forward saved again.
+    """Memory that only the backward of a layer needs: its gradients of activations, and with full recompute the tensors that its forward saved again.
 
     The gradients of the inputs and of the outputs of the widest product exist together. A backward that reuses the memory of saved tensors
     allocates one of them, of one column: the gradient of the input of the down projection, which the others replace. On a GPU it was measured
@@ -158,7 +158,7 @@ def layer_moment(program: StepProgram) -> Moment:
 
 
 def reduction_moments(program: StepProgram, held: StageBlocks) -> list[Moment]:
-    """What reductions of ZeRO units need, where each micro-batch is reduced: at the end of a layer the gradients of the unit and the copy that is
+    """Memory of reductions of ZeRO units, where each micro-batch is reduced: at the end of a layer the gradients of the unit and the copy that is
     sent, and in the next layer still that copy. The tensors that the reduced layer saved are freed by then."""
     b = program.batch
     on = (b.zero >= 2) & b.reduce_each & (b.size("shard_cp") > 1)
@@ -179,7 +179,7 @@ def _largest(program: StepProgram, held: StageBlocks, sizes: dict[str, Array]) -
 
 
 def temporary_memory(program: StepProgram, held: StageBlocks) -> tuple[Array, Array]:
-    """Bytes that only a part of backward needs, as saved tensors and as working memory: the larger of the loss and of one layer."""
+    """Return saved and working bytes that only one part of backward needs: the larger of the loss and of one layer."""
     b = program.batch
     if b.model.kind == "counts":
         layer = np.where(b.reruns_layers, program.transient, 0.0)
@@ -257,7 +257,7 @@ def bucket_memory(program: StepProgram, held: StageBlocks) -> Array:
 
 
 def message_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """What torch's pipeline keeps of the messages of a step: a receive buffer for each of them, and what was sent until the step has ended. The
+    """Memory of the messages of a step in torch's pipeline: a receive buffer for each of them, and what was sent until the step has ended. The
     received inputs of micro-batches in flight are among the tensors saved for backward."""
     b = program.batch
     if not (b.stack.torch_pipeline and present(b.pp > 1)):

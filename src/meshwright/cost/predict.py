@@ -104,7 +104,7 @@ def element(values: Any, at: int) -> float:
 
 
 def without_sequence(model: Model) -> list[str]:
-    """What the numbers of a model without a sequence mean."""
+    """Say what the counts of a model without a sequence mean."""
     if model.unit == "tokens":
         return []
     return [f"{model.name} has no sequence: workload.seq has no effect, and tokens_per_s counts samples"]
@@ -122,7 +122,7 @@ def seconds_at_peak(model: Model, cluster: Cluster, plan: Plan, workload: Worklo
 
 
 def dropped_copies(model: Model, plan: Plan) -> list[str]:
-    """What is assumed of token copies that a router's capacity drops, if copies are sent to other ranks."""
+    """Say what is assumed about dropped tokens, if a router's capacity drops copies that go to other ranks."""
     sent = plan.ep > 1 or plan.etp > 1
     if not sent or not model.experts or not model.router.can_drop(model.experts, model.top_k):
         return []
@@ -142,7 +142,7 @@ COMMUNICATION = {
 
 
 def hidden_communication(cost: StepCost, exposed: dict[str, float], at: int = 0) -> dict[str, float]:
-    """Seconds of communication of the slowest rank behind compute, by axis: what its collectives take, less what is exposed."""
+    """Return seconds of hidden communication of the slowest rank by axis: total minus exposed."""
     out = {}
     for axis in COMMUNICATION:
         total = cost.busy.get(f"comm:{axis}", 0.0) + (cost.reduce if axis == "dp" else 0.0)

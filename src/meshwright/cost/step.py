@@ -146,7 +146,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
 
 
 def _add_closing(exposed: dict[str, Array], closing: dict[str, Array]) -> None:
-    """Add to the exposed seconds by part those of the work once per step: reductions, gathers and the optimizer."""
+    """Add the work once per step (reductions, gathers, optimizer) to the exposed seconds by part."""
     exposed["dp"] = exposed.get("dp", 0.0) + closing["dp"]
     exposed["optimizer"] = closing["optimizer"]
     for axis in ("tp", "pp", "ep"):
@@ -175,7 +175,7 @@ def _by_part(
 def _slowest_rank(
     b: Batch, held: list[StageBlocks], ranks: list[RankTime], sharing: float
 ) -> tuple[Array, Callable[[list[Array]], Array]]:
-    """The index of the slowest rank of each plan, and a function that takes its value from those of all ranks."""
+    """Return the index of the slowest rank of each plan, and a function that picks its value out of those of all ranks."""
     slowest = np.stack([b.full(r.total) for r in ranks]).argmax(axis=0)
     flat_index = slowest * b.n + np.arange(b.n)  # of the slowest rank in the concatenated values of all ranks
 

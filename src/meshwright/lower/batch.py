@@ -277,7 +277,7 @@ class Batch:
         return PartlyRecomputed(np.array(list(self.some_recomputed)), row, recomputed, kept)
 
     def _wires(self) -> list[tuple[str, Any]]:
-        """The ways in which gradients are sent, and where: a compression, or 16 bits where communication is narrower than gradients."""
+        """Map each way to send gradients to the plans that use it: a compression, or 16 bits where messages are narrower than gradients."""
         if not self.compresses:
             return [("none", np.True_)]
         found = [(name, self.compression == code) for code, name in self.compressions if name != "none"]
@@ -309,7 +309,7 @@ class Batch:
         return np.where(self.gathers_fp8_weights("expert"), 0.0, self.model.experts / self.ep)
 
     def full(self, values: Any) -> np.ndarray:
-        """One value for each plan: an array over the plans as it is, a number repeated."""
+        """Broadcast a number to all plans; an array over the plans stays as it is."""
         is_full = isinstance(values, np.ndarray) and values.shape == (self.n,)
         return values if is_full else np.broadcast_to(values, self.n)
 

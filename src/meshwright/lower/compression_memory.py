@@ -19,8 +19,8 @@ from meshwright.lower.op import Array
 
 
 def compression_buffers(b: Batch, group: str, messages: Sequence[Message]) -> tuple[Array, Array]:
-    """Bytes of the compressors' buffers: while the collectives of all messages run and one message is compressed or expanded, and
-    of that one message alone."""
+    """Return the bytes of the compressors' buffers while all messages are in transit and one is compressed or expanded, and of
+    that one message alone."""
     whole, shard, _ = DATA_AXES[group]
     scattered, on = sharded(b, group), (b.size(whole) > 1) & np.equal(b.average_every, 0)
     in_units, running, largest = scattered & b.units, np.zeros(b.n), np.zeros(b.n)

@@ -56,7 +56,7 @@ class Tensor(NamedTuple):
 
 
 def degrees(b: Batch) -> Degrees:
-    """What the sharding rules ask of a batch of plans."""
+    """The group sizes of a batch of plans, as the sharding rules read them."""
     gathers = b.gather_form if b.gather_form.any() else False
     return Degrees(b.tp, b.ep, b.etp, b.size("kv_copies"), b.sp, gathers)
 
@@ -86,7 +86,7 @@ def parameters(b: Batch, held: list[Tensor]) -> dict[str, Array]:
 
 
 def loads(b: Batch, held: list[Tensor]) -> dict[str, Load]:
-    """What data parallelism gathers and reduces of a block, by group."""
+    """Elements of a block that data parallelism gathers and reduces, by group."""
     return {group: _load(b, [t for t in held if t.group == group]) for group in GROUPS}
 
 

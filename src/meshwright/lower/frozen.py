@@ -78,7 +78,7 @@ class BackwardReach:
         return cls(model, layers, (-1, 0.0) if later else min(points, default=(len(layers) + 2, 0.0)), trained)
 
     def happens(self, op: str, layer: int, block: str) -> bool:
-        """Whether an operation happens: an exchange of backward if backward reaches its point, any other always."""
+        """Whether an operation runs: a backward exchange only if backward reaches it, any other always."""
         if op not in POINTS:
             return True
         module, side = POINTS[op]

@@ -109,8 +109,8 @@ def reduce_once(b: Batch, group: str, load: Load, scattered: bool, passed: float
 
 
 def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3: bool = False) -> list[Op]:
-    """What one rank does with these messages in a step. The messages of ZeRO-3 belong to the blocks they overlap with (`unit_ops`), and
-    are listed here only if asked for (`zero_3`)."""
+    """Return the operations of these messages in a step. Messages of ZeRO-3 belong to the blocks they overlap with (`unit_ops`); `zero_3`
+    lists them here as well."""
     whole, shard, _ = DATA_AXES[group]
     scattered, m = sharded(b, group) & ~reduced_whole(b), np.maximum(b.microbatches, 1.0)
     on = (b.size(whole) > 1) & np.equal(b.average_every, 0) & (zero_3 | ~(scattered & (b.zero == 3)))
@@ -306,12 +306,12 @@ def _buckets(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Me
 
 
 def _plain(field: str, elements: Array) -> Load:
-    """Gradients of unknown shapes: PowerSGD would send them whole."""
+    """A load of unknown shapes, which PowerSGD would send uncompressed."""
     return Load(sent=elements, first=elements) if field == "sent" else Load(exact=elements)
 
 
 def cut(b: Batch, elements: Array) -> tuple[Array, Array]:
-    """How many messages a flat buffer of gradients is cut into, and the elements of all but the last: ⌈bytes/bucket⌉ equal ones."""
+    """Cut a flat gradient buffer into ⌈bytes/bucket⌉ equal messages: their number, and the elements of all but the last."""
     width = b.grad_bytes
     bucket = np.where(reduced_whole(b), np.inf, b.bucket) if b.stack.zero_reduction == "whole" else b.bucket
     count = np.ceil(elements * width / np.maximum(np.floor(bucket), width))

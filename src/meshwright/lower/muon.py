@@ -66,7 +66,7 @@ class MatrixShare(NamedTuple):
 
     @property
     def together(self) -> Array:
-        """How many of them a rank computes in one round."""
+        """Number of matrices that a rank updates in one round."""
         return np.maximum(np.floor(ROUND / np.maximum(self.whole, 1.0)), 1.0)
 
 
@@ -123,7 +123,7 @@ def updated_elements(program: StepProgram, held: StageBlocks) -> dict[str, tuple
 
 
 def step_ops(program: StepProgram, held: StageBlocks) -> list[Op]:
-    """What the ranks that hold these blocks do for Muon once per step, besides the update of each element."""
+    """Return Muon's operations once per step on the ranks that hold these blocks, besides the update of each element."""
     if not program.matrices:
         return []
     b, ops = program.batch, []
@@ -153,7 +153,7 @@ def step_ops(program: StepProgram, held: StageBlocks) -> list[Op]:
 
 
 def busiest(parts: Iterable[tuple[Array, Array, Array]]) -> Array:
-    """The largest share of a rank if some (count, amount, ranks) are divided as evenly as possible: max(total / ranks, largest)."""
+    """Work of the busiest rank if (count, amount, ranks) are divided as evenly as possible: max(total / ranks, largest)."""
     total: Array = 0.0
     largest: Array = 0.0
     for count, amount, ranks in parts:
@@ -163,7 +163,7 @@ def busiest(parts: Iterable[tuple[Array, Array, Array]]) -> Array:
 
 
 def number_of_rounds(parts: Iterable[tuple[Array, MatrixShare]]) -> Array:
-    """In how many rounds the owners compute (count, matrices): each round has as many as fit together, or one."""
+    """Number of rounds in which the owners update (count, matrices): each has as many as fit together, at least one."""
     return np.maximum(np.ceil(sum(count / m.owners / m.together for count, m in parts)), 1.0)
 
 

@@ -64,7 +64,7 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class Given:
-    """What a step's data and its user decide."""
+    """Facts of one step that the plan does not fix: routing, thresholds, frozen parameters."""
 
     step: int = 0  # counted from 1; 0: one in which replicas average
     frozen: frozenset[str] = frozenset()
@@ -145,7 +145,7 @@ def stages_of(model: Model, plan: Plan, pipeline: PipelineProgram | None, at: in
 
 
 def in_blocks(program: StepProgram, plan: Plan, stage: Stage, held: list[Box], m: int, given: Given) -> Iterator[Sent]:
-    """What the step program says of every block of a stage, in each micro-batch."""
+    """Yield the messages of every block of a stage, in each micro-batch."""
     model, recomputed = program.batch.model, set(plan.recomputed_layers(stage.layers))
     blocks = [("embedding", -1)] * (stage.layers.start == 0)
     blocks += [(model.layer_kinds[layer], layer) for layer in stage.layers]
@@ -166,7 +166,7 @@ def in_blocks(program: StepProgram, plan: Plan, stage: Stage, held: list[Box], m
 def rounds(
     op: Op, phase: str, block: str, layer: int, stage: Stage, reach: BackwardReach, recomputed: bool, m: int
 ) -> float:
-    """In how many micro-batches, or how often in them, an operation happens."""
+    """Number of times that an operation runs in all micro-batches."""
     if phase == "F":
         return m
     if phase == "R":
@@ -188,7 +188,7 @@ def data_decides(op: Op, model: Model) -> bool:
 
 
 def routed_bytes(program: StepProgram, op: Op, journeys: Sequence[Routed]) -> float:
-    """Of all micro-batches: an all-to-all of the rows that leave, a gather or a scatter padded to the fullest rank."""
+    """Bytes of routed messages of all micro-batches: an all-to-all of rows that leave, or a gather or scatter padded to the fullest rank."""
     batch, name = program.batch, op.name.removesuffix("-again")
     if name == ROW_SCALES:
         return 4.0 * sum(journey.rows + scalar(batch.experts_scaled_forward) for journey in journeys)
@@ -198,7 +198,7 @@ def routed_bytes(program: StepProgram, op: Op, journeys: Sequence[Routed]) -> fl
 
 
 def boundaries(program: StepProgram, pipeline: PipelineProgram | None, at: int, m: int) -> Iterator[Sent]:
-    """Activations on, gradients back, wherever the next stage is on another rank."""
+    """Yield messages between stages on different ranks: activations forward, gradients backward."""
     if pipeline is None:
         return
     pairs = [(a, b) for a, b in pairwise(pipeline.rank_of.tolist()) if a != b]
@@ -299,13 +299,13 @@ def gathered_in_backward(units: list[list[Box]], prefetch: bool) -> list[bool]:
 
 
 def forward_end(unit: list[Box]) -> tuple[float, bool]:
-    """When forward has used a unit: a layer's experts before the layer, both ends that share a weight with the last of them."""
+    """Sort key of a unit: when forward is done with it. A layer's experts end before the layer; tied ends end with the later one."""
     last = max(float("inf") if box.parameter.block == "head" else float(box.parameter.layer) for box in unit)
     return last, not unit[0].expert
 
 
 def other_sums(program: StepProgram, plan: Plan, held: list[Box], given: Given) -> list[Op]:
-    """After the gradients: partial sums, what two stages share, loads, three numbers, and averages of replicas."""
+    """Yield the reductions after those of gradients: partial sums, weights shared by stages, loads, three scalars, averages of replicas."""
     elements: dict[str, float] = {}
     for box in held:
         if box.partial:

@@ -36,7 +36,7 @@ def activation_bytes(workload: Workload) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many of a stage's layers to recompute, of how many, and the bytes the fullest rank then saves."""
+    """Number of layers of a stage to recompute, their total, and the bytes that the fullest rank then saves."""
 
     layers: int
     of: int

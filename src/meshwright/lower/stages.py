@@ -45,7 +45,7 @@ class StageBlocks:
     )
 
     def times(self, block: str, phase: str) -> Array:
-        """How often a phase of a block runs here, for each micro-batch."""
+        """Number of times a phase of a block runs here per micro-batch."""
         if phase == "S":
             return 0.0 if self.split is None else self.split[block]
         if phase == "G":

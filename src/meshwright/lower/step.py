@@ -108,7 +108,7 @@ def _with_other_end(program: StepProgram, kind: str) -> dict[str, gradients.Load
 
 
 def _share_of_unit(program: StepProgram, kind: str, load: gradients.Load) -> Array:
-    """What a block is of its ZeRO unit of several layers, or of its whole stage, in the longest stage: it bounds the step."""
+    """Share of a block in its ZeRO unit of several layers, or in its stage; taken in the longest stage, which bounds the step."""
     batch, model = program.batch, program.batch.model
     stages = np.where(batch.pp > 1, batch.pp * batch.virtual, 1.0)
     longest = np.ceil(model.layers / stages)
@@ -175,6 +175,6 @@ def _counts_only(program: StepProgram) -> None:
 
 
 def _drop_impossible(program: StepProgram) -> None:
-    """Remove what no plan of the batch does: a program of one plan lists only what that plan does."""
+    """Remove operations that no plan of the batch runs."""
     for key, ops in program.blocks.items():
         program.blocks[key] = [op for op in ops if present(op.count)]

@@ -33,7 +33,7 @@ NORM_LAUNCHES = 4.0  # the same of the norm of the gradients and of clipping
 def step_ops(
     program: StepProgram, held: StageBlocks, zero_3: bool = False, sums: Mapping[str, Array] | None = None
 ) -> list[Op]:
-    """Everything the ranks that hold these blocks run once per step, in order: reduce, clip, update, gather. `zero_3` adds the messages of
+    """Return the operations once per step of the ranks that hold these blocks, in order: reduce, clip, update, gather. `zero_3` adds the messages of
     ZeRO-3, which overlap with the blocks and are listed there (`gradients.unit_ops`); `sums` replaces what `summed` says of the rank."""
     b = program.batch
     elements = padded_elements(program, held)
@@ -80,7 +80,7 @@ def summed(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
 
 
 def small_sums(b: Batch, elements: Mapping[str, Array]) -> list[Op]:
-    """The sums of a step that follow the gradients': `elements` of one rank by axis, and three numbers."""
+    """Return the reductions that follow those of gradients: `elements` of one rank by axis, and three scalars."""
     ops = []
 
     def reduce(name: str, axis: str, n: Array, part: str = "closing", where: Array = True) -> None:
