@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ranks
 from meshwright.describe.config import Config
@@ -11,9 +12,25 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.data import offload
 from meshwright.parallel.recompute import recompute
+from meshwright.parallel.tensor.regather import regather
 from meshwright.proof.prove import prove
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32)
+
+
+@pytest.mark.parametrize("hooks", ["regather", "offload"])
+def test_hooks_do_not_keep_an_operator_alive_that_only_the_first_half_of_a_backward_reaches(hooks):
+    """Attention saves its output, and the second half of a split backward does not run it again: nothing but the graph may hold that tensor."""
+    x = torch.ones(3, requires_grad=True)
+    if hooks == "regather":
+        with regather(x, x, None):
+            y = x.exp()  # saves its output
+    else:
+        y = offload.ActivationOffload(smallest=1000).wrap(nn.Module(), torch.exp)(x)
+    output = StorageWeakRef(y.untyped_storage())
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    del y
+    assert output.expired()
 
 
 def layers():

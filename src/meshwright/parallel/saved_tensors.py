@@ -23,12 +23,14 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory outside the graph. A hook that returned the output of an operator as it is would make the operator keep itself alive: if no
+    later backward reaches it (the second half of a split one does not reach attention), its tensors would never be freed."""
+    return tensor.detach()
 
 
 _gathered: ContextVar[int] = ContextVar("gathered", default=-1)  # the address of the tensor that `regather` replaces
-_outside: ContextVar[tuple[Pack, Unpack]] = ContextVar("outside", default=(_unchanged, _unchanged))
+_outside: ContextVar[tuple[Pack, Unpack]] = ContextVar("outside", default=(without_history, without_history))
 
 
 @contextlib.contextmanager

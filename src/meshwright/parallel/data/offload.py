@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.parallel.saved_tensors import keeping
+from meshwright.parallel.saved_tensors import keeping, without_history
 
 
 class _Moved:
@@ -72,7 +72,7 @@ class ActivationOffload:
         def run(*args: Any, **kwargs: Any) -> Any:
             def pack(tensor: torch.Tensor) -> Any:
                 stays_on_device = tensor.nbytes < self.smallest or is_weight(tensor, module)
-                return tensor if stays_on_device else self.send(tensor)
+                return without_history(tensor) if stays_on_device else self.send(tensor)
 
             last = self._forward
             self._forward = _Forward(layer, last if last is not None and last.layer == layer - 1 else None)
