@@ -53,14 +53,14 @@ def plans(words: list[str]) -> dict[str, Config]:
     return dict(sorted(out.items()))
 
 
-def measure(context: Any, configs: list[Config]) -> list[tuple[int, int, dict[str, float], float | None]]:
-    """Run on every rank: the pipeline rank, peak bytes, bytes sent by axis, and the share of token copies kept, for each plan."""
+def measure(context: Any, configs: list[Config]) -> list[tuple[int, int, dict[str, float]]]:
+    """Run on every rank: the pipeline rank, peak bytes and bytes sent by axis, for each plan."""
     from torch import distributed
 
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
-    from meshwright.training.measure.rank_report import kept_share, observe, sent_by_axis
+    from meshwright.training.measure.rank_report import observe, sent_by_axis
 
     out = []
     for config in configs:
@@ -69,7 +69,7 @@ def measure(context: Any, configs: list[Config]) -> list[tuple[int, int, dict[st
         trainer.train(1)
         seen = observe(trainer)
         sent = sent_by_axis(trainer, seen)
-        out.append((parallel.mesh.index("pp"), seen.peak_bytes, sent, kept_share(trainer)))
+        out.append((parallel.mesh.index("pp"), seen.peak_bytes, sent))
         distributed.barrier()
         for group in list(distributed.distributed_c10d._world.pg_map):
             if group is not distributed.group.WORLD:
@@ -97,9 +97,9 @@ def main(words: list[str]) -> None:
             by_rank = local.run("footprint:measure", world, [configs[title] for title in titles])
             for title, *ranks in zip(titles, *by_rank, strict=True):
                 result = predicted(configs[title])
-                memory, peak = max(result.tensors_gib) * 2**30, max(peak for _, peak, _, _ in ranks)
-                axes = {axis for _, _, sent, _ in ranks for axis in sent}
-                sent = {axis: max(sent.get(axis, 0.0) for _, _, sent, _ in ranks) for axis in axes}
+                memory, peak = max(result.tensors_gib) * 2**30, max(peak for _, peak, _ in ranks)
+                axes = {axis for _, _, sent in ranks for axis in sent}
+                sent = {axis: max(sent.get(axis, 0.0) for _, _, sent in ranks) for axis in axes}
                 errors.append(memory / peak - 1)
                 sizes = f"{memory / 2**20:7.3f} MiB{peak / 2**20:7.3f} MiB{errors[-1]:+7.1%}"
                 print(f"{title[:73]:<74}{sizes}   {traffic(result.traffic_bytes, sent)}", flush=True)

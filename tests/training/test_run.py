@@ -130,11 +130,12 @@ def test_expert_traffic_is_compared_for_the_copies_that_were_kept():
     assert 0.2 < m.kept_copies < 0.75
     assert any("upper bound" in words and "at most 75%" in words for words in p.assumed)
     (row,) = [d for d in training.differences if d.what.startswith("traffic ep")]
-    assert row.what == f"traffic ep ({100 * m.kept_copies:.0f}% of token copies kept)"
+    assert 0 < m.crossing_copies < m.kept_copies
+    assert row.what == f"traffic ep ({m.kept_copies:.0%} of token copies kept, {m.crossing_copies:.0%} to other ranks)"
     # The numbers of copies are exchanged too: 8 bytes for each expert, layer and micro-batch, whatever is kept.
     counts = 8 * 8 * 2 * 4 / 2
-    assert row.predicted - counts == pytest.approx((p.traffic_bytes["ep"] - counts) * m.kept_copies / 0.75)
-    assert row.measured == pytest.approx(row.predicted, rel=0.5)  # bytes that were sent; real routing is uneven
+    assert row.predicted - counts == pytest.approx((p.traffic_bytes["ep"] - counts) * m.crossing_copies / (0.75 / 2))
+    assert row.measured == pytest.approx(row.predicted)  # bytes that were sent, of the same copies
     assert training.as_dict()["difference"][-1]["what"] == row.what
 
     free = replace(m, kept_copies=None)

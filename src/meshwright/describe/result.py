@@ -113,6 +113,7 @@ class Measurement(Result):
     loss: list[float] = field(default_factory=list)
     validation_loss: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) of each evaluation
     kept_copies: float | None = None  # share of token copies that the routers' capacity kept; None if it drops none
+    crossing_copies: float | None = None  # share of them that the rank with the most traffic exchanged with other ranks
 
     def as_dict(self) -> dict[str, Any]:
         """All fields; a loss that is NaN or infinite becomes null, because JSON cannot represent it."""
@@ -126,8 +127,8 @@ class Measurement(Result):
         return self.compare(prediction)
 
     def compare(self, prediction: Prediction, routed_traffic: dict[str, float] | None = None) -> list[Difference]:
-        """As `self - prediction`. `routed_traffic` is the predicted traffic for the share of token copies that the run's routers
-        kept; rows that it changes say so."""
+        """As `self - prediction`. `routed_traffic` is the predicted traffic for the shares of token copies that the run's
+        routers kept and sent to other ranks; rows that it changes say so."""
         rows = [Difference("step time", "s", prediction.step_time_s, self.step_time_s)]
         predicted_parts, measured_parts = prediction.parts, self.parts
         for part in dict.fromkeys((*predicted_parts, *measured_parts)) if predicted_parts and measured_parts else ():
@@ -145,7 +146,8 @@ class Measurement(Result):
             what = f"traffic {axis}"
             if routed_traffic is not None and self.kept_copies is not None and routed_traffic.get(axis) != predicted:
                 predicted = routed_traffic.get(axis, 0.0)
-                what += f" ({100 * self.kept_copies:.0f}% of token copies kept)"
+                crossing = f", {self.crossing_copies:.0%} to other ranks" if axis == "ep" else ""
+                what += f" ({self.kept_copies:.0%} of token copies kept{crossing})"
             if predicted or measured:
                 rows.append(Difference(what, "bytes", predicted, measured))
         return rows

@@ -29,6 +29,6 @@ def routed(parallel: Parallel) -> dict[int, list[Routed]] | None:
             assert isinstance(
                 experts.placement, ParallelPlacement
             )  # one per stage: its layers append to one list, in turn
-            first = [rows for *rows, recomputed in experts.placement.last_dispatches if not recomputed]
-            out[layer] = [Routed(*rows) for rows in first[i :: len(layers)]]
+            first = [d.rows for d in experts.placement.last_dispatches if not d.recomputed]
+            out[layer] = first[i :: len(layers)]
     return out

@@ -127,8 +127,8 @@ class TracedStep(NamedTuple):
 @dataclass(frozen=True)
 class RankReport:
     """What a rank reports after training: its pipeline stage, the peak memory of its tensors and of its process, the
-    bytes it sends per step by axis, the share of its token copies that a router's capacity kept (None if none can
-    be dropped), the seconds that its threads computed during the steps after the first, the communication of the last
+    bytes it sends per step by axis, the shares of its token copies that a router's capacity kept and that went to other
+    ranks (None if none can be dropped), the seconds that its threads computed during the steps after the first, the communication of the last
     timed steps, and the traced steps."""
 
     rank: int
@@ -136,7 +136,7 @@ class RankReport:
     tensor_bytes: int
     process_bytes: int
     sent_bytes: dict[str, float]
-    kept_copies: float | None = None
+    routing: tuple[float, float] | None = None
     cpu_s: float = 0.0
     recorded: tuple[RecordedStep, ...] = ()
     traced: tuple[TracedStep, ...] = ()

@@ -62,13 +62,14 @@ def worst(metrics: list[dict[str, float]], mesh: Mesh) -> dict[str, float]:
     return dict(zip(("entropy", "peak", "idle", "dropped"), (-entropy, *largest), strict=True))
 
 
-def kept_copies(modules: Iterable[nn.Module], copies: float) -> float | None:
-    """The share of this rank's token copies that were sent to experts in the last step, if each layer and micro-batch
-    routes `copies` of them; None without routed experts on this rank."""
+def copies_sent(modules: Iterable[nn.Module], copies: float) -> tuple[float, float] | None:
+    """The share of this rank's token copies that were sent to experts in the last step, and to experts of other ranks, if each layer and
+    micro-batch routes `copies` of them; None without routed experts on this rank."""
     parts = [part for module in modules for part in module.modules() if isinstance(part, MixtureOfExperts)]
     placements = {part.placement for part in parts if isinstance(part.placement, ParallelPlacement)}
-    sent = [rows for p in placements for rows, *_, recomputed in p.last_dispatches if not recomputed]
-    return sum(sent) / (len(sent) * copies) if sent else None
+    first = [d for p in placements for d in p.last_dispatches if not d.recomputed]
+    total = len(first) * copies
+    return (sum(d.rows.sent for d in first) / total, sum(d.crossing for d in first) / total) if first else None
 
 
 def reset_load(modules: Iterable[nn.Module]) -> None:

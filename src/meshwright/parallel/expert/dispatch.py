@@ -27,7 +27,7 @@ is computed between the same two steps, since autograd runs the node that was cr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
@@ -37,6 +37,7 @@ from torch.distributed import ProcessGroup
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.lower.rank import Routed
 from meshwright.models.moe import Dispatch, LocalDispatch, MixtureOfExperts, routed_experts
 from meshwright.parallel import exchange, recompute
 from meshwright.parallel.context.token_order import token_order
@@ -112,7 +113,9 @@ class ExpertDispatch:
         outgoing = counts_E.view(placement.ep_size, -1)
         self.incoming = placement.exchange_counts(outgoing)  # [expert_tp, ep, local experts] of every expert_tp rank
         out, into = outgoing.sum(1).tolist(), self.incoming[placement.etp_index].sum(1).tolist()
-        placement.count(sum(out), sum(into), int(self.incoming.sum()), int(self.incoming.sum((1, 2)).max()))
+        own = placement.mesh.index("ep")
+        rows = Routed(sum(out), sum(into), int(self.incoming.sum()), int(self.incoming.sum((1, 2)).max()))
+        placement.count(rows, (rows.sent - out[own] + rows.received - into[own]) / 2)
         self.rows = copies_RH
         self.transfers = None
         if placement.ep is not None:
@@ -155,6 +158,15 @@ class ExpertDispatch:
         return rows
 
 
+class Dispatched(NamedTuple):
+    """One dispatch of a step. `crossing` rows go to another rank or come from one, mean of both: an exchange sends the former and its way back
+    the latter."""
+
+    rows: Routed
+    crossing: float
+    recomputed: bool  # by a recomputed forward
+
+
 class ParallelPlacement:
     """The `ExpertPlacement` of the layers of one stage: tokens and experts are on many ranks."""
 
@@ -166,10 +178,8 @@ class ParallelPlacement:
         self.ep, self.etp, self.stage = mesh.add("ep"), mesh.add("expert_tp"), mesh.add("stage")
         self.ep_size, self.etp_index = mesh.size("ep"), mesh.index("expert_tp")
         self.overlap = "ep" in (plan.overlap or ())
-        # Of this step: rows sent, received, at this rank's experts, of the fullest expert_tp rank, and whether a recomputed
-        # forward sent them.
-        self.dispatches: list[tuple[int, int, int, int, bool]] = []
-        self.last_dispatches: list[tuple[int, int, int, int, bool]] = []  # of the step before
+        self.dispatches: list[Dispatched] = []  # of this step
+        self.last_dispatches: list[Dispatched] = []  # of the step before
         self._shape, self._device = (0, 0), torch.device("cpu")
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -192,7 +202,7 @@ class ParallelPlacement:
 
     def dispatch(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Dispatch:
         if self.ep is None and self.etp is None:  # the counts stay on the device
-            self.count(*[len(copies_RH)] * 4)
+            self.count(Routed(*[len(copies_RH)] * 4), 0.0)
             return LocalDispatch(copies_RH, counts_E)
         return ExpertDispatch(copies_RH, counts_E, self)
 
@@ -205,8 +215,8 @@ class ParallelPlacement:
         incoming = incoming[None]
         return incoming if self.etp is None else exchange.all_gather(incoming, self.etp, 0)
 
-    def count(self, sent: int, received: int, rows: int, fullest: int) -> None:
-        self.dispatches.append((sent, received, rows, fullest, recompute.is_recomputing()))
+    def count(self, rows: Routed, crossing: float) -> None:
+        self.dispatches.append(Dispatched(rows, crossing, recompute.is_recomputing()))
 
     def end_step(self) -> None:
         if self.dispatches:

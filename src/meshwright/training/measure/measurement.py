@@ -60,10 +60,11 @@ class Training(Shown):
 
     @property
     def differences(self) -> list[Difference]:
-        """Predicted and measured values. Where a router's capacity drops token copies, only the run knows how many: the
-        traffic is predicted again for the share that was kept, so that both are of the same copies."""
-        kept = self.measurement.kept_copies
-        return self.measurement.compare(self.prediction, None if kept is None else routed_traffic(self.config, kept))
+        """Predicted and measured values. Where a router's capacity drops token copies, only the run knows which: the
+        traffic is predicted again for the shares that were kept and sent to other ranks, so that both are of the same copies."""
+        kept, crossing = self.measurement.kept_copies, self.measurement.crossing_copies
+        routed = None if kept is None or crossing is None else routed_traffic(self.config, kept, crossing)
+        return self.measurement.compare(self.prediction, routed)
 
     @property
     def diverged_at(self) -> int | None:
@@ -108,19 +109,27 @@ def file_of_links(config: Config) -> str:
     return re.sub(r":\d+$", "", origin) if ".toml" in origin else config.cluster.name
 
 
-def routed_traffic(config: Config, kept: float) -> dict[str, float]:
-    """Predicted traffic by axis if routers keep this share of the token copies: a capacity below 1 keeps at most itself."""
-    router = config.model.router.but(capacity=kept)
-    return predicted(replace(config, model=config.model.but(router=router))).traffic_bytes
+def routed_traffic(config: Config, kept: float, crossing: float) -> dict[str, float]:
+    """Predicted traffic by axis if routers keep one share of the token copies and send another to other ranks. A capacity below 1 keeps at most
+    itself, and of that an even routing sends 1 − 1/ep to other ranks."""
+
+    def traffic(share: float) -> dict[str, float]:
+        router = config.model.router.but(capacity=max(share, 1e-9))  # 0 is no limit
+        return predicted(replace(config, model=config.model.but(router=router))).traffic_bytes
+
+    ep = config.plan.ep
+    return traffic(kept) | ({"ep": traffic(crossing / (1 - 1 / ep))["ep"]} if ep > 1 else {})
 
 
-def kept_in_busiest_stage(reports: list[RankReport]) -> float | None:
-    """The share of token copies kept, by the ranks of the pipeline stage that sends the most bytes to experts."""
-    routing = [r for r in reports if r.kept_copies is not None]
-    if not routing:
-        return None
-    busiest = max(routing, key=lambda r: r.sent_bytes.get("ep", 0.0)).stage
-    return float(np.mean([r.kept_copies for r in routing if r.stage == busiest]))
+def routing_of_busiest(reports: list[RankReport]) -> tuple[float | None, float | None]:
+    """The share of token copies kept by the pipeline stage that sends the most bytes to experts, and the share that its busiest rank sent to other
+    ranks."""
+    routed = [r for r in reports if r.routing is not None]
+    if not routed:
+        return None, None
+    busiest = max(routed, key=lambda r: r.sent_bytes.get("ep", 0.0))
+    kept = [r.routing[0] for r in routed if r.routing is not None and r.stage == busiest.stage]
+    return float(np.mean(kept)), busiest.routing[1] if busiest.routing is not None else None
 
 
 class LoadWatch:
@@ -208,6 +217,7 @@ def measure(
         assumed.append(f"without {format_seconds(compiled)} of compilation in the first step")
     if len(records) < steps:
         assumed.append(f"interrupted after {len(records)} of {steps} steps")
+    kept, crossing = routing_of_busiest(reports)
     return Measurement(
         step_time_s=float(middle),
         step_time_low_s=float(low),
@@ -225,7 +235,8 @@ def measure(
         spread=float((high - low) / middle),
         loss=[r.loss for r in records],
         validation_loss=[(r.step, r.validation_loss) for r in records if r.validation_loss is not None],
-        kept_copies=kept_in_busiest_stage(reports),
+        kept_copies=kept,
+        crossing_copies=crossing,
         assumed=assumed,
     )
 

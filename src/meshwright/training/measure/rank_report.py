@@ -12,7 +12,7 @@ import resource
 import torch
 
 from meshwright.cost.step import TRAFFIC_AXIS
-from meshwright.parallel.expert.balance import kept_copies
+from meshwright.parallel.expert.balance import copies_sent
 from meshwright.training.launch.rank import RankContext
 from meshwright.training.loop import Trainer
 from meshwright.training.machine import peak_resident_bytes
@@ -36,7 +36,7 @@ def rank_report(context: RankContext, trainer: Trainer, steps: int, recorder: Co
     )
     stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen)
     return RankReport(
-        context.rank, stage, tensors, process, traffic, kept_share(trainer), cpu_s, tuple(recorder.steps), traced
+        context.rank, stage, tensors, process, traffic, routing(trainer), cpu_s, tuple(recorder.steps), traced
     )
 
 
@@ -58,13 +58,14 @@ def observe(trainer: Trainer) -> Observed:
     return observer.observed()
 
 
-def kept_share(trainer: Trainer) -> float | None:
-    """The share of this rank's token copies that the routers kept in the last step; None if their capacity drops none."""
+def routing(trainer: Trainer) -> tuple[float, float] | None:
+    """The share of this rank's token copies that the routers kept in the last step, and that which they sent to other ranks; None if their
+    capacity drops none."""
     parallel, plan, model = trainer.parallel, trainer.parallel.plan, trainer.parallel.model
     if not model.experts or not model.router.can_drop(model.experts, model.top_k):
         return None
     tokens = plan.microbatch * parallel.workload.seq / (plan.cp * plan.tp)
-    return kept_copies(parallel.stages.values(), tokens * model.top_k)
+    return copies_sent(parallel.stages.values(), tokens * model.top_k)
 
 
 def device_memory(device: str) -> tuple[int, int] | None:
