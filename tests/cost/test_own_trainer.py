@@ -9,7 +9,10 @@ from meshwright import api
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.own_trainer import is_typical, own_stack, with_own_stack
+from meshwright.lower.stages import split_peaks
 from meshwright.planner.question import ANY_FRAMEWORK, OWN_TRAINER
+from meshwright.programs import pipelines
+from meshwright.training.measure.measurement import predicted
 from meshwright.training.run import make_job
 from meshwright.view.estimate import own_trainer_words
 from meshwright.view.launch_files import job as launch
@@ -81,3 +84,12 @@ def test_plans_for_our_trainer_are_searched_with_its_stack() -> None:
     result = api.plan("nano", "dgx-h200", nodes=1, batch=16, seq=64, stack="meshwright")
     assert result.runs_in == OWN_TRAINER
     assert result.estimate.own_trainer is None
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_the_memory_of_a_searched_schedule_is_that_of_the_schedule_that_is_trained(virtual: int) -> None:
+    program = pipelines.build("auto", 2, 8, virtual)
+    in_flight = pipelines.walk(program, activation=1.0).peak_memory
+    assert split_peaks("auto", 2, 8, virtual, 0.0).tolist() == in_flight.tolist()
+    plan = {"pp": 2, "microbatch": 2, "schedule": "auto", "virtual": virtual}
+    assert max(predicted(nano("laptop", plan, stack="gloo-cpu")).tensors_gib) > 0

@@ -86,6 +86,7 @@ def unsent_part(context, plan):
     """The part that compression has not sent, before and after the loss scale changes; the load and the gradients after an aborted step,
     or the error."""
     from meshwright.errors import MeshwrightError
+    from meshwright.lower.rank import Routed
     from meshwright.models.moe import MixtureOfExperts
     from meshwright.parallel.apply import apply
     from meshwright.parallel.data.reduction import compressors_in
@@ -104,7 +105,7 @@ def unsent_part(context, plan):
     layers = [part for part in module.modules() if isinstance(part, MixtureOfExperts)]
     for part in layers:
         part.router.load = torch.ones(2, 4)
-        part.placement.count(1, 1, 1, 1)
+        part.placement.count(Routed(1, 1, 1, 1), 0.0)
     for piece in parallel.pieces:
         piece.gradient.add_(1.0)
     try:

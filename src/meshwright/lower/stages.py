@@ -305,7 +305,7 @@ def in_flight(batch: Batch, rank: Array, gradients: Array = 0.0) -> Array:
 def split_peaks(schedule: str, ranks: int, microbatches: int, virtual: int, gradients: float) -> np.ndarray:
     """Peak of each rank in activations of one (stage, micro-batch), if those between I and W have `gradients` more each. The first stage of the model
     has no input gradient to send: it runs its whole backward as W."""
-    program = build(formulas.costed_as(schedule), ranks, microbatches, virtual)
+    program = build(schedule, ranks, microbatches, virtual)
     one = np.ones(program.stages)
     held = held_memory(program, one, np.where(np.arange(program.stages) > 0, -gradients, 0.0))
     return np.maximum.reduceat(held, program.first[:-1])
