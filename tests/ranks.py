@@ -19,8 +19,8 @@ from meshwright.training.launch import local
 local.PRELOAD += ["meshwright.proof.trace", "meshwright.training.worker", "meshwright.training.run"]
 local.PRELOAD += ["pytest", "hypothesis"]
 local.PRELOAD += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral", "vit")]
-SILENCE_S = 25.0
-GROUP_TIMEOUT_S = 15.0
+SILENCE_S = 120.0  # only a rank that hangs reaches these, also on a machine with ten processes per core
+GROUP_TIMEOUT_S = 60.0
 
 
 def soak(cases: list[Any]) -> list[Any]:

@@ -83,7 +83,7 @@ def experts_on_four_ranks():
     layouts = [both(four, EIGHT, shard=4), both(four, EIGHT, shard=4, ep=2), both(four, BY_ROW, shard=4, ep=2)]
     layouts.append(both(four, EIGHT, shard=2, tp=2))
     cases = [case for layout in layouts for case in layout]
-    return ranks.run(4, trained, cases, silence=100.0, group_timeout=50.0)  # eight trainings
+    return ranks.run(4, trained, cases)  # eight trainings
 
 
 @pytest.mark.parametrize("layout", ["three_ranks", "four_ranks", "experts_on_two_ranks", "experts_on_four_ranks"])

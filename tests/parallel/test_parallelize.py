@@ -219,7 +219,7 @@ def compared_all(context, cases):
 @cache
 def by_rank(world):
     """One set of ranks for all cases: importing transformers takes longer than the training."""
-    return ranks.run(world, compared_all, TWO if world == 2 else FOUR, silence=90)
+    return ranks.run(world, compared_all, TWO if world == 2 else FOUR)
 
 
 def title(case):

@@ -311,7 +311,7 @@ def all_trained(context):
 def test_two_ranks_train_what_one_device_trains_or_refuse():
     import re
 
-    for exact, errors in ranks.run(2, all_trained, silence=60):
+    for exact, errors in ranks.run(2, all_trained):
         for (
             name,
             differences,

@@ -134,7 +134,7 @@ def compared_all(context):
 @cache
 def by_rank():
     """One set of ranks for all cases: importing transformers takes longer than the training."""
-    return ranks.run(4, compared_all, silence=60)
+    return ranks.run(4, compared_all)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{name}-{world}" for name, world, _ in CASES])

@@ -1,8 +1,8 @@
 """The layouts of the matrix in the daily run: as few as cover every kind of layout; the others are in `make soak`.
 
 A layout's *features* are what its plan and model turn on, one value for each family: `{"data": "zero3", "tensor": "sp",
-"model": "gpt"}`. Its *kinds* are each feature, and each axis combined with each other axis: ZeRO-3 with tensor parallelism, sp with data
-parallelism. Two layouts of the same kinds prove the same thing twice. `covering` repeatedly takes the layout with the most new
+"model": "gpt"}`. Its *kinds* are each feature, each pair of axes, and each form of data parallelism with each other axis (ZeRO-3 with tensor
+parallelism). Two layouts of the same kinds prove the same thing twice. `covering` repeatedly takes the layout with the most new
 kinds for its cost, then drops the layouts all of whose kinds were covered by later ones.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 import inexact
@@ -50,30 +51,31 @@ def features(layout: Any) -> dict[str, Any]:
 
 
 def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """Each feature, each value of an axis combined with each other axis, fp8 combined with each axis, an axis of more than two ranks, and
-    all axes together; another optimizer than AdamW with each value of an axis. Of the layouts of eight ranks, which are expensive, only the
-    one with all axes is in the daily run."""
+    """Each feature, each pair of axes, data parallelism of each form with each other axis, fp8 with each axis, an axis of more than two ranks,
+    and all axes together; another optimizer than AdamW with each axis. Of the layouts of eight ranks, which are expensive, only the one with
+    all axes is in the daily run."""
     found, plan = features(layout), layout.plan
     axes = [axis for axis in AXES if axis in found]
     if layout.optimizer != "adamw":
-        return {(layout.optimizer, axis, found[axis]) for axis in axes if axis != "recompute"}
+        return {(layout.optimizer, axis) for axis in axes if axis != "recompute"}
     if set(AXES) <= set(axes):
         return {("all axes",)}
     if plan.world > 4:
         return set()
-    combined = {(axis, found[axis], other) for axis in axes for other in axes if other != axis}
+    combined: set[tuple[Any, ...]] = set(combinations(axes, 2))
+    combined |= {("data", found["data"], axis) for axis in axes if axis != "data" and "data" in found}
     combined |= {("precision", found["precision"], axis) for axis in axes if "precision" in found}
     longer = {(name, "above 2") for name in ("tp", "cp", "pp", "replicate", "shard") if getattr(plan, name) > 2}
     return set(found.items()) | combined | longer
 
 
 def lossy_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """Each feature but the model, and each loss (a class of compressor, a precision) combined with each axis."""
+    """Each feature but the model (of a compressor: its class), and compression and precision with each axis."""
     found = {family: value for family, value in features(layout).items() if family != "model"}
     if "wire" in found:
         found["wire"] = next(i for i, names in enumerate(inexact.SAME_CLASS) if found["wire"] in names)
     losses = [loss for loss in ("wire", "precision") if loss in found]
-    return set(found.items()) | {(loss, found[loss], axis) for loss in losses for axis in AXES if axis in found}
+    return set(found.items()) | {(loss, axis) for loss in losses for axis in AXES if axis in found}
 
 
 def covering(layouts: Sequence[Any], kinds_of: Callable[[Any], set[tuple[Any, ...]]]) -> list[Any]:

@@ -7,7 +7,6 @@ layout is cheap, so layouts of one world size train one after the other in one s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -459,16 +458,6 @@ def freeze() -> None:
         return module
 
     apply.build = frozen
-
-
-def train_separately(context: Any, jobs: list[Job]) -> list[Any]:
-    """Divide jobs of one rank over the processes: each process trains its jobs separately."""
-    from torch import distributed
-
-    distributed.destroy_process_group()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    mine = jobs[context.rank :: context.world]
-    return train_all(replace(context, rank=0, world=1), mine) if mine else []
 
 
 def train_all(context: Any, jobs: list[Job]) -> list[Any]:

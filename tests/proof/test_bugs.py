@@ -14,9 +14,6 @@ from meshwright.describe.plan import Plan
 from meshwright.proof import prove as proof
 from meshwright.proof.compare import compare
 
-SILENCE_S = 100.0
-
-
 HOMES = (bugs, bugs_axes, bugs_lossy)
 
 
@@ -32,17 +29,16 @@ def layout_of(bug, prepare=""):
 def one_device():
     """References of the corpus, except bugs whose ranks must first report their lossy sums."""
     wanted = list(dict.fromkeys(layout_of(bug).reference for bug in bugs.CORPUS if not Plan(**bug.plan).lossy))
-    traces = ranks.run(1, layouts.train_all, [layout.job() for layout in wanted], silence=SILENCE_S)[0]
+    traces = ranks.run(1, layouts.train_all, [layout.job() for layout in wanted])[0]
     return dict(zip(wanted, traces, strict=True))
 
 
 def agreement(bug):
     job = replace(layout_of(bug, f"{home_of(bug)}:{bug.name}").job(), watch=False)
-    options = {"silence": SILENCE_S, "group_timeout": SILENCE_S / 2}
-    traces = [rank[0] for rank in ranks.run(job.plan.world, layouts.train_all, [job], **options)]
+    traces = [rank[0] for rank in ranks.run(job.plan.world, layouts.train_all, [job])]
     if job.plan.lossy:
         one = proof.one_device(job, [{"fp64": trace} for trace in traces])
-        return compare(ranks.run(1, layouts.train_all, [one], **options)[0][0], traces)
+        return compare(ranks.run(1, layouts.train_all, [one])[0][0], traces)
     return compare(one_device()[layout_of(bug).reference], traces)
 
 

@@ -25,7 +25,7 @@ REFUSED = {layout for layout in (*ALL, *LOSSY) if drops_custom_functions() and l
 DAILY = {*covering(ALL, exact_kinds), *covering(LOSSY, lossy_kinds), *covering(NARROW, lossy_kinds)}
 TOGETHER = {1: 40, 2: 30, 4: 13, 8: 4}  # layouts that share a set of processes
 BOUND = 1e-10
-SILENCE_S = 100.0
+SILENCE_S = 300.0
 
 
 @cache
@@ -36,13 +36,11 @@ def one_device(together):
 
 
 def train(world, jobs, backend="auto"):
-    return ranks.run(world, layouts.train_all, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2, backend=backend)
+    return ranks.run(world, layouts.train_all, jobs, silence=SILENCE_S, backend=backend)
 
 
 def train_on_one(jobs):
-    """Train jobs of one device, half of them on each core."""
-    halves = ranks.run(2, layouts.train_separately, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
-    return [halves[i % 2][i // 2] for i in range(len(jobs))]
+    return train(1, jobs)[0]
 
 
 @cache

@@ -91,7 +91,7 @@ def recorded(context, plans):
 
 
 def test_it_records_what_the_clock_of_the_host_records():
-    for dp, zero_3 in ranks.run(2, recorded, PLANS, silence=100.0):
+    for dp, zero_3 in ranks.run(2, recorded, PLANS):
         for on_host, on_device in (dp, zero_3):
             names = [[(e.axis, e.operation, e.bytes, e.peer) for e in step.events] for step in (on_host, on_device)]
             assert names[0] == names[1] != []

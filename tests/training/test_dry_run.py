@@ -48,7 +48,7 @@ def steps(context, plans):
 
 
 def test_a_step_of_every_kind_of_plan_runs_without_memory():
-    texts = ranks.run(1, steps, PLANS, silence=120.0)[0]
+    texts = ranks.run(1, steps, PLANS)[0]
     assert "2 ranks, one of each pipeline stage, of 256 in" in texts[0]
     assert "rank 0 of 8 in" in texts[1]
 
@@ -72,7 +72,7 @@ def checks(context, folder):
 
 
 def test_all_checks_are_listed_and_nothing_is_written(tmp_path):
-    found = ranks.run(1, checks, tmp_path / "run", silence=120.0)[0]
+    found = ranks.run(1, checks, tmp_path / "run")[0]
     assert list(found) == ["configuration", "data", "memory", "disk", "rendezvous", "step"]
     assert found["rendezvous"] == "2 ranks will be started on this machine"
     assert not (tmp_path / "run").exists()

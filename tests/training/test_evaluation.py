@@ -71,14 +71,14 @@ def test_every_layout_reports_the_validation_loss_of_one_device_and_trains_the_s
     references = [
         (config(tokens, {"microbatch": 8}, m), evaluated) for m in (LLAMA, MIXTRAL) for evaluated in (True, False)
     ]
-    one, plain, expert, plain_expert = ranks.run(1, losses, references, silence=60)[0]
+    one, plain, expert, plain_expert = ranks.run(1, losses, references)[0]
     assert [v is not None for v in one[1]] == [False, True, False, True]
     assert one[0] == plain[0]
     assert expert == (plain_expert[0], expert[1], plain_expert[2])
     assert one[1][3] != one[1][1]
     chosen = [p for p in LAYOUTS if config(tokens, p).plan.world == world]
     made = [(config(tokens, plan, MIXTRAL if "ep" in plan else LLAMA), True) for plan in chosen]
-    for plan, (trained, validated, _) in zip(chosen, ranks.run(world, losses, made, silence=60)[0], strict=True):
+    for plan, (trained, validated, _) in zip(chosen, ranks.run(world, losses, made)[0], strict=True):
         expected = expert if "ep" in plan else one
         np.testing.assert_allclose(trained, expected[0], rtol=1e-11, err_msg=str(plan))
         np.testing.assert_allclose(

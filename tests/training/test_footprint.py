@@ -32,7 +32,7 @@ def test_predicted_memory_is_that_of_a_step():
         Config.from_parts(known["SMALL"], "laptop", "gloo-cpu", known["WORKLOAD"], {"microbatch": 2, **known["FP32"], **plan})
         for plan in PLANS
     ]  # fmt: skip
-    by_rank = ranks.run(2, measure, configs, silence=100.0)
+    by_rank = ranks.run(2, measure, configs)
     for i, (config, plan) in enumerate(zip(configs, PLANS, strict=True)):
         found, peak = predicted(config), max(rank[i][1] for rank in by_rank)
         assert max(found.tensors_gib) * 2**30 == pytest.approx(peak, rel=BOUND), plan
