@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def load(source: Any, *, cluster: Any = "", nodes: int = 0, gpus: int = 0, set: Sequence[str] = ()) -> Config:
-    """The configuration of a plan file, or of a catalog model with `cluster="dgx-h100"` (a name, a file or an object)."""
+    """Load the configuration of a plan file, or of a catalog model with `cluster="dgx-h100"` (a name, a file or an object)."""
     from meshwright.describe.config import Config
     from meshwright.interop.configure import configure
 
@@ -59,7 +59,7 @@ def estimate(
     tokens: str | float = "",
     set: Sequence[str] = (),
 ) -> Estimate:
-    """Step time, memory and traffic of one plan, with what bounds it.
+    """Predict step time, memory and traffic of one plan, and what bounds the step.
 
     `model` is a plan file, or a model with a `cluster` and a `plan`. Without a plan the planner's best common plan is taken; `assumed` says so.
     """
@@ -89,7 +89,7 @@ def estimate(
 
 
 def with_best_plan(config: Config) -> tuple[Config, list[str]]:
-    """The configuration with the best common plan, and the assumption as text; if none fits, with the one closest to fitting."""
+    """Add the best common plan to the configuration (if none fits, the one closest to fitting), and return this assumption as text."""
     from dataclasses import replace
 
     from meshwright.planner.question import base_plan
@@ -107,7 +107,7 @@ def with_best_plan(config: Config) -> tuple[Config, list[str]]:
 
 
 def plan(model: Any, cluster: Any = "", *, set: Sequence[str] = (), **question: Any) -> Result:
-    """The fastest plan that fits in memory, with the reasons.
+    """Find the fastest plan that fits in memory, with the reasons.
 
     `nodes`, `gpus`, `batch`, `seq`, `tokens`, `stack` describe the training; `fix={"tp": 8}`, `most={"pp": 4}`, `least`,
     `without=["zero3"]`, `allow` and `headroom="10%"` constrain the search; `mtbf`, `checkpoint`, `restart`, `sites` and `line` add failures and
@@ -119,7 +119,7 @@ def plan(model: Any, cluster: Any = "", *, set: Sequence[str] = (), **question: 
 
 
 def simulate(model: Any = "", *, set: Sequence[str] = (), **parts: Any) -> Simulation:
-    """The step of a plan walked action by action on every rank; takes what `estimate` takes."""
+    """Simulate the step of a plan action by action on every rank; the arguments are those of `estimate`."""
     from meshwright.cost.estimate import Simulation
 
     result = estimate(model, set=set, **parts)
@@ -176,7 +176,7 @@ def is_module(source: Any) -> bool:
 
 
 def difference_settings(names: str | Sequence[str] = ()) -> list[str]:
-    """Names of parts of a model that may be computed in another way, a list or a text with commas, as a setting of the plan file."""
+    """Turn `allow_differences` (a list, or a text with commas) into a setting of the plan file."""
     words = [name.strip() for name in (names.split(",") if isinstance(names, str) else names) if name.strip()]
     return [f"model.allow_differences={json.dumps(words)}"] if words else []
 
@@ -189,7 +189,7 @@ def run_settings(
     start_from: str | Path = "",
     profile_steps: int | None = None,
 ) -> list[str]:
-    """Options of a run as settings of its run file; those that are not given are left to the file."""
+    """Turn options of a run into settings of its run file; options that are not set are left to the file."""
     given: dict[str, Any] = {
         "run.steps": steps,
         "run.seed": seed,
@@ -301,7 +301,7 @@ def parallelize(
     batch_first: bool | None = None,
     check: bool = True,
 ) -> ParallelModule:
-    """Put a plan on a module of your own, in every rank of a `torchrun`; the result has `step`, `backward`, `clip_norm` and `state_dict`.
+    """Apply a plan to your own module, in every rank of a `torchrun`; the result has `step`, `backward`, `clip_norm` and `state_dict`.
 
     Data parallelism, ZeRO, recompute and precision work on every module. Tensor and sequence parallelism take a `table` of rows (pattern of
     names, style), built in for Hugging Face's Llama, Mistral, Qwen, Phi-3, Mixtral, GPT-2 and ViT and for `nn.TransformerEncoder`. A

@@ -133,14 +133,14 @@ class Parallel:
         return total
 
     def groups(self, axis: str) -> list[distributed.ProcessGroup]:
-        """The groups over which to sum, one after the other, a number that all ranks of an axis need."""
+        """Return the groups over which to sum a number, one after the other, so that all ranks of an axis have it."""
         if self.local is not None:
             return self.local.groups(axis)
         group = self.mesh.group(axis)
         return [] if group is None else [group]
 
     def begin_step(self, step: int, samples: Sequence[int], documents_BS: torch.Tensor | None = None) -> None:
-        """Set what dropout and attention depend on: the samples of this step, and the documents of their tokens."""
+        """Set the inputs of dropout and attention masks: the samples of this step, and the documents of their tokens."""
         self.moment, self.documents_BS = Moment(self.seed, step, samples), documents_BS
         self.quantise_weights()
 
@@ -195,12 +195,12 @@ class Parallel:
 
     @property
     def updated(self) -> list[Piece]:
-        """What the optimizer updates: the masters, or the pieces as plain tensors where there are none."""
+        """The tensors that the optimizer updates: the masters, or the pieces as plain tensors if there are none."""
         return self._to_update.pieces
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around a step of the optimizer: what it updates gets the gradients, and then the model gets what it updated."""
+        """Context of an optimizer step: copies gradients to the updated tensors before it, and these to the model after it."""
         self._to_update.take_gradients()
         yield
         self._to_update.finish_update()
@@ -222,7 +222,7 @@ class Parallel:
             balance.scale_losses(self.stages.values(), scale)
 
     def abort_step(self) -> None:
-        """Drop what a step that raised has left behind."""
+        """Reset buffers and messages after a step that raised."""
         sharded = any(isinstance(part, zero.ShardedGradients) for part in reduction.reductions_in(self.reductions))
         if self.pipeline is not None or sharded:
             raise MeshwrightError(
@@ -253,7 +253,7 @@ def apply(
     order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
     compile: str = "off",
 ) -> Parallel:
-    """The model under the plan on this rank of an initialised process group. Its initial `weights` are drawn from the seed by
+    """Build the model under the plan on this rank of an initialised process group. Its initial `weights` are drawn from the seed by
     default. `compile`: see `parallel.compile`."""
     plan, program = resolve_plan(model, plan, workload, device)
     mesh = Mesh(Layout(plan, order), rank, device)

@@ -59,7 +59,7 @@ Tokens = tuple[
 
 @dataclass
 class Compilation:
-    """What is compiled, and which parts are not, with the reasons."""
+    """Lists the compiled parts, and the parts that are not compiled, with reasons."""
 
     mode: str = "off"
     notes: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ def resolve_compile(setting: str, device: str) -> str:
 def plan_compilation(
     setting: str, device: str, plan: Plan, model: Model, program: PipelineProgram | None, sharded: bool
 ) -> Compilation:
-    """What is compiled of a plan; `sharded`: ZeRO shards its parameters."""
+    """Decide what to compile under a plan; `sharded`: ZeRO shards its parameters."""
     done = Compilation(resolve_compile(setting, device))
     if done.mode == "off":
         return done

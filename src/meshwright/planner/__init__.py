@@ -1,4 +1,4 @@
-"""The planner: which plan is the fastest that fits, and why; and how many GPUs a training needs."""
+"""The planner: finds the fastest plan that fits, explains it, and finds how many GPUs a training needs."""
 
 from meshwright.planner.api import plan
 from meshwright.planner.result import Result

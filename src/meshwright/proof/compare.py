@@ -120,7 +120,7 @@ def number_error(got: float, expected: float) -> tuple[float, float]:
 def moved_by_noise(
     gradients: list[np.ndarray], floors: list[float], bounds: dict[tuple[str, int], float]
 ) -> np.ndarray:
-    """How far noise in the gradients may have moved each element of a parameter after these steps."""
+    """Bound how far noise in the gradients may have moved each element of a parameter after these steps."""
     moved = np.zeros(gradients[0].shape)
     for step, gradient in enumerate(gradients):
         size = np.abs(gradient.astype(np.float64))
@@ -130,7 +130,7 @@ def moved_by_noise(
 
 
 def moved_matrix(gradients: list[np.ndarray], floors: list[float], bounds: dict[tuple[str, int], float]) -> np.ndarray:
-    """The same of a matrix that Muon updates: noise in the matrix u = (1−μ)g + μm, as a share of its norm, is enlarged by at most `SLOPE`, and
+    """The same for a matrix that Muon updates: noise in the matrix u = (1−μ)g + μm, as a share of its norm, is enlarged by at most `SLOPE`, and
     the update of no element by more than 2."""
     share, moved, momentum = Optimizer().momentum, np.zeros(gradients[0].shape), np.zeros(gradients[0].shape)
     for step, gradient in enumerate(gradients):

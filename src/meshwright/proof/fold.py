@@ -32,7 +32,7 @@ def axis_sizes(plan: Plan) -> Sizes:
 
 
 def folds(plan: Plan, ranks: int) -> list[Plan]:
-    """The plans to prove in place of this one, each on at most this many ranks; the first keeps every axis."""
+    """Return the plans to prove in place of this one, each on at most this many ranks; the first keeps every axis."""
     if plan.world <= ranks:
         return [plan if plan.virtual <= 2 else plan.but(virtual=2, layers_per_stage=())]
     used = [axis for axis in AXES if getattr(plan, axis) > 1]

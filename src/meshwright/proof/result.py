@@ -70,7 +70,7 @@ class CopyProof:
 
     @property
     def warnings(self) -> list[MeshwrightError]:
-        """What is wrong with the prediction, though the plan trains the right model: the rank whose memory was predicted worst."""
+        """Warn about the prediction of a plan that trains the right model: the rank whose memory was predicted worst."""
         low, high = MEMORY_RATIOS
         ratios = {t.rank: t.predicted_bytes / max(t.observed.peak_bytes, 1) for t in self.traces if t.observed}
         rank = max(ratios, key=lambda r: max(ratios[r] / high, low / max(ratios[r], 1e-9)), default=None)

@@ -33,7 +33,7 @@ NARROW = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class ProvedCopy:
-    """What is proved in place of a plan: a plan that may be folded, and what was changed, as text."""
+    """A plan that is proved in place of another: perhaps folded, with the changes as text."""
 
     plan: Plan
     changes: tuple[str, ...]

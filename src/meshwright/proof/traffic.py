@@ -89,7 +89,7 @@ def as_run(parallel: Parallel) -> Plan:
 
 
 def given_of(parallel: Parallel) -> Given:
-    """The facts that the last step, the user and the data decided."""
+    """Collect the facts that the plan does not fix: the step number, frozen parameters, routing, thresholds."""
     step = parallel.moment.step + 1 if parallel.moment is not None else 0
     frozen = frozenset(p.name for p in parallel.pieces if not p.parameter.requires_grad)
     return Given(step, frozen, routed(parallel), values_sent(parallel))

@@ -127,11 +127,11 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the current step, before the factors of parameter groups."""
+        """Learning rate of the current step, before the factors of parameter groups."""
         return base_rate(self.settings, self.parallel.workload) * share_at(self.settings, self.step)
 
     def counted_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The ranks of a tp group compute the same loss: the first of them counts it."""
+        """Return the loss on the first rank of each tp group, zero on the others, which compute the same loss."""
         return loss if self.parallel.mesh.index("tp") == 0 else torch.zeros_like(loss)
 
     def all_reduce(self, values: torch.Tensor, axis: str) -> torch.Tensor:

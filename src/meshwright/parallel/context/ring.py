@@ -104,7 +104,7 @@ def gather_blocks(block: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 class Saved(NamedTuple):
-    """What backward needs of a forward: this rank's tensors, and the log-sum-exp of its queries."""
+    """Tensors that forward saves for backward: this rank's inputs and outputs, and the log-sum-exp of its queries."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -140,7 +140,7 @@ def gradients_of(saved: Saved, grad_output: torch.Tensor, context: Context) -> B
 
 
 class Transport(Protocol):
-    """How keys and values come to this rank, in forward and in backward."""
+    """Brings keys and values to this rank, in forward and in backward."""
 
     @staticmethod
     def forward(

@@ -49,7 +49,7 @@ class _Forward:
 
 
 class _Saved:
-    """What autograd keeps instead of a tensor: where it went, its shape there, and by which forward. Several may share one move."""
+    """Stands for a tensor that autograd saved: where it was moved, its shape there, and by which forward. Several may share one move."""
 
     def __init__(self, moved: _Moved, shape: torch.Size, forward: _Forward | None) -> None:
         self.moved, self.shape, self.forward = moved, shape, forward

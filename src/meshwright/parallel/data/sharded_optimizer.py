@@ -60,7 +60,7 @@ class _Flat:
         return self.starts[bisect_left(self.starts, edge)]
 
     def slice_of(self, parameter: nn.Parameter, start: int) -> tuple[nn.Parameter, int, int] | None:
-        """What this rank updates of a parameter, and where it lies in the buffer."""
+        """Return this rank's slice of a parameter, and its offset in the buffer."""
         a, b = max(start, self.share.start), min(start + parameter.numel(), self.share.stop)
         if a >= b:
             return None
@@ -68,7 +68,7 @@ class _Flat:
         return nn.Parameter(view.view_as(parameter) if self.whole else view), a, b
 
     def reduce(self, average: bool) -> None:
-        """Sum or average the gradients, and give each slice its own."""
+        """Sum or average the gradients, and set the gradient of each slice."""
         for p, start in zip(self.parameters, self.starts, strict=False):
             place = self.gradients[start : start + p.numel()].view_as(p)
             place.zero_() if p.grad is None else place.copy_(p.grad)
@@ -127,7 +127,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average the gradients of this step; `clip_norm` and `step` do so where it was not done."""
+        """Average the gradients of this step; `clip_norm` and `step` call it if it was not called."""
         if not self.reduced:
             for flat in self.flats:
                 flat.reduce(self.average)
@@ -135,7 +135,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def clip_norm(self, most: float | None = None) -> torch.Tensor:
-        """The norm of the averaged gradient; it is scaled down to `most` where it is larger."""
+        """Return the norm of the averaged gradient; scale the gradient down to `most` if its norm is larger."""
         self.reduce()
         gradients = [part.grad for flat in self.flats for part, _, _ in flat.slices.values() if part.grad is not None]
         device = self.flats[0].values.device if self.flats else None

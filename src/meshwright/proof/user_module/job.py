@@ -31,7 +31,7 @@ class ModuleJob:
 
 @dataclass
 class Reference:
-    """One device in float64; in float32 too if a part of the module computes in it whatever its inputs are."""
+    """One device in float64, and in float32 if a part of the module computes in float32 for any input."""
 
     double: Trace
     notes: list[str] = field(default_factory=list)

@@ -43,7 +43,7 @@ NOISE = 0.05  # standard deviation of what is added to a constant parameter
 
 @dataclass
 class Setting:
-    """What the user gave, imported on this rank, in one dtype."""
+    """The user's module, batch and loss, imported on this rank, in one dtype."""
 
     job: ModuleJob
     device: str
