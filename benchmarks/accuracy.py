@@ -14,8 +14,7 @@ import sys
 import numpy as np
 
 from meshwright.calibrate.runs import rows, validate
-from meshwright.calibrate.runs.readings import apply_readings
-from meshwright.calibrate.runs.rows import Case
+from meshwright.calibrate.runs.rows import Case, apply_readings
 from meshwright.cost.step import step_cost
 from meshwright.lower.step import step_program
 

@@ -47,7 +47,7 @@ def writer(root: str, pipe: Connection) -> None:
     from meshwright.parallel.apply import apply
     from meshwright.training.checkpoint.background import Saver
     from meshwright.training.checkpoint.resume import resume
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

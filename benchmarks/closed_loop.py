@@ -93,7 +93,7 @@ def rank_main(job: dict[str, Any]) -> None:
     import torch
 
     from meshwright.training.launch.join import joined
-    from meshwright.training.launch.placement import placement
+    from meshwright.training.launch.rank import placement
 
     torch.set_num_threads(1)
     place = placement(os.environ)
@@ -154,7 +154,7 @@ def run_plan(name: str, context: Any, job: dict[str, Any]) -> dict[str, Any]:
 
     from meshwright.parallel.apply import apply
     from meshwright.parallel.numerics.precision import DTYPES
-    from meshwright.training.data.corpus import Corpus
+    from meshwright.training.data.sources import Corpus
     from meshwright.training.loop import Trainer
     from meshwright.training.measure.sleeping import SleepingDevice, device_of
 

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from meshwright.comm.backend.choice import TIE  # programs whose predictions differ by less are not ordered
+from meshwright.comm.backend.program_group import TIE  # programs whose predictions differ by less are not ordered
 from meshwright.training.launch import local
 
 NODES, PER_NODE, RATE = 4, 2, 200e6 / 8
@@ -130,7 +130,7 @@ def run_host(chosen: argparse.Namespace) -> None:
 
 def cluster_of(delay: float) -> Any:
     """The emulated cluster as the cost model describes it: the asked rate without frame headers, the asked delay."""
-    from meshwright.comm.backend.choice import BETWEEN, INSIDE
+    from meshwright.comm.backend.program_group import BETWEEN, INSIDE
     from meshwright.comm.emulate.topology import DATA_BYTES, FRAME_BYTES
     from meshwright.describe import catalog
     from meshwright.describe.cluster import Level
@@ -160,7 +160,7 @@ def measure(task: dict[str, Any]) -> None:
     from torch import distributed
 
     from meshwright.comm.backend import register
-    from meshwright.comm.backend.choice import placement_of
+    from meshwright.comm.backend.program_group import placement_of
     from meshwright.comm.communicator import Communicator
     from meshwright.programs.collectives import build
     from meshwright.programs.collectives.comparison import compare, options_for

@@ -37,7 +37,7 @@ SIDE = 1024
 def train(context: Any, name: str, steps: int) -> float:
     """The mean loss of the last five steps."""
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.corpus import Corpus
+    from meshwright.training.data.sources import Corpus
     from meshwright.training.loop import Trainer
 
     plan = Plan(

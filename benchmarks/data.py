@@ -99,8 +99,7 @@ def loading(tokens: Path, steps: int = 60) -> None:
 
     from meshwright.describe.config import Config
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.batches import batch_of
-    from meshwright.training.data.samples import training_samples
+    from meshwright.training.data.samples import batch_of, training_samples
     from meshwright.training.loop import Trainer
 
     torch.set_num_threads(1)

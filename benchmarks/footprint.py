@@ -58,9 +58,9 @@ def measure(context: Any, configs: list[Config]) -> list[tuple[int, int, dict[st
     from torch import distributed
 
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
-    from meshwright.training.measure.rank_report import observe, sent_by_axis
+    from meshwright.training.measure.reports import observe, sent_by_axis
 
     out = []
     for config in configs:

@@ -34,7 +34,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.training.launch.placement import Placement, placement
+from meshwright.training.launch.rank import Placement, placement
 
 SMALL: dict[str, Any] = {"hidden": 64, "layers": 4, "heads": 8, "kv_heads": 4, "ffn": 96, "vocab": 256}
 BUSY: dict[str, Any] = {"hidden": 2048, "layers": 16, "heads": 16, "kv_heads": 8, "ffn": 8192, "vocab": 32768}

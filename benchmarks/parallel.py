@@ -52,7 +52,7 @@ class Plain:
         from torch import distributed
 
         from meshwright.models import build, initial_value, loss_function
-        from meshwright.training.data.random_tokens import RandomSamples
+        from meshwright.training.data.samples import RandomSamples
 
         self.case, self.rank, self.ranks, self.workload, self.model = case, rank, ranks, workload, model
         self.torch, self.distributed = torch, distributed
@@ -127,7 +127,7 @@ class Plain:
         return square
 
     def train_step(self) -> None:
-        from meshwright.training.data.batches import batch_of
+        from meshwright.training.data.samples import batch_of
 
         torch, distributed = self.torch, self.distributed
         data = self.ranks if self.case in ("ddp", "zero3") else 1
@@ -166,7 +166,7 @@ def workload_of(case: str, ranks: int) -> Workload:
 
 def our_step(case: str, context: Any, model: Model) -> Any:
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     workload = workload_of(case, context.world)

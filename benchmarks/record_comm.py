@@ -52,7 +52,7 @@ def affordable(pairs: int, step: float, seconds: float) -> int:
 def work(context: Any, config: Config, pairs: int, seconds: float) -> tuple[list[Pair], list[Pair], int, float]:
     """The steps without and with recorder, recorded calls in a step, and seconds of one recorded empty call."""
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
     from meshwright.training.measure.record_comm import CommRecorder
 

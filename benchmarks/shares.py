@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.calibrate.gpu import share_of
+from meshwright.calibrate.device_fit import share_of
 from meshwright.calibrate.points import DevicePoint
 from meshwright.describe.catalog import load
 from meshwright.describe.cluster import Accelerator

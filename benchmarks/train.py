@@ -86,8 +86,8 @@ def work(context: Any, config: Config, pairs: int, block: int, every: int, folde
     from meshwright.training.folder import RunFolder, StepWriter
     from meshwright.training.loop import Trainer
     from meshwright.training.measure.measurement import predicted
-    from meshwright.training.measure.metrics import Metrics
     from meshwright.training.measure.record_comm import CommRecorder
+    from meshwright.training.measure.reports import Metrics
 
     parallel = apply(config.model, config.plan, config.workload, context.rank)
     samples = training_samples(config, 0)

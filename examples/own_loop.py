@@ -10,7 +10,7 @@ import meshwright as mw
 from meshwright.parallel.apply import apply
 from meshwright.training.data.samples import training_samples
 from meshwright.training.launch.join import joined
-from meshwright.training.launch.placement import placement
+from meshwright.training.launch.rank import placement
 from meshwright.training.loop import Trainer
 from meshwright.training.optimizer.norm import clip, counted_squares
 from meshwright.training.optimizer.schedule import set_learning_rate

@@ -123,8 +123,8 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.web.serve.serve", stop)
     monkeypatch.setattr("meshwright.view.watch.watch_run", stop)
     monkeypatch.setattr("webbrowser.open", stop)
-    monkeypatch.setattr("meshwright.calibrate.runs.published.runs", list)  # thousands of predictions
-    monkeypatch.setattr("meshwright.calibrate.runs.published.failed", list)
+    monkeypatch.setattr("meshwright.calibrate.runs.accuracy.runs", list)  # thousands of predictions
+    monkeypatch.setattr("meshwright.calibrate.runs.accuracy.failed", list)
     for module in ("system", "emulation", "carry", "ranks"):
         monkeypatch.setattr(f"meshwright.comm.emulate.{module}.check_rights", no_rights, raising=False)
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from meshwright.parallel.user_module.module import ParallelModule
     from meshwright.planner.result import Result
     from meshwright.proof.prove import Proof
+    from meshwright.training.hooks import StepRecord
     from meshwright.training.measure.measurement import Training
-    from meshwright.training.records import StepRecord
 
 
 def load(source: Any, *, cluster: Any = "", nodes: int = 0, gpus: int = 0, set: Sequence[str] = ()) -> Config:
@@ -241,7 +241,7 @@ def train(
 
     require_torch("`train`")
     from meshwright.training.folder import check_unused, claimed
-    from meshwright.training.launch.placement import placement
+    from meshwright.training.launch.rank import placement
     from meshwright.training.machine import resolve_backend, resolve_device, shared_device, with_precision
     from meshwright.training.measure import calibration
     from meshwright.training.run import check, check_resume, plan_of_run, run_training

@@ -9,9 +9,7 @@ import pytest
 
 from calibrate import synthetic
 from meshwright.calibrate.calibration import best_match, calibrate, notes_of
-from meshwright.calibrate.crossovers import additions, crossovers, series_of
-from meshwright.calibrate.factors import fit
-from meshwright.calibrate.fit import fit_line, robust_fit
+from meshwright.calibrate.fit import additions, crossovers, fit, fit_line, robust_fit, series_of
 from meshwright.calibrate.levels import find_levels
 from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo
 from meshwright.cli import main

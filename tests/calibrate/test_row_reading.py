@@ -3,9 +3,9 @@
 import pytest
 
 from meshwright.calibrate.runs import rows
-from meshwright.calibrate.runs.outcomes import predict_rows
-from meshwright.calibrate.runs.readings import apply_readings
 from meshwright.calibrate.runs.row_model import Widths, catalog_entry
+from meshwright.calibrate.runs.rows import apply_readings
+from meshwright.calibrate.runs.validate import predict_rows
 from meshwright.describe import catalog
 from meshwright.describe.cards import accelerator_of
 

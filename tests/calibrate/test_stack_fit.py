@@ -5,11 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.calibrate.runs import bands, fit_file, left_out, outcomes, published, stack_fit
+from meshwright.calibrate.runs import accuracy, left_out, stack_fit, validate
 from meshwright.calibrate.runs.left_out import leave_out
-from meshwright.calibrate.runs.posterior import posterior
-from meshwright.calibrate.runs.response import NUMBERS, Response, fields_of, grid, numbers_of, step_times
-from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, TYPICAL, UNCERTAIN, Normal, evidence
+from meshwright.calibrate.runs.stack_fit import (
+    BETWEEN_SOURCES,
+    BETWEEN_STACKS,
+    NUMBERS,
+    TYPICAL,
+    UNCERTAIN,
+    Normal,
+    Response,
+    evidence,
+    fields_of,
+    grid,
+    numbers_of,
+    posterior,
+    step_times,
+)
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -183,7 +195,7 @@ def rows(source, stack, scale, gpus=("8", "16", "32")):
             "step_time_s": "1",
         }
         made.append({**base, **cells})
-    for row, o in zip(made, outcomes.predict_rows(made), strict=True):
+    for row, o in zip(made, validate.predict_rows(made), strict=True):
         row["step_time_s"] = str(o.prediction.step_time_s * scale)
     return made
 
@@ -192,7 +204,7 @@ def rows(source, stack, scale, gpus=("8", "16", "32")):
 def left():
     """Two sources of one stack whose runs take 20% longer than the catalog says, and one of a stack without a name."""
     table = [*rows("a", "megatron-lm", 1.2), *rows("b", "megatron-lm", 1.2), *rows("c", "", 1.3)]
-    return leave_out(outcomes.predict_rows(table, respond=left_out.responding(table)))
+    return leave_out(validate.predict_rows(table, respond=left_out.responding(table)))
 
 
 def test_a_source_left_out_is_predicted_by_others_of_its_stack(left):
@@ -234,20 +246,20 @@ def test_few_runs_of_a_large_source_are_predicted_without_their_stacks(left, mon
 
 
 def test_bands_hold_the_runs_they_are_from(left, unnamed):
-    found = bands.bands(left, unnamed)
-    assert set(found) == set(bands.LEVELS)
+    found = accuracy.bands(left, unnamed)
+    assert set(found) == set(accuracy.LEVELS)
     assert found["typical"].half_width > found["published"].half_width
     assert found["typical"].runs == len(unnamed.runs)
     assert found["calibrated-typical"].runs == len(unnamed.runs)
     assert all(b.low > 0 and b.half_width > 0 for b in found.values())
-    assert set(bands.bands(left, None)) == {"published", "calibrated"}
+    assert set(accuracy.bands(left, None)) == {"published", "calibrated"}
 
 
 def test_the_median_half_width_weighs_sources_not_rows():
     """Of three sources one has wide bands: the median is that of the narrow ones, the mean of medians is above it."""
     half = np.concatenate([np.full(1000, 0.4), np.full(10, 0.1), np.full(10, 0.1)])
     sources = np.repeat(["wide", "a", "b"], [1000, 10, 10])
-    median, mean = bands._middle(half, sources)
+    median, mean = accuracy._middle(half, sources)
     assert median == pytest.approx(0.1)
     assert mean == pytest.approx(0.2)
 
@@ -256,9 +268,9 @@ def test_a_source_that_is_far_off_widens_the_bands_of_all(monkeypatch):
     """Of four sources one has five times the residuals: without it the half-width of the level is smaller, without another it is not."""
     sources = np.repeat(["a", "b", "c", "wild"], 100)
     scaled = np.random.default_rng(0).normal(size=400) * np.repeat([0.05, 0.05, 0.05, 0.25], 100)
-    monkeypatch.setattr(bands, "residuals_of", lambda *_: (scaled, np.ones(400), sources, 400))
-    all_of_them = bands.bands(object(), None)["published"].half_width
-    without = bands.half_width_without(object(), "published")
+    monkeypatch.setattr(accuracy, "residuals_of", lambda *_: (scaled, np.ones(400), sources, 400))
+    all_of_them = accuracy.bands(object(), None)["published"].half_width
+    without = accuracy.half_width_without(object(), "published")
     assert without["wild"] < 0.5 * all_of_them
     assert min(without[name] for name in "abc") > 0.9 * all_of_them
 
@@ -267,17 +279,17 @@ def test_quantiles_weigh_sources_not_rows():
     """A source of a thousand rows counts as much as one of two."""
     scaled = np.concatenate([np.full(1000, 0.01), [0.3, 0.3]])
     sources = np.array(["big"] * 1000 + ["small"] * 2)
-    assert bands.edges(scaled, sources)[1] == pytest.approx(0.3)
+    assert accuracy.edges(scaled, sources)[1] == pytest.approx(0.3)
 
 
 def test_the_fit_file_names_every_stack_of_the_catalog(left, unnamed):
-    numbers = fit_file.stack_numbers(left.fit)
+    numbers = accuracy.stack_numbers(left.fit)
     assert set(numbers) == set(catalog.names("stacks")) - {"gloo-cpu", "meshwright"}
     assert numbers["megatron-lm"]["evidence"] == "published"
     assert numbers["torchtitan"]["evidence"] == "typical"
     import tomllib
 
-    table = tomllib.loads(fit_file.to_toml(left.fit, bands.bands(left, unnamed)))
+    table = tomllib.loads(accuracy.to_toml(left.fit, accuracy.bands(left, unnamed)))
     for name, fields in table["stacks"].items():
         assert Stack(**{**catalog.tables("stacks")[name], **fields, "name": name}).evidence == fields["evidence"]
 
@@ -285,7 +297,7 @@ def test_the_fit_file_names_every_stack_of_the_catalog(left, unnamed):
 def test_a_stack_of_few_runs_has_the_band_of_a_typical_one(left):
     """Two runs give the numbers of a stack, and do not show how far other runs are from them."""
     few = replace(left.fit, leaves=[replace(leaf, runs=leaf.runs[:2]) for leaf in left.fit.leaves])
-    found = [fit_file.stack_numbers(fit)["megatron-lm"] for fit in (left.fit, few)]
+    found = [accuracy.stack_numbers(fit)["megatron-lm"] for fit in (left.fit, few)]
     assert [numbers["evidence"] for numbers in found] == ["published", "typical"]
     assert found[0]["launch"] == found[1]["launch"]
 
@@ -298,11 +310,11 @@ def test_the_catalog_has_the_fitted_numbers():
 
 
 def test_published_rows_have_a_source_and_a_licence():
-    table = published.runs()
+    table = accuracy.runs()
     assert len(table) > 3000
     assert all(row["source"] and row["licence"] for row in table)
-    assert len(published.failed()) > 900
-    assert "Apache" in published.licences()["llm_foundry"]
+    assert len(accuracy.failed()) > 900
+    assert "Apache" in accuracy.licences()["llm_foundry"]
 
 
 def test_a_band_covers_nine_of_ten_runs_of_a_source_that_it_has_not_seen():
@@ -310,8 +322,8 @@ def test_a_band_covers_nine_of_ten_runs_of_a_source_that_it_has_not_seen():
     random = np.random.default_rng(0)
     sources = np.repeat([f"source {k}" for k in range(6)], 200)
     scaled = random.normal(size=1200) * np.repeat([0.04, 0.05, 0.06, 0.07, 0.08, 0.2], 200)
-    found = bands._band(scaled, np.ones(1200), sources, 1200)
-    low, high = bands.edges(scaled, sources)
+    found = accuracy._band(scaled, np.ones(1200), sources, 1200)
+    low, high = accuracy.edges(scaled, sources)
     assert found.coverage >= 0.9
     assert found.low > low
     assert found.high > high

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from meshwright.calibrate.runs import outcomes, rows, validate
+from meshwright.calibrate.runs import rows, validate
 from meshwright.calibrate.runs.left_out import responding
 from meshwright.errors import MeshwrightError
 
@@ -19,7 +19,7 @@ BASE = {
 
 
 def predict_row(row):
-    return outcomes.predict_rows([row])[0]
+    return validate.predict_rows([row])[0]
 
 
 def row(**changes):
@@ -103,7 +103,7 @@ def test_regret_is_the_slowdown_of_the_predicted_best():
 
 def test_repeated_runs_of_one_configuration_count_once_whatever_their_last_digit():
     """Three runs of one plan whose predictions differ by rounding are one configuration: nothing to choose, so no regret."""
-    same = [outcomes.Outcome(rows.case(row(step_time_s=str(t)))) for t in (1.0, 2.0, 3.0)]
+    same = [validate.Outcome(rows.case(row(step_time_s=str(t)))) for t in (1.0, 2.0, 3.0)]
     assert validate.ranking(same, np.array([1.0, 1.0 + 1e-13, 1.0 - 1e-13])) == (None, None)
 
 
@@ -120,11 +120,11 @@ def test_only_runs_of_one_problem_are_compared_for_regret():
 def test_times_that_were_added_up_lie_on_a_line_in_the_layers():
     """Three runs that differ in their layers only: 1, 1.5 and 2 s lie on a line; 1.53 s is 2% of itself away from it."""
     layers = {"12": 1.0, "18": 1.5, "24": 2.0}
-    made = [outcomes.Outcome(rows.case(row(layers=n, step_time_s=str(t)))) for n, t in layers.items()]
+    made = [validate.Outcome(rows.case(row(layers=n, step_time_s=str(t)))) for n, t in layers.items()]
     assert validate.off_the_line(made) == pytest.approx([0.0], abs=1e-12)
-    made[1] = outcomes.Outcome(rows.case(row(layers="18", step_time_s="1.53")))
+    made[1] = validate.Outcome(rows.case(row(layers="18", step_time_s="1.53")))
     assert validate.off_the_line(made) == pytest.approx([0.03 / 1.53])
-    made[2] = outcomes.Outcome(rows.case(row(layers="24", tp="2", pp="4")))
+    made[2] = validate.Outcome(rows.case(row(layers="24", tp="2", pp="4")))
     assert not len(validate.off_the_line(made))
 
 
@@ -201,7 +201,7 @@ def test_all_well_known_runs_can_be_read():
 
     famous = list(rows.read(str(files("meshwright.calibrate.runs").joinpath("headline.csv"))))
     assert len(famous) == 12
-    found = outcomes.predict_rows(famous)
+    found = validate.predict_rows(famous)
     assert not [o.refused for o in found if o.refused]
     assert np.median([abs(o.error) for o in found]) < 0.5
 
@@ -230,7 +230,7 @@ def test_odd_cells_never_raise(tmp_path):
         writer = csv.DictWriter(file, list(BASE))
         writer.writeheader()
         writer.writerows(odd)
-    assert len(outcomes.predict_rows(rows.read(path))) == len(odd)
+    assert len(validate.predict_rows(rows.read(path))) == len(odd)
 
 
 def test_the_page_of_well_known_runs_has_a_row_for_each(tmp_path, capsys):

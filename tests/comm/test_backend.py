@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 import ranks
-from meshwright.comm.failure import Failure
+from meshwright.comm.communicator import Failure
 from meshwright.errors import MeshwrightError
 
 WORLD = 3
@@ -398,7 +398,7 @@ class Kept(dict):
 
 def test_of_equally_fast_programs_the_one_with_small_messages_and_few_steps_is_chosen():
     """Placed round-robin, halving and doubling is as fast in the walk as two levels, and sends messages twice as large between hosts."""
-    from meshwright.comm.backend.choice import TIE, Chooser
+    from meshwright.comm.backend.program_group import TIE, Chooser
     from meshwright.describe import catalog
     from meshwright.describe.cluster import Level
     from meshwright.programs.collectives.comparison import compare
@@ -420,7 +420,7 @@ def test_of_equally_fast_programs_the_one_with_small_messages_and_few_steps_is_c
 def test_a_reduction_that_torch_has_and_we_have_not():
     from torch import distributed as d
 
-    from meshwright.comm.backend.arguments import reduction_of
+    from meshwright.comm.backend.group import reduction_of
 
     options = d.AllreduceOptions()
     options.reduceOp = d._make_nccl_premul_sum(2.0)

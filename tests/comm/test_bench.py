@@ -21,8 +21,8 @@ import ranks
 from meshwright.calibrate.points import Bench, DevicePoint, RankInfo
 from meshwright.cli import main
 from meshwright.cli.bench import finish, measured
-from meshwright.comm.bench import collectives, run, slowdown, topology
-from meshwright.comm.bench.backends import OPERATIONS
+from meshwright.comm.bench import collectives, run
+from meshwright.comm.bench.backends import OPERATIONS, named_hosts, session
 from meshwright.comm.bench.collectives import (
     DEVICE,
     PAIR,
@@ -34,10 +34,7 @@ from meshwright.comm.bench.collectives import (
     pairs_of,
     sizes_of,
 )
-from meshwright.comm.bench.options import sweep_of
-from meshwright.comm.bench.run import Collector
-from meshwright.comm.bench.session import named_hosts, session
-from meshwright.comm.bench.slowdown import measure_slowdown
+from meshwright.comm.bench.run import Collector, measure_slowdown, sweep_of
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS
 from meshwright.programs.collectives.comparison import SWITCHED
@@ -189,10 +186,10 @@ Legend:
 
 
 def test_topology_is_read() -> None:
-    assert topology.gpu_links(TOPO) == [["X", "NV18"], ["NV18", "X"]]
-    assert topology.gpu_links("") == []
-    assert topology.gpu_links("GPU0 GPU1\nGPU0 X what\n") == []
-    found = topology.detect()
+    assert run.gpu_links(TOPO) == [["X", "NV18"], ["NV18", "X"]]
+    assert run.gpu_links("") == []
+    assert run.gpu_links("GPU0 GPU1\nGPU0 X what\n") == []
+    found = run.detect()
     assert found["interfaces"]["lo"]["virtual"]
     json.dumps(found)
 
@@ -204,14 +201,14 @@ def test_interfaces_and_rdma_of_sysfs(tmp_path) -> None:
         (nic / name).write_text(text)
     (tmp_path / "class" / "infiniband" / "mlx5_0" / "ports" / "1").mkdir(parents=True)
     (tmp_path / "class" / "infiniband" / "mlx5_0" / "ports" / "1" / "rate").write_text("400 Gb/sec (4X NDR)")
-    assert topology.interfaces(tmp_path)["eth0"] == {
+    assert run.interfaces(tmp_path)["eth0"] == {
         "state": "up",
         "mtu": 9000,
         "virtual": False,
         "bytes_per_s": 12.5e9,
     }
-    assert topology.rdma_devices(tmp_path) == {"mlx5_0": "400 Gb/sec (4X NDR)"}
-    assert topology.interfaces(tmp_path / "none") == {}
+    assert run.rdma_devices(tmp_path) == {"mlx5_0": "400 Gb/sec (4X NDR)"}
+    assert run.interfaces(tmp_path / "none") == {}
 
 
 # Runs
@@ -271,7 +268,7 @@ def slowdown_of_a_rank(context) -> list[dict]:
 
 def calls_of_a_slow_network(context) -> tuple[float, float]:
     """Bytes of the largest all-reduce that is tried where 1 MiB takes a second, and the seconds that all of them take."""
-    sent, all_reduce = [], slowdown.distributed.all_reduce
+    sent, all_reduce = [], run.distributed.all_reduce
 
     def slow(tensor, *args, **options):
         sent.append(tensor.nbytes)
@@ -279,18 +276,18 @@ def calls_of_a_slow_network(context) -> tuple[float, float]:
         return all_reduce(tensor, *args, **options)
 
     here = session(context.device)
-    slowdown.distributed.all_reduce = slow
+    run.distributed.all_reduce = slow
     try:
         measure_slowdown(here, 1.5)
     finally:
-        slowdown.distributed.all_reduce = all_reduce
+        run.distributed.all_reduce = all_reduce
     return max(sent), sum(sent) / 2**20
 
 
 def test_a_slow_network_is_not_filled_for_the_slowdown_of_compute() -> None:
     """A bench between slow nodes would spend its time there: 16 MiB took seconds, and no time was left for pairs."""
     for largest, seconds in ranks.run(2, calls_of_a_slow_network):
-        assert largest == slowdown.SMALLEST
+        assert largest == run.SMALLEST
         assert seconds < 2
 
 

@@ -12,9 +12,9 @@ import torch
 import ranks
 from comm import in_threads
 from meshwright.comm.call import Call
-from meshwright.comm.reductions import array_of, combiner, divide
 from meshwright.comm.run import execute, prepare
 from meshwright.comm.schedule import largest_message, schedule
+from meshwright.comm.transport.base import array_of, combiner, divide
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, build
 from meshwright.programs.collectives.arrays import chunks_of, run_on_arrays
@@ -125,13 +125,12 @@ def test_a_reduction_that_a_dtype_lacks(reduction, dtype):
 
 def communicator_of(context, transport):
     """A communicator over gloo alone, over shared memory alone, or with two ranks a host."""
-    from meshwright.comm.communicator import Communicator
-    from meshwright.comm.transport import area, handshake
-    from meshwright.comm.transport.mixed import Mixed
+    from meshwright.comm.communicator import Communicator, Mixed
+    from meshwright.comm.transport import handshake
     from meshwright.comm.transport.point_to_point import PointToPoint
     from meshwright.comm.transport.shared_memory import SharedMemory
 
-    area.SLOT, area.SLOTS = 4096, 5  # so that messages of a test need more than the slots of an area hold
+    handshake.SLOT, handshake.SLOTS = 4096, 5  # so that messages of a test need more than the slots of an area hold
 
     if transport == "mixed":
         handshake.network_namespace = lambda: context.rank // 2

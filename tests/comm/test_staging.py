@@ -8,13 +8,13 @@ import ranks
 
 
 def move(context):
-    from meshwright.comm.backend import staging
+    from meshwright.comm.backend import messages
     from meshwright.parallel import operators
 
     copied = []
-    to_host = staging.to_host
-    staging.is_staged = lambda tensor: True
-    staging.to_host = lambda tensor: copied.append(tensor.shape) or to_host(tensor)
+    to_host = messages.to_host
+    messages.is_staged = lambda tensor: True
+    messages.to_host = lambda tensor: copied.append(tensor.shape) or to_host(tensor)
     r, mine = context.rank, torch.arange(4.0) + 10 * context.rank
     out = {}
     out["all_reduce"] = mine.clone()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright import planner
-from meshwright.calibrate.runs.outcomes import memory_quantity, memory_stage
+from meshwright.calibrate.runs.validate import memory_quantity, memory_stage
 from meshwright.cost.band import band, difference_doubt, indistinguishable, width
 from meshwright.cost.collective import Network
 from meshwright.cost.compute import device_time

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from meshwright.calibrate.runs import published
-from meshwright.calibrate.runs.outcomes import predict_rows
+from meshwright.calibrate.runs import accuracy
+from meshwright.calibrate.runs.validate import predict_rows
 from meshwright.cli import run_command
 from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
@@ -67,7 +67,7 @@ def test_an_estimate_of_a_plan_is_the_prediction_of_the_published_run(capsys):
     """An estimate costs every rank of the pipeline, rows a rank with the mean of all blocks, whose ramp differs by less than 0.1% here."""
     row = next(
         r
-        for r in published.runs()
+        for r in accuracy.runs()
         if r["file"] == "ultrascale_playbook" and (r["pp"], r["tp"], r["dp"], r["micro_batch"]) == ("4", "2", "2", "1")
     )
     (run,) = predict_rows([row])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from meshwright.calibrate.runs import bands, outcomes, published
+from meshwright.calibrate.runs import accuracy, validate
 from meshwright.cost.estimate import verdicts_of
 from meshwright.describe.memory_fit import QUANTILES, chance_to_fit, fit_word, fit_words
 from meshwright.interop.configure import configure
@@ -64,8 +64,8 @@ def test_every_place_says_the_same_word(sequence):
 
 @pytest.mark.slow
 def test_the_quantiles_are_those_of_the_published_runs():
-    found = [o for o in outcomes.predict_rows(published.runs()) if o.memory_error is not None]
+    found = [o for o in validate.predict_rows(accuracy.runs()) if o.memory_error is not None]
     ratios = np.array([-math.log1p(o.memory_error) for o in found])
     sources = np.array([o.source for o in found])
-    computed = np.exp(bands.quantiles(ratios, sources, list(QUANTILES)))
+    computed = np.exp(accuracy.quantiles(ratios, sources, list(QUANTILES)))
     assert list(QUANTILES.values()) == pytest.approx(computed.tolist(), abs=0.04)

@@ -40,7 +40,7 @@ def test_products_and_gradients_equal_the_emulation(numerics, tokens):
 def losses(context, cases):
     """The losses of several trainings, one after the other in one process."""
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     out = []

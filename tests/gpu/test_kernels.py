@@ -134,7 +134,7 @@ def losses(context, cases):
     from meshwright.describe.plan import Plan
     from meshwright.describe.workload import Workload
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     model, out = Model(hidden=256, layers=2, heads=4, kv_heads=2, ffn=512, vocab=512), []

@@ -163,7 +163,7 @@ def test_the_hook_waits_for_its_messages_on_the_gpu():
 def losses(context, cases):
     """The losses of several trainings, one after the other in one process: each process takes seconds to start."""
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     torch.set_float32_matmul_precision("highest")

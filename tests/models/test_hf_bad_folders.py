@@ -12,9 +12,9 @@ from meshwright.describe import hf
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models import DrawnWeights
-from meshwright.models.hf.export import export
 from meshwright.models.hf.folder import INDEX
 from meshwright.models.hf.safetensors_file import SafetensorsFile
+from meshwright.models.hf.weights import export
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

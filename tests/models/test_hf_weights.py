@@ -19,11 +19,9 @@ from hf_folders import (
     tensors_of,
 )
 from meshwright.describe import hf
-from meshwright.models.hf.export import export
-from meshwright.models.hf.folder import INDEX
-from meshwright.models.hf.quantised import Mxfp4Tensors
+from meshwright.models.hf.folder import INDEX, Mxfp4Tensors
 from meshwright.models.hf.safetensors_file import SafetensorsFile
-from meshwright.models.hf.weights import FolderWeights
+from meshwright.models.hf.weights import FolderWeights, export
 
 # Both sides compute in float32, in another order: some tens of roundings of 2⁻²⁴ in each of a few layers.
 BOUND = 64 * 2**-24

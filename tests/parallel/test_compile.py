@@ -14,7 +14,7 @@ from meshwright.parallel import compile as compiling
 from meshwright.parallel.apply import apply
 from meshwright.parallel.compile import plan_compilation, resolve_compile
 from meshwright.programs.pipelines import build
-from meshwright.training.data.random_tokens import RandomSamples
+from meshwright.training.data.samples import RandomSamples
 from meshwright.training.loop import Trainer
 
 DENSE = Model(hidden=8, layers=3, heads=2, ffn=8, vocab=9, dropout_rate=0.3)

@@ -253,7 +253,7 @@ def shared_between(context, overlap):
 
     from meshwright.parallel.apply import apply
     from meshwright.parallel.expert.dispatch import Transfer
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     log = []

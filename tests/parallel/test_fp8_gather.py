@@ -24,7 +24,7 @@ def trained(context, cases):
     the memory of gathered weights."""
     from meshwright.parallel.apply import apply
     from meshwright.parallel.data.fp8_gather import GatheredWeight
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
     from meshwright.training.measure.observe import Observer
 

@@ -23,7 +23,7 @@ def trained(context, plan, workload, every, steps):
     """Parameters after each step, and the collectives of one more."""
     from meshwright.describe.optimizer import Optimizer
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
     from meshwright.training.measure.observe import Observer
 

@@ -126,7 +126,7 @@ def test_a_sequence_parallel_region_offloads_its_share_and_its_activations():
 
 def bytes_of_states(context, plan, workload, dtype):
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, workload, context.rank, dtype=getattr(torch, dtype))

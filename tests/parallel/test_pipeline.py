@@ -20,7 +20,7 @@ def order_run(context, plan, workload):
     """The actions that torch performs on this rank, as (stage, kind, micro-batch)."""
     from meshwright.parallel.apply import apply
     from meshwright.parallel.pipeline import Stage
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     log = []

@@ -28,7 +28,7 @@ def trained(context, plan, workload, dtype, steps=2, break_at=None):
     `break_at` makes one gradient of the last rank infinite in that step.
     """
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, workload, context.rank, dtype=DTYPES[dtype])

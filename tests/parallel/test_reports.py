@@ -48,7 +48,7 @@ def load(context, plan, scale):
     """The first step's metrics of the routers, and what their losses weigh where every loss is scaled."""
     from meshwright.models.moe import MixtureOfExperts
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.float64, scatter=True)
@@ -90,7 +90,7 @@ def unsent_part(context, plan):
     from meshwright.models.moe import MixtureOfExperts
     from meshwright.parallel.apply import apply
     from meshwright.parallel.data.reduction import compressors_in
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.float64)

@@ -25,7 +25,7 @@ from meshwright.parallel import apply
 from meshwright.parallel.data import buckets, gathering, zero
 from meshwright.parallel.mesh import Mesh
 from meshwright.training import loop
-from meshwright.training.data import batches
+from meshwright.training.data import samples
 
 
 class Bug(NamedTuple):
@@ -174,7 +174,7 @@ def microbatch_loss_not_divided():
 
 def padding_counted():
     """Tokens counted by shape, padding included."""
-    batches.Batch.valid = property(lambda self: torch.tensor(self.targets.numel()))
+    samples.Batch.valid = property(lambda self: torch.tensor(self.targets.numel()))
 
 
 # The update

@@ -151,7 +151,7 @@ def test_a_memory_far_from_its_prediction_is_a_warning(ratio, warns):
 
     from meshwright.proof.records import Trace
     from meshwright.proof.result import CopyProof
-    from meshwright.training.records import Observed
+    from meshwright.training.hooks import Observed
 
     traces = [Trace(0, "fp32", observed=Observed(peak_bytes=1000), predicted_bytes=1000.0)]
     traces.append(Trace(1, "fp32", observed=Observed(peak_bytes=1000), predicted_bytes=1000.0 * ratio))

@@ -28,7 +28,7 @@ def trainer_of(context, case):
     """A new trainer of a case: (model, fields of the plan, fields of the workload, dtype). Every trainer averages its weights."""
     from meshwright.describe.optimizer import Optimizer
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     model, plan, fields, dtype = (*case, *({}, "float64")[len(case) - 2 :])

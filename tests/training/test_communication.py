@@ -8,9 +8,17 @@ import torch
 
 import ranks
 from meshwright.describe.config import Config
-from meshwright.training.measure.communication import Others, busiest, by_rank, common, length, parts_of_step, union
-from meshwright.training.measure.lowered_names import LoweredNames
-from meshwright.training.records import CommEvent, RankReport, RecordedStep
+from meshwright.training.hooks import CommEvent, RankReport, RecordedStep
+from meshwright.training.measure.communication import (
+    LoweredNames,
+    Others,
+    busiest,
+    by_rank,
+    common,
+    length,
+    parts_of_step,
+    union,
+)
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 32, "tied": False}
 EXPERTS = {**MODEL, "experts": 4, "top_k": 2, "expert_ffn": 16}
@@ -115,7 +123,7 @@ def test_the_mean_step_of_the_busiest_rank():
 
 def trainer_of(context, made):
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     parallel = apply(made.model, made.plan, made.workload, context.rank)
@@ -229,7 +237,7 @@ def counted_traffic(context, cases):
     """By plan: bytes sent as a report says, and as the transport between ranks of one host has delivered them."""
     from meshwright.comm.transport.shared_memory import SharedMemory
     from meshwright.training.measure.observe import Observer
-    from meshwright.training.measure.rank_report import sent_by_axis
+    from meshwright.training.measure.reports import sent_by_axis
 
     delivered, plain = [], SharedMemory.deliver
 

@@ -7,9 +7,8 @@ import torch
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models.loss import IGNORED
-from meshwright.training.data.batches import batch_of
-from meshwright.training.data.corpus import Corpus, standard_library
-from meshwright.training.data.random_tokens import RandomSamples
+from meshwright.training.data.samples import RandomSamples, batch_of
+from meshwright.training.data.sources import Corpus, standard_library
 
 MODEL = Model(hidden=16, layers=1, heads=2, ffn=16, vocab=256)
 

@@ -66,7 +66,7 @@ def without_a_gpu():
 def recorded(context, plans):
     """Of each plan a step by the clock of the host, and the next one by that of a device."""
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
     from meshwright.training.measure.device_clock import DeviceClock
     from meshwright.training.measure.record_comm import CommRecorder

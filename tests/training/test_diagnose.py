@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from meshwright.host import process_start
-from meshwright.training.faults.diagnose import diagnose
-from meshwright.training.faults.heartbeat import Heartbeat, HeartbeatFolder, Operation, operation_key
-from meshwright.training.faults.slow import slow_ranks
+from meshwright.training.faults.heartbeat import Heartbeat, HeartbeatFolder, Operation, diagnose, operation_key
+from meshwright.training.faults.watchdog import slow_ranks
 
 
 def beat(rank, operation=None, issued=(), **more):

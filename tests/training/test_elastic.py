@@ -15,7 +15,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.run_folder import lock_of, read_about, read_events, read_steps
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch import elastic
-from meshwright.training.launch.failure import RankFailure, failure_of, write_failure
+from meshwright.training.launch.rank import RankFailure, failure_of, write_failure
 from meshwright.training.run import run_training
 
 
@@ -24,8 +24,7 @@ def enter(folder):
     import torch
 
     from meshwright.training.launch.join import Meeting, join
-    from meshwright.training.launch.placement import placement
-    from meshwright.training.launch.rank import prepare_local_rank, redirect_output
+    from meshwright.training.launch.rank import placement, prepare_local_rank, redirect_output
 
     place = placement(os.environ)
     redirect_output(str(folder / f"rank-{place.rank}.log"), append=True)

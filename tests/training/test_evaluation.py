@@ -36,9 +36,9 @@ def losses(context, made):
 
     from meshwright.parallel.apply import apply
     from meshwright.training.data.samples import training_samples, validation_samples
-    from meshwright.training.evaluation import Evaluation
     from meshwright.training.loop import Trainer
     from meshwright.training.measure.record_comm import CommRecorder
+    from meshwright.training.worker import Evaluation
 
     out = []
     for config, evaluated in made:

@@ -28,10 +28,10 @@ from meshwright.describe.run_folder import (
     state,
 )
 from meshwright.errors import MeshwrightError
-from meshwright.training.faults.damage import set_disk_full
+from meshwright.training.faults.inject import set_disk_full
 from meshwright.training.folder import RunFolder, check_unused, claimed, git_state
+from meshwright.training.hooks import StepRecord
 from meshwright.training.measure.measurement import predicted
-from meshwright.training.records import StepRecord
 
 CONFIG = Config.from_parts(
     {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256},

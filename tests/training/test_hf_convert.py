@@ -31,7 +31,7 @@ def work(context, folders, out):
     from meshwright.parallel.apply import apply
     from meshwright.parallel.numerics.precision import DTYPES
     from meshwright.training.checkpoint.background import Saver, checkpoint_group
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     for case, folder in folders.items():

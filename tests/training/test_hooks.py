@@ -40,7 +40,7 @@ class Noted(Hook):
 
 def calls_of(context):
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     calls = []

@@ -7,8 +7,18 @@ import pytest
 import torch
 
 from meshwright.errors import MeshwrightError
-from meshwright.training.faults.damage import damage, newest_checkpoint, set_disk_full
-from meshwright.training.faults.inject import KINDS, LOG, Fault, Injector, draw_faults, read_faults, write_faults
+from meshwright.training.faults.inject import (
+    KINDS,
+    LOG,
+    Fault,
+    Injector,
+    damage,
+    draw_faults,
+    newest_checkpoint,
+    read_faults,
+    set_disk_full,
+    write_faults,
+)
 
 
 def test_faults_are_the_same_for_the_same_seed():

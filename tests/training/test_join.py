@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch import join
 from meshwright.training.launch.join import FailedElsewhere, Meeting, check_devices, device_of, joined
-from meshwright.training.launch.placement import Placement, first_host, placement
+from meshwright.training.launch.rank import Placement, first_host, placement
 
 
 def free_port():

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.describe.config import Config
-from meshwright.training.measure import kernels
+from meshwright.training.measure import timeline
 
 CONFIG = Config.from_parts(
     model={"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
@@ -27,13 +27,13 @@ CONFIG = Config.from_parts(
     ],
 )
 def test_a_kernel_belongs_to_the_group_of_its_name(name, group):
-    assert kernels.group_of(name) == group
+    assert timeline.group_of(name) == group
 
 
 def test_time_is_counted_once_per_kernel_and_idle_where_none_runs():
     events = [("gemm", 0.0, 1.0), ("gemm", 0.5, 1.0), ("adamw_kernel", 3.0, 0.5)]
     trace = [{"ph": "X", "cat": "kernel", "name": n, "ts": 1e6 * s, "dur": 1e6 * d} for n, s, d in events]
-    found = kernels.of_trace({"traceEvents": trace, "otherData": {"steps": [4, 4]}})
+    found = timeline.of_trace({"traceEvents": trace, "otherData": {"steps": [4, 4]}})
     assert found["products"] == pytest.approx(2.0)
     assert found["optimizer"] == pytest.approx(0.5)
     assert found["idle"] == pytest.approx(1.5)
@@ -42,7 +42,7 @@ def test_time_is_counted_once_per_kernel_and_idle_where_none_runs():
 def test_groups_are_expected_to_take_the_predicted_step_and_no_less_than_their_floor():
     from meshwright.cost.predict import predict
 
-    expected = kernels.expected(CONFIG)
+    expected = timeline.expected(CONFIG)
     step = predict(CONFIG.model, CONFIG.cluster, CONFIG.plan, CONFIG.workload, CONFIG.stack).step_time_s
     assert sum(seconds for seconds, _ in expected.values()) == pytest.approx(step, rel=0.02)
     assert all(floor <= seconds * 1.0001 for seconds, floor in expected.values())

@@ -12,7 +12,7 @@ import pytest
 import ranks
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch import local
-from meshwright.training.launch.failure import RankFailure, read_failures
+from meshwright.training.launch.rank import RankFailure, read_failures
 
 
 def add_ranks(context, start):

@@ -24,7 +24,7 @@ from meshwright.describe.config import Config, load
 from meshwright.describe.run_folder import present_plan, read_about, read_events, read_steps
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch import local
-from meshwright.training.main_script import main_hidden
+from meshwright.training.launch.local import main_hidden
 from meshwright.training.run import run_training
 from meshwright.view.runs import summary
 
@@ -231,7 +231,7 @@ def test_only_the_root_cause_of_a_failure_is_printed(tmp_path, how):
 def train_elastic(plan, steps, folder):
     """A rank of an elastic job of torchrun; on two ranks, rank 1 alone is signalled in step 5."""
     from meshwright.training import worker
-    from meshwright.training.faults import preemption
+    from meshwright.training.faults import guard
     from meshwright.training.hooks import Hook
 
     class Signal(Hook):
@@ -239,7 +239,7 @@ def train_elastic(plan, steps, folder):
             if trainer.step == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    preemption.AGENT_S = 0.0
+    guard.AGENT_S = 0.0
     if os.environ["RANK"] == "1":
         worker.hooks_of = lambda *_: [Signal()]
     run_training(plan, steps, folder=folder)

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from meshwright.describe.config import Config
 from meshwright.training.folder import RunFolder, StepWriter
+from meshwright.training.hooks import StepRecord
 from meshwright.training.measure.measurement import predicted
-from meshwright.training.records import StepRecord
 from meshwright.view.live import LiveRun, line_of, picture
 from meshwright.view.sparkline import sparkline
 from meshwright.view.watch import ProgressDisplay, progress_display

@@ -16,9 +16,9 @@ from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_events
 from meshwright.errors import MeshwrightError
 from meshwright.training.folder import RunFolder
+from meshwright.training.hooks import StepRecord
 from meshwright.training.loggers import OPEN, Logging, check_loggers, flat, stable_name
 from meshwright.training.measure.measurement import predicted
-from meshwright.training.records import StepRecord
 from meshwright.training.worker import closed_loggers
 
 CONFIG = Config.from_parts(

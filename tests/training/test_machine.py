@@ -14,7 +14,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.proof.shrink import small_config
 from meshwright.training import machine
 from meshwright.training.launch import join
-from meshwright.training.launch.placement import Placement
+from meshwright.training.launch.rank import Placement
 from meshwright.training.run import run_training
 from meshwright.view.report import page
 

@@ -10,13 +10,13 @@ import pytest
 
 from meshwright import api
 from meshwright.calibrate.machine import MachineMeasurement
-from meshwright.comm.bench import interference
+from meshwright.comm.bench import timing
 from meshwright.comm.bench.device import DTYPES
-from meshwright.comm.bench.host_cases import cpu_cases
-from meshwright.comm.bench.interference import Moment, busy_seconds
+from meshwright.comm.bench.operations import cpu_cases
+from meshwright.comm.bench.timing import Moment, busy_seconds
 from meshwright.describe.run_folder import read_events
 from meshwright.errors import MeshwrightError
-from meshwright.training.launch.failure import RankFailure
+from meshwright.training.launch.rank import RankFailure
 from meshwright.training.measure import calibration
 from meshwright.training.measure.calibration import Interference
 from meshwright.training.measure.measurement import LoadWatch
@@ -119,7 +119,7 @@ def test_only_cpu_processes_without_measured_constants_are_calibrated() -> None:
 
 
 def test_load_of_other_processes_is_what_the_cores_ran_without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interference.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(timing.os, "sysconf", lambda name: 100)
     assert busy_seconds(STAT) == 15.0
     start, end = Moment(0.0, 100.0), Moment(10.0, 118.0)
     assert end.busy_cores_since(start, 5.0) == pytest.approx(1.3)
@@ -129,11 +129,11 @@ def test_load_of_other_processes_is_what_the_cores_ran_without_ours(monkeypatch:
 def test_a_process_that_is_ending_is_no_load(monkeypatch):
     """The least of the looks counts, and an idle machine is looked at once."""
     loads = iter([1.5, 0.8, 0.02, 1.0])
-    monkeypatch.setattr(interference, "look", lambda seconds: next(loads))
-    assert interference.busy_cores(idle=0.2) == 0.02
+    monkeypatch.setattr(timing, "look", lambda seconds: next(loads))
+    assert timing.busy_cores(idle=0.2) == 0.02
     assert next(loads) == 1.0
     loads = iter([1.5, 0.9, 1.1, 1.2])
-    assert interference.busy_cores(idle=0.2) == 0.9
+    assert timing.busy_cores(idle=0.2) == 0.9
 
 
 def test_a_prediction_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import ranks
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import read_events, read_steps
 from meshwright.training.folder import RunFolder, StepWriter
+from meshwright.training.hooks import StepRecord
 from meshwright.training.measure.measurement import predicted
-from meshwright.training.records import StepRecord
 from trace_format import problems
 
 STEPS = 6
@@ -33,9 +33,9 @@ def train(context: Any, config: Config, path: str) -> list[StepRecord]:
     from meshwright.parallel.apply import apply
     from meshwright.training.data.samples import training_samples
     from meshwright.training.loop import Trainer
-    from meshwright.training.measure.metrics import Metrics
     from meshwright.training.measure.profile import Profiler
     from meshwright.training.measure.record_comm import CommRecorder
+    from meshwright.training.measure.reports import Metrics
 
     folder = RunFolder.create(Path(path), config, predicted(config), steps=STEPS) if context.rank == 0 else None
     if folder is not None:

@@ -19,11 +19,11 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.numerics.precision import LossScale
 from meshwright.parallel.pieces import Piece
-from meshwright.training.deterministic import deterministic_kernels
 from meshwright.training.optimizer.finite import FinitePolicy, Rollback
 from meshwright.training.optimizer.groups import parameter_groups
 from meshwright.training.optimizer.muon import orthogonalise
 from meshwright.training.optimizer.schedule import base_rate, share_at
+from meshwright.training.worker import deterministic_kernels
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=33, qkv_bias=True)
 WORKLOAD = Workload(batch=4, seq=4)
@@ -242,7 +242,7 @@ class Poison:
 
 def poisoned(context, plan, dtype, settings, poison, steps):
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=dtype)
@@ -287,7 +287,7 @@ def test_all_ranks_raise_in_the_step_in_which_one_rank_has_a_nan(on_nan, code):
 
 def averaged(context, plan, dtype):
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=dtype)

@@ -8,12 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.training.data.batches import batch_of
-from meshwright.training.data.documents import Documents, is_validation
-from meshwright.training.data.loader import Loader
-from meshwright.training.data.order import Order, permuted
-from meshwright.training.data.samples import TokenSamples, ValidationSamples
-from meshwright.training.data.sequences import Sequences
+from meshwright.training.data.samples import Loader, Sequences, TokenSamples, ValidationSamples, batch_of
+from meshwright.training.data.sources import Documents, Order, is_validation, permuted
 from meshwright.training.data.token_file import TokenFile
 
 

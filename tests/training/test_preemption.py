@@ -12,9 +12,8 @@ import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.training.faults.preemption import StopFile, StopKey, StopOnSignal, next_common_step
-from meshwright.training.hooks import Hook
-from meshwright.training.records import StepRecord
+from meshwright.training.faults.guard import StopFile, StopKey, StopOnSignal, next_common_step
+from meshwright.training.hooks import Hook, StepRecord
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=33)
 WORKLOAD = Workload(batch=4, seq=4, precision="fp64")

@@ -12,10 +12,10 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
+from meshwright.training.hooks import RankReport, StepRecord
 from meshwright.training.measure.calibration import with_this_machine
 from meshwright.training.measure.measurement import Training, measure, predicted
 from meshwright.training.page import page, percent
-from meshwright.training.records import RankReport, StepRecord
 from meshwright.training.run import run_training
 from meshwright.view.report import page as report_page
 from meshwright.view.tables import console

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.training.faults.rollback import train_with_rollback
-from meshwright.training.faults.spike import LEAST, LossSpikes, Spike
+from meshwright.training.faults.guard import LEAST, LossSpikes, Spike, train_with_rollback
+from meshwright.training.hooks import StepRecord
 from meshwright.training.optimizer.finite import Rollback
-from meshwright.training.records import StepRecord
 
 TRAINER = SimpleNamespace(parallel=SimpleNamespace(local=None))
 

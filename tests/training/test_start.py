@@ -11,8 +11,7 @@ from hf_folders import original, rewritten, saved, tensors_of
 from meshwright import api
 from meshwright.describe.config import load
 from meshwright.errors import MeshwrightError
-from meshwright.training.data.batches import batch_of
-from meshwright.training.data.samples import training_samples
+from meshwright.training.data.samples import batch_of, training_samples
 from meshwright.training.start import check_start, largest_token
 
 RUN = """

@@ -8,8 +8,8 @@ import pytest
 
 import ranks
 from meshwright.describe.config import Config
+from meshwright.training.hooks import RankReport
 from meshwright.training.measure.timeline import both_steps
-from meshwright.training.records import RankReport
 from meshwright.view import timeline as file_format
 from trace_format import problems
 
@@ -37,9 +37,9 @@ def config(model, plan):
 
 def traced(context, cases):
     from meshwright.parallel.apply import apply
-    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
-    from meshwright.training.measure.trace_step import trace_step
+    from meshwright.training.measure.profile import trace_step
 
     out = []
     for made in cases:
@@ -122,7 +122,7 @@ def test_sums_over_tp_are_named_in_the_order_they_run(timelines):
 @pytest.mark.parametrize(("step_s", "timed", "traced"), [(0.1, 20, 3), (0.1, 5, 1), (12.0, 20, 2), (31.0, 20, 0)])
 def test_tracing_ends_within_half_a_minute(monkeypatch, step_s, timed, traced) -> None:
     """The traced steps follow a run: a step of minutes would double its time."""
-    from meshwright.training.measure import trace_step
+    from meshwright.training.measure import profile
 
-    monkeypatch.setattr(trace_step, "trace_step", lambda trainer: "step")
-    assert len(trace_step.trace_steps(None, timed, step_s)) == traced
+    monkeypatch.setattr(profile, "trace_step", lambda trainer: "step")
+    assert len(profile.trace_steps(None, timed, step_s)) == traced

@@ -16,9 +16,8 @@ from meshwright.describe.workload import Workload
 from meshwright.training.faults import watchdog as module
 from meshwright.training.faults.heartbeat import HeartbeatFolder, Operation
 from meshwright.training.faults.watchdog import UNKNOWN_S, Watchdog
-from meshwright.training.hooks import Hook
-from meshwright.training.launch.failure import RankFailure
-from meshwright.training.records import CommEvent, RecordedStep, StepRecord
+from meshwright.training.hooks import CommEvent, Hook, RecordedStep, StepRecord
+from meshwright.training.launch.rank import RankFailure
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=33)
 WORKLOAD = Workload(batch=4, seq=4, precision="fp64")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.calibrate.runs.outcomes import predict_rows
 from meshwright.calibrate.runs.rows import read
+from meshwright.calibrate.runs.validate import predict_rows
 from meshwright.cost.estimate import estimate
 from meshwright.describe.layout import Layout
 from meshwright.describe.legality.choices import free_values, word_values

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.describe.config import load
 from meshwright.describe.run_folder import STEPS, json_line
 from meshwright.training.folder import RunFolder
-from meshwright.training.records import StepRecord
+from meshwright.training.hooks import StepRecord
 from meshwright.view.page.subject import Subject
 from meshwright.view.report import page as report
 from web.browser import fragment, shows, until

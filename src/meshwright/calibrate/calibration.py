@@ -15,10 +15,18 @@ from typing import Any
 
 import tomli_w
 
-from meshwright.calibrate.crossovers import Crossover, Series, additions, crossovers, series_of
-from meshwright.calibrate.factors import FittedFactors, fitted_factors, with_factors
-from meshwright.calibrate.fit import SPARE_POINTS
-from meshwright.calibrate.gpu import gpu_accelerator
+from meshwright.calibrate.device_fit import gpu_accelerator
+from meshwright.calibrate.fit import (
+    SPARE_POINTS,
+    Crossover,
+    FittedFactors,
+    Series,
+    additions,
+    crossovers,
+    fitted_factors,
+    series_of,
+    with_factors,
+)
 from meshwright.calibrate.levels import FoundLevel, find_levels
 from meshwright.calibrate.nccl_tests import TOOL as NCCL_TESTS
 from meshwright.calibrate.points import Bench

@@ -53,7 +53,7 @@ def command(
     An interrupted bench keeps what was measured, marked as interrupted."""
     from meshwright.cli.output import writable
     from meshwright.errors import MeshwrightError
-    from meshwright.training.launch.placement import placement
+    from meshwright.training.launch.rank import placement
     from meshwright.units import parse_seconds
 
     wait, limit = max(parse_seconds(timeout), 1.0), parse_seconds(budget)
@@ -66,7 +66,7 @@ def command(
     chief = place is None or place.rank == 0
     with progress_display(chief, limit) as show:
         # It imports torch, which takes longer than a user waits for a bar.
-        from meshwright.comm.bench.options import sweep_of
+        from meshwright.comm.bench.run import sweep_of
 
         sweep = sweep_of(backends, operations, smallest, largest, budget)
         result, failure = measured(place, ranks, sweep, device, wait, show)
@@ -90,9 +90,9 @@ def measured(
 
     from meshwright.comm.bench.run import Collector, bench_rank
     from meshwright.errors import MeshwrightError
-    from meshwright.training.launch.failure import lost_connection
     from meshwright.training.launch.join import connection_failed, joined
     from meshwright.training.launch.local import run as launch
+    from meshwright.training.launch.rank import lost_connection
     from meshwright.training.machine import available_memory, gpu_count
 
     sweep = replace(sweep, memory_bytes=available_memory() / 2)

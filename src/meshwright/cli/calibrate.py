@@ -94,21 +94,21 @@ def fit_cluster(files: list[str], expect: str, name: str, out: str, as_json: boo
 
 def fit_stacks(runs: str, out: str, as_json: bool) -> None:
     """Fit the numbers of all stacks to a table of runs, and show how they predict sources that were left out."""
-    from meshwright.calibrate.runs import bands as band_rules
-    from meshwright.calibrate.runs import fit_file, left_out, published, rows
-    from meshwright.calibrate.runs.outcomes import predict_rows
+    from meshwright.calibrate.runs import accuracy, left_out, rows
+    from meshwright.calibrate.runs import accuracy as band_rules
+    from meshwright.calibrate.runs.validate import predict_rows
     from meshwright.cli.output import patient
     from meshwright.describe.files import write_text
     from meshwright.view import left_out as view
     from meshwright.view.tables import show, show_json
 
-    table = published.runs() if runs == "published" else list(rows.read(runs))
+    table = accuracy.runs() if runs == "published" else list(rows.read(runs))
     with patient("fitting"):
         found = left_out.leave_out(left_out.enough(predict_rows(table, respond=left_out.responding(table))))
         unnamed = left_out.without_stacks(found.runs)
     bands = band_rules.bands(found, unnamed)
     if out:
-        write_text(out, fit_file.to_toml(found.fit, bands))
+        write_text(out, accuracy.to_toml(found.fit, bands))
     scores = left_out.scores(found)
     overall = left_out.macro_scores(scores)
     if as_json:
@@ -117,7 +117,7 @@ def fit_stacks(runs: str, out: str, as_json: bool) -> None:
                 "overall": left_out.finite_or_none(overall),
                 "sources": {name: s.as_dict() for name, s in scores.items()},
                 "bands": {level: band.__dict__ for level, band in bands.items()},
-                "stacks": fit_file.stack_numbers(found.fit),
+                "stacks": accuracy.stack_numbers(found.fit),
             }
         )
         return

@@ -75,7 +75,7 @@ def command(
 
     from meshwright import api
     from meshwright.training.folder import claimed
-    from meshwright.training.launch.placement import placement
+    from meshwright.training.launch.rank import placement
     from meshwright.training.machine import resolve_device, shared_device, with_precision
     from meshwright.view.tables import show
 

@@ -82,11 +82,11 @@ def command(
 
 def chosen_rows(runs: str, failed: str, only_headline: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The runs to compare with, and those that failed. Without a file: the published ones, or none if only the well-known runs are asked."""
-    from meshwright.calibrate.runs import published, rows
+    from meshwright.calibrate.runs import accuracy, rows
 
     crashed = list(rows.read(failed)) if failed else []
     if runs:
         return list(rows.read(runs)), crashed
     if only_headline:
         return [], crashed
-    return published.runs(), crashed or published.failed()
+    return accuracy.runs(), crashed or accuracy.failed()

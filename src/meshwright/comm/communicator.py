@@ -7,36 +7,154 @@
 A collective that is called synchronously while nothing is in the background runs in the calling thread: that saves two
 thread switches. The first failure breaks the group: connections are closed, the error is published, and every later
 call raises it. A group whose ranks disagree about what they have sent cannot be used further.
+
+Shared memory to the ranks of this host, point-to-point messages to all others, in a group on several hosts.
+
+One rank's failure, published to the group's store, so that every rank reports the first cause and not its consequence.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from meshwright.comm.call import Call
-from meshwright.comm.failure import Failure
-from meshwright.comm.reductions import name_of
+from meshwright.comm.call import Call, Lost, Place
 from meshwright.comm.run import Prepared, execute, prepare
 from meshwright.comm.schedule import largest_message, schedule
-from meshwright.comm.transport import area, handshake
-from meshwright.comm.transport.base import Transport
-from meshwright.comm.transport.mixed import Mixed
+from meshwright.comm.transport import handshake
+from meshwright.comm.transport.base import Begin, Destination, Pending, PendingGroup, Transport, name_of
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import TRIES, TRIES_OF_MANY, SharedMemory
 from meshwright.comm.work import Work
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.contract import SHARDED
 from meshwright.programs.collectives.program import Program
+
+
+class Mixed:
+    """Chooses the transport by peer. Before it blocks in point-to-point messages it sends what shared memory has queued."""
+
+    def __init__(self, near: SharedMemory, far: PointToPoint) -> None:
+        self.near, self.far = near, far
+        self.rank, self.size = far.rank, far.size
+        self.posts_early, self.arrays = True, False
+        far.before_wait = near.drain
+
+    def by_peer(self, peer: int) -> Transport:
+        return self.near if peer in self.near.links else self.far
+
+    def begin(self, begin: Begin) -> None:
+        self.near.begin(begin)
+        sent, received = (
+            {peer: size for peer, size in table.items() if peer not in self.near.links}
+            for table in (begin.sent, begin.received)
+        )
+        self.far.begin(begin._replace(sent=sent, received=received))
+
+    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
+        near = [peer for peer in peers if peer in self.near.links]
+        if len(near) == len(peers):
+            return self.near.send(peers, pieces, place)
+        far = self.far.send([peer for peer in peers if peer not in near], pieces, place)
+        both = (self.near.send(near, pieces, place) if near else None, far)
+        return PendingGroup([pending for pending in both if pending is not None])
+
+    def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
+        return self.by_peer(peer).receive(peer, pieces, place, direct)
+
+    def end(self) -> None:
+        self.far.end()
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+
+
+KEY = "failure"
+PAUSE_S = 0.2  # a consequence waits this long for the cause to be published
+Result = TypeVar("Result")
+
+
+class Failure:
+    """The failure of a group. The first one that is published stays."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.store, self.rank, self.store_ended = store, rank, False
+        self.error: MeshwrightError | None = None
+
+    def publish(self, error: MeshwrightError) -> MeshwrightError:
+        """Publish an error of this rank unless another rank was first; return the error to raise here."""
+        if self.error is None:
+            if error.code == "MW-COMM-004":  # perhaps only a consequence: the peer may know more
+                error = self.traced(error)
+            first = self.published()
+            if first is None:
+                fields = {"rank": self.rank, "exit_code": error.exit_code, **error.as_dict()}
+                self._ask(lambda store: store.set(KEY, json.dumps(fields)))
+            self.error = first or error
+        return self.error
+
+    def traced(self, error: MeshwrightError) -> MeshwrightError:
+        """The error with the rank that all others wait for: a peer that does not answer may itself be waiting for another rank."""
+        if not isinstance(error, Lost) or error.peer < 0:
+            time.sleep(PAUSE_S)
+            return error
+        self._ask(lambda store: store.set(f"waits/{self.rank}", str(error.peer)))
+        time.sleep(PAUSE_S)
+        return self._ask(lambda store: self._last_of_chain(store, error)) or error
+
+    def _last_of_chain(self, store: Any, error: Lost) -> Lost:
+        peer, seen = error.peer, {self.rank}
+        while peer not in seen and store.check([f"waits/{peer}"]):
+            seen.add(peer)
+            peer = int(store.get(f"waits/{peer}"))
+        return error if peer in seen else Lost(error.place, peer, error.cause + refusal(store, peer))
+
+    def refuse(self, error: MeshwrightError) -> None:
+        """Publish that this rank rejected a call. It may repeat the call; if it does not, its peers report the reason at their timeout."""
+        self._ask(lambda store: store.set(f"refused/{self.rank}", str(error)))
+
+    def published(self) -> MeshwrightError | None:
+        """The error that another rank has published, if any."""
+        fields = self._ask(lambda store: json.loads(store.get(KEY)) if store.check([KEY]) else None)
+        return MeshwrightError(**fields) if fields and fields.pop("rank") != self.rank else None
+
+    def check(self) -> None:
+        """Raise if this group has failed, here or on another rank."""
+        self.error = self.error or self.published()
+        if self.error is not None:
+            raise self.error
+
+    def _ask(self, use: Callable[[Any], Result]) -> Result | None:
+        """The result of `use(store)`; None if that fails: without the store a rank still raises its own error. A store ends with the process that
+        serves it; then it is not asked again, because torch prints a stack of C++ functions each time."""
+        if self.store_ended:
+            return None
+        try:
+            return use(self.store)
+        except distributed.DistNetworkError:
+            self.store_ended = True
+        except Exception:
+            pass
+        return None
+
+
+def refusal(store: Any, peer: int) -> str:
+    """Why a rank that does not answer rejected its last call, if it did."""
+    key = f"refused/{peer}"
+    return f"; it rejected a call: {store.get(key).decode()}" if store.check([key]) else ""
+
 
 REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
 MOST_LANES = 32
@@ -230,7 +348,7 @@ class Communicator:
         """How many lanes to run: enough that a lane's part of a chunk has about LANE_BYTES, or fits a slot of shared memory."""
         largest = int(program.sizes.max(initial=0)) * element_bytes
         if self.transport.arrays:
-            return max(1, min(MOST_SHARED_LANES, -(-largest // area.SLOT)))
+            return max(1, min(MOST_SHARED_LANES, -(-largest // handshake.SLOT)))
         if not self.transport.posts_early:
             return 1
         return max(1, min(MOST_LANES, largest // LANE_BYTES))

@@ -25,9 +25,18 @@ import numpy as np
 import torch
 
 from meshwright.comm.call import Call, Place
-from meshwright.comm.reductions import array_of, combiner, divide, name_of
 from meshwright.comm.schedule import FINISH, POST, SEND, Operation, Schedule, Span
-from meshwright.comm.transport.base import Begin, Destination, Pending, Piece, Transport
+from meshwright.comm.transport.base import (
+    Begin,
+    Destination,
+    Pending,
+    Piece,
+    Transport,
+    array_of,
+    combiner,
+    divide,
+    name_of,
+)
 from meshwright.errors import MeshwrightError
 
 WINDOW = 4  # (step, lane) pairs whose receives are posted early

@@ -26,8 +26,7 @@ from torch.nn import functional as F
 from meshwright.describe.model import Model
 from meshwright.models.documents import current_documents, same_document
 from meshwright.models.dropout import Dropped, Probabilities
-from meshwright.models.dtypes import at_least_single
-from meshwright.models.parts import Linear, ProjectionNorm, rms_norm, soft_cap
+from meshwright.models.parts import Linear, ProjectionNorm, at_least_single, rms_norm, soft_cap
 from meshwright.models.rotary import angles, rotate
 
 

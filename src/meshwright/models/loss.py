@@ -28,8 +28,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from meshwright.models.dtypes import at_least_single
-from meshwright.models.parts import soft_cap
+from meshwright.models.parts import at_least_single, soft_cap
 from meshwright.models.wide_products import add_product
 
 IGNORED = -100  # a target that is padding

@@ -3,6 +3,8 @@
 gpt-oss clamps both halves of its SwiGLU and shifts the second one. With g = W_g x and u = W₁x:
 
     min(g, c) · sigmoid(α · min(g, c)) ∘ (clamp(u, −c, c) + shift)          c `swiglu_limit`, α `swiglu_alpha`
+
+The dtype in which sums are computed, whatever the precision of a model.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
-from meshwright.models.dtypes import at_least_single
+
+
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are computed: float32, or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
 
 QUICK_GELU = 1.702
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

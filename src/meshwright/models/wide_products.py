@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from meshwright.models.dtypes import at_least_single
+from meshwright.models.parts import at_least_single
 
 PARTS = 3  # bf16 numbers whose sum is a float32
 

@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.training.records import Observed
+from meshwright.training.hooks import Observed
 
 Amount = tuple[float, float]  # count, bytes
 

@@ -14,8 +14,8 @@ from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.proof.small import small_copy
 from meshwright.training.data.token_file import open_tokens
+from meshwright.training.hooks import BYTE_VALUES
 from meshwright.training.machine import resolve_device
-from meshwright.training.records import BYTE_VALUES
 
 RANKS = 8
 

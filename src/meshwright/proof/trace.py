@@ -24,13 +24,12 @@ from meshwright.proof.emulation.lossy_sum import Emulated, lossy_sums
 from meshwright.proof.emulation.per_rank import copy_heads
 from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
-from meshwright.training.data.random_tokens import RandomSamples
-from meshwright.training.hooks import Hook
+from meshwright.training.data.samples import RandomSamples
+from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.launch.rank import RankContext
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.observe import Observer
 from meshwright.training.optimizer.groups import role_of
-from meshwright.training.records import StepRecord
 
 # A plan whose gradients are not finite must be compared, not stopped.
 SETTINGS = Optimizer(on_nan="skip", most_skips=10**9)

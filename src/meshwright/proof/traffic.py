@@ -35,8 +35,8 @@ from meshwright.parallel.numerics.compress.sparse import Threshold
 from meshwright.parallel.stages import program_of
 from meshwright.proof.expert_traffic import routed
 from meshwright.proof.records import Amount, Row
+from meshwright.training.hooks import Observed
 from meshwright.training.measure.observe import canonical
-from meshwright.training.records import Observed
 
 ROUTED, PASSED = "routing depends on the tokens", "the number of values above the threshold depends on the gradients"
 WIDE = {torch.float64: ("fp64", 8.0), torch.float32: ("fp32", 4.0)}

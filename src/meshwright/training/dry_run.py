@@ -8,9 +8,14 @@
 
 The step runs the strategies, hooks and optimizer of the real one. Its tensors are fake: they have shapes and dtypes, no memory and no
 values; its collectives send nothing. Where the step asks for a value (is the norm finite?), it gets one that lets it go on, and the routing of
-tokens to experts is balanced (`fake_routing`). A plan with another operation that depends on values is checked without its step.
+tokens to experts is balanced (`balanced_routing`). A plan with another operation that depends on values is checked without its step.
 
 Private names of torch: `FakeTensorMode`, `unset_fake_temporarily`, and `FakeStore` with the backend "fake".
+
+Routing to experts in a step with fake tensors: which expert a token chooses depends on values, which fake tensors do not have.
+
+Every expert gets an equal share of the copies. The numbers of copies are then plain integers (`Counts`), and the buffers that are sent to
+experts and back have the sizes of a balanced step.
 """
 
 from __future__ import annotations
@@ -20,10 +25,12 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 from torch._subclasses.fake_tensor import (
@@ -38,19 +45,64 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.run_folder import CHECKPOINTS
+from meshwright.models.router import Router, Routing
 from meshwright.parallel import apply as strategies
+from meshwright.parallel.expert.dispatch import ExpertDispatch, ParallelPlacement
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import DTYPES, at_least_single
 from meshwright.training.checkpoint.folder import check_room
-from meshwright.training.data.random_tokens import RandomSamples
-from meshwright.training.fake_routing import balanced_routing
+from meshwright.training.data.samples import RandomSamples
 from meshwright.training.folder import check_unused
 from meshwright.training.job import Job
 from meshwright.training.launch.join import Meeting
-from meshwright.training.launch.placement import placement
+from meshwright.training.launch.rank import placement
 from meshwright.training.loop import Trainer
 from meshwright.training.run import check_world, make_job
 from meshwright.units import format_bytes
+
+
+class Counts(np.ndarray):
+    """Numbers of copies, with the methods of a tensor that a dispatch calls."""
+
+    @classmethod
+    def balanced(cls, rows: int, experts: int) -> Counts:
+        """`rows` copies over `experts`: equal numbers, the first ones get one more where they do not divide."""
+        return (rows // experts + (np.arange(experts) < rows % experts)).view(cls)
+
+    def view(self, *shape: Any) -> Any:  # type: ignore[override]
+        return super().view(*shape) if isinstance(shape[0], type) else self.reshape(shape)
+
+
+@contextmanager
+def balanced_routing() -> Iterator[None]:
+    """While active, routers choose every expert equally often."""
+    route, exchange, by_expert = Router.forward, ParallelPlacement.exchange_counts, ExpertDispatch._by_expert
+
+    def forward(router: Router, x_TH: torch.Tensor, tokens: Any) -> Routing:
+        routing = route(router, x_TH, tokens)
+        counts: Any = Counts.balanced(len(routing.token_R), router.experts)
+        return replace(routing, counts_E=counts)
+
+    def exchange_counts(placement: ParallelPlacement, outgoing: Any) -> Any:
+        """Every rank sends what this one sends to its own place in the group."""
+        ranks, mine = placement.mesh.size("expert_tp"), placement.mesh.index("ep")
+        return np.broadcast_to(outgoing[mine], (ranks, placement.ep_size, outgoing.shape[1])).view(Counts)
+
+    def rows_by_expert(dispatch: ExpertDispatch, device: torch.device) -> torch.Tensor:
+        return torch.arange(int(dispatch.incoming.sum()), device=device)
+
+    replaced: tuple[tuple[Any, str, Any, Any], ...] = (
+        (Router, "forward", route, forward),
+        (ParallelPlacement, "exchange_counts", exchange, exchange_counts),
+        (ExpertDispatch, "_by_expert", by_expert, rows_by_expert),
+    )
+    for owner, name, _, new in replaced:
+        setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        for owner, name, plain, _ in replaced:
+            setattr(owner, name, plain)
 
 
 def dry_run(

@@ -57,8 +57,7 @@ from meshwright.describe.run_folder import (
 )
 from meshwright.errors import IO_ERROR, MeshwrightError, cannot_write, listed
 from meshwright.training.checkpoint.folder import UNUSED, set_aside
-from meshwright.training.hooks import Hook
-from meshwright.training.records import StepRecord
+from meshwright.training.hooks import Hook, StepRecord
 from meshwright.units import counted
 from meshwright.version import installed_versions
 

@@ -24,8 +24,7 @@ from typing import Any, Protocol
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.training.folder import RunFolder
-from meshwright.training.hooks import Hook
-from meshwright.training.records import StepRecord
+from meshwright.training.hooks import Hook, StepRecord
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 NOT_LOGGED = ("step", "attempt")  # of a row: the step is the x axis

@@ -23,15 +23,13 @@ from torch import distributed
 from meshwright.describe.optimizer import Optimizer
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
-from meshwright.training.data.batches import Samples
-from meshwright.training.data.loader import Loader
-from meshwright.training.hooks import Hook
+from meshwright.training.data.samples import Loader, Samples
+from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.optimizer.average import WeightAverage
 from meshwright.training.optimizer.finite import FinitePolicy
 from meshwright.training.optimizer.make import make_optimizer
 from meshwright.training.optimizer.norm import clip, counted_squares
 from meshwright.training.optimizer.schedule import base_rate, set_learning_rate, share_at
-from meshwright.training.records import StepRecord
 
 
 @dataclass

@@ -26,13 +26,13 @@ from meshwright.planner.resize import plan_for_world
 from meshwright.training.data.sources import check_data
 from meshwright.training.faults.inject import VARIABLE
 from meshwright.training.folder import check_free, check_unused
+from meshwright.training.hooks import StepRecord
 from meshwright.training.job import Job
 from meshwright.training.launch import local
-from meshwright.training.launch.placement import placement
+from meshwright.training.launch.local import main_hidden
+from meshwright.training.launch.rank import placement
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
-from meshwright.training.main_script import main_hidden
 from meshwright.training.measure.measurement import LoadWatch, Training, conclude_interrupted
-from meshwright.training.records import StepRecord
 from meshwright.training.start import has_checkpoint
 
 TARGET = "meshwright.training.worker:local_rank"

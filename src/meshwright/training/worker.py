@@ -10,6 +10,19 @@
 
 The timed steps run with a recorder of communication (`record_comm`), which costs microseconds. The steps after them are not
 timed: traced ones give the timeline of actions and blocks, the observed one counts bytes sent and memory of tensors.
+
+Deterministic mode: the same run file gives the same bits in every run on the same devices.
+
+Batches, initial weights and dropout are functions of the seed and the step under every plan, and collectives add in a fixed order. What is
+left are kernels that add with atomic operations, in an order that differs from run to run (the backward of an embedding on a GPU), and
+libraries that choose a kernel by timing. `run.deterministic` makes torch use only kernels with a fixed order. On CPUs with one thread per
+rank all kernels have one already.
+
+Evaluation during training: a hook that adds the validation loss to the record of every n-th step.
+
+The loss is the sum over the valid tokens of the validation samples divided by their global number, as in training, and the same
+samples are evaluated every time. It runs forward only, through the plan of the training, between two steps: it changes no weight,
+and the seconds of a step do not include it.
 """
 
 from __future__ import annotations
@@ -22,6 +35,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,28 +53,85 @@ from meshwright.training.checkpoint.folder import set_all_aside
 from meshwright.training.checkpoint.hook import Checkpoints
 from meshwright.training.checkpoint.resume import none_intact, resume
 from meshwright.training.checkpoint.together import on_first
-from meshwright.training.data.samples import training_samples, validation_samples
-from meshwright.training.deterministic import deterministic_kernels
-from meshwright.training.evaluation import Evaluation
-from meshwright.training.faults.guard import Guard
-from meshwright.training.faults.preemption import await_agent
+from meshwright.training.data.samples import Loader, ValidationSamples, training_samples, validation_samples
+from meshwright.training.faults.guard import Guard, await_agent
 from meshwright.training.folder import FULL, RunFolder, StepWriter, not_written, saved_before
-from meshwright.training.hooks import Hook
+from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.job import Attempt, Job
-from meshwright.training.launch.failure import failure_of, write_failure
 from meshwright.training.launch.join import GROUP_TIMEOUT_S, Meeting, join
-from meshwright.training.launch.placement import placement
-from meshwright.training.launch.rank import RankContext, prepare_local_rank, redirect_output
+from meshwright.training.launch.rank import (
+    RankContext,
+    failure_of,
+    placement,
+    prepare_local_rank,
+    redirect_output,
+    write_failure,
+)
 from meshwright.training.loggers import Logging
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.measurement import Training, conclude
-from meshwright.training.measure.metrics import Metrics
 from meshwright.training.measure.profile import Profiler
-from meshwright.training.measure.rank_report import rank_report
 from meshwright.training.measure.record_comm import CommRecorder
-from meshwright.training.measure.reports import gather_reports
-from meshwright.training.records import StepRecord
+from meshwright.training.measure.reports import Metrics, gather_reports, rank_report
 from meshwright.training.start import has_checkpoint, initial_weights
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS repeats its sums only with a workspace of fixed size
+
+
+@contextmanager
+def deterministic_kernels(on: bool) -> Iterator[None]:
+    """Inside the `with` block torch uses only deterministic kernels. An operation that has none raises MW-OPT-005."""
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, os.environ.get(WORKSPACE)
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise MeshwrightError(
+            "MW-OPT-005",
+            "run.deterministic=true, and the model uses an operation without a deterministic kernel",
+            why=str(error).split(". ")[0],
+            fix="--set run.deterministic=false",
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+        if before[2] is None:
+            os.environ.pop(WORKSPACE, None)
+
+
+class Evaluation(Hook):
+    """Use as `trainer.hooks.insert(0, Evaluation(trainer, samples, every))`: before the hooks that report the record."""
+
+    def __init__(self, trainer: Trainer, samples: ValidationSamples, every: int) -> None:
+        self.trainer, self.samples, self.every = trainer, samples, every
+        parallel = trainer.parallel
+        self.loader = Loader(samples, parallel.mesh.device, trainer.dtype, parallel.position_ids)
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> StepRecord:
+        if (record.step + 1) % self.every:
+            return record
+        return replace(record, validation_loss=self.loss())
+
+    def loss(self) -> float:
+        """The mean loss over the valid tokens of all validation samples."""
+        trainer, parallel = self.trainer, self.trainer.parallel
+        loss = torch.zeros((), dtype=torch.float64, device=parallel.mesh.device)
+        tokens = torch.zeros_like(loss)
+        for i in range(self.samples.batches):
+            batch = self.loader.batch(i, trainer.indices)
+            tokens += batch.valid
+            loss += parallel.evaluate(batch.inputs, batch.targets, batch.documents_BS)
+        tokens = trainer.all_reduce(tokens, "dp_cp")
+        loss = trainer.all_reduce(trainer.counted_loss(loss), "world")
+        return (loss / tokens.clamp(min=1)).item()
+
 
 AHEAD = 2  # steps whose batches are prepared in advance
 Listen = Callable[[StepRecord], None]

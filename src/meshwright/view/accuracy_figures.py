@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from meshwright.calibrate.runs.accuracy import Accuracy
-from meshwright.calibrate.runs.bands import INSIDE
+from meshwright.calibrate.runs.accuracy import INSIDE, Accuracy
 from meshwright.calibrate.runs.left_out import LeftOut
 from meshwright.cost.band import shares
 

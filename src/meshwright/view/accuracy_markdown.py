@@ -7,9 +7,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from meshwright.calibrate.runs import published
-from meshwright.calibrate.runs.accuracy import Accuracy
-from meshwright.calibrate.runs.bands import INSIDE, Band, half_width_without
+from meshwright.calibrate.runs import accuracy
+from meshwright.calibrate.runs.accuracy import INSIDE, Accuracy, Band, half_width_without
 from meshwright.calibrate.runs.left_out import SEEN, LeftOut, macro_scores, scores
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_RUNS, NOISE
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME
@@ -117,7 +116,7 @@ def _floor(found: Accuracy) -> str:
         f"\n\nOne run takes {percent(1 - one / before)} of the error off (target: a quarter). The source whose mean error grows most by it is "
         f"{worse}, by {100 * most:.1f} points (the standard error of the mean error of its {len(sizes)} runs is "
         f"{100 * sizes.std(ddof=1) / math.sqrt(len(sizes)):.1f} points). Which sources are off as a whole cannot be seen from one run, so a "
-        "calibration averages over that (`calibrate/runs/posterior.py`); the scales of that average were chosen after seeing these errors. With "
+        "calibration averages over that (`calibrate/runs/stack_fit.py`); the scales of that average were chosen after seeing these errors. With "
         f"all runs of a source seen, {percent(floor)} remain: six numbers of a stack cannot explain more.{_unnamed(found)}"
     )
 
@@ -329,7 +328,7 @@ def headlines(found: Accuracy) -> str:
 
 
 def licences() -> str:
-    rows = sorted(published.licences().items())
+    rows = sorted(accuracy.licences().items())
     note = f"\nScored for memory only: {', '.join(NOT_FOR_TIME)}.\n"
     lines = ["| source | licence |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows)]
     return "## Sources and licences\n\n" + "\n".join(lines) + "\n" + note

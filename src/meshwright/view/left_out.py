@@ -7,10 +7,9 @@ import math
 import numpy as np
 from rich.table import Table
 
-from meshwright.calibrate.runs.bands import Band
+from meshwright.calibrate.runs.accuracy import Band
 from meshwright.calibrate.runs.left_out import SEEN, SourceScore
-from meshwright.calibrate.runs.response import NUMBERS, fields_of
-from meshwright.calibrate.runs.stack_fit import Fit
+from meshwright.calibrate.runs.stack_fit import NUMBERS, Fit, fields_of
 from meshwright.cost.band import base
 from meshwright.describe.stack import Stack
 from meshwright.units import format_seconds

@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.calibrate.runs.accuracy import Accuracy
-from meshwright.calibrate.runs.outcomes import Outcome
-from meshwright.calibrate.runs.validate import Score, by, score
+from meshwright.calibrate.runs.validate import Outcome, Score, by, score
 from meshwright.units import format_seconds
 from meshwright.view import left_out
 from meshwright.view.left_out import percent

@@ -12,8 +12,7 @@ import string
 from collections.abc import Iterable, Sequence
 
 from meshwright.calibrate.runs.accuracy import Accuracy
-from meshwright.calibrate.runs.outcomes import Outcome
-from meshwright.calibrate.runs.validate import by, macro, not_scored, score
+from meshwright.calibrate.runs.validate import Outcome, by, macro, not_scored, score
 from meshwright.units import format_seconds
 from meshwright.view.accuracy_figures import figures
 from meshwright.view.validate import COLUMNS, HEADLINE_COLUMNS, cells, headline_cells, percent

@@ -2,12 +2,13 @@
 
     prior        the stack's numbers in another source (`stack_fit`): wide for the typical stack, narrower for one with published runs; for a
                  stack file of an earlier calibration its own distribution, so that runs can be added one at a time
-    likelihood   the measured step times, with the noise and the robust weights of `stack_fit`; `posterior` averages over how far the source is
+    likelihood   the measured step times, with the noise and the robust weights of `stack_fit`; its posterior averages over how far the source is
                  from its stack and how noisy its runs are, so one run moves little and several that agree move more
     memory       the allocator's slack moves by half of what the measured peak differs, within its limits
 
 The result is a stack with the posterior means and their covariance. Every command accepts its file as --stack FILE. Its predictions have the band of
-calibrated stacks from `ENOUGH` runs on, the number from which that band was computed (`bands`); until then the band that the stack had before.
+calibrated stacks from `ENOUGH` runs on, the number from which that band was computed (`accuracy.bands`); until then the
+band that the stack had before.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibrate.runs.left_out import SEEN
-from meshwright.calibrate.runs.posterior import SCALES, posterior
-from meshwright.calibrate.runs.response import (
+from meshwright.calibrate.runs.stack_fit import (
+    BETWEEN_SOURCES,
+    BETWEEN_STACKS,
     LEAST_LAUNCH,
     NUMBERS,
+    SCALES,
+    Normal,
     Response,
     doubt_of,
     fields_of,
     grid,
     numbers_of,
+    posterior,
     step_times,
 )
-from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, BETWEEN_STACKS, Normal
 from meshwright.cost.predict import predict, seconds_at_peak
 from meshwright.describe import catalog
 from meshwright.describe.config import Config, configure, load

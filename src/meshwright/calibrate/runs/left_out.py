@@ -16,12 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.runs.outcomes import Outcome, predict_rows
-from meshwright.calibrate.runs.posterior import posterior
-from meshwright.calibrate.runs.response import Response, doubt_of
 from meshwright.calibrate.runs.rows import UNNAMED, Case, number
-from meshwright.calibrate.runs.stack_fit import Fit, Leaf, Normal, evidence, fit
-from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, ranking, stalled
+from meshwright.calibrate.runs.stack_fit import Fit, Leaf, Normal, Response, doubt_of, evidence, fit, posterior
+from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, Outcome, predict_rows, ranking, stalled
 from meshwright.describe import catalog
 from meshwright.describe.entries import base_of
 from meshwright.errors import MeshwrightError

@@ -6,7 +6,7 @@
 `meshwright train` and `verify` register it themselves (`--backend meshwright`).
 """
 
-from meshwright.comm.backend.register import register
+from meshwright.comm.backend.group import register
 
 register()
 

@@ -2,25 +2,95 @@
 
 torch 2.13 renamed some methods (`_allgather_base` → `all_gather_single`, …); both names are here. Each method brings the
 tensors into the form of a program (one flat input, one flat output) and submits it (`program_group`).
+
+Arguments of a process group's methods, brought into the form of a program: one tensor, one name of a reduction, sizes of blocks.
+
+A wrong argument raises an error that names the method and both sizes, before anything is sent.
+
+Make `init_process_group("meshwright")` available, and hold the settings of the groups that are created afterwards.
+
+    MESHWRIGHT_CLUSTER=FILE        the calibration (`meshwright calibrate`) by which programs are chosen
+    MESHWRIGHT_SHARED_MEMORY=0     messages between ranks of one host use gloo too
+
+The variables are for ranks that torchrun or another launcher starts; Python code passes the same to `register`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed
+from torch.distributed import ReduceOp
 
-from meshwright.comm.backend.arguments import copies, last, one, reduction_of, rows, sizes_differ
 from meshwright.comm.backend.program_group import ProgramGroup
 from meshwright.comm.communicator import flat, with_sizes
 from meshwright.comm.work import Work
+from meshwright.describe.cluster import Cluster
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.registry import build
+
+REDUCTIONS = (
+    (ReduceOp.SUM, "sum"), (ReduceOp.AVG, "avg"), (ReduceOp.PRODUCT, "product"), (ReduceOp.MIN, "min"), (ReduceOp.MAX, "max"),
+    (ReduceOp.BAND, "band"), (ReduceOp.BOR, "bor"), (ReduceOp.BXOR, "bxor"),
+)  # fmt: skip
+
+
+def one(items: Sequence, name: str) -> Sequence:
+    """The only item of a list: a process has one device, so one tensor."""
+    if len(items) != 1:
+        raise MeshwrightError("MW-COMM-001", f"{name} expects one tensor (or list) per rank, not {len(items)}")
+    return items
+
+
+def rows(tensor: torch.Tensor, splits: Sequence[int] | None, ranks: int) -> list[int]:
+    """Elements of each block: splits count rows of the first dimension; without them all blocks are equal."""
+    length = tensor.shape[0] if tensor.dim() else tensor.numel()
+    counts = list(splits) if splits else [length // ranks] * ranks
+    if len(counts) != ranks or sum(counts) != length:
+        raise sizes_differ("all_to_all_single", sum(counts), length)
+    width = tensor.numel() // length if length else 0
+    return [count * width for count in counts]
+
+
+def copies(into: Sequence[torch.Tensor], merged: torch.Tensor) -> Callable[[], None]:
+    """The step after a program: copy the parts of one buffer into the caller's tensors."""
+
+    def copy() -> None:
+        at = 0
+        for tensor in into:
+            tensor.copy_(merged[at : at + tensor.numel()].view(tensor.shape))
+            at += tensor.numel()
+
+    return copy
+
+
+def last(works: list[Work]) -> Work:
+    """The handle of the last of several calls; calls complete in order."""
+    return works[-1] if works else Work().finish()
+
+
+def reduction_of(opts: Any) -> str:
+    operation = opts.reduceOp
+    for value, name in REDUCTIONS:
+        if operation == value:
+            return name
+    raise MeshwrightError(
+        "MW-COMM-002",
+        f"the backend meshwright has no reduction {opts.reduceOp}",
+        valid=[name for _, name in REDUCTIONS],
+    )
+
+
+def sizes_differ(name: str, found: int, expected: int) -> MeshwrightError:
+    return MeshwrightError("MW-COMM-001", f"{name}: a tensor has {found} elements where {expected} are needed")
+
 
 Tensors = list[torch.Tensor]
 
@@ -229,3 +299,37 @@ def reporting(method: Callable[..., Work]) -> Callable[..., Work]:
 
 for collective in COLLECTIVES:
     setattr(MeshwrightGroup, collective, reporting(getattr(MeshwrightGroup, collective)))
+
+
+NAME = "meshwright"
+
+
+@dataclass
+class Settings:
+    """How new groups are created."""
+
+    cluster: Cluster | None = None
+    shared_memory: bool = True
+
+
+SETTINGS = Settings()
+
+
+def register(cluster: Cluster | None = None, shared_memory: bool | None = None) -> None:
+    """Register the backend with torch.distributed; call it again to change the settings of later groups."""
+    file = os.environ.get("MESHWRIGHT_CLUSTER", "")
+    if cluster is None and file:
+        from meshwright.describe.config import load_cluster
+
+        cluster = load_cluster(file)
+    SETTINGS.cluster = cluster
+    if shared_memory is None:
+        shared_memory = os.environ.get("MESHWRIGHT_SHARED_MEMORY", "1") != "0"
+    SETTINGS.shared_memory = shared_memory
+    if NAME not in distributed.Backend.backend_list:
+        distributed.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])
+
+
+def create(store: Any, rank: int, size: int, timeout: timedelta) -> MeshwrightGroup:
+    """What torch.distributed calls for each new group, on all of its ranks."""
+    return MeshwrightGroup(store, rank, size, timeout, SETTINGS.cluster, SETTINGS.shared_memory)

@@ -3,6 +3,14 @@
 A message is an envelope with its size and dtype, and the data if it fits; larger data follows under a tag that contains
 its size. So data never meets a receive of another size: gloo would accept it if it is shorter, and end the process if
 it is longer. Both are posted at once, and gloo transfers them while the rank computes.
+
+Tensors of a GPU on their way through the backend, which moves tensors of the CPU: copied to pinned host memory and back.
+
+    call    waits until the caller's stream has written the tensor, and copies it to the host: the program runs on the copy
+    wait    waits for the program and copies its result to the device; when it returns, every stream can read it
+
+So several ranks can share one GPU (`train --share-device`): the strategies run their GPU code, with its streams and kernels, and
+exchange tensors as on several GPUs, slower by the copies. It is for tests; between GPUs NCCL moves tensors without the host.
 """
 
 from __future__ import annotations
@@ -13,13 +21,29 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.backend import staging
 from meshwright.comm.call import DTYPES, index
-from meshwright.comm.reductions import name_of
-from meshwright.comm.transport.base import bytes_of
+from meshwright.comm.transport.base import bytes_of, name_of
 from meshwright.comm.transport.point_to_point import reason
 from meshwright.comm.work import Deferred
 from meshwright.errors import MeshwrightError
+
+
+def is_staged(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a device and has to be copied to the host."""
+    return not tensor.is_cpu
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the host of what the current stream has written."""
+    host = host_buffer(tensor)
+    host.copy_(tensor.detach())
+    return host
+
+
+def host_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """An uninitialised contiguous host tensor of the same shape."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+
 
 HEAD = struct.Struct("<QI")
 ENVELOPE = 1024
@@ -34,7 +58,7 @@ class Messages:
         self.gloo, self.rank, self.timeout, self.fail = gloo, rank, timeout, fail
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Deferred:
-        flat = staging.to_host(tensor) if staging.is_staged(tensor) else tensor.detach().contiguous()
+        flat = to_host(tensor) if is_staged(tensor) else tensor.detach().contiguous()
         data = bytes_of(flat.view(-1))
         box = torch.zeros(ENVELOPE, dtype=torch.uint8)
         head = HEAD.pack(data.numel(), index(DTYPES, name_of(tensor.dtype)))
@@ -55,8 +79,8 @@ class Messages:
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Deferred:
         """Receive from one rank, or from any if `peer` is None."""
         box = torch.empty(ENVELOPE, dtype=torch.uint8)
-        staged = staging.is_staged(tensor)
-        flat = (staging.host_buffer(tensor) if staged else tensor.detach().contiguous()).view(-1)
+        staged = is_staged(tensor)
+        flat = (host_buffer(tensor) if staged else tensor.detach().contiguous()).view(-1)
         data = bytes_of(flat)
         large = data.numel() > FITS
         following: Any = None

@@ -18,8 +18,16 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from meshwright.calibrate.points import Point, Timed
-from meshwright.comm.bench.backends import BACKENDS, BUFFERS, ELEMENT_BYTES, OPERATIONS, Adapter, do_nothing, rounded
-from meshwright.comm.bench.session import Session
+from meshwright.comm.bench.backends import (
+    BACKENDS,
+    BUFFERS,
+    ELEMENT_BYTES,
+    OPERATIONS,
+    Adapter,
+    Session,
+    do_nothing,
+    rounded,
+)
 from meshwright.comm.bench.timing import measure
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_seconds

@@ -2,28 +2,242 @@
 
 bench_rank       what every rank runs, whether the local launcher started it (`meshwright bench --ranks 4`) or torchrun or Slurm did
 Collector        receives the messages of rank 0; `result` is complete or, after an interruption, what was measured until then
+
+The options of `meshwright bench`, checked before any rank starts.
+
+Hosts, devices, links and interfaces as the system reports them: `nvidia-smi topo -m`, sysfs, network interfaces, NUMA nodes.
+
+A report is plain data, for the result of a bench and for the causes that `calibrate` names: which link joins two GPUs (NV18, PIX, SYS),
+which interface is fastest and which one gloo would use, whether an RDMA device is there at all.
+Nothing here fails: what a system does not report is left out.
+
+How much slower a device computes while something else runs: the other ranks, or a collective.
+
+One matrix product is timed on rank 0 while the other ranks wait, then on all ranks at once, then on all ranks during an all-reduce in the
+background. The quotients say how much ranks that share cores (or memory bandwidth) slow each other down, and what communication takes from
+compute: gloo copies and adds on the cores that compute, NCCL occupies some multiprocessors of a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
+import shutil
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import distributed
 
-from meshwright.calibrate.points import IDLE_SHARE, Bench, DevicePoint, Point, RankInfo
-from meshwright.comm.bench import collectives, topology
-from meshwright.comm.bench.backends import usable
-from meshwright.comm.bench.collectives import DEVICE, Emit, Sweep
+from meshwright.calibrate.points import IDLE_SHARE, Bench, DevicePoint, Point, RankInfo, Timed
+from meshwright.comm.bench import collectives
+from meshwright.comm.bench.backends import BACKENDS, OPERATIONS, Session, session, usable
+from meshwright.comm.bench.collectives import DEVICE, LARGEST, PAIR, SMALLEST, Emit, Sweep
 from meshwright.comm.bench.device import measure_device
-from meshwright.comm.bench.host_cases import rate_cases
-from meshwright.comm.bench.interference import busy_cores
-from meshwright.comm.bench.session import Session, session
-from meshwright.comm.bench.slowdown import measure_slowdown
-from meshwright.errors import MeshwrightError
+from meshwright.comm.bench.operations import rate_cases
+from meshwright.comm.bench.timing import ONE_RANK, busy_cores, counts, measure, timed
+from meshwright.errors import MeshwrightError, unknown
+from meshwright.units import format_bytes, parse_bytes, parse_seconds
+
+LEAST_BUDGET_S, MOST_BUDGET_S = 1.0, 86_400.0
+
+
+def sweep_of(backends: str, operations: str, smallest: str, largest: str, budget: str) -> Sweep:
+    """The sweep that these words describe; empty words take the defaults."""
+    sizes = [int(parse_bytes(text)) for text in (smallest or SMALLEST, largest or LARGEST)]
+    if not 4 <= sizes[0] <= sizes[1] <= 2**40:
+        raise MeshwrightError(
+            "MW-BENCH-006",
+            f"message sizes from {smallest} to {largest} are not a range",
+            why="The smallest is at least 4 bytes, the largest at most 1 TiB",
+            fix="--min-size 1KiB --max-size 1GiB",
+        )
+    seconds = parse_seconds(budget)
+    if not LEAST_BUDGET_S <= seconds <= MOST_BUDGET_S:
+        raise MeshwrightError(
+            "MW-BENCH-006",
+            f"--budget {budget} is not a time from {LEAST_BUDGET_S:.0f} s to one day",
+            fix="--budget 60s",
+        )
+    names = tuple(words(backends, BACKENDS, "backend", "--backends"))
+    everything = [PAIR, *OPERATIONS, DEVICE]
+    known = words(operations, everything, "operation", "--operations") or everything
+    return Sweep(names, tuple(known), sizes[0], sizes[1], seconds)
+
+
+def words(text: str, known: Iterable[str], what: str, option: str) -> list[str]:
+    """The words of a list separated by commas; an unknown one is refused."""
+    choices = list(known)
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    for word in found:
+        if word not in choices:
+            raise unknown("MW-BENCH-006", what, word, choices, option + " {}")
+    return list(dict.fromkeys(found))
+
+
+SYS = Path("/sys")
+COMMAND_S = 10.0  # a driver that does not answer must not stop a bench
+MARKER = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
+
+
+def detect(root: Path = SYS) -> dict[str, Any]:
+    """What one host reports."""
+    found = {
+        "interfaces": interfaces(root),
+        "rdma": rdma_devices(root),
+        "numa": numa_nodes(root),
+        "cpu": cpu_model(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0,
+        "gpu_links": gpu_links(command_output("nvidia-smi", "topo", "-m")),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def interfaces(root: Path = SYS) -> dict[str, dict[str, Any]]:
+    """Network interfaces by name: rate in bytes/s where the driver says it, state, MTU, and whether it is real hardware."""
+    found = {}
+    for folder in sorted(_entries(root / "class" / "net")):
+        speed = _number(folder / "speed")  # Mbit/s; -1 where unknown
+        found[folder.name] = {
+            "state": _text(folder / "operstate") or "unknown",
+            "mtu": int(_number(folder / "mtu") or 0),
+            "virtual": not (folder / "device").exists(),
+            **({"bytes_per_s": speed * 1e6 / 8} if speed and speed > 0 else {}),
+        }
+    return found
+
+
+def rdma_devices(root: Path = SYS) -> dict[str, str]:
+    """RDMA devices (InfiniBand or RoCE) with the rate of their first port, such as mlx5_0: 400 Gb/sec (4X NDR)."""
+    return {
+        folder.name: _text(folder / "ports" / "1" / "rate") or "unknown rate"
+        for folder in sorted(_entries(root / "class" / "infiniband"))
+    }
+
+
+def numa_nodes(root: Path = SYS) -> dict[str, str]:
+    """NUMA nodes with their cores."""
+    nodes = [n for n in _entries(root / "devices" / "system" / "node") if re.fullmatch(r"node\d+", n.name)]
+    return {node.name: _text(node / "cpulist") for node in sorted(nodes)}
+
+
+def cpu_model() -> str:
+    """The name of the processor, where Linux reports one."""
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.M)
+    return found[1].strip() if found else ""
+
+
+def gpu_links(text: str) -> list[list[str]]:
+    """The matrix of `nvidia-smi topo -m` between GPUs: X, NV18 (18 NVLinks), PIX, PXB, PHB, NODE or SYS (through the CPUs)."""
+    rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    header = next((row for row in rows if row and row[0] == "GPU0"), [])
+    count = len([name for name in header if re.fullmatch(r"GPU\d+", name)])
+    matrix = [row[1 : 1 + count] for row in rows if row and row != header and re.fullmatch(r"GPU\d+", row[0])]
+    complete = len(matrix) == count and all(len(r) == count and all(map(MARKER.fullmatch, r)) for r in matrix)
+    return matrix if complete else []
+
+
+def command_output(*command: str) -> str:
+    """What a command prints; empty where it is missing, fails or takes too long."""
+    path = shutil.which(command[0])
+    if not path:
+        return ""
+    try:
+        done = subprocess.run([path, *command[1:]], capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace").strip()
+    except OSError:  # a missing file; an interface that is down refuses to tell its speed
+        return ""
+
+
+def _number(path: Path) -> float | None:
+    try:
+        return float(_text(path))
+    except ValueError:
+        return None
+
+
+CPU_WIDTH, GPU_WIDTH = 256, 4096
+SMALLEST_REDUCE, LARGEST_REDUCE = 2**16, 2**24  # bytes of the all-reduce: as many as the time allows
+MOST_PRODUCTS = 1000
+
+
+def measure_slowdown(here: Session, budget_s: float) -> list[DevicePoint]:
+    """A product alone, on all ranks at once, and during an all-reduce; every rank calls this, and rank 0's result is used."""
+    cuda = here.device.type == "cuda"
+    width, dtype, name = (GPU_WIDTH, torch.bfloat16, "bf16") if cuda else (CPU_WIDTH, torch.float32, "fp32")
+    # random numbers: a GPU multiplies zeros at less power, and so at a higher clock
+    a, b, out = (torch.randn(width, width, dtype=dtype, device=here.device) for _ in range(3))
+
+    def product() -> None:
+        torch.mm(a, b, out=out)
+
+    def point(seconds: Timed, condition: str = "", slowdown: float = 1.0) -> DevicePoint:
+        shape = {"m": width, "n": width, "k": width}
+        fields = {"dtype": name, "shape": shape, "work": 2.0 * width**3, "condition": condition, "slowdown": slowdown}
+        return DevicePoint(kind="gemm", **fields, **seconds.model_dump())
+
+    synchronize = here.synchronization.synchronize
+    here.barrier()
+    own = ONE_RANK._replace(synchronize=synchronize)
+    alone = measure(product, own, budget_s=budget_s / 3) if here.rank == 0 else None
+    here.barrier()
+    together = measure(product, here.synchronization, budget_s=budget_s / 3)
+    first = alone.median_s if alone else together.median_s
+    found = [point(alone or together)]
+    if here.world > 1:
+        found.append(point(together, f"all {here.world} ranks compute", together.median_s / first))
+        size, during = time_during_all_reduce(here, product, together.median_s, budget_s / 3)
+        condition = f"all ranks compute during an all-reduce of {format_bytes(size)}"
+        found.append(point(during, condition, during.median_s / first))
+    return found
+
+
+def time_during_all_reduce(
+    here: Session, product: Callable[[], None], product_s: float, budget_s: float
+) -> tuple[int, Timed]:
+    """The bytes of an all-reduce, and the seconds of a product while it is under way: as many products as fit into it, all of them started
+    after it. Over a slow network the all-reduce is smaller: an eighth of the time has to be enough for one."""
+    group, ranks = distributed.group.WORLD, here.synchronization
+    small = torch.zeros(SMALLEST_REDUCE // 4, device=here.device)
+    unit = measure(lambda: distributed.all_reduce(small, group=group), ranks, budget_s=budget_s / 8).median_s
+    size = SMALLEST_REDUCE
+    while size < LARGEST_REDUCE and 2 * unit * size / SMALLEST_REDUCE < budget_s / 8:
+        size *= 2
+    buffer = torch.zeros(size // 4, device=here.device)
+    whole = measure(lambda: distributed.all_reduce(buffer, group=group), ranks, budget_s=budget_s / 3).median_s
+    products = min(max(int(whole / product_s), 1), MOST_PRODUCTS)
+    _, samples = counts(max(whole, products * product_s), budget_s)
+    found = []
+    for _ in range(samples):
+        ranks.barrier()
+        work = distributed.all_reduce(buffer, group=group, async_op=True)
+        start = time.perf_counter()
+        for _ in range(products):
+            product()
+        ranks.synchronize()
+        found.append((time.perf_counter() - start) / products)
+        work.wait()
+    return size, timed(list(ranks.agree(found)), products)
+
 
 LOOK_S, LOOKS = 0.25, 2  # how long and how often a bench looks whether its machine is idle
 DEVICE_PART, MOST_DEVICE_S = 0.25, 20.0  # of the budget, for the device
@@ -49,7 +263,7 @@ def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
     tell = emit if here.rank == 0 else (lambda message: None)
     start = time.monotonic()
     first = here.hosts.index(here.hosts[here.rank]) == here.rank
-    reports = here.gather(json.dumps({**topology.detect(), "busy_cores": load(here)} if first else None))
+    reports = here.gather(json.dumps({**detect(), "busy_cores": load(here)} if first else None))
     detected = {host: json.loads(text) for host, text in zip(here.hosts, reports, strict=True) if text != "null"}
     tell({"ranks": [info.model_dump() for info in here.ranks], "topology": detected, "libraries": versions()})
     one_each = len({(info.host, str(k)) for k, info in enumerate(here.ranks)}) == here.world

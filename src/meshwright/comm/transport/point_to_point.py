@@ -16,6 +16,8 @@ device, and all peers that wait for this rank raise an error at once. `close` do
 
 On NCCL this transport is for teaching and checking: no sizes are compared (NCCL does not match messages by size), and
 each message is a kernel launch. NCCL's built-in collectives are faster.
+
+Staging buffers that are reused: a fresh large buffer costs a page fault every 4 KiB, more than the copy into it.
 """
 
 from __future__ import annotations
@@ -31,9 +33,38 @@ import numpy as np
 import torch
 
 from meshwright.comm.call import LAYOUT, Lost, Place, check_bytes, check_header
-from meshwright.comm.reductions import Combine
-from meshwright.comm.transport.base import Begin, Destination, Pending, PendingGroup, apply, bytes_of
-from meshwright.comm.transport.pool import Pool
+from meshwright.comm.transport.base import Begin, Combine, Destination, Pending, PendingGroup, apply, bytes_of
+
+SMALLEST = 4096
+KEPT = 64 * 2**20  # bytes of free buffers that are kept
+
+
+class Pool:
+    """Free byte buffers by capacity; capacities are powers of two."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.free: dict[int, list[torch.Tensor]] = {}
+        self.kept = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return a buffer of `size` bytes, a view of one that may be larger."""
+        capacity = max(SMALLEST, 1 << (size - 1).bit_length()) if size else SMALLEST
+        free = self.free.get(capacity)
+        if free:
+            self.kept -= capacity
+            found = free.pop()
+        else:
+            found = torch.empty(capacity, dtype=torch.uint8, device=self.device)
+        return found if size == capacity else found[:size]
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back."""
+        whole = buffer._base if buffer._base is not None else buffer
+        if self.kept + whole.numel() <= KEPT:
+            self.kept += whole.numel()
+            self.free.setdefault(whole.numel(), []).append(whole)
+
 
 ENVELOPE = 4096
 SIZES = struct.Struct("<QQ")  # bytes of this message (or all to the peer), bytes expected from the peer

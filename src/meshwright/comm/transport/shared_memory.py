@@ -29,10 +29,9 @@ import numpy as np
 import torch
 
 from meshwright.comm.call import LAYOUT, Lost, Place, check_bytes, check_header
-from meshwright.comm.transport import area
-from meshwright.comm.transport.area import Block
+from meshwright.comm.transport import handshake
 from meshwright.comm.transport.base import Begin, Destination, Pending, apply
-from meshwright.comm.transport.handshake import Connection
+from meshwright.comm.transport.handshake import Block, Connection
 
 TRIES = 100  # before a rank that waits sleeps; one takes about a microsecond if the core is not shared
 TRIES_OF_MANY = 5  # if there are more ranks than cores: a rank that sleeps leaves its core to the others
@@ -141,9 +140,9 @@ class Link:
     def read(self) -> tuple[bytes, int, int]:
         """The entry of a slice that has arrived, its bytes and its slot."""
         block = self.reading
-        at = block.entries + self.received % area.SLOTS * area.ENTRY
+        at = block.entries + self.received % handshake.SLOTS * handshake.ENTRY
         self.received += 1
-        entry = block.memory[at : at + area.HEADER.size]
+        entry = block.memory[at : at + handshake.HEADER.size]
         return entry, *SIZES.unpack_from(entry, LAYOUT.size + TOTAL.size)
 
     def keep_arrived(self) -> None:
@@ -176,29 +175,29 @@ class SharedMemory:
         self.rank, self.size, self.timeout, self.check_failure = rank, size, timeout, check_failure
         self.arrays, self.byte = arrays, np.uint8 if arrays else torch.uint8
         self.tries = tries
-        functions = area.load()
+        functions = handshake.load()
         assert functions is not None
         self.functions, self.post, self.try_wait = functions, functions.post, functions.try_wait
         self.members = len(connections) + 1
         self.slots = self.slots_of(next(iter(connections.values())).outgoing)
         self.links = {peer: Link(self, peer, connection) for peer, connection in connections.items()}
-        self.unused = list(range(area.SLOTS))  # slots that were never used
+        self.unused = list(range(handshake.SLOTS))  # slots that were never used
         self.in_use: deque[tuple[int, Readers]] = deque()  # slots in the order of their use
         self.queue: deque[Outgoing] = deque()
         self.begun: Begin | None = None
 
     def slots_of(self, memory: Any) -> list[Any]:
         """The slots of an area, as bytes."""
-        whole: Any = np.frombuffer(memory, dtype=np.uint8)[area.first_slot(self.members) :]
+        whole: Any = np.frombuffer(memory, dtype=np.uint8)[handshake.first_slot(self.members) :]
         if not self.arrays:
             whole = torch.from_numpy(whole)
-        return [whole[k * area.SLOT : (k + 1) * area.SLOT] for k in range(area.SLOTS)]
+        return [whole[k * handshake.SLOT : (k + 1) * handshake.SLOT] for k in range(handshake.SLOTS)]
 
     def begin(self, begin: Begin) -> None:
         self.begun = begin
 
     def send(self, peers: Sequence[int], pieces: Sequence[Any], place: Place) -> Pending | None:
-        if not self.queue and len(pieces) == 1 and pieces[0].nbytes <= area.SLOT:
+        if not self.queue and len(pieces) == 1 and pieces[0].nbytes <= handshake.SLOT:
             slot = self.free_slot()
             if slot >= 0:  # the usual case: one piece, and a free slot that holds it
                 size = pieces[0].nbytes
@@ -244,8 +243,8 @@ class SharedMemory:
         readers: Readers = []
         for link in links:
             sent, block = link.sent, link.writing
-            at = block.entries + sent % area.SLOTS * area.ENTRY
-            area.HEADER.pack_into(block.memory, at, packed, total, size, slot)
+            at = block.entries + sent % handshake.SLOTS * handshake.ENTRY
+            handshake.HEADER.pack_into(block.memory, at, packed, total, size, slot)
             readers.append((link, sent))
             link.sent = sent + 1
             self.post(block.data)
@@ -288,7 +287,7 @@ class SharedMemory:
             reader = self.blocking_reader() if self.in_use else None
             if reader is None:
                 continue
-            if area.sleep_until_posted(self.functions, reader.writing.returned, SLEEP_S):
+            if handshake.sleep_until_posted(self.functions, reader.writing.returned, SLEEP_S):
                 reader.returned += 1
                 watch = Watch(self, place)
             elif self.blocking_reader() is reader:
@@ -306,7 +305,7 @@ class SharedMemory:
             if not self.try_wait(semaphore):
                 return
         watch = Watch(self, place)
-        while not area.sleep_until_posted(self.functions, semaphore, SHORT_SLEEP_S if self.queue else SLEEP_S):
+        while not handshake.sleep_until_posted(self.functions, semaphore, SHORT_SLEEP_S if self.queue else SLEEP_S):
             if self.queue and not self.try_queue():
                 for other in self.links.values():
                     if other is not link:

@@ -2,22 +2,42 @@
 
 `FolderWeights.read` takes the same boxes that the sharding table gives to a rank, so a rank reads its own part of each tensor and
 nothing else. `check` opens the headers of all files, no tensor, and raises one error for what does not fit the model.
+
+A folder that Transformers loads, written tensor by tensor from the weights of one of our models.
+
+    config.json                                the model, with the dtype of the weights
+    model-00001-of-00003.safetensors …         at most `shard_bytes` each; one file is called model.safetensors
+    model.safetensors.index.json               the file of each tensor, if there are several
+    tokenizer and generation settings          copied from the folder that training started from
+
+The weights come from any `Weights`: a checkpoint, drawn ones, another folder. One tensor of theirs is in memory at a time. The folder
+is written under a temporary name and renamed when it is complete; an existing folder is never overwritten.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from meshwright.describe import hf
+from meshwright.describe.files import write_text
 from meshwright.describe.model import Model
-from meshwright.describe.sharding import PROJECT
-from meshwright.errors import MeshwrightError
-from meshwright.models.hf.folder import Folder
-from meshwright.models.hf.places import Place, places, table_of
+from meshwright.describe.sharding import PROJECT, Parameter, parameters
+from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.models.hf.folder import COMPANIONS, CONFIG, INDEX, SINGLE, Folder
+from meshwright.models.hf.safetensors_file import Described, write_safetensors
+from meshwright.models.hf.tables import EXPERT, Place, places, table_of
+from meshwright.models.initialise import Weights
+from meshwright.units import format_bytes
 
 MOST_NAMES = 3  # of tensors in an error
 
@@ -100,3 +120,155 @@ def listed(names: Sequence[str], what: str) -> str:
     more = len(names) - MOST_NAMES
     text = ", ".join(f"'{name[:120]}'" for name in names[:MOST_NAMES])
     return f"{len(names)} {what}{'s' * (len(names) > 1)}: {text}" + (f" and {more} more" if more > 0 else "")
+
+
+SHARD_BYTES = 5_000_000_000
+FORMAT = {"format": "pt"}  # Transformers refuses files without it
+MARGIN = 1_000_000  # bytes of free disk for config, index and headers
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    family: str
+    dtype: str
+    files: int
+    tensors: int
+    nbytes: int
+
+
+def export(
+    out: str | Path,
+    model: Model,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    like: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    listen: Callable[[str, int, int], None] | None = None,
+) -> Exported:
+    """Write a model as a Transformers folder. `like` is a folder whose config, if it describes this model, and tokenizer are taken;
+    `listen` is called with each tensor's name, the bytes written so far and all bytes."""
+    out = Path(out)
+    family, config = hf.write(model, hf.load(like) if like is not None else None)
+    config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    parts = contributions(model, family)
+    shards = sharded([Described(name, dtype, part[0].place.shape) for name, part in parts.items()], shard_bytes)
+    total = sum(t.nbytes for shard in shards for t in shard)
+    check_room(out, total)
+    written = 0
+
+    def value(name: str) -> torch.Tensor:
+        nonlocal written
+        made = assembled(parts[name], weights, dtype)
+        written += made.nbytes
+        if listen is not None:
+            listen(name, written, total)
+        return made
+
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        files = write_shards(folder, shards, value, total)
+        write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        for name in COMPANIONS:
+            if like is not None and (Path(like) / name).is_file():
+                shutil.copyfile(Path(like) / name, folder / name)
+        folder.chmod(0o755)
+        folder.rename(out)
+    except OSError as error:
+        raise cannot_write(out, error) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Exported(out, family, config["dtype"], files, len(parts), total)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A parameter of ours that makes up a tensor of theirs, or a part of it; `expert`: the only expert in that tensor."""
+
+    parameter: Parameter
+    place: Place
+    expert: int | None
+
+
+def contributions(model: Model, family: str) -> dict[str, list[Contribution]]:
+    """By the name of each tensor of theirs, the parameters it consists of."""
+    out: dict[str, list[Contribution]] = {}
+    by_name = places(model, family)
+    for p in parameters(model, range(model.layers)):
+        place = by_name[p.name]
+        separate = EXPERT in place.theirs
+        for i, theirs in enumerate(place.names):
+            out.setdefault(theirs, []).append(Contribution(p, place, i if separate else None))
+    return out
+
+
+def assembled(parts: Sequence[Contribution], weights: Weights, dtype: torch.dtype) -> torch.Tensor:
+    """One tensor of theirs."""
+    whole = torch.empty(parts[0].place.shape, dtype=dtype)
+    for part in parts:
+        place, full = part.place, part.parameter.shape
+        start, shape = [0] * len(full), list(full)
+        if part.expert is not None:
+            start[0], shape[0] = part.expert, 1
+        shape[1 if place.experts else 0] = place.rows  # without the rows that pad the vocabulary
+        value = weights.read(part.parameter.name, full, start, shape)
+        value = value[0] if part.expert is not None else value
+        inner = 1 if place.experts else 0
+        rows = [count for _, count in place.runs(start[inner], shape[inner])]
+        pieces = value.split(rows, dim=inner if part.expert is None else 0)
+        for (_, box), piece in zip(place.slices(start, shape), pieces, strict=True):
+            whole[box] = (piece.transpose(-1, -2) if place.transposed else piece).to(dtype)
+    return whole
+
+
+def sharded(tensors: Sequence[Described], most: int) -> list[list[Described]]:
+    """The tensors in order, in files of at most `most` bytes; a larger tensor has a file to itself."""
+    shards: list[list[Described]] = [[]]
+    size = 0
+    for t in tensors:
+        if shards[-1] and size + t.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(t)
+        size += t.nbytes
+    return shards
+
+
+def write_shards(
+    folder: Path, shards: Sequence[Sequence[Described]], value: Callable[[str], torch.Tensor], total: int
+) -> int:
+    """Write the files and, for several, their index. Returns the number of files."""
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(folder / name, shard, value, FORMAT)
+    if count > 1:
+        index: dict[str, Any] = {"metadata": {"total_size": total}}
+        index["weight_map"] = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    return count
+
+
+def check_room(out: Path, total: int) -> None:
+    """Raise if the folder exists, or if the disk has no room for it."""
+    if out.exists():
+        raise MeshwrightError(
+            "MW-HF-019", f"'{out}' exists already", why="An export overwrites nothing", fix="--out DIR"
+        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out.parent).free
+    except OSError as error:
+        raise cannot_write(out, error) from error
+    if free < total + MARGIN:
+        raise MeshwrightError(
+            "MW-HF-019",
+            f"{format_bytes(total)} do not fit on the disk of '{out.parent}'",
+            why=f"It has {format_bytes(free)} left",
+            exit_code=3,
+        )
+    if not os.access(out.parent, os.W_OK):
+        raise MeshwrightError("MW-HF-019", f"'{out.parent}' is not writable")

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.dropout import Dropped
-from meshwright.models.dtypes import at_least_single
+from meshwright.models.parts import at_least_single
 from meshwright.parallel.context.blocks import AttentionPattern
 from meshwright.parallel.context.ring import TRANSPORTS, Context, Gradients, Saved
 from meshwright.parallel.operators import group_named

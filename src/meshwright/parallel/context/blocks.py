@@ -42,7 +42,7 @@ import torch
 
 from meshwright.models.documents import same_document
 from meshwright.models.dropout import Dropped
-from meshwright.models.dtypes import at_least_single
+from meshwright.models.parts import at_least_single
 from meshwright.parallel.context.kernels import kernel_for
 
 Runs = tuple[range, ...]  # positions of a rank's tokens in the whole sequence, ascending

@@ -39,8 +39,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from meshwright.models.dtypes import at_least_single
-from meshwright.models.parts import Linear
+from meshwright.models.parts import Linear, at_least_single
 from meshwright.parallel import exchange
 from meshwright.parallel.saved_tensors import is_saved_as_share
 

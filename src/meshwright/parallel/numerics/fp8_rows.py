@@ -27,8 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.dtypes import at_least_single
-from meshwright.models.parts import Linear
+from meshwright.models.parts import Linear, at_least_single
 from meshwright.parallel.numerics.fp8 import E4M3, UNIT, Quantised, gpu_has_units, has_scaled_product, padded, quantise
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.plan import Plan
-from meshwright.models.dtypes import at_least_single as at_least_single
+from meshwright.models.parts import at_least_single as at_least_single
 from meshwright.parallel.pieces import Piece
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

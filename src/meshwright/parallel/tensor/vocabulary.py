@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
-from meshwright.models.dtypes import at_least_single
 from meshwright.models.loss import IGNORED
+from meshwright.models.parts import at_least_single
 from meshwright.parallel import exchange
 
 

@@ -25,7 +25,7 @@ import torch
 
 from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.plan import Plan
-from meshwright.models.dtypes import at_least_single
+from meshwright.models.parts import at_least_single
 from meshwright.proof.emulation.fp8_products import E4M3, nearest
 
 Shapes = list[tuple[int, tuple[int, ...]]]  # where each parameter starts in a message, and its shape

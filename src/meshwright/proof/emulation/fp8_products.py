@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from meshwright.models.dtypes import at_least_single
 from meshwright.models.moe import GroupedLinear
+from meshwright.models.parts import at_least_single
 
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # bits of mantissa, smallest exponent, largest number
 Format = tuple[int, int, float]

@@ -7,8 +7,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.background import Saver
-from meshwright.training.hooks import Hook
-from meshwright.training.records import StepRecord
+from meshwright.training.hooks import Hook, StepRecord
 
 
 class Checkpoints(Hook):

@@ -18,8 +18,8 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.run_folder import ORIGINAL
 from meshwright.errors import MeshwrightError, unknown
-from meshwright.models.hf.export import Exported, export
 from meshwright.models.hf.folder import CONFIG
+from meshwright.models.hf.weights import Exported, export
 from meshwright.training.checkpoint.folder import checkpoints_in
 from meshwright.training.checkpoint.load import read_average
 from meshwright.training.checkpoint.manifest import Manifest, check_files, read_manifest

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.texts import gather_texts
+from meshwright.comm.bench.backends import gather_texts
 from meshwright.errors import MeshwrightError, cannot_write
 
 

@@ -1,19 +1,160 @@
-"""The samples of a run: the sequences of its token files in the order of `order`, or windows of the default corpus."""
+"""The samples of a run: the sequences of its token files in the order of `order`, or windows of the default corpus.
+
+Batches that depend only on (seed, step, index of the sample), so that every layout trains on the same global batch.
+
+Sample i of a step is the same on every rank; data-parallel rank d of D takes the indices [d·B/D, (d+1)·B/D). From each
+sample a context-parallel rank keeps the tokens at its positions.
+
+A sample is (input, target) or (input, target, documents): the third array numbers the document of each token, and
+attention does not cross from one document to another. Every rank keeps the document numbers of the whole sequence, since
+its tokens attend to tokens of other ranks.
+
+Random samples for proofs of parity: their padding differs from sample to sample, so that a loss averaged per rank is
+detected; with documents, so do the lengths of the documents in them.
+
+Sequences of S tokens cut from the documents of one token file.
+
+Packed: documents follow one another, and sequence j is tokens [j·S, j·S + S + 1): its targets are its inputs moved by
+one. Nothing is padding and no token is lost but the last, incomplete sequence. With document masks, attention stays inside a document,
+and the last token of a document has no target: its next token belongs to another document.
+
+Not packed: a sequence is one document, cut into pieces of S where it is longer and padded where it is shorter.
+
+Batches prepared ahead of the step that needs them, by one thread.
+
+The thread reads the memory-mapped tokens of the next steps, stacks them and, for a GPU, copies them into pinned memory,
+while the device computes. The step then finds its batch ready; `waits` counts the steps that did not. The order of samples
+is a function of the step, so steps need no synchronisation with the thread: the loader asks for step t + 1, t + 2, …, and a
+step that was not expected (the first, or one after a restart) is read at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from meshwright.describe.config import Config
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
 from meshwright.models.loss import IGNORED
-from meshwright.training.data.batches import Samples
-from meshwright.training.data.corpus import Corpus
-from meshwright.training.data.documents import Documents
-from meshwright.training.data.order import Order
-from meshwright.training.data.sequences import Sequences
-from meshwright.training.data.sources import training_documents, validation_documents
+from meshwright.training.data.sources import Corpus, Documents, Order, training_documents, validation_documents
+
+
+class Samples(Protocol):
+    """A source of samples, by step and index in the global batch."""
+
+    def sample(self, step: int, index: int) -> tuple[np.ndarray, ...]: ...
+
+
+class Batch(NamedTuple):
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    documents_BS: torch.Tensor | None = None  # on the host: masks are built there, tile by tile
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """The number of targets that are not padding: tokens, or rows of a regression."""
+        if self.targets.is_floating_point():
+            return (~self.targets[:, 0].isnan()).sum()
+        return (self.targets != IGNORED).sum()
+
+    def to(self, device: str) -> Batch:
+        """The batch on a device; from pinned memory the copy does not wait."""
+        inputs, targets = (side.to(device, non_blocking=side.is_pinned()) for side in self[:2])
+        return Batch(inputs, targets, self.documents_BS)
+
+
+def batch_of(
+    samples: Samples,
+    step: int,
+    indices: Sequence[int],
+    device: str,
+    dtype: torch.dtype,
+    positions: torch.Tensor | None = None,
+) -> Batch:
+    """The samples of a step with these indices, and the tokens at these positions (None: all tokens)."""
+    rows = [samples.sample(step, i) for i in indices]
+    inputs, targets, *documents = (torch.from_numpy(np.stack(side)) for side in zip(*rows, strict=True))
+    if inputs.is_floating_point():
+        inputs = inputs.to(dtype)
+        targets = (
+            targets.to(dtype) if targets.is_floating_point() else targets
+        )  # labels of images stay numbers of classes
+    else:  # a file may store tokens in 16 bits; an embedding lookup needs 64
+        inputs, targets = inputs.long(), targets.long()
+    if positions is not None:
+        inputs, targets = inputs[:, positions], targets[:, positions]
+    return Batch(inputs, targets, documents[0] if documents else None).to(device)
+
+
+class RandomSamples:
+    """Random tokens. The last targets of a sample are padding, a different number in each, none in some. With `documents`
+    a sample consists of several documents of random lengths, and some samples of one document."""
+
+    def __init__(self, model: Model, seq: int, seed: int, documents: bool = False) -> None:
+        self.model, self.seq, self.seed, self.documents = model, seq, seed, documents
+
+    def sample(self, step: int, index: int) -> tuple[np.ndarray, ...]:
+        random = np.random.default_rng((self.seed, step, index))
+        if self.model.resnet.stages:
+            o = self.model.resnet
+            label = random.integers(0, o.classes) if index % 3 else IGNORED
+            return random.standard_normal((3, o.image, o.image)), np.asarray(label, np.int64)
+        if self.model.kind == "mlp":
+            inputs, targets = random.standard_normal((2, self.model.hidden))
+            return inputs, targets if index % 3 else np.full_like(targets, np.nan)
+        tokens = random.integers(0, self.model.vocab, self.seq + 1)
+        targets = tokens[1:].copy()
+        padding = index * 3 % (self.seq // 2 + 1)
+        if padding:
+            targets[-padding:] = IGNORED
+        if not self.documents:
+            return tokens[:-1], targets
+        starts = random.random(self.seq) < (0.1, 0.3, 0.0)[index % 3]
+        starts[self.seq // 3] |= index % 3 < 2  # short sequences have two documents too
+        return tokens[:-1], targets, np.cumsum(starts, dtype=np.int32)
+
+
+class Sequences:
+    """The sequences of one source: `count` of them, each (inputs, targets) or, with document masks, also document numbers."""
+
+    def __init__(self, documents: Documents, seq: int, pack: bool, masked: bool, vocabulary: int) -> None:
+        self.documents, self.seq, self.masked, self.vocabulary = documents, seq, masked, vocabulary
+        self.pieces = None if pack else documents.pieces(seq)
+        self.count = documents.sequences(seq, pack)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
+        tokens, numbers = self._packed(index) if self.pieces is None else self._piece(index)
+        if tokens.max() >= self.vocabulary or tokens.min() < 0:
+            raise MeshwrightError(
+                "MW-DATA-006",
+                f"'{self.documents.file.name}' contains the token {tokens.max() if tokens.min() >= 0 else tokens.min()}",
+                why=f"The vocabulary of the model has {self.vocabulary} tokens",
+                fix="--set model.vocab=N, or prepare the tokens with the tokenizer of the model",
+            )
+        inputs, targets = (np.zeros(self.seq, np.int64), np.full(self.seq, IGNORED, np.int64))
+        known = len(tokens) - 1
+        inputs[:known], targets[:known] = tokens[:-1], tokens[1:]
+        if not self.masked:
+            return inputs, targets
+        targets[:known][numbers[1:] != numbers[:-1]] = IGNORED
+        documents = np.full(self.seq, numbers[-1] + 1, np.int32)  # padding attends to padding only
+        documents[:known] = numbers[:-1]
+        return inputs, targets, documents
+
+    def _packed(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.documents.window(index * self.seq, (index + 1) * self.seq + 1)
+
+    def _piece(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """One piece of one document, with the token that follows it."""
+        assert self.pieces is not None
+        document = int(np.searchsorted(self.pieces, index, "right")) - 1
+        start = int(self.documents.ends[document]) + (index - int(self.pieces[document])) * self.seq
+        return self.documents.window(start, min(start + self.seq + 1, int(self.documents.ends[document + 1])))
 
 
 class TokenSamples:
@@ -72,3 +213,49 @@ def validation_samples(config: Config) -> ValidationSamples | None:
 def sequences(config: Config, documents: Sequence[Documents]) -> list[Sequences]:
     data, seq, vocabulary = config.data, config.workload.seq, config.model.padded_vocab
     return [Sequences(part, seq, data.pack, data.document_mask, vocabulary) for part in documents]
+
+
+class Loader:
+    """This rank's batches by step. `ahead` is the number of steps that are prepared in advance; 0: none, no thread."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        device: str,
+        dtype: torch.dtype,
+        positions: torch.Tensor | None,
+        ahead: int = 0,
+    ) -> None:
+        self.samples, self.positions = samples, positions
+        self.device, self.dtype, self.ahead = device, dtype, ahead
+        self.indices: Sequence[int] = ()
+        self.steps = self.waits = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader") if ahead else None
+        self._ready: dict[int, Future[Batch]] = {}
+
+    def batch(self, step: int, indices: Sequence[int]) -> Batch:
+        """The samples of a step with these indices, on the device; the following steps are prepared from now on. What the
+        thread raised is raised here."""
+        if self._thread is None:
+            return self._read(step, indices).to(self.device)
+        expected = range(step, step + self.ahead + 1) if indices == self.indices else range(0)
+        self._ready = {s: future for s, future in self._ready.items() if s in expected}
+        self.indices = indices
+        for s in range(step, step + self.ahead + 1):
+            if s not in self._ready:
+                self._ready[s] = self._thread.submit(self._read, s, indices)
+        future = self._ready.pop(step)
+        self.steps += 1
+        self.waits += not future.done()
+        return future.result().to(self.device)
+
+    def _read(self, step: int, indices: Sequence[int]) -> Batch:
+        batch = batch_of(self.samples, step, indices, "cpu", self.dtype, self.positions)
+        if not self.device.startswith("cuda"):
+            return batch
+        return Batch(batch.inputs.pin_memory(), batch.targets.pin_memory(), batch.documents_BS)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)

@@ -2,19 +2,241 @@
 
 Checks that read only headers and indices are made here; a token outside the vocabulary in a file without a header (Megatron's)
 is found when its batch is read (`sequences`).
+
+The order of samples: a pure function of the seed and the number of the sample in the whole training.
+
+Sample g = step · batch + index is drawn from a mixture of sources. Both questions, which source and which of its sequences, are
+answered by arithmetic on g, without a shuffle buffer, a list of indices or any state. So the order is the same for every number
+of ranks, every layout and every restart, and a resumed training needs only its step.
+
+**Which source.** With weights w₁, w₂, … and W = Σ w, the first g samples contain ⌊g·w₁/W⌋ of source 1. Sample g belongs to
+source 1 if this number grows from g to g + 1; else it is sample g − ⌊g·w₁/W⌋ of the mixture of the other sources, and the rule
+repeats. Any run of consecutive samples is mixed by the weights to within one sample per source.
+
+**Which sequence.** The n-th draw from a source of size N is in epoch ⌊n/N⌋, and its sequence is a permutation of n mod N with a
+key from (seed, source, epoch). The permutation is a Feistel network on the smallest power of four that is at least N: a number
+is cut into halves, and in each round one half is changed by a hash of the other, which can be undone whatever the hash is. A
+result outside 0 … N − 1 is permuted again until it is inside (fewer than four times on average). It needs no memory,
+where a shuffled list of indices takes 8 bytes for each sequence on every rank.
+
+The default corpus, which exists on every machine that can run this: the source of Python's standard library, as bytes.
+
+A vocabulary of 256 is enough for it, and it needs no network and no preparation. A run file with `[data]` names token
+files instead.
+
+The documents of a token file as one stream of tokens, divided into a training and a validation part.
+
+A share of the documents, chosen by a hash of the document's number, is the validation set: the choice depends neither on the seed nor
+on the other documents, so it stays the same when documents are appended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
+
+import numpy as np
 
 from meshwright.describe.config import Config
 from meshwright.describe.data import Data
+from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.training.data.documents import Documents
 from meshwright.training.data.token_file import TokenFile, check_offsets, open_tokens
 from meshwright.training.data.tokenizer import tokenizer_hash
+from meshwright.training.hooks import BYTE_VALUES
+
+ROUNDS = 6
+MASK = 2**64 - 1
+PRECISION = 2**40  # weights are compared as whole numbers of this precision, so that sums are exact
+
+
+def mix(x: int) -> int:
+    """Mix the 64 bits of a number (the finaliser of SplitMix64)."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+@lru_cache(64)
+def round_keys(*key: int) -> tuple[int, ...]:
+    """The keys of the rounds of one permutation."""
+    words = hashlib.blake2b(":".join(map(str, key)).encode(), digest_size=8 * ROUNDS).digest()
+    return tuple(int.from_bytes(words[8 * i : 8 * i + 8], "little") for i in range(ROUNDS))
+
+
+def permuted(index: int, size: int, *key: int) -> int:
+    """The image of `index` under a permutation of 0 … size − 1."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask, keys = (1 << half) - 1, round_keys(*key)
+    while True:
+        left, right = index >> half, index & mask
+        for round_key in keys:
+            left, right = right, left ^ (mix(right ^ round_key) & mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+class Order:
+    """Draws from sources of these sizes, mixed by weights. Without `shuffle` the sequences of a source are drawn in file order."""
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
+        self.sizes, self.seed, self.shuffle = list(sizes), seed, shuffle
+        total = sum(weights)
+        exact = [weight for weight in weights if isinstance(weight, int)]
+        scaled = [max(1, round(weight / total * PRECISION)) for weight in weights]
+        self.weights = exact if len(exact) == len(weights) else scaled
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """The source of a sample of the training, and how many samples of this source come before it."""
+        total = sum(self.weights)
+        for source, weight in enumerate(self.weights[:-1]):
+            before = sample * weight // total
+            if (sample + 1) * weight // total > before:
+                return source, before
+            sample, total = sample - before, total - weight
+        return len(self.weights) - 1, sample
+
+    def draw(self, sample: int) -> tuple[int, int]:
+        """The source of a sample, and the number of its sequence in it."""
+        source, drawn = self.locate(sample)
+        epoch, index = divmod(drawn, self.sizes[source])
+        if self.shuffle:
+            index = permuted(index, self.sizes[source], self.seed, source, epoch)
+        return source, index
+
+    def epochs(self, samples: int) -> list[float]:
+        """How often each source was read after this number of samples."""
+        drawn = [0] * len(self.sizes)
+        total, left = sum(self.weights), samples
+        for source, weight in enumerate(self.weights[:-1]):
+            drawn[source] = left * weight // total
+            left, total = left - drawn[source], total - weight
+        drawn[-1] = left
+        return [n / size for n, size in zip(drawn, self.sizes, strict=True)]
+
+
+CORPUS_BYTES = 8_000_000
+SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+
+
+@cache
+def standard_library(limit: int = CORPUS_BYTES) -> np.ndarray:
+    """The bytes of the standard library's source files, in the order of their paths."""
+    text = bytearray()
+    for path in sorted(source_files(Path(sysconfig.get_paths()["stdlib"]))):
+        text += path.read_bytes()
+        if len(text) >= limit:
+            break
+    return np.frombuffer(bytes(text[:limit]), dtype=np.uint8)
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    """The Python files under a folder. Skipped folders are not listed at all: installed packages have many more files than the
+    library, and every rank looks for them."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+class Corpus:
+    """Windows of a byte text: the target is the next byte (for the MLP, the next `hidden` bytes scaled to ±1). For a residual network the bytes
+    of a window are the colours of an image, and the next byte its class."""
+
+    def __init__(self, model: Model, seq: int, seed: int, text: np.ndarray | None = None) -> None:
+        self.text = standard_library() if text is None else text
+        self.mlp, self.seed, self.resnet = model.kind == "mlp", seed, model.resnet
+        self.length = model.hidden if self.mlp else 3 * self.resnet.image**2 if self.resnet.stages else seq
+        if model.unit == "tokens" and model.padded_vocab < BYTE_VALUES:
+            raise MeshwrightError(
+                "MW-DATA-001",
+                f"a vocabulary of {model.vocab} is smaller than the {BYTE_VALUES} byte values of the corpus",
+                fix=f"--set model.vocab={BYTE_VALUES}",
+            )
+        if len(self.text) < 2 * self.length + 1:
+            raise MeshwrightError(
+                "MW-DATA-002", f"a corpus of {len(self.text)} bytes is shorter than one sample of {self.length}"
+            )
+
+    def sample(self, step: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        span = 2 * self.length if self.mlp else self.length + 1
+        start = int(np.random.default_rng((self.seed, step, index)).integers(0, len(self.text) - span))
+        window = self.text[start : start + span]
+        if self.resnet.stages:
+            image = (window[:-1].astype(np.float32) / 127.5 - 1).reshape(3, self.resnet.image, self.resnet.image)
+            return image, np.asarray(window[-1] % self.resnet.classes, np.int64)
+        if self.mlp:
+            scaled = window.astype(np.float32) / 127.5 - 1
+            return scaled[: self.length], scaled[self.length :]
+        tokens = window.astype(np.int64)
+        return tokens[:-1], tokens[1:]
+
+
+HASH_BLOCK = 1 << 22  # documents hashed at a time
+
+
+def is_validation(documents: np.ndarray, share: float) -> np.ndarray:
+    """For each document number, whether it belongs to the validation set: its hash is below `share` (SplitMix64)."""
+    with np.errstate(over="ignore"):
+        x = (documents.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share
+
+
+class Documents:
+    """The documents of a token file, or of its training or validation part, as one stream of tokens."""
+
+    def __init__(self, file: TokenFile, share: float = 0.0, validation: bool = False) -> None:
+        self.file, self.whole = file, not share
+        if self.whole:
+            self.starts, self.ends = file.offsets[:-1], file.offsets  # no copy: the memory map
+            return
+        chosen = np.concatenate(
+            [
+                is_validation(np.arange(start, min(start + HASH_BLOCK, file.documents)), share) == validation
+                for start in range(0, file.documents, HASH_BLOCK)
+            ]
+        )
+        numbers = np.flatnonzero(chosen)
+        self.starts = np.asarray(file.offsets)[numbers]
+        lengths = np.asarray(file.offsets)[numbers + 1] - self.starts
+        self.ends = np.concatenate(([0], np.cumsum(lengths)))  # document d is [ends[d], ends[d + 1]) of the stream
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ends[-1])
+
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.ends)
+
+    def window(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens start … stop − 1 of the stream, and the number of the document of each, from 0 on."""
+        first = int(np.searchsorted(self.ends, start, "right")) - 1
+        last = int(np.searchsorted(self.ends, stop, "left"))
+        edges = np.clip(np.asarray(self.ends[first : last + 1], dtype=np.int64), start, stop)
+        numbers = np.repeat(np.arange(last - first, dtype=np.int32), np.diff(edges))
+        if self.whole:
+            return np.asarray(self.file.tokens[start:stop]).astype(np.int64), numbers
+        begins = np.asarray(self.starts[first:last]) + edges[:-1] - np.asarray(self.ends[first:last])
+        parts = [
+            self.file.tokens[b : b + n] for b, n in zip(begins.tolist(), np.diff(edges).tolist(), strict=True) if n
+        ]
+        return np.concatenate(parts).astype(np.int64), numbers
+
+    def pieces(self, seq: int) -> np.ndarray:
+        """The number of sequences before each document, if a sequence never contains parts of two documents."""
+        targets = np.maximum(self.lengths() - 1, 0)
+        return np.concatenate(([0], np.cumsum(-(-targets // seq))))
+
+    def sequences(self, seq: int, pack: bool) -> int:
+        """The number of sequences of `seq` tokens, each with a next token, in the packed stream or document by document."""
+        return max(0, (self.tokens - 1) // seq) if pack else int(self.pieces(seq)[-1])
 
 
 def training_documents(data: Data) -> list[Documents]:

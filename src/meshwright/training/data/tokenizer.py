@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.describe.files import read_text
 from meshwright.errors import MeshwrightError
-from meshwright.training.records import BYTE_VALUES
+from meshwright.training.hooks import BYTE_VALUES
 from meshwright.version import install_command
 
 BYTES = "bytes"

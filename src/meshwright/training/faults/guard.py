@@ -5,14 +5,63 @@
 
 Hooks, nearest to the step first: recorder of communication, watchdog, (evaluation), loss spikes, (checkpoints, rows of the run folder), stop on
 a signal, injected faults. A spike is found before its step is saved or written.
+
+A preemption signal (SIGTERM, SIGUSR1): finish the step, save, and exit cleanly, all ranks after the same step.
+
+The scheduler may signal only some ranks, and at different moments. They must agree on the last step, without a collective in every step:
+
+    before step s    a rank that was signalled writes the request "stop after step s" where all ranks can read it
+    after step s     every rank reads it
+
+This suffices: no rank can finish step s before the signalled rank has entered it, since every step sums its loss over all ranks. So when a
+rank looks after step s, the request is there. A rank that sees it earlier waits for step s. Replicas of local SGD
+meet only when they average, so there the request names the next step that averages.
+
+The request is a file where all ranks are on one host. Between hosts it is a key of the process group's store: a file system of
+a network may show a new file only seconds later.
+
+A launcher also sends SIGTERM to end ranks whose peer has died. Such a rank is blocked in a collective and never reaches its next step: Python
+runs no handler there. The kernel's part of the handler writes a byte to a socket at once; the watchdog reads it (`arrived`), and ends a rank
+that makes no progress after a signal.
+
+Loss spikes: a loss far above the last ones. Training goes back to the last good checkpoint.
+
+    spike    loss > factor × median of the last `WINDOW` losses
+
+Large models diverge this way without any NaN: a few batches push the weights somewhere from which the loss takes thousands of steps to recover,
+if it does. The remedy of published runs is to restart from an earlier checkpoint and to skip the batches. A spike may also
+come from a hardware fault, and then the same batches do no harm. So
+
+    first spike at a step      go back, repeat the same batches (a transient fault does not come back)
+    second one at that step    go back, and skip the batches since the checkpoint up to this step
+
+The loss is the sum over all ranks, so all ranks see the spike in the same step. Losses of replicas of local SGD differ: they agree
+when they average.
+
+Go back to the last good checkpoint without a restart: after a loss spike, or a NaN with `optimizer.on_nan = "rollback"`.
+
+    1st rollback at a step    restore, and repeat the same batches: a fault of the hardware does not come back
+    2nd at the same step      restore, and leave out updates, since the batches are the cause: of the step with a NaN gradient; of all steps
+                              from the checkpoint to a spike, since any of them may have caused it
+
+All ranks see the same loss and norm, so they all raise `Rollback` in the same step, and all restore.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
 import time
 import zlib
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import distributed
@@ -22,18 +71,211 @@ from meshwright.training.checkpoint.background import Saver
 from meshwright.training.checkpoint.resume import resume
 from meshwright.training.faults.heartbeat import HeartbeatFolder, host_name
 from meshwright.training.faults.inject import Injector, read_faults
-from meshwright.training.faults.preemption import StopFile, StopKey, StopOnSignal, StopRequests, default_store
-from meshwright.training.faults.rollback import train_with_rollback
-from meshwright.training.faults.spike import LossSpikes
 from meshwright.training.faults.watchdog import Watchdog
 from meshwright.training.folder import RunFolder
-from meshwright.training.hooks import Hook
+from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.job import Job
-from meshwright.training.launch.failure import Failure, write_failure
-from meshwright.training.launch.rank import RankContext
+from meshwright.training.launch.rank import Failure, RankContext, write_failure
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.record_comm import CommRecorder
-from meshwright.training.records import StepRecord
+from meshwright.training.optimizer.finite import Rollback
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+AGENT_S = 10.0  # for an agent of torchrun to notice that a node joins; it looks every few seconds at most
+
+
+class StopRequests(Protocol):
+    """A place for the step after which all ranks stop. The first request stays."""
+
+    def request(self, step: int) -> None: ...
+    def requested(self) -> int | None: ...
+
+
+class StopFile:
+    """The request as a file, for ranks of one host: reading it before it exists takes a microsecond."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def request(self, step: int) -> None:
+        new = f"{self.path}.{os.getpid()}"
+        Path(new).write_text(str(step), "ascii")
+        with contextlib.suppress(FileExistsError):
+            os.link(new, self.path)  # unlike a rename, this fails if the file exists
+        os.unlink(new)
+
+    def requested(self) -> int | None:
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            return int(os.read(descriptor, 32))
+        finally:
+            os.close(descriptor)
+
+
+class StopKey:
+    """The request as a key of a torch.distributed store, for ranks of several hosts."""
+
+    def __init__(self, store: Any, key: str = "stop-after-step") -> None:
+        self.store, self.key = store, key
+
+    def request(self, step: int) -> None:
+        self.store.compare_set(self.key, "", str(step))
+
+    def requested(self) -> int | None:
+        return int(self.store.get(self.key)) if self.store.check([self.key]) else None
+
+
+class StopOnSignal(Hook):
+    """Stops the training after a signal. The checkpoint's `finish` saves the last step, as at the end of any training."""
+
+    def __init__(self, requests: StopRequests, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:
+        self.requests, self.signals = requests, signals
+        self.received: signal.Signals | None = None
+        self.stop_step: int | None = None
+        self.previous: dict[signal.Signals, Any] = {}
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
+
+    def start(self, trainer: Any) -> None:
+        for number in self.signals:
+            self.previous[number] = signal.signal(number, self.receive)
+        signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+
+    def arrived(self) -> bool:
+        """Whether one of the signals arrived since the last call, also if the main thread is blocked; for another thread."""
+        try:
+            return any(number in self.signals for number in self.reader.recv(64))
+        except BlockingIOError:
+            return False
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+    def before_step(self, trainer: Any) -> None:
+        if self.received is not None and self.stop_step is None:
+            self.stop_step = next_common_step(trainer)
+            self.requests.request(self.stop_step)
+
+    def after_step(self, trainer: Any, record: StepRecord) -> None:
+        stop = self.requests.requested()
+        if stop is not None and record.step >= stop:
+            self.stop_step, trainer.stopped = stop, True
+
+    def finish(self, trainer: Any) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        if self.previous:
+            signal.set_wakeup_fd(-1)
+        self.previous.clear()
+
+
+def await_agent() -> NoReturn:
+    """End a rank of torchrun that stopped because of a signal to another node.
+
+    Its agent would take a normal exit as the end of the job, and leave. If a node joins, the agent ends this process a moment later, and
+    restarts it. If a node leaves, the agent does not know of it: an exit code makes it restart this rank, with the nodes that remain."""
+    time.sleep(AGENT_S)
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def default_store() -> Any:
+    """The store of the default process group. Private name of torch: `distributed_c10d._get_default_store`."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def next_common_step(trainer: Any) -> int:
+    """The next step in which all ranks communicate: the coming one, or under local SGD the one that averages."""
+    local = trainer.parallel.local
+    return int(trainer.step) if local is None else int(trainer.step + local.every - 1 - local.since)
+
+
+WINDOW = 64
+LEAST = 8  # losses before the first comparison
+
+
+class Spike(Rollback):
+    """A rollback after which any step since the checkpoint may be the cause."""
+
+
+class LossSpikes(Hook):
+    """Raises `Spike` after a step whose loss is `factor` times the usual one. It runs before the checkpoint hook."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.worst = 0.0  # since the ranks last compared; only under local SGD does it last longer than a step
+
+    def after_step(self, trainer: Any, record: StepRecord) -> None:
+        usual = median(self.losses) if len(self.losses) >= LEAST else float("inf")
+        if isfinite(record.loss):  # NaN and infinity: `optimizer.on_nan`
+            self.losses.append(record.loss)
+            self.worst = max(self.worst, record.loss / usual if usual > 0 else 0.0)
+        local = trainer.parallel.local
+        if local is not None and local.since:
+            return
+        worst, self.worst = self.worst, 0.0
+        if local is not None:
+            worst = largest_over_replicas(trainer, worst)
+        if worst > self.factor:
+            raise Spike(
+                record.step, f"the loss rose to {worst:.3g} times its median of the last {len(self.losses)} steps"
+            )
+
+    def reset(self) -> None:
+        """Forget the losses after a rollback."""
+        self.losses.clear()
+
+
+def largest_over_replicas(trainer: Any, value: float) -> float:
+    """The largest value of all replicas of local SGD."""
+    import torch
+    from torch import distributed
+
+    group = trainer.parallel.mesh.group("replicate")
+    if group is None:
+        return value
+    found = torch.tensor([value], dtype=torch.float64, device=trainer.parallel.mesh.device)
+    distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
+    return float(found)
+
+
+Restore = Callable[[Any], int | None]  # fills a trainer with the last good checkpoint; its step, None if there is none
+
+
+def train_with_rollback(
+    trainer: Any, until: int, restore: Restore, note: Callable[[int, int, str], None], most: int
+) -> Iterator[StepRecord]:
+    """Train until step `until`. `note(step, resumed, text)` is called for each rollback; after `most` of them without
+    progress the run stops with the cause."""
+    rollbacks: Counter[int] = Counter()
+    while True:
+        try:
+            yield from trainer.until(until)
+            return
+        except Rollback as cause:
+            rollbacks = Counter({step: count for step, count in rollbacks.items() if step >= cause.step})
+            rollbacks[cause.step] += 1
+            if rollbacks.total() > max(most, 1):
+                raise
+            resumed = restore(trainer)
+            if resumed is None:
+                raise
+            text = f"{cause.cause}: back to step {resumed}"
+            if rollbacks[cause.step] > 1:
+                first = resumed if isinstance(cause, Spike) else cause.step
+                trainer.skip_steps.update(range(first, cause.step + 1))
+                steps = f"step {first}" if first == cause.step else f"steps {first} to {cause.step}"
+                text += f"; the updates of {steps} are left out"
+            for hook in trainer.hooks:
+                if isinstance(hook, LossSpikes):
+                    hook.reset()
+            note(cause.step, resumed, text)
 
 
 class Guard:

@@ -16,6 +16,8 @@ repeated after a restart: a mark in the run folder says that it has happened. `i
     bit-flip     a bit of the newest checkpoint is flipped, then SIGKILL: the restart must find the damage
     truncate     a file of the newest checkpoint loses its end, then SIGKILL
     disk-full    for `steps` steps writes of this process fail as on a full disk
+
+Damage on purpose: flip a bit of the newest checkpoint, truncate it, or make the disk look full.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -33,8 +36,39 @@ from typing import Any
 
 from meshwright.describe.run_folder import CHECKPOINTS
 from meshwright.errors import MeshwrightError, unknown
-from meshwright.training.faults.damage import damage, newest_checkpoint, set_disk_full
 from meshwright.training.hooks import Hook
+
+FULL_DISK_BYTES = 4096  # a file may still grow to this size: a full disk has a few free blocks too
+
+
+def newest_checkpoint(checkpoints: Path) -> Path | None:
+    """The complete checkpoint of the latest step."""
+    found = sorted(path for path in checkpoints.glob("step-*") if path.is_dir())
+    return found[-1] if found else None
+
+
+def damage(checkpoint: Path, how: str, seed: int) -> Path:
+    """Flip one bit of a file of a checkpoint ("bit-flip"), or cut off its end ("truncate"). Returns the file."""
+    draw = random.Random(seed)
+    file = draw.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size))
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        if how == "truncate":
+            stream.truncate(draw.randrange(size))
+        else:
+            position = draw.randrange(size)
+            stream.seek(position)
+            byte = stream.read(1)[0]
+            stream.seek(position)
+            stream.write(bytes([byte ^ (1 << draw.randrange(8))]))
+    return file
+
+
+def set_disk_full(full: bool) -> None:
+    """Let every write of this process that makes a file larger than a block fail, or end that. Needs no rights."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK_BYTES if full else most, most))
+
 
 VARIABLE = "MESHWRIGHT_FAULTS"
 LOG = "injected.jsonl"

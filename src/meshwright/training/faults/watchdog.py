@@ -8,41 +8,130 @@ The watchdog learns the time of a step (the median of the last ones) and acts wh
 Progress is a finished collective or step. Between steps (checkpoint, evaluation) and before the first steps no time is known: there a rank
 that still writes heartbeats has `UNKNOWN_S`. A silent rank (stopped, host lost) is found in every phase.
 
-All ranks read the same heartbeats and come to the same verdict (`diagnose`). Then the lowest rank that responds reports the cause, ends
+All ranks read the same heartbeats and come to the same verdict (`heartbeat.diagnose`). Then the lowest rank that responds reports the cause, ends
 a silent process on its own host, and every rank exits, so that the launcher can restart them from the last checkpoint.
-Rank 0 also compares the speed of the ranks (`slow`).
+Rank 0 also compares the speed of the ranks (`slow_ranks`).
+
+The flight recorder of NCCL: torch's own record of the last collectives of this rank, written to the run folder when a rank hangs.
+
+torch keeps the last collectives of every process group with their states (scheduled, started, completed), sizes and Python stacks, if its buffer
+has a size when the group is made. `meshwright` names the rank and the collective itself; this file has the details.
+
+Private names of torch: `torch._C._distributed_c10d._dump_fr_trace_json`, before torch 2.9 `._dump_nccl_trace_json`. JSON, no pickle.
+
+Slow ranks: one whose own work takes much longer than that of the ranks which do the same work.
+
+All ranks of a run take the same time per step, since they wait for each other. The difference is in where they spend it: a slow rank computes
+while the others are blocked in communication. So compare, between ranks of the same pipeline stage (stages may differ by design),
+
+    own work = seconds of a step − seconds blocked in communication        (medians of the last steps)
+
+A rank is slow if its own work exceeds the median of its peers by half, and the excess is a tenth of the step or more. A rank that is
+alone in its stage is compared with its earlier steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 from meshwright.errors import MeshwrightError
 from meshwright.host import process_start
-from meshwright.training.faults.diagnose import Verdict, diagnose
-from meshwright.training.faults.flight import write_flight_record
 from meshwright.training.faults.heartbeat import (
     FAST_BEAT_S,
     SLOW_BEAT_S,
     Heartbeat,
     HeartbeatFolder,
     Operation,
+    Verdict,
+    diagnose,
     host_name,
 )
-from meshwright.training.faults.slow import slow_ranks
-from meshwright.training.hooks import Hook
+from meshwright.training.hooks import Hook, RecordedStep, StepRecord
 from meshwright.training.measure.communication import length, union
-from meshwright.training.records import RecordedStep, StepRecord
+from meshwright.units import format_seconds
+
+DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # names of newer and older releases
+ENTRIES = 2000
+
+
+def enable() -> None:
+    """Give the recorder a buffer, unless the user has set its size; before the first process group is made."""
+    for name in SIZES:
+        os.environ.setdefault(name, str(ENTRIES))
+
+
+def recorded() -> dict[str, Any]:
+    """The records of this process; empty where torch has no recorder (a build without NCCL)."""
+    from torch._C import _distributed_c10d
+
+    for name in DUMPS:
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            try:
+                found = json.loads(dump())
+            except (RuntimeError, TypeError, ValueError):
+                continue
+            return found if isinstance(found, dict) else {}
+    return {}
+
+
+def write_flight_record(folder: Path, rank: int) -> Path | None:
+    """Write this rank's records to `flight-rank-N.json`; None if there are none."""
+    found = recorded()
+    if not found.get("entries"):
+        return None
+    path = folder / f"flight-rank-{rank}.json"
+    path.write_text(json.dumps(found, indent=1), "utf-8")
+    return path
+
+
+FACTOR = 1.5
+LEAST_SHARE = 0.1  # of a step
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that makes the others wait in every step."""
+
+    rank: int
+    host: str
+    own_s: float
+    peers_s: float
+    alone: bool = False  # compared with its earlier steps
+
+    @property
+    def text(self) -> str:
+        return (
+            f"rank {self.rank} on {self.host} is slow: it works {format_seconds(self.own_s)} per step, "
+            f"{'before' if self.alone else 'ranks with the same work'} {format_seconds(self.peers_s)}; every step waits for it"
+        )
+
+
+def slow_ranks(heartbeats: Iterable[Heartbeat]) -> list[SlowRank]:
+    """The slow ranks among these heartbeats."""
+    measured = [beat for beat in heartbeats if beat.own_s > 0]
+    found = []
+    for beat in measured:
+        peers = [other.own_s for other in measured if other.stage == beat.stage and other.rank != beat.rank]
+        usual = median(peers) if peers else beat.usual_s
+        if usual and beat.own_s > FACTOR * usual and beat.own_s - usual > LEAST_SHARE * beat.step_s:
+            found.append(SlowRank(beat.rank, beat.host, beat.own_s, usual, not peers))
+    return found
+
 
 TICK_S = 0.25
 FAST_AFTER_S = 2.0  # without progress, from which on heartbeats are frequent

@@ -6,7 +6,7 @@ torchrun (`join`). It notices within a tenth of a second that a process has ende
     forkserver   ranks are forked from the server of `local`, which has imported torch: 0.3 s instead of 10
     attempts     each has a new agent with a new store, and may have another number of ranks. The restart of torchrun keeps its store,
                  in which new ranks find the addresses of processes that have ended
-    root cause   the agent names the first ended process that it finds; here the failures of all ranks are compared (`failure`)
+    root cause   the agent names the first ended process that it finds; here the failures of all ranks are compared (`rank.root_cause`)
     signals      SIGTERM is passed on to the ranks, which have `STOP_S` to save and to end
     stuck ranks  the agent waits 30 s for a process that does not react to SIGTERM; here it is killed after `STUCK_S`
 
@@ -40,7 +40,8 @@ from meshwright.errors import IO_ERROR
 from meshwright.host import end_with_parent
 from meshwright.training.job import Attempt
 from meshwright.training.launch import local
-from meshwright.training.launch.failure import (
+from meshwright.training.launch.local import main_hidden
+from meshwright.training.launch.rank import (
     INTERNAL_ERROR,
     Failure,
     error_of,
@@ -48,7 +49,6 @@ from meshwright.training.launch.failure import (
     remove_failures,
     root_cause,
 )
-from meshwright.training.main_script import main_hidden
 
 LOOPBACK = "127.0.0.1"
 MONITOR_S = 0.1

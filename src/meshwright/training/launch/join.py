@@ -1,4 +1,4 @@
-"""Join the other ranks that a launcher started (`placement`), and make the default process group.
+"""Join the other ranks that a launcher started (`rank.placement`), and make the default process group.
 
 One process uses one GPU: that of its local rank, or the only one that it sees (`srun --gpus-per-task=1`).
 
@@ -28,11 +28,9 @@ from uuid import uuid4
 import torch
 from torch import distributed
 
-from meshwright.comm.bench.session import host_name
+from meshwright.comm.bench.backends import host_name
 from meshwright.errors import MeshwrightError, listed
-from meshwright.training.launch.failure import INTERNAL_ERROR, FailedElsewhere
-from meshwright.training.launch.placement import Placement
-from meshwright.training.launch.rank import RankContext
+from meshwright.training.launch.rank import INTERNAL_ERROR, FailedElsewhere, Placement, RankContext
 from meshwright.training.machine import SHARED, gpu_count, resolve_backend, resolve_device
 
 JOIN_TIMEOUT_S = 60.0

@@ -30,10 +30,13 @@ from meshwright.describe.run_folder import rank_log, read_about
 from meshwright.errors import MeshwrightError
 from meshwright.host import process_start
 from meshwright.training.job import Attempt, Job
-from meshwright.training.launch.failure import (
+from meshwright.training.launch.join import GROUP_TIMEOUT_S, Meeting, join
+from meshwright.training.launch.rank import (
     INTERNAL_ERROR,
     FailedElsewhere,
     Failure,
+    Placement,
+    end_with_agent,
     error_of,
     failure_of,
     read_failures,
@@ -41,9 +44,6 @@ from meshwright.training.launch.failure import (
     root_cause,
     write_failure,
 )
-from meshwright.training.launch.join import GROUP_TIMEOUT_S, Meeting, join
-from meshwright.training.launch.placement import Placement
-from meshwright.training.launch.rank import end_with_agent
 from meshwright.training.measure.measurement import Training, conclude_interrupted
 from meshwright.training.worker import Listen, train
 

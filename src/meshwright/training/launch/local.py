@@ -13,6 +13,11 @@ What can go wrong with a rank, and what is reported:
 
 The first root cause is raised; all other output is in `rank-N.log` of the run folder, if there is one. A rank whose parent has
 ended exits too: it reads a pipe that closes with the parent.
+
+Start processes from a user's script that has no `if __name__ == "__main__":` guard.
+
+`multiprocessing` also runs the script in every process that it starts, so that functions of the script can be called there. A script
+without the guard would then start processes in every process. Ours import what they call from a module, so the script is hidden from them.
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -33,9 +39,24 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.training.launch.failure import INTERNAL_ERROR, Failure, error_of
+from meshwright.training.launch.rank import INTERNAL_ERROR, Failure, error_of
 from meshwright.training.machine import resolve_backend, resolve_device
-from meshwright.training.main_script import main_hidden
+
+
+@contextlib.contextmanager
+def main_hidden(unless: bool = False) -> Iterator[None]:
+    """Processes that are started meanwhile do not run the caller's script: they import their target by name and do not need it."""
+    main = sys.modules["__main__"]
+    names = () if unless else ("__file__", "__spec__")
+    hidden = {name: getattr(main, name) for name in names if hasattr(main, name)}
+    for name in hidden:
+        setattr(main, name, None)
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)
+
 
 PRELOAD = ["meshwright.training.launch.preload"]
 RENDEZVOUS_BYTES = 2**24  # the store and the logs of a rendezvous fit into this

@@ -2,6 +2,21 @@
 
 Parent and rank exchange plain data over their pipe. What the rank prints goes to its log, and so does its Python stack
 when a signal kills it or when the parent requests it (SIGUSR1).
+
+Failures of ranks: which one is the root cause, and the error that is shown for it.
+
+When one rank fails, the others lose their connections a moment later and fail too. The root cause is the earliest failure that is
+not such a consequence. Only this one is shown; the logs of the ranks have all of them.
+
+A rank of a training writes its failure to `rank-N.failure.json` in the run folder before its connections close. There the process
+that started it, or rank 0 of the next attempt, finds the root cause, on one host and on several that share the folder.
+
+Where a launcher placed this process: its rank among all ranks, its number on this host, and the address where the ranks meet.
+
+env://      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: torchrun, a PyTorchJob of Kubernetes, Ray, `emulate run`
+srun        SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST: the first host of the list is the rendezvous address, the
+            port follows from the job's number, so that two jobs do not meet
+mpirun      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; MASTER_ADDR on several hosts
 """
 
 from __future__ import annotations
@@ -9,23 +24,220 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from meshwright.describe.run import PORT
 from meshwright.describe.shown import function_of
 from meshwright.errors import MeshwrightError
 from meshwright.host import end_with_parent
-from meshwright.training.launch.failure import INTERNAL_ERROR, failure_of, write_failure
+from meshwright.units import counted
+
+SUFFIX = ".failure.json"
+INTERNAL_ERROR = 70  # exit code: the input is not the cause
+CONSEQUENCES = (
+    "MW-COMM-004",
+    "Connection closed by peer",
+    "Connection reset",
+    "Connection refused",
+    "Timed out waiting",
+    "Socket Timeout",
+    "Broken pipe",
+)
+
+
+def lost_connection(text: str) -> bool:
+    """Whether a text is what torch.distributed or our backend reports after another rank has gone."""
+    return any(words in text for words in CONSEQUENCES)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed: it raised, died (of a signal or by exiting), hung, or ended because another rank hangs."""
+
+    rank: int
+    state: str  # raised | died | hung | ended
+    text: str  # traceback, or signal and last lines of the log
+    at: float  # seconds, of one clock for all ranks of a run
+    error: dict[str, Any] | None = None  # the fields of a MeshwrightError, if the rank raised one
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this failure only follows from the failure of another rank."""
+        return self.state == "ended" or (self.state == "raised" and lost_connection(self.text))
+
+    @property
+    def summary(self) -> str:
+        """One line: which rank, and why."""
+        if self.error is not None:
+            return f"rank {self.rank}: {self.error['code']}: {self.error['what']}"
+        lines = [line for line in self.text.splitlines() if line.strip()] or [""]
+        return f"rank {self.rank} {self.state}: {lines[-1] if self.state == 'raised' else lines[0]}"
+
+
+class FailedElsewhere(MeshwrightError):
+    """Another rank failed and reports why; this one ends without a message."""
+
+    quiet = True
+
+
+class RankFailure(MeshwrightError):
+    """A rank raised, died or hung; `text` is its traceback, `others` the tracebacks of ranks that failed after it."""
+
+    def __init__(self, rank: int, state: str, text: str, others: dict[int, str], logs: Path | None) -> None:
+        self.rank, self.state, self.text, self.others = rank, state, text.rstrip(), others
+        more = f"\n{counted(len(others), 'more rank')} failed afterwards" if others else ""
+        super().__init__(
+            "MW-RANK-001",
+            f"rank {rank} {state}:\n{self.text}{more}",
+            why=f"Per-rank logs: {logs}" if logs else "",
+            exit_code=INTERNAL_ERROR,
+        )
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """The likeliest root cause: first a rank that died or raised, then one that hung, then one whose failure is a consequence;
+    within each class the earliest."""
+    return min(failures, key=lambda f: (2 if f.is_consequence else 1 if f.state == "hung" else 0, f.at))
+
+
+def error_of(failures: Sequence[Failure], logs: Path | None) -> MeshwrightError:
+    """The error that is shown for failed ranks: that of the root cause."""
+    root = root_cause(failures)
+    if root.error is not None:
+        return MeshwrightError(**root.error)
+    return RankFailure(root.rank, root.state, root.text, {f.rank: f.text for f in failures if f is not root}, logs)
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """The failure of a rank that raised."""
+    fields = {**error.as_dict(), "exit_code": error.exit_code} if isinstance(error, MeshwrightError) else None
+    return Failure(rank, "raised", "".join(traceback.format_exception(error)), time.time(), fields)
+
+
+def write_failure(folder: Path, failure: Failure, spare: Path | None = None) -> None:
+    """Write the failure of a rank to the run folder, or to the `spare` folder: a full or lost disk must not hide the failure itself."""
+    for target in (folder, spare) if spare is not None else (folder,):
+        with suppress(OSError):
+            (target / f"rank-{failure.rank}{SUFFIX}").write_text(json.dumps(asdict(failure)), "utf-8")
+            return
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """The failures that ranks have written; a file that is not complete is left out."""
+    found = []
+    for file in sorted(folder.glob(f"rank-*{SUFFIX}")):
+        with suppress(OSError, ValueError, TypeError):
+            found.append(Failure(**json.loads(file.read_text("utf-8"))))
+    return found
+
+
+def remove_failures(folder: Path) -> None:
+    """Remove the failures of an earlier attempt."""
+    for file in folder.glob(f"rank-*{SUFFIX}"):
+        file.unlink(missing_ok=True)
+
+
+class Placement(NamedTuple):
+    """What a launcher's environment says about one rank."""
+
+    rank: int
+    world: int
+    local_rank: int
+    address: str
+    port: int
+    store_is_running: bool = False  # torchrun's agent already serves the store
+    restarts: int = 0  # of torchrun's agent on this host
+    restarts_left: int = 0
+    elastic: bool = False  # an agent of torchrun started this process
+
+
+class Launcher(NamedTuple):
+    """The variables by which a launcher numbers its ranks."""
+
+    command: str
+    rank: str
+    world: str
+    local_rank: str
+
+
+ENVIRONMENT = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+SLURM = Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+OPEN_MPI = Launcher("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
+def placement(environment: Mapping[str, str]) -> Placement | None:
+    """The placement that a launcher set; None where no launcher did, or Slurm or Open MPI started one task."""
+    if ENVIRONMENT.rank in environment or ENVIRONMENT.world in environment:
+        return _placed(environment, ENVIRONMENT, environment.get("MASTER_ADDR", ""))
+    step = "SLURM_STEP_NODELIST" in environment or "SLURM_STEP_ID" in environment  # not in a batch script itself
+    if step and _several(environment, SLURM):
+        hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+        return _placed(environment, SLURM, environment.get("MASTER_ADDR") or first_host(hosts))
+    if _several(environment, OPEN_MPI):
+        one_host = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environment[OPEN_MPI.world]
+        return _placed(environment, OPEN_MPI, environment.get("MASTER_ADDR", "127.0.0.1" if one_host else ""))
+    return None
+
+
+def _several(environment: Mapping[str, str], launcher: Launcher) -> bool:
+    """Whether this process is one of several tasks of a launcher."""
+    return launcher.rank in environment and environment.get(launcher.world, "1") not in ("", "1")
+
+
+def _placed(environment: Mapping[str, str], launcher: Launcher, address: str) -> Placement:
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        default_port = PORT + int(environment.get("SLURM_JOB_ID", "0") or 0) % 10_000
+        found = Placement(
+            int(environment[launcher.rank]),
+            int(environment[launcher.world]),
+            int(environment.get(launcher.local_rank, "0")),
+            address or ("127.0.0.1" if environment[launcher.world] == "1" else ""),
+            int(environment.get("MASTER_PORT", default_port)),
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            int(restarts),
+            int(environment.get("TORCHELASTIC_MAX_RESTARTS", restarts)) - int(restarts),
+            "TORCHELASTIC_RUN_ID" in environment,
+        )
+    except (KeyError, ValueError) as error:
+        why = f"{launcher.rank} and {launcher.world} are needed and must be numbers: {error}"
+        raise _bad_environment(why, launcher) from None
+    if not 0 <= found.rank < found.world:
+        why = f"{launcher.rank} = {found.rank} is not from 0 to {launcher.world} − 1 = {found.world - 1}"
+        raise _bad_environment(why, launcher)
+    if not found.address:
+        raise _bad_environment("MASTER_ADDR, the host of rank 0, is not set", launcher)
+    return found
+
+
+def _bad_environment(why: str, launcher: Launcher) -> MeshwrightError:
+    fix = f"start the ranks with {launcher.command}"
+    if launcher is OPEN_MPI:
+        fix = "mpirun -x MASTER_ADDR=HOST ..."
+    elif launcher is ENVIRONMENT:
+        fix += ", or unset RANK and WORLD_SIZE to start them on this machine"
+    return MeshwrightError("MW-RANK-006", "the variables of the launcher do not place this rank", why=why, fix=fix)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm list of nodes: `gpu[003-007,12],login1` → gpu003."""
+    found = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
+    return (found[1] + (found[2] or "")) if found else ""
+
 
 AGENT_POLL_S = 0.5
 

@@ -32,7 +32,7 @@ from meshwright.host import usable_cores
 from meshwright.training.launch import local
 from meshwright.units import format_seconds
 
-TARGET = "meshwright.comm.bench.machine:calibrate_rank"
+TARGET = "meshwright.comm.bench.contention:calibrate_rank"
 LARGEST_FILE = 2**20
 SILENCE_S = 60.0
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from meshwright.comm.work import Work
-from meshwright.training.records import CommEvent
+from meshwright.training.hooks import CommEvent
 
 
 class DeviceClock:

@@ -18,17 +18,17 @@ import numpy as np
 
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.calibrate.points import IDLE_SHARE
-from meshwright.comm.bench.interference import Moment, busy_cores
+from meshwright.comm.bench.timing import Moment, busy_cores
 from meshwright.cost.predict import predict, samples_per_step, seconds_at_peak
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.describe.run_folder import PROFILE, RUN, read_steps
 from meshwright.describe.shown import Shown
 from meshwright.training.folder import RunFolder
-from meshwright.training.measure import communication, kernels, timeline
+from meshwright.training.hooks import RankReport, StepRecord
+from meshwright.training.measure import communication, timeline
 from meshwright.training.measure.calibration import Interference, has_given_links, with_this_machine
-from meshwright.training.measure.kernels import GroupTime
-from meshwright.training.records import RankReport, StepRecord
+from meshwright.training.measure.timeline import GroupTime
 from meshwright.units import format_flops, format_seconds
 from meshwright.view.timeline import both_steps
 
@@ -280,8 +280,8 @@ def profiled_kernels(config: Config, folder: Path, device: str) -> list[GroupTim
     trace = folder / PROFILE / "rank-0.json"
     if not device.startswith("cuda") or not trace.is_file():
         return []
-    seconds = kernels.of_trace(json.loads(trace.read_text("utf-8")))
-    return kernels.compare(config, seconds) if seconds else []
+    seconds = timeline.of_trace(json.loads(trace.read_text("utf-8")))
+    return timeline.compare(config, seconds) if seconds else []
 
 
 def conclude_interrupted(path: Path, config: Config, steps: int, device: str, watch: LoadWatch, cause: str) -> None:

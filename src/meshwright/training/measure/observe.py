@@ -39,8 +39,8 @@ from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.mesh import ON_DEMAND, Mesh
 from meshwright.parallel.numerics.compress.powersgd import PowerSGD
 from meshwright.parallel.pieces import local_tensor
+from meshwright.training.hooks import Observed
 from meshwright.training.loop import Trainer
-from meshwright.training.records import Observed
 
 AXES = ("tp", "cp", "pp", "shard", "replicate", "dp", "dp_cp", "shard_cp", "world", *ON_DEMAND)
 CONTEXT_AXES = ("dp_cp", "shard_cp")  # with context parallelism they have separate communicators

@@ -8,27 +8,197 @@ their phases are spans of the main host thread. Profiling starts a few steps aft
 data-parallel replica is profiled, that is one rank of each tensor-parallel rank and stage: the others do the same work.
 
 A profiled step is slower than others: the event `profile` in the run folder says which steps these were.
+
+Trace a step: when each action of the schedule and each block of the model ran, and everything that `record_comm` records.
+
+Traced steps follow the timed ones, which stay undisturbed; the timeline shows the median one. Forward of a block is timed by module
+hooks. Backward of a block begins when the gradient of its output is complete and ends when the next block's begins. A split
+backward computes weight gradients of all blocks together (W), so there only the action is known.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.describe.run_folder import PROFILE
 from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.parallel.pipeline import Stage
+from meshwright.parallel.recompute import is_recomputing
 from meshwright.training.folder import RunFolder
-from meshwright.training.hooks import Hook
+from meshwright.training.hooks import Hook, Interval, StepRecord, TracedStep
 from meshwright.training.loop import Trainer
-from meshwright.training.records import StepRecord
+from meshwright.training.measure.record_comm import CommRecorder
 from meshwright.view.trace import MICROSECONDS, Span, trace_events, write_trace
+
+TRACED_STEPS = 3
+LONG_RUN = 10  # timed steps
+MOST_S = 30.0  # of all traced steps
+
+
+def trace_steps(trainer: Trainer, timed: int, step_s: float) -> tuple[TracedStep, ...]:
+    """Traces of further steps: three, or one after a short run; fewer where steps of `step_s` seconds would take longer than `MOST_S`."""
+    wanted = TRACED_STEPS if timed >= LONG_RUN else 1
+    return tuple(trace_step(trainer) for _ in range(min(wanted, int(MOST_S / max(step_s, 1e-9)))))
+
+
+def trace_step(trainer: Trainer) -> TracedStep:
+    """Train one step, and return its trace on this rank."""
+    with CommRecorder(trainer) as recorder, StepTracer(trainer, recorder) as tracer:
+        trainer.train_step()
+    return TracedStep(recorder.steps[-1], tracer.actions, tracer.blocks, tracer.updated)
+
+
+class StepTracer(Hook):
+    """Collects marks of the recorder's clock during a step, and turns them into intervals at its end."""
+
+    def __init__(self, trainer: Trainer, recorder: CommRecorder) -> None:
+        self.trainer, self.clock = trainer, recorder.clock
+        self.actions: list[Interval] = []
+        self.blocks: list[Interval] = []
+        self.updated = float("nan")
+        self._actions: list[list[Any]] = []  # kind, stage, micro-batch, start, end
+        self._forward: list[tuple[str, int, Any, Any]] = []  # block, action, start, end
+        self._backward: list[tuple[str, int, Any]] = []  # block, action, start
+        self._updated: Any = None
+        self._undo: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> StepTracer:
+        parallel = self.trainer.parallel
+        if parallel.pipeline is not None:
+            for stage in parallel.pipeline.stages:
+                self._trace_stage(stage)
+        else:
+            self._trace_microbatches()
+        for module in parallel.stages.values():
+            for block, part in blocks_of(module):
+                self._trace_block(block, part)
+        self._undo.append(self.trainer.optimizer.register_step_post_hook(self._note_update).remove)
+        self.trainer.hooks.insert(0, self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self.trainer.hooks.remove(self)
+
+    def _begin(self, kind: str, stage: int, microbatch: int) -> None:
+        self._actions.append([kind, stage, microbatch, self.clock.mark(), None])
+
+    def _end(self) -> None:
+        if self._actions and self._actions[-1][4] is None:
+            self._actions[-1][4] = self.clock.mark()
+
+    def _replace(self, owner: Any, name: str, new: Callable) -> None:
+        setattr(owner, name, new)
+        self._undo.append(lambda: delattr(owner, name))
+
+    def _trace_stage(self, stage: Stage) -> None:
+        forward, backward, weights = (
+            stage.forward_one_chunk,
+            stage.backward_one_chunk,
+            stage.backward_weight_one_chunk,
+        )
+        index = stage.stage_index
+
+        def traced(kind: str, call: Callable, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            self._begin(kind, index, microbatch)
+            out = call(microbatch, *args, **kwargs)
+            self._end()
+            return out
+
+        def backward_kind(full_backward: bool = True, **_: Any) -> str:
+            return "B" if full_backward else "I"
+
+        self._replace(stage, "forward_one_chunk", lambda i, *a, **k: traced("F", forward, i, *a, **k))
+        self._replace(stage, "backward_one_chunk", lambda i, *a, **k: traced(backward_kind(**k), backward, i, *a, **k))
+        self._replace(stage, "backward_weight_one_chunk", lambda i, *a, **k: traced("W", weights, i, *a, **k))
+
+    def _trace_microbatches(self) -> None:
+        """Without a pipeline the step enters the scope of a micro-batch, runs forward, computes the loss, and calls backward, in this order."""
+        parallel = self.trainer.parallel
+        scope, loss, finish = parallel.microbatch_scope, parallel.scaled_loss, parallel.finish_gradients
+
+        def begin_forward(microbatch: int) -> AbstractContextManager[Any]:
+            self._end()
+            self._begin("F", 0, microbatch)
+            return scope(microbatch)
+
+        def begin_backward(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            out = loss(output, target)
+            self._end()
+            self._begin("B", 0, self._actions[-1][2])
+            return out
+
+        def end_backward() -> None:
+            self._end()
+            finish()
+
+        self._replace(parallel, "microbatch_scope", begin_forward)
+        self._replace(parallel, "scaled_loss", begin_backward)
+        self._replace(parallel, "finish_gradients", end_backward)
+
+    def _trace_block(self, block: str, part: nn.Module) -> None:
+        starts: list[Any] = []
+
+        def before(*_: Any) -> None:
+            starts.append(self.clock.mark())
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            start, action = starts.pop(), len(self._actions) - 1
+            if is_recomputing() or action < 0 or self._actions[action][0] != "F":
+                return
+            self._forward.append((block, action, start, self.clock.mark()))
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda _: self._note_gradient(block))
+
+        self._undo.append(part.register_forward_pre_hook(before, prepend=True).remove)
+        self._undo.append(part.register_forward_hook(after).remove)
+
+    def _note_gradient(self, block: str) -> None:
+        self._backward.append((block, len(self._actions) - 1, self.clock.mark()))
+
+    def _note_update(self, *_: Any) -> None:
+        self._updated = self.clock.mark()
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        seconds = self.clock.seconds
+        self._end()
+        self.actions = [Interval(k, s, m, seconds(a), seconds(b)) for k, s, m, a, b in self._actions]
+        self.updated = seconds(self._updated)
+        for block, action, start, end in self._forward:
+            _, stage, microbatch, *_ = self._actions[action]
+            self.blocks.append(Interval(block, stage, microbatch, seconds(start), seconds(end)))
+        ends: dict[int, float] = {}
+        for block, action, start in reversed(self._backward):
+            found = self.actions[action]
+            begins = found.start if self._is_first(action, start) else seconds(start)
+            self.blocks.append(Interval(block, found.stage, found.microbatch, begins, ends.get(action, found.end)))
+            ends[action] = begins
+        self.blocks.sort(key=lambda b: b.start)
+
+    def _is_first(self, action: int, start: Any) -> bool:
+        """The first block of a backward begins with its action: the backward of the loss belongs to it."""
+        return next(mark for _, of, mark in self._backward if of == action) is start
+
+
+def blocks_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks of a stage, under the names of the step program."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleDict):
+            for layer in child.values():
+                yield ("moe" if getattr(layer, "expert", False) else "dense"), layer
+        elif isinstance(child, nn.Module) and name in ("embedding", "head"):
+            yield name, child
+
 
 WARMUP = 3  # steps before the first profiled one
 OPERATORS = ("cpu_op", "user_annotation")  # categories of torch's trace on the host

@@ -31,10 +31,9 @@ from torch import distributed
 from meshwright.comm import work as own
 from meshwright.comm.backend.group import MeshwrightGroup
 from meshwright.training.faults.heartbeat import Operation, operation_key
-from meshwright.training.hooks import Hook
+from meshwright.training.hooks import CommEvent, Hook, RecordedStep, StepRecord
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.observe import axes_by_group, groups_of
-from meshwright.training.records import CommEvent, RecordedStep, StepRecord
 
 KEPT_STEPS = 64  # the last ones of a run: memory stays bounded
 UNKNOWN = float("nan")

@@ -6,22 +6,60 @@ a thousand ranks as from ten.
 Times of a report are those of the host's clock. Rank 0 compares its clock with that of one rank of every other host: it notes its time,
 asks for the time of that rank, and notes when the answer arrives. The answer was given in the middle, up to half of the round trip; the
 shortest of a few round trips counts.
+
+The report of one rank at the end of a run: its recorded steps, a few traced ones, and one that is observed.
+
+These steps follow the timed ones: tracing gives the timeline of actions and blocks, observing counts bytes sent and memory of tensors.
+No checkpoint contains their updates. Long steps are not traced, and where one rank trains on a GPU nothing is observed: it sends no bytes, and the
+allocator counts its memory.
+
+The hook that adds to the record of a step what the step itself does not measure: MFU, memory, compilation, exposed communication.
+
+    MFU       seconds that the model's FLOPs take at the peak rate of all devices, over the seconds of the step
+    memory    peak of this rank so far: what a GPU's allocator has reserved, or the resident memory of the process
+    compiler  seconds of this rank in `torch.compile`, in the first steps of a run
+    exposed   seconds that this rank was blocked in communication, by the parts of a prediction. Waiting for another rank counts
+
+Nothing is communicated: the values are those of this rank. The measurement at the end of a run has memory and parts of all ranks.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import time
 import zlib
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import distributed
 
-from meshwright.comm.bench.session import host_name
+from meshwright.comm.bench.backends import host_name
+from meshwright.cost.predict import seconds_at_peak
+from meshwright.cost.step import TRAFFIC_AXIS
+from meshwright.describe.config import Config
+from meshwright.describe.result import GIB
+from meshwright.parallel.compile import compile_seconds
+from meshwright.parallel.expert.balance import copies_sent
+from meshwright.training.hooks import (
+    CommEvent,
+    Hook,
+    Interval,
+    Observed,
+    RankReport,
+    RecordedStep,
+    StepRecord,
+    TracedStep,
+)
 from meshwright.training.launch.rank import RankContext
-from meshwright.training.records import CommEvent, Interval, RankReport, RecordedStep, TracedStep
+from meshwright.training.loop import Trainer
+from meshwright.training.machine import peak_resident_bytes
+from meshwright.training.measure.communication import AXES, LoweredNames
+from meshwright.training.measure.observe import Observer
+from meshwright.training.measure.profile import trace_steps
+from meshwright.training.measure.record_comm import CommRecorder
 
 MOST_STEPS = 512  # recorded steps of all ranks together
 ROUND_TRIPS = 5
@@ -119,3 +157,113 @@ def shifted(report: RankReport, offset: float) -> RankReport:
         for t in report.traced
     )
     return replace(report, recorded=tuple(step(s) for s in report.recorded), traced=traced)
+
+
+PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which its bytes are predicted
+
+
+def rank_report(context: RankContext, trainer: Trainer, steps: int, recorder: CommRecorder, cpu_s: float) -> RankReport:
+    """The report of this rank; trains the further steps. `cpu_s`: seconds that it computed in the timed ones."""
+    parallel, of_steps = trainer.parallel, device_memory(context.device)
+    traced = trace_steps(trainer, steps, mean_step_s(trainer, recorder))
+    seen = observe(trainer) if of_steps is None or context.world > 1 else Observed()
+    tensors, process = of_steps or (
+        seen.peak_bytes,
+        peak_resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
+    )
+    stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen)
+    return RankReport(
+        context.rank, stage, tensors, process, traffic, routing(trainer), cpu_s, tuple(recorder.steps), traced
+    )
+
+
+def mean_step_s(trainer: Trainer, recorder: CommRecorder) -> float:
+    """Seconds of the last recorded step, mean over all ranks, which must agree on how many more they train."""
+    last = recorder.steps[-1] if recorder.steps else None
+    seconds = torch.tensor(
+        last.ended - last.began if last else 0.0, dtype=torch.float64, device=trainer.parallel.mesh.device
+    )
+    return float(trainer.all_reduce(seconds, "world")) / trainer.parallel.plan.world
+
+
+def observe(trainer: Trainer) -> Observed:
+    """Train one step, and return the bytes it sends and the memory it takes."""
+    if (local := trainer.parallel.local) is not None:
+        local.since = local.every - 1  # local SGD averages in this step
+    with Observer(trainer, separate_axes=True) as observer:
+        trainer.train_step()
+    return observer.observed()
+
+
+def routing(trainer: Trainer) -> tuple[float, float] | None:
+    """The share of this rank's token copies that the routers kept in the last step, and that which they sent to other ranks; None if their
+    capacity drops none."""
+    parallel, plan, model = trainer.parallel, trainer.parallel.plan, trainer.parallel.model
+    if not model.experts or not model.router.can_drop(model.experts, model.top_k):
+        return None
+    tokens = plan.microbatch * parallel.workload.seq / (plan.cp * plan.tp)
+    return copies_sent(parallel.stages.values(), tokens * model.top_k)
+
+
+def device_memory(device: str) -> tuple[int, int] | None:
+    """Peak bytes that the allocator of a GPU has allocated and reserved; None on a CPU, where no allocator counts them: there tensors are
+    those of the observed step, and the process is its resident memory."""
+    if not device.startswith("cuda"):
+        return None
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def sent_by_axis(trainer: Trainer, seen: Observed) -> dict[str, float]:
+    """Bytes this rank sends per step, under the axes of a prediction."""
+    out: dict[str, float] = {}
+    for observed_axis, size in seen.sent.items():
+        axis = PREDICTED_AXIS[observed_axis]
+        out[axis] = out.get(axis, 0.0) + size
+    if trainer.parallel.local is not None and "dp" in out:
+        out["dp"] /= trainer.parallel.local.every
+    return out
+
+
+class Metrics(Hook):
+    """Runs before the hooks that write or log the record, and after a recorder of communication if there is one."""
+
+    def __init__(self, config: Config, recorder: CommRecorder | None = None) -> None:
+        self.config, self.recorder = config, recorder
+        self.peak_s = seconds_at_peak(config.model, config.cluster, config.plan, config.workload)
+        self.compiled_s = 0.0
+
+    def before_step(self, trainer: Trainer) -> None:
+        self.compiled_s = self.compile_seconds(trainer)
+
+    def compile_seconds(self, trainer: Trainer) -> float:
+        return compile_seconds() if trainer.parallel.compilation.mode != "off" else 0.0
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> StepRecord:
+        recorded = self.recorder.steps[-1] if self.recorder is not None and self.recorder.steps else None
+        return replace(
+            record,
+            mfu=self.peak_s / record.seconds if record.seconds else None,
+            memory_gib=process_memory(trainer.parallel.mesh.device) / GIB,
+            exposed_s=self.exposed(trainer.parallel.mesh.rank, recorded) if recorded is not None else None,
+            compile_s=self.compile_seconds(trainer) - self.compiled_s or None,
+        )
+
+    @cached_property
+    def names(self) -> LoweredNames:
+        return LoweredNames(self.config)
+
+    def exposed(self, rank: int, step: RecordedStep) -> dict[str, float]:
+        """Blocked seconds by part. The small sums of the optimizer (tokens, norm, loss) are not communication of an axis."""
+        out: dict[str, float] = {}
+        for event in step.events:
+            part = self.names.matches(rank, event)[0].part
+            if part != "optimizer":
+                out[part] = out.get(part, 0.0) + event.returned - event.issued + event.resumed - event.waited
+        return out
+
+
+def process_memory(device: str) -> int:
+    """Peak bytes of this process so far: reserved on a GPU, resident on a CPU."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_reserved()
+    return peak_resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

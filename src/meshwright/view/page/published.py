@@ -9,8 +9,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from meshwright.calibrate.runs.outcomes import Outcome, predict_rows
 from meshwright.calibrate.runs.rows import read
+from meshwright.calibrate.runs.validate import Outcome, predict_rows
 from meshwright.describe.model import Model
 from meshwright.planner.cases import studies
 from meshwright.units import format_count, format_seconds

@@ -28,7 +28,7 @@ from itertools import accumulate
 
 import torch
 
-from meshwright.models.dtypes import at_least_single
+from meshwright.models.parts import at_least_single
 from meshwright.parallel.numerics.compress.base import Exchange, Feedback, Layout, generator
 
 

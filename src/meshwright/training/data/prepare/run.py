@@ -24,7 +24,7 @@ from meshwright.training.data.prepare.files import FORMATS, source_files
 from meshwright.training.data.prepare.folder import OutputFolder, finished_header
 from meshwright.training.data.token_file import Header, smallest_dtype
 from meshwright.training.data.tokenizer import open_tokenizer, tokenizer_hash
-from meshwright.training.main_script import main_hidden
+from meshwright.training.launch.local import main_hidden
 
 AHEAD = 3  # chunks in work or waiting, per worker
 Listen = Callable[[int, int], None]  # bytes done, bytes in all
