@@ -237,7 +237,7 @@ def test_exit_codes_are_documented() -> None:
     import meshwright.cli
 
     for text in (overview(), meshwright.cli.__doc__ or "", (ROOT / "docs" / "errors.md").read_text("utf-8")):
-        for code in ("70", "130", "143"):
+        for code in ("70", "74", "130", "143"):
             assert code in text
 
 

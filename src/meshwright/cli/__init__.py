@@ -10,6 +10,7 @@ Exit codes
     2    bad input or usage, or a file or stream that cannot be written
     3    nothing fits: no plan fits the cluster, or the run does not fit this machine
     70   an internal error of Meshwright
+    74   a disk that is full or cannot be read
     130  interrupted (Ctrl-C)
     143  terminated (SIGTERM)
 
@@ -122,8 +123,8 @@ PARSER_WORDS = (
     (r"Input should be greater than or equal to", "at least"),
 )
 EXIT_CODES = (
-    "Exit codes: 0 success, 1 a check failed, 2 bad input, 3 nothing fits, 70 internal error, 130 interrupted,\n"
-    "143 terminated. `meshwright --version` prints the version."
+    "Exit codes: 0 success, 1 a check failed, 2 bad input, 3 nothing fits, 70 internal error, 74 the disk is full\n"
+    "or cannot be read, 130 interrupted, 143 terminated. `meshwright --version` prints the version."
 )
 
 

@@ -22,7 +22,7 @@ def command(
         "",
         "--runs",
         metavar="FILE",
-        help="Fit the numbers of all stacks to a CSV of runs; `published`: those that come along.",
+        help="Fit the numbers of all stacks to a CSV of runs; `published`: those that come with Meshwright.",
     ),
     from_run: list[str] = typer.Option(
         [],
@@ -44,7 +44,7 @@ def command(
     With results of `bench`: latency and bandwidth of every level; prints a verdict for each level against the catalog: normal, or slow by a
     factor with likely causes. With outputs of nccl-tests (all_reduce_perf, all_gather_perf, reduce_scatter_perf, alltoall_perf, sendrecv_perf):
     factors of these collectives on the links of the catalog's cluster, inside a node and between nodes. Use the file as --cluster FILE.
-    With --from-run: the numbers of a stack, by Bayes' rule from what is known of it and what was measured. Use the file as --stack FILE.
+    With --from-run: the numbers of a stack, the catalog's values and what was measured, combined by Bayes' rule. Use the file as --stack FILE.
     With --runs: the numbers of all stacks of the catalog, from published runs."""
     from meshwright.cli.output import writable
     from meshwright.errors import MeshwrightError

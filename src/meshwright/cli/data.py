@@ -30,7 +30,10 @@ def prepare_command(
     field: Annotated[str, typer.Option("--field", help="The field with the text, in JSON lines and tables.")] = "text",
     document: Annotated[
         str,
-        typer.Option("--document", help="What a document of a text file is: file, line or blank-line (separated by)."),
+        typer.Option(
+            "--document",
+            help="How text files are divided into documents: file (one document each), line, or blank-line.",
+        ),
     ] = "file",
     format: Annotated[
         str, typer.Option("--format", help="text, jsonl, parquet or arrow. Default: by the ending of each file.")

@@ -29,7 +29,8 @@ def up_command(
         ),
     ] = 1.0,
     nodes_per_switch: Annotated[
-        int, typer.Option("--nodes-per-switch", help="Default: all nodes; half of them if oversubscribed.")
+        int,
+        typer.Option("--nodes-per-switch", help="Nodes on one switch. Default: all; half of them if oversubscribed."),
     ] = 0,
     name: Name = "default",
     links: Annotated[
@@ -77,7 +78,9 @@ def run_command(
         typer.Option("--per-node", help="Start the command once per node, as for torchrun, which starts the ranks."),
     ] = False,
     nodes: Annotated[int, typer.Option("--nodes", help="Use the first nodes only. Default: all.")] = 0,
-    ranks_per_node: Annotated[int, typer.Option("--ranks-per-node", help="Default: that of `up`.")] = 0,
+    ranks_per_node: Annotated[
+        int, typer.Option("--ranks-per-node", help="Ranks per node. Default: those of `up`.")
+    ] = 0,
     timeout: Annotated[
         float, typer.Option("--timeout", help="End the run after this many seconds; 0: never.", min=0)
     ] = 0,

@@ -31,7 +31,7 @@ def command(
     html: str = typer.Option("", "--html", help="Write the page of this plan to one HTML file."),
     as_json: JsonOption = False,
 ) -> None:
-    """What will training cost? Step time, memory and traffic of one plan, by part."""
+    """Predict step time, memory and traffic of one plan, by part."""
     from meshwright import api
     from meshwright.cli.output import writable
 

@@ -79,9 +79,9 @@ def command(
     settings: SetOption = [],
     as_json: JsonOption = False,
 ) -> None:
-    """Which plan is the fastest that fits, and why? Searches every legal plan, without a GPU.
+    """Find the fastest plan that fits in memory, and explain the choice. Searches every legal plan; needs no GPU.
 
-    With --days or --budget: how many GPUs, and which plan for them.
+    With --days or --budget: find the number of GPUs, and the best plan for them.
     """
     check_given(context)
     if case:

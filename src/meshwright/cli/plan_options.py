@@ -23,9 +23,14 @@ SeqOption = Annotated[
 TokensOption = Annotated[
     str, typer.Option("--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost.")
 ]
-DaysOption = Annotated[str, typer.Option("--days", metavar="N", help="The fewest GPUs that train --tokens in N days.")]
+DaysOption = Annotated[
+    str, typer.Option("--days", metavar="N", help="Find the fewest GPUs that train --tokens within N days.")
+]
 BudgetOption = Annotated[
-    str, typer.Option("--budget", metavar="DOLLARS", help="The fewest GPUs that train --tokens for 2M$.")
+    str,
+    typer.Option(
+        "--budget", metavar="DOLLARS", help="Find the fewest GPUs that train --tokens within this price, such as 2M$."
+    ),
 ]
 StackOption = Annotated[
     str,
@@ -36,7 +41,7 @@ FrameworkOption = Annotated[
     typer.Option(
         "--for",
         metavar="FRAMEWORK",
-        help="Search only what it can run: meshwright, torchtitan, megatron-lm, deepspeed, …",
+        help="The framework that will run the plan; limits the search: meshwright, torchtitan, megatron-lm, deepspeed, …",
     ),
 ]
 SettingsFileOption = Annotated[
@@ -73,7 +78,10 @@ RobustOption = Annotated[
 ]
 HeadroomOption = Annotated[str, typer.Option("--memory-headroom", help="Share of the device memory to leave free.")]
 CaseOption = Annotated[
-    str, typer.Option("--case", metavar="NAME", help="A published training, estimated: gpt3, llama3-405b, mixtral, …")
+    str,
+    typer.Option(
+        "--case", metavar="NAME", help="Compare a published training with its prediction: gpt3, llama3-405b, …"
+    ),
 ]
 CompareOption = Annotated[
     str,

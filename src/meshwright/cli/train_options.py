@@ -66,7 +66,7 @@ ProfileOption = Annotated[
     int | None,
     typer.Option(
         "--profile",
-        help="Steps of which torch's profiler writes traces to profile/ in the run folder. Default: that of [run], or none.",
+        help="Number of steps to record with torch's profiler, in profile/ of the run folder. Default: that of [run], or none.",
         min=0,
     ),
 ]

@@ -32,7 +32,7 @@ def command(
     runs: str = typer.Argument("", help="A CSV file of runs. Default: the published runs that come with Meshwright."),
     failed: str = typer.Option("", "--failed", help="A CSV file of runs that ran out of memory or crashed."),
     by: str = typer.Option("source", "--by", help="Columns to group by, such as source,model,gpus,stack."),
-    headline: bool = typer.Option(False, "--headline", help="Twelve well-known runs, the wrong predictions included."),
+    headline: bool = typer.Option(False, "--headline", help="Show well-known runs only, wrong predictions included."),
     as_json: JsonOption = False,
     html: str = typer.Option("", "--html", help="Write a page with figures to this file."),
     markdown: str = typer.Option("", "--markdown", help="Write the page docs/accuracy.md to this file."),

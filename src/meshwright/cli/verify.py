@@ -49,7 +49,7 @@ def command(
     ),
     allow_differences: DifferencesOption = "",
     check: bool = typer.Option(
-        True, "--check/--no-check", help="For a module of yours: let `parallelize` refuse what it can see is wrong."
+        True, "--check/--no-check", help="For your own module: run the checks of `parallelize`."
     ),
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
