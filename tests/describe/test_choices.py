@@ -105,7 +105,7 @@ def completed_step_by_step(case: Case, settings: dict[str, Any]) -> dict[str, An
     """`fixes.completed` with a new case for every repair, whether or not the last one changed something."""
     out = dict(settings)
     for repair in (fixes._data_parallel, fixes._sequence, fixes._experts, fixes._microbatch):
-        out |= repair(case.but(out))
+        out |= repair(case.with_settings(out))
     return out
 
 
@@ -130,4 +130,4 @@ def test_given_names_what_the_case_is_checked_against() -> None:
     assert Case.of(plan).given == frozenset()
     assert Case.of(plan, MODEL, None, CLUSTER).given == {"model", "cluster"}
     assert Case.of(plan, workload=WORKLOAD, stack=STACK, trainer=True).given == {"workload", "stack", "trainer"}
-    assert Case.of(plan, dtypes=True).but({"plan.tp": 1}).given == {"dtypes"}
+    assert Case.of(plan, dtypes=True).with_settings({"plan.tp": 1}).given == {"dtypes"}

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from meshwright.describe import catalog, legality
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case
-from meshwright.describe.legality.case import NUMBERS, WORDS
 from meshwright.describe.legality.rules import ALL_RULES
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_fields import ORDERS, PlanFields
+from meshwright.describe.plan_arrays import FIELDS as ALL_FIELDS
+from meshwright.describe.plan_arrays import PlanArrays, decode, encode, encoded
+from meshwright.describe.plan_fields import AXES, ORDERS, PlanFields
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
@@ -93,8 +94,11 @@ def cases(draw) -> Case:
 
 def as_one_batch(several: list[Case]) -> Case:
     """Cases with the same model, workload, cluster and stack as one batch."""
-    fields = {name: np.array([case.fields[name] for case in several]) for name in several[0].fields}
-    return several[0].with_columns(fields)
+    columns = {
+        name: np.array([case.columns[name] for case in several]) for name in ALL_FIELDS if name != "layers_per_stage"
+    }
+    lengths = [case.columns["layers_per_stage"] for case in several]
+    return several[0].with_columns(columns | {"layers_per_stage": np.fromiter(lengths, object, len(lengths))})
 
 
 @settings(max_examples=300)
@@ -117,7 +121,7 @@ def applied(case: Case, fix: str) -> Case:
         path, _, text = word.partition("=")
         value = parse_value(text, path)
         settings[path] = tuple(value) if isinstance(value, list) else value
-    return case.but(settings)
+    return case.with_settings(settings)
 
 
 @settings(max_examples=600)
@@ -249,8 +253,23 @@ def test_schedule_rules_match_the_builders(name) -> None:
         assert legal == (refusal(name, pp, microbatches, virtual) is None)
 
 
-def test_fields_of_a_case_are_those_of_a_plan() -> None:
-    assert set(NUMBERS) | set(WORDS) < set(PlanFields.model_fields)
+@given(FIELDS)
+def test_a_plan_and_its_columns_are_the_same_plan(fields) -> None:
+    plan = PlanFields(**fields)
+    columns = PlanArrays.of_plans([PlanFields(), plan]).columns
+    assert set(columns) == set(PlanFields.model_fields) == {*encoded(plan)}
+    values = {name: decode(name, column[1]) for name, column in columns.items()}
+    legal_order = not plan.order or sorted(plan.order) == sorted(AXES)
+    assert {name: values[name] for name in columns if name != "order" or legal_order} == {
+        name: getattr(plan, name) for name in columns if name != "order" or legal_order
+    }
+
+
+def test_every_way_to_say_a_field_has_a_number() -> None:
+    for name, value in [("overlap", None), ("overlap", ()), ("overlap", ("tp", "ep")), ("order", ())]:
+        assert decode(name, encode(name, value)) == value
+    for name, value in [("comm_dtype", None), ("prefetch", "forward"), ("prefetch", False), ("offload", "both")]:
+        assert decode(name, encode(name, value)) == value
 
 
 # The defects of issue 14

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 
 from meshwright.describe import catalog
+from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.describe.workload import Workload
 from meshwright.planner.search.branch_and_bound import Found, Incumbents, Search
 from meshwright.planner.search.leaders import rank
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.space import Space
-from meshwright.planner.search.table import Table
 
 PROBLEMS = [("llama3-8b", "dgx-h100", 32), ("mixtral-8x7b", "dgx-a100", 48), ("gpt3-13b", "gb200-nvl72", 40)]
 
 
-def walked(model: str, cluster: str, gpus: int, count: int = 100) -> tuple[Space, Table, np.ndarray]:
+def walked(model: str, cluster: str, gpus: int, count: int = 100) -> tuple[Space, PlanArrays, np.ndarray]:
     """A space, random plans of it with pipelines, costed, and their walked seconds."""
     rng = np.random.default_rng(7)
     where = Space(
@@ -24,7 +24,7 @@ def walked(model: str, cluster: str, gpus: int, count: int = 100) -> tuple[Space
         catalog.load("stacks", "default"),
     )
 
-    def some(rows: Table, n: int) -> Table:
+    def some(rows: PlanArrays, n: int) -> PlanArrays:
         return rows.take(np.sort(rng.permutation(len(rows))[:n]))
 
     rows = where.shaped(some(where.frames.take(where.frames.pp > 1), 100))

@@ -69,7 +69,7 @@ def test_the_search_below_a_time_finds_what_costing_every_plan_finds(name, kind)
 def test_no_plan_that_offloads_beats_the_bounds_of_its_frame(name, kind):
     where, rows = offloading(problem(name), kind), every_plan(name, kind)
     frames = bounds.reused(where, frames_of(name))
-    keys = ("tp", "cp", "pp", "dp", "ep", "etp", "recompute", "sp", "cp_kind")
+    keys = ("tp", "cp", "pp", "dp", "ep", "expert_tp", "recompute", "sp", "cp_kind")
     best = {}
     for i, key in enumerate(zip(*(rows.columns[k].tolist() for k in keys), strict=True)):
         time, memory = best.get(key, (np.inf, np.inf))

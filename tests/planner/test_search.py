@@ -17,6 +17,7 @@ from meshwright.planner.advice.alternatives import step
 from meshwright.planner.search import bounds, choices, leaders, pipeline_walk, refine, strategies
 from meshwright.planner.search.branch_and_bound import MARGIN, Found, Search, search
 from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.common_plans import best_common_plan
 from meshwright.planner.search.first_fit import first_that_fits
 from meshwright.planner.search.leaders import TIE, rank
@@ -158,15 +159,15 @@ def test_no_plan_beats_the_bounds_above_it(seed):
         "dp",
         "sp",
         "cp_kind",
-        "etp",
+        "expert_tp",
         "ep",
         "recompute",
-        "dtype",
-        "overlap_index",
+        *DTYPES,
+        "overlap",
         "microbatch",
         "order",
     )
-    sharding = rows.select("replicate", "shard", "zero", "reshard", "reduce_each").columns
+    sharding = rows.select("replicate", "shard", "zero", "reshard", "reduce").columns
     sharded = bounds.of_kernels(where, bounds.kernels(where, rows.select(*frame)).but(**sharding), limit)
     for some in (
         bounds.of_shapes(where, rows.select(*frame), limit),

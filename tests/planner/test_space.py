@@ -8,18 +8,20 @@ from hypothesis import strategies as st
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import AXES, Plan, divisors
+from meshwright.describe.plan_arrays import PlanArrays
+from meshwright.describe.plan_fields import CP_KINDS, ORDERS
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError
-from meshwright.lower.batch import CP_KINDS, ORDERS, RECOMPUTE
+from meshwright.lower.batch import RECOMPUTE
 from meshwright.lower.step import lower, step_program
 from meshwright.planner.search import choices as chosen
-from meshwright.planner.search.table import LARGEST_TABLE, Table, codes, grid, join
+from meshwright.planner.search.table import LARGEST_TABLE, codes, crossed, grid, join
 from planner.spaces import DENSE, MODELS, MOE, name, placement, space
 
 PROBLEMS = [("dense", 8, 8), ("dense", 12, 12), ("tied", 8, 24), ("moe", 8, 8), ("moe", 6, 12)]
 
 
-def everything(where) -> Table:
+def everything(where) -> PlanArrays:
     return join(list(where.plans()))
 
 
@@ -213,9 +215,9 @@ def test_what_cannot_be_read_is_refused_in_words(constraint, code):
 
 
 def test_a_table_crosses_rows_with_their_own_options():
-    table = Table(a=np.array([1, 2, 3]))
-    crossed = table.crossed((table.a,), lambda a: Table(b=np.arange(a)))
-    assert sorted(zip(crossed.a.tolist(), crossed.b.tolist(), strict=True)) == [
+    table = PlanArrays(a=np.array([1, 2, 3]))
+    both = crossed(table, (table.a,), lambda a: PlanArrays(b=np.arange(a)))
+    assert sorted(zip(both.a.tolist(), both.b.tolist(), strict=True)) == [
         (1, 0),
         (2, 0),
         (2, 1),

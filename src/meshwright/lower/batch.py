@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, starmap
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -23,59 +23,27 @@ from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.framework_stages import in_framework
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
+from meshwright.describe.plan_arrays import NUMBERS, OVERLAP_AXES, STACK_ORDER, STACK_OVERLAP, Array, PlanArrays, encode
+from meshwright.describe.plan_fields import DTYPES, ORDERS, RECOMPUTES, Offload
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 
 RECOMPUTE = tuple(word for word in RECOMPUTES if word != "auto")  # auto is resolved before a plan is lowered
-OVERLAP_AXES = ("dp", "tp", "cp", "pp", "ep")
-INTEGERS = (
-    "replicate",
-    "shard",
-    "tp",
-    "cp",
-    "pp",
-    "virtual",
-    "ep",
-    "microbatch",
-    "zero",
-    "compression_rank",
-    "average_every",
-)
 SCALE_BYTES, MX_BLOCK = 4.0, 32.0  # a scale of fp8 is a float32; one of mxfp8 is a byte for 32 elements
-FLAGS = ("sp", "reshard", "prefetch", "master")
+BYTES = np.array([DTYPE_BYTES[name] for name in DTYPES])
+FP8_WIRE = COMPRESSIONS.names.index("fp8")
 
 
-def repeated(value: Any, at: np.ndarray) -> Any:
-    """The entries of a field at some indices."""
-    if isinstance(value, dict):
-        return {key: part[at] for key, part in value.items()}
-    return tuple(value[i] for i in at) if isinstance(value, tuple) else value[at]
+def present(values: Any) -> bool:
+    """Whether any plan of the batch has a nonzero value. `count_nonzero` takes a third of the time of `any`."""
+    return bool(np.count_nonzero(values)) if isinstance(values, np.ndarray) else bool(values)
 
 
 def distinct_codes(values: np.ndarray) -> list[int]:
     """The distinct small whole numbers of an array, in order."""
     return np.flatnonzero(np.bincount(values)).tolist()
-
-
-def overlap_fields(
-    overlaps: Sequence[tuple[str, ...] | None],
-    index: np.ndarray,
-    stack: Stack,
-    sp: np.ndarray,
-    zero: np.ndarray,
-    cp_kind: np.ndarray,
-) -> dict[str, Any]:
-    """Which axes overlap in the plans with the overlaps `index`, by axis, and which plans leave it to the stack."""
-    ring = np.equal(cp_kind, CP_KINDS.index("ring"))
-    by_stack = np.array([axes is None for axes in overlaps])[index]
-    stated = {axis: np.array([axis in (axes or ()) for axes in overlaps])[index] for axis in OVERLAP_AXES}
-    overlap = {
-        axis: np.where(by_stack, stack.overlaps(axis, sp, zero, ring), on).astype(float) for axis, on in stated.items()
-    }
-    return {"overlap": overlap, "stack_overlap": by_stack}
 
 
 class Pipelines(NamedTuple):
@@ -98,50 +66,72 @@ class PartlyRecomputed(NamedTuple):
     kept: dict[str, np.ndarray]
 
 
-class Batch:
-    """Plans as arrays. Build with `Batch.of(plans, ...)` or, for a search, straight from arrays."""
+class Batch(PlanArrays):
+    """Plans as arrays of numbers that multiply, and what follows from them for a model, a workload and a stack."""
 
-    def __init__(self, fields: dict[str, np.ndarray], model: Model, workload: Workload, stack: Stack) -> None:
+    overlap: dict[str, Array]  # 1 where the communication of an axis overlaps with compute
+    reshard: Array
+    wrap: Array  # layers of a ZeRO unit
+
+    def __init__(
+        self,
+        plans: PlanArrays,
+        model: Model,
+        workload: Workload,
+        stack: Stack,
+        some_recomputed: dict[int, Plan] | None = None,
+    ) -> None:
+        numbers = {name: plans.columns[name].astype(float) for name in NUMBERS}
+        super().__init__(**{**plans.columns, **numbers})
         self.model, self.workload, self.stack = model, workload, stack
-        self.some_recomputed: dict[int, Plan] = {}  # plans that recompute some of their layers, by index
-        self.average_every: np.ndarray | float = 0.0
-        self.compression_threshold: np.ndarray | float = 2.0
-        self.wrap: Any = 1.0  # layers of a ZeRO unit, at most those of a stage
-        self.one_unit: Any = False  # a stage is one ZeRO unit, with the embedding and the head
-        self.gather_fp8: Any = False  # plans with `gather_dtype = "fp8"`
-        self.__dict__.update(fields)
-        self.gathers_fp8 = bool(np.count_nonzero(self.gather_fp8))
-        self.n = len(fields["tp"])
+        self.some_recomputed = some_recomputed or {}  # plans that recompute some of their layers, by index
+        self.n = len(self.tp)
         self.async_linears = stack.async_linears != "none"
-        self.dp = self.replicate * self.shard
         self.world = self.dp * self.tp * self.cp * self.pp
         self.microbatches = workload.batch / (self.microbatch * self.dp)
         # Tokens of one micro-batch on one rank; a model without a sequence has one "token" per sample.
         self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
         self.expert_dp = self.tp * self.cp * self.dp / (self.etp * self.ep)
-        # Pipeline stages keep their weights gathered from their first action to their last, and reduce after it: otherwise they
-        # would be gathered for every micro-batch of every stage, and a split backward could not free them.
-        self.reshard = self.reshard & (self.pp == 1)
-        # Gradients that ZeRO does not shard stay whole: each micro-batch reduces them only if the plan says `reduce = microbatch`.
-        self.reduce_whole = self.reduce_each & (fields.get("reduce_said", False) | (self.zero == 0))
-        self.reduce_each = self.reduce_each & ((self.pp == 1) | (self.zero == 0))
-        self.uneven: dict[tuple[int, ...], list[int]] = {}  # stage lengths that plans state → their indices
-        for i, given in enumerate(self.layers_per_stage):
-            if given:
-                self.uneven.setdefault(given, []).append(i)
-        self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
-        self.schedules = self._pipelines()
+        self.order = np.where(plans.order == STACK_ORDER, ORDERS.index(tuple(stack.order)), plans.order)
+        self._set_dtypes(plans)
+        self._set_switches(plans)
+        self._set_reductions()
+        self._set_stages(plans)
         # Plans whose backward has all tensors of one layer in memory while it recomputes some of them.
         self.reruns_layers = (self.recompute == 2) | ((self.recompute == 1) & (stack.selective == "operators"))
         self.splits = SCHEDULES.column("splits")[self.schedule] & (self.pp > 1)  # backward is split into I and W
         # The head computes the loss with its projection: not where ranks split the vocabulary, or backward is split.
-        self.fuses_loss = (self.tp == 1) & ~self.splits if stack.logits_chunk else False
+        self.fuses_loss = (self.tp == 1) & ~self.splits if stack.logits_chunk else np.False_
         # Ranks agree on the scales of fp8 products, and in a split backward once more for the gradients of the weights.
         self.scales = workload.precision == "fp8" and stack.shared_scales
         self.splits_twice = bool(np.count_nonzero(self.splits & (self.tp > 1) & self.sp)) or bool(
             self.scales and np.count_nonzero(self.splits)
         )
+        # ZeRO pads the rows of a tensor to a multiple of the ranks.
+        self.pads = bool(np.count_nonzero((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
+        self._sizes: dict[str, Array] = {}
+        self._members: dict[tuple[str, float], Array] = {}
+        self._strides = self._axis_strides()
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack) -> Batch:
+        """The batch of some plans. A plan that is there several times (with other numbers of the stack) is read once."""
+        first = {id(plan): in_framework(plan, model, stack) for plan in plans}
+        plans = [first[id(plan)] for plan in plans]
+        partly = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
+        return cls(PlanArrays.of_plans(plans), model, workload, stack, partly)
+
+    def _set_dtypes(self, plans: PlanArrays) -> None:
+        """Bytes of an element of what the plan names dtypes of, and how gradients are sent: 16 bits on the wire are a dtype; 8 bits are a
+        compression with scales and more exchanges."""
+        wire = np.where(plans.comm_dtype == encode("comm_dtype", None), plans.grad_dtype, plans.comm_dtype)
+        fp8 = encode("grad_dtype", "fp8")
+        in_fp8 = (plans.compression == 0) & (plans.comm_dtype == fp8) & (plans.grad_dtype != fp8)
+        self.param_bytes, self.grad_bytes = BYTES[plans.param_dtype], BYTES[plans.grad_dtype]
+        self.state_bytes = BYTES[plans.state_dtype]
+        self.compression = np.where(in_fp8, FP8_WIRE, plans.compression)
+        self.comm_bytes = np.where(self.compression == FP8_WIRE, self.grad_bytes, BYTES[wire])
         # Bytes of the parameter that the optimizer updates: the fp32 master, if there is one.
         self.kept_bytes = np.where(self.master, np.maximum(self.param_bytes, 4.0), self.param_bytes)
         # Where gradients are sent narrower than they are accumulated.
@@ -149,106 +139,53 @@ class Batch:
         self.compresses = bool(np.count_nonzero(self.lossy))
         self.compressions = [(code, COMPRESSIONS.names[code]) for code in distinct_codes(self.compression)]
         self.wires = self._wires()
-        self.units = not stack.flat_shards and model.kind != "counts"  # ZeRO works in units of layers
-        # ZeRO pads the rows of a tensor to a multiple of the ranks.
-        self.pads = bool(np.count_nonzero((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
         # Bytes of a gradient where it is summed exactly under ZeRO.
         self.summed_bytes = np.where(self.lossy, self.grad_bytes, self.comm_bytes)
-        self.wraps = bool(np.count_nonzero(self.one_unit) or np.count_nonzero(np.not_equal(self.wrap, 1.0)))
-        self._sizes: dict[str, np.ndarray] = {}
-        self._members: dict[tuple[str, float], np.ndarray] = {}
-        self._strides = self._axis_strides()
 
-    # These are set from `fields`; named here for readers and type checkers.
-    replicate: np.ndarray
-    shard: np.ndarray
-    tp: np.ndarray
-    cp: np.ndarray
-    pp: np.ndarray
-    virtual: np.ndarray
-    ep: np.ndarray
-    etp: np.ndarray
-    microbatch: np.ndarray
-    zero: np.ndarray
-    sp: np.ndarray
-    reshard: np.ndarray
-    prefetch: np.ndarray
-    prefetches_backward: np.ndarray
-    master: np.ndarray
-    compression_rank: np.ndarray
-    compression_ratio: np.ndarray
-    schedule: np.ndarray
-    recompute: np.ndarray
-    cp_kind: np.ndarray
-    compression: np.ndarray
-    gather_form: np.ndarray
-    reduce_each: np.ndarray
-    bucket: np.ndarray
-    param_bytes: np.ndarray
-    grad_bytes: np.ndarray
-    state_bytes: np.ndarray
-    comm_bytes: np.ndarray
-    offload_states: np.ndarray
-    offload_activations: np.ndarray
-    order: np.ndarray
-    overlap: dict[str, np.ndarray]  # 1 where the communication of an axis overlaps with compute
-    stack_overlap: np.ndarray  # plans that leave `overlap` to the stack
-    layers_per_stage: tuple[tuple[int, ...], ...]
-    fuses_loss: Any
+    def _set_switches(self, plans: PlanArrays) -> None:
+        """Which plans offload, prefetch and gather what, and which axes overlap with compute."""
+        states, activations, both = (plans.offload == encode("offload", word) for word in get_args(Offload)[1:])
+        self.offload_states, self.offload_activations = states | both, activations | both
+        self.prefetch, self.prefetches_backward = plans.prefetch > 0, plans.prefetch == 1
+        self.gather_form = plans.tp_form == encode("tp_form", "all-gather")
+        self.gather_fp8 = plans.gather_dtype == encode("gather_dtype", "fp8")
+        self.gathers_fp8 = bool(np.count_nonzero(self.gather_fp8))
+        self.stack_overlap = plans.overlap == STACK_OVERLAP
+        self.overlap = {axis: self.overlap_of(axis, self.zero) for axis in OVERLAP_AXES}
 
-    @classmethod
-    def of(cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack) -> Batch:
-        """The batch of some plans. A plan that is there several times (with other numbers of the stack) is read once."""
-        first = {id(plan): in_framework(plan, model, stack) for plan in plans}
-        fields = cls._fields(list(first.values()), model, stack)
-        if len(first) < len(plans):
-            index = {key: k for k, key in enumerate(first)}
-            at = np.array([index[id(plan)] for plan in plans])
-            fields = {name: repeated(value, at) for name, value in fields.items()}
-        fields["some_recomputed"] = {
-            i: first[id(p)] for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers
-        }
-        return cls(fields, model, workload, stack)
+    def overlap_of(self, axis: str, zero: Any) -> Array:
+        """1 where the communication of an axis overlaps with compute, at a ZeRO stage."""
+        by_stack = self.stack.overlaps(axis, self.sp, zero, self.cp_kind == encode("cp_kind", "ring"))
+        by_plan = self.columns["overlap"] >> OVERLAP_AXES.index(axis) & 1
+        return np.where(self.stack_overlap, by_stack, by_plan).astype(float)
 
-    @staticmethod
-    def _fields(plans: Sequence[Plan], model: Model, stack: Stack) -> dict[str, Any]:
-        """The fields of plans as arrays."""
-        fields: dict[str, Any] = {name: np.array([getattr(p, name) for p in plans], dtype=float) for name in INTEGERS}
-        fields |= {name: np.array([getattr(p, name) for p in plans], dtype=bool) for name in FLAGS}
-        fields["etp"] = np.array([p.etp for p in plans], dtype=float)
-        fields["compression_ratio"] = np.array([p.compression_ratio for p in plans])
-        fields["bucket"] = np.array([p.bucket for p in plans])
-        fields["schedule"] = np.array([SCHEDULES.names.index(p.schedule) for p in plans])
-        fields["recompute"] = np.array([RECOMPUTE.index(p.recompute) for p in plans])
-        fields["cp_kind"] = np.array([CP_KINDS.index(p.cp_kind) for p in plans])
-        # 16 bits on the wire are a dtype; 8 bits are a compression with scales and more exchanges.
-        eight = ["fp8" if p.wire == "fp8" else p.compression for p in plans]
-        fields["compression"] = np.array([COMPRESSIONS.names.index(name) for name in eight])
-        fields["compression_threshold"] = np.array([p.compression_threshold for p in plans])
-        fields["gather_form"] = np.array([p.tp_form == "all-gather" for p in plans])
-        fields["gather_fp8"] = np.array([p.gather_dtype == "fp8" for p in plans])
-        fields["reduce_each"] = np.array([p.reduces_each for p in plans])
-        fields["reduce_said"] = np.array([p.reduce == "microbatch" for p in plans])
-        fields["param_bytes"] = np.array([DTYPE_BYTES[p.param_dtype] for p in plans])
-        fields["grad_bytes"] = np.array([DTYPE_BYTES[p.grad_dtype] for p in plans])
-        fields["state_bytes"] = np.array([DTYPE_BYTES[p.state_dtype] for p in plans])
-        fields["comm_bytes"] = np.array(
-            [DTYPE_BYTES[p.grad_dtype if p.wire == "fp8" else p.reduce_dtype] for p in plans]
-        )
-        fields["offload_states"] = np.array([p.offload in ("states", "both") for p in plans])
-        fields["offload_activations"] = np.array([p.offload in ("activations", "both") for p in plans])
-        orders = [p.order or stack.order for p in plans]
-        fields["order"] = np.array([ORDERS.index(tuple(o)) for o in orders])
-        overlaps = [p.overlap for p in plans]
-        fields |= overlap_fields(
-            overlaps, np.arange(len(plans)), stack, fields["sp"], fields["zero"], fields["cp_kind"]
-        )
-        fields["prefetches_backward"] = np.array([p.prefetch is True for p in plans])
-        fields["layers_per_stage"] = tuple(p.layers_per_stage for p in plans)
-        wraps = [(p.wrap, p.wrap != 1 and model.kind != "counts" and max(p.stage_layers(model.layers))) for p in plans]
-        fields["wrap"] = np.array([float(min(wrap or n, n)) if n else 1.0 for wrap, n in wraps])
-        fields["one_unit"] = np.array([p.wrap == 0 for p in plans])
-        return fields
+    def _set_reductions(self) -> None:
+        """When weights are gathered again and gradients reduced. Pipeline stages keep their weights gathered from their first action to their
+        last, and reduce after it: otherwise they would be gathered for every micro-batch of every stage, and a split backward could not free
+        them. Gradients that ZeRO does not shard stay whole: each micro-batch reduces them only if the plan says `reduce = microbatch`."""
+        self.reshard = self.reshard & (self.pp == 1)
+        each = self.reduce == encode("reduce", "microbatch")
+        self.reduce_whole = self.reduces_each & (each | (self.zero == 0))
+        self.reduce_each = self.reduces_each & ((self.pp == 1) | (self.zero == 0))
+
+    def _set_stages(self, plans: PlanArrays) -> None:
+        """Schedules, the stage lengths that plans state, and the layers of a ZeRO unit, at most those of a stage."""
+        self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
+        self.schedules = self._pipelines()
+        self.uneven: dict[tuple[int, ...], list[int]] = {}  # stage lengths → indices of plans
+        for i, lengths in enumerate(plans.layers_per_stage):
+            if lengths:
+                self.uneven.setdefault(lengths, []).append(i)
+        self.units = not self.stack.flat_shards and self.model.kind != "counts"  # ZeRO works in units of layers
+        self.one_unit = self.wrap == 0  # a stage is one ZeRO unit, with the embedding and the head
+        if present(self.wrap != 1):
+            longest = np.ones(self.n)
+            if self.model.kind != "counts":
+                longest = np.ceil(self.model.layers / self.stages)
+                for lengths, at in self.uneven.items():
+                    longest[at] = max(lengths)
+            self.wrap = np.where(self.wrap == 1, 1.0, np.minimum(np.where(self.one_unit, longest, self.wrap), longest))
+        self.wraps = present(self.one_unit) or present(self.wrap != 1.0)
 
     def _pipelines(self) -> list[Pipelines]:
         """The plans with a pipeline, by schedule."""

@@ -1,12 +1,8 @@
-"""What the rules read: the fields of one plan as integers, or of a batch of plans as arrays, and what it is checked against.
-
-Words are positions in the tuples of `plan_fields` and `schedules`: `schedule == SCHEDULES.names.index("1f1b")`. A field that a batch does not
-vary may stay an integer.
-"""
+"""What the rules read: the fields of one plan as integers, or of a batch of plans as arrays, and what it is checked against."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import compress
 from typing import Any
@@ -14,82 +10,17 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.model import Model
-from meshwright.describe.plan_fields import (
-    CP_KINDS,
-    DTYPES,
-    GATHER_DTYPES,
-    ORDERS,
-    RECOMPUTES,
-    TP_FORMS,
-    PlanFields,
-)
-from meshwright.describe.schedules import SCHEDULES
+from meshwright.describe.plan_arrays import Flag, Number, PlanArrays, decode, encode, encoded
+from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 
-Number = Any  # an int, or an array of them
-Flag = Any  # a bool, or an array of them
-
-NUMBERS = (
-    "replicate",
-    "shard",
-    "tp",
-    "sp",
-    "cp",
-    "pp",
-    "virtual",
-    "ep",
-    "expert_tp",
-    "microbatch",
-    "zero",
-    "average_every",
-    "recompute_every",
-    "recompute_layers",
-    "recompute_budget",
-    "master",
-)
-WORDS: dict[str, Sequence[str]] = {
-    "schedule": SCHEDULES.names,
-    "cp_kind": CP_KINDS,
-    "recompute": RECOMPUTES,
-    "compression": COMPRESSIONS.names,
-    "tp_form": TP_FORMS,
-    "param_dtype": DTYPES,
-    "gather_dtype": GATHER_DTYPES,
-}
+__all__ = ["Case", "Flag", "lookup"]
 
 
-class Case:
+class Case(PlanArrays):
     """Plan fields, the numbers that follow from them, and the objects the plan is checked against."""
-
-    replicate: Number
-    shard: Number
-    tp: Number
-    sp: Flag
-    cp: Number
-    pp: Number
-    virtual: Number
-    ep: Number
-    expert_tp: Number
-    microbatch: Number
-    zero: Number
-    average_every: Number
-    recompute_every: Number
-    recompute_layers: Number
-    recompute_budget: Number
-    master: Flag
-    schedule: Number
-    cp_kind: Number
-    recompute: Number
-    compression: Number
-    tp_form: Number
-    param_dtype: Number
-    gather_dtype: Number
-    order: Number  # position in ORDERS; −1: not a permutation of the axes
-    stage_entries: Number  # entries of layers_per_stage
-    stage_sum: Number  # their sum
 
     def __init__(
         self,
@@ -102,23 +33,24 @@ class Case:
         dtypes: bool = False,
         framework: bool = False,
     ) -> None:
-        self.fields = dict(fields)
-        self.__dict__.update(self.fields)
+        super().__init__(**fields)
         self._model, self._workload, self._cluster, self._stack = model, workload, cluster, stack
         self.trainer, self.dtypes, self.framework = trainer, dtypes, framework
         # What the plan is checked against: rules that need more do not apply.
         self.given = _given(
             model is not None, workload is not None, cluster is not None, stack is not None, trainer, dtypes, framework
         )
-        self.dp = self.replicate * self.shard
         self.rest = self.tp * self.cp * self.pp  # devices of one data-parallel rank
         self.world = self.dp * self.rest
-        self.stages = self.pp * self.virtual
-        self.etp = self.expert_tp + (self.expert_tp == 0) * self.tp
+        self.stage_entries, self.stage_sum = (per_plan(count, self.layers_per_stage) for count in (len, sum))
         # Ranks over which experts are spread: those of one stage, without the tensor parallelism inside experts.
         self.expert_ranks = self.tp // self.etp * self.cp * self.dp
         self.unit = self.microbatch * self.dp  # sequences of one micro-batch over all data-parallel ranks
         self.microbatches = workload.batch // self.unit if workload is not None else 1
+
+    def __getattr__(self, name: str) -> Number:
+        """For type checkers: a field is an integer in a case of one plan, an array in a batch."""
+        raise AttributeError(name)
 
     @classmethod
     def of(
@@ -133,58 +65,37 @@ class Case:
         framework: bool = False,
     ) -> Case:
         """One plan."""
-        fields: dict[str, Any] = {name: getattr(plan, name) for name in NUMBERS}
-        fields |= {name: words.index(getattr(plan, name)) for name, words in WORDS.items()}
-        fields |= _order(plan.order) | _stages(plan.layers_per_stage)
-        return cls(fields, model, workload, cluster, stack, trainer, dtypes, framework)
+        return cls(encoded(plan), model, workload, cluster, stack, trainer, dtypes, framework)
 
-    def but(self, settings: Mapping[str, Any]) -> Case:
+    def with_settings(self, settings: Mapping[str, Any]) -> Case:
         """The case with some settings changed, named as `--set` names them: {"plan.tp": 8, "workload.batch": 64}."""
-        fields, workload = dict(self.fields), self._workload
+        columns, workload = dict[str, Any](), self._workload
         for path, value in settings.items():
             section, _, name = path.partition(".")
             if section == "workload" and workload is not None:
                 workload = workload.but(**{name: value})
-            elif name in WORDS:
-                fields[name] = WORDS[name].index(value)
-            elif name == "order":
-                fields |= _order(value)
-            elif name == "layers_per_stage":
-                fields |= _stages(value)
             else:
-                fields[name] = value
-        return Case(
-            fields, self._model, workload, self._cluster, self._stack, self.trainer, self.dtypes, self.framework
-        )
+                columns[name] = encode(name, value)
+        return self.with_columns(columns, workload)
 
-    def with_columns(self, columns: Mapping[str, Number]) -> Case:
+    def with_columns(self, columns: Mapping[str, Number], workload: Workload | None = None) -> Case:
         """The case with some fields as arrays: a batch of plans."""
-        return Case(
-            {**self.fields, **columns},
-            self._model,
-            self._workload,
-            self._cluster,
-            self._stack,
-            self.trainer,
-            self.dtypes,
-            self.framework,
-        )
+        fields, flags = {**self.columns, **columns}, (self.trainer, self.dtypes, self.framework)
+        return Case(fields, self._model, workload or self._workload, self._cluster, self._stack, *flags)
 
     def setting(self, path: str) -> Any:
         """The value of a setting now, as a person writes it."""
         section, _, name = path.partition(".")
-        if section == "workload":
-            return getattr(self.workload, name)
-        return self.word(name) if name in WORDS else self.fields.get(name)
+        return getattr(self.workload, name) if section == "workload" else self.word(name)
 
-    def word(self, name: str) -> str:
-        """The word of a field of one plan."""
-        return WORDS[name][int(self.fields[name])]
+    def word(self, name: str) -> Any:
+        """The value of a field of one plan, as a person writes it."""
+        return decode(name, self.columns[name])
 
     @property
     def is_one_plan(self) -> bool:
         """Whether no field is an array: the case is one plan, not a batch of them."""
-        return np.ndarray not in map(type, self.fields.values())
+        return np.ndarray not in map(type, self.columns.values())
 
     @property
     def model(self) -> Model:
@@ -212,16 +123,11 @@ def _given(*flags: bool) -> frozenset[str]:
     return frozenset(compress(("model", "workload", "cluster", "stack", "trainer", "dtypes", "framework"), flags))
 
 
+def per_plan(function: Callable[[tuple[int, ...]], int], values: Any) -> Number:
+    """A function of a tuple, of one plan or of each plan of a batch."""
+    return np.array([function(x) for x in values], int) if isinstance(values, np.ndarray) else function(values)
+
+
 def lookup(table: np.ndarray, codes: Number) -> Number:
     """Entries of a table by code: a Python value for one plan, so that integers stay exact."""
     return table[codes] if isinstance(codes, np.ndarray) else table[codes].item()
-
-
-def _order(order: tuple[str, ...]) -> dict[str, int]:
-    if not order:
-        return {"order": 0}
-    return {"order": ORDERS.index(tuple(order)) if tuple(order) in ORDERS else -1}
-
-
-def _stages(layers_per_stage: tuple[int, ...]) -> dict[str, int]:
-    return {"stage_entries": len(layers_per_stage), "stage_sum": sum(layers_per_stage)}

@@ -12,17 +12,27 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice, permutations
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from meshwright.describe.compressions import COMPRESSIONS
-from meshwright.describe.legality.case import NUMBERS, WORDS, Case, Flag
+from meshwright.describe.legality.case import Case, Flag
 from meshwright.describe.legality.fixes import completed, divisors
 from meshwright.describe.legality.rules import rules_for
+from meshwright.describe.plan_arrays import WORDS, encode
 from meshwright.describe.plan_fields import AXES, DTYPES, PlanFields
 from meshwright.describe.schedules import SCHEDULES
 
+RULED_WORDS = (
+    "schedule",
+    "cp_kind",
+    "recompute",
+    "compression",
+    "tp_form",
+    "param_dtype",
+    "gather_dtype",
+)  # rules read them
 MOST_VALUES = 48  # of one field
 MOST_TRIED = 12  # completions of one value
 MOST_VIRTUAL, MOST_MICROBATCH = 16, 64
@@ -56,7 +66,7 @@ def choices(case: Case, legal: Callable[[Case], Flag]) -> dict[str, list[Choice]
 
 def candidates(case: Case) -> dict[str, list[Any]]:
     """The values to offer for each field, in order; the present value is always among them."""
-    found: dict[str, list[Any]] = {name: list(words) for name, words in WORDS.items()}
+    found: dict[str, list[Any]] = {name: list(WORDS[name]) for name in RULED_WORDS}
     world = case.cluster.world if "cluster" in case.given else 0
     degrees = divisors(world) if world else list(FREE_DEGREES)
     found |= dict.fromkeys(DEGREES, degrees)
@@ -84,7 +94,7 @@ def _around(values: list[Any], present: Any) -> list[Any]:
 
 
 def _choices(case: Case, field: str, values: list[Any], legal: Callable[[Case], Flag]) -> list[Choice]:
-    codes = np.array([WORDS[field].index(v) for v in values]) if field in WORDS else np.array(values)
+    codes = np.array([encode(field, v) for v in values])
     alone = np.broadcast_to(np.asarray(legal(case.with_columns({field: codes}))), len(values))
     return [
         Choice(v, True) if good else _completed_choice(case, field, v, legal)
@@ -96,7 +106,7 @@ def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case]
     chosen = {f"plan.{field}": value}
     for settings in islice(_completions(case, field, value), MOST_TRIED):
         for trial in (settings, completed(case, settings) | chosen):
-            if trial != chosen and bool(legal(case.but(trial))):
+            if trial != chosen and bool(legal(case.with_settings(trial))):
                 changes = {
                     k.removeprefix("plan."): v
                     for k, v in trial.items()
@@ -105,7 +115,7 @@ def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case]
                 return Choice(
                     value, True, "also sets " + ", ".join(f"{k} = {_shown(v)}" for k, v in changes.items()), changes
                 )
-    best = case.but(completed(case, chosen) | chosen)  # what stays broken when the other degrees follow
+    best = case.with_settings(completed(case, chosen) | chosen)  # what stays broken when the other degrees follow
     broken = _first_broken(best)
     found = broken.explain(best) if broken else None
     return Choice(value, False, ". ".join(filter(None, (found.what, found.why))) if found else "")
@@ -120,10 +130,10 @@ def _completions(case: Case, field: str, value: Any) -> Iterator[dict[str, Any]]
     yield chosen
     for start in ({}, usual):
         settings = chosen | start
-        broken = _first_broken(case.but(settings))
+        broken = _first_broken(case.with_settings(settings))
         if broken is None:
             continue
-        for fix in islice(broken.explain(case.but(settings)).fixes, MOST_TRIED):
+        for fix in islice(broken.explain(case.with_settings(settings)).fixes, MOST_TRIED):
             if f"plan.{field}" not in fix and not any(path.startswith("workload.") for path in fix):
                 yield settings | dict(fix)
 
@@ -198,10 +208,5 @@ def order_values(plan: PlanFields) -> list[list[str]]:
 
 def word_values() -> dict[str, list[Any]]:
     """Values of the fields that no rule reads: all are legal everywhere."""
-    read = {*NUMBERS, *WORDS, "order", "layers_per_stage"}
-    out: dict[str, list[Any]] = {}
-    for name, info in PlanFields.model_fields.items():
-        options = get_args(info.annotation)
-        if name not in read and options and all(isinstance(option, str) for option in options):
-            out[name] = list(options)
-    return out
+    free = {name: list(words) for name, words in WORDS.items() if name not in RULED_WORDS}
+    return {name: words for name, words in free.items() if all(isinstance(word, str) for word in words)}

@@ -26,18 +26,18 @@ def legal_fix(case: Case, candidates: Iterable[Settings], legal: Callable[[Case]
     for settings in islice(candidates, MOST_TRIED):
         for trial in (settings, completed(case, settings)):
             changed = {path: value for path, value in trial.items() if case.setting(path) != value}
-            if changed and bool(legal(case.but(changed))):
+            if changed and bool(legal(case.with_settings(changed))):
                 return written(changed)
     return ""
 
 
 def completed(case: Case, settings: Settings) -> dict[str, Any]:
     """Add the settings that must follow so that degrees, experts, sequence and batch still divide."""
-    out, now = dict(settings), case.but(settings)
+    out, now = dict(settings), case.with_settings(settings)
     for repair in (_data_parallel, _sequence, _experts, _microbatch):
         found = repair(now)
         if any(now.setting(path) != value for path, value in found.items()):
-            now = now.but(found)
+            now = now.with_settings(found)
         out |= found
     return out
 
@@ -58,7 +58,7 @@ def _experts(case: Case) -> dict[str, Any]:
     if "model" not in case.given or not case.model.experts:
         return {}
     out = {} if case.tp % case.etp == 0 else {"plan.expert_tp": 0}
-    ranks = case.but(out).expert_ranks
+    ranks = case.with_settings(out).expert_ranks
     legal = [ep for ep in divisors(case.model.experts) if ranks % ep == 0 and ep <= case.ep]
     return out | {"plan.ep": max(legal)}
 

@@ -25,7 +25,7 @@ def mended(case: Case, legal: Callable[[Case], Flag]) -> dict[str, Any] | None:
         return {}
     for settings in islice(_candidates(case), MOST_TRIED):
         trial = completed(case, settings)
-        if bool(legal(case.but(trial))):
+        if bool(legal(case.with_settings(trial))):
             changed = {
                 path: value
                 for path, value in trial.items()

@@ -147,7 +147,7 @@ def tensor_degrees(p: Case) -> list[int]:
     m = p.model
     split = m.hidden if m.kind == "mlp" else m.heads if m.has_attention_layers else m.linear.heads
     found = np.array([d for d in divisors(split) if d <= MOST_DEGREE])
-    alone = Case({**p.fields, "tp": found, "expert_tp": p.fields["expert_tp"] * 0}, m)
+    alone = Case({**p.columns, "tp": found, "expert_tp": p.columns["expert_tp"] * 0}, m)
     broken = np.zeros(len(found), bool)
     for each in TENSOR_RULES:
         broken = broken | each.broken(alone)

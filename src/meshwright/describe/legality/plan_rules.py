@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.legality.case import Case, Flag, lookup
 from meshwright.describe.legality.rule import Problem, Rule
+from meshwright.describe.plan_arrays import NO_ORDER
 from meshwright.describe.plan_fields import AXES, RECOMPUTES, TP_FORMS
 from meshwright.describe.schedules import SCHEDULES, virtual_schedules
 
@@ -40,7 +41,7 @@ class OrderNamesEachAxis(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return p.order < 0
+        return p.order == NO_ORDER
 
     @staticmethod
     def explain(p: Case) -> Problem:

@@ -36,20 +36,21 @@ from meshwright.cost.collective import Network
 from meshwright.cost.memory import AFTER_LAYERS
 from meshwright.cost.phase import phase_times, rank_time
 from meshwright.cost.step import StepCost, step_cost
-from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
-from meshwright.lower.batch import distinct_codes
+from meshwright.lower.batch import BYTES, distinct_codes
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import average_blocks
 from meshwright.lower.step import lower
 from meshwright.planner.search import intervals
+from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.space import Space
-from meshwright.planner.search.table import Table, codes, grouped, join
+from meshwright.planner.search.table import codes, grouped, join
 from meshwright.programs.pipelines import formulas
 
 Virtuals = tuple[np.ndarray, ...]  # numbers of virtual stages per rank: one number, or the smallest and the largest
 CHUNK = 4096  # rows costed at once: their arrays stay in cache
-KERNEL = ("tp", "sp", "cp", "cp_kind", "etp", "ep", "microbatch", "recompute", "dtype", "overlap_index")
+KERNEL = ("tp", "sp", "cp", "cp_kind", "expert_tp", "ep", "microbatch", "recompute", *DTYPES, "overlap")
 SAMPLED = 5  # most pipeline ranks that a batch evaluates
 RANKS = tuple(
     f"{x}{k}" for x in "rbo" for k in range(SAMPLED)
@@ -76,7 +77,7 @@ SCHEDULED = (
 )
 
 
-def kernel(space: Space, rows: Table) -> Table:
+def kernel(space: Space, rows: PlanArrays) -> PlanArrays:
     """Cost rows without sharding or pipeline. The columns are f, i, w of the whole model; dense and expert elements of a tensor-parallel rank;
     bytes saved for backward by the model (`saved`) and by its largest layer (`layer`); the sum over layers of how much less than the largest
     they save (`lighter`); bytes that recomputing one layer needs (`recompute_bytes`)."""
@@ -99,7 +100,7 @@ def kernel(space: Space, rows: Table) -> Table:
     lighter = sum(counts[kind] * b.pp * (layer - size) for kind, size in zip(kinds, layers, strict=True))
     recompute_bytes = np.where(b.reruns_layers, program.transient, 0.0)
     kept = slack * ~b.offload_activations
-    return Table(
+    return PlanArrays(
         f=mean.f * b.pp,
         i=mean.i * b.pp,
         w=mean.w * b.pp,
@@ -112,7 +113,7 @@ def kernel(space: Space, rows: Table) -> Table:
     )
 
 
-def kernels(space: Space, rows: Table) -> Table:
+def kernels(space: Space, rows: PlanArrays) -> PlanArrays:
     """Rows with the costs of their kernel; each distinct kernel is costed once."""
     columns = [rows.columns[name] for name in KERNEL]
     if "order" in rows:
@@ -122,12 +123,12 @@ def kernels(space: Space, rows: Table) -> Table:
     return rows.but(**found.take(which).columns)
 
 
-def of_frames(space: Space, rows: Table) -> Table:
+def of_frames(space: Space, rows: PlanArrays) -> PlanArrays:
     """Frames with lower bounds of time (from the largest micro-batch) and memory (from the smallest)."""
     return frame_bounds(space, kernels(space, rows))
 
 
-def reused(space: Space, rows: Table, enough: float = np.inf) -> Table:
+def reused(space: Space, rows: PlanArrays, enough: float = np.inf) -> PlanArrays:
     """Frames that `of_frames` bounded in the same space with another base plan, with bounds that hold in this one: copies and compression only add
     time; saved activations may take no memory if they are offloaded. Frames slower than `enough` seconds are left out."""
     rows = rows.take(rows.time <= enough)
@@ -136,7 +137,7 @@ def reused(space: Space, rows: Table, enough: float = np.inf) -> Table:
     return frame_bounds(space, rows)
 
 
-def frame_bounds(space: Space, rows: Table) -> Table:
+def frame_bounds(space: Space, rows: PlanArrays) -> PlanArrays:
     """Frames that have the columns of their kernel, with their bounds."""
     smallest = np.ones(len(rows))
     for (dp, pp), at in grouped((rows.dp, rows.pp)):
@@ -146,17 +147,17 @@ def frame_bounds(space: Space, rows: Table) -> Table:
     return rows.but(time=time, memory=least_memory(space, rows, smallest / rows.microbatch))
 
 
-def of_shapes(space: Space, rows: Table, limit: float = np.inf) -> Table:
+def of_shapes(space: Space, rows: PlanArrays, limit: float = np.inf) -> PlanArrays:
     """Shapes, with or without an order, with lower bounds of time and memory of their plans within a memory limit."""
     return of_kernels(space, kernels(space, rows), limit)
 
 
-def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
+def of_kernels(space: Space, rows: PlanArrays, limit: float = np.inf) -> PlanArrays:
     """Rows that have the columns of their kernel, with the bounds of `of_shapes`. `alone` is the bytes with one micro-batch in flight. Sharded rows
     get this bound before they are costed: for most of them only the naive schedule fits."""
     m, alone = space.microbatches(rows), least_memory(space, rows)
 
-    def memory(name: str, some: Table, virtuals: Virtuals, fewest: np.ndarray) -> np.ndarray:
+    def memory(name: str, some: PlanArrays, virtuals: Virtuals, fewest: np.ndarray) -> np.ndarray:
         """Bytes of the mean rank: the bytes that its layers save, times the micro-batches in flight. In flight means, for the `fewest` layers that
         every rank has, the mean of the first and the last rank, because the number falls from one to the other (or rises, then stays constant);
         for the remaining layers, the smaller of the two numbers; for the correction by lighter layers, the larger."""
@@ -175,17 +176,16 @@ def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
     return rows.but(time=np.where(piped, time, single), memory=np.where(piped, least, alone), alone=alone)
 
 
-def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> np.ndarray:
+def least_memory(space: Space, rows: PlanArrays, share: np.ndarray | float = 1.0) -> np.ndarray:
     """Bytes of the mean rank with one micro-batch in flight (`share` scales the kernel's micro-batch). The states are sharded by the row's ZeRO stage
     if it has one, else by the highest allowed stage."""
     n, base, work = len(rows), space.base, space.workload
-    sizes = np.array([[DTYPE_BYTES[d] for d in (p, g, s)] for p, g, s, _ in space.dtypes])[rows.dtype].T  # type: ignore[index]
-    param, grad, state = sizes
+    param, grad, state = (BYTES[rows.columns[name]] for name in DTYPES[:3])
     moments = (np.where(base.master & (param < 4), 4.0, 0.0) + work.state_copies * state) * (
         base.offload not in ("states", "both")
     )
     zero = zero_stage(space, rows)
-    each = rows.columns.get("reduce_each", zero >= 2)
+    each = rows.reduces_each if "reduce" in rows else zero >= 2
     states = np.zeros(n)
     for elements, ranks in sharded_elements(rows):
         cut = (
@@ -197,13 +197,13 @@ def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> 
     return states + (rows.saved / rows.pp + rows.recompute_bytes) * share + space.stack.context
 
 
-def zero_stage(space: Space, rows: Table) -> np.ndarray:
+def zero_stage(space: Space, rows: PlanArrays) -> np.ndarray:
     """The ZeRO stage of each row; where it is not decided, the highest that is allowed."""
     most = max(space.choices.numbers("zero", space.choices.words["zero"]), default=0)
     return rows.columns.get("zero", np.full(len(rows), most))
 
 
-def sharded_elements(rows: Table) -> list[tuple[np.ndarray, np.ndarray]]:
+def sharded_elements(rows: PlanArrays) -> list[tuple[np.ndarray, np.ndarray]]:
     """Dense and expert elements of all pipeline ranks together, and the ranks that each are sharded over at most."""
     shard = rows.columns.get("shard", rows.dp) * rows.cp * 1.0
     spread = rows.tp / (rows.etp * rows.ep)  # data-parallel ranks of experts over those of dense weights
@@ -211,7 +211,7 @@ def sharded_elements(rows: Table) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(rows.dense, shard), (rows.expert, experts)]
 
 
-def host_update(space: Space, rows: Table) -> np.ndarray:
+def host_update(space: Space, rows: PlanArrays) -> np.ndarray:
     """Seconds that the mean rank's update takes on the host, with the states sharded as in `least_memory`; 0 without offloaded states."""
     if space.base.offload not in ("states", "both"):
         return np.zeros(len(rows))
@@ -221,7 +221,7 @@ def host_update(space: Space, rows: Table) -> np.ndarray:
 
 
 def best_schedule(
-    space: Space, work: Table, memory: Callable[[str, Table, Virtuals, np.ndarray], np.ndarray], limit: float
+    space: Space, work: PlanArrays, memory: Callable[[str, PlanArrays, Virtuals, np.ndarray], np.ndarray], limit: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lower bounds of time and memory of rows over all schedules within a memory limit. The largest number of virtual stages has the smallest bubble.
     The micro-batches in flight rise or fall monotonically with that number, so either the smallest or the largest number has the fewest. `work` has
@@ -253,7 +253,7 @@ def best_schedule(
     return time, least
 
 
-def least_in_flight(schedule: str, rows: Table, virtuals: Virtuals, rank: np.ndarray) -> np.ndarray:
+def least_in_flight(schedule: str, rows: PlanArrays, virtuals: Virtuals, rank: np.ndarray) -> np.ndarray:
     """Micro-batches in flight on a rank, in units of all stages of the rank, for the number of virtual stages that has fewer."""
     return reduce(np.minimum, (formulas.in_flight(schedule, rows.pp, rows.m, v, rank) / v for v in virtuals))
 
@@ -266,7 +266,7 @@ def span(
     return np.maximum(total, m * (f + i + w))
 
 
-def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
+def of_sharded(space: Space, rows: PlanArrays, limit: float = np.inf) -> PlanArrays:
     """Sharded rows, already bounded by `of_kernels`, with lower bounds of time and memory of their plans within a memory limit.
 
     The rows are costed under the naive schedule. Without a pipeline this is exact. With a pipeline, it gives the columns that do not depend on the
@@ -315,7 +315,7 @@ def regroups(space: Space, schedule: str) -> bool:
 
 
 def in_flight_bytes(
-    space: Space, schedule: str, rows: Table, virtuals: Virtuals, fewest: np.ndarray | None = None
+    space: Space, schedule: str, rows: PlanArrays, virtuals: Virtuals, fewest: np.ndarray | None = None
 ) -> np.ndarray:
     """Lower bound of the bytes of the fullest rank under a schedule: from the sampled ranks, or from the mean rank."""
     if not regroups(space, schedule):
@@ -350,7 +350,7 @@ def overhead_bytes(program: StepProgram, cost: StepCost) -> np.ndarray:
     return np.where(b.pp > 2, np.minimum.reduce([b.full(p) for p in parts]), 0.0)
 
 
-def of_schedules(space: Space, plans: Table) -> Table:
+def of_schedules(space: Space, plans: PlanArrays) -> PlanArrays:
     """Plans with lower bounds of time and memory, from their sharded rows and the closed forms of their schedules.
 
     `exact` marks plans whose intervals (`planner.search.intervals`) and bytes equal those of costing the plan: looped schedules whose ranks hold the
@@ -386,7 +386,7 @@ def of_schedules(space: Space, plans: Table) -> Table:
     return plans.but(memory=memory, exact=exact, **found.columns).but(time=np.where(exact, found.time, time))
 
 
-def looped_bytes(rows: Table, schedule: str, virtuals: Virtuals) -> np.ndarray:
+def looped_bytes(rows: PlanArrays, schedule: str, virtuals: Virtuals) -> np.ndarray:
     """Bytes of the fullest sampled rank, with the micro-batches in flight under a looped schedule."""
     by_rank, in_flight = [], least_in_flight(schedule, rows, virtuals, rows.r0)
     for k in range(SAMPLED):

@@ -26,13 +26,15 @@ from itertools import chain, repeat
 import numpy as np
 
 from meshwright.cost.step import step_cost
+from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import distinct_codes
 from meshwright.lower.step import lower
 from meshwright.planner.search import bounds, intervals, strategies
+from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.pipeline_walk import fullest, walk
 from meshwright.planner.search.space import NAIVE, Space
-from meshwright.planner.search.table import Table, codes, join
+from meshwright.planner.search.table import codes, crossed, join
 
 MARGIN = 0.01  # plans this close to the best are all costed …
 STRATEGY_MARGIN = 0.002  # … and those this close to the best of their strategy
@@ -48,7 +50,7 @@ DEGREES = ("tp", "cp", "pp", "dp")
 PLAN = (
     *DEGREES,
     "ep",
-    "etp",
+    "expert_tp",
     "microbatch",
     "recompute",
     "sp",
@@ -59,10 +61,10 @@ PLAN = (
     "schedule",
     "virtual",
     "reshard",
-    "reduce_each",
+    "reduce",
     "order",
-    "dtype",
-    "overlap_index",
+    *DTYPES,
+    "overlap",
 )
 COSTED = ("time", "memory", "low", "closed", "high", "estimate", "balanced")
 BOUNDED = (
@@ -86,7 +88,7 @@ class Incumbents:
     margin: float = MARGIN
     strategy: np.ndarray = field(default_factory=lambda: np.full(max(strategies.NAMES) + 1, np.inf))
     front: np.ndarray = field(default_factory=lambda: np.full(STEPS, np.inf))
-    kept: list[Table] = field(default_factory=list)
+    kept: list[PlanArrays] = field(default_factory=list)
 
     @property
     def limits(self) -> np.ndarray:
@@ -96,11 +98,11 @@ class Incumbents:
         """The lowest limit a plan keeps to; −1: none."""
         return (memory[:, None] <= self.limits).sum(axis=1) - 1
 
-    def groups(self, rows: Table) -> np.ndarray:
+    def groups(self, rows: PlanArrays) -> np.ndarray:
         """The group of each row, a whole number from 0: the search opens rows near the best of their group first."""
         return strategies.axes(rows)
 
-    def promising(self, rows: Table, given_up: set[int]) -> np.ndarray:
+    def promising(self, rows: PlanArrays, given_up: set[int]) -> np.ndarray:
         """Mark rows whose bounds allow a plan close to the best, on the front, or the best of a strategy that is still searched."""
         axes = strategies.axes(rows)
         close = self.strategy * (1 + STRATEGY_MARGIN)
@@ -113,7 +115,7 @@ class Incumbents:
             enough = np.maximum(enough, self.front[rung])
         return (rung >= 0) & (rows.time <= enough)
 
-    def offer(self, rows: Table) -> None:
+    def offer(self, rows: PlanArrays) -> None:
         """Remember costed plans that fit and are close to the best of their strategy, or on the front."""
         rows = rows.select(*PLAN, *COSTED).take(rows.memory <= self.limit)
         if not len(rows):
@@ -124,18 +126,18 @@ class Incumbents:
         if len(self.kept) > 64:
             self.kept = [self.found()]
 
-    def count(self, rows: Table) -> None:
+    def count(self, rows: PlanArrays) -> None:
         """Use upper bounds of plans as incumbents."""
         np.minimum.at(self.strategy, rows.strategy, rows.high)
         rung = self.rung(rows.memory)
         for k in range(STEPS):
             self.front[k] = min(self.front[k], rows.high[rung >= k].min(initial=np.inf))
 
-    def _good(self, rows: Table) -> np.ndarray:
+    def _good(self, rows: PlanArrays) -> np.ndarray:
         close = np.maximum(self.strategy * (1 + STRATEGY_MARGIN), self.front[0] * (1 + self.margin))[rows.strategy]
         return (rows.time <= close) | (rows.time <= self.front[self.rung(rows.memory)])
 
-    def found(self) -> Table:
+    def found(self) -> PlanArrays:
         """Return plans still close to the best or on the front, each once, the fastest first; ties in a fixed order."""
         rows = join(self.kept)
         rows = rows.take(self._good(rows))
@@ -149,13 +151,13 @@ class Incumbents:
 class Found:
     """What a search found. `rows` are plans near the best, the best of a strategy or on the front, the fastest first."""
 
-    rows: Table
+    rows: PlanArrays
     incumbents: Incumbents
-    misfits: dict[int, Table]  # for each strategy of which no plan fits: its plan with the least memory
+    misfits: dict[int, PlanArrays]  # for each strategy of which no plan fits: its plan with the least memory
     unproved: set[int]  # strategies whose best was not proved
     legal: int
     costed: int
-    frames: Table | None = None  # all frames with their bounds
+    frames: PlanArrays | None = None  # all frames with their bounds
 
 
 class Search:
@@ -167,7 +169,7 @@ class Search:
         self.costed = self.walks = self.spent_on_front = 0
         self.effort: float = np.inf  # plans costed at most
         self.spent = np.zeros(max(strategies.NAMES) + 1, np.int64)  # plans costed by strategy
-        self.layers: list[Callable[[Table], Table]] = [self.shaped, self.placed, self.sharded, self.scheduled]
+        self.layers: list[Callable[[PlanArrays], PlanArrays]] = [self.shaped, self.placed, self.sharded, self.scheduled]
 
     def run(self) -> Found:
         frames = bounds.of_frames(self.space, self.space.frames)
@@ -180,17 +182,17 @@ class Search:
         if len(fitting):
             self.descend(0, fitting)
         misfits = {code: rows for code, rows in misfits.items() if code} | self.data_misfits(frames.take(axes == 0))
-        rows = self.best.found() if self.best.kept else Table(time=np.zeros(0))
+        rows = self.best.found() if self.best.kept else PlanArrays(time=np.zeros(0))
         return Found(rows, self.best, misfits, self.given_up, len(self.space), self.costed, frames)
 
-    def run_below(self, frames: Table, enough: float, effort: int) -> Found:
+    def run_below(self, frames: PlanArrays, enough: float, effort: int) -> Found:
         """Search bounded frames for plans of any strategy below `enough` seconds; cost about `effort` plans at most."""
         self.best.front[:], self.best.strategy[:] = enough, -np.inf
         self.spent[:], self.spent_on_front, self.effort = EFFORT + 1, FRONT_EFFORT + 1, effort
         frames = frames.take(self.promising(frames.select(*BOUNDED)))
         if len(frames):
             self.descend(0, frames)
-        rows = self.best.found() if self.best.kept else Table(time=np.zeros(0))
+        rows = self.best.found() if self.best.kept else PlanArrays(time=np.zeros(0))
         return Found(rows, self.best, {}, set(), 0, self.costed)
 
     @property
@@ -199,10 +201,10 @@ class Search:
         front = {FRONT} if self.spent_on_front > FRONT_EFFORT else set()
         return set(np.flatnonzero(self.spent > EFFORT).tolist()) | front
 
-    def promising(self, rows: Table) -> np.ndarray:
+    def promising(self, rows: PlanArrays) -> np.ndarray:
         return self.best.promising(rows, self.given_up)
 
-    def cost(self, rows: Table) -> Table:
+    def cost(self, rows: PlanArrays) -> PlanArrays:
         """Whole plans with their exact seconds and bytes."""
         program = lower(self.space.batch(rows))
         cost = step_cost(program, self.space.cluster)
@@ -217,7 +219,7 @@ class Search:
 
     # Down the layers
 
-    def descend(self, depth: int, rows: Table) -> None:
+    def descend(self, depth: int, rows: PlanArrays) -> None:
         """Open rows of a layer, those nearest to the best of their group first."""
         groups = self.best.groups(rows)
         nearest = np.full(int(groups.max()) + 1, np.inf)
@@ -233,7 +235,7 @@ class Search:
             left = left[size:]
             left = left[self.promising(known.take(left))]
 
-    def open(self, depth: int, rows: Table) -> None:
+    def open(self, depth: int, rows: PlanArrays) -> None:
         """Expand rows into the next layer where its bounds are promising; below the last layer, cost the plans."""
         if depth == len(self.layers):
             self.spend(rows)
@@ -245,19 +247,19 @@ class Search:
         if len(below):
             self.descend(depth + 1, below)
 
-    def spend(self, rows: Table) -> None:
+    def spend(self, rows: PlanArrays) -> None:
         self.spent += np.bincount(strategies.strategy(rows), minlength=len(self.spent))
         self.spent_on_front += int((rows.time > self.best.front[0] * (1 + self.best.margin)).sum())
 
-    def shaped(self, rows: Table) -> Table:
+    def shaped(self, rows: PlanArrays) -> PlanArrays:
         return bounds.of_shapes(self.space, self.space.shaped(rows), self.best.limit)
 
-    def placed(self, rows: Table) -> Table:
+    def placed(self, rows: PlanArrays) -> PlanArrays:
         below = self.space.placed(rows)
         # With one order each the bounds do not change.
         return bounds.of_shapes(self.space, below, self.best.limit) if len(below) > len(rows) else below
 
-    def sharded(self, rows: Table) -> Table:
+    def sharded(self, rows: PlanArrays) -> PlanArrays:
         """Drop rows that the remaining memory rules out before they are costed."""
         below = self.space.sharded(rows)
         below = below.but(memory=bounds.least_memory(self.space, below))
@@ -269,7 +271,7 @@ class Search:
         parts = [bounds.of_sharded(self.space, part, self.best.limit) for part in below.chunks(bounds.CHUNK)]
         return join(parts) if parts else below
 
-    def scheduled(self, rows: Table) -> Table:
+    def scheduled(self, rows: PlanArrays) -> PlanArrays:
         """Take plans with exact bounds (no pipeline, and most looped schedules) as costed; pass the others on."""
         alone = rows.pp == 1
         if alone.any():
@@ -301,12 +303,12 @@ class Search:
 
     # Least memory
 
-    def leanest(self) -> Table:
+    def leanest(self) -> PlanArrays:
         """Any plan of the space that fits; where there is none, the one with the least memory."""
         return self.least_memory(bounds.of_frames(self.space, self.space.frames))
 
-    def seed(self, frames: Table, few: int = FEW) -> None:
-        """Cost first incumbents: the plans of each group that should need the least memory, and some ordinary ones.
+    def seed(self, frames: PlanArrays, few: int = FEW) -> None:
+        """First incumbents: of each group the few plans that should have the least memory, and some ordinary ones all over it.
 
         Without them the first rows that are opened, those with the best bounds, are mostly too large, and nothing is there to stop at.
         """
@@ -323,26 +325,28 @@ class Search:
         for part in rows.chunks(bounds.CHUNK):
             self.best.offer(self.cost(part))
 
-    def ordinary(self, frames: Table) -> Table:
+    def ordinary(self, frames: PlanArrays) -> PlanArrays:
         """Usual plans: small micro-batches, the stack's order, each ZeRO stage over all ranks, 1F1B."""
         space = self.space
-        shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: space.sizes(dp, pp).take(slice(0, FEW_SIZES)))
+        shapes = crossed(frames, (frames.dp, frames.pp), lambda dp, pp: space.sizes(dp, pp).take(slice(0, FEW_SIZES)))
         rows = space.sharded(self.first_order(bounds.kernels(space, shapes)))
         rows = rows.take(
-            ((rows.shard == rows.dp) | (rows.zero == 0)) & rows.reshard & (rows.reduce_each | (rows.zero < 2))
+            ((rows.shard == rows.dp) | (rows.zero == 0)) & rows.reshard & (rows.reduces_each | (rows.zero < 2))
         )
         usual = SCHEDULES.names.index("1f1b")
 
-        def plain(pp: int, microbatches: int) -> Table:
+        def plain(pp: int, microbatches: int) -> PlanArrays:
             found = space.schedules(pp, microbatches)
             one = found.take(found.schedule == usual)
             return one if len(one) else found.take(slice(0, 1))
 
-        return rows.crossed((rows.pp, space.microbatches(rows)), plain)
+        return crossed(rows, (rows.pp, space.microbatches(rows)), plain)
 
-    def first_order(self, shapes: Table) -> Table:
-        return shapes.crossed(
-            tuple(shapes.columns[a] for a in DEGREES), lambda *degrees: self.space.orders(*degrees).take(slice(0, 1))
+    def first_order(self, shapes: PlanArrays) -> PlanArrays:
+        return crossed(
+            shapes,
+            tuple(shapes.columns[a] for a in DEGREES),
+            lambda *degrees: self.space.orders(*degrees).take(slice(0, 1)),
         )
 
     def missing(self, axes: list[int]) -> list[int]:
@@ -350,21 +354,21 @@ class Search:
         data = np.isfinite(self.best.strategy[list(strategies.DATA)]).any()
         return [code for code in axes if not (np.isfinite(self.best.strategy[code]) if code else data)]
 
-    def data_misfits(self, frames: Table) -> dict[int, Table]:
+    def data_misfits(self, frames: PlanArrays) -> dict[int, PlanArrays]:
         """For each pure data-parallel strategy of which no plan fits, its plan with the least memory."""
         absent = [code for code in strategies.DATA if not np.isfinite(self.best.strategy[code])]
         if not len(frames) or not absent:
             return {}
-        shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: self.space.sizes(dp, pp).take(slice(0, 1)))
+        shapes = crossed(frames, (frames.dp, frames.pp), lambda dp, pp: self.space.sizes(dp, pp).take(slice(0, 1)))
         rows = self.cost(self.space.scheduled(self.space.sharded(self.space.placed(shapes))))
         strategy = strategies.strategy(rows)
         found = {code: rows.take(strategy == code) for code in absent if (strategy == code).any()}
         return {code: mine.take([int(mine.memory.argmin())]) for code, mine in found.items()}
 
-    def least_memory(self, frames: Table) -> Table:
+    def least_memory(self, frames: PlanArrays) -> PlanArrays:
         """A plan of some frames that fits; where there is none, the one with the least memory."""
         frames = frames.take(np.argsort(frames.memory, kind="stable"))
-        best: Table | None = None
+        best: PlanArrays | None = None
         for part in frames.chunks(256):
             if best is not None and (best.memory[0] <= self.best.limit or part.memory[0] >= best.memory[0]):
                 break
@@ -376,10 +380,10 @@ class Search:
         assert best is not None
         return best
 
-    def tightest(self, frames: Table) -> Table:
+    def tightest(self, frames: PlanArrays) -> PlanArrays:
         """For each frame the plans that can have the least memory: smallest micro-batch, widest sharding, fewest in flight."""
         space = self.space
-        shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: space.sizes(dp, pp).take(slice(0, 1)))
+        shapes = crossed(frames, (frames.dp, frames.pp), lambda dp, pp: space.sizes(dp, pp).take(slice(0, 1)))
         rows = space.sharded(self.first_order(shapes))
         widest = np.zeros(int(rows.dp.max(initial=0)) + 1, np.int64)
         np.maximum.at(widest, rows.dp, rows.shard)

@@ -19,13 +19,14 @@ import numpy as np
 
 from meshwright.describe import legality
 from meshwright.describe.plan import divisors
+from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.planner.search import bounds, strategies
 from meshwright.planner.search.branch_and_bound import COSTED, PLAN, Incumbents, Search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.common_plans import HEADROOM, common_choices
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.space import Space
-from meshwright.planner.search.table import Table, join
+from meshwright.planner.search.table import join
 
 LARGEST_DEGREE = 64
 FEW = 4  # frames of each cell that are tried first
@@ -59,17 +60,17 @@ class CellIncumbents(Incumbents):
         self.cells = pairs.T.tolist()
         self.time = np.full(len(self.cells), np.inf)
         self.memory = np.full(len(self.cells), np.inf)
-        self.fastest: dict[int, Table] = {}
-        self.leanest: dict[int, Table] = {}
+        self.fastest: dict[int, PlanArrays] = {}
+        self.leanest: dict[int, PlanArrays] = {}
 
-    def groups(self, rows: Table) -> np.ndarray:
+    def groups(self, rows: PlanArrays) -> np.ndarray:
         return np.asarray(self.index[rows.tp, rows.pp])
 
-    def promising(self, rows: Table, given_up: set[int]) -> np.ndarray:
+    def promising(self, rows: PlanArrays, given_up: set[int]) -> np.ndarray:
         """Rows whose bounds allow a plan that fits and is clearly faster than the best of its cell."""
         return (rows.memory <= self.limit) & (rows.time < self.time[self.groups(rows)] * (1 - CLOSE))
 
-    def offer(self, rows: Table) -> None:
+    def offer(self, rows: PlanArrays) -> None:
         rows = rows.select(*PLAN, *COSTED)
         if not len(rows):
             return
@@ -79,7 +80,7 @@ class CellIncumbents(Incumbents):
             self._take(fitting, fitting.estimate, self.time, self.fastest)
             self.front[0] = self.time.min()
 
-    def _take(self, rows: Table, values: np.ndarray, best: np.ndarray, kept: dict[int, Table]) -> None:
+    def _take(self, rows: PlanArrays, values: np.ndarray, best: np.ndarray, kept: dict[int, PlanArrays]) -> None:
         """Replace the best row of each cell by a row with a smaller value."""
         cell = self.groups(rows)
         order = np.lexsort((values, cell))

@@ -21,10 +21,12 @@ from meshwright.describe.base import MOST
 from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.draft import parse_value
 from meshwright.describe.plan import AXES, Plan
+from meshwright.describe.plan_arrays import OVERLAP_AXES
+from meshwright.describe.plan_fields import CP_KINDS, ORDERS
 from meshwright.describe.plan_fields import DTYPES as PLAN_DTYPES
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError, unknown
-from meshwright.lower.batch import CP_KINDS, ORDERS, OVERLAP_AXES, RECOMPUTE
+from meshwright.lower.batch import RECOMPUTE
 
 NUMBERS = ("dp", "replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "zero")
 DTYPES = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")

@@ -31,22 +31,22 @@ import numpy as np
 
 from meshwright.cost.phase import rank_time
 from meshwright.cost.step import StepCost
+from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import StageBlocks, average_blocks
 from meshwright.planner.search.space import Space
-from meshwright.planner.search.table import Table
 
 NAIVE, GPIPE, BREADTH_FIRST = (SCHEDULES.names.index(name) for name in ("naive", "gpipe", "looped-bfs"))
 
 
-def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
+def of(space: Space, program: StepProgram, cost: StepCost) -> PlanArrays:
     """The interval of a costed batch: time, low, closed, high, estimate and balanced."""
     b = program.batch
     slowest = np.choose(cost.slowest, [b.full(r.total) for r in cost.ranks])
     bubble, pace = cost.exposed["bubble"], np.maximum(b.microbatches, 1.0) * slowest
     mean = rank_time(program, cost.times, average_blocks(b), cost.boundary).total
-    rows = Table(
+    rows = PlanArrays(
         pp=b.pp,
         virtual=b.virtual,
         schedule=b.schedule,
@@ -61,7 +61,7 @@ def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
     return interval(space, rows)
 
 
-def interval(space: Space, rows: Table) -> Table:
+def interval(space: Space, rows: PlanArrays) -> PlanArrays:
     """time, low, closed, high, estimate and balanced of rows with their pp, virtual, schedule, m; pace, ramp, closing, mean; `ends` and `longest`
     layer; and whether their slowest rank is the first (`leads`)."""
     closed = rows.pace + rows.ramp + rows.closing
@@ -78,16 +78,16 @@ def interval(space: Space, rows: Table) -> Table:
     divisible = piped & space.divides
     time = np.where(divisible, even + rows.ramp + rows.closing, low)
     balanced = np.where(divisible, np.maximum(time, estimate - np.maximum(0.0, rows.pace - even)), estimate)
-    return Table(time=time, low=low, closed=closed, high=high, estimate=estimate, balanced=balanced)
+    return PlanArrays(time=time, low=low, closed=closed, high=high, estimate=estimate, balanced=balanced)
 
 
-def delayed_share(rows: Table) -> np.ndarray:
+def delayed_share(rows: PlanArrays) -> np.ndarray:
     """The share of turns in which looped ranks wait for the longest stage."""
     rounds = rows.m / rows.pp
     return np.where(rows.schedule == BREADTH_FIRST, 0.9 * (rounds >= 1), np.minimum(1.0, 0.7 / rounds))
 
 
-def closed_form_share(rows: Table) -> np.ndarray:
+def closed_form_share(rows: PlanArrays) -> np.ndarray:
     """Where the step of a schedule that is not looped lies between `low` (0) and the closed form (1)."""
     rounds = rows.m / rows.pp
     hidden = SCHEDULES.column("is_v_shaped")[rows.schedule] & rows.leads
@@ -98,7 +98,7 @@ def closed_form_share(rows: Table) -> np.ndarray:
     )
 
 
-def turns(space: Space, rows: Table) -> np.ndarray:
+def turns(space: Space, rows: PlanArrays) -> np.ndarray:
     """Seconds of a micro-batch if all ranks waited for the longest stage in each of V turns: its layers, and both ends of the model."""
     layers, stages = space.model.layers, rows.pp * rows.virtual
     least = layers // stages

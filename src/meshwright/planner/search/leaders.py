@@ -21,14 +21,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.lower.batch import ORDERS
+from meshwright.describe.plan_arrays import PlanArrays
+from meshwright.describe.plan_fields import ORDERS
 from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import RUNG, STEPS, Found
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.refine import refined
 from meshwright.planner.search.space import Space
-from meshwright.planner.search.table import Table, codes
+from meshwright.planner.search.table import codes
 
 TIE = 0.01  # share of the step within which plans count as equally fast
 MEMORY_TIE = 0.025  # share of a device's memory within which plans count as equally lean
@@ -38,7 +39,7 @@ MOST_DIVIDED = 4  # plans that only another division of their layers may bring n
 MOST_TOO_LARGE = 8  # plans that only another division of their layers may make fit
 MOST_WAVES = 12
 SHAPE = ("tp", "cp", "pp", "dp", "ep", "microbatch", "recompute")
-LOOK = (*SHAPE, "etp", "sp", "cp_kind", "schedule", "virtual")
+LOOK = (*SHAPE, "expert_tp", "sp", "cp_kind", "schedule", "virtual")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def candidates(space: Space, found: Found) -> list[Candidate]:
     return refined(space, [c for c in seen.values() if c.memory <= limit], limit)
 
 
-def described(space: Space, rows: Table) -> Table:
+def described(space: Space, rows: PlanArrays) -> PlanArrays:
     """Add codes of what rows share (look, shape, flow of the schedule), and how much each takes to set up."""
     return rows.but(
         look=codes([rows.columns[name] for name in LOOK]),
@@ -99,7 +100,7 @@ def too_large(space: Space, found: Found, limit: float, enough: float) -> list[C
     return walked(space, rows.take(np.sort(first)[:MOST_TOO_LARGE]), found)
 
 
-def leading_rows(rows: Table, found: Found, memory: float) -> list[int]:
+def leading_rows(rows: PlanArrays, found: Found, memory: float) -> list[int]:
     """Rows that lead by the current estimates."""
     order = np.argsort(rows.estimate, kind="stable")
     sorted_rows = rows.take(order)
@@ -141,7 +142,7 @@ def leanest(used: np.ndarray, memory: float) -> np.ndarray:
     return needed <= needed.min() + MEMORY_TIE * memory
 
 
-def near(rows: Table, margin: float, memory: float) -> list[int]:
+def near(rows: PlanArrays, margin: float, memory: float) -> list[int]:
     """Rows near the best: the preferred and the fastest of each look, and the fastest of each shape."""
     time = rows.estimate
     close = np.flatnonzero(time <= time[0] * (1 + margin))
@@ -154,7 +155,7 @@ def near(rows: Table, margin: float, memory: float) -> list[int]:
     return out
 
 
-def divisible(rows: Table, margin: float) -> list[int]:
+def divisible(rows: PlanArrays, margin: float) -> list[int]:
     """Return rows that may come near the best once `stage_lengths` balances their stages: the fastest of each look."""
     time, enough = rows.estimate * rows.gain, rows.estimate[0] * (1 + margin)
     close = np.flatnonzero((time <= enough) & (rows.estimate > enough))
@@ -163,13 +164,13 @@ def divisible(rows: Table, margin: float) -> list[int]:
     return close[np.sort(first)][:MOST_DIVIDED].tolist()
 
 
-def strategy_bests(rows: Table) -> list[int]:
+def strategy_bests(rows: PlanArrays) -> list[int]:
     """The fastest row of each strategy."""
     _, first = np.unique(rows.strategy, return_index=True)
     return first.tolist()
 
 
-def rungs(rows: Table, found: Found) -> list[int]:
+def rungs(rows: PlanArrays, found: Found) -> list[int]:
     """The fastest row within each memory limit."""
     within = [np.flatnonzero(rows.memory <= limit) for limit in found.incumbents.limits]
     return [int(mine[0]) for mine in within if len(mine)]
@@ -184,7 +185,7 @@ def pareto(order: list[Candidate], memory: float) -> list[Candidate]:
     return out[: 2 * STEPS]
 
 
-def walked(space: Space, rows: Table, found: Found) -> list[Candidate]:
+def walked(space: Space, rows: PlanArrays, found: Found) -> list[Candidate]:
     """Rows as candidates, their pipelines walked."""
     closed, times, peaks = walk(space, rows)
     out = []

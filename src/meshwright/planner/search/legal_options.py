@@ -28,13 +28,13 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality import Case
 from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, Plan, divisors
+from meshwright.describe.plan_arrays import PlanArrays, encode
 from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.planner.search.choices import Choices, free
 from meshwright.planner.search.limits import limited
-from meshwright.planner.search.table import Table
 
 # [order, axis, other]: whether the other axis varies faster than the axis.
 FASTER = np.array([[[o.index(b) < o.index(a) for b in AXES] for a in AXES] for o in ORDERS])
@@ -167,14 +167,14 @@ class LegalOptions:
         return [int(code) for code in codes[np.broadcast_to(legality.legal(case), len(codes))]]
 
     @cache  # noqa: B019  (a space lives as long as its search)
-    def sizes(self, dp: int, pp: int) -> Table:
+    def sizes(self, dp: int, pp: int) -> PlanArrays:
         """Micro-batch sizes that divide a data-parallel rank's share of the batch and that some schedule can run."""
         share = self.workload.batch // dp
         legal = [d for d in self.choices.numbers("microbatch", divisors(share)) if len(self.schedules(pp, share // d))]
-        return Table(microbatch=np.array(legal, np.int64))
+        return PlanArrays(microbatch=np.array(legal, np.int64))
 
     @cache  # noqa: B019
-    def orders(self, tp: int, cp: int, pp: int, dp: int) -> Table:
+    def orders(self, tp: int, cp: int, pp: int, dp: int) -> PlanArrays:
         """One order (its code) for each distinct placement: numbers of members of a tp, cp, pp and dp group in each unit."""
         codes = [ORDERS.index(o) for o in (tuple(self.stack.order), *ORDERS) if o in self.choices.words["order"]]
         sizes = np.array([tp, cp, pp, dp])
@@ -185,11 +185,11 @@ class LegalOptions:
         found: dict[tuple[int, ...], int] = {}
         for row, code in zip(np.array(inside).reshape(-1, len(codes)).T.tolist(), codes, strict=True):
             found.setdefault(tuple(row), code)
-        return Table(order=np.array(list(found.values()), np.int64))
+        return PlanArrays(order=np.array(list(found.values()), np.int64))
 
     @cache  # noqa: B019
-    def shardings(self, dp: int, repeated: int, piped: int, split: int = 0) -> Table:
-        """replicate, shard, zero, reshard, reduce_each of `dp` ranks; `repeated`: context-parallel ranks
+    def shardings(self, dp: int, repeated: int, piped: int, split: int = 0) -> PlanArrays:
+        """replicate, shard, zero, reshard, reduce of `dp` ranks; `repeated`: context-parallel ranks
         repeat the weights, so ZeRO can shard over them even if shard = 1. `piped`: the stages of a pipeline gather weights and reduce
         gradients once per step, so reshard and reduce have no effect and ZeRO-2 is ZeRO-1. `split`: tensor parallelism limits the stages."""
         c, can = self.choices, self.stack.can
@@ -211,12 +211,11 @@ class LegalOptions:
                     continue
                 reshards, reduces = (c.words[name][: 1 if piped else None] for name in ("reshard", "reduce"))
                 for reshard in reshards if zero == 3 else (True,):
-                    for reduce in reduces if zero == 3 else ("auto",):
-                        each = zero >= 2 and reduce != "step"
-                        found.append((replicate, shard, zero, reshard, each))
+                    for reduce in reduces if zero == 3 else (self.base.reduce,):
+                        found.append((replicate, shard, zero, reshard, encode("reduce", reduce)))
         columns = np.array(found, np.int64).reshape(-1, 5).T
-        return Table(
-            replicate=columns[0], shard=columns[1], zero=columns[2], reshard=columns[3] > 0, reduce_each=columns[4] > 0
+        return PlanArrays(
+            replicate=columns[0], shard=columns[1], zero=columns[2], reshard=columns[3] > 0, reduce=columns[4]
         )
 
     @cache  # noqa: B019
@@ -230,11 +229,11 @@ class LegalOptions:
         return even or [v for v in legal if v <= MOST_UNEVEN]
 
     @cache  # noqa: B019
-    def schedules(self, pp: int, microbatches: int) -> Table:
+    def schedules(self, pp: int, microbatches: int) -> PlanArrays:
         """Legal schedules (codes) and numbers of virtual stages for `pp` ranks."""
         c, layers = self.choices, self.model.layers
         if pp == 1:
-            return Table(schedule=np.array([SCHEDULES.names.index("1f1b")]), virtual=np.array([1]))
+            return PlanArrays(schedule=np.array([SCHEDULES.names.index("1f1b")]), virtual=np.array([1]))
         found = [
             (SCHEDULES.names.index(name), virtual)
             for name in c.words["schedule"]
@@ -247,7 +246,7 @@ class LegalOptions:
         ]
         schedule, virtual = np.array(found, np.int64).reshape(-1, 2).T
         workload = self.workload.model_copy(update={"batch": microbatches})  # the batch of one rank, with micro-batch 1
-        case = Case(self.least.fields, self.model, workload, stack=self.stack)
+        case = Case(self.least.columns, self.model, workload, stack=self.stack)
         legal = legality.legal(case.with_columns({"pp": pp, "schedule": schedule, "virtual": virtual}))
         legal = np.broadcast_to(legal, len(schedule))
-        return Table(schedule=schedule[legal], virtual=virtual[legal])
+        return PlanArrays(schedule=schedule[legal], virtual=virtual[legal])

@@ -15,17 +15,17 @@ from meshwright.cost.phase import RankTime
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import stage_times, walk_step
 from meshwright.describe.plan import Plan
+from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import lower
 from meshwright.planner.search.space import Space
-from meshwright.planner.search.table import Table
 from meshwright.programs import pipelines
 
 ACTIONS = 2_000  # a longer walk is done at two lengths and continued
 
 
-def walk(space: Space, rows: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def walk(space: Space, rows: PlanArrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return seconds by closed form, simulated seconds and peak bytes of plans: lowered and costed as one batch, simulated one by one."""
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)

@@ -23,15 +23,14 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.advice import bucket_for
-from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.framework_stages import framework_stages, in_framework
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
+from meshwright.describe.plan_arrays import FIELDS, Array, PlanArrays, encode
 from meshwright.describe.schedules import SCHEDULES
-from meshwright.lower.batch import Batch, overlap_fields
+from meshwright.lower.batch import Batch
 from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.legal_options import LegalOptions
-from meshwright.planner.search.table import Table, grid, grouped, join
+from meshwright.planner.search.table import counted, crossed, grid, grouped, join
 
 NAIVE = SCHEDULES.names.index("naive")
 
@@ -56,39 +55,44 @@ class Space(LegalOptions):
         return Space(self.model, self.cluster, self.workload, self.stack, self.choices, base, self.bucket)
 
     @cached_property
-    def frames(self) -> Table:
+    def frames(self) -> PlanArrays:
         """The first layer. A frame has the largest legal micro-batch, whose bound holds for all shapes of the frame."""
         parts = [part for row in self.degrees.T.tolist() if len(part := self._frames(*row))]
         if not parts:
-            return Table(tp=np.zeros(0, int))
+            return PlanArrays(tp=np.zeros(0, int))
         rows = join(parts)
-        return rows.take(rows.counted(self._sharding_keys(rows), self.shardings) > 0)
+        return rows.take(counted(rows, self._sharding_keys(rows), self.shardings) > 0)
 
-    def _frames(self, tp: int, cp: int, pp: int, dp: int) -> Table:
+    def _frames(self, tp: int, cp: int, pp: int, dp: int) -> PlanArrays:
         kinds, experts = self.attentions.get((tp, cp), []), self.experts.get((tp, cp, dp), [])
         sizes = self.sizes(dp, pp).microbatch
         rows = grid(
             attention=range(len(kinds)),
             expert=range(len(experts)),
             recompute=self.recompute_codes,
-            dtype=range(len(self.dtypes)),
-            overlap_index=range(len(self.overlaps)),
+            dtypes=range(len(self.dtypes)),
+            overlap=range(len(self.overlaps)),
         )
         if not len(rows) or not len(sizes):
             return rows.take(slice(0, 0))
         sp, kind = np.array(kinds)[rows.attention].T
-        etp, ep = np.array(experts)[rows.expert].T
+        expert_tp, ep = np.array(experts)[rows.expert].T
         same = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "microbatch": int(sizes.max())}
-        return Table(
+        return PlanArrays(
             **{name: np.full(len(rows), value) for name, value in same.items()},
             sp=sp.astype(bool),
             cp_kind=kind,
-            etp=etp,
+            expert_tp=expert_tp,
             ep=ep,
             recompute=rows.recompute,
-            dtype=rows.dtype,
-            overlap_index=rows.overlap_index,
+            overlap=np.array([encode("overlap", axes) for axes in self.overlaps])[rows.overlap],
+            **dict(zip(DTYPES, self._dtype_codes[rows.dtypes].T, strict=True)),
         )
+
+    @cached_property
+    def _dtype_codes(self) -> Array:
+        """[combinations, DTYPES]: the dtypes of every combination that may be chosen."""
+        return np.array([[encode(n, d) for n, d in zip(DTYPES, c, strict=True)] for c in self.dtypes])
 
     @property
     def mixed(self) -> bool:
@@ -100,7 +104,7 @@ class Space(LegalOptions):
         """Whether the planner may give the stages of a plan other numbers of layers (`stage_lengths`)."""
         return self.choices.uneven and not self.stack.can.own_stages and self.model.kind != "counts"
 
-    def uneven(self, rows: Table) -> np.ndarray:
+    def uneven(self, rows: PlanArrays) -> np.ndarray:
         """Which rows have stages with different numbers of layers."""
         if self.framework_divides:
             return np.array([len(set(self.stages(int(pp)))) > 1 for pp in rows.pp], dtype=bool)
@@ -121,28 +125,28 @@ class Space(LegalOptions):
             return np.array([min(self.stages(int(p)) or (self.model.layers // int(p),)) for p in pp], dtype=np.int64)
         return virtual * (self.model.layers // (pp * virtual))
 
-    def microbatches(self, rows: Table) -> np.ndarray:
+    def microbatches(self, rows: PlanArrays) -> np.ndarray:
         return self.workload.batch // (rows.microbatch * rows.dp)
 
     # Lower layers
 
-    def shaped(self, rows: Table) -> Table:
+    def shaped(self, rows: PlanArrays) -> PlanArrays:
         """Frames, each with every legal micro-batch."""
-        return rows.crossed((rows.dp, rows.pp), self.sizes)
+        return crossed(rows, (rows.dp, rows.pp), self.sizes)
 
-    def placed(self, rows: Table) -> Table:
+    def placed(self, rows: PlanArrays) -> PlanArrays:
         """Shapes, each with every distinct order of the axes."""
-        return rows.crossed((rows.tp, rows.cp, rows.pp, rows.dp), self.orders)
+        return crossed(rows, (rows.tp, rows.cp, rows.pp, rows.dp), self.orders)
 
-    def sharded(self, rows: Table) -> Table:
+    def sharded(self, rows: PlanArrays) -> PlanArrays:
         """Rows, each with every sharding of its data-parallel ranks."""
-        return rows.crossed(self._sharding_keys(rows), self.shardings)
+        return crossed(rows, self._sharding_keys(rows), self.shardings)
 
-    def scheduled(self, rows: Table) -> Table:
+    def scheduled(self, rows: PlanArrays) -> PlanArrays:
         """Rows, each with every legal schedule of its pipeline."""
-        return rows.crossed((rows.pp, self.microbatches(rows)), self.schedules)
+        return crossed(rows, (rows.pp, self.microbatches(rows)), self.schedules)
 
-    def _sharding_keys(self, rows: Table) -> tuple[np.ndarray, ...]:
+    def _sharding_keys(self, rows: PlanArrays) -> tuple[np.ndarray, ...]:
         split = (rows.tp > 1) & bool(self.stack.can.zero_in_tensor)
         return rows.dp, rows.cp > 1, rows.pp > 1, split  # context-parallel ranks hold the same weights
 
@@ -151,7 +155,7 @@ class Space(LegalOptions):
         rows = self.frames
         if not len(rows):
             return 0
-        per_frame = rows.counted(self._sharding_keys(rows), self.shardings)
+        per_frame = counted(rows, self._sharding_keys(rows), self.shardings)
         total = 0
         for (tp, cp, pp, dp), same in grouped((rows.tp, rows.cp, rows.pp, rows.dp)):
             steps = self.workload.batch // dp // self.sizes(dp, pp).microbatch
@@ -162,7 +166,7 @@ class Space(LegalOptions):
             )
         return total
 
-    def plans(self, size: int = 4096) -> Iterator[Table]:
+    def plans(self, size: int = 4096) -> Iterator[PlanArrays]:
         """The whole space, in tables of at most `size` rows."""
         for rows in self.frames.chunks(8):
             for part in self.placed(self.shaped(rows)).chunks(64):
@@ -171,59 +175,34 @@ class Space(LegalOptions):
     # Conversion to batches and plans
 
     @cached_property
-    def _unsearched(self) -> dict[str, np.ndarray]:
-        """The fields of a batch, with the values of the base plan."""
-        one = Batch.of([self.base], self.model, self.workload, self.stack)
-        return {
-            name: value for name, value in vars(one).items() if isinstance(value, np.ndarray) and value.shape == (1,)
-        }
+    def _base_columns(self) -> dict[str, Array]:
+        """The columns of the base plan."""
+        return PlanArrays.of_plans([self.base]).columns
 
-    def batch(self, rows: Table) -> Batch:
+    def batch(self, rows: PlanArrays) -> Batch:
         """Rows as a batch to lower. Missing fields of lower layers take a neutral value: replicas, the naive schedule, every axis innermost."""
         n = len(rows)
-        f: dict[str, Any] = {name: np.repeat(value, n) for name, value in self._unsearched.items()}
-        f |= {name: rows.columns[name].astype(float) for name in ("tp", "cp", "pp", "ep", "etp", "microbatch")}
-        neutral = {"replicate": rows.dp, "shard": np.ones(n), "zero": np.zeros(n), "virtual": np.ones(n)}
-        f |= {name: rows.columns.get(name, default).astype(float) for name, default in neutral.items()}
-        f |= {
-            "sp": rows.sp,
-            "recompute": rows.recompute,
-            "cp_kind": rows.cp_kind,
-            "order": rows.columns.get("order", np.zeros(n, int)),
+        columns: dict[str, Any] = {
+            name: np.repeat(value, n) for name, value in self._base_columns.items() if name not in rows
         }
-        f["reshard"] = rows.columns.get("reshard", np.ones(n, bool))
-        f["reduce_each"] = rows.columns.get("reduce_each", np.zeros(n, bool))
-        f["schedule"] = rows.columns.get("schedule", np.full(n, NAIVE))
-        sizes = np.array([[DTYPE_BYTES[d or combination[1]] for d in combination] for combination in self.dtypes])  # type: ignore[index]
-        f |= {
-            name: sizes[rows.dtype, k]
-            for k, name in enumerate(("param_bytes", "grad_bytes", "state_bytes", "comm_bytes"))
-        }
-        zero = rows.columns.get("zero", np.full(n, 3))  # a bound for all stages: the one that overlaps
-        f |= overlap_fields(self.overlaps, rows.overlap_index, self.stack, rows.sp, zero, rows.cp_kind)
-        f["bucket"] = np.full(n, self.bucket) if self.bucket else bucket_for(self.cluster, rows.dp * rows.cp)
-        f["layers_per_stage"] = [self.stages(int(pp)) for pp in rows.pp] if self.framework_divides else ()
-        return (Batch if "order" in rows else Innermost)(f, self.model, self.workload, self.stack)
+        neutral = {"replicate": rows.dp, "shard": 1, "zero": 0, "virtual": 1, "reshard": True, "schedule": NAIVE}
+        columns |= {name: np.broadcast_to(value, n) for name, value in neutral.items()}
+        columns |= {name: column for name, column in rows.columns.items() if name in FIELDS}
+        columns["bucket"] = np.full(n, self.bucket) if self.bucket else bucket_for(self.cluster, rows.dp * rows.cp)
+        columns["layers_per_stage"] = [self.stages(int(pp)) for pp in rows.pp] if self.framework_divides else ()
+        kind = Batch if "order" in rows else Innermost
+        batch = kind(PlanArrays(**columns), self.model, self.workload, self.stack)
+        if "zero" not in rows:  # a bound for all stages: the one that overlaps
+            batch.overlap["dp"] = batch.overlap_of("dp", 3)
+        return batch
 
-    def plan(self, rows: Table, i: int) -> Plan:
+    def plan(self, rows: PlanArrays, i: int) -> Plan:
         """One row as a plan; fields that equal the stack's or the default value are not set."""
-        r = rows.row(i)
-        order = ORDERS[r["order"]]
-        fields: dict[str, Any] = {
-            name: r[name] for name in ("replicate", "shard", "tp", "sp", "cp", "pp", "ep", "microbatch", "zero")
-        }
-        fields |= {
-            "cp_kind": CP_KINDS[r["cp_kind"]],
-            "recompute": RECOMPUTES[r["recompute"]],
-            "overlap": self.overlaps[r["overlap_index"]],
-        }
-        fields |= {"schedule": SCHEDULES.names[r["schedule"]], "virtual": r["virtual"]} if r["pp"] > 1 else {}
-        fields |= dict(zip(DTYPES, self.dtypes[r["dtype"]], strict=True))
-        if r["zero"] == 3:
-            fields |= {"reshard": r["reshard"], "reduce": "auto" if r["reduce_each"] else "step"}
-        fields["bucket"] = self.bucket or float(bucket_for(self.cluster, r["dp"] * r["cp"]))
-        if r["etp"] != r["tp"]:
-            fields["expert_tp"] = r["etp"]
-        if order != tuple(self.stack.order):
-            fields["order"] = order
+        fields = rows.values(i)
+        fields["overlap"] = next(o for o in self.overlaps if encode("overlap", o) == rows.overlap[i])
+        fields["bucket"] = self.bucket or float(bucket_for(self.cluster, int(rows.dp[i] * rows.cp[i])))
+        unset = ["schedule", "virtual"] * (fields["pp"] == 1) + ["reshard", "reduce"] * (fields["zero"] < 3)
+        unset += ["expert_tp"] * (fields["expert_tp"] == fields["tp"])
+        unset += ["order"] * (fields["order"] == tuple(self.stack.order))
+        fields = {name: value for name, value in fields.items() if name not in unset}
         return in_framework(self.base.but(**fields), self.model, self.stack)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.plan import Plan
+from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.describe.schedules import SCHEDULES, UNUSUAL
-from meshwright.planner.search.table import Table
 
 TP, PP, CP, EP = 1, 2, 4, 8
 DDP, ZERO, FSDP, HSDP = 0, 16, 17, 18
@@ -25,12 +25,12 @@ NAMES: dict[int, str] = {
 ORDER = (DDP, ZERO, FSDP, HSDP, *range(1, 16))
 
 
-def axes(rows: Table) -> np.ndarray:
+def axes(rows: PlanArrays) -> np.ndarray:
     """Code of the axes in use: all that is known of a strategy before sharding; 0 is pure data parallelism."""
     return TP * (rows.tp > 1) + PP * (rows.pp > 1) + CP * (rows.cp > 1) + EP * (rows.ep > 1)
 
 
-def strategy(rows: Table) -> np.ndarray:
+def strategy(rows: PlanArrays) -> np.ndarray:
     """The code of each row's strategy; rows are sharded."""
     code = axes(rows)
     hybrid = (rows.zero > 0) & (rows.replicate > 1)
@@ -48,7 +48,7 @@ def name_of(plan: Plan) -> str:
     return NAMES[FSDP if plan.zero == 3 else ZERO if plan.zero else DDP]
 
 
-def complexity(rows: Table, own_order: int) -> np.ndarray:
+def complexity(rows: PlanArrays, own_order: int) -> np.ndarray:
     """Smaller is simpler. Above all, how many things there are to set up and to get wrong: axes in use, hybrid sharding, weights kept or
     gradients summed otherwise than usual for the ZeRO stage, an order other than the stack's, experts split otherwise, tensor without sequence
     parallelism, virtual stages, a schedule beyond 1F1B and interleaving. Then the schedule, ZeRO stage, recompute and degrees."""
@@ -57,7 +57,7 @@ def complexity(rows: Table, own_order: int) -> np.ndarray:
     odd = (
         1 * ((rows.zero > 0) & (rows.replicate > 1) & (rows.shard > 1))
         + ~rows.reshard
-        + ((rows.zero == 3) & ~rows.reduce_each)
+        + ((rows.zero == 3) & ~rows.reduces_each)
     )
     odd = odd + (rows.order != own_order) + (rows.etp != rows.tp) + ((rows.tp > 1) & ~rows.sp)
     odd = odd + (rows.virtual > 1) + (schedule >= UNUSUAL)

@@ -151,7 +151,7 @@ def stage_changes(e: Estimate, stages: int) -> dict[str, Any]:
     changes = completed(
         case, {"plan.pp": stages} | ({"plan.virtual": 1, "plan.schedule": "1f1b"} if stages == 1 else {})
     )
-    return changes if legal(case.but(changes)) else {}
+    return changes if legal(case.with_settings(changes)) else {}
 
 
 def training(e: Estimate) -> dict[str, Any] | None:
