@@ -81,7 +81,7 @@ class Batch(PlanArrays):
         stack: Stack,
         some_recomputed: dict[int, Plan] | None = None,
     ) -> None:
-        numbers = {name: plans.columns[name].astype(float) for name in NUMBERS}
+        numbers = {name: plans.columns[name].astype(float, copy=False) for name in NUMBERS}
         super().__init__(**{**plans.columns, **numbers})
         self.model, self.workload, self.stack = model, workload, stack
         self.some_recomputed = some_recomputed or {}  # plans that recompute some of their layers, by index

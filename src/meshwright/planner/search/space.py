@@ -25,7 +25,7 @@ import numpy as np
 from meshwright.cost.advice import bucket_for
 from meshwright.describe.framework_stages import framework_stages, in_framework
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_arrays import FIELDS, Array, PlanArrays, encode
+from meshwright.describe.plan_arrays import FIELDS, NUMBERS, Array, PlanArrays, encode
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import Batch
 from meshwright.planner.search.choices import DTYPES
@@ -177,13 +177,14 @@ class Space(LegalOptions):
     @cached_property
     def _base_columns(self) -> dict[str, Array]:
         """The columns of the base plan."""
-        return PlanArrays.of_plans([self.base]).columns
+        columns = PlanArrays.of_plans([self.base]).columns
+        return columns | {name: columns[name].astype(float) for name in NUMBERS}
 
     def batch(self, rows: PlanArrays) -> Batch:
         """Rows as a batch to lower. Missing fields of lower layers take a neutral value: replicas, the naive schedule, every axis innermost."""
         n = len(rows)
         columns: dict[str, Any] = {
-            name: np.repeat(value, n) for name, value in self._base_columns.items() if name not in rows
+            name: np.broadcast_to(value, n) for name, value in self._base_columns.items() if name not in rows
         }
         neutral = {"replicate": rows.dp, "shard": 1, "zero": 0, "virtual": 1, "reshard": True, "schedule": NAIVE}
         columns |= {name: np.broadcast_to(value, n) for name, value in neutral.items()}
