@@ -308,7 +308,7 @@ class Search:
         return self.least_memory(bounds.of_frames(self.space, self.space.frames))
 
     def seed(self, frames: PlanArrays, few: int = FEW) -> None:
-        """First incumbents: of each group the few plans that should have the least memory, and some ordinary ones all over it.
+        """Cost first incumbents: the plans of each group that should need the least memory, and some ordinary ones.
 
         Without them the first rows that are opened, those with the best bounds, are mostly too large, and nothing is there to stop at.
         """
