@@ -24,9 +24,7 @@ from meshwright.version import VERSION, installed_versions
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 # Hours of unattended runs, a GPU, or measurements that are not in the repository: these have pages or are started by hand.
-BY_HAND = (
-    "accuracy", "chaos", "chaos_save", "closed_loop", "collectives_published", "context", "publish_rows", "zero_bubble",
-)  # fmt: skip
+BY_HAND = ("chaos", "chaos_save", "closed_loop", "collectives_published", "publish_rows")
 # Benchmarks of several minutes, in parts that run and are shown one by one.
 PARTS = {"planner": ("speed", "growth", "ranking")}
 # Arguments of benchmarks whose default needs hardware that `make bench` does not assume.

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from figures import Figure, figures, markdown
-from figures.__main__ import main
 from figures.figure import half_unit, number, rows
 from figures.page import TEXTS, counts
 
@@ -131,11 +130,3 @@ def test_the_page_names_the_texts_and_counts_the_verdicts():
 def test_number_format():
     shown = [number(x) for x in (9138.9, 0.20833, 38.5, 3.0e15, 0, 19788.0, 1.75e-4)]
     assert shown == ["9,139", "0.2083", "38.5", "3e+15", "0", "19,788", "0.000175"]
-
-
-def test_command_prints_and_writes(tmp_path, capsys):
-    assert main([]) == 0
-    assert capsys.readouterr().out == markdown()
-    assert main(["--write", str(tmp_path / "page.md")]) == 0
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == markdown()
-    assert main(["--nonsense"]) == 2
