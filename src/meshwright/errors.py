@@ -86,7 +86,7 @@ def _shown(value: object, depth: int) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What sort of value this is: "a table", "a list", "a number", …"""
+    """Name the kind of a value: "a table", "a list", "a number", …"""
     match value:
         case None:
             return "nothing"

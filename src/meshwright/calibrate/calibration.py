@@ -62,7 +62,7 @@ class Calibration:
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """What `meshwright calibrate --json` prints."""
+        """Return what `meshwright calibrate --json` prints."""
         return {
             "cluster": table(self.cluster),
             "levels": [
@@ -295,7 +295,7 @@ def notes_of_factors(factors: Sequence[FittedFactors]) -> list[str]:
 
 
 def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend: str) -> list[str]:
-    """What was measured, what was concluded, and what is assumed."""
+    """Return notes: what was measured, concluded and assumed."""
     hosts = bench.hosts
     notes = [f"measured by `{bench.tool}` ({bench.made or 'unknown date'}): {where(bench, backend)}"]
     if bench.state == "interrupted":

@@ -83,7 +83,7 @@ class DeviceFit(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What one measured operation consists of, summed over forward and backward."""
+    """Counts of one measured operation, summed over forward and backward."""
 
     launches: float  # of products or attention; of any operation in a point without these
     flops: float
@@ -236,7 +236,7 @@ class Single(NamedTuple):
     ] = {}  # of norm, activation, …: on the host time, on bytes and exponentials
 
     def seconds(self, op: Op) -> tuple[float, float]:
-        """What the host and the arithmetic and memory of an operation take."""
+        """Return the host seconds, and the arithmetic and memory seconds, of an operation."""
         host = {"gemm": self.product, "attention": self.attention}.get(op.kind, self.launch) * op.launches
         exponentials = op.shape[0] * op.shape[1] * op.shape[2] if op.kind == "attention" else op.exponentials
         flop = self.attention_flop if op.kind == "attention" else self.flop
@@ -246,7 +246,7 @@ class Single(NamedTuple):
 
 
 def two_factors(points: Sequence[DevicePoint], single: Single) -> tuple[float, float]:
-    """How much longer than `single` says the host, and arithmetic and memory, take in these points: 1 without points. Of whole
+    """Return how much longer than `single` says the host, and arithmetic and memory, take in these points: 1 without points. Of whole
     layers it is what caches cost (a chain of one operation keeps its code and its data there, a training step does not), and what modules and
     views cost.
 

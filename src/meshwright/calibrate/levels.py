@@ -96,7 +96,7 @@ def find_levels(bench: Bench, backend: str) -> list[FoundLevel]:
 
 
 def level_name(units: Partition, hosts: Mapping[int, str], k: int) -> str:
-    """What the units are: parts of a host, hosts, or groups of hosts."""
+    """Name the units of a level: parts of a host, hosts, or groups of hosts."""
     by_host = {tuple(r for r in hosts if hosts[r] == host) for host in hosts.values()}
     if set(units) == by_host:
         return "node"
@@ -230,7 +230,7 @@ def unit_name(unit: tuple[int, ...], hosts: Mapping[int, str]) -> str:
 def sharing(
     bench: Bench, backend: str, units: Partition, below: Partition, pairs: Mapping[Pair, Mapping[int, Point]]
 ) -> tuple[float, int]:
-    """How much longer pairs take at the same time than alone, and how many pairs that were; (1, 0) if it was not measured."""
+    """Return how much longer pairs take at the same time than alone, and how many pairs that were; (1, 0) if it was not measured."""
     single: dict[int, list[float]] = {}
     for by_size in pairs.values():
         for n, point in by_size.items():

@@ -36,7 +36,7 @@ MOST_RATE = 1e15  # a fitted term that is not above zero costs nothing: this man
 
 
 class AddedTime(Described):
-    """What one collective adds to a layer, beyond the autograd function that contains it."""
+    """Seconds that one collective adds to a layer, beyond the autograd function that contains it."""
 
     operation: str = Field(description="all-reduce, all-gather, …, or point-to-point")
     ranks: int = Field(ge=2, description="ranks of a group")
@@ -46,7 +46,7 @@ class AddedTime(Described):
 
 
 class MachineMeasurement(Described):
-    """What was measured on one machine with a number of ranks at once; the content of a cached calibration."""
+    """Measurements of one machine with a number of ranks at once; the content of a cached calibration."""
 
     version: int = VERSION
     made: str = Field(default="", description="date and time, UTC")
@@ -176,7 +176,7 @@ def source_of(measured: MachineMeasurement) -> str:
 
 
 def slowdown(ranks: int, cores: float, busy_cores: float) -> float:
-    """How many times longer the ranks take while other processes keep `busy_cores` busy.
+    """Return how many times longer the ranks take while other processes keep `busy_cores` busy.
 
     The scheduler gives each running process an equal share: R ranks and b other busy processes get C·R/(R + b) of C cores, and at least
     those that the others leave.

@@ -91,7 +91,7 @@ class DevicePoint(Timed):
 
 
 class RankInfo(Described):
-    """Where one rank ran."""
+    """Host and device of one rank."""
 
     rank: int = Field(ge=0)
     host: str

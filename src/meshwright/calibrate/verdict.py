@@ -79,7 +79,7 @@ def verdicts(levels: list[FoundLevel], expected: Cluster, bench: Bench) -> list[
 
 
 def call_seconds(expected: Cluster, inside: bool) -> float:
-    """What NCCL or RCCL takes to start a call, which a pair's latency contains; gloo's is in the latency of its links."""
+    """Return the seconds in which NCCL or RCCL starts a call, which a pair's latency contains; gloo's is in the latency of its links."""
     added = expected.collectives
     return 0.0 if library_of(expected) == "gloo" else added.call if inside else added.call_across
 

@@ -83,7 +83,7 @@ class Call:
 
 
 class Place(NamedTuple):
-    """Where a rank is in a collective: for errors, and to compare with the sender's place."""
+    """The position of a rank in a collective: for errors, and to compare with the sender's place."""
 
     rank: int
     call: Call

@@ -151,7 +151,7 @@ class Failure:
 
 
 def refusal(store: Any, peer: int) -> str:
-    """Why a rank that does not answer rejected its last call, if it did."""
+    """Return why a rank that does not answer rejected its last call, if it did."""
     key = f"refused/{peer}"
     return f"; it rejected a call: {store.get(key).decode()}" if store.check([key]) else ""
 
@@ -345,7 +345,7 @@ class Communicator:
             self.thread = None
 
     def lanes(self, program: Program, element_bytes: int) -> int:
-        """How many lanes to run: enough that a lane's part of a chunk has about LANE_BYTES, or fits a slot of shared memory."""
+        """Return how many lanes to run: enough that a lane's part of a chunk has about LANE_BYTES, or fits a slot of shared memory."""
         largest = int(program.sizes.max(initial=0)) * element_bytes
         if self.transport.arrays:
             return max(1, min(MOST_SHARED_LANES, -(-largest // handshake.SLOT)))
@@ -354,7 +354,7 @@ class Communicator:
         return max(1, min(MOST_LANES, largest // LANE_BYTES))
 
     def _prepared(self, program: Program, dtype: torch.dtype, reduction: str, splits: bool) -> Prepared:
-        """What does not change from call to call; the attribute `prepared` keeps it."""
+        """Return the parts that do not change between calls; stored in the attribute `prepared`."""
         if program.ranks != self.size:
             raise MeshwrightError(
                 "MW-COMM-001", f"{program!r} was built for {program.ranks} ranks, and the group has {self.size}"

@@ -166,7 +166,7 @@ class Run:
         return self.transport.receive(receive.peer, targets, self.place(step, lane), direct)
 
     def place(self, step: int, lane: int) -> Place:
-        """Where this rank is, for the headers of messages and for errors."""
+        """Return where this rank is, for the headers of messages and for errors."""
         return Place(self.transport.rank, self.call, self.lanes[lane][step].number, lane)
 
     def wait_for_sends(self, step: int, lane: int) -> None:

@@ -71,7 +71,7 @@ class Receive(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank does in one step of one lane; `number` is the program's step number."""
+    """One step of one lane on a rank; `number` is the program's step number."""
 
     number: int
     sends: tuple[Send, ...]

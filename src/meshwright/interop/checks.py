@@ -24,7 +24,7 @@ BEYOND_NODE = re.compile(r"^b[23]00", re.IGNORECASE)  # servers whose expert dis
 def check_facts(
     facts: Facts, framework: Framework, made: Assembled, shape: Shape, hardware: str, settings: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """What is wrong with the facts of settings."""
+    """Return the errors in the facts of settings."""
     yield from _precision(facts)
     yield from _unfilled(facts)
     yield from _sequence(facts, framework)

@@ -110,7 +110,7 @@ class Table:
         return {key.fact for key in self.keys if key.writable}
 
     def kind_of(self, name: str) -> str:
-        """What an unlisted key is: "no effect", "not modelled", "unknown" (it could matter) or "ignored"."""
+        """Classify an unlisted key: "no effect", "not modelled", "unknown" (it could matter) or "ignored"."""
         if any(is_misspelling(name, known) for known in self.names()):
             return "unknown"
         if NO_EFFECT.fullmatch(re.split(r"[.]", name.lower().replace("-", "_"))[-1].lstrip("_")):
@@ -122,7 +122,7 @@ class Table:
 
 @dataclass
 class Understood:
-    """What was read: facts by name, the key behind each, and the keys that set no fact, by kind."""
+    """Settings as read: facts by name, the key behind each, and the keys that set no fact, by kind."""
 
     facts: Facts = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # fact → key

@@ -24,7 +24,7 @@ MOST_ROWS, MOST_BYTES = 100_000, 100_000_000
 
 @dataclass
 class Verdict:
-    """What `lint --recipes` prints of one recipe."""
+    """The line of `lint --recipes` for one recipe."""
 
     id: str
     framework: str

@@ -31,7 +31,7 @@ from meshwright.models.rotary import angles, rotate
 
 
 class AttentionRule(NamedTuple):
-    """How one layer attends: a query sees keys less than `window` positions away (0: all keys), or with `chunked` those of its chunk of
+    """The attention pattern of one layer: a query sees keys less than `window` positions away (0: all keys), or with `chunked` those of its chunk of
     `window` positions; scores are multiplied by `scale` (None: 1/√D) and soft-capped (0: not); some probabilities may be dropped."""
 
     window: int = 0
@@ -54,7 +54,7 @@ def rule_of(model: Model, layer: int) -> AttentionRule:
 
 
 class Positions(NamedTuple):
-    """How the queries and keys of one layer depend on positions: rotated or not, with the base of layers with a window (0: that of
+    """Position encoding of the queries and keys of one layer: rotated or not, with the base of layers with a window (0: that of
     the model, scaled); queries multiplied by the attention temperature or not."""
 
     rotated: bool

@@ -224,7 +224,7 @@ def make_dropout(rate: float, site: str, geometry: HasPositions | None = None) -
 
 @dataclass(frozen=True)
 class Dropped:
-    """Which attention probabilities are dropped, for these samples and heads, by the positions of query and key."""
+    """Selects the attention probabilities to drop, for these samples and heads, by the positions of query and key."""
 
     sample_B: torch.Tensor
     heads: range

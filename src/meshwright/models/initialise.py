@@ -31,7 +31,7 @@ SCATTER = 0.1
 
 
 class Weights(Protocol):
-    """Where the values of a model's parameters come from: drawn, a folder of Hugging Face, a checkpoint."""
+    """Source of a model's parameter values: drawn, a folder of Hugging Face, a checkpoint."""
 
     def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The box at `start` with this `shape` of a parameter whose full shape is `full`."""

@@ -70,7 +70,7 @@ class Layer(nn.Module):
         return added_BSH + self.scaled(self.ffn_drop(y_BSH))
 
     def attended(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """What attention adds to the residual."""
+        """Return the output of attention, which is added to the residual."""
         y_BSH = self.attention(x_BSH)
         y_BSH = self.attention_norm(y_BSH) if self.norms_after else self.attention_post_norm(y_BSH)
         return self.scaled(self.attention_drop(y_BSH))

@@ -438,7 +438,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What a run depends on and a plan does not contain: versions, git state, command line, host, start time."""
+    """Return the facts that a run depends on besides its plan: versions, git state, command line, host, start time."""
     versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
     return {
         "started": time.time(),

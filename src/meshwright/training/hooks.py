@@ -84,7 +84,7 @@ MEASURED = (
 
 @dataclass
 class Observed:
-    """What `Observer` saw in one step. `collectives`: by (axis, operation), their number and the sum of n in bytes.
+    """Observations of one step. `collectives`: by (axis, operation), their number and the sum of n in bytes.
     `unknown`: operators of the c10d namespace that it cannot read. `sent`: bytes that the rank sent, by axis."""
 
     collectives: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class TracedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank reports after training: its pipeline stage, the peak memory of its tensors and of its process, the
+    """One rank's report after training: its pipeline stage, the peak memory of its tensors and of its process, the
     bytes it sends per step by axis, the shares of its token copies that a router's capacity kept and that went to other
     ranks (None if none can be dropped), the seconds that its threads computed during the steps after the first, the communication of the last
     timed steps, and the traced steps."""

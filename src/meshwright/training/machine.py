@@ -186,7 +186,7 @@ def available_memory() -> float:
 
 
 def container_memory() -> float:
-    """What the control group of this container (cgroup 2 or 1) still allows; infinite without a limit."""
+    """Return the bytes that the container's control group (cgroup 2 or 1) still allows; infinite without a limit."""
     for folder, limit, used in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -73,7 +73,7 @@ def page(training: Training, folder: str = "") -> RenderableType:
 
 
 def not_measured(training: Training) -> list[str]:
-    """Why the prediction may be wrong for the device that ran: another device, or a dtype in which its operations were not measured."""
+    """Return why the prediction may be wrong for the device that ran: another device, or a dtype in which its operations were not measured."""
     config, device = training.config, training.config.cluster.accelerator
     if not training.comparable:
         return [f"The prediction is for {device.name}, the run used CPU processes: times do not compare"]
@@ -139,7 +139,7 @@ def parts_table(training: Training) -> list[RenderableType]:
 
 
 def shared_cores(training: Training) -> list[RenderableType]:
-    """How to compare compute where ranks share cores: the system decides which of them computes and which waits."""
+    """Explain how to compare compute if ranks share cores: the system decides which of them computes and which waits."""
     world, found = training.config.plan.world, training.interference
     if found is None or world <= found.cores:
         return []

@@ -215,7 +215,7 @@ def config_for_ranks(config: Config, world: int, continues: bool) -> Config:
 
 
 def cause_of(error: BaseException) -> str:
-    """Why a run ended, for run.json: "stopped" after Ctrl-C and SIGTERM."""
+    """Return why a run ended, for run.json: "stopped" after Ctrl-C and SIGTERM."""
     return "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else str(error) or type(error).__name__
 
 

@@ -292,7 +292,7 @@ def check_written(folder: RunFolder, unsaved: MeshwrightError | None, step: int)
 def make_saver(
     trainer: Trainer, job: Job, folder: RunFolder | None, group: distributed.ProcessGroup | None
 ) -> Saver | None:
-    """What writes the checkpoints of a run; None if its folder is temporary. Rank 0 writes events about it."""
+    """Return the saver of a run; None if its folder is temporary. Rank 0 writes events about it."""
     if not job.saves:
         return None
     settings, root = job.config.checkpoint, job.folder / CHECKPOINTS

@@ -101,7 +101,7 @@ def sources_table(found: Accuracy) -> str:
 
 
 def _floor(found: Accuracy) -> str:
-    """How much of the error a calibration can remove at all: that of six numbers fitted to all runs of a source remains."""
+    """Return how much of the error a calibration can remove at all: that of six numbers fitted to all runs of a source remains."""
     left = found.left_out
     if left is None or not np.isfinite(left.after[1]).any():
         return ""
@@ -203,7 +203,7 @@ def _fewest_inside(b: Band) -> str:
 
 
 def _widths_by_source(found: Accuracy) -> str:
-    """What the width of the bands of a known stack consists of."""
+    """Tabulate the contributions to the width of the bands of known stacks."""
     if "published" not in found.bands or found.left_out is None:
         return ""
     common = math.sqrt(BETWEEN_SOURCES[0, 1])  # of ln seconds, in all numbers of a source together
@@ -232,7 +232,7 @@ def _widths_by_source(found: Accuracy) -> str:
 
 
 def deviations_inside() -> float:
-    """How many standard deviations on either side of the mean hold the share `INSIDE` of a normal distribution."""
+    """Return how many standard deviations on either side of the mean hold the share `INSIDE` of a normal distribution."""
     return NormalDist().inv_cdf((1 + INSIDE) / 2)
 
 
@@ -258,7 +258,7 @@ def memory(found: Accuracy) -> str:
 
 
 def misses(found: Accuracy) -> str:
-    """What the largest left-out errors have in common."""
+    """Describe what the largest left-out errors have in common."""
     if found.left_out is None:
         return ""
     text = MISSES + _largest_runs(found.left_out) + "\n\n"

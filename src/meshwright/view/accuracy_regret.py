@@ -67,7 +67,7 @@ def _plan_title(x: Configuration) -> str:
 
 
 def _pipelines_with_tensors(left: LeftOut) -> str:
-    """How often runs with a pipeline and wide tensor parallelism take a multiple of their prediction, in the source where most do."""
+    """Return how often runs with a pipeline and wide tensor parallelism take a multiple of their prediction, in the source where most do."""
     slow = left.source < -math.log(2)
     both = np.array([o.plan is not None and o.plan.pp > 1 and o.plan.tp > 2 for o in left.runs])
     counts = {
@@ -84,7 +84,7 @@ def _pipelines_with_tensors(left: LeftOut) -> str:
 
 
 def _composed(left: LeftOut) -> str:
-    """Which sources publish times that were added up from those of layers: they have no noise, and what one layer has, all have."""
+    """Return which sources publish times that were added up from those of layers: they have no noise, and what one layer has, all have."""
     text = ""
     on_one_node = np.array(
         [o.case.cluster is not None and o.case.cluster.world <= o.case.cluster.node_size for o in left.runs]

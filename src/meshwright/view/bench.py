@@ -157,7 +157,7 @@ def device_row(point: DevicePoint) -> tuple[str | Text, ...]:
 
 
 def skipped(texts: Sequence[str], most: int = 6) -> RenderableType:
-    """What was not measured; a text that several pairs of ranks share is shown once."""
+    """List what was not measured; a text that several pairs of ranks share is shown once."""
     times = Counter(texts)
     shown = [text + (f" ({count} times)" if count > 1 else "") for text, count in times.items()]
     more = f"\n… and {len(shown) - most} more" if len(shown) > most else ""

@@ -68,7 +68,7 @@ def causes(result: Calibration) -> list[RenderableType]:
 
 
 def factors(result: Calibration) -> RenderableType:
-    """How the library's collectives compare with the formula on the α and β of pairs."""
+    """Tabulate the library's collectives against the formula with the α and β of pairs."""
     rows = [
         (
             f.operation,

@@ -27,7 +27,7 @@ def page(result: Adjusted) -> RenderableType:
 
 
 def notes(result: Adjusted) -> list[str]:
-    """What the user should know of the measurements, and of the band of later predictions."""
+    """Return notes on the measurements, and on the band of later predictions."""
     after, found = result.after, []
     for run in result.runs:
         if run.memory:

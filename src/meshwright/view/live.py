@@ -44,7 +44,7 @@ COMMUNICATION = (*AXES, "bubble")  # parts of a prediction that a rank measures 
 
 
 class LiveRun:
-    """What is known of a run; `refresh` reads what is new in its folder."""
+    """The state of a run; `refresh` reads what is new in its folder."""
 
     def __init__(self, folder: Path, steps: int = 0) -> None:
         self.folder, self.follower = folder, RunFollower(folder)
@@ -57,7 +57,7 @@ class LiveRun:
 
     @property
     def unit(self) -> str:
-        """What the batch is counted in."""
+        """Return the unit of the batch."""
         return self.config.model.unit if self.config else "tokens"
 
     def refresh(self) -> list[dict[str, Any]]:
@@ -248,7 +248,7 @@ def checkpoint_state(run: LiveRun) -> tuple[str, str] | None:
 
 
 def difference(now: float, expected: float | None, comparable: bool = True) -> Text:
-    """How far the measured value is from the predicted one."""
+    """Format the difference of a measured and a predicted value."""
     if not expected or not isfinite(now) or not comparable:
         return Text("")
     error = now / expected - 1
@@ -292,7 +292,7 @@ def line_of(run: LiveRun, row: dict[str, Any]) -> str:
 
 
 def expert_balance(row: dict[str, Any]) -> str:
-    """How evenly tokens are spread over experts: entropy (1 is even, 0 a single expert) and the busiest expert."""
+    """Return how evenly tokens are spread over experts: entropy (1 is even, 0 a single expert) and the busiest expert."""
     text = f"expert balance {row['router_entropy']:.2f} (1 = even), busiest expert {row['router_peak']:.1f}× the mean"
     text += f", {row['router_dropped']:.0%} dropped" if row.get("router_dropped") else ""
     return text + (f", {row['router_idle']:.0%} idle" if row.get("router_idle") else "")

@@ -27,7 +27,7 @@ def write_pipelines_html(several: Sequence[Walked], path: str | Path, heading: s
 
 
 def described(walked: Walked) -> dict[str, Any]:
-    """What `meshwright show SCHEDULE --json` prints about a timeline, without its actions."""
+    """Return what `meshwright show SCHEDULE --json` prints about a timeline, without its actions."""
     p = walked.program
     return {
         "schedule": p.schedule,

@@ -54,7 +54,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """What a list shows of a run; a value that the folder does not have is None. A folder with a broken file is `unreadable`."""
+    """Summarise a run for a list; a value that the folder does not have is None. A folder with a broken file is `unreadable`."""
     try:
         return {**_values(folder, modified(folder)), "state": state(folder)}
     except MeshwrightError as error:

@@ -74,7 +74,7 @@ def table(scores: dict[str, Score], overall: dict[str, float], title: str = "sou
 
 
 def refusals(outcomes: list[Outcome]) -> RenderableType:
-    """Why rows could not be predicted, the most frequent reasons first."""
+    """Return why rows could not be predicted, the most frequent reasons first."""
     count: dict[str, int] = {}
     for o in outcomes:
         if o.refused:

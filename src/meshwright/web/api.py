@@ -259,7 +259,7 @@ def plan_key(body: Any) -> str:
 
 
 def view_key(body: dict[str, Any], name: str) -> str:
-    """What the data of one view depends on."""
+    """Return the cache key of one view's data."""
     options = (body.get("options") or {}).get(name)
     return json.dumps([name, body["config"], options, body.get("compare"), body.get("question")], sort_keys=True)
 

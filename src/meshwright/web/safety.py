@@ -52,7 +52,7 @@ class Guard:
         await self.app(scope, receive, self.with_headers(send))
 
     def problem(self, scope: Scope) -> MeshwrightError | None:
-        """Why a request is refused; None if it may be answered."""
+        """Return why a request is refused; None if it may be answered."""
         headers = [(name.lower(), value.decode("latin-1")) for name, value in scope["headers"]]
         hosts = [value for name, value in headers if name == b"host"]
         allowed = self.allowed()

@@ -195,7 +195,7 @@ def _positive(text: str, option: str) -> float:
 
 
 def prior_of(stack: Stack) -> Normal:
-    """What is known of a stack before its runs are seen."""
+    """Return the prior of a stack: its numbers before any run is seen."""
     spread = BETWEEN_SOURCES if stack.evidence == "published" else BETWEEN_SOURCES + BETWEEN_STACKS
     if stack.covariance:
         spread = _covariance(stack)

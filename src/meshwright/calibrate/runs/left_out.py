@@ -234,6 +234,6 @@ def _mean_error(residuals: np.ndarray) -> np.ndarray:
 
 
 def shape_key(o: Outcome) -> str:
-    """What "model" means where a model is left out: its hidden size and its layers."""
+    """Return the key of a model for leaving it out: its hidden size and its layers."""
     model = o.case.model
     return "" if model is None else f"{model.hidden}x{model.layers}x{model.experts}"

@@ -186,7 +186,7 @@ def _parameters(text: str) -> float | None:
 
 
 def _rounding(text: str) -> float:
-    """How far a published number may be from the true one, relative to it: half a unit of its last digit, between `EXACT` and `TOLERANCE`.
+    """Return how far a published number may be from the true one, relative to it: half a unit of its last digit, between `EXACT` and `TOLERANCE`.
     "6.2e9" is 0.8%: 6.25e9 parameters would have been published as "6.3e9"."""
     digits = re.search(r"[\d.,]+", text)
     figures = len(digits[0].replace(".", "").replace(",", "").lstrip("0")) if digits else 0
@@ -336,7 +336,7 @@ def _experts(r: dict[str, str], widths: Widths, ffn: int) -> dict[str, Any]:
 
 
 def _architecture(c: Case, name: str, gated: bool) -> dict[str, Any]:
-    """What the name and the source of a run say about norms, positions, biases and the activation."""
+    """Return what the name and the source of a run say about norms, positions, biases and the activation."""
     if gated:
         return {"activation": "swiglu"}
     if "nemotron" in name:

@@ -307,7 +307,7 @@ def evidence(
     trust: np.ndarray | None = None,
     steps: int = NEWTON,
 ) -> Normal:
-    """What runs say of their numbers: the likelihood around the most probable numbers under the prior, which Newton's method finds in at most
+    """Return the likelihood of runs as a normal distribution around the most probable numbers, which Newton's method finds in at most
     `steps`. `measured`: ln seconds. `noise`: a factor on `NOISE`. `trust`: the credibility of each run, if it is known.
 
     Several priors, each with its noise, have one answer each: a row stops to move when its step is below 0.001."""
@@ -338,7 +338,7 @@ def evidence(
 
 
 def credibility(response: Response, measured: np.ndarray, prior: Normal) -> np.ndarray:
-    """How far each run is believed, from 1 to 0: a run that is many standard deviations from what the prior expects, and from the other
+    """Return the weight of each run, from 1 to 0: a run that is many standard deviations from what the prior expects, and from the other
     runs, stalled. Of one or two runs the closer one to the prior is the reference, of more their median."""
     value, slope = response.with_gradient(prior.mean)
     error = value - measured

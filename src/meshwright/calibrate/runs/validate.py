@@ -92,7 +92,7 @@ class Outcome:
 
 
 def memory_quantity(notes: str) -> str:
-    """Which of the three quantities a source reports: what nvidia-smi shows, torch's peak of live tensors, or what its allocator reserves."""
+    """Return which of the three quantities a source reports: what nvidia-smi shows, torch's peak of live tensors, or what its allocator reserves."""
     if re.search(r"nvidia-smi", notes):
         return "used"
     return "allocated" if re.search(r"allocated|max_memory_|activations_gib", notes) else "reserved"
@@ -126,14 +126,14 @@ def predict_rows(
 
 
 def problem_of(c: Case) -> tuple[Any, ...]:
-    """What runs share that differ in their plans only."""
+    """Return the key of runs that differ in their plans only."""
     assert c.cluster is not None
     assert c.workload is not None
     return *costed_together(c), c.workload.batch, c.cluster.world
 
 
 def costed_together(c: Case) -> tuple[Any, ...]:
-    """What the runs of one batch of plans share. A model is compared without its name, which differs between spellings."""
+    """Return the key of runs that can be costed in one batch. A model is compared without its name, which differs between spellings."""
     assert c.model is not None
     assert c.cluster is not None
     assert c.workload is not None
@@ -347,7 +347,7 @@ def ranking(outcomes: list[Outcome], predicted: np.ndarray) -> tuple[float | Non
 
 
 def off_the_line(outcomes: list[Outcome]) -> np.ndarray:
-    """How far runs are from the straight line through two runs that differ from them in the number of layers only, as a share of their time.
+    """Return how far runs are from the straight line through two runs that differ from them in the number of layers only, as a share of their time.
 
     The step time of a plan is linear in its layers, so these distances are the noise of the measurements: some percent between runs on a
     cluster. Where they are a millionth, the times were not measured as whole steps but added up from the times of single layers."""

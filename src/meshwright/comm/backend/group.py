@@ -306,7 +306,7 @@ NAME = "meshwright"
 
 @dataclass
 class Settings:
-    """How new groups are created."""
+    """Options of new groups."""
 
     cluster: Cluster | None = None
     shared_memory: bool = True
@@ -331,5 +331,5 @@ def register(cluster: Cluster | None = None, shared_memory: bool | None = None) 
 
 
 def create(store: Any, rank: int, size: int, timeout: timedelta) -> MeshwrightGroup:
-    """What torch.distributed calls for each new group, on all of its ranks."""
+    """Create a new group; torch.distributed calls this on all of its ranks."""
     return MeshwrightGroup(store, rank, size, timeout, SETTINGS.cluster, SETTINGS.shared_memory)

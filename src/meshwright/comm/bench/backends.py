@@ -295,7 +295,7 @@ BACKENDS: dict[str, Callable[..., Adapter]] = {  # ranks, device, and the host o
 
 
 def usable(backend: str, device: torch.device, one_device_each: bool) -> str:
-    """Why a backend cannot be measured here; empty if it can."""
+    """Return why a backend cannot be measured here; empty if it can."""
     if backend != "nccl":
         return ""
     if device.type != "cuda":

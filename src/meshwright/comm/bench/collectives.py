@@ -47,7 +47,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure, and for how long."""
+    """The measurements to make, and their time budget."""
 
     backends: tuple[str, ...] = ()  # empty: NCCL on GPUs, else gloo
     operations: tuple[str, ...] = (PAIR, *OPERATIONS, DEVICE)
@@ -104,7 +104,7 @@ def run(session: Session, sweep: Sweep, emit: Emit) -> None:
 
 @dataclass
 class Progress:
-    """What was measured until now; the same on all ranks."""
+    """Measurements so far; the same on all ranks."""
 
     total: int
     budget_s: float
@@ -118,7 +118,7 @@ class Progress:
         return time.monotonic() - self.start
 
     def reason_to_skip(self, task: Task, left: float) -> str:
-        """Why a task is skipped; empty if it is measured."""
+        """Return why a task is skipped; empty if it is measured."""
         if (task.adapter.name, task.operation, task.algorithm) in self.refused:
             return "the library refused a smaller size"
         if task.pairs and not self.only_pairs:

@@ -121,7 +121,7 @@ def measure_collectives(rank: int, world: int, reduced: torch.dtype) -> tuple[li
 
 
 def added_times(layers: Layers, adapter: Torch, rank: int, reduced: torch.dtype) -> tuple[list[AddedTime], float]:
-    """What one collective of each kind and size adds in a layer, and what the function around it takes. A transfer between two ranks
+    """Return what one collective of each kind and size adds in a layer, and what the function around it takes. A transfer between two ranks
     counts one way."""
     ranks, count = len(adapter.ranks), CALLS_PER_LAYER * PASSES
     operations = [x for x in OPERATIONS if ranks == 2 or x != "point-to-point"]
@@ -181,7 +181,7 @@ BUDGET_S = 2.0  # seconds that a rank computes for the device part
 
 
 class Context(Protocol):
-    """What the local launcher gives a rank (`training.rank.RankContext`)."""
+    """The interface of `training.rank.RankContext` that a rank uses."""
 
     @property
     def rank(self) -> int: ...
@@ -197,7 +197,7 @@ class Context(Protocol):
 
 
 def calibrate_rank(context: Context, dtype: str, reduced_dtype: str) -> dict[str, Any]:
-    """What this rank measured, as plain data; the parent reads rank 0's. Operations are timed in `dtype`, all-reduce and reduce-scatter
+    """Return what this rank measured, as plain data; the parent reads rank 0's. Operations are timed in `dtype`, all-reduce and reduce-scatter
     in `reduced_dtype`."""
 
     def mean(values: Sequence[float]) -> list[float]:

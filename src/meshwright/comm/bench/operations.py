@@ -201,7 +201,7 @@ CALLS_PER_LAYER = 4  # of `Between`
 
 
 class Between(Protocol):
-    """What a chain does between two parts of a layer: in the forward of the given tensor, or in its backward."""
+    """The operation of a chain between two parts of a layer: in the forward of the given tensor, or in its backward."""
 
     def __call__(self, x: torch.Tensor, in_backward: bool) -> torch.Tensor: ...
 

@@ -86,7 +86,7 @@ MARKER = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
 
 
 def detect(root: Path = SYS) -> dict[str, Any]:
-    """What one host reports."""
+    """Return the facts of one host: devices, interfaces, links."""
     found = {
         "interfaces": interfaces(root),
         "rdma": rdma_devices(root),
@@ -143,7 +143,7 @@ def gpu_links(text: str) -> list[list[str]]:
 
 
 def command_output(*command: str) -> str:
-    """What a command prints; empty where it is missing, fails or takes too long."""
+    """Return the output of a command; empty if it is missing, fails or takes too long."""
     path = shutil.which(command[0])
     if not path:
         return ""
@@ -244,7 +244,7 @@ DEVICE_PART, MOST_DEVICE_S = 0.25, 20.0  # of the budget, for the device
 
 
 class Context(Protocol):
-    """What the local launcher gives a rank (`training.rank.RankContext`)."""
+    """The interface of `training.rank.RankContext` that a rank uses."""
 
     @property
     def device(self) -> str: ...
@@ -346,7 +346,7 @@ class Collector:
                 raise MeshwrightError("MW-CLI-001", f"a rank sent an unknown message: {sorted(message)}")
 
     def result(self, interrupted: str = "") -> Bench:
-        """What was measured; `interrupted` says why it is incomplete."""
+        """Return the measurements; `interrupted` says why they are incomplete."""
         return Bench(
             made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             state="interrupted" if interrupted else "complete",

@@ -44,7 +44,7 @@ def unchanged(seconds: Sequence[float]) -> Sequence[float]:
 
 
 class Synchronization(NamedTuple):
-    """How the ranks of a measurement act together.
+    """Functions by which the ranks of a measurement act together.
 
     `synchronize` waits until the device has finished; `barrier` waits for the other ranks; `agree` returns the largest value of any
     rank, element by element.

@@ -73,7 +73,7 @@ def round_down(value: float) -> float:
 
 
 def notes(emulation: Emulation, found: LinkMeasurement | None) -> list[str]:
-    """What a user must know before trusting timings of this emulation."""
+    """Return warnings about the timings of this emulation."""
     topology, lines = emulation.topology, []
     if topology.world > usable_cores():
         lines.append(

@@ -40,7 +40,7 @@ Line = Callable[[int, str, bool], None]  # rank or node, text, whether it is std
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a command is run. 0 nodes or ranks: those of the emulation. `line` receives each line of output."""
+    """Options of running a command. 0 nodes or ranks: those of the emulation. `line` receives each line of output."""
 
     placement: str = "blocks"
     per_node: bool = False

@@ -52,7 +52,7 @@ def state_file(name: str) -> Path:
 
 
 def log_file(name: str) -> Path:
-    """What the switch process prints."""
+    """Return the path of the switch process's log."""
     return runtime_folder() / f"emulate-{name}.log"
 
 

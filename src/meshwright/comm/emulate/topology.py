@@ -168,7 +168,7 @@ def address(node: int) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs."""
+    """The node and the index of one rank."""
 
     rank: int
     node: int

@@ -96,7 +96,7 @@ def block_bytes() -> int:
 
 
 def first_slot(members: int) -> int:
-    """Where the slots begin."""
+    """Return the offset of the first slot."""
     return -(-members * block_bytes() // PAGE) * PAGE
 
 
@@ -161,7 +161,7 @@ class Neighbours(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What two ranks must have in common to share memory, where this one listens, and the cores that it may use."""
+    """Facts that ranks compare before they share memory: host, listening address, and usable cores."""
 
     host: str
     namespace: int

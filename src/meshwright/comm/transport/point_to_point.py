@@ -241,7 +241,7 @@ def data_tag(place: Place, size: int) -> int:
 
 
 def reason(error: RuntimeError) -> str:
-    """What gloo reports about a peer, in a few words."""
+    """Return what gloo reports about a peer, in a few words."""
     text = str(error)
     if "Timed out" in text or "timeout" in text.lower():
         return "did not answer in time: Timed out waiting for a message"

@@ -271,7 +271,7 @@ PADDED = ("vocabulary", "logits")  # styles whose rows are padded on our side: t
 
 @dataclass(frozen=True)
 class Place:
-    """Where the values of one of our parameters are in their tensors."""
+    """Locates the values of one of our parameters in Hugging Face's tensors."""
 
     theirs: str  # a name; contains {expert} if each expert has a separate tensor
     shape: tuple[int, ...]  # of such a tensor

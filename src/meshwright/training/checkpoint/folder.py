@@ -34,7 +34,7 @@ def step_name(step: int) -> str:
 
 
 def entries(root: Path) -> list[Path]:
-    """What is in a folder; nothing if there is no such folder. Raises MW-CKPT-018 if the disk does not say it."""
+    """List a folder; empty if there is none. Raises MW-CKPT-018 if the disk cannot be read."""
     try:
         return list(root.iterdir())
     except (FileNotFoundError, NotADirectoryError):

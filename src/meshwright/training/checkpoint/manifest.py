@@ -68,7 +68,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint contains, and the run that wrote it."""
+    """The contents of a checkpoint, and the run that wrote it."""
 
     step: int
     model: dict[str, Any]

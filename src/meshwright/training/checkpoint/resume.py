@@ -31,7 +31,7 @@ Notify = Callable[[str], None]
 
 @dataclass
 class Resumed:
-    """What was loaded, and what could not be carried over."""
+    """The loaded state, and what could not be carried over."""
 
     path: Path
     manifest: Manifest
@@ -91,7 +91,7 @@ UNUSABLE = {"MW-CKPT-001": "incomplete", "MW-CKPT-002": "damaged"}
 
 
 def never_used(root: Path) -> Iterator[tuple[Path, str]]:
-    """What else is in a folder of checkpoints and why it cannot be resumed: saves that were not completed, checkpoints set aside."""
+    """List folders that cannot be resumed, with reasons: saves that were not completed, checkpoints set aside."""
     yield from (
         (path, "incomplete (its save was not completed)") for _, path in folder.step_folders(root, folder.WRITING)
     )

@@ -40,7 +40,7 @@ STATES = {"adamw": ADAM_STATES, "adam": ADAM_STATES, "muon": ADAM_STATES, "momen
 
 @dataclass(frozen=True)
 class State:
-    """What one rank contributes to a checkpoint."""
+    """One rank's part of a checkpoint."""
 
     step: int
     entries: list[Entry]

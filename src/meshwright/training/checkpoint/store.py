@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank knows after a write: the files it wrote, and on the coordinator the boxes of all ranks."""
+    """The result of a write on one rank: the files it wrote, and on the coordinator the boxes of all ranks."""
 
     files: list[str]
     tensors: dict[str, SavedTensor] | None

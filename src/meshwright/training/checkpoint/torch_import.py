@@ -54,7 +54,7 @@ TENSOR_NAMES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a box is: the file, and its archive in it."""
+    """The location of a box: the file, and its archive in it."""
 
     file: str
     offset: int

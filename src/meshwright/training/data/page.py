@@ -19,7 +19,7 @@ LENGTHS = 1 << 20  # documents whose lengths are summarised: all, or as many spr
 
 
 def contents(path: str | Path, samples: int = 3, tokenizer: str = "") -> dict[str, Any]:
-    """What is in a token file, as plain data."""
+    """Return the contents of a token file, as plain data."""
     file = open_tokens(path)
     reader = reader_of(file, Path(path), tokenizer)
     chosen = np.linspace(0, file.documents - 1, min(samples, file.documents)).round().astype(int)

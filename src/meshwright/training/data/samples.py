@@ -169,7 +169,7 @@ class TokenSamples:
         return self.sources[source][sequence]
 
     def epochs(self, step: int) -> list[float]:
-        """How often each source was read when this many steps are done."""
+        """Return how often each source was read when this many steps are done."""
         return self.order.epochs(step * self.batch)
 
 
@@ -194,7 +194,7 @@ class ValidationSamples:
 
 
 def training_samples(config: Config, seed: int) -> Samples:
-    """What a run with this configuration trains on."""
+    """Return the training samples of a configuration."""
     data = config.data
     if not data.path:
         return Corpus(config.model, config.workload.seq, seed)
@@ -203,7 +203,7 @@ def training_samples(config: Config, seed: int) -> Samples:
 
 
 def validation_samples(config: Config) -> ValidationSamples | None:
-    """What a run is evaluated on; None if it is not evaluated."""
+    """Return the validation samples of a run; None if it is not evaluated."""
     data = config.data
     if not data.eval_every:
         return None

@@ -110,7 +110,7 @@ class Order:
         return source, index
 
     def epochs(self, samples: int) -> list[float]:
-        """How often each source was read after this number of samples."""
+        """Return how often each source was read after this number of samples."""
         drawn = [0] * len(self.sizes)
         total, left = sum(self.weights), samples
         for source, weight in enumerate(self.weights[:-1]):

@@ -109,7 +109,7 @@ HEADER_LIMIT = 50_000_000  # bytes
 
 @dataclass(frozen=True)
 class Header:
-    """What a token file contains. `sources` are the names and sizes of the files it was made from."""
+    """The contents of a token file. `sources` are the names and sizes of the files it was made from."""
 
     dtype: str
     tokens: int

@@ -276,7 +276,7 @@ def verdict(
 
 
 def moment_of(heartbeat: Heartbeat) -> str:
-    """Where in the training a rank is."""
+    """Return the phase of training that a rank is in."""
     return {
         "start": "before its first step",
         "step": f"in step {heartbeat.step}",

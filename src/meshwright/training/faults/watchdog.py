@@ -149,7 +149,7 @@ HUNG_EXIT = 70
 
 
 class Activity(Protocol):
-    """What the recorder of communication knows while a step runs."""
+    """The state of the communication recorder while a step runs."""
 
     completed: int  # operations that have ended
     issued: dict[str, int]

@@ -229,7 +229,7 @@ class Agent(LocalElasticAgent):
                 process.terminate()
 
     def failures(self) -> list[Failure]:
-        """How ranks failed: as they wrote it, or by the exit code of their process. Ranks that the agent ended are left out."""
+        """Return how ranks failed: as they wrote it, or by the exit code of their process. Ranks that the agent ended are left out."""
         written = {failure.rank: failure for place in (self.folder, self.files) for failure in read_failures(place)}
         if not self.found and not written:  # it ended after the last look, and the agent has ended the others
             self._note_exits()

@@ -100,7 +100,7 @@ def is_continued(folder: Path, agents: Sequence[str]) -> bool:
 
 
 def last_cause(folder: Path) -> tuple[str, float]:
-    """Why the attempt before ended, as its ranks wrote it, and when; their failures are removed."""
+    """Return the cause and time of the last attempt's end, as its ranks wrote them; remove their failure files."""
     failures = read_failures(folder)
     remove_failures(folder)
     return (root_cause(failures).summary, root_cause(failures).at) if failures else ("", 0.0)

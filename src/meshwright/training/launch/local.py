@@ -275,7 +275,7 @@ def _collect_stacks(running: list[Rank]) -> None:
 
 
 def exit_name(code: int | None) -> str:
-    """How a process ended: the name of a signal, or its exit code."""
+    """Return how a process ended: the name of a signal, or its exit code."""
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 

@@ -66,7 +66,7 @@ def lost_connection(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed: it raised, died (of a signal or by exiting), hung, or ended because another rank hangs."""
+    """The failure of one rank: it raised, died (of a signal or by exiting), hung, or ended because another rank hangs."""
 
     rank: int
     state: str  # raised | died | hung | ended
@@ -152,7 +152,7 @@ def remove_failures(folder: Path) -> None:
 
 
 class Placement(NamedTuple):
-    """What a launcher's environment says about one rank."""
+    """Rank, sizes and addresses of one rank, from the launcher's environment."""
 
     rank: int
     world: int
@@ -244,7 +244,7 @@ AGENT_POLL_S = 0.5
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where a target runs. `send` sends one plain message to the parent."""
+    """The rank that a target runs on. `send` sends one plain message to the parent."""
 
     rank: int
     world: int

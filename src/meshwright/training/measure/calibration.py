@@ -46,7 +46,7 @@ def cache_folder() -> Path:
 def machine_key(
     ranks: int, dtype: str = "fp32", reduced_dtype: str = "fp32", backend: str = "gloo", device: str = "cpu"
 ) -> dict[str, str]:
-    """What a calibration holds for."""
+    """Return the key of a calibration: the machine, versions and ranks for which it is valid."""
     return {
         "version": str(VERSION),
         "processor": processor(),
@@ -190,7 +190,7 @@ def with_this_machine(config: Config, measured: MachineMeasurement, busy: float 
 
 @dataclass(frozen=True)
 class Interference:
-    """How busy other processes kept the machine, and what the cost model predicts without them and with them.
+    """Load of other processes on the machine, and the predictions without and with it.
 
     `before`: in the half second before the run, `during`: while its steps ran, in cores. Predicted step times in seconds:
     `idle_s` on an idle machine, `loaded_s` with the load during the run.
@@ -208,7 +208,7 @@ class Interference:
         return max(self.before, self.during or 0.0) > IDLE_SHARE * self.cores
 
     def sentences(self) -> list[str]:
-        """How busy the machine was, and what was predicted for which load."""
+        """Return how busy the machine was, and what was predicted for which load."""
         if not self.busy:
             return []
         text = f"The machine was busy: other processes used {self.before:.1f} of {self.cores:g} cores before the run"

@@ -191,7 +191,7 @@ def as_json(ranks: Sequence[RankParts], prediction: Prediction, steps: int) -> d
 
 
 class Others:
-    """What the other ranks of each group did at the same time: when the last one issued a collective, when a message was sent."""
+    """Events of the other ranks of each group: when the last one issued a collective, when a message was sent."""
 
     def __init__(self, names: LoweredNames, steps: dict[int, RecordedStep]) -> None:
         self.names = names
@@ -226,7 +226,7 @@ class Others:
             count[direction] += 1
 
     def start(self, key: tuple, event: CommEvent) -> float:
-        """When an operation of a rank could begin: all ranks that it needs have issued it."""
+        """Return when an operation of a rank could begin: all ranks that it needs have issued it."""
         if event.operation == "receive":
             return max(event.issued, self.sent.get(key, event.issued))
         return self.last.get(key, event.issued)

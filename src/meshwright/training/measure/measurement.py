@@ -169,7 +169,7 @@ class LoadWatch:
         self.last = Moment.read()
 
     def interference(self, reports: list[RankReport]) -> Interference | None:
-        """What other processes did; their load during the run is known only once all ranks have reported."""
+        """Return the load of other processes; the load during the run is known only once all ranks have reported."""
         if self.machine is None:
             return None
         during = loaded = None

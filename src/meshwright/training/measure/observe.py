@@ -183,7 +183,7 @@ def distributed_operator(func: Any) -> str:
 
 
 def splits_of(args: Any) -> list[int]:
-    """How many rows of an all-to-all's input go to each rank; empty if they are equal. Both operators take the splits of the output first."""
+    """Return the rows of an all-to-all's input for each rank; empty if they are equal. Both operators take the splits of the output first."""
     lists = [x for x in args if isinstance(x, list | tuple) and all(isinstance(n, int) for n in x)]
     return list(lists[1]) if len(lists) > 1 else []
 

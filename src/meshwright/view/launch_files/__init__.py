@@ -21,7 +21,7 @@ from meshwright.view.launch_files.job import Job
 
 
 class Launcher(NamedTuple):
-    """How a launch file is written, named and submitted. `{}` in `submit` is the file; `submit_alone`: for a single host, if it differs."""
+    """Functions that write, name and submit a launch file. `{}` in `submit` is the file; `submit_alone`: for a single host, if it differs."""
 
     write: Callable[[Job], str]
     suffix: str

@@ -88,7 +88,7 @@ spec:
 
 
 def container_script(job: Job) -> str:
-    """What the container runs; every pod evaluates it before any rank has started."""
+    """Return the script of the container; every pod evaluates it before any rank has started."""
     start = "torchrun"  # it reads the controller's variables itself
     if job.program.agent != agent.TORCHRUN:
         start = f"{agent.command(job)} {agent.numbered(job, '$PET_NODE_RANK', '$PET_MASTER_ADDR', '$PET_MASTER_PORT')}"

@@ -47,7 +47,7 @@ run: |
 
 
 def setup_comment(job: Job) -> str:
-    """How the wheel comes into the folder that is copied; other frameworks are on the public index."""
+    """Explain how the wheel gets into the copied folder; other frameworks are on the public index."""
     make = "pip wheel --no-deps --wheel-dir . CHECKOUT"
     return f"# No index has Meshwright. Put its wheel into this folder first: {make}\n" if job.program.is_ours else ""
 
@@ -79,7 +79,7 @@ def interface(job: Job) -> str:
 
 
 def run_script(job: Job) -> str:
-    """What every node runs. SkyPilot gives the addresses of all nodes, the first of which is the place to meet."""
+    """Return the script of every node. SkyPilot gives the addresses of all nodes, the first of which is the place to meet."""
     return "\n".join(
         (
             "set -euo pipefail",

@@ -87,7 +87,7 @@ def thinned(times: np.ndarray, values: np.ndarray) -> list[list[float]]:
 
 
 def moments(w: Workload) -> str:
-    """Which states the optimizer keeps for each parameter."""
+    """Return the states that the optimizer keeps for each parameter."""
     kept = (
         "1 moment of the matrices in layers, 2 of other parameters"
         if w.optimizer == "muon"
@@ -97,7 +97,7 @@ def moments(w: Workload) -> str:
 
 
 def part_formulas(e: Estimate) -> dict[str, str]:
-    """How each part follows from the model and the plan, with the numbers put in."""
+    """Return the formula of each part, with its numbers."""
     plan, w = e.plan, e.workload
     shard = plan.shard * plan.cp
     cut = {"optimizer": 1, "gradients": 2, "parameters": 3}

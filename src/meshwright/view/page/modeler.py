@@ -126,7 +126,7 @@ def _row(name: str, tool: float | None, ours: float, unit: str, formula: str, wh
 
 
 def rate(hidden: int, tokens: int, layer_s: float) -> dict[str, Any]:
-    """What the compute rate means for a transformer layer of this width: FLOPs of forward and backward over the stated time."""
+    """Explain the compute rate for a transformer layer of this width: FLOPs of forward and backward over the stated time."""
     heads = next(h for h in (64, 32, 16, 8, 4, 2, 1) if hidden % h == 0)
     model = Model(layers=1, hidden=hidden, heads=heads, ffn=4 * hidden, activation="gelu", vocab=1)
     flops = model.model_flops(tokens) * tokens

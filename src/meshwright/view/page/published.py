@@ -40,7 +40,7 @@ def data(subject: Subject) -> dict[str, Any]:
 
 
 def plan_figures(subject: Subject) -> dict[str, Any]:
-    """What is predicted for this plan, per GPU, as the published runs are compared."""
+    """Return the prediction for this plan per GPU, in the quantities of published runs."""
     p = subject.estimate.prediction
     return {
         "title": subject.plan.title(),

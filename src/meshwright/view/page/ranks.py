@@ -53,7 +53,7 @@ def data(subject: Subject) -> dict[str, Any]:
 
 
 def coordinates(layout: Layout, drawn: int) -> dict[str, np.ndarray]:
-    """Where the first ranks sit on tp, cp, pp and dp."""
+    """Return the coordinates of the first ranks on tp, cp, pp and dp."""
     sizes = [getattr(layout.plan, axis) for axis in layout.axes]
     places = np.unravel_index(np.arange(drawn), sizes[::-1])[::-1]  # the first axis is the fastest
     found = dict(zip(layout.axes, places, strict=True))

@@ -38,7 +38,7 @@ MOST_RUNS, MOST_ROWS = 200, 4000
 
 
 class Seen(NamedTuple):
-    """What an earlier answer contained: positions in the files of steps and events, the number of rows, the time of the newest
+    """The position of an earlier answer: offsets in the files of steps and events, the number of rows, the time of the newest
     file, and the number of attempts."""
 
     steps: int = 0

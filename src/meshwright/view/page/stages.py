@@ -26,7 +26,7 @@ def data(subject: Subject) -> dict[str, Any]:
 
 
 def bandwidth(e: Estimate) -> dict[str, Any] | None:
-    """What each stage needs of the link to its neighbour; None without a pipeline."""
+    """Return the bandwidth that each stage needs to its neighbour; None without a pipeline."""
     sends = e.program.sync.get("boundary-F", [])
     if e.plan.pp == 1 or not sends:
         return None

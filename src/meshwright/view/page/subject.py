@@ -163,7 +163,7 @@ class Subject:
 
     @property
     def estimate(self) -> Estimate:
-        """What `meshwright estimate` computes for the plan."""
+        """Estimate the plan."""
         return self.shared.estimate
 
     @property
@@ -173,7 +173,7 @@ class Subject:
 
     @property
     def result(self) -> Result:
-        """What `meshwright plan` finds; of a provisional subject, the result for the common plans."""
+        """Search for the best plan; of a provisional subject, the result for the common plans."""
         return self.shared.common if self.is_provisional else self.shared.result
 
     def option(self, name: str, default: Any, valid: Iterable[Any] | None = None, most: float | None = None) -> Any:

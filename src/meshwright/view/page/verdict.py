@@ -165,7 +165,7 @@ def training(e: Estimate) -> dict[str, Any] | None:
 
 
 def formulas(e: Estimate) -> dict[str, str]:
-    """How each number of the bar follows from the others."""
+    """Return the formula of each number of the bar."""
     p, w = e.prediction, e.workload
     m, pp, v = e.plan.microbatches(w), e.plan.pp, e.plan.virtual
     rate = f"{p.tokens_per_s:,.0f}"

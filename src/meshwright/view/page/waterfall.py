@@ -140,7 +140,7 @@ def by_axis(e: Estimate) -> list[dict[str, Any]]:
 
 
 def part_formulas(e: Estimate) -> dict[str, str]:
-    """How each part follows from the plan, with the numbers put in."""
+    """Return the formula of each part, with its numbers."""
     plan = e.plan
     m = plan.microbatches(e.workload)
     means = [

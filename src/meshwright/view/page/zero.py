@@ -116,7 +116,7 @@ def plan_rows(subject: Subject) -> list[dict[str, Any]]:
 
 
 def seed_rows() -> list[dict[str, Any]]:
-    """What the printed figure has, and what the formula gives."""
+    """Compare the printed figures with the formula."""
     return [
         {"name": STAGES[k], "printed_gb": printed, "right_gb": zero_state_bytes(SEED_PARAMETERS, SEED_RANKS, k) / 1e9}
         for k, printed in enumerate(SEED_PRINTED_GB)

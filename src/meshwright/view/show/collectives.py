@@ -29,7 +29,7 @@ MOST_COMPARED = 1024
 
 
 def data(request: Request) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     return compared(request).as_dict() if request.compare else prepared(request).as_dict()
 
 

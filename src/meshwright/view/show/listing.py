@@ -13,7 +13,7 @@ from meshwright.view.tables import filled, heading, show, show_json
 
 
 def data(lessons: dict[str, str]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     found = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
     return {
         "collectives": found,

@@ -89,7 +89,7 @@ def example_of(topic: str) -> tuple[dict[str, Any], bool]:
 
 
 def data(topic: str) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     example, equal = example_of(topic)
     plain = {k: [m.tolist() for m in v] if isinstance(v, list) else v.tolist() for k, v in example.items()}
     return {"topic": topic, "equal": equal, **plain}

@@ -88,7 +88,7 @@ def names(topic: str, compare: str | Sequence[str] | None) -> list[str]:
 
 
 def data(several: Sequence[Walked]) -> dict[str, Any] | list[dict[str, Any]]:
-    """What `--json` prints: one timeline, or a list of those that are compared."""
+    """Return what `--json` prints: one timeline, or a list of those that are compared."""
     found = [_as_json(walked) for walked in several]
     return found[0] if len(found) == 1 else found
 

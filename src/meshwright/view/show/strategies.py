@@ -74,7 +74,7 @@ LETTERS = (
 
 
 def data(topic: str = "strategies") -> list[dict[str, str]]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     return [strategy._asdict() for strategy in STRATEGIES]
 
 

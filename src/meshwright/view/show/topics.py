@@ -52,7 +52,7 @@ def module_of(lesson: str) -> Any:
 
 
 def data(topic: str, options: dict[str, Any]) -> Any:
-    """What `meshwright show TOPIC … --json` prints; without a topic, the list of topics. Clusters are those of the catalog."""
+    """Return what `meshwright show TOPIC … --json` prints; without a topic, the list of topics. Clusters are those of the catalog."""
     if not topic:
         return listing.data(LESSONS)
     kind = kind_of(topic.lower())

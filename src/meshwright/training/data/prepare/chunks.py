@@ -48,7 +48,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents are read: the field of JSON lines and tables, and what a document of a text file is."""
+    """Options of reading documents: the field of JSON lines and tables, and what a document of a text file is."""
 
     field: str = "text"
     document: str = "file"

@@ -31,7 +31,7 @@ PARTIAL = "partial"
 
 @dataclass(frozen=True)
 class Progress:
-    """What was appended: the number of chunks, tokens and documents, and the largest token."""
+    """Counts of what was appended: chunks, tokens and documents, and the largest token."""
 
     chunks: int = 0
     tokens: int = 0
