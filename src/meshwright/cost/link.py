@@ -38,7 +38,7 @@ def crossover(alpha: float, beta: float) -> float:
 
 
 def regime(n: float, link: Link) -> tuple[str, tuple[str, ...]]:
-    """Which term dominates for a message of n bytes, and advice for that case."""
+    """Name the dominant term of a message of n bytes, and advice for that case."""
     if n < link.crossover:
         return f"latency-bound (below n* = {format_decimal_bytes(link.crossover)})", LATENCY_ADVICE
     return f"bandwidth-bound (above n* = {format_decimal_bytes(link.crossover)})", BANDWIDTH_ADVICE

@@ -218,7 +218,7 @@ def launch_time(stack: Stack, op: Op) -> float:
 
 
 def in_units(b: Batch, group: str) -> Array:
-    """Which plans of the batch shard the parameters of a group in units (`fully_shard`)."""
+    """Mark the plans of the batch that shard the parameters of a group in units (`fully_shard`)."""
     return sharded(b, group) & b.units
 
 

@@ -100,7 +100,7 @@ def qk_norms(m: ModelShape, mixer: str) -> list[Vector]:
 
 
 def core_saved(m: ModelShape, core: AttentionCore, mixer: str) -> list[Saved]:
-    """What softmax(QKᵀ)V keeps for backward; the keys and values of a `query` mixer are kept by the layer that computed them."""
+    """Tensors that softmax(QKᵀ)V saves for backward; the keys and values of a `query` mixer are kept by the layer that computed them."""
     keys = [
         Saved("k", "attention", core.kv_heads * core.qk, "tensor"),
         Saved("v", "attention", core.kv_heads * core.v, "tensor"),

@@ -13,7 +13,7 @@ from meshwright.describe.base import Described, Whole
 
 
 class Checkpoint(Described):
-    """When the state of a run is saved to its folder."""
+    """Intervals and limits of saving a run's state to its folder."""
 
     every: Whole = Field(default=0, description="steps between checkpoints; 0: only at the end of the run")
     keep: Whole = Field(default=2, description="how many of the last good checkpoints are kept; 0: the run writes none")

@@ -224,7 +224,7 @@ class Factors(Described):
 
 
 class Collectives(Described):
-    """What a communication library adds to the formulas of its programs (`cost.library`), and measured factors by operation.
+    """Corrections of a communication library to the formulas of its programs (`cost.library`), and measured factors by operation.
 
     The defaults are NCCL's, from published measurements; `meshwright calibrate` writes those of a measured cluster.
     """

@@ -183,7 +183,7 @@ class Config(Shown):
         return {name: getattr(self, name) for name in SECTIONS}
 
     def origin(self, path: str) -> str:
-        """Where the value at a dotted path comes from."""
+        """Return the origin of the value at a dotted path."""
         return self.origins.get(path, "default")
 
     def values(self) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class PlanFields(Described):
 
     @property
     def wire(self) -> str:
-        """How gradients are sent: a compression, a narrower dtype than they are accumulated in, or "none"."""
+        """Return how gradients are sent: a compression, a narrower dtype than they are accumulated in, or "none"."""
         narrow = self.comm_dtype in ("fp16", "bf16", "fp8") and self.comm_dtype != self.grad_dtype
         return str(self.comm_dtype) if self.compression == "none" and narrow else self.compression
 

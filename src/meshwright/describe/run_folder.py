@@ -209,7 +209,7 @@ def number(text: str) -> float | bool | None:
 
 
 def modified(folder: Path) -> float:
-    """When the newest of the files that a run appends to was written."""
+    """Return when the newest of the files that a run appends to was written."""
     names = (STEPS, OLD_STEPS, EVENTS, RUN, "measurement.json", PLAN)
     return max((file.stat().st_mtime for name in names if (file := folder / name).is_file()), default=0.0)
 

@@ -240,7 +240,7 @@ class ModelShape(Described):
 
     @property
     def unit(self) -> str:
-        """What a batch is counted in: tokens of sequences, or samples."""
+        """Unit of a batch: tokens of sequences, or samples."""
         return "tokens" if self.kind == "transformer" else "samples"
 
     @property

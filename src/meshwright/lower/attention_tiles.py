@@ -34,7 +34,7 @@ RING, GATHER = CP_KINDS.index("ring"), CP_KINDS.index("all-gather")
 
 
 def in_tiles(b: Batch) -> Array:
-    """Which plans of the batch run attention in tiles because of context parallelism."""
+    """Mark the plans of the batch that run attention in tiles because of context parallelism."""
     return b.stack.tiled_context & (b.cp > 1) & ((b.cp_kind == RING) | (b.cp_kind == GATHER))
 
 

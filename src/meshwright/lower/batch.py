@@ -143,7 +143,7 @@ class Batch(PlanArrays):
         self.summed_bytes = np.where(self.lossy, self.grad_bytes, self.comm_bytes)
 
     def _set_switches(self, plans: PlanArrays) -> None:
-        """Which plans offload, prefetch and gather what, and which axes overlap with compute."""
+        """Columns of offload, prefetch, gathers, and the axes that overlap with compute."""
         states, activations, both = (plans.offload == encode("offload", word) for word in get_args(Offload)[1:])
         self.offload_states, self.offload_activations = states | both, activations | both
         self.prefetch, self.prefetches_backward = plans.prefetch > 0, plans.prefetch == 1
@@ -160,7 +160,7 @@ class Batch(PlanArrays):
         return np.where(self.stack_overlap, by_stack, by_plan).astype(float)
 
     def _set_reductions(self) -> None:
-        """When weights are gathered again and gradients reduced. Pipeline stages keep their weights gathered from their first action to their
+        """Return when weights are gathered again and gradients reduced. Pipeline stages keep their weights gathered from their first action to their
         last, and reduce after it: otherwise they would be gathered for every micro-batch of every stage, and a split backward could not free
         them. Gradients that ZeRO does not shard stay whole: each micro-batch reduces them only if the plan says `reduce = microbatch`."""
         self.reshard = self.reshard & (self.pp == 1)
@@ -223,7 +223,7 @@ class Batch(PlanArrays):
 
     @property
     def sends_factors(self) -> Any:
-        """Where factors of each matrix are sent instead of its gradient (PowerSGD)."""
+        """Mark plans in which factors of each matrix are sent instead of its gradient (PowerSGD)."""
         return sum((on for name, on in self.wires if COMPRESSIONS[name].by_matrix), np.False_)
 
     def fp8_gather_bytes(self, elements: Any, axis: str = "") -> Any:
@@ -234,7 +234,7 @@ class Batch(PlanArrays):
         return elements + (SCALE_BYTES * self.size(axis) if axis else 0.0)
 
     def gathers_fp8_weights(self, group: str) -> Any:
-        """Where ZeRO-3 gathers the weights of fp8 products of a group in fp8. With a scale per row a dense weight has other units forward and
+        """Mark plans whose ZeRO-3 gathers weights of fp8 products of a group in fp8. With a scale per row a dense weight has other units forward and
         backward, and is gathered in 16 bits; an expert has one scale in both."""
         shards = self.size(DATA_AXES[group].shard) > 1
         by_row = self.workload.scaling == "row" and group == "dense"

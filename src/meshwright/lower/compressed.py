@@ -35,7 +35,7 @@ Exchanges = list[tuple[str, Any]]  # collective, bytes of the full buffer
 
 
 class Options(Protocol):
-    """How a plan, or a batch of plans, compresses."""
+    """Options of compression of a plan, or of a batch of plans."""
 
     @property
     def compression_ratio(self) -> Number: ...
@@ -145,7 +145,7 @@ def two_factors(r: Request) -> Exchanges:
 
 
 def kept(elements: Number, ratio: Number) -> Number:
-    """How many values a ratio keeps: ⌈ratio · elements⌉, at least one. Rounded to millionths first, so that 0.1 of 10 is 1."""
+    """Number of values that a ratio keeps: ⌈ratio · elements⌉, at least one. Rounded to millionths first, so that 0.1 of 10 is 1."""
     count = np.ceil(np.floor(elements * ratio * 1e6) / 1e6)
     return (
         np.maximum(1.0, np.minimum(elements, count))
@@ -155,7 +155,7 @@ def kept(elements: Number, ratio: Number) -> Number:
 
 
 def values_above(elements: Number, threshold: Number) -> Number:
-    """How many of normally distributed values lie beyond `threshold` standard deviations, at least one."""
+    """Number of normally distributed values that lie beyond `threshold` standard deviations, at least one."""
     if not isinstance(elements, np.ndarray) and not isinstance(threshold, np.ndarray):
         return max(1, round(elements * math.erfc(threshold / math.sqrt(2.0))))
     beyond = np.vectorize(math.erfc)(np.asarray(threshold) / math.sqrt(2.0))
@@ -192,7 +192,7 @@ def cast_buffers(r: Request, sent: Array) -> tuple[Array, Array]:
 
 
 def quantised_buffers(r: Request, sent: Array, through_fp32: bool = False) -> tuple[Array, Array]:
-    """What is sent and what arrives. At most x, x / scale in fp32 or wider, and two bytes of integers for each value; fp8 is converted
+    """Bytes sent and received. At most x, x / scale in fp32 or wider, and two bytes of integers for each value; fp8 is converted
     through fp32."""
     whole, through = r.elements * r.width, np.where(through_fp32 & (np.asarray(r.width) != 4), 4 * r.elements, 0.0)
     return 2 * sent, whole + 2 * r.elements + np.maximum(np.maximum(r.width, 4) * r.elements, whole + through)

@@ -82,12 +82,12 @@ def combined(parts: Iterable[tuple[Array, Load]]) -> Load:
 
 
 def sharded(b: Batch, group: str) -> Array:
-    """Where ZeRO shards parameters of a group: experts only where a shard group holds several copies of one."""
+    """Mark plans in which ZeRO shards parameters of a group: experts only where a shard group holds several copies of one."""
     return (b.zero >= 1) & (b.size(DATA_AXES[group].shard) > 1)
 
 
 def reduced_whole(b: Batch) -> Array:
-    """Where ZeRO-1 and 2 all-reduce the gradients in one call after backward, as the stack does it."""
+    """Mark plans in which ZeRO-1 and 2 all-reduce the gradients in one call after backward, as the stack does it."""
     return (b.zero >= 1) & (b.zero < 3) if b.stack.zero_reduction == "whole" else np.False_
 
 

@@ -168,7 +168,7 @@ def number_of_rounds(parts: Iterable[tuple[Array, MatrixShare]]) -> Array:
 
 
 def turns_ahead(axis: str, by_tensor: Array) -> Array:
-    """How many rounds before its products a round's boxes leave over an axis, and how many rounds later they are back. ZeRO's boxes then still
+    """Return how many rounds before its products a round's boxes leave over an axis, and how many rounds later they are back. ZeRO's boxes then still
     have to cross the tensor-parallel axis, if the matrix is cut there too."""
     return 1.0 if axis in TENSOR_AXES.values() else np.where(by_tensor, 2.0, 1.0)
 

@@ -253,7 +253,7 @@ def stage_messages(
 
 
 def load_of(unit: list[Box], plan: Plan) -> Load:
-    """What data parallelism gathers and reduces of a unit of ZeRO."""
+    """Elements of a unit of ZeRO that data parallelism gathers and reduces."""
     learns = [box for box in unit if box.learns]
     sent = [box for box in learns if plan.wire == "none" or box.compressible]
     factors = [factor_size(box.shape_in_transit, plan.compression_rank) for box in sent]

@@ -34,7 +34,7 @@ MOST_RANKS = 16  # of a pipeline of a hybrid model that are all evaluated
 
 @dataclass
 class StageBlocks:
-    """How many blocks of each kind a pipeline rank, or one of its stages, holds."""
+    """Numbers of blocks of each kind on a pipeline rank, or in one of its stages."""
 
     rank: Array
     counts: dict[str, Array]
@@ -253,7 +253,7 @@ def stage_blocks(batch: Batch, stage: Array, rank: Array) -> StageBlocks:
 
 
 def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:
-    """How many blocks of each kind one stage of each plan has (or several stages: one row each)."""
+    """Number of blocks of each kind that one stage of each plan has (or several stages: one row each)."""
     model = batch.model
     exists = (stage >= 0) * 1.0
     if model.kind == "counts":

@@ -97,7 +97,7 @@ def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:
 
 
 def boundary_calls(program: StepProgram, rank: Array) -> list[tuple[Op, Array]]:
-    """What a rank sends to other stages per micro-batch, and what it gathers: it receives gradients for what it sends on, and activations for
+    """Return what a rank sends to other stages per micro-batch, and what it gathers: it receives gradients for what it sends on, and activations for
     what it sends back."""
     on, back = boundary_messages(program.batch, rank)
     sends = zip((op for _, op in boundary_ops(program)), (on, back), strict=False)

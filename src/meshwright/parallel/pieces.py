@@ -61,7 +61,7 @@ class Piece:
 
 
 class PlainPieces:
-    """What the optimizer updates where there are no masters: the pieces, with the local shard of a DTensor as a plain parameter that shares
+    """The tensors that the optimizer updates if there are no masters: the pieces, with the local shard of a DTensor as a plain parameter that shares
     its memory. torch takes several times as long to run an operator on a DTensor as on its shard."""
 
     def __init__(self, pieces: list[Piece]) -> None:

@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def slower(self) -> float:
-        """How much longer the user's plan takes, as a share of the winner's step; below 0 it is faster."""
+        """Return how much longer the user's plan takes, as a share of the winner's step; below 0 it is faster."""
         assert self.user is not None
         return self.user.prediction.step_time_s / self.best.prediction.step_time_s - 1
 
@@ -102,7 +102,7 @@ class Result:
 
     @property
     def runs_in(self) -> str:
-        """What the plan is for: the framework of the stack, or our own trainer."""
+        """Name what runs the plan: the framework of the stack, or our own trainer."""
         return runs_in(self.config)
 
     @property

@@ -90,7 +90,7 @@ def repeated(plan: Plan, copies: int) -> Plan:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What a training step sends between sites, and what that costs."""
+    """Traffic of a training step between sites, and its cost."""
 
     sites: int
     site_bytes: float  # sent by each site in one exchange

@@ -60,7 +60,7 @@ def canonical(model: Model) -> dict[str, Any]:
 
 
 def routing(model: Model) -> dict[str, Any]:
-    """How tokens choose experts."""
+    """Return the fields that decide how tokens choose experts."""
     if not model.experts:
         return {}
     fields, options = model.router.model_dump(), model.router

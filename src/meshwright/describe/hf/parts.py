@@ -89,7 +89,7 @@ def sliding_window(c: Config, full: list[bool], width: int | None = None) -> dic
 
 
 def no_rope(c: Config, layers: int) -> list[bool]:
-    """Which layers have no rotary positions: `no_rope_layers` has 0 for them, else every n-th of `no_rope_layer_interval`."""
+    """Return the layers without rotary positions: `no_rope_layers` has 0 for them, else every n-th of `no_rope_layer_interval`."""
     listed = c.many("no_rope_layers", int)
     every = c.number("no_rope_layer_interval", 4)
     return [not rotates for rotates in listed[:layers]] if listed else every_nth(every, layers)

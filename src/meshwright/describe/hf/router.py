@@ -23,7 +23,7 @@ SCORES = ("softmax", "sigmoid")
 
 
 class Defaults(NamedTuple):
-    """What a configuration class assumes where a key is missing."""
+    """Defaults of a configuration class for missing keys."""
 
     score: str
     methods: tuple[str, ...]

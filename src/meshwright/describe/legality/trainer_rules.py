@@ -38,7 +38,7 @@ class ModelHasShape(Rule):
 
 
 def unsupported_parts(m: Model) -> list[str]:
-    """What a model has and our transformer does not implement."""
+    """List the parts of a model that our transformer does not implement."""
     if m.kind != "transformer":
         return []
     post, one = m.norm_position == "post", m.norms_per_layer == 1

@@ -30,7 +30,7 @@ from meshwright.describe.sharding.zero import padding, shape_in_transit, shard_r
 
 @dataclass(frozen=True)
 class ZeroShard:
-    """How ZeRO shards a box: over which axis, which dimension, and this rank's rows of it, counted from the start of the box."""
+    """A ZeRO shard of a box: the axis, the dimension, and this rank's rows, counted from the start of the box."""
 
     axis: str
     parts: int
@@ -41,7 +41,7 @@ class ZeroShard:
 
 @dataclass(frozen=True)
 class Box:
-    """What one rank holds of a parameter."""
+    """One rank's part of a parameter."""
 
     parameter: Parameter
     start: tuple[int, ...]  # in the full tensor, before ZeRO

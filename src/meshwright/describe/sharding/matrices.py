@@ -131,7 +131,7 @@ def in_rounds(found: Sequence[Matrix], axes: Sequence[str]) -> list[int]:
 
 
 def cuts_of(box: Box, d: Degrees) -> tuple[Cut, ...]:
-    """How a matrix is cut: by ZeRO, then over the tensor-parallel axis. A cut between the experts of a stack leaves matrices whole."""
+    """Return the cuts of a matrix: by ZeRO, then over the tensor-parallel axis. A cut between the experts of a stack leaves matrices whole."""
     first = len(box.full_shape) - 2
     cuts = []
     zero = box.zero

@@ -40,7 +40,7 @@ KV_COPIES = "kv_copies"
 
 @dataclass(frozen=True)
 class Rule:
-    """What one style does: (dimension, axis) cuts, and the axis over which the gradient is a partial sum."""
+    """The effect of one style: (dimension, axis) cuts, and the axis over which the gradient is a partial sum."""
 
     cuts: tuple[tuple[int, str], ...] = ()
     even: bool = True  # the length must divide; else the first ranks hold one row more
@@ -144,7 +144,7 @@ def compressible(style: str, d: Degrees) -> Number:
 
 
 def share(length: Number, parts: Number, index: int = 0) -> Number:
-    """How many of `length` rows the index-th of `parts` ranks holds, as evenly as possible: ⌈(length − index)/parts⌉."""
+    """Number of the `length` rows that the index-th of `parts` ranks holds, as evenly as possible: ⌈(length − index)/parts⌉."""
     if isinstance(parts, np.ndarray) or isinstance(length, np.ndarray):
         return np.ceil((length - index) / parts)
     return -(-(length - index) // parts)

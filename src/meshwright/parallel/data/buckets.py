@@ -206,7 +206,7 @@ class Buckets:
 
 
 def message_edges(flat: torch.Tensor, bucket_bytes: float) -> list[int]:
-    """Where messages of at most `bucket_bytes` begin and end: equal ones, the last one shorter."""
+    """Offsets of messages of at most `bucket_bytes`: equal ones, the last one shorter."""
     smallest, total = flat.element_size(), flat.nbytes
     count = max(1, -(-total // max(smallest, int(min(bucket_bytes, total)))))
     length = max(1, -(-flat.numel() // count))

@@ -137,7 +137,7 @@ class Build:
         return run
 
     def boundary(self, seen: Recorded, stage: int) -> torch.Tensor:
-        """What enters a stage, on the meta device: the number of a micro-batch, activations, or at the end the loss."""
+        """The input of a stage, on the meta device: the number of a micro-batch, activations, or at the end the loss."""
         if stage == 0:
             return torch.empty(1, dtype=torch.long, device="meta")
         dtype = self.parallel.dtype

@@ -42,7 +42,7 @@ READ_IN_PYTHON = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"
 
 @dataclass(frozen=True)
 class Where:
-    """Where in the module an operator ran."""
+    """The module in which an operator ran."""
 
     module: str  # the innermost module
     outside: str  # of the modules before and after the list of layers, the one that runs; '' in none
@@ -211,7 +211,7 @@ class Presence:
 
 @dataclass
 class Stages:
-    """What the trace must know of the plan: the layers of each stage, the modules of the first one, where the state is."""
+    """The parts of the plan that the trace reads: the layers of each stage, the modules of the first one, where the state is."""
 
     spans: list[range]
     path: str

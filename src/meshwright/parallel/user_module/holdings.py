@@ -112,7 +112,7 @@ class LocalParameter:
 
 
 def shard_start(parameter: DTensor, dim: int, index: int) -> int:
-    """Where this rank's ZeRO shard begins along a dimension; 0 where another dimension is sharded."""
+    """Start of this rank's ZeRO shard along a dimension; 0 where another dimension is sharded."""
     ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
     sharded, start, _ = shard_range(parameter.shape, ranks, index)
     return start if sharded == dim else 0

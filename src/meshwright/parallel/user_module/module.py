@@ -106,7 +106,7 @@ class ParallelModule:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the batch this rank takes, of `data_ranks`: for a `DistributedSampler`, say."""
+        """Index of this rank's share of the batch among `data_ranks`, for example for a `DistributedSampler`."""
         return self.mesh.index("dp")
 
     @property

@@ -108,7 +108,7 @@ def kinks(dtype: torch.dtype) -> float:
 
 @dataclass
 class Ran:
-    """What a module made of a batch, or of a half of it."""
+    """Outputs of a module for a batch, or for a half of it."""
 
     outputs: list[torch.Tensor]
     buffers: list[torch.Tensor]
@@ -153,7 +153,7 @@ class Trial:
         return out
 
     def weight(self, whole: torch.Tensor, part: torch.Tensor, samples: Part) -> float:
-        """What a tensor without samples (a loss) counts: its share of a mean, or one in a sum. A constant is its own mean."""
+        """Weight of a tensor without samples (a loss): its share of a mean, or one in a sum. A constant is its own mean."""
         return samples.size / samples.rows if self.mean or not differ(whole.detach(), part.detach()) else 1.0
 
     def gradients(self, whole: list[torch.Tensor], outputs: list[torch.Tensor], part: Part) -> list[torch.Tensor]:
@@ -195,7 +195,7 @@ class Trial:
         return any(together is None or differ(t, together) for t, together in pairs)
 
     def problem(self, gradients: bool) -> str:
-        """What differs between the batch and its halves; '' for nothing."""
+        """Name the difference between the batch and its halves; '' if there is none."""
         whole, *halves = self.run(gradients and not self.narrow)
         if error := next((half.error for half in halves if half.error), ""):
             return f"error {error}"

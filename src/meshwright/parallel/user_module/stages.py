@@ -55,7 +55,7 @@ def find_layers(module: nn.Module, path: str | None, needed: bool) -> tuple[str,
 
 @dataclass
 class Recorded:
-    """What one micro-batch showed: the input and output of every layer, what is before and after them, and all operators."""
+    """Records of one micro-batch: the input and output of every layer, what is before and after them, and all operators."""
 
     path: str
     numbers: list[str]  # the names of the layers in their list

@@ -149,7 +149,7 @@ class Incumbents:
 
 @dataclass
 class Found:
-    """What a search found. `rows` are plans near the best, the best of a strategy or on the front, the fastest first."""
+    """The result of a search. `rows` are plans near the best, the best of a strategy or on the front, the fastest first."""
 
     rows: PlanArrays
     incumbents: Incumbents

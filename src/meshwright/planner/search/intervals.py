@@ -88,7 +88,7 @@ def delayed_share(rows: PlanArrays) -> np.ndarray:
 
 
 def closed_form_share(rows: PlanArrays) -> np.ndarray:
-    """Where the step of a schedule that is not looped lies between `low` (0) and the closed form (1)."""
+    """Return where the step of a schedule that is not looped lies between `low` (0) and the closed form (1)."""
     rounds = rows.m / rows.pp
     hidden = SCHEDULES.column("is_v_shaped")[rows.schedule] & rows.leads
     return np.select(

@@ -105,7 +105,7 @@ class Space(LegalOptions):
         return self.choices.uneven and not self.stack.can.own_stages and self.model.kind != "counts"
 
     def uneven(self, rows: PlanArrays) -> np.ndarray:
-        """Which rows have stages with different numbers of layers."""
+        """Mark rows whose stages have different numbers of layers."""
         if self.framework_divides:
             return np.array([len(set(self.stages(int(pp)))) > 1 for pp in rows.pp], dtype=bool)
         return self.model.layers % (rows.pp * rows.virtual) != 0

@@ -27,7 +27,7 @@ def crossed(plans: PlanArrays, keys: Sequence[Array], options: Options) -> PlanA
 
 
 def counted(plans: PlanArrays, keys: Sequence[Array], options: Options) -> Array:
-    """How many options each row has."""
+    """Count the options of each row."""
     out = np.zeros(len(plans), np.int64)
     for key, rows in grouped(keys):
         out[rows] = len(options(*key))

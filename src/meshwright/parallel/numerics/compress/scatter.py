@@ -37,7 +37,7 @@ def width_of(shape: Sequence[int], ranks: int) -> int:
 
 
 def columns_of(shapes: Sequence[Sequence[int]], ranks: int) -> Layout:
-    """Where each parameter starts in a row, and its shape before its rows were cut."""
+    """Offset of each parameter in a row, and its shape before its rows were cut."""
     starts = accumulate((width_of(shape, ranks) for shape in shapes), initial=0)
     return [(start, torch.Size(shape_in_transit(shape, ranks))) for start, shape in zip(starts, shapes, strict=False)]
 

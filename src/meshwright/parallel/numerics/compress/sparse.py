@@ -82,7 +82,7 @@ class Threshold:
         yield from send_to_owners(out, payload, most, rows.dtype)
 
     def above(self, x: torch.Tensor) -> torch.Tensor:
-        """Where values are not below the threshold: NaN is not below, so it is sent."""
+        """Mark values that are not below the threshold: NaN is not below, so it is sent."""
         smallest = self.factor * x.square().mean().sqrt()
         return ~(x.abs() < smallest)
 

@@ -325,7 +325,7 @@ def heavy_checkpoint(seen: Seen) -> Finding | None:
 
 
 def _beyond_memory(p: Prediction) -> list[str]:
-    """What does not fit at a save or at a load."""
+    """Describe what does not fit at a save or at a load."""
     sizes = p.checkpoint_gib
     limits = {"device": p.memory_limit_gib, "host": sizes["host_limit"]}
     return [
