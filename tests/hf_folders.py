@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.describe import hf
 from meshwright.models import build
 from meshwright.models.hf.folder import Folder
-from meshwright.models.hf.safetensors_file import Described, write_safetensors
+from meshwright.models.hf.safetensors_file import StoredTensor, write_safetensors
 from meshwright.models.hf.weights import FolderWeights
 from meshwright.parallel.pieces import materialise
 
@@ -141,7 +141,7 @@ def rewritten(folder, tensors, **keys):
     """Replace all tensors of a folder, and some keys of its config."""
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    described = [Described(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    described = [StoredTensor(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
     write_safetensors(folder / "model.safetensors", described, tensors.__getitem__, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | keys
     (folder / "config.json").write_text(json.dumps(config))

@@ -160,7 +160,7 @@ def test_a_damaged_file(tmp_path, content):
 
 
 def test_an_unknown_dtype(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(file_of(changed("a", dtype="F4")))
+    (tmp_path / "x.safetensors").write_bytes(file_of(changed("a", dtype="F4", shape=[16])))
     assert code_of(SafetensorsFile.open, tmp_path / "x.safetensors")[0] == "MW-HF-012"
 
 

@@ -166,6 +166,11 @@ TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
 NUMBERS = itertools.count()  # of the communicators of this process; all ranks create them in the same order
 
 
+def group_store(group: Any) -> distributed.Store:
+    """The store through which the ranks of a process group met. Private name of torch: `distributed_c10d._get_process_group_store`."""
+    return distributed_c10d._get_process_group_store(group)
+
+
 class Communicator:
     """Runs programs over a transport, in the order of the calls."""
 
@@ -202,7 +207,7 @@ class Communicator:
                 "MW-COMM-001", "torch.distributed has no process group", fix="torch.distributed.init_process_group"
             )
         rank, size = group.rank(), group.size()
-        store = distributed.PrefixStore(f"meshwright-{next(NUMBERS)}", distributed_c10d._get_process_group_store(group))
+        store = distributed.PrefixStore(f"meshwright-{next(NUMBERS)}", group_store(group))
         if distributed.get_backend(group) == "nccl":
             transport = PointToPoint(group, rank, size, timeout, check=False, device="cuda")
             return cls(transport, Failure(store, rank), timeout)

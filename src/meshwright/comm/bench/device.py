@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from meshwright.calibrate.points import DevicePoint, Timed
 from meshwright.comm.bench.operations import Call, Case, attention_call, cpu_cases, update_call
 from meshwright.comm.bench.timing import LEAST_SAMPLES, MOST_SAMPLES, Synchronization, measure, timed
+from meshwright.models.wide_products import scaled_product
 
 GPU_PRODUCTS = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 8192))
 # m, n, k, and whether sums keep fewer bits, as in forward (torch's use_fast_accum)
@@ -78,10 +79,10 @@ def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def fp8_product_call(device: str, m: int, n: int, k: int, fast: bool) -> Call:
-    """A product of E4M3 operands with a scale per tensor. `torch._scaled_mm` is a private name, and torch's only fp8 product in 2.11."""
+    """A product of E4M3 operands with a scale per tensor."""
     a, b = (torch.randn(rows, k, device=device).to(torch.float8_e4m3fn) for rows in (m, n))
     one = torch.ones((), device=device)
-    return partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return partial(scaled_product, a, b, one, one, torch.bfloat16, fast)
 
 
 def grouped_product_call(device: str, dtype: torch.dtype, experts: int, m: int, n: int, k: int) -> Call:

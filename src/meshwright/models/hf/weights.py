@@ -34,7 +34,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.sharding import PROJECT, Parameter, parameters
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.models.hf.folder import COMPANIONS, CONFIG, INDEX, SINGLE, Folder
-from meshwright.models.hf.safetensors_file import Described, write_safetensors
+from meshwright.models.hf.safetensors_file import StoredTensor, write_safetensors
 from meshwright.models.hf.tables import EXPERT, Place, places, table_of
 from meshwright.models.initialise import Weights
 from meshwright.units import format_bytes
@@ -155,7 +155,7 @@ def export(
     family, config = hf.write(model, hf.load(like) if like is not None else None)
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     parts = contributions(model, family)
-    shards = sharded([Described(name, dtype, part[0].place.shape) for name, part in parts.items()], shard_bytes)
+    shards = sharded([StoredTensor(name, dtype, part[0].place.shape) for name, part in parts.items()], shard_bytes)
     total = sum(t.nbytes for shard in shards for t in shard)
     check_room(out, total)
     written = 0
@@ -224,9 +224,9 @@ def assembled(parts: Sequence[Contribution], weights: Weights, dtype: torch.dtyp
     return whole
 
 
-def sharded(tensors: Sequence[Described], most: int) -> list[list[Described]]:
+def sharded(tensors: Sequence[StoredTensor], most: int) -> list[list[StoredTensor]]:
     """The tensors in order, in files of at most `most` bytes; a larger tensor has a file to itself."""
-    shards: list[list[Described]] = [[]]
+    shards: list[list[StoredTensor]] = [[]]
     size = 0
     for t in tensors:
         if shards[-1] and size + t.nbytes > most:
@@ -238,7 +238,7 @@ def sharded(tensors: Sequence[Described], most: int) -> list[list[Described]]:
 
 
 def write_shards(
-    folder: Path, shards: Sequence[Sequence[Described]], value: Callable[[str], torch.Tensor], total: int
+    folder: Path, shards: Sequence[Sequence[StoredTensor]], value: Callable[[str], torch.Tensor], total: int
 ) -> int:
     """Write the files and, for several, their index. Returns the number of files."""
     count = len(shards)

@@ -23,8 +23,8 @@ numbers in forward and one in backward per product), so that every layout rounds
 would save these small messages, but rounding would depend on the plan.
 
 On a CPU the product is emulated: operands are rounded through torch's float8 types and multiplied in full precision, as
-a tensor core does up to its accumulation. On a GPU with fp8 units `torch._scaled_mm` computes it (the one private name
-used, only here): sizes must be multiples of 16, so tokens and sums are padded with zeros. Where the width of an output is no multiple of 16
+a tensor core does up to its accumulation. On a GPU with fp8 units `models.wide_products.scaled_product` computes it:
+sizes must be multiples of 16, so tokens and sums are padded with zeros. Where the width of an output is no multiple of 16
 or the GPU has no fp8 units, the product is emulated.
 """
 
@@ -40,6 +40,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from meshwright.models.parts import Linear, at_least_single
+from meshwright.models.wide_products import scaled_product
 from meshwright.parallel import exchange
 from meshwright.parallel.saved_tensors import is_saved_as_share
 
@@ -103,7 +104,7 @@ def device_product(
 ) -> torch.Tensor:
     """The GPU's fp8 product, of any number of rows of `a` and any length of the sums."""
     units_a, units_b = padded(a, rows=True), padded(b)
-    return torch._scaled_mm(units_a, units_b.T, scale_a, scale_b, out_dtype=out, use_fast_accum=fast)[: len(a)]
+    return scaled_product(units_a, units_b, scale_a, scale_b, out, fast)[: len(a)]
 
 
 def padded(units: torch.Tensor, rows: bool = False) -> torch.Tensor:
@@ -127,7 +128,7 @@ def has_scaled_product(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def gpu_has_units() -> bool:
     if not _found:  # a compiled graph takes the list as a constant
-        _found.append(hasattr(torch, "_scaled_mm") and torch.cuda.get_device_capability() >= FIRST_CAPABILITY)
+        _found.append(torch.cuda.get_device_capability() >= FIRST_CAPABILITY)
     return _found[0]
 
 

@@ -18,7 +18,7 @@ s_r of the inputs of `down`, of which each rank has some columns. Backward sends
 `workload.scaling`: forward sums along the rows of a weight and backward along its columns, and both use the same ŵ_e. So ZeRO-3 can gather ŵ_e
 instead of w_e.
 
-On a GPU with fp8 units each expert's rows are one `torch._scaled_mm`, multiplied by the rows' scales afterwards; where it
+On a GPU with fp8 units each expert's rows are one `scaled_product`, multiplied by the rows' scales afterwards; where it
 does not support the shapes, and on a CPU, the product is emulated (`fp8`).
 
 Legend: E experts, R rows (copies of tokens, sorted by expert), I width in, O width out.

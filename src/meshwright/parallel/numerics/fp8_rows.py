@@ -15,7 +15,7 @@ rows and columns: tensor and context parallelism would have to reduce a maximum 
 The error of a product is at most (2u + u²) Σ|a||b| with u = 2⁻⁴, plus underflow: half of E4M3's smallest step, 2⁻¹⁰ of 448, relative to the
 largest number of the row.
 
-On a GPU with fp8 units `torch._scaled_mm` takes the scales of rows, and returns bf16; elsewhere the product is emulated, as in `fp8`.
+On a GPU with fp8 units `scaled_product` takes the scales of rows, and returns bf16; elsewhere the product is emulated, as in `fp8`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.models.parts import Linear, at_least_single
+from meshwright.models.wide_products import scaled_product
 from meshwright.parallel.numerics.fp8 import E4M3, UNIT, Quantised, gpu_has_units, has_scaled_product, padded, quantise
 
 
@@ -49,8 +50,7 @@ def device_row_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, 
     """The GPU's product with a scale per row, in bf16. The operands of backward are transposed and are copied: the GPU reads rows."""
     scales_a, scales_b = F.pad(scale_a, (0, 0, 0, -len(a) % UNIT)), scale_b.reshape(1, -1)
     units_a, units_b = padded(a, rows=True), padded(b)
-    product = torch._scaled_mm(units_a, units_b.T, scales_a, scales_b, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return product[: len(a)]
+    return scaled_product(units_a, units_b, scales_a, scales_b, torch.bfloat16, fast=True)[: len(a)]
 
 
 class _RowLinear(torch.autograd.Function):

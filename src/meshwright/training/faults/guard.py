@@ -66,6 +66,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import distributed
 
+from meshwright.comm.communicator import group_store
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.background import Saver
 from meshwright.training.checkpoint.resume import resume
@@ -182,13 +183,6 @@ def await_agent() -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def default_store() -> Any:
-    """The store of the default process group. Private name of torch: `distributed_c10d._get_default_store`."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
-
-
 def next_common_step(trainer: Any) -> int:
     """The next step in which all ranks communicate: the coming one, or under local SGD the one that averages."""
     local = trainer.parallel.local
@@ -294,7 +288,9 @@ class Guard:
         self.most = config.optimizer.most_skips
         identity, one_host = identify_run(context)
         self.stop_path = folder / f".stop-{identity}"
-        requests: StopRequests = StopFile(self.stop_path) if one_host else StopKey(default_store(), f"stop-{identity}")
+        requests: StopRequests = (
+            StopFile(self.stop_path) if one_host else StopKey(group_store(distributed.group.WORLD), f"stop-{identity}")
+        )
         self.stop = StopOnSignal(requests) if config.checkpoint.on_signal else None
         self.watchdog = Watchdog(
             context.rank,
