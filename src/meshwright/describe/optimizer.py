@@ -18,18 +18,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from meshwright.describe.base import Described, Size, Whole
+from meshwright.describe.optimizers import readers
 from meshwright.describe.plan import Plan
-from meshwright.describe.workload import ADAM, Workload
+from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
-USED_BY = {
-    "betas": ADAM,
-    "epsilon": ADAM,
-    "scale_with_width": ADAM,
-    "weight_decay": ("adamw", "muon"),
-    "decay_embeddings": ("adamw", "muon"),
-    "momentum": ("momentum", "muon"),
-}
+READ_BY_SOME = ("betas", "epsilon", "scale_with_width", "weight_decay", "decay_embeddings", "momentum")
 WSD_DECAY_SHARE = 0.1  # of the steps of a run: the decay of WSD, if decay_steps is 0
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -104,8 +98,8 @@ class Optimizer(Described):
     def check(self, workload: Workload, plan: Plan) -> Self:
         """Raise if an option is set that the workload's optimizer or the plan does not use."""
         changed, kind = self.as_dict(), workload.optimizer
-        for name, kinds in USED_BY.items():
-            if name in changed and kind not in kinds:
+        for name in READ_BY_SOME:
+            if name in changed and kind not in (kinds := readers(name)):
                 raise MeshwrightError(
                     "MW-OPT-002",
                     f"optimizer.{name} has no effect with workload.optimizer={kind}",

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from meshwright.describe import layers as layer_patterns
 from meshwright.describe import shape_checks
+from meshwright.describe.activations import ACTIVATIONS, ActivationName
 from meshwright.describe.attentions import ATTENTIONS, AttentionName
 from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
 from meshwright.describe.compressed import CompressedOptions
@@ -56,7 +57,7 @@ class ModelShape(Described):
     kv_heads: Whole = 0
     head_dim: Whole = 0
     ffn: Whole = 0
-    activation: Literal["gelu", "gelu-tanh", "quick-gelu", "relu", "relu2", "swiglu", "geglu", "geglu-tanh"] = Field(
+    activation: ActivationName = Field(
         default="swiglu",
         description="of the FFN; -tanh: the tanh approximation of GELU (GPT-2), quick: x·sigmoid(1.702·x), relu2: relu(x)²",
     )
@@ -264,7 +265,7 @@ class ModelShape(Described):
 
     @property
     def gated(self) -> bool:
-        return self.activation in ("swiglu", "geglu", "geglu-tanh")
+        return ACTIVATIONS[self.activation].gated
 
     @property
     def norms_outputs(self) -> bool:

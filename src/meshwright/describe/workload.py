@@ -7,13 +7,11 @@ from typing import Literal
 from pydantic import Field
 
 from meshwright.describe.base import Count, Described, Length, Size
+from meshwright.describe.optimizers import OPTIMIZERS, OptimizerName
 
 FP8 = ("fp8", "mxfp8")  # precisions whose operands have 8 bits
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4", "fp64"]
 Scaling = Literal["tensor", "row"]
-# Moments per parameter. Muon has one for the matrices of layers; it updates other parameters as AdamW does, with two.
-ADAM = ("adamw", "adam", "muon")  # optimizers with Adam's two moments, Muon for all but the matrices of layers
-STATE_COPIES = {"adamw": 2, "adam": 2, "muon": 1, "momentum": 1, "sgd": 0}
 
 
 class Workload(Described):
@@ -26,7 +24,7 @@ class Workload(Described):
         default="tensor",
         description="fp8: one scale per tensor, or one per row of each operand: an outlier harms its row only, and inputs are kept in 16 bits",
     )
-    optimizer: Literal["adamw", "adam", "muon", "momentum", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     ema: bool = Field(default=False, description="keep a moving average of the weights; optimizer.ema is its decay")
     clip: bool = Field(default=True, description="clip by the global gradient norm")
     tokens: Count = Field(default=0.0, description="token budget of the whole training; 0: not given")
@@ -38,5 +36,5 @@ class Workload(Described):
 
     @property
     def state_copies(self) -> int:
-        """Optimizer moments kept per parameter."""
-        return STATE_COPIES[self.optimizer]
+        """Optimizer moments kept per parameter. Muon has one for the matrices of layers, and Adam's two for other parameters."""
+        return OPTIMIZERS[self.optimizer].moments

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshwright.describe.activations import ACTIVATIONS
 from meshwright.describe.sharding import local_shape
 from meshwright.describe.tensors import Linear
 from meshwright.lower import attention_dropout, attention_tiles, sparse_attention
@@ -240,7 +241,7 @@ class LayerLowering(BlockBuilder):
         """GELU reads and writes one tensor; a gated one reads two."""
         inputs = 2 if self.m.gated else 1
         fused = "activation" in self.fused
-        exponentials = 0.0 if self.m.activation in ("relu", "relu2") else size / self.element
+        exponentials = size / self.element if ACTIVATIONS[self.m.activation].exponential else 0.0
         self.memory(
             "F",
             f"{part}-activation",

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.sharding import (
     DATA_AXES,
     KV_COPIES,
@@ -71,7 +72,7 @@ class MatrixShare(NamedTuple):
 
 
 def is_used(b: Batch) -> bool:
-    return b.workload.optimizer == "muon" and b.model.kind != "counts"
+    return OPTIMIZERS[b.workload.optimizer].by_matrix and b.model.kind != "counts"
 
 
 def wire_bytes(b: Batch) -> Array:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower import muon
 from meshwright.lower.batch import Batch
@@ -156,8 +157,9 @@ def update_bytes(b: Batch, elements: Array, by_muon: Array = 0.0) -> Array:
     masters = np.where(b.kept_bytes > b.param_bytes, 8.0, 0.0)  # read and written, where parameters are narrower
     touched = b.grad_bytes + 2 * b.workload.state_copies * b.state_bytes + masters + 2 * b.param_bytes
     total = elements * touched
-    if b.workload.optimizer == "muon":
-        total = total + (elements - by_muon) * 2 * b.state_bytes
+    kind = OPTIMIZERS[b.workload.optimizer]
+    if kind.by_matrix:
+        total = total + (elements - by_muon) * 2 * (len(kind.states) - kind.moments) * b.state_bytes
     if b.workload.ema:
         total = total + elements * 2 * average_bytes(b)
     return total * (1 if "optimizer" in b.stack.fused else 2.5)

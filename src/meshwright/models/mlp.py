@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.models.dropout import make_dropout
-from meshwright.models.parts import ACTIVATIONS, Linear
+from meshwright.models.parts import Linear, activation_of
 
 
 class MlpLayer(nn.Module):
@@ -21,7 +21,7 @@ class MlpLayer(nn.Module):
         super().__init__()
         self.linear = Linear(model.hidden, model.hidden, bias=model.ffn_bias)
         # A square layer has no gate, so a gated activation is replaced by its ungated form.
-        self.activation = F.relu if model.activation == "swiglu" else ACTIVATIONS[model.activation]
+        self.activation = F.relu if model.activation == "swiglu" else activation_of(model)
         self.last = index == model.layers - 1
         self.drop = make_dropout(0.0 if self.last else model.dropout_rate, f"layers.{index}")
 

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.models.copies import Copies, Sums
-from meshwright.models.parts import ACTIVATIONS, FeedForward, Linear, gated_product
+from meshwright.models.parts import FeedForward, Linear, activation_of, gated_product
 from meshwright.models.router import Router, Tokens
 
 Counts = list[int] | torch.Tensor  # rows of each expert
@@ -145,7 +145,7 @@ class Experts(nn.Module):
             self.gate = GroupedLinear(count, hidden, width, model.ffn_bias)
         self.up = GroupedLinear(count, hidden, width, model.ffn_bias)
         self.down = GroupedLinear(count, width, hidden, model.ffn_bias)
-        self.gated, self.activation = model.gated, ACTIVATIONS[model.activation]
+        self.gated, self.activation = model.gated, activation_of(model)
         self.product = gated_product(model)
 
     def forward(self, x_RH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:

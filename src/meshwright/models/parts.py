@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.describe.activations import ACTIVATIONS
 from meshwright.describe.model import Model
 
 
@@ -25,16 +26,20 @@ def at_least_single(dtype: torch.dtype) -> torch.dtype:
 
 
 QUICK_GELU = 1.702
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu-tanh": partial(F.gelu, approximate="tanh"),
-    "quick-gelu": lambda x: x * torch.sigmoid(QUICK_GELU * x),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "geglu-tanh": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS.provide("gelu", function=F.gelu)
+ACTIVATIONS.provide("gelu-tanh", function=partial(F.gelu, approximate="tanh"))
+ACTIVATIONS.provide("quick-gelu", function=lambda x: x * torch.sigmoid(QUICK_GELU * x))
+ACTIVATIONS.provide("relu", function=F.relu)
+ACTIVATIONS.provide("relu2", function=lambda x: F.relu(x).square())
+ACTIVATIONS.provide("swiglu", function=F.silu)
+ACTIVATIONS.provide("geglu", function=F.gelu)
+ACTIVATIONS.provide("geglu-tanh", function=partial(F.gelu, approximate="tanh"))
+
+
+def activation_of(model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation function of a model's FFN."""
+    function: Callable[[torch.Tensor], torch.Tensor] = ACTIVATIONS.part(model.activation, "function")
+    return function
 
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -125,7 +130,7 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 def gated_product(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """(gate, up) → the input of the down projection, of a model with a gated activation."""
-    activation = ACTIVATIONS[model.activation]
+    activation = activation_of(model)
     limit, alpha, shift = model.swiglu_limit, model.swiglu_alpha, model.swiglu_shift
     if (limit, alpha, shift) == (0, 1, 0):
         return lambda gate, up: activation(gate) * up
@@ -146,7 +151,7 @@ class FeedForward(nn.Module):
             self.gate = Linear(model.hidden, width, bias=model.ffn_bias)
         self.up = Linear(model.hidden, width, bias=model.ffn_bias)
         self.down = Linear(width, model.hidden, bias=model.ffn_bias)
-        self.gated, self.activation = model.gated, ACTIVATIONS[model.activation]
+        self.gated, self.activation = model.gated, activation_of(model)
         self.product = gated_product(model)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:

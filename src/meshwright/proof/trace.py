@@ -12,6 +12,7 @@ import torch
 
 from meshwright.describe.layout import Layout
 from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan import Plan
 from meshwright.describe.shown import function_of
 from meshwright.describe.workload import Workload
@@ -104,9 +105,9 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
     parallel = trainer.parallel
     if trainer.scale.dynamic:
         trainer.scale.value = LOSS_SCALE
-    by_muon = parallel.workload.optimizer == "muon"
+    by_matrix = OPTIMIZERS[parallel.workload.optimizer].by_matrix
     pieces = [
-        PieceTrace(p.name, p.start, decays=role_of(p) != "vector", orthogonal=by_muon and role_of(p) == "matrix")
+        PieceTrace(p.name, p.start, decays=role_of(p) != "vector", orthogonal=by_matrix and role_of(p) == "matrix")
         for p in parallel.pieces
     ]
     trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)

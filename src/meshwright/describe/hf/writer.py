@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.describe.activations import ACTIVATIONS
 from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.hf.compare import different_fields
 from meshwright.describe.hf.parts import QUICK_GELU
@@ -23,16 +24,6 @@ from meshwright.describe.rope import NEED_ORIGINAL
 from meshwright.errors import MeshwrightError, shown
 
 QUANTISED = "quantization_config"
-ACTIVATIONS = {
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "geglu-tanh": "gelu_pytorch_tanh",
-    "gelu": "gelu",
-    "gelu-tanh": "gelu_new",
-    "quick-gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-}
 # Options of [model.rope] that a kind of scaling reads, by the same names in a config.
 SCALING = {
     "linear": (),
@@ -80,7 +71,7 @@ def _decoder(m: Model) -> dict[str, Any]:
         "num_hidden_layers": m.layers,
         "num_attention_heads": m.heads,
         "num_key_value_heads": m.kv_groups,
-        "hidden_act": "quick_gelu" if is_quick(m) else ACTIVATIONS[m.activation],
+        "hidden_act": "quick_gelu" if is_quick(m) else ACTIVATIONS[m.activation].hf,
         "rms_norm_eps": m.norm_epsilon,
         "tie_word_embeddings": m.tied,
         "rope_theta": m.rope_theta,
@@ -266,7 +257,7 @@ def _olmoe(m: Model) -> dict[str, Any]:
 def _starcoder2(m: Model) -> dict[str, Any]:
     keys = _decoder(m) | _window(m) | {"use_bias": m.qkv_bias, "norm_epsilon": m.norm_epsilon}
     if m.activation == "gelu-tanh":
-        keys["hidden_act"] = ACTIVATIONS["geglu-tanh"]  # the spelling of this class
+        keys["hidden_act"] = ACTIVATIONS["geglu-tanh"].hf  # the spelling of this class
     drops = {"residual_dropout": m.dropout_rate, "embedding_dropout": m.embedding_rate}
     return {name: value for name, value in keys.items() if name not in ("rms_norm_eps", "head_dim")} | drops
 
@@ -324,7 +315,7 @@ def _gpt2(m: Model) -> dict[str, Any]:
         "n_head": m.heads,
         "n_inner": m.ffn,
         "n_positions": m.max_positions,
-        "activation_function": ACTIVATIONS[m.activation],
+        "activation_function": ACTIVATIONS[m.activation].hf,
         "layer_norm_epsilon": m.norm_epsilon,
         "tie_word_embeddings": m.tied,
         "scale_attn_weights": not m.attention_scale,

@@ -6,9 +6,10 @@ from meshwright.describe.axes import axis_size
 from meshwright.describe.legality.case import Case, Flag, lookup
 from meshwright.describe.legality.fixes import divisors, fitting_microbatch, values
 from meshwright.describe.legality.rule import Problem, Rule
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan_fields import GATHER_DTYPES
 from meshwright.describe.schedules import MOST_ACTIONS, SCHEDULES, action_count
-from meshwright.describe.workload import FP8, STATE_COPIES
+from meshwright.describe.workload import FP8
 
 ALWAYS_THERE = ("fp64", "fp32")  # every device computes in these, if slowly
 FP8_GATHERS = GATHER_DTYPES.index("fp8")
@@ -255,14 +256,14 @@ class MuonNeedsMatrices(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return p.workload.optimizer == "muon" and p.model.kind == "counts"
+        return OPTIMIZERS[p.workload.optimizer].by_matrix and p.model.kind == "counts"
 
     @staticmethod
     def explain(p: Case) -> Problem:
         return Problem(
-            f"workload.optimizer=muon with {p.model.name or 'a model'}, which is costed by its totals",
-            why="Muon's update depends on the shapes of the matrices",
-            valid=[f"optimizer={name}" for name in STATE_COPIES if name != "muon"],
+            f"workload.optimizer={p.workload.optimizer} with {p.model.name or 'a model'}, which is costed by its totals",
+            why="Its update depends on the shapes of the matrices",
+            valid=[f"optimizer={name}" for name, kind in OPTIMIZERS.items() if not kind.by_matrix],
             fixes=[{"workload.optimizer": "adamw"}],
         )
 

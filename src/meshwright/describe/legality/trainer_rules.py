@@ -12,8 +12,8 @@ from meshwright.describe.legality.plan_rules import GATHERED
 from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.legality.run_rules import FP8_GATHERS
 from meshwright.describe.model import Model
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan_fields import DTYPES
-from meshwright.describe.workload import ADAM
 
 TRAINED_DTYPES = ("fp32", "fp64", "bf16", "fp16")  # parameter dtypes that `train` runs
 FP16 = DTYPES.index("fp16")
@@ -250,7 +250,7 @@ class AdamNeedsRange(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return (p.param_dtype == FP16) & (p.master == False) & (p.workload.optimizer in ADAM)  # noqa: E712
+        return (p.param_dtype == FP16) & (p.master == False) & OPTIMIZERS[p.workload.optimizer].divides  # noqa: E712
 
     @staticmethod
     def explain(p: Case) -> Problem:

@@ -16,9 +16,14 @@ This file shares no code with `parallel.numerics` or `training.optimizer`: it us
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.proof.compare import Break, tensor_error
@@ -92,27 +97,59 @@ def narrower(*dtypes: str) -> str:
     return min((d for d in dtypes if d in BITS), key=lambda d: BITS[d])
 
 
+@dataclass
+class Memory:
+    """What the replayed optimizer keeps for one tensor, and its rate of weight decay."""
+
+    decay: float
+    steps: int = 0
+    first: np.ndarray | float = 0.0
+    second: np.ndarray | float = 0.0
+
+
 class ReplayedOptimizer:
-    """AdamW (and Muon's part that is AdamW), Adam, momentum or SGD on one tensor, rounding after each operation where the tensor is of 16 bits."""
+    """The optimizer on one tensor, rounding after each operation where the tensor is of 16 bits."""
 
     def __init__(self, kind: str, settings: Optimizer, decays: bool) -> None:
-        self.kind, self.settings = kind, settings
-        self.decay = settings.weight_decay if kind in ("adamw", "muon") and decays else 0.0
-        self.steps, self.first, self.second = 0, np.zeros(()), np.zeros(())
+        self.update, self.settings = OPTIMIZERS.part(kind, "replay"), settings
+        has_decay = decays and "weight_decay" in OPTIMIZERS[kind].settings
+        self.memory = Memory(settings.weight_decay if has_decay else 0.0)
 
     def step(self, value: np.ndarray, gradient: np.ndarray, rate: float, dtype: str) -> np.ndarray:
         def r(x: np.ndarray) -> np.ndarray:
             return x if dtype == "fp32" else rounded(x, dtype)
 
-        w, g = value.astype(np.float64), gradient.astype(np.float64)
-        self.steps += 1
-        if self.kind not in ("adamw", "adam", "muon"):
-            momentum = self.settings.momentum if self.kind == "momentum" else 0.0
-            self.first = r(g if self.steps == 1 else r(momentum * self.first) + g)
-            return r(w - rate * self.first)
-        (b1, b2), t = self.settings.betas, self.steps
-        w = r(w * (1 - rate * self.decay))
-        self.first = r(self.first + (1 - b1) * (g - self.first))
-        self.second = r(r(b2 * self.second) + (1 - b2) * g * g)
-        size = r(r(r(np.sqrt(self.second)) / np.sqrt(1 - b2**t)) + self.settings.epsilon)
-        return r(w - rate / (1 - b1**t) * self.first / size)
+        self.memory.steps += 1
+        wide = value.astype(np.float64), gradient.astype(np.float64)
+        after: np.ndarray = self.update(self.memory, self.settings, *wide, rate, r)
+        return after
+
+
+Round = Callable[[Any], np.ndarray]
+
+
+def replay_adam(memory: Memory, settings: Optimizer, w: np.ndarray, g: np.ndarray, rate: float, r: Round) -> np.ndarray:
+    (b1, b2), t = settings.betas, memory.steps
+    w = r(w * (1 - rate * memory.decay))
+    memory.first = r(memory.first + (1 - b1) * (g - memory.first))
+    memory.second = r(r(b2 * memory.second) + (1 - b2) * g * g)
+    size = r(r(r(np.sqrt(memory.second)) / np.sqrt(1 - b2**t)) + settings.epsilon)
+    return r(w - rate / (1 - b1**t) * memory.first / size)
+
+
+def replay_momentum(
+    memory: Memory, settings: Optimizer, w: np.ndarray, g: np.ndarray, rate: float, r: Round
+) -> np.ndarray:
+    memory.first = r(g if memory.steps == 1 else r(settings.momentum * memory.first) + g)
+    return r(w - rate * memory.first)
+
+
+def replay_sgd(memory: Memory, settings: Optimizer, w: np.ndarray, g: np.ndarray, rate: float, r: Round) -> np.ndarray:
+    return r(w - rate * r(g))
+
+
+OPTIMIZERS.provide("adamw", replay=replay_adam)
+OPTIMIZERS.provide("adam", replay=replay_adam)
+OPTIMIZERS.provide("muon", replay=replay_adam)  # of all but the matrices of layers: `replay_matrices`
+OPTIMIZERS.provide("momentum", replay=replay_momentum)
+OPTIMIZERS.provide("sgd", replay=replay_sgd)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.sharding import KV_COPIES, PROJECT, degrees_of
 from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.mesh import Mesh
@@ -33,9 +34,6 @@ from meshwright.training.loop import Trainer
 from meshwright.training.optimizer.groups import role_of
 
 WEIGHT, AVERAGE, OPTIMIZER, NUMBER = "weight", "ema", "optimizer.", "optimizer-number."
-ADAM_STATES = frozenset({f"{OPTIMIZER}exp_avg", f"{OPTIMIZER}exp_avg_sq", f"{NUMBER}step"})
-MOMENTUM = frozenset({f"{OPTIMIZER}momentum_buffer"})
-STATES = {"adamw": ADAM_STATES, "adam": ADAM_STATES, "muon": ADAM_STATES, "momentum": MOMENTUM, "sgd": frozenset()}
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,10 @@ def optimizer_states(trainer: Trainer) -> dict[int, dict[str, torch.Tensor]]:
 
 def expected_states(piece: Piece, optimizer: str) -> frozenset[str]:
     """The states that an optimizer keeps for a trained piece, after its first update."""
-    return MOMENTUM if optimizer == "muon" and role_of(piece) == "matrix" else STATES[optimizer]
+    kind = OPTIMIZERS[optimizer]
+    if kind.matrix_states is not None and role_of(piece) == "matrix":
+        return frozenset(f"{OPTIMIZER}{name}" for name in kind.matrix_states)
+    return frozenset([*(f"{OPTIMIZER}{name}" for name in kind.states), *(f"{NUMBER}{name}" for name in kind.numbers)])
 
 
 def shared_entries(

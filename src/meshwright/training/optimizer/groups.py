@@ -23,9 +23,8 @@ from typing import Any
 from torch import nn
 
 from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.parallel.pieces import Piece
-
-DECAYS = ("adamw", "muon")  # optimizers with weight decay
 
 
 def role_of(piece: Piece) -> str:
@@ -35,14 +34,14 @@ def role_of(piece: Piece) -> str:
 
 def weight_decay(role: str, kind: str, settings: Optimizer) -> float:
     has_none = role == "vector" or (role == "embedding" and not settings.decay_embeddings)
-    return 0.0 if has_none or kind not in DECAYS else settings.weight_decay
+    return 0.0 if has_none or "weight_decay" not in OPTIMIZERS[kind].settings else settings.weight_decay
 
 
 def rate_factor(role: str, kind: str, settings: Optimizer, hidden: int) -> float:
     if not settings.scale_with_width or role in ("embedding", "vector"):
         return 1.0
     ratio = settings.scale_with_width / hidden
-    return sqrt(ratio) if kind == "muon" and role == "matrix" else ratio
+    return sqrt(ratio) if OPTIMIZERS[kind].by_matrix and role == "matrix" else ratio
 
 
 def parameter_groups(pieces: list[Piece], kind: str, settings: Optimizer, hidden: int) -> list[dict[str, Any]]:
@@ -53,7 +52,7 @@ def parameter_groups(pieces: list[Piece], kind: str, settings: Optimizer, hidden
         key = (
             weight_decay(role, kind, settings),
             rate_factor(role, kind, settings, hidden),
-            kind == "muon" and role == "matrix",
+            OPTIMIZERS[kind].by_matrix and role == "matrix",
         )
         groups.setdefault(key, []).append(piece.parameter)
     return [

@@ -12,33 +12,53 @@ import torch
 from torch import nn
 
 from meshwright.describe.optimizer import Optimizer
-from meshwright.describe.workload import ADAM
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.parallel.apply import Parallel
 from meshwright.training.optimizer.fused import FusedAdamW
 from meshwright.training.optimizer.groups import parameter_groups
 from meshwright.training.optimizer.muon import Muon
 from meshwright.training.optimizer.schedule import base_rate
 
+Groups = list[dict[str, Any]]
+
 
 def make_optimizer(parallel: Parallel, settings: Optimizer) -> torch.optim.Optimizer:
     """The workload's optimizer over the trained pieces of this rank."""
-    kind, masters = parallel.workload.optimizer, parallel.masters
+    kind = parallel.workload.optimizer
     trained = [p for p in parallel.updated if p.parameter.requires_grad]
     groups = parameter_groups(trained, kind, settings, parallel.model.hidden) or [nothing_to_train()]
     rate = base_rate(settings, parallel.workload)
-    if kind == "muon":
-        plain = [group for group in groups if not group["orthogonal"]]
-        return Muon(groups, trained, parallel, settings.momentum, adamw(plain, settings, rate) if plain else None)
-    if kind in ADAM:
-        optimizer = adamw(groups, settings, rate)
-        if isinstance(optimizer, FusedAdamW) and masters is not None:
-            optimizer.rounded = masters.rounded()
-            masters.reads_narrow = masters.rounds = True
-        return optimizer
-    return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum if kind == "momentum" else 0.0)
+    optimizer: torch.optim.Optimizer = OPTIMIZERS.part(kind, "make")(groups, settings, rate, parallel)
+    return optimizer
 
 
-def adamw(groups: list[dict[str, Any]], settings: Optimizer, rate: float) -> torch.optim.AdamW:
+def make_adam(groups: Groups, settings: Optimizer, rate: float, parallel: Parallel) -> torch.optim.Optimizer:
+    optimizer, masters = adamw(groups, settings, rate), parallel.masters
+    if isinstance(optimizer, FusedAdamW) and masters is not None:
+        optimizer.rounded = masters.rounded()
+        masters.reads_narrow = masters.rounds = True
+    return optimizer
+
+
+def make_muon(groups: Groups, settings: Optimizer, rate: float, parallel: Parallel) -> torch.optim.Optimizer:
+    plain = [group for group in groups if not group["orthogonal"]]
+    trained = [p for p in parallel.updated if p.parameter.requires_grad]
+    return Muon(groups, trained, parallel, settings.momentum, adamw(plain, settings, rate) if plain else None)
+
+
+def make_sgd(groups: Groups, settings: Optimizer, rate: float, parallel: Parallel) -> torch.optim.Optimizer:
+    has_momentum = "momentum" in OPTIMIZERS[parallel.workload.optimizer].settings
+    return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum if has_momentum else 0.0)
+
+
+OPTIMIZERS.provide("adamw", make=make_adam)
+OPTIMIZERS.provide("adam", make=make_adam)
+OPTIMIZERS.provide("muon", make=make_muon)
+OPTIMIZERS.provide("momentum", make=make_sgd)
+OPTIMIZERS.provide("sgd", make=make_sgd)
+
+
+def adamw(groups: Groups, settings: Optimizer, rate: float) -> torch.optim.AdamW:
     fused = can_fuse([p for group in groups for p in group["params"]])
     return (FusedAdamW if fused else torch.optim.AdamW)(groups, lr=rate, betas=settings.betas, eps=settings.epsilon)
 

@@ -21,6 +21,7 @@ from math import cos, pi, sqrt
 import torch
 
 from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.workload import Workload
 
 
@@ -29,7 +30,7 @@ def base_rate(settings: Optimizer, workload: Workload) -> float:
     if not settings.scale_with_batch:
         return settings.learning_rate
     ratio = workload.batch / settings.scale_with_batch
-    return settings.learning_rate * (ratio if workload.optimizer in ("sgd", "momentum") else sqrt(ratio))
+    return settings.learning_rate * (ratio if OPTIMIZERS[workload.optimizer].scales_linearly else sqrt(ratio))
 
 
 def share_at(settings: Optimizer, step: int) -> float:

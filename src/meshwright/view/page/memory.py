@@ -9,6 +9,7 @@ import numpy as np
 from meshwright.cost.checkpoint import checkpoint_words
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.memory import PARTS
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.workload import Workload
 from meshwright.programs.pipelines.walk import held_changes
 from meshwright.view.page.subject import Subject
@@ -88,12 +89,11 @@ def thinned(times: np.ndarray, values: np.ndarray) -> list[list[float]]:
 
 def moments(w: Workload) -> str:
     """Return the states that the optimizer keeps for each parameter."""
-    kept = (
-        "1 moment of the matrices in layers, 2 of other parameters"
-        if w.optimizer == "muon"
-        else f"{w.state_copies} moments"
-    )
-    return f"{kept} and a moving average" if w.ema else kept
+    kind = OPTIMIZERS[w.optimizer]
+    states = f"{kind.moments} moments"
+    if kind.by_matrix:
+        states = f"{kind.moments} moment of the matrices in layers, {len(kind.states)} of other parameters"
+    return f"{states} and a moving average" if w.ema else states
 
 
 def part_formulas(e: Estimate) -> dict[str, str]:

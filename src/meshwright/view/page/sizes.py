@@ -8,8 +8,9 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, legal, problem
 from meshwright.describe.legality.mend import mended
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan_fields import PlanFields
-from meshwright.describe.workload import STATE_COPIES, Precision, Scaling
+from meshwright.describe.workload import Precision, Scaling
 from meshwright.errors import MeshwrightError
 from meshwright.planner.sizing import MOST_GPUS
 
@@ -30,7 +31,7 @@ def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:
         "batch": sorted({*BATCHES, workload.batch}),
         "seq": sorted({*SEQUENCES, workload.seq}),
         "precision": list(get_args(Precision)),
-        "optimizer": list(STATE_COPIES),
+        "optimizer": list(OPTIMIZERS),
         "scaling": list(get_args(Scaling)),
     }
     for field, values in offered.items():
