@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from meshwright.cli import main
+from meshwright.describe import plugins
+from meshwright.describe.activations import ACTIVATIONS
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.compressions import COMPRESSIONS, Compression
+from meshwright.describe.config import load
+from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import SCHEDULES, Schedule
 from meshwright.errors import MeshwrightError
@@ -173,6 +180,172 @@ def test_every_compression_of_ours_has_every_part():
 
     assert set(COMPRESSIONS.having("wire", "buffers", "make")) == set(COMPRESSIONS)
     assert set(COMPRESSIONS.having("emulate")) == set(COMPRESSIONS) - {"none"}
+
+
+TEMPERED = Path(__file__).parents[1] / "plugins" / "tempered.py"  # an attention kind and an optimizer in one file
+REGISTRIES = (ATTENTIONS, OPTIMIZERS, SCHEDULES, COMPRESSIONS, ACTIVATIONS)
+SMALL = """
+[model]
+name = "small"
+hidden = 64
+layers = 2
+heads = 4
+kv_heads = 2
+ffn = 128
+vocab = 256
+max_positions = 64
+attention = "tempered"
+attention_options = { power = 2.0 }
+
+[workload]
+batch = 8
+seq = 32
+precision = "fp32"
+optimizer = "signed"
+
+[plan]
+tp = 2
+param_dtype = "fp32"
+"""
+
+
+@pytest.fixture
+def loads_plugins():
+    """Take out what a test's plug-ins registered."""
+    before = [len(registry) for registry in REGISTRIES]
+    yield
+    plugins.LOADED.clear()
+    for registry, count in zip(REGISTRIES, before, strict=True):
+        for name in reversed(registry.names[count:]):
+            registry.remove(name)
+
+
+@pytest.fixture
+def tempered(loads_plugins, tmp_path):
+    """A plan file beside a plug-in."""
+    (tmp_path / "tempered.py").write_text(TEMPERED.read_text())
+    path = tmp_path / "plan.toml"
+    path.write_text('plugins = ["tempered.py"]\n' + SMALL)
+    return str(path)
+
+
+ON_NODE = ("--cluster", "dgx-h100", "--gpus", "2")
+
+
+def test_attention_and_optimizer_of_a_plug_in_go_through_the_commands(tempered, capsys):
+    shown = run(capsys, "estimate", "--plan", tempered, *ON_NODE)
+    assert "(tempered)" in shown
+    estimate = json.loads(run(capsys, "estimate", "--plan", tempered, *ON_NODE, "--json"))
+    grouped = ("--set", "model.attention=gqa", "--set", "model.attention_options={}")
+    other = json.loads(run(capsys, "estimate", "--plan", tempered, *ON_NODE, *grouped, "--json"))
+    model = load(tempered, ["cluster=dgx-h100"]).model
+    assert model.total - model.but(attention="gqa", attention_options={}).total == 2 * (
+        2 * 64 * 32 + 4
+    )  # K and V of all heads, factors
+    assert estimate["traffic_bytes"] == other["traffic_bytes"]
+    assert "small" in run(capsys, "simulate", tempered, *ON_NODE)
+    planned = json.loads(run(capsys, "plan", tempered, *ON_NODE, "--json"))
+    assert planned["plans"]
+
+
+def test_verify_trains_a_plug_in_on_ranks_and_train_records_it(tempered, tmp_path, capsys):
+    shown = run(capsys, "verify", tempered, *ON_NODE, "--steps", "2")
+    assert "trains what one device trains: 2 steps on 2 ranks" in shown
+    written = load(tempered, ["cluster=dgx-h100"]).to_toml()
+    assert tomllib.loads(written)["plugins"] == [str(tmp_path / "tempered.py")]
+
+
+@pytest.mark.parametrize("part", ["block", "lower", "key_width", "rotated", "small", "module"])
+def test_an_attention_kind_without_a_part_names_it(tempered, capsys, part):
+    plugins.load([str(TEMPERED)])
+    ATTENTIONS.provide("tempered", **{part: None})
+    plugins.LOADED.append(str(Path(tempered).parent / "tempered.py"))  # the same file, loaded already
+    if part in ("block", "lower", "rotated"):
+        text = run(capsys, "estimate", "--plan", tempered, *ON_NODE, code=2)
+        assert f"MW-VARI-001: the attention kind 'tempered' has no part '{part}'" in text
+        return
+    from meshwright.models.transformer import Transformer
+    from meshwright.proof.small import small_rotation
+
+    model = load(tempered, ["cluster=dgx-h100"]).model
+    with pytest.raises(MeshwrightError, match=f"the attention kind 'tempered' has no part '{part}'"):
+        small_rotation(model, 8) if part == "small" else Transformer(model, range(2))
+
+
+@pytest.mark.parametrize("part", ["make", "replay"])
+def test_an_optimizer_without_a_part_names_it(loads_plugins, part):
+    from meshwright.describe.optimizer import Optimizer
+    from meshwright.proof.emulation.update import ReplayedOptimizer
+
+    plugins.load([str(TEMPERED)])
+    OPTIMIZERS.provide("signed", **{part: None})
+    with pytest.raises(MeshwrightError, match=f"the optimizer 'signed' has no part '{part}'"):
+        OPTIMIZERS.part("signed", "make") if part == "make" else ReplayedOptimizer("signed", Optimizer(), True)
+
+
+def test_an_optimizer_of_a_plug_in_costs_what_its_states_cost(loads_plugins, capsys):
+    adam = (
+        "estimate",
+        "llama3-8b",
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "8",
+        "--set",
+        "plan.shard=8",
+        "--set",
+        "plan.zero=1",
+        "--json",
+    )
+    memory = {}
+    for name in ("sgd", "signed", "adamw"):
+        words = (*adam, "--set", f"workload.optimizer={name}", "--plugin", str(TEMPERED))
+        memory[name] = json.loads(run(capsys, *words))["memory_gib"]
+    assert memory["signed"] - memory["sgd"] == pytest.approx(memory["adamw"] - memory["signed"], rel=1e-3)
+    assert memory["sgd"] < memory["signed"]
+
+
+def test_every_variant_of_ours_has_its_torch_part_or_is_for_planning_only():
+    import meshwright.models.transformer
+    import meshwright.proof.emulation.update
+    import meshwright.training.optimizer.make  # noqa: F401
+
+    planning = {name for name, kind in ATTENTIONS.items() if kind.planning_only}
+    assert set(ATTENTIONS.having("block", "check", "key_width", "rotated", "lower")) == set(ATTENTIONS)
+    assert set(ATTENTIONS.having("module", "small")) == set(ATTENTIONS) - planning
+    assert set(OPTIMIZERS.having("make", "replay")) == set(OPTIMIZERS)
+    assert set(ACTIVATIONS.having("function")) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (None, "MW-VARI-003: the plug-in 'mine.py' cannot be loaded: there is no file"),
+        ("1 / 0", "MW-VARI-003: the plug-in 'mine.py' cannot be loaded. ZeroDivisionError: division by zero"),
+        (
+            "from meshwright.describe.schedules import SCHEDULES, Schedule\nSCHEDULES.register(Schedule('1f1b', 'again'))",
+            "MW-VARI-002: the plug-in 'mine.py' cannot be loaded: the pipeline schedule '1f1b' exists already",
+        ),
+    ],
+)
+def test_a_plug_in_that_cannot_be_loaded_is_an_error(loads_plugins, tmp_path, capsys, source, text):
+    if source is not None:
+        (tmp_path / "mine.py").write_text(source)
+    path = tmp_path / "plan.toml"
+    path.write_text('plugins = ["mine.py"]\nmodel = "gpt2-small"\n')
+    assert text in run(capsys, "estimate", "--plan", str(path), *ON_NODE, code=2)
+
+
+def test_plugins_that_are_no_list_are_refused(loads_plugins, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('plugins = "mine.py"\nmodel = "gpt2-small"\n')
+    with pytest.raises(MeshwrightError, match="MW-VARI-003: plugins is not a list of files"):
+        load(path)
+
+
+def test_an_option_that_an_attention_kind_lacks_is_refused(tempered):
+    with pytest.raises(MeshwrightError, match=r"attention_options.powr does not exist.*Valid: power"):
+        load(tempered, ["cluster=dgx-h100", "model.attention_options.powr=2"])
 
 
 def test_a_name_is_registered_once():

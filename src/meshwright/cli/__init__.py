@@ -112,7 +112,7 @@ def overview() -> str:
             if line.panel == panel:
                 text = textwrap.fill(line.help, columns, initial_indent=indent, subsequent_indent=indent)
                 lines.append(f"  {bold}{name}{plain}{' ' * (width - len(name))}{text.strip()}")
-    lines += ["", "See `meshwright COMMAND --help` for the options of a command.", EXIT_CODES]
+    lines += ["", "See `meshwright COMMAND --help` for the options of a command.", PLUGINS, EXIT_CODES]
     return "\n".join(lines)
 
 
@@ -121,6 +121,9 @@ PARSER_WORDS = (
     (r"Input should be a valid number[^.]*", "a number is needed"),
     (r"Input should be less than or equal to", "at most"),
     (r"Input should be greater than or equal to", "at least"),
+)
+PLUGINS = (
+    "Every command takes --plugin FILE.py, which adds attention kinds, schedules or optimizers (docs/extending.md)."
 )
 EXIT_CODES = (
     "Exit codes: 0 success, 1 a check failed, 2 bad input, 3 nothing fits, 70 internal error, 74 the disk is full\n"
@@ -170,7 +173,22 @@ def dispatch(arguments: Sequence[str]) -> None:
         return
     if first not in COMMANDS:
         raise unknown("MW-CLI-002", "command", first, COMMANDS, "meshwright {}")
-    raise SystemExit(run_command(first, list(arguments[1:])))
+    raise SystemExit(run_command(first, load_plugins(arguments[1:])))
+
+
+def load_plugins(arguments: Sequence[str]) -> list[str]:
+    """Load the plug-ins that `--plugin FILE` names, and return the other arguments; those after `--` are of another program."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    words, others = iter(arguments[:end]), list[str]()
+    for word in words:
+        option, _, name = word.partition("=")
+        if option != "--plugin":
+            others.append(word)
+            continue
+        from meshwright.describe import plugins
+
+        plugins.load([name or next(words, "")])
+    return [*others, *arguments[end:]]
 
 
 def keep_brackets(command: Any) -> None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from meshwright.describe import catalog, legality
+from meshwright.describe import catalog, legality, plugins
 from meshwright.describe.base import SECTIONS, Described
 from meshwright.describe.checkpoint import Checkpoint
 from meshwright.describe.cluster import Accelerator, Cluster, Link
@@ -198,7 +198,8 @@ class Config(Shown):
         """A file that `load` reads back to the same configuration."""
         import tomli_w
 
-        return tomli_w.dumps({name: value for name, value in self.to_dict().items() if value})
+        sections = {name: value for name, value in self.to_dict().items() if value}
+        return tomli_w.dumps({**({"plugins": plugins.LOADED} if plugins.LOADED else {}), **sections})
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

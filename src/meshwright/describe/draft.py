@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.describe import catalog, data, hf, run
+from meshwright.describe import catalog, data, hf, plugins, run
 from meshwright.describe.base import SECTIONS
 from meshwright.describe.data import paths_in
 from meshwright.describe.files import DEPTH, parse_toml, read_text
@@ -67,7 +67,7 @@ class Draft:
     # Files and sections
 
     def merge_file(self, path: Path) -> None:
-        """Merge a file: first the file that it extends, then its sections."""
+        """Merge a file: first load its plug-ins, then the file that it extends, then its sections."""
         text = read_text(path)
         if path.resolve() in self.reading:
             chain = " → ".join(p.name for p in self.reading)
@@ -82,6 +82,7 @@ class Draft:
         base = document.pop("extends", "")
         if not isinstance(base, str):
             raise MeshwrightError("MW-CONF-009", f"extends in {path} is not the path of a file", valid=['"base.toml"'])
+        plugins.load(document.pop("plugins", []), path.parent)
         before, self.reading = self.reading, (*self.reading, path.resolve())
         if base:
             self.merge_file(path.parent / base)

@@ -26,6 +26,11 @@ def schema(section: str = "") -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {
             "extends": {"type": "string", "description": "a TOML file, relative to this one, that this one lies over"},
+            "plugins": {
+                "type": "array",
+                "items": {"type": "string"},
+                "description": "Python files, relative to this one, or modules that register variants",
+            },
             **sections,
         },
         "$defs": definitions,

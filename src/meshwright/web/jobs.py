@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from meshwright.describe import plugins
 from meshwright.errors import MeshwrightError
 from meshwright.web.worker import DONE, FAILED, LINE, serve, to_line
 
@@ -178,7 +179,7 @@ class Pool:
 
     def _new_worker(self) -> Worker:
         here, there = self.context.Pipe()
-        process = self.context.Process(target=serve, args=(there, self.kind, self.limit_s), daemon=True)
+        process = self.context.Process(target=serve, args=(there, self.kind, self.limit_s, plugins.LOADED), daemon=True)
         process.start()
         there.close()
         return Worker(process, here)

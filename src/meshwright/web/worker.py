@@ -18,6 +18,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
+from meshwright.describe import plugins
 from meshwright.errors import MeshwrightError
 from meshwright.host import end_with_parent
 from meshwright.web import tasks
@@ -28,9 +29,10 @@ GRACE_S = 5.0  # a worker that the server could not stop in time stops itself
 NICENESS = {"search": 5}  # searches leave the processor to the cheap views
 
 
-def serve(pipe: Connection, kind: str, limit_s: float) -> None:
+def serve(pipe: Connection, kind: str, limit_s: float, plugin_names: list[str]) -> None:
     """Answer requests until the pipe closes."""
     end_with_parent()
+    plugins.load(plugin_names)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process

@@ -141,7 +141,9 @@ def block_parameters(model: Model, block: Block) -> list[Parameter]:
 
 
 def position(order: Sequence[str], module: str) -> int:
-    """The place of a module in an order of modules; extra weights come last."""
+    """The place of a module in an order of modules: a plug-in's own modules of attention before its output, extra weights last."""
+    if module not in order and module.startswith("attention."):
+        return order.index("attention.o")
     return order.index(module) if module in order else len(order)
 
 
@@ -209,8 +211,9 @@ def _vector(model: Model, vector: Vector) -> Iterator[Parameter]:
             yield Parameter("attention.q_norm.weight", (vector.size,), vector.style)
         case "balance-bias":
             yield Parameter("moe.router.balance_bias", (vector.size,), vector.style, learns=False)
-        case name if name in FLAT:
-            yield Parameter(f"{FLAT[name]}.weight", (vector.size,), vector.style)
+        case name if name in FLAT or vector.part == "attention":  # a plug-in's vector bears the name of its module
+            module = FLAT.get(name) or f"{ATTENTIONS[model.attention].heads_in}.{name}"
+            yield Parameter(f"{module}.weight", (vector.size,), vector.style)
         case _:
             for name in model.norm_affine:
                 size = vector.size // len(model.norm_affine)

@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from meshwright.describe import plugins
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch.rank import INTERNAL_ERROR, Failure, error_of
 from meshwright.training.machine import resolve_backend, resolve_device
@@ -187,7 +188,19 @@ def _start(
     log = logs / f"rank-{index}.log"
     process = context.Process(
         target=main,
-        args=(target, index, world, args, str(rendezvous / "store"), str(log), group_timeout, device, backend, theirs),
+        args=(
+            target,
+            index,
+            world,
+            args,
+            str(rendezvous / "store"),
+            str(log),
+            group_timeout,
+            device,
+            backend,
+            plugins.LOADED,
+            theirs,
+        ),
         daemon=True,
     )
     with main_hidden(unless=target.startswith("__main__:")):

@@ -40,6 +40,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.describe import plugins
 from meshwright.describe.run import PORT
 from meshwright.describe.shown import function_of
 from meshwright.errors import MeshwrightError
@@ -262,10 +263,12 @@ def main(
     group_timeout: float,
     device: str,
     backend: str,
+    plugin_names: list[str],
     pipe: Connection,
 ) -> None:
     parent = _prepare_process(log, pipe, Path(store).parent)
     try:
+        plugins.load(plugin_names)
         device = _join(rank, world, store, group_timeout, device, backend)
         context = RankContext(rank, world, device, lambda message: pipe.send(("message", message)))
         result = function_of(target)(context, *args)
