@@ -255,10 +255,19 @@ def test_an_output_is_written_by_the_same_code(tmp_path: Path) -> None:
     assert [b.page for b in blocks_of(file)][:1] == ["README.md"]
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as mkdocs and GitHub write them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     missing = []
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
-            if not (page.parent / target).exists() and "reference/" not in target:
-                missing.append(f"{page.relative_to(ROOT)}: {target}")
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text("utf-8")):
+            file = page.parent / target if target else page
+            if "reference/" in target:
+                continue
+            if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+                missing.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
     assert missing == []
