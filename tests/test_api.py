@@ -36,7 +36,7 @@ def test_the_names_are_functions_even_after_every_submodule_is_imported():
 
 def test_importing_meshwright_loads_no_heavy_module():
     code = "import sys, meshwright; assert meshwright.__version__; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert not {"torch", "numpy", "pydantic"} & {name.split(".")[0] for name in done.stdout.split()}
 
 

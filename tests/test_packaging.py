@@ -98,7 +98,7 @@ def without_extras(commands: list[list[str]], platform: str = "") -> tuple[list[
     """The exit codes and the errors of commands in a process in which no package of the extras can be imported."""
     code = ABSENT.format(names=EXTRA_PACKAGES, commands=commands, platform=platform)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True, cwd=ROOT
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True, cwd=ROOT
     )
     return ast.literal_eval(done.stderr.rpartition("codes ")[2]), done.stderr
 

@@ -24,13 +24,14 @@ def test_second():
 """
 
 
+@pytest.mark.slow
 def test_a_group_and_a_file_run_on_one_worker(tmp_path):
     pytest.importorskip("xdist")
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     for name in ("one", "two"):
         (tmp_path / f"test_{name}.py").write_text(FILE)
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadscope", "-v", "-p", "no:cacheprovider", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
     workers = defaultdict(set)
     for worker, file, test in re.findall(r"\[(gw\d)\].* PASSED (\S+?)::(.*?) *$", done.stdout, re.MULTILINE):
         workers[test.partition("@ ")[2] or file].add(worker)

@@ -93,4 +93,4 @@ def test_bad_input(words, text, tmp_path, monkeypatch, capsys):
 def test_listing_loads_no_torch(run):
     words = ["verify", str(run)]
     code = f"import sys; from meshwright.cli import run_command as r; r('checkpoint', {words}); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env={**os.environ, "COLUMNS": "200"})

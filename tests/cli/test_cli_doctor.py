@@ -87,7 +87,7 @@ def complete(script: str, *typed: str) -> set[str]:
     code = (
         f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(typed) - 1}; _meshwright; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=200, check=True)
     return set(done.stdout.split())
 
 

@@ -76,7 +76,7 @@ def test_the_main_commands_come_first_in_order() -> None:
 def test_only_the_named_command_is_imported() -> None:
     code = "import sys; from meshwright.cli import build; build('config')\n"
     code += "print('meshwright.cli.config' in sys.modules, 'meshwright.cli.catalog' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.split() == ["True", "False"]
 
 
@@ -193,7 +193,7 @@ def run_with(command: list[str], stdout: str = "", **environment: str) -> subpro
             stderr=subprocess.PIPE,
             env={**os.environ, **environment},
             cwd=ROOT,
-            timeout=100,
+            timeout=200,
             check=False,
         )
 
@@ -204,7 +204,7 @@ def test_a_closed_pipe_ends_silently_with_zero(command) -> None:
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
         done = subprocess.run(
-            [sys.executable, "-m", "meshwright", *command], stdout=out, stderr=subprocess.PIPE, timeout=100, check=False
+            [sys.executable, "-m", "meshwright", *command], stdout=out, stderr=subprocess.PIPE, timeout=200, check=False
         )
     assert (done.returncode, done.stderr) == (0, b"")
 

@@ -82,7 +82,7 @@ def test_an_error_as_json_on_a_stream_that_fails_is_no_traceback(stdout: str) ->
         read_end, out = os.pipe()
         os.close(read_end)
     command = [sys.executable, "-m", "meshwright", "plan", "no-such-model", "--cluster", "dgx-h100", "--json"]
-    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     os.close(out)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -26,6 +26,7 @@ def run(names):
     return {name: text for name, (state, text) in found.items() if state == "failed"}
 
 
+@pytest.mark.slow
 def test_a_sample_of_pytorchs_process_group_tests():
     known = set(torch_suite.names())
     assert run([name for name in SAMPLE if name in known]) == {}

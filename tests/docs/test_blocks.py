@@ -171,7 +171,7 @@ def test_json_yaml_and_shell_blocks_parse() -> None:
         assert list(yaml.safe_load_all(block.text)), str(block)
     scripts = of("bash", "sh")
     text = "\n".join(f"f{i}() {{\n{block.text}\n:\n}}" for i, block in enumerate(scripts))
-    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20, check=False)
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=200, check=False)
     assert done.stderr == ""
 
 

@@ -68,7 +68,7 @@ def saved_bytes(precision, monkeypatch):
     return sum(t.numel() * t.element_size() for t in storages.values())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_compiled_layer_saves_what_is_predicted(precision, monkeypatch):
     stack = Stack(**catalog.entry("stacks", "meshwright"))
     workload = Workload(batch=1, seq=TOKENS, precision=precision)

@@ -1,4 +1,4 @@
-"""Experts on many ranks train what one device trains: losses, every gradient and parameter to 1e-9 in float64."""
+"""Experts on many ranks: routing, what is sent, and bugs. The matrix (tests/proof) trains whole layouts."""
 
 from functools import cache
 
@@ -37,53 +37,11 @@ MODELS = {
     "latent": Model(**{**SHAPE, **LATENT}, tied=True, moe_every=2),
 }  # fmt: skip
 Z3 = {"shard": 2, "zero": 3}
-LAYOUTS = [
-    ("deepseek", {"replicate": 2, "ep": 2, "microbatch": 2, "offload": "states"}),
-    ("latent", {"tp": 2, "sp": True}),
-    ("mixtral", {"tp": 2, "expert_tp": 1}),
-    ("qwen", {"replicate": 2, "tp": 2, "ep": 2, "order": ("dp", "pp", "cp", "tp")}),
-    ("deepseek", {"replicate": 2, "pp": 2, "ep": 2, "layers_per_stage": (1, 2)}),
-]
-LAYOUTS_IN_SOAK = [
-    ("mixtral", {"microbatch": 2}),
-    ("mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}),
-    ("qwen", {"replicate": 2, "ep": 2, "microbatch": 2, "bucket": 2000, "overlap": ("ep",)}),
-    ("mixtral", {"replicate": 4, "ep": 2}),
-    ("deepseek", {"tp": 2}),
-    ("mixtral", {"tp": 2, "expert_tp": 1, "ep": 2}),
-    ("qwen", {"replicate": 2, "tp": 2, "ep": 2, "sp": True, "microbatch": 2}),
-    ("deepseek", {"shard": 2, "zero": 1, "ep": 2, "microbatch": 2}),
-    ("qwen", {**Z3, "ep": 2, "microbatch": 2}),
-    ("deepseek", {"shard": 4, "zero": 3, "ep": 2}),
-    ("mixtral", {"replicate": 2, **Z3, "ep": 2}),
-    ("qwen", {"replicate": 2, "pp": 2, "ep": 2, "schedule": "zb-h1"}),
-]
-
-
 ROUTERS = {
     "capacity": {"capacity": 0.75},
     "losses": {"aux": 0.1, "z": 0.05, "score": "sigmoid"},
     "expert choice": {"choice": "expert", "aux": 0.1},
 }
-ROUTED = [
-    ("capacity", {"replicate": 2, "ep": 2, "microbatch": 4}),
-    ("capacity", {"cp": 2, "ep": 2, "microbatch": 8}),
-    ("losses", {"replicate": 2, "tp": 2, "sp": True, "ep": 2, "microbatch": 4}),
-    ("expert choice", {"tp": 2, "sp": True, "microbatch": 8}),
-]
-ROUTED_IN_SOAK = [
-    ("capacity", {"replicate": 2, "tp": 2, "ep": 2, "microbatch": 4}),
-    ("expert choice", {"shard": 2, "zero": 3, "ep": 2, "microbatch": 4}),
-]
-LOWERED = [
-    ("qwen", {"replicate": 2, "ep": 2, "microbatch": 2}),
-    ("deepseek", {"replicate": 2, "ep": 2, "recompute": "full"}),
-    ("deepseek", {"pp": 2, "layers_per_stage": (1, 2)}),
-]
-LOWERED_IN_SOAK = [
-    ("deepseek", {"replicate": 2, "tp": 2, "ep": 2, "sp": True, "recompute": "full"}),
-    ("deepseek", {"shard": 4, "zero": 3, "ep": 2}),
-]
 
 
 @cache
@@ -91,11 +49,6 @@ def one_device(name, router="", microbatch=8, prepare=""):
     model = MODELS[name].but(router=ROUTERS.get(router, MODELS[name].router))
     job = Job(model, Plan(microbatch=microbatch), WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare)
     return ranks.run(1, record, job)[0]["fp64"]
-
-
-def title(case):
-    name, plan = case
-    return f"{name}-{Plan(**plan).title()}"
 
 
 def many(name, fields, router="", prepare=""):
@@ -111,17 +64,6 @@ def agree(one, traces):
     assert {p.name for trace in traces for p in trace.pieces} == {p.name for p in one.pieces}
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, *ranks.soak([(case,) for case in LAYOUTS_IN_SOAK])], ids=title)
-def test_a_layout_trains_what_one_device_trains(case):
-    agree(one_device(case[0]), many(*case))
-
-
-@pytest.mark.parametrize("case", [*ROUTED, *ranks.soak([(case,) for case in ROUTED_IN_SOAK])], ids=title)
-def test_statistics_are_of_all_tokens_whoever_holds_them(case):
-    router, fields = case
-    agree(one_device("mixtral", router), many("mixtral", fields, router))
-
-
 @pytest.mark.parametrize("router", ["losses", "capacity"])
 def test_micro_batches_in_flight_together_are_counted_together(router):
     """One device takes the samples that two ranks of two micro-batches have in flight at once."""
@@ -132,8 +74,8 @@ def test_micro_batches_in_flight_together_are_counted_together(router):
     agree(ranks.run(1, record, one)[0]["fp64"], many("mixtral", plan.as_dict(), router))
 
 
-@pytest.mark.parametrize("router", [{"capacity": 0.5, "aux": 0.1}, {"choice": "expert", "capacity": 1.5}])
-def test_a_router_that_is_described_is_proved_and_sends_what_is_lowered(router):
+def test_a_router_that_is_described_is_proved_and_sends_what_is_lowered():
+    router = {"capacity": 0.5, "aux": 0.1}
     config = Config.from_parts(
         MODELS["mixtral"].but(router=router),
         "laptop",
@@ -279,20 +221,16 @@ def test_shared_experts_run_while_tokens_travel():
         assert log[:3] == ["send", "wait", "shared"]
 
 
-@pytest.mark.parametrize("case", [*LOWERED, *ranks.soak([(case,) for case in LOWERED_IN_SOAK])], ids=title)
-def test_what_is_sent_was_lowered_or_is_explained(case):
-    name, fields = case
-    plan = Plan(**fields, param_dtype="fp32", master=False)
+def test_what_is_sent_was_lowered_or_is_explained():
+    plan = Plan(replicate=2, ep=2, recompute="full", param_dtype="fp32", master=False)
     workload = WORKLOAD.but(precision="fp32")
-    job = Job(MODELS[name], plan, workload, steps=1, dtypes=("fp32",), watch=True)
-    layers = MODELS[name].layer_count("moe") * plan.microbatches(workload)
+    job = Job(MODELS["deepseek"], plan, workload, steps=1, dtypes=("fp32",), watch=True)
+    layers = MODELS["deepseek"].layer_count("moe") * plan.microbatches(workload)
     for result in ranks.run(plan.world, record, job):
         trace = result["fp32"]
         assert not trace.observed.unknown
         assert not [row for row in trace.traffic if row.unexplained], trace.traffic
         transfers = [row for row in trace.traffic if row.operation == "all_to_all"]
-        again = 3 if plan.recompute == "full" else 0
         # Four per layer and micro-batch, and one of counts; recompute repeats the three of forward.
-        for row in transfers:
-            assert row.lowered[0] == row.observed[0] == (5 + again) * layers
-        assert bool(transfers) == (plan.ep > 1)
+        assert transfers
+        assert all(row.lowered[0] == row.observed[0] == 8 * layers for row in transfers)

@@ -6,14 +6,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ranks
-from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.data import offload
 from meshwright.parallel.recompute import recompute
 from meshwright.parallel.tensor.regather import regather
-from meshwright.proof.prove import prove
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32)
 
@@ -144,21 +142,3 @@ def test_states_stay_on_the_host_and_gradients_and_parameters_are_copied(dtype, 
     ((moved, elements, shares),) = ranks.run(1, bytes_of_states, plan, Workload(batch=2, seq=4), dtype)
     assert moved == 2 * crossing * elements
     assert not shares
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"offload": "both", "shard": 2, "zero": 3, "recompute": "full"},
-        {"offload": "both", "pp": 2, "schedule": "zb-h1"},
-        {"offload": "activations", "tp": 2, "sp": True},
-    ],
-)
-def test_a_plan_with_offload_equals_one_device(plan):
-    model = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32}
-    workload = {"batch": 8, "seq": 8, "precision": "fp32"}
-    config = Config.from_parts(model, "laptop", workload=workload, plan={**plan, "param_dtype": "fp32"})
-    proof = prove(config, ranks=4, steps=2)
-    assert proof.small.plan.offload == plan["offload"]
-    assert proof.passed, [row for _, row in proof.rows if row.unexplained]
-    assert proof.agreements[0].errors["parameter"] < 1e-12

@@ -202,12 +202,10 @@ TWO = [
     ("layers", {"pp": 2, "virtual": 3, "schedule": "interleaved", "microbatch": 1}, {}),
 ]
 FOUR = [
-    ("llama", {"tp": 4, "sp": True}, {}),
     ("llama", {"tp": 2, "pp": 2, "sp": True, "microbatch": 2, "schedule": "zb-h1"}, {}),
     ("llama", {"tp": 2, "shard": 2, "zero": 2, "sp": True, "microbatch": 1}, {}),
     ("gpt2", {"pp": 2, "shard": 2, "zero": 3, "microbatch": 1}, {}),
     ("mixtral", {"tp": 2, "replicate": 2, "ep": 2, "sp": True}, {}),
-    ("vit", {"tp": 2, "replicate": 2, "microbatch": 1}, {}),
     ("encoder", {"replicate": 2, "shard": 2, "zero": 3}, {}),
 ]
 
@@ -292,7 +290,7 @@ def narrow(context, plan):
 
 
 @pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2, "zero": 3}])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", *ranks.soak(["fp16"])])
 def test_sixteen_bits_train_with_wide_copies(plan, dtype):
     exact = ranks.run(2, narrow, plan)[0]
     first, second = ranks.run(2, narrow, {**plan, "param_dtype": dtype})
@@ -373,6 +371,7 @@ def test_misuse_gives_clear_errors():
     assert "'0.bias' of (3,), not (4,)" in errors[5]
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_group_and_several_need_torchrun():
     code = """
 import torch, meshwright as mw
@@ -387,7 +386,7 @@ print(model(torch.ones(1, 2)).shape, model.step(torch.ones(4, 2), torch.ones(4, 
     import subprocess
     import sys
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "MW-OWN-006: a plan for 2 ranks, and no process group" in done.stdout
     assert "torch.Size([1, 2]) torch.Size([])" in done.stdout

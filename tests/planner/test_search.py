@@ -46,7 +46,7 @@ def problem(name: str) -> Space:
     return space(MODELS[model], gpus, batch, stack=stack, memory=memory)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", ["dense", "blocking", "experts", "odd", *soak(["tight"])])
 def test_the_search_finds_what_costing_every_plan_finds(name):
     where = problem(name)
     limit = where.cluster.accelerator.memory
@@ -232,7 +232,9 @@ CATALOGUED = {
 }
 
 
-@pytest.mark.parametrize("name", ["experts", *CATALOGUED, *soak(["dense", "tight"])])
+@pytest.mark.parametrize(
+    "name", ["experts", "gpt2-xl", "llama3-8b", *soak(["dense", "tight", "llama3-70b", "mixtral-8x7b"])]
+)
 def test_the_winner_is_within_one_percent_of_the_fastest_and_the_leanest_or_simplest_there(name):
     where, ranking = solved(name) if name in CATALOGUED else (problem(name), solve(problem(name), 0.05)[1])
     best, fastest, memory = ranking.best, ranking.fastest, where.cluster.accelerator.memory

@@ -180,7 +180,13 @@ COPIED = [
         {**ONE_KIND, "pp": 2},
     )
 ]
-COPIED += [("qwen", {"tp": 4}), ("qwen", {"tp": 4, "sp": True, "pp": 2}), ("gemma", {"tp": 4, **Z3})]
+COPIED += [
+    ("qwen", {"tp": 4}),
+    ("qwen", {"tp": 4, "sp": True, "pp": 2}),
+    ("gemma", {"tp": 4, **Z3}),
+    ("llama", {**ULYSSES, "cp": 4}),
+]
+COPIED += [("gpt", {**ULYSSES, "zero": 1})]  # shards over cp alone
 GATHERED = [
     (model, {**ONE_KIND, **fields})
     for model, fields in (

@@ -116,12 +116,7 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("plan", "work"),
-    [
-        ({"replicate": 2, "compression": "int4"}, {}),
-        ({"replicate": 2}, {"precision": "fp8"}),
-    ],
-    ids=["int4", "fp8"],
+    ("plan", "work"), [({"replicate": 2, "compression": "int4"}, {}), *soak([({"replicate": 2}, {"precision": "fp8"})])]
 )
 def test_the_loss_of_lossy_arithmetic_is_compared_with_the_exact_run(plan, work):
     model = {"hidden": 24, "layers": 2, "heads": 3, "ffn": 36, "vocab": 33}

@@ -69,6 +69,7 @@ def test_a_run_survives_a_kill_a_nan_a_spike_and_a_damaged_checkpoint(tmp_path, 
     assert (tmp_path / "checkpoints" / "damaged-step-00000010").is_dir()
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_no_row(tmp_path, losses):
     """Rank 0 cannot write for some steps: its rows wait, a checkpoint fails, and the run goes on."""
     assert train(tmp_path, [Fault("disk-full", 0, 8, steps=4)]) == losses

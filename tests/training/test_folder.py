@@ -305,7 +305,7 @@ def test_git_state(tmp_path: Path) -> None:
     for command in (["init", "-q", "-b", "work"], ["add", "."], ["commit", "-q", "-m", "one"]):
         (tmp_path / "file").write_text("one")
         author = ["-c", "user.name=someone", "-c", "user.email=someone@example.org"]
-        subprocess.run(["git", *author, *command], cwd=tmp_path, check=True, timeout=20)
+        subprocess.run(["git", *author, *command], cwd=tmp_path, check=True, timeout=200)
     found = git_state(tmp_path)
     assert found is not None
     assert (len(found["commit"]), found["branch"], found["changed"]) == (40, "work", 0)

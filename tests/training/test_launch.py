@@ -98,7 +98,7 @@ def test_a_hung_rank_is_named_with_its_stack_and_killed(silence, group_timeout):
         ranks.run(
             2, hang_on_one, silence=silence, group_timeout=group_timeout, listen=lambda rank, pid: pids.append(pid)
         )
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < ranks.GROUP_TIMEOUT_S
     assert failure.value.state == "hung"
     assert "sleep_forever" in failure.value.text + "".join(failure.value.others.values())
     if group_timeout < silence:
@@ -116,6 +116,7 @@ def test_a_dead_rank_is_named_with_its_signal_and_stack(tmp_path):
     assert (tmp_path / "rank-1.log").exists()
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_parent(tmp_path):
     """A parent killed outright cannot clean up: its ranks notice, and remove its temporary folder."""
     code = (
@@ -131,13 +132,14 @@ def test_ranks_end_with_their_parent(tmp_path):
     pids = [int(parent.stdout.readline()) for _ in range(2)]
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not all(gone(p) for p in pids):
         time.sleep(0.05)
     assert all(gone(p) for p in pids)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_interrupted_start_says_nothing_and_leaves_nothing():
     """A terminal sends Ctrl-C to every process, and the one that ranks are forked from imports torch for seconds."""
     code = (
@@ -160,7 +162,7 @@ def test_an_interrupted_start_says_nothing_and_leaves_nothing():
     assert os.path.isdir(meeting)
     time.sleep(0.7)
     os.killpg(parent.pid, signal.SIGINT)
-    _, printed = parent.communicate(timeout=30)
+    _, printed = parent.communicate(timeout=200)
     assert (parent.returncode, printed) == (130, "")
     assert not os.path.exists(meeting)
 
@@ -235,14 +237,14 @@ def test_a_rank_ends_soon_after_the_agent_that_started_it_was_killed(tmp_path):
         "from meshwright.training.launch.rank import end_with_agent\n"
         "end_with_agent(3, pathlib.Path(sys.argv[1]))\n"
         "print(os.getpid(), flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     agent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
     command = [sys.executable, "-c", agent, rank, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
         pid = int(started.stdout.readline())
         started.kill()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (tmp_path / "rank-3.failure.json").exists() and time.monotonic() < until:
         time.sleep(0.05)
     (failure,) = read_failures(tmp_path)

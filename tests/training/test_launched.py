@@ -136,6 +136,7 @@ def test_two_hosts_train_what_one_host_trains(tmp_path):
     assert (tmp_path / "run" / "timeline.json").exists()
 
 
+@pytest.mark.slow
 def test_ranks_of_open_mpi(tmp_path):
     name, port = "OMPI_COMM_WORLD_", str(free_port())
     variables = [

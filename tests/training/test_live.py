@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,17 +184,23 @@ def test_lines_without_a_terminal_go_by_time(tmp_path: Path) -> None:
     assert lines[0] == "attempt 2 begins at step 500 on 2 ranks (step 500)"
 
 
+def wait_for(words: str, written: Callable[[], str], seconds: float = 60.0) -> None:
+    until, text = time.monotonic() + seconds, ""
+    while words not in text:
+        assert time.monotonic() < until, text
+        time.sleep(0.02)
+        text += written()
+
+
 def test_two_seconds_without_a_step_are_not_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("meshwright.view.watch.SILENCE_S", 0.1)
     with progress_display(3, tmp_path) as display:
         display.announce("measuring this machine")
-        time.sleep(0.5)
-        assert "measuring this machine (" in capsys.readouterr().out
+        wait_for("measuring this machine (", lambda: capsys.readouterr().out)
         create(tmp_path, steps=3).add(record(0))
-        time.sleep(0.5)
-        assert "step 1 of 3 is running (" in capsys.readouterr().out
+        wait_for("step 1 of 3 is running (", lambda: capsys.readouterr().out)
 
 
 def test_steps_before_a_resume_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +224,6 @@ def test_on_a_terminal_the_picture_is_drawn_and_removed(tmp_path: Path, monkeypa
     folder = create(tmp_path)
     with progress_display(100, tmp_path):
         folder.add(record(0))
-        time.sleep(0.4)
+        wait_for("step 1 of 100", written.getvalue)
     assert "step 1 of 100" in written.getvalue()
     assert "since the start" in written.getvalue()

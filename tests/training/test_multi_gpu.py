@@ -29,7 +29,7 @@ def assert_complete(result):
     assert result["machine"]["ranks"] == 2
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_it_checks_a_layout_and_writes_what_to_send(multi_gpu, tmp_path, capsys):
     assert multi_gpu.main([*REDUCED, "--ranks", "2", "--out", str(tmp_path / "sent.json")]) == 0
     assert_complete(json.loads((tmp_path / "sent.json").read_text()))

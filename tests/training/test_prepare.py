@@ -305,6 +305,7 @@ def workers_of(process):
     return [worker for child in children(process) for worker in children(child)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
 def test_workers_end_with_a_killed_preparation(tmp_path):
     """Also those that wait for work: the parent is stopped first, so that it gives them none."""
@@ -327,6 +328,7 @@ def test_workers_end_with_a_killed_preparation(tmp_path):
     assert not any(process_start(pid) for pid in workers)
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard_around_its_main_part(tmp_path):
     """Worker processes do not run the script of their parent."""
     (tmp_path / "text.txt").write_text("a line\n" * 100)

@@ -94,11 +94,15 @@ def interrupted(context, model, plan, how):
 @pytest.mark.parametrize(
     ("how", "plan"),
     [
-        ("failure", {"replicate": 2, "bucket": 2000.0}),
         ("failure", {"replicate": 2, "ep": 2}),
-        ("evaluation", {"replicate": 2}),
         ("evaluation", {"shard": 2, "zero": 3}),
-        ("evaluation before the update", {"shard": 2, "zero": 2}),
+        *ranks.soak(
+            [
+                ("failure", {"replicate": 2, "bucket": 2000.0}),
+                ("evaluation", {"replicate": 2}),
+                ("evaluation before the update", {"shard": 2, "zero": 2}),
+            ]
+        ),
     ],
 )
 def test_what_comes_between_two_steps_changes_neither(how, plan):

@@ -210,7 +210,7 @@ def hanging(context, folder, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("hang", "rank 1 hangs after step 5"), ("stop", "rank 1 does not respond")]
+    ("kind", "words"), [("hang", "rank 1 hangs after step 5"), *ranks.soak([("stop", "rank 1 does not respond")])]
 )
 def test_a_hung_rank_is_named_with_the_collective(tmp_path, kind, words):
     """The first collective of a step with tp = 2 sums the embedding's output."""

@@ -54,7 +54,7 @@ def framework(monkeypatch) -> str:
 
 
 def check_shell(script: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20, check=False)
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -100,7 +100,7 @@ def test_torchrun_accepts_the_words_that_we_write(framework) -> None:
         env={**os.environ, "HEAD": "node0"},
         text=True,
         capture_output=True,
-        timeout=20,
+        timeout=200,
         check=True,
     )
     found = get_args_parser().parse_args(done.stdout.splitlines())
@@ -145,7 +145,7 @@ def run_batch(tmp_path: Path, job: Job, **environment: str) -> tuple[int, list[s
         env={**os.environ, **variables, **path, **environment},
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     return done.returncode, log.read_text().splitlines()
@@ -350,7 +350,7 @@ def words_of(job: Job) -> list[str]:
         env={**os.environ, "HEAD": "x"},
         text=True,
         capture_output=True,
-        timeout=20,
+        timeout=200,
         check=True,
     )
     return done.stdout.splitlines()
@@ -421,7 +421,7 @@ def test_accelerate_starts_its_ranks_itself(tmp_path) -> None:
             env={**os.environ, **variables[name]},
             text=True,
             capture_output=True,
-            timeout=20,
+            timeout=200,
             check=True,
         ).stdout.splitlines()
         given = dict(zip(shown[1:-1:2], shown[2:-1:2], strict=True))

@@ -1,4 +1,4 @@
-"""One server for all tests of a worker process: `meshwright web` on a free port of this machine."""
+"""One server for all tests of a worker process: `meshwright web` on a free port of this machine. Tests in a browser run in `make soak`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from web.browser import chromium, open_page, tabs
 from web.running import start, stop
 
 __all__ = ["chromium", "open_page", "run_folders", "server", "tabs"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    for item in items:
+        if "chromium" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

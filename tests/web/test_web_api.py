@@ -155,7 +155,7 @@ def test_errors_have_the_one_shape(server: str) -> None:
 def test_200_estimates_at_once(server: str) -> None:
     async def all_of_them() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(limits=limits, verify=False, timeout=100) as client:
+        async with httpx.AsyncClient(limits=limits, verify=False, timeout=200) as client:
             small = {"model": "tiny-gpt", "cluster": {"extends": "dgx-h100", "gpus": 1}}
             bodies = [{**small, "workload": {"batch": 1 + i, "seq": 128}} for i in range(200)]
             return await asyncio.gather(*(client.post(server + "/api/estimate", json=body) for body in bodies))

@@ -205,14 +205,14 @@ def test_a_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         command = [sys.executable, "-m", "meshwright", "web", "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert "MW-WEB-012" in done.stderr
 
 
 def test_without_the_extra_the_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['uvicorn'] = None\nfrom meshwright.cli import main\nmain(['web', '--port', '0'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert "MW-WEB-011" in done.stderr
     assert 'pip install "starlette>=0.40" "uvicorn>=0.30"' in done.stderr.replace("\n", " ")

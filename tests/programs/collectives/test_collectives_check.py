@@ -22,7 +22,7 @@ WASTEFUL = {("all-reduce", "hierarchical"), ("all-gather", "tree"), ("all-reduce
 @pytest.mark.parametrize(("operation", "algorithm"), EVERY)
 def test_every_algorithm_is_checked_and_agrees_with_numpy(operation, algorithm):
     @given(st.data(), st.integers(0, 2**32 - 1))
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=6, deadline=None)
     def run(data, seed):
         program, options = data.draw(drawn(operation, algorithm))
         check(program)
@@ -58,7 +58,7 @@ def test_a_broken_list_is_refused(operation, algorithm):
     """Drop, duplicate, redirect or change the kind of one instruction of one rank."""
 
     @given(st.data())
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=6, deadline=None)
     def run(data):
         program, options = data.draw(drawn(operation, algorithm, most=9, fewest=2))
         lists = rank_lists(program)
@@ -107,7 +107,7 @@ def test_a_broken_table_is_refused(operation, algorithm):
     program), it must agree with numpy."""
 
     @given(st.data())
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=6, deadline=None)
     def run(data):
         program, options = data.draw(drawn(operation, algorithm, most=9, fewest=2))
         table = program.moves

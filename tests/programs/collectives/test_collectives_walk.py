@@ -83,7 +83,7 @@ def test_formulas_of_the_textbooks():
 @pytest.mark.parametrize(("operation", "algorithm"), EVERY)
 def test_both_engines_give_the_same_times(operation, algorithm):
     @given(st.data())
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=5, deadline=None)
     def run(data):
         program, _ = data.draw(drawn(operation, algorithm, most=12))
         cluster = data.draw(st.sampled_from([uniform(12, 1e-6, 1e9, 5e9), two_levels(3, 4)]))
@@ -190,7 +190,7 @@ def test_a_copy_costs_memory_time_only():
 
 
 @given(st.integers(1, 6), st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_rates_are_max_min_fair(seed, paths):
     """Every flow passes a full port on which no flow is faster: the definition of max-min fairness."""
     capacity = np.append(np.random.default_rng(seed).integers(1, 9, size=5).astype(float), np.inf)
