@@ -48,7 +48,7 @@ def end_with_parent(folder: Path | None = None, parent_ended: Callable[[], objec
 
 
 def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot. With the pid it identifies a process. 0 if there is no such process, if only its
+    """Return the start time of a process, in clock ticks since boot. With the pid it identifies a process. 0 if there is no such process, if only its
     exit code is left, or if the system does not list processes in /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace").rpartition(")")[2].split()

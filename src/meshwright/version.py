@@ -56,7 +56,7 @@ def require_torch(what: str) -> None:
 
 
 def version_report() -> str:
-    """What `meshwright --version` prints: the first line is the version, the others are for a bug report."""
+    """Return the output of `meshwright --version`: the first line is the version, the others are for a bug report."""
     import platform
 
     optional = [name for names in EXTRAS.values() for name in names]

@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where received elements go. With a `base` they are combined with it: into = base ∘ received."""
+    """The destination of received elements. With a `base` they are combined with it: into = base ∘ received."""
 
     into: Span
     base: Span | None

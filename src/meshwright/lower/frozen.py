@@ -63,7 +63,7 @@ Point = tuple[int, float]  # block of the stage in forward order, position in it
 
 @dataclass(frozen=True)
 class BackwardReach:
-    """Where the backward of one stage ends, and which parameters are trained."""
+    """The point at which the backward of one stage ends, and the parameters that are trained."""
 
     model: Model
     layers: range

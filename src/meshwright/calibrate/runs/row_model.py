@@ -196,7 +196,7 @@ def _rounding(text: str) -> float:
 
 @dataclass(frozen=True)
 class Widths:
-    """What a cell of FFN widths says: "18432 dense (3 layers) / 2048 per expert + 2048 shared; MoE every 2nd layer"."""
+    """The FFN widths in a cell of a table: "18432 dense (3 layers) / 2048 per expert + 2048 shared; MoE every 2nd layer"."""
 
     plain: int = 0
     expert: int = 0

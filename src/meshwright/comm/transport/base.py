@@ -123,7 +123,7 @@ class PendingGroup(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Where received elements go: stored into `into`, or with a base combined: into = base ∘ received."""
+    """The destination of received elements: stored into `into`, or with a base combined: into = base ∘ received."""
 
     into: Piece
     base: Piece | None

@@ -11,7 +11,7 @@ from meshwright.describe.legality.case import Case, Flag
 
 @dataclass(frozen=True)
 class Problem:
-    """Why one plan breaks a rule: what is wrong, why, the valid values, and changes to try, the likeliest first."""
+    """The explanation of a broken rule: what is wrong, why, the valid values, and changes to try, the likeliest first."""
 
     what: str
     why: str = ""

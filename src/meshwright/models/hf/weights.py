@@ -129,7 +129,7 @@ MARGIN = 1_000_000  # bytes of free disk for config, index and headers
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """An export: its folder, family and dtype, and what it counts."""
 
     folder: Path
     family: str

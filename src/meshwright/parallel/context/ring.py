@@ -32,7 +32,7 @@ from meshwright.parallel.context.blocks import AttentionPattern, BlockAttention,
 
 
 class Context(NamedTuple):
-    """How a sequence is split: the runs of positions of each rank of the group (None: one rank has all), and the keys that a
+    """The split of a sequence: the runs of positions of each rank of the group (None: one rank has all), and the keys that a
     query sees."""
 
     group: ProcessGroup | None

@@ -74,7 +74,7 @@ def cut_out(cuts: tuple[Cut, ...], full: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Split:
-    """How `split` divided a module: the cuts by parameter name, and the parameters whose gradient is a partial sum, over tp
+    """The result of `split`: the cuts by parameter name, and the parameters whose gradient is a partial sum, over tp
     (`partial`) or over the ranks that hold the same KV head (`copied`)."""
 
     group: ProcessGroup

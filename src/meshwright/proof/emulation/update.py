@@ -99,7 +99,7 @@ def narrower(*dtypes: str) -> str:
 
 @dataclass
 class Memory:
-    """What the replayed optimizer keeps for one tensor, and its rate of weight decay."""
+    """State of the replayed optimizer for one tensor, and its rate of weight decay."""
 
     decay: float
     steps: int = 0

@@ -43,7 +43,7 @@ class Instance:
 
 
 class _Mark:
-    """Where the items of a list, tuple or dictionary begin on the stack."""
+    """Marks the start of the items of a list, tuple or dictionary on the stack."""
 
 
 MARK = _Mark()

@@ -106,7 +106,7 @@ class Running:
 
 
 class HostClock:
-    """Where the host itself computes: marks are seconds."""
+    """The clock of a run on the host: marks are seconds."""
 
     mark = staticmethod(time.perf_counter)
 
