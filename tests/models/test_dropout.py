@@ -6,14 +6,15 @@ import torch
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
-from meshwright.models.dropout import GOLDEN, Dropout, Moment, drawing, kept, mixed, multiples, samples, tokens
+from meshwright.models.dropout import GOLDEN, Dropout, kept, mixed, multiples, samples, tokens
+from meshwright.models.step_context import StepSamples, within
 
-MOMENT = Moment(seed=5, step=3, samples=range(8))
+MOMENT = StepSamples(seed=5, step=3, samples=range(8))
 PLACES = torch.arange(64)
 
 
 def mask(rate=0.3, site="layers.1.ffn", places=PLACES, width=64, **changes):
-    sample_B = samples(Moment(**{**vars(MOMENT), **changes}), site, places.device)
+    sample_B = samples(StepSamples(**{**vars(MOMENT), **changes}), site, places.device)
     return kept(tokens(sample_B, places * GOLDEN), rate, width)
 
 
@@ -59,16 +60,16 @@ def test_a_share_of_the_sequence_has_the_mask_of_the_whole_sequence():
     for i in range(4):
         part = Dropout(0.3, "a")
         part.share = (i, 4)
-        with drawing(MOMENT):
+        with within(samples=MOMENT):
             shares.append(part(x[:, 16 * i : 16 * i + 16]))
-    with drawing(MOMENT):
+    with within(samples=MOMENT):
         assert torch.equal(whole(x), torch.cat(shares, 1))
 
 
 def test_backward_uses_the_mask_of_forward_without_saving_it():
     layer, saved = Dropout(0.4, "a"), []
     x = torch.ones(8, 64, 16, dtype=torch.float64, requires_grad=True)
-    with drawing(MOMENT), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+    with within(samples=MOMENT), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
         y = layer(x)
     assert y.grad_fn.token_BS.nbytes == 8 * 8 * 64
     y.backward(torch.ones_like(y))  # at no moment at all: it remembers its own
@@ -87,7 +88,7 @@ def test_dropout_is_off_in_evaluation_and_refused_without_a_moment():
     layer, x = Dropout(0.4, "a"), torch.ones(8, 4, 2)
     with pytest.raises(MeshwrightError, match="MW-BUILD-004"):
         layer(x)
-    with drawing(MOMENT), pytest.raises(MeshwrightError, match="dropout at a with a batch of 3 samples"):
+    with within(samples=MOMENT), pytest.raises(MeshwrightError, match="dropout at a with a batch of 3 samples"):
         layer(x[:3])
     assert torch.equal(layer.eval()(x), x)
 

@@ -6,7 +6,8 @@ import torch
 from meshwright.describe.entries import entry
 from meshwright.describe.stack import Stack
 from meshwright.models import loss
-from meshwright.models.loss import IGNORED, Targets, cross_entropy, linear_cross_entropy, rows_per_chunk
+from meshwright.models.loss import IGNORED, cross_entropy, linear_cross_entropy, rows_per_chunk
+from meshwright.models.step_context import Targets
 
 TOKENS, HIDDEN, VOCAB = 10, 6, 23
 

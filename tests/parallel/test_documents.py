@@ -11,7 +11,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.models import build
-from meshwright.models.documents import within_documents
+from meshwright.models.step_context import within
 from meshwright.parallel.context import blocks
 from meshwright.parallel.context.attend import tiled_attention
 from meshwright.parallel.context.blocks import AttentionPattern, Rectangle, shared_documents
@@ -103,12 +103,12 @@ def test_a_document_trains_as_if_it_stood_alone(name):
     ids = torch.randint(0, 50, (1, SEQ))
     starts = [0, 3, 11, SEQ]
     documents = torch.tensor([[sum(at >= start for start in starts) for at in range(SEQ)]])
-    with within_documents(documents):
+    with within(documents_BS=documents):
         packed = model(ids)
     for start, stop in pairwise(starts):
         torch.testing.assert_close(packed[:, start:stop], model(ids[:, start:stop]), rtol=0, atol=1e-12)
     assert not torch.allclose(packed, model(ids))
-    with within_documents(torch.zeros(1, SEQ, dtype=torch.int32)):
+    with within(documents_BS=torch.zeros(1, SEQ, dtype=torch.int32)):
         one_document = model(ids)
     torch.testing.assert_close(one_document, model(ids), rtol=0, atol=1e-12)
 

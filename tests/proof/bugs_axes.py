@@ -9,9 +9,8 @@ from torch import distributed
 from torch.nn import functional as F
 
 from meshwright.describe.sharding import RULES, Rule
-from meshwright.models import dropout
-from meshwright.models.dropout import Moment
 from meshwright.models.moe import routed_experts
+from meshwright.models.step_context import StepSamples, current, within
 from meshwright.parallel import apply, exchange, pipeline, recompute, stages
 from meshwright.parallel.context import blocks, ulysses
 from meshwright.parallel.context import sequence as context
@@ -149,12 +148,12 @@ def same_dropout_on_every_tp_rank():
 
 def different_dropout_on_every_tp_rank():
     """One seed per rank: ranks with the same tensor drop different elements."""
-    apply.Moment = lambda seed, step, samples: Moment(seed + distributed.get_rank(), step, samples)
+    apply.StepSamples = lambda seed, step, samples: StepSamples(seed + distributed.get_rank(), step, samples)
 
 
 def same_dropout_on_every_data_rank():
     """Samples are numbered from the first sample of this rank."""
-    apply.Moment = lambda seed, step, samples: Moment(seed, step, range(len(samples)))
+    apply.StepSamples = lambda seed, step, samples: StepSamples(seed, step, range(len(samples)))
 
 
 def dropout_differs_when_recomputed():
@@ -162,8 +161,8 @@ def dropout_differs_when_recomputed():
     rerun = recompute._Call.rerun
 
     def later(self):
-        moment = dropout._now.get()
-        with dropout.drawing(replace(moment, step=moment.step + 1)):
+        now = current().samples
+        with within(samples=replace(now, step=now.step + 1)):
             rerun(self)
 
     recompute._Call.rerun = later

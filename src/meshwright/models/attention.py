@@ -24,10 +24,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
-from meshwright.models.documents import current_documents, same_document
+from meshwright.models.documents import same_document
 from meshwright.models.dropout import Dropped, Probabilities
 from meshwright.models.parts import Linear, ProjectionNorm, at_least_single, rms_norm, soft_cap
 from meshwright.models.rotary import angles, rotate
+from meshwright.models.step_context import current
 
 
 class AttentionRule(NamedTuple):
@@ -176,11 +177,11 @@ class Geometry:
             self._position_mask(length, rule, device)
 
     def hold(self) -> None:
-        """Keep the documents for a compiled graph, which cannot read them from their context variable (`parallel.compile`)."""
-        self.held_documents_BS = current_documents()
+        """Keep the documents for a compiled graph (`step_context`)."""
+        self.held_documents_BS = current().documents_BS
 
     def documents(self) -> torch.Tensor | None:
-        return self.held_documents_BS if torch.compiler.is_compiling() else current_documents()
+        return self.held_documents_BS if torch.compiler.is_compiling() else current().documents_BS
 
     def mask(self, x: torch.Tensor, rule: AttentionRule) -> torch.Tensor | None:
         """True where a query may attend; None if `is_causal` or no mask is sufficient."""

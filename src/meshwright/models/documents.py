@@ -8,34 +8,12 @@ for all tokens, not only for its own, so the mask of any block of queries and ke
 
     visible(q, k) = (document[q] == document[k])   and what causality and the window allow
 
-Like the moment of dropout, the numbers reach attention through a context variable, so the layers between need not pass them on,
-and a recomputed layer finds the numbers of its first forward.
+The numbers reach attention through the `step_context`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
-
 import torch
-
-_documents: ContextVar[torch.Tensor | None] = ContextVar("documents", default=None)
-
-
-@contextlib.contextmanager
-def within_documents(documents_BS: torch.Tensor | None) -> Iterator[None]:
-    """Inside this context, attention stays within documents (None: it sees whole sequences)."""
-    token = _documents.set(documents_BS)
-    try:
-        yield
-    finally:
-        _documents.reset(token)
-
-
-def current_documents() -> torch.Tensor | None:
-    """The document number of each token of the micro-batch, [B, S]; None without document masks."""
-    return _documents.get()
 
 
 def same_document(documents_BS: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

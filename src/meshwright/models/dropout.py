@@ -30,10 +30,7 @@ Legend: B batch, S sequence, H hidden, N heads, R queries, C keys.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -42,32 +39,11 @@ import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.models.step_context import StepSamples, current
 
 FEATURES_PER_NUMBER = 4  # features that share one 64-bit number, 16 bits each
 SMALLEST = -(2**15)  # the smallest value of a 16-bit part
 GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The current step, and the samples of the global batch that are in the micro-batch."""
-
-    seed: int
-    step: int
-    samples: Sequence[int]
-
-
-_now: ContextVar[Moment | None] = ContextVar("moment", default=None)
-
-
-@contextlib.contextmanager
-def drawing(moment: Moment) -> Iterator[None]:
-    """Inside this context, forward passes drop the elements of this moment."""
-    token = _now.set(moment)
-    try:
-        yield
-    finally:
-        _now.reset(token)
 
 
 class HasPositions(Protocol):
@@ -92,7 +68,7 @@ def parts_of(rate: float) -> int:
     return min(round(rate * 2**16), 2**16 - 1)
 
 
-def sample_keys(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
+def sample_keys(moment: StepSamples, site: str, device: torch.device) -> torch.Tensor:
     """[B]: a number for each sample of the moment at this site; `mixed`, it is the sample's hash."""
     digest = hashlib.blake2b(f"{moment.seed}:{moment.step}:{site}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
@@ -104,7 +80,7 @@ def sample_keys(moment: Moment, site: str, device: torch.device) -> torch.Tensor
     return samples_B * GOLDEN + key
 
 
-def samples(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
+def samples(moment: StepSamples, site: str, device: torch.device) -> torch.Tensor:
     """[B]: a hash for each sample, from which the hashes of its tokens are computed."""
     return mixed(sample_keys(moment, site, device))
 
@@ -161,21 +137,21 @@ class _Drop(torch.autograd.Function):
         return drop(gradient, ctx.token_BS, ctx.rate), None, None
 
 
-def moment_of(x: torch.Tensor, site: str) -> Moment:
-    moment = _now.get()
+def moment_of(x: torch.Tensor, site: str) -> StepSamples:
+    moment = current().samples
     if moment is None or len(moment.samples) != len(x):
         raise MeshwrightError(
             "MW-BUILD-004",
             f"dropout at {site} with a batch of {len(x)} samples does not know its step and samples ({moment})",
             why="The dropped elements depend on the step and on the samples of the micro-batch",
-            fix="with drawing(Moment(seed, step, samples)): model(x)",
+            fix="with within(samples=StepSamples(seed, step, samples)): model(x)",
         )
     return moment
 
 
 class DrawsForSamples(nn.Module):
-    """A module that drops elements by the samples of the current moment. A compiled graph cannot read the moment from its context
-    variable: `hold` reads it before the graph runs (`parallel.compile`)."""
+    """A module that drops elements by the samples of the current moment. `hold` reads them for a compiled graph
+    (`step_context`)."""
 
     def __init__(self, rate: float, site: str) -> None:
         super().__init__()

@@ -11,50 +11,26 @@ drops it. Forward does the whole work of backward; no more than one chunk of log
 dW is summed over chunks in float32. The factor by which the loss is scaled is multiplied into dz before it is rounded, so that the loss
 scale of fp16 protects small gradients.
 
-The head must know the targets to compute the loss: a context (`toward`) carries them to it, as for document masks. Without that
-context the head returns logits. Where ranks split the vocabulary, the head returns logits too (`parallel.tensor.vocabulary`).
+The head must know the targets to compute the loss: it finds them in the `step_context`, and without them it returns logits.
+Where ranks split the vocabulary, the head returns logits too (`parallel.tensor.vocabulary`).
 
 Legend: B batch, S sequence, T tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.models.parts import at_least_single, soft_cap
+from meshwright.models.step_context import Targets
 from meshwright.models.wide_products import add_product
 
 IGNORED = -100  # a target that is padding
 CHUNK_BYTES = 2**29  # of logits
-
-
-class Targets(NamedTuple):
-    target_BS: torch.Tensor
-    factor: torch.Tensor  # multiplied with the sum of the tokens' losses
-
-
-_targets: ContextVar[Targets | None] = ContextVar("targets", default=None)
-
-
-@contextlib.contextmanager
-def toward(targets: Targets | None) -> Iterator[None]:
-    """Inside this context, a head computes the loss against these targets (None: it returns logits)."""
-    token = _targets.set(targets)
-    try:
-        yield
-    finally:
-        _targets.reset(token)
-
-
-def current_targets() -> Targets | None:
-    return _targets.get()
 
 
 def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:

@@ -29,10 +29,11 @@ from meshwright.describe.plan_fields import PlanFields
 from meshwright.errors import MeshwrightError
 from meshwright.models.attention import Attention, Geometry
 from meshwright.models.dropout import make_dropout
-from meshwright.models.loss import current_targets, linear_cross_entropy
+from meshwright.models.loss import linear_cross_entropy
 from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.parts import FeedForward, make_norm, soft_cap
+from meshwright.models.step_context import current
 
 ATTENTIONS.provide("gqa", module=Attention)
 ATTENTIONS.provide("mla", module=LatentAttention)
@@ -131,7 +132,7 @@ class Head(nn.Module):
         x_BSH = self.norm(x_BSH)
         if self.scale != 1:  # of the logits: the projection is linear, and this tensor is smaller
             x_BSH = x_BSH * self.scale
-        targets = current_targets() if self.fuses_loss else None  # a compiled head cannot read the context
+        targets = current().targets if self.fuses_loss else None  # a compiled head cannot read the context
         if targets is None:
             logits = self.project(x_BSH)
             return soft_cap(logits, self.softcap) if self.softcap else logits

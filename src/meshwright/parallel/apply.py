@@ -21,7 +21,7 @@ The result, `Parallel`, has what a training step needs: run the micro-batches, c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -39,9 +39,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import DrawnWeights, Weights, build, width_of_output
-from meshwright.models.documents import within_documents
-from meshwright.models.dropout import Moment, drawing
-from meshwright.models.loss import Targets, toward
+from meshwright.models.step_context import StepSamples, Targets, within
 from meshwright.parallel import exchange
 from meshwright.parallel.compile import Compilation, compile_stage, plan_compilation
 from meshwright.parallel.data import reduction, zero
@@ -77,7 +75,7 @@ class Parallel:
     scale: float = 1.0  # the loss scale: every loss is multiplied by it
     dtype: torch.dtype = torch.float32  # of forward and backward
     seed: int = 0
-    moment: Moment | None = None  # the step, and this rank's samples of its global batch
+    moment: StepSamples | None = None  # the step, and this rank's samples of its global batch
     documents_BS: torch.Tensor | None = (
         None  # the document of each token of these samples; None: attention is not limited
     )
@@ -141,7 +139,7 @@ class Parallel:
 
     def begin_step(self, step: int, samples: Sequence[int], documents_BS: torch.Tensor | None = None) -> None:
         """Set the inputs of dropout and attention masks: the samples of this step, and the documents of their tokens."""
-        self.moment, self.documents_BS = Moment(self.seed, step, samples), documents_BS
+        self.moment, self.documents_BS = StepSamples(self.seed, step, samples), documents_BS
         self.quantise_weights()
 
     def quantise_weights(self) -> None:
@@ -153,15 +151,15 @@ class Parallel:
     def microbatch_scope(self, microbatch: int) -> AbstractContextManager[Any]:
         """A context in which dropout draws for the samples of this micro-batch, and attention stays in their documents."""
         rows = slice(microbatch * self.plan.microbatch, (microbatch + 1) * self.plan.microbatch)
-        scope = ExitStack()
+        values: dict[str, Any] = {}
         if self.moment is not None:
-            scope.enter_context(drawing(replace(self.moment, samples=self.moment.samples[rows])))
+            values["samples"] = replace(self.moment, samples=self.moment.samples[rows])
         if self.documents_BS is not None:
-            scope.enter_context(within_documents(self.documents_BS[rows]))
+            values["documents_BS"] = self.documents_BS[rows]
         if self.fuses_loss and self.targets is not None:
             factor = torch.as_tensor(1.0 / self.tokens, device=self.mesh.device)
-            scope.enter_context(toward(Targets(self.targets[rows], factor)))
-        return scope
+            values["targets"] = Targets(self.targets[rows], factor)
+        return within(**values)
 
     def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output if self.fuses_loss else self.loss(output, target) / self.tokens

@@ -20,9 +20,8 @@ ranks of the machine. Between layers there is little to fuse.
 So `apply` compiles after the strategies that change a layer from the inside, and before those that wrap it. (torch recommends recompute
 before compile, because torch's checkpoint is traced into the graph. Ours is not: it also serves split backwards.)
 
-**Context variables** (the step for dropout, the documents, whether gathered tensors are kept) cannot be read in a graph. A part that needs
-one has a method `hold`, which the block calls before its graph: it stores the value in an attribute, which the graph takes as an
-input.
+**The step's context** (`models.step_context`: samples for dropout, documents, whether gathered tensors are kept) cannot be read in a graph. A
+part that needs it has a method `hold`, which the block calls before its graph: it keeps the value in an attribute, an input of the graph.
 
 **What is not compiled**, with the reason in `Compilation.notes`: stages of split-backward schedules (torch computes the gradients of inputs
 and weights separately there, and a compiled graph has one backward), the dispatch of experts (its sizes are known only when the tokens

@@ -29,7 +29,6 @@ import contextvars
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -39,14 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor.regather import keep_gathered
-
-_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
-
-
-def is_recomputing() -> bool:
-    """Whether the code that runs now is a recomputed forward."""
-    return _recomputing.get()
+from meshwright.models.step_context import within
 
 
 class _AllFilled(Exception):
@@ -117,7 +109,7 @@ class _Call:
         return self.values[handle]
 
     def forward(self, args: tuple) -> Any:
-        with saved_tensors_hooks(self.pack, self.unpack), keep_gathered():
+        with saved_tensors_hooks(self.pack, self.unpack), within(keeps_gathered=True):
             return self.function(*args)
 
     def rerun(self) -> None:
@@ -145,8 +137,8 @@ class _Call:
 
         buffers = [(b, b.clone()) for b in self.module.buffers()] if self.module is not None else []
         cuda = [self.device] if self.device.type == "cuda" else []
-        token = _recomputing.set(True)
-        with torch.random.fork_rng(devices=cuda), torch.enable_grad(), keep_gathered():
+        scope = within(recomputing=True, keeps_gathered=True)
+        with torch.random.fork_rng(devices=cuda), torch.enable_grad(), scope:
             torch.set_rng_state(self.random[0])
             if self.random[1] is not None:
                 torch.cuda.set_rng_state(self.random[1], self.device)
@@ -156,8 +148,6 @@ class _Call:
                         self.function(*args)
                 except _AllFilled:
                     pass
-                finally:
-                    _recomputing.reset(token)
         for buffer, before in buffers:
             buffer.copy_(before)
 

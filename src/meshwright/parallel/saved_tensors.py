@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.models.step_context import current, within
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -29,39 +30,21 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-_gathered: ContextVar[int] = ContextVar("gathered", default=-1)  # the address of the tensor that `regather` replaces
-_outside: ContextVar[tuple[Pack, Unpack]] = ContextVar("outside", default=(without_history, without_history))
-
-
-@contextlib.contextmanager
-def saving_share_of(whole: torch.Tensor) -> Iterator[None]:
-    """A context whose hooks save this rank's share in place of the gathered tensor."""
-    token = _gathered.set(whole.untyped_storage().data_ptr())
-    try:
-        yield
-    finally:
-        _gathered.reset(token)
-
-
 def is_saved_as_share(tensor: torch.Tensor) -> bool:
     """Whether saving this tensor for backward saves a share of it only: cheaper than saving anything that was computed from it. In a
     compiled graph the compiler decides what is saved."""
     if torch.compiler.is_compiling():
         return False
-    return tensor.untyped_storage().data_ptr() == _gathered.get()
+    return tensor.untyped_storage().data_ptr() == current().saved_as_share
 
 
 def outside() -> tuple[Pack, Unpack]:
     """The hooks set by the enclosing `keeping`: inner hooks call them."""
-    return _outside.get()
+    return current().saving or (without_history, without_history)
 
 
 @contextlib.contextmanager
 def keeping(pack: Pack, unpack: Unpack) -> Iterator[None]:
     """Apply these hooks to tensors saved within this context, and to those that inner hooks pass on."""
-    token = _outside.set((pack, unpack))
-    try:
-        with saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        _outside.reset(token)
+    with within(saving=(pack, unpack)), saved_tensors_hooks(pack, unpack):
+        yield

@@ -39,7 +39,8 @@ from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.lower.rank import Routed
 from meshwright.models.moe import Dispatch, LocalDispatch, MixtureOfExperts, routed_experts
-from meshwright.parallel import exchange, recompute
+from meshwright.models.step_context import current
+from meshwright.parallel import exchange
 from meshwright.parallel.context.token_order import token_order
 from meshwright.parallel.mesh import Mesh
 
@@ -216,7 +217,7 @@ class ParallelPlacement:
         return incoming if self.etp is None else exchange.all_gather(incoming, self.etp, 0)
 
     def count(self, rows: Routed, crossing: float) -> None:
-        self.dispatches.append(Dispatched(rows, crossing, recompute.is_recomputing()))
+        self.dispatches.append(Dispatched(rows, crossing, current().recomputing))
 
     def end_step(self) -> None:
         if self.dispatches:

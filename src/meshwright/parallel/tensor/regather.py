@@ -6,7 +6,7 @@ at the price of one more all-gather in backward. Several products save the same 
 for all of them.
 
 Where a whole layer is recomputed in backward (`recompute`), the recomputed forward gathers the input and it is still
-there when it is needed: `keep_gathered` switches the regathering off. Hooks around the layer (`offload`) receive the
+there when it is needed: `keeps_gathered` of the `step_context` switches the regathering off. Hooks around the layer (`offload`) receive the
 share, and everything else the region saves.
 
 In a compiled graph there are no hooks: there the gather is marked as a part that backward computes again (`torch.utils.checkpoint`,
@@ -17,31 +17,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
+from meshwright.models.step_context import current, within
 from meshwright.parallel import exchange
-from meshwright.parallel.saved_tensors import outside, saving_share_of
-
-_keeps_gathered: ContextVar[bool] = ContextVar("keeps_gathered", default=False)
-
-
-@contextlib.contextmanager
-def keep_gathered() -> Iterator[None]:
-    """A context in which `regather` leaves saved tensors as they are: a recomputed forward needs no second gather."""
-    token = _keeps_gathered.set(True)
-    try:
-        yield
-    finally:
-        _keeps_gathered.reset(token)
-
-
-def keeps_gathered() -> bool:
-    """Whether `keep_gathered` is in effect."""
-    return _keeps_gathered.get()
+from meshwright.parallel.saved_tensors import outside
 
 
 class GatheredInput:
@@ -77,7 +60,7 @@ class _View(NamedTuple):
 @contextlib.contextmanager
 def regather(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup, dim: int = 1) -> Iterator[None]:
     """A context in which saving `whole` (or a view of it) for backward saves the share instead."""
-    if _keeps_gathered.get():
+    if current().keeps_gathered:
         yield
         return
     gathered = GatheredInput(share, group, dim)
@@ -96,5 +79,5 @@ def regather(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup, dim:
             return saved.of.get().as_strided(saved.size, saved.stride, saved.offset)
         return outer_unpack(saved)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), saving_share_of(whole):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), within(saved_as_share=address):
         yield

@@ -18,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.describe.sharding import even_range
 from meshwright.errors import MeshwrightError
+from meshwright.models.step_context import current
 from meshwright.parallel import exchange
 from meshwright.parallel.tensor.attention import split_attention
 from meshwright.parallel.tensor.cuts import Split
 from meshwright.parallel.tensor.cutting import cut_fused, divide_counts, neighbours, set_width, shard_parameters
 from meshwright.parallel.tensor.plain import check_plain, is_transposed, output_dim, product
-from meshwright.parallel.tensor.regather import keeps_gathered, regather
+from meshwright.parallel.tensor.regather import regather
 from meshwright.parallel.tensor.vocabulary import embed
 
 FEATURES = -1
@@ -72,11 +73,11 @@ def _region(done: Split, name: str, part: Any) -> None:
             return call(whole)
 
     def hold(x: torch.Tensor) -> None:
-        part.held_gathered = keeps_gathered()
+        part.held_gathered = current().keeps_gathered
 
     part.forward = gathered if done.sequence else copied
     if done.sequence:
-        part.hold = hold  # called before a compiled graph, which cannot read the context variable
+        part.hold = hold  # called before a compiled graph
 
 
 def _enter(done: Split, name: str, part: Any) -> None:

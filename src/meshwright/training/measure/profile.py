@@ -31,8 +31,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.describe.run_folder import PROFILE
 from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.models.step_context import current
 from meshwright.parallel.pipeline import Stage
-from meshwright.parallel.recompute import is_recomputing
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook, Interval, StepRecord, TracedStep
 from meshwright.training.loop import Trainer
@@ -154,7 +154,7 @@ class StepTracer(Hook):
 
         def after(_: Any, __: Any, output: Any) -> None:
             start, action = starts.pop(), len(self._actions) - 1
-            if is_recomputing() or action < 0 or self._actions[action][0] != "F":
+            if current().recomputing or action < 0 or self._actions[action][0] != "F":
                 return
             self._forward.append((block, action, start, self.clock.mark()))
             if isinstance(output, torch.Tensor) and output.requires_grad:
