@@ -20,6 +20,8 @@ from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import SCHEDULES, Schedule
 from meshwright.errors import MeshwrightError
+from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.write import settings_of
 from meshwright.programs.pipelines import build, check, in_flight, makespan, program_of, walk
 from meshwright.programs.pipelines.program import looped
 
@@ -183,7 +185,7 @@ def test_every_compression_of_ours_has_every_part():
 
 
 TEMPERED = Path(__file__).parents[1] / "plugins" / "tempered.py"  # an attention kind and an optimizer in one file
-REGISTRIES = (ATTENTIONS, OPTIMIZERS, SCHEDULES, COMPRESSIONS, ACTIVATIONS)
+REGISTRIES = (FRAMEWORKS, ATTENTIONS, OPTIMIZERS, SCHEDULES, COMPRESSIONS, ACTIVATIONS)
 SMALL = """
 [model]
 name = "small"
@@ -308,13 +310,15 @@ def test_an_optimizer_of_a_plug_in_costs_what_its_states_cost(loads_plugins, cap
 def test_every_variant_of_ours_has_its_torch_part_or_is_for_planning_only():
     import meshwright.models.transformer
     import meshwright.proof.emulation.update
-    import meshwright.training.optimizer.make  # noqa: F401
+    import meshwright.training.optimizer.make
+    import meshwright.view.launch_files  # noqa: F401
 
     planning = {name for name, kind in ATTENTIONS.items() if kind.planning_only}
     assert set(ATTENTIONS.having("block", "check", "key_width", "rotated", "lower")) == set(ATTENTIONS)
     assert set(ATTENTIONS.having("module", "small")) == set(ATTENTIONS) - planning
     assert set(OPTIMIZERS.having("make", "replay")) == set(OPTIMIZERS)
     assert set(ACTIVATIONS.having("function")) == set(ACTIVATIONS)
+    assert set(FRAMEWORKS.having("program")) == set(FRAMEWORKS)
 
 
 @pytest.mark.parametrize(
@@ -341,6 +345,28 @@ def test_plugins_that_are_no_list_are_refused(loads_plugins, tmp_path):
     path.write_text('plugins = "mine.py"\nmodel = "gpt2-small"\n')
     with pytest.raises(MeshwrightError, match="MW-VARI-003: plugins is not a list of files"):
         load(path)
+
+
+def test_a_framework_of_a_plug_in_is_planned_for_written_and_started(loads_plugins, tmp_path, capsys):
+    settings = tmp_path / "settings.toml"
+    plugin = ("--plugin", str(TEMPERED.with_name("trainkit.py")))
+    asked = ("gpt2-small", "--cluster", "dgx-h100", "--gpus", "8", "--batch", "64", "--seq", "1024")
+    run(capsys, "plan", *asked, "--for", "trainkit", "--write", str(settings), *plugin)
+    assert tomllib.loads(settings.read_text())["mesh"]["data"] == 8
+    assert "Trainkit" in run(capsys, "estimate", str(settings), "--cluster", "dgx-h100", "--gpus", "8")
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        'model = "gpt2-small"\n[cluster]\nextends = "dgx-h100"\n[workload]\nbatch = 64\nseq = 1024\n[plan]\nreplicate = 4\ntp = 2\n'
+    )
+    launch = ("launch", str(path), "--for", "trainkit", "--torchrun", "--out", "-")
+    assert "words=(-m trainkit --config" in run(capsys, *launch)
+    FRAMEWORKS.provide("trainkit", program=None)
+    assert "MW-VARI-001: the framework 'trainkit' has no part 'program'" in run(capsys, *launch, code=2)
+
+
+def test_settings_of_a_framework_say_that_it_lacks_an_attention_kind(tempered):
+    config = load(tempered, ["cluster=dgx-h100", "cluster.gpus=2"])
+    assert settings_of(config, FRAMEWORKS["nanotron"]).inexpressible["model.attention"] == ("tempered", "gqa")
 
 
 def test_an_option_that_an_attention_kind_lacks_is_refused(tempered):

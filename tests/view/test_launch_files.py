@@ -29,7 +29,8 @@ from meshwright.interop.shapes import shape_of
 from meshwright.interop.write import settings_of
 from meshwright.version import WHEEL
 from meshwright.view.launch_files import LAUNCHERS
-from meshwright.view.launch_files.frameworks import PROGRAMS, TORCHTITAN_MODELS
+from meshwright.view.launch_files import job as job_file
+from meshwright.view.launch_files.frameworks import TORCHTITAN_MODELS
 from meshwright.view.launch_files.job import Job, make_job
 from meshwright.view.launch_files.megatron import model_words
 from meshwright.view.launch_files.program import Program
@@ -49,8 +50,12 @@ def other_framework(config, plan, folder, save_every) -> Program:
 
 @pytest.fixture
 def framework(monkeypatch) -> str:
-    monkeypatch.setitem(PROGRAMS, "other", other_framework)
-    return "other"
+    """A framework whose command has words that a shell must not split."""
+    monkeypatch.setitem(
+        FRAMEWORKS._variants, "megatron-lm", replace(FRAMEWORKS["megatron-lm"], program=other_framework)
+    )
+    monkeypatch.setattr(job_file, "for_framework", lambda config, name: config)
+    return "megatron-lm"
 
 
 def check_shell(script: str) -> None:
@@ -360,7 +365,7 @@ def words_of(job: Job) -> list[str]:
 def test_a_launch_file_holds_the_settings_of_the_plan(name, tmp_path) -> None:
     """Run the part of the script that writes the settings, read them back with the reader of the framework, and compare the plan."""
     job = job_of(LARGE, *CHANGES[name], framework=name, folder=str(tmp_path / "it's a run"))
-    assert set(PROGRAMS) == {"meshwright", *CHANGES}
+    assert set(FRAMEWORKS.having("program")) == set(FRAMEWORKS) == set(CHANGES)
     framework, words = FRAMEWORKS[name], words_of(job)
     if job.program.file:
         settings, _ = parse(Path(job.folder, job.program.file))

@@ -37,6 +37,7 @@ class Attention:
     options: Mapping[str, float] = field(default_factory=dict)  # keys of [model.attention_options], and their defaults
     heads_in: str = "attention"  # the module of a layer whose matrices are cut by heads: tensor parallelism begins here
     not_trained: tuple[str, ...] = ()  # flags of [model] that its module does not compute
+    frameworks: tuple[str, ...] = ()  # other frameworks that have it; "*": all whose models have it
     planning_only: bool = False  # has no module: `train` and `verify` refuse it
     block: Callable[..., Any] | None = None
     check: Callable[..., None] | None = None  # none: it accepts all values
@@ -76,6 +77,7 @@ ATTENTIONS: Registry[Attention] = Registry(
         "groups of queries share a key and a value; multi-head and multi-query attention are its ends",
         ("kv_heads", "head_dim"),
         ("attention", "query"),
+        frameworks=("*",),
         key_width=lambda m: m.head_width,
         rotated=lambda m: m.rope_dim or m.head_width,
         summary=lambda m: f" ({m.kv_groups} KV)" if m.kv_groups != m.heads else "",
@@ -86,6 +88,7 @@ ATTENTIONS: Registry[Attention] = Registry(
         "multi-head latent attention (DeepSeek-V2): keys and values of all heads from one small vector of each token",
         ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "latent_norm_epsilon"),
         heads_in="attention.heads",
+        frameworks=("*",),
         not_trained=("qk_norm", "sinks"),
         key_width=lambda m: m.nope_dim + m.rope_dim,
         rotated=lambda m: m.rope_dim,
@@ -97,6 +100,7 @@ ATTENTIONS: Registry[Attention] = Registry(
         "compressed attention (DeepSeek-V4): one KV head, and distant positions pooled into one (`describe.compressed`)",
         ("q_rank", "head_dim", "window", "compressed"),
         ("window", "selected", "compressed"),
+        frameworks=("*",),
         planning_only=True,
         key_width=lambda m: m.head_width,
         rotated=lambda m: m.rope_dim or m.head_width,

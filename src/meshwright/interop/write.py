@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.config import Config
 from meshwright.describe.files import write_text
 from meshwright.describe.framework_stages import in_framework
@@ -60,7 +61,7 @@ def settings_of(config: Config, framework: Framework, form: Form | None = None) 
 
 
 def difference(config: Config, framework: Framework, settings: Settings) -> dict[str, tuple[Any, Any]]:
-    """Fields of plan and workload that another value is read back for: ours and the one read."""
+    """Fields that another value is read back for: ours and the one read; an attention kind that the framework does not have."""
     back = understand(framework, settings, gpus=config.plan.world, model=config.model.name, shape=None)
     stages = in_framework(config.plan, config.model, config.stack).stage_layers(config.model.layers)
     out: dict[str, tuple[Any, Any]] = {}
@@ -75,6 +76,9 @@ def difference(config: Config, framework: Framework, settings: Settings) -> dict
                 and not _same(name, config, b)
             ):
                 out[f"{section}.{name}"] = (a, b)
+    kind = ATTENTIONS[config.model.attention]
+    if config.model.kind == "transformer" and not {"*", framework.name} & set(kind.frameworks):
+        out["model.attention"] = (kind.name, "gqa")
     return out | switch_differences(config, back.plan, back.stack)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 
+from meshwright.describe.variants import Registry
 from meshwright.errors import unknown
 from meshwright.interop.frameworks.accelerate import ACCELERATE
 from meshwright.interop.frameworks.automodel import AUTOMODEL
@@ -18,10 +20,13 @@ from meshwright.interop.frameworks.olmo_core import OLMO_CORE
 from meshwright.interop.frameworks.read_only import GPT_NEOX, LLAMA_FACTORY, PICOTRON, TORCHTUNE
 from meshwright.interop.frameworks.torchtitan import TORCHTITAN
 
-WRITTEN = (TORCHTITAN, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE)  # read and written
-READ = (TORCHTUNE, LLAMA_FACTORY, PICOTRON, GPT_NEOX, OLMO_CORE, LEVANTER)  # read only
-FRAMEWORKS: dict[str, Framework] = {f.name: f for f in WRITTEN}
-READABLE: dict[str, Framework] = {f.name: f for f in (*WRITTEN, *READ)}
+FRAMEWORKS: Registry[Framework] = Registry(  # whose settings are read and written
+    "framework", TORCHTITAN, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE
+)
+READ_ONLY: Registry[Framework] = Registry(
+    "framework", TORCHTUNE, LLAMA_FACTORY, PICOTRON, GPT_NEOX, OLMO_CORE, LEVANTER
+)
+READABLE: Mapping[str, Framework] = ChainMap(READ_ONLY, FRAMEWORKS)  # type: ignore[arg-type]
 
 
 def framework_named(name: str, also: Sequence[str] = ()) -> Framework:

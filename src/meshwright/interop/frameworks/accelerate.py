@@ -71,4 +71,5 @@ ACCELERATE = Framework(
     form="yaml",
     table=TABLE,
     comment="accelerate settings: `accelerate launch --config_file FILE`",
+    left_to_script=("workload.batch", "workload.seq", "workload.optimizer", "plan.microbatch"),
 )

@@ -141,4 +141,5 @@ AUTOMODEL = Framework(
     torch_pipeline=True,
     names=("NeMo Automodel", "NeMo-Automodel"),
     comment="NeMo Automodel settings: the sections that follow from the plan",
+    package="nemo-automodel",
 )

@@ -151,5 +151,5 @@ DEEPSPEED = Framework(
     table=TABLE,
     names=("Megatron-DeepSpeed",),
     flag_prefix="",
-    comment="",
+    left_to_script=("workload.seq", "plan.recompute", "plan.reshard"),
 )

@@ -1,10 +1,13 @@
-"""What the commands need to know of a framework: its names, its table of keys, its training stack and the form of its files."""
+"""What the commands need to know of a framework: its names, its table of keys, its training stack and the form of its files.
+
+The part `program`, the command that starts it, is joined by name in `view.launch_files.frameworks`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.interop.keys import Table
 
@@ -38,6 +41,11 @@ class Framework:
         ""  # pattern of the paths of recipes whose number of GPUs is the smallest that their degrees allow
     )
     comment: str = ""  # the first line of a written file
+    package: str = ""  # what pip installs; "": its name
+    left_to_script: tuple[str, ...] = ()  # fields of a plan that its settings leave to the training script
+    program: Callable[..., Any] | None = (
+        None  # of a plan, the paths of plan file and run folder, and the steps between checkpoints (`view.launch_files`)
+    )
 
     def names_least_gpus(self, path: str) -> bool:
         """Whether the number of GPUs of a recipe at this path of the framework's repository is the smallest that its degrees allow."""

@@ -72,4 +72,5 @@ NANOTRON = Framework(
     form="yaml",
     table=TABLE,
     comment="nanotron settings: the sections that follow from the plan",
+    package="git+https://github.com/huggingface/nanotron",
 )

@@ -3,7 +3,7 @@
     job.py          what every launcher needs to know: nodes, ranks per node, run folder, restarts, and the program to start
     program.py      the command line that trains, and that of our trainer
     agent.py        the command that starts the ranks of a host: torchrun, or accelerate's
-    frameworks.py   those of other frameworks (`PROGRAMS`), with their settings; megatron.py has the flags of Megatron-LM
+    frameworks.py   those of other frameworks, with their settings; megatron.py has the flags of Megatron-LM
     slurm.py  kubernetes.py  skypilot.py  torchrun.py  ray_train.py      one function each: Job → text of the file
 
 A launcher only starts processes: rendezvous, sharding and checkpoints are the trainer's. So each file answers three questions: where do

@@ -15,7 +15,6 @@ settings with a comment. Data, tokenizer and, for some, the model are not part o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -44,11 +43,6 @@ BRIDGE_RECIPES = {
 }  # fmt: skip
 # Settings of the plan's file that state the shape of the model, which a recipe of Megatron-Bridge has already.
 BRIDGE_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
-# Fields that a framework's settings leave to the training script or to its own data and model sections.
-SCRIPT_FIELDS: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("workload.seq", "plan.recompute", "plan.reshard"),
-    "accelerate": ("workload.batch", "workload.seq", "workload.optimizer", "plan.microbatch"),
-}
 
 
 def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> Program:
@@ -209,9 +203,6 @@ def override(value: object) -> str:
 
 
 # What pip installs, where it is not the framework's name.
-PACKAGES = {"automodel": "nemo-automodel", "nanotron": "git+https://github.com/huggingface/nanotron"}
-
-
 def with_file(
     framework: Framework,
     config: Config,
@@ -222,36 +213,39 @@ def with_file(
 ) -> Program:
     """A program that reads a settings file in the run folder: the settings of the plan, then `more`."""
     settings = settings_of(config, framework).settings | more
-    package = PACKAGES.get(framework.name, framework.name)
+    package = framework.package or framework.name
     file = f"settings.{framework.form}"
     text = text_of(settings, framework, framework.form, {})
     return Program(framework.name, (*words, f"{folder}/{file}"), file=file, settings=text, notes=notes, install=package)
 
 
-# By the name of a framework: (plan, path of the plan file, run folder, steps between checkpoints) → its program.
-PROGRAMS: dict[str, Callable[[Config, str, str, int], Program]] = {
-    OURS: our_program,
-    "megatron-lm": megatron.program,
-    "torchtitan": torchtitan,
-    "deepspeed": deepspeed,
-    "nanotron": nanotron,
-    "automodel": automodel,
-    "axolotl": axolotl,
-    "accelerate": accelerate,
-    "megatron-bridge": megatron_bridge,
-}
+FRAMEWORKS.provide("megatron-lm", program=megatron.program)
+FRAMEWORKS.provide("torchtitan", program=torchtitan)
+FRAMEWORKS.provide("deepspeed", program=deepspeed)
+FRAMEWORKS.provide("nanotron", program=nanotron)
+FRAMEWORKS.provide("automodel", program=automodel)
+FRAMEWORKS.provide("axolotl", program=axolotl)
+FRAMEWORKS.provide("accelerate", program=accelerate)
+FRAMEWORKS.provide("megatron-bridge", program=megatron_bridge)
+
+
+def program_of(framework: str, config: Config, plan: str, folder: str, save_every: int) -> Program:
+    """The command that trains a plan with a framework, or with our trainer."""
+    make = our_program if framework == OURS else FRAMEWORKS.part(framework, "program")
+    program: Program = make(config, plan, folder, save_every)
+    return program
 
 
 def framework_of(config: Config, name: str) -> str:
-    """The name in `PROGRAMS` of a framework; without a name, that of the plan's stack if it has one, else our trainer."""
+    """The name of a framework; without a name, that of the plan's stack if it has one that we can start, else our trainer."""
     if not name:
         by_stack = {framework.stack: framework.name for framework in FRAMEWORKS.values()}
         own = by_stack.get(config.stack.name, OURS)
-        return own if own in PROGRAMS else OURS
-    found = find(name)
-    known = found.name if found is not None else name
-    if known not in PROGRAMS:
-        raise unknown("MW-LAUNCH-002", "framework", name, PROGRAMS, "--for {}")
+        return own if own in FRAMEWORKS.having("program") else OURS
+    framework = find(name)
+    known = framework.name if framework is not None else name
+    if known not in (OURS, *FRAMEWORKS):
+        raise unknown("MW-LAUNCH-002", "framework", name, [OURS, *FRAMEWORKS.having("program")], "--for {}")
     return known
 
 
@@ -263,8 +257,8 @@ def for_framework(config: Config, name: str) -> Config:
     if config.stack.name != framework.stack:
         config = replace(config, stack=catalog.load("stacks", framework.stack))
     legality.check(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
-    left = SCRIPT_FIELDS.get(name, ())
-    lost = {field: pair for field, pair in settings_of(config, framework).inexpressible.items() if field not in left}
+    inexpressible = settings_of(config, framework).inexpressible
+    lost = {field: pair for field, pair in inexpressible.items() if field not in framework.left_to_script}
     if lost:
         shown = ", ".join(f"{field} = {ours} (it would be {theirs})" for field, (ours, theirs) in lost.items())
         raise MeshwrightError(

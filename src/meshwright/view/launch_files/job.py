@@ -13,7 +13,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_seconds
-from meshwright.view.launch_files.frameworks import PROGRAMS, for_framework, framework_of
+from meshwright.view.launch_files.frameworks import for_framework, framework_of, program_of
 from meshwright.view.launch_files.program import Program
 
 MOST_IN_ONE_HOST = 16  # a larger first level is an NVLink domain of many hosts …
@@ -102,7 +102,7 @@ def make_job(
     prediction = predict(config.model, config.cluster, config.plan, config.workload, config.stack)
     nodes, per_node = hosts_of(config, per_node)
     save_every, reason = interval(config, prediction, save_every)
-    program = PROGRAMS[framework](config, plan, folder, save_every)
+    program = program_of(framework, config, plan, folder, save_every)
     if program.is_ours:
         program = replace(program, begin=(*program.begin, *option_words(options)))
     return Job(
