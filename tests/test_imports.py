@@ -11,7 +11,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "meshwright"
 LEVELS = (
     ("units", "errors", "version", "host"), ("describe",), ("programs",), ("lower",), ("cost",), ("calibrate",), ("interop",), ("planner",),
-    ("view",), ("models",), ("comm",), ("parallel",), ("training",), ("proof",), ("api", "doctor"), ("cli", "web"),
+    ("view",), ("models",), ("comm",), ("parallel",), ("training",), ("proof",), ("api", "doctor", "pages"), ("cli", "web"),
 )  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 TORCH_FROM = HEIGHT["models"]
@@ -24,19 +24,59 @@ MODULES = {
 }
 
 
+NOT_IMPORTS = {"files", "getLogger"}  # calls whose text names a folder of data or a logger
+
+
+def module_named(text: str) -> set[str]:
+    """The module that a text names: "meshwright.view.plan", or "meshwright.proof.trace:record"."""
+    name = text.partition(":")[0]
+    return {name} & set(MODULES) - {"meshwright"}
+
+
+def imports_in(code: str, name: str, package: str) -> set[str]:
+    """Every module that some code imports, in functions too: by a statement, or by a text that names one of our modules, as arguments of
+    `import_module`, `__import__` and processes do. Of a name made at run time (f"meshwright.cli.{name}"), the package."""
+    targets: set[str] = set()
+    tree = ast.parse(code)
+    skipped = {
+        id(argument)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", "")) in NOT_IMPORTS
+        for argument in call.args
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                targets |= {alias.name for alias in node.names}
+            case ast.ImportFrom():
+                base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+                base = ".".join(part for part in (base, node.module or "") if part)
+                targets |= {f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names}
+            case ast.Constant(value=str(text)) if id(node) not in skipped:
+                targets |= module_named(text)
+            case ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]):
+                targets |= module_named(text.rpartition(".")[0])
+    return targets - {name}
+
+
 @cache
 def imported(name: str) -> set[str]:
-    """Every module named by an import anywhere in a module, in functions too."""
-    path, found = MODULES[name], set()
+    """Every module that a module imports."""
+    path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
-            base = ".".join(part for part in (base, node.module or "") if part)
-            found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names}
-    return found
+    return imports_in(path.read_text("utf-8"), name, package)
+
+
+def test_imports_by_text_are_seen() -> None:
+    code = '''
+importlib.import_module("meshwright.view.plan").page(1)
+__import__("meshwright.proof.page")
+shown_by = "meshwright.view.estimate:page"
+import_module(f"meshwright.web.{name}")
+files("meshwright.cli")
+'''
+    seen = {"meshwright.view.plan", "meshwright.proof.page", "meshwright.view.estimate", "meshwright.web"}
+    assert imports_in(code, "meshwright.cost.step", "meshwright.cost") == seen
 
 
 # The files of `parallel`, top to bottom: each imports only from its own level or lower ones.

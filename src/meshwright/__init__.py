@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meshwright.describe.shown import Form, Shown
 from meshwright.version import VERSION
 
 if TYPE_CHECKING:
@@ -28,6 +29,15 @@ def __getattr__(name: str) -> Any:
 
     value = globals()[name] = getattr(api, name)
     return value
+
+
+def _show_as(result: Any, form: Form) -> Any:
+    from meshwright import pages
+
+    return pages.show_as(result, form)
+
+
+Shown.show_as = _show_as
 
 
 def __dir__() -> list[str]:

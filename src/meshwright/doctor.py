@@ -44,9 +44,6 @@ class Checkup(Shown):
 
     sections: dict[str, list[Check]]
 
-    shown_by = "meshwright.doctor:page"
-    drawn_by = "meshwright.doctor:html"
-
     def as_dict(self) -> dict[str, Any]:
         return {
             "version": VERSION,
@@ -234,23 +231,4 @@ def page(checkup: Checkup) -> Any:
     ]
     return Group(
         Text(f"meshwright {VERSION}", "bold"), *tables, Text("✓ works   · limited   ✗ does not work here", "dim")
-    )
-
-
-def html(checkup: Checkup) -> str:
-    """The report for a notebook."""
-    from html import escape
-
-    from meshwright.view.plan_html import element, section, table
-
-    return element(
-        *(
-            section(
-                name,
-                table(
-                    ["", "", "found", "fix"], [[escape(x) for x in (c.state, c.what, c.found, c.fix)] for c in checks]
-                ),
-            )
-            for name, checks in checkup.sections.items()
-        )
     )

@@ -16,7 +16,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "first_hour.ipynb"
-VOID = {"i", "rect", "polyline", "br"}
 
 
 class Balanced(HTMLParser):
@@ -78,8 +77,8 @@ def test_the_cells_run_anywhere_and_their_results_show_themselves(monkeypatch, c
     estimate, simulation = results[1], results[3]
     page = estimate._repr_html_()
     assert "Where the step goes" in page
-    assert f"{estimate.prediction.memory_gib:.1f} GiB" in page
-    assert simulation._repr_html_().count("<rect") == len(simulation.walked.walk.program)
+    assert f"{estimate.prediction.memory_gib:.1f} of " in page
+    assert all(f"rank {rank} " in simulation._repr_html_() for rank in range(simulation.walked.walk.program.ranks))
 
 
 @pytest.mark.slow
@@ -92,44 +91,31 @@ def test_the_cells_that_start_ranks_run(monkeypatch, tmp_path) -> None:
         assert len(str(result)) > 200
 
 
-def test_the_pages_of_results_exist() -> None:
-    """Pages are named by text, since they stand above their results."""
+def test_every_result_has_a_page() -> None:
     from importlib import import_module
 
-    from meshwright.describe.shown import Shown, function_of
+    from meshwright.describe.shown import Shown
+    from meshwright.pages import PAGES
 
-    for name in ("doctor", "proof.result", "training.measure.measurement", "api", "cost.estimate"):
+    for name in ("doctor", "proof.result", "training.measure.measurement", "planner.result", "cost.estimate"):
         import_module(f"meshwright.{name}")
-    shown = {cls.__name__ for cls in Shown.__subclasses__()}
-    assert shown >= {"Config", "Estimate", "Simulation", "Proof", "Training", "Checkup"}
-    for cls in Shown.__subclasses__():
-        assert callable(function_of(cls.shown_by))
-        assert callable(function_of(cls.drawn_by))
+    assert {cls.__name__ for cls in Shown.__subclasses__()} == set(PAGES)
+    assert all(callable(import_module(module).page) for module in PAGES.values())
 
 
-def test_a_training_and_a_proof_show_their_numbers() -> None:
-    """The elements of the results that need ranks, with numbers of a made-up run."""
-    from types import SimpleNamespace
+def test_a_page_becomes_an_element() -> None:
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.text import Text
 
-    from meshwright.describe.result import Difference, Measurement
-    from meshwright.view.notebook import proof_html, training_html
+    from meshwright.view.html import as_html
+    from meshwright.view.tables import FittedTable, filled
 
-    m = Measurement(0.2, 0.1, 0.3, loss=[5.0, float("nan"), 2.5], steps=3)
-    p = SimpleNamespace(step_time_s=0.1)
-    parts = SimpleNamespace(model=SimpleNamespace(name="n<no"), plan=SimpleNamespace(title=lambda: "dp 2"))
-    rows = [Difference("step time", "s", 0.1, 0.2), Difference("traffic dp", "bytes", 0.0, 0.0)]
-    page = training_html(SimpleNamespace(measurement=m, prediction=p, config=parts, differences=rows))
-    check_html(page)
-    assert "n&lt;no" in page
-    assert "-50%" in page
-    found = {
-        "passed": False,
-        "plan": "dp 2",
-        "errors": {"fp64": {"loss": None, "parameters": 1e-3}},
-        "collectives_compared": {"equal": 3, "unexplained": 0},
-    }
-    page = proof_html(SimpleNamespace(as_dict=lambda: found))
-    check_html(page)
-    assert "does not train" in page
-    assert "1.0e-03" in page
-    assert "3 equal" in page
+    grid = filled(("part", ">time"), [("n<no", Text("5 s", "bold red"))], title="Where the step goes")
+    html = as_html(Group(Panel(Text("first\nsecond"), title="estimate"), grid, FittedTable(["a", ">b"], [["1<2", "3"]])))
+    check_html(html)
+    assert "<section><h3>estimate</h3><div>first<br/>second</div></section>" in html
+    assert '<th>part</th><th class="n">time</th>' in html
+    assert "<td>n&lt;no</td>" in html
+    assert "font-weight: bold" in html
+    assert "1&lt;2" in html[html.index("<pre>") :]

@@ -470,8 +470,8 @@ def train_all(context: Any, jobs: list[Job]) -> list[Any]:
     """The traces of the jobs on this rank, one after the other. A fault that is injected for one job stays for the next."""
     from torch import distributed
 
-    from meshwright.describe.shown import function_of
     from meshwright.proof.trace import record_one
+    from meshwright.training.launch.rank import function_of
 
     if jobs[0].prepare:
         function_of(jobs[0].prepare)()

@@ -35,6 +35,7 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.op import StepProgram, scalar
 from meshwright.lower.step import step_program
+from meshwright.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,18 @@ class OwnTrainer:
         keys = ("step_time_s", "step_time_low_s", "step_time_high_s", "memory_gib", "fits")
         return {"stack": self.stack} | {key: getattr(self.prediction, key) for key in keys}
 
+    @property
+    def sentence(self) -> str:
+        p = self.prediction
+        if p is None:
+            return f"Meshwright's own trainer does not run this plan: {self.refused}"
+        step, low, high = map(format_seconds, (p.step_time_s, p.step_time_low_s, p.step_time_high_s))
+        return f"on Meshwright's own trainer {step} ({low} to {high}), {p.memory_gib:.1f} GiB: {p.memory_fit}; stack {self.stack}"
+
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Shown):
     """The prediction of one configuration, and what it was computed from."""
-
-    shown_by = "meshwright.view.estimate:page"
-    drawn_by = "meshwright.view.notebook:estimate_html"
 
     model: Model
     cluster: Cluster
@@ -167,8 +173,6 @@ class Estimate(Shown):
 class Simulation(Shown):
     """An estimate and its walked step."""
 
-    shown_by = "meshwright.view.simulate:page"
-    drawn_by = "meshwright.view.notebook:simulation_html"
     estimate: Estimate
     walked: WalkedStep
 

@@ -64,9 +64,6 @@ Part = str | dict[str, Any] | Described
 class Config(Shown):
     """The described objects, and the origin of every value that is not a default (by dotted path)."""
 
-    shown_by = "meshwright.view.config:page"
-    drawn_by = "meshwright.view.notebook:config_html"
-
     model: Model
     cluster: Cluster
     stack: Stack

@@ -1,33 +1,29 @@
-"""Results that show themselves: a page in the terminal, an HTML element with tables and figures in a notebook.
+"""Results that show themselves: a page in the terminal, text in `print`, an HTML element in a notebook.
 
-The pages are in `view`, which is above the results, so the module is imported when a result is shown, by the name in `shown_by`.
+The pages stand above the results, so the results do not import them: `meshwright/__init__.py` sets `Shown.show_as`, which finds the page of
+a result (`meshwright/pages.py`), and every result calls it.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+Form = Literal["page", "text", "html"]
 
 
 class Shown:
-    """A result with a page. `shown_by` is the function that makes the terminal's page, `drawn_by` the one that makes the notebook's."""
+    """A result that has a page."""
 
-    shown_by: ClassVar[str] = ""  # such as "meshwright.view.estimate:page"
-    drawn_by: ClassVar[str] = ""  # such as "meshwright.view.notebook:estimate_html"
+    show_as: ClassVar[Callable[[Any, Form], Any]]
 
     def __rich__(self) -> Any:
-        return function_of(self.shown_by)(self)
+        return type(self).show_as(self, "page")
 
     def __str__(self) -> str:
-        text: str = function_of("meshwright.view.tables:as_text")(self.__rich__())
+        text: str = type(self).show_as(self, "text")
         return text
 
     def _repr_html_(self) -> str:
-        html: str = function_of(self.drawn_by)(self)
+        html: str = type(self).show_as(self, "html")
         return html
-
-
-def function_of(name: str) -> Any:
-    """The function at "module:function"."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)

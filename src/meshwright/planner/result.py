@@ -1,11 +1,11 @@
-"""The result of a search: the winner, leaders, strategies, Pareto front and reasons; a plan file; a page.
+"""The result of a search: the winner, leaders, strategies, Pareto front and reasons; a plan file.
 
 `Result` computes on first use what is not always needed: predictions of leaders, the explanation, the comparison with the user's plan.
 """
 
 from __future__ import annotations
 
-import importlib
+import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.memory_fit import MEMORY_BAND
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
+from meshwright.describe.shown import Shown
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.near_misses import NearMiss, near_misses
@@ -29,6 +30,7 @@ from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.leaders import Ranking
 from meshwright.planner.search.space import Space
 from meshwright.planner.sites import LATENCY, Crossing, crossing
+from meshwright.units import format_seconds
 
 RIVALS = 10  # leaders whose worst cases are compared
 
@@ -73,9 +75,11 @@ class Comparison:
         }
 
 
-@dataclass
-class Result:
+@dataclass(repr=False)
+class Result(Shown):
     """The answer of the planner."""
+
+    __repr__ = Shown.__str__
 
     config: Config  # model, cluster, stack and workload; its plan is the winner
     space: Space
@@ -291,19 +295,41 @@ class Result:
             out["sites"] = asdict(self.crossing) | {"slowdown": self.crossing.slowdown}
         return out
 
-    # Text and HTML. `view` is above the planner, so it is imported by name, and only when needed.
-
-    def __rich__(self) -> Any:
-        return importlib.import_module("meshwright.view.plan").page(self)
-
-    def __str__(self) -> str:
-        return importlib.import_module("meshwright.view.plan").text(self)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return importlib.import_module("meshwright.view.plan_html").fragment(self)
+    # A plan file
 
     def to_toml(self) -> str:
-        """A plan file that every command reads, with the reasons in comments."""
-        return importlib.import_module("meshwright.view.plan_toml").toml(self)
+        """A plan file that every command reads, with the reasons as comments."""
+        opening = "".join(f"# {line}\n" if line else "#\n" for line in self._opening())
+        return f"{opening}\n{commented(self.config.to_toml(), self.explanation.reasons)}"
+
+    def _opening(self) -> list[str]:
+        p, x, own = self.prediction, self.explanation, self.estimate.own_trainer
+        lines = [
+            self.plan.title(),
+            f"By `meshwright plan`: {self.chosen_from}.",
+            f"For {self.runs_in}.",
+            *([f"It is {self.choice}."] if self.choice else []),
+            f"step {format_seconds(p.step_time_s)} ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}), "
+            f"MFU {100 * (p.mfu or 0):.1f}%, memory {why.memory_words(p)}",
+            *([own.sentence] if own else []),
+            f"bound by {x.bound}",
+            f"constants: {x.calibrated}",
+            *(f"assumed: {item}" for item in x.assumed),
+        ]
+        lost = [f"{w.strategy}: " + (f"{100 * w.slower:+.1f}%, " if w.fits else "") + w.words for w in x.why_not[:6]]
+        return [*lines, "", "Why not …", *lost] if lost else lines
+
+
+KEY = re.compile(r"^(\w+) =", re.ASCII)
+COMMENT_COLUMN = 28  # column of the comments, if the line is shorter
+
+
+def commented(text: str, reasons: dict[str, str]) -> str:
+    """The text of a plan file with the reasons as comments after their keys in [plan]."""
+    out, inside = [], False
+    for line in text.splitlines():
+        inside = line.startswith("[plan") if line.startswith("[") else inside
+        key = KEY.match(line)
+        reason = reasons.get(key[1], "") if inside and key else ""
+        out.append(f"{line:<{COMMENT_COLUMN}}  # {reason}" if reason else line)
+    return "\n".join(out) + "\n"

@@ -112,9 +112,6 @@ class CopyProof:
 class Proof(Shown):
     """The proof of a plan: of all its copies, until one fails. The first copy has every axis and every dtype."""
 
-    shown_by = "meshwright.proof.page:page"
-    drawn_by = "meshwright.view.notebook:proof_html"
-
     title: str  # the plan that was asked for
     copies: list[CopyProof]
     seconds: float = 0.0

@@ -14,7 +14,6 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan import Plan
-from meshwright.describe.shown import function_of
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.compile import graph_counts
@@ -27,7 +26,7 @@ from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
 from meshwright.training.data.samples import RandomSamples
 from meshwright.training.hooks import Hook, StepRecord
-from meshwright.training.launch.rank import RankContext
+from meshwright.training.launch.rank import RankContext, function_of
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.observe import Observer
 from meshwright.training.optimizer.groups import role_of

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cost.checkpoint import checkpoint_words
-from meshwright.cost.estimate import Estimate, OwnTrainer
+from meshwright.cost.estimate import Estimate
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe import legality
 from meshwright.describe.result import Prediction
@@ -115,15 +115,7 @@ def header(e: Estimate) -> Panel:
 
 def on_own_trainer(e: Estimate) -> list[Text]:
     """Return the prediction on our own trainer in one line, if the plan names no stack."""
-    return [Text(own_trainer_words(e.own_trainer), "dim")] if e.own_trainer else []
-
-
-def own_trainer_words(own: OwnTrainer) -> str:
-    p = own.prediction
-    if p is None:
-        return f"Meshwright's own trainer does not run this plan: {own.refused}"
-    low, high = format_seconds(p.step_time_low_s), format_seconds(p.step_time_high_s)
-    return f"on Meshwright's own trainer {format_seconds(p.step_time_s)} ({low} to {high}), {p.memory_gib:.1f} GiB: {p.memory_fit}; stack {own.stack}"
+    return [Text(e.own_trainer.sentence, "dim")] if e.own_trainer else []
 
 
 def uncalibrated(e: Estimate) -> list[Text]:

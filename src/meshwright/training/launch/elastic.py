@@ -35,7 +35,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from meshwright.describe.run_folder import rank_log
-from meshwright.describe.shown import function_of
 from meshwright.errors import IO_ERROR
 from meshwright.host import end_with_parent
 from meshwright.training.job import Attempt
@@ -45,6 +44,7 @@ from meshwright.training.launch.rank import (
     INTERNAL_ERROR,
     Failure,
     error_of,
+    function_of,
     read_failures,
     remove_failures,
     root_cause,

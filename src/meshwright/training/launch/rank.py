@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import re
@@ -42,7 +43,6 @@ from typing import Any, NamedTuple
 
 from meshwright.describe import plugins
 from meshwright.describe.run import PORT
-from meshwright.describe.shown import function_of
 from meshwright.errors import MeshwrightError
 from meshwright.host import end_with_parent
 from meshwright.units import counted
@@ -251,6 +251,12 @@ class RankContext:
     world: int
     device: str
     send: Callable[[Any], None]
+
+
+def function_of(name: str) -> Any:
+    """The function at "module:function"."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def main(

@@ -39,9 +39,6 @@ TRAFFIC_COUNTED = "traffic of one step: bytes that our backend sent; on gloo and
 class Training(Shown):
     """The result of a run: its steps, its measurement and its prediction."""
 
-    shown_by = "meshwright.training.page:page"
-    drawn_by = "meshwright.view.notebook:training_html"
-
     config: Config
     steps: list[StepRecord]
     measurement: Measurement

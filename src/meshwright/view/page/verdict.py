@@ -12,7 +12,6 @@ from meshwright.describe.legality.fixes import completed
 from meshwright.programs import pipelines
 from meshwright.programs.pipelines.formulas import bubble_fraction
 from meshwright.units import format_seconds
-from meshwright.view.estimate import own_trainer_words
 from meshwright.view.page.subject import Subject
 
 PIPELINE_TARGET = 0.80
@@ -50,7 +49,7 @@ def data(subject: Subject) -> dict[str, Any]:
         "memory_limit_gib": p.memory_limit_gib,
         "tokens_per_s": p.tokens_per_s,
         "unit": e.model.unit,
-        "own_trainer": own_trainer_words(e.own_trainer) if e.own_trainer else "",
+        "own_trainer": e.own_trainer.sentence if e.own_trainer else "",
         "targets": [{"name": v.name, "share": v.value, "target": v.target, "good": v.good} for v in e.verdicts],
         "training": training(e),
         "pipeline": pipeline,
