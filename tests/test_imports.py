@@ -68,13 +68,13 @@ def imported(name: str) -> set[str]:
 
 
 def test_imports_by_text_are_seen() -> None:
-    code = '''
+    code = """
 importlib.import_module("meshwright.view.plan").page(1)
 __import__("meshwright.proof.page")
 shown_by = "meshwright.view.estimate:page"
 import_module(f"meshwright.web.{name}")
 files("meshwright.cli")
-'''
+"""
     seen = {"meshwright.view.plan", "meshwright.proof.page", "meshwright.view.estimate", "meshwright.web"}
     assert imports_in(code, "meshwright.cost.step", "meshwright.cost") == seen
 

@@ -242,11 +242,18 @@ def test_the_page_of_well_known_runs_has_a_row_for_each(tmp_path, capsys):
         main(["validate", "--headline", "--html", str(path)])
     assert leaving.value.code == 0
     text = path.read_text("utf-8")
-    assert text.count("<tr><td>") == 1 + 12  # one source, twelve runs
-    assert "<td>gpt3-175b-1536-a100</td>" in text
-    assert "median error –" not in text
-    assert ">A</span>headline: median error" in text  # the letter in the legend is the mark in the plot
-    assert text.count(">A<title>") == 12
+    parts = json.loads(text.partition('id="meshwright-data">')[2].partition("</script>")[0])["views"]["sheet"]["data"][
+        "parts"
+    ]
+    chart, sources, runs = parts
+    assert [len(series["points"]) for series in chart["series"]] == [
+        12,
+        0,
+    ]  # one source, and the line of perfect predictions
+    assert [row[0] for row in sources["rows"]] == ["headline", "macro average"]
+    assert sources["rows"][0][5] == sources["rows"][1][5] != "–"  # the median error
+    assert len(runs["rows"]) == 12
+    assert runs["rows"][0][0] == "gpt3-175b-1536-a100"
 
 
 def exit_code(arguments):

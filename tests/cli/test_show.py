@@ -178,9 +178,11 @@ def test_figures_are_self_contained(tmp_path):
 
 
 def test_text_in_a_figure_cannot_end_its_script():
-    from meshwright.view.page.collectives import written
+    from meshwright.view.page.bundle import written_view
 
-    page = written("</title><script>alert(1)</script>", {"operation": "</script><script>alert(1)</script>"})
+    page = written_view(
+        "collectives", "</title><script>alert(1)</script>", {"operation": "</script><script>alert(1)</script>"}
+    )
     assert "<script>alert" not in page
     assert data_in(page) == {"operation": "</script><script>alert(1)</script>"}
 

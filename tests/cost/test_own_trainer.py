@@ -14,7 +14,6 @@ from meshwright.planner.question import ANY_FRAMEWORK, OWN_TRAINER
 from meshwright.programs import pipelines
 from meshwright.training.measure.measurement import predicted
 from meshwright.training.run import make_job
-from meshwright.view.estimate import own_trainer_words
 from meshwright.view.launch_files import job as launch
 
 WORK = {"batch": 16, "seq": 64}
@@ -60,7 +59,7 @@ def test_a_plan_states_the_number_of_its_estimate_and_of_train(tmp_path: Path) -
     assert result.runs_in == ANY_FRAMEWORK
     file = tmp_path / "plan.toml"
     file.write_text(result.to_toml())
-    assert own_trainer_words(own) in file.read_text()
+    assert own.sentence in file.read_text()
     assert own.prediction.step_time_s == api.estimate(plan=file).own_trainer.prediction.step_time_s
     assert own.prediction.step_time_s == trained(api.load(file), tmp_path).watch.prediction.step_time_s
 
@@ -77,7 +76,7 @@ def test_a_plan_that_our_trainer_does_not_run_says_why() -> None:
     config = Config.from_parts("llama3-8b", "dgx-b200", workload={**WORK, "precision": "mxfp8"}, plan={"replicate": 8})
     own = api.estimate(config).own_trainer
     assert own.prediction is None
-    assert "mxfp8" in own_trainer_words(own)
+    assert "mxfp8" in own.sentence
 
 
 def test_plans_for_our_trainer_are_searched_with_its_stack() -> None:

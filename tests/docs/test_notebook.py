@@ -112,7 +112,9 @@ def test_a_page_becomes_an_element() -> None:
     from meshwright.view.tables import FittedTable, filled
 
     grid = filled(("part", ">time"), [("n<no", Text("5 s", "bold red"))], title="Where the step goes")
-    html = as_html(Group(Panel(Text("first\nsecond"), title="estimate"), grid, FittedTable(["a", ">b"], [["1<2", "3"]])))
+    html = as_html(
+        Group(Panel(Text("first\nsecond"), title="estimate"), grid, FittedTable(["a", ">b"], [["1<2", "3"]]))
+    )
     check_html(html)
     assert "<section><h3>estimate</h3><div>first<br/>second</div></section>" in html
     assert '<th>part</th><th class="n">time</th>' in html

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from meshwright.errors import MeshwrightError
 from meshwright.programs.pipelines import Durations, build, walk
+from meshwright.view.page.timeline import schedules_html
 from meshwright.view.pipelines import COLOURS, colour, messages, show_pipelines, unit_of
-from meshwright.view.pipelines_html import pipelines_html
 from meshwright.view.show.pipelines import show, walked_for
 
 
@@ -92,7 +92,7 @@ def data_of(page):
 
 def test_the_page_contains_every_action_and_is_self_contained():
     several = [walk(build(name, 3, 6)) for name in ("1f1b", "zbv")]
-    page = pipelines_html(several, 'a "title" <b>')
+    page = schedules_html(several, 'a "title" <b>')
     assert "<title>a &quot;title&quot; &lt;b&gt;</title>" in page
     assert "default-src 'none'" in page
     assert not re.search(r"""(src|href)\s*=\s*["']?(http|/)|@import|url\(\s*["']?http""", page)

@@ -129,9 +129,9 @@ def finish(result: Any, json_file: str, html: str) -> None:
         result.write(json_file)
     if html:
         from meshwright.describe.files import write_text
-        from meshwright.view.bench_html import document
+        from meshwright.view.page.sheet import bench_sheet
 
-        write_text(html, document(result))
+        write_text(html, bench_sheet(result))
     show(page(result))
     for what, where in (("result", json_file), ("page", html)):
         if where:

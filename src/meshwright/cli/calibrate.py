@@ -99,7 +99,7 @@ def fit_stacks(runs: str, out: str, as_json: bool) -> None:
     from meshwright.calibrate.runs.validate import predict_rows
     from meshwright.cli.output import patient
     from meshwright.describe.files import write_text
-    from meshwright.view import left_out as view
+    from meshwright.view import validate as view
     from meshwright.view.tables import show, show_json
 
     table = accuracy.runs() if runs == "published" else list(rows.read(runs))
@@ -121,7 +121,7 @@ def fit_stacks(runs: str, out: str, as_json: bool) -> None:
             }
         )
         return
-    show(view.table(scores, overall), "", view.bands_table(bands), "", view.stacks_table(found.fit))
+    show(view.unseen_table(scores, overall), "", view.bands_table(bands), "", view.stacks_table(found.fit))
     if out:
         print(f"numbers written to {out}")
 

@@ -57,9 +57,9 @@ def command(
         found = assess(chosen, famous, crashed, progress, unnamed=bool(html or markdown or as_json))
     if html:
         from meshwright.describe.files import write_text
-        from meshwright.view.validate_html import page
+        from meshwright.view.page.sheet import accuracy_sheet
 
-        write_text(html, page(found))
+        write_text(html, accuracy_sheet(found))
     if markdown:
         from meshwright.describe.files import write_text
 

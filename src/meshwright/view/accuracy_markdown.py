@@ -14,8 +14,7 @@ from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_R
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME
 from meshwright.cost.band import base, shares
 from meshwright.view.accuracy_regret import regrets, table
-from meshwright.view.left_out import number_cells, percent
-from meshwright.view.validate import headline_cells
+from meshwright.view.validate import headline_cells, number_cells, percent
 
 INTRODUCTION = """# Accuracy: predictions compared with published runs
 

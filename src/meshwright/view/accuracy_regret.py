@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.calibrate.runs.accuracy import Accuracy
 from meshwright.calibrate.runs.left_out import LeftOut
 from meshwright.calibrate.runs.validate import Choice, Configuration, choices, off_the_line
-from meshwright.view.left_out import percent
+from meshwright.view.validate import percent
 
 UNEXPLAINED = 1.5  # a run that takes this many times its prediction has a cause that the cost model lacks
 MOST_CHOICES = 10  # problems in the table of regrets

@@ -7,9 +7,7 @@ missing chunk. With more than sixteen ranks, or if the table is too wide, each s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -266,13 +264,6 @@ def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None 
     return data
 
 
-def filled_template(name: str, data: Any) -> str:
-    """Return a template with its data; `<` is escaped so that no text in the data can end the script."""
-    template = files("meshwright.view").joinpath("templates", name).read_text("utf-8")
-    encoded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return template.replace("__DATA__", encoded)
-
-
 def slots_of(program: Program, slots: Any) -> list[list[int]]:
     """Return the chunks of each rank."""
     rank, chunk = slots // max(1, program.chunks), slots % max(1, program.chunks)
@@ -294,6 +285,3 @@ def runs(chunks: list[int]) -> str:
 
 def shape(program: Program) -> str:
     return f"{counted(program.ranks, 'rank')}, {counted(program.elements, 'element')} in {counted(program.chunks, 'chunk')}"
-
-
-__all__ = ["as_dict", "comparison_page", "page", "values_page"]

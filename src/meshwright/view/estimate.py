@@ -13,9 +13,9 @@ from meshwright.cost.checkpoint import checkpoint_words
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe import legality
-from meshwright.describe.result import Prediction
 from meshwright.describe.workload import FP8
 from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
+from meshwright.view.tables import titled
 
 BAR = 28
 FILL = {"communication": "▒", "waiting": "░", "compute": "█", "once per step": "▓"}  # readable without colour
@@ -130,24 +130,15 @@ def uncalibrated(e: Estimate) -> list[Text]:
 
 def breakdown(e: Estimate) -> Table:
     p = e.prediction
-    table = Table(title="Where the step goes", title_justify="left", box=None, pad_edge=False, title_style="bold")
-    table.add_column("part")
-    table.add_column("time", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
+    rows: list[tuple[str | Text, ...]] = []
     longest = max(p.exposed_s.values())
     for part, seconds in sorted(p.exposed_s.items(), key=lambda item: -item[1]):
         kind = KIND.get(part, "compute")
         bar = Text(FILL[kind] * max(1, round(BAR * seconds / longest)), style=COLOURS[kind])
-        table.add_row(WORDS.get(part, part), format_seconds(seconds), f"{100 * seconds / p.step_time_s:.1f}%", bar)
-    table.add_row("[bold]step[/]", f"[bold]{format_seconds(p.step_time_s)}[/]", "100%", "")
-    table.caption = legend()
-    table.caption_justify = "left"
-    return table
-
-
-def legend() -> str:
-    return "  ".join(f"[{colour}]{2 * FILL[kind]}[/] {kind}" for kind, colour in COLOURS.items())
+        rows.append((WORDS.get(part, part), format_seconds(seconds), f"{100 * seconds / p.step_time_s:.1f}%", bar))
+    rows.append(("[bold]step[/]", f"[bold]{format_seconds(p.step_time_s)}[/]", "100%", ""))
+    legend = "  ".join(f"[{colour}]{2 * FILL[kind]}[/] {kind}" for kind, colour in COLOURS.items())
+    return titled("Where the step goes", ("part", ">time", ">share", ""), rows, legend)
 
 
 def shown_stages(count: int) -> list[int]:
@@ -161,68 +152,38 @@ def memory(e: Estimate) -> Table:
     unit_name, factor = ("GiB", 1.0) if fullest >= 1 else ("MiB", 1024.0)
     stages = [{part: factor * size for part, size in stage.items()} for stage in e.prediction.memory_by_stage]
     unit = "stage" if e.plan.pp > 1 else ""
-    table = Table(
-        title=f"Memory by {unit or 'part'}, {unit_name}",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        title_style="bold",
-    )
-    table.add_column(unit)
     parts = [p for p in stages[0] if any(s[p] >= 0.005 for s in stages)]
-    for part in parts:
-        table.add_column(SHORT.get(part, part), justify="right")
-    table.add_column("total", justify="right")
-    table.add_column(f"of {factor * limit:,.0f}", justify="left")
+    columns = (unit, *(f">{SHORT.get(part, part)}" for part in parts), ">total", f"of {factor * limit:,.0f}")
+    rows: list[tuple[str | Text, ...]] = []
     for s in shown_stages(len(stages)):
         total = sum(stages[s].values())
         share = total / (factor * limit)
         style = "red" if share > 1 else "yellow" if share > 0.9 else "green"
         bar = Text("█" * min(20, max(1, round(12 * share))), style=style)
-        table.add_row(
-            str(s) if e.plan.pp > 1 else "", *(f"{stages[s][p]:.1f}" for p in parts), f"[{style}]{total:.1f}[/]", bar
-        )
-    return table
+        cells = (f"{stages[s][p]:.1f}" for p in parts)
+        rows.append((str(s) if e.plan.pp > 1 else "", *cells, f"[{style}]{total:.1f}[/]", bar))
+    return titled(f"Memory by {unit or 'part'}, {unit_name}", columns, rows)
 
 
 def traffic(e: Estimate) -> Table:
-    table = Table(
-        title="Traffic, sent per GPU and step", title_justify="left", box=None, pad_edge=False, title_style="bold"
-    )
-    for name, side in (
-        ("axis", "left"),
-        ("degree", "right"),
-        ("bytes", "right"),
-        ("over", "left"),
-        ("exposed", "right"),
-    ):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
-    for row in traffic_rows(e.prediction):
-        table.add_row(*row)
-    return table
-
-
-def traffic_rows(p: Prediction) -> list[tuple[str, str, str, str, str]]:
-    """Axis, degree, bytes, level and exposed time of each row of the traffic table; the time is that of the axis, in its first row."""
-    out, timed = [], set()
+    """Bytes by axis and level; the exposed time is that of the axis, in its first row."""
+    p, rows, timed = e.prediction, [], set()
     for row in p.traffic_by_level:
         axis, exposed = row["axis"], p.exposed_s.get(row["axis"], 0.0)
         # Pipeline messages that do not block only lengthen the fill and drain phases, so their time is part of the bubble.
         hidden = "in bubble" if axis == "pp" else "hidden"
         time = "" if axis in timed else format_seconds(exposed) if exposed > 0 else hidden
-        out.append((axis, str(row["ranks"]), format_decimal_bytes(row["bytes"]), row["level"], time))
+        rows.append((axis, str(row["ranks"]), format_decimal_bytes(row["bytes"]), row["level"], time))
         timed.add(axis)
-    return out
+    return titled("Traffic, sent per GPU and step", ("axis", ">degree", ">bytes", "over", ">exposed"), rows)
 
 
 def verdicts(e: Estimate) -> Table:
-    table = Table(title="Targets", title_justify="left", box=None, pad_edge=False, title_style="bold")
-    for name in ("", "", "", ""):
-        table.add_column(name)
-    for v in e.verdicts:
-        mark = "[green]✓[/]" if v.good else "[yellow]✗[/]"
-        table.add_row(mark, v.name, f"{100 * v.value:.1f}%", f"[dim]{v.target}[/]")
-    return table
+    rows = [
+        ("[green]✓[/]" if v.good else "[yellow]✗[/]", v.name, f"{100 * v.value:.1f}%", f"[dim]{v.target}[/]")
+        for v in e.verdicts
+    ]
+    return titled("Targets", ("", "", "", ""), rows)
 
 
 def notes(e: Estimate) -> Group:

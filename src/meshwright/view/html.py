@@ -10,6 +10,7 @@ from io import StringIO
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.style import Style
 from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME as THEME
 from rich.text import Text
@@ -23,7 +24,8 @@ STYLE = """
 .mw table { border-collapse: collapse; font-variant-numeric: tabular-nums; background: none; color: inherit; font-size: 13px; margin: 0; }
 .mw th { font-weight: 600; border-bottom: 1px solid #8888; } .mw caption { caption-side: bottom; text-align: left; opacity: .7; }
 .mw td, .mw th { padding: 2px 14px 2px 0; vertical-align: top; text-align: left; background: none; }
-.mw td.n, .mw th.n { text-align: right; white-space: nowrap; } .mw pre { font-size: 12px; line-height: 1.25; background: none; color: inherit; overflow-x: auto; }
+.mw td.n, .mw th.n { text-align: right; white-space: nowrap; }
+.mw pre { font-size: 12px; line-height: 1.25; background: none; color: inherit; overflow-x: auto; }
 """
 TERMINAL = {"width": PIPED_WIDTH, "force_terminal": True, "color_system": "truecolor", "highlight": False, "no_color": False}  # fmt: skip
 
@@ -46,22 +48,25 @@ def element(thing: RenderableType) -> str:
     return drawn(thing)
 
 
-def spans(words: RenderableType) -> str:
+def spans(words: RenderableType, style: str | Style = "") -> str:
     """Styled text as spans; a text is read as rich's markup."""
-    text = words if isinstance(words, Text) else Text.from_markup(str(words))
+    text = words.copy() if isinstance(words, Text) else Text.from_markup(str(words))
+    text.stylize_before(text.style)
+    text.stylize_before(style)
     out = []
     for segment in text.render(Console(**TERMINAL)):  # type: ignore[arg-type]
-        style = segment.style.get_html_style(THEME) if segment.style else ""
+        css = segment.style.get_html_style(THEME) if segment.style else ""
         inner = escape(segment.text).replace("\n", "<br/>")
-        out.append(f'<span style="{style}">{inner}</span>' if style else inner)
+        out.append(f'<span style="{css}">{inner}</span>' if css else inner)
     return "".join(out)
 
 
 def table(grid: Table) -> str:
-    sides = [' class="n"' if column.justify == "right" else "" for column in grid.columns]
-
     def row(tag: str, cells: list[RenderableType]) -> str:
-        inner = "".join(f"<{tag}{side}>{spans(cell)}</{tag}>" for side, cell in zip(sides, cells, strict=True))
+        inner = ""
+        for column, cell in zip(grid.columns, cells, strict=True):
+            side = ' class="n"' if column.justify == "right" else ""
+            inner += f"<{tag}{side}>{spans(cell, column.style)}</{tag}>"
         return f"<tr>{inner}</tr>"
 
     names: list[RenderableType] = [column.header for column in grid.columns]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from io import StringIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +19,7 @@ from meshwright.units import counted, format_count, format_seconds
 from meshwright.view import estimate as view
 from meshwright.view import goodput
 from meshwright.view.estimate import on_own_trainer, uncalibrated
-from meshwright.view.tables import PIPED_WIDTH, facts
+from meshwright.view.tables import facts, titled
 
 BAR = 16
 
@@ -46,13 +45,6 @@ def sections(r: Result) -> Iterator[RenderableType]:
         yield front(r)
     yield sensitivities(r.explanation.sensitivities)
     yield notes(r)
-
-
-def text(r: Result) -> str:
-    """Return the page without colours, for `print`."""
-    out = StringIO()
-    Console(file=out, width=PIPED_WIDTH, highlight=False, no_color=True).print(page(r))
-    return out.getvalue()
 
 
 def short(plan: Plan) -> str:
@@ -106,41 +98,23 @@ def searched(r: Result) -> str:
     return f"{r.chosen_from}; {how}"
 
 
-def titled(name: str) -> Table:
-    return Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, show_edge=False)
-
-
 def leaders(r: Result) -> Table:
-    table = titled("Leaders, by simulated step")
-    for name, side in (
-        ("", "right"),
-        ("plan", "left"),
-        ("step", "right"),
-        ("", "right"),
-        ("MFU", "right"),
-        ("GiB", "right"),
-    ):
-        table.add_column(name, justify=side, no_wrap=name != "plan")  # type: ignore[arg-type]
+    rows = []
     best = r.prediction.step_time_s
     for k, ((c, p), tie) in enumerate(zip(r.leaders, r.ties, strict=True), 1):
         style = "bold" if k == 1 else ""
-        table.add_row(
-            str(k),
-            Text(short(c.plan), style),
-            Text(format_seconds(p.step_time_s, 4), style),
-            f"{100 * (p.step_time_s / best - 1):+.1f}%{'≈' if tie and k > 1 else ' '}",
-            f"{100 * (p.mfu or 0):.1f}%",
-            f"{p.memory_gib:.1f}",
-        )
+        slower = f"{100 * (p.step_time_s / best - 1):+.1f}%{'≈' if tie and k > 1 else ' '}"
+        plan, step = Text(short(c.plan), style), Text(format_seconds(p.step_time_s, 4), style)
+        rows.append((str(k), plan, step, slower, f"{100 * (p.mfu or 0):.1f}%", f"{p.memory_gib:.1f}"))
     memory = " to ".join(f"{100 * x - 100:+.0f}%" for x in MEMORY_BAND)
-    table.caption, table.caption_justify = f"{step_bands(r)}, memory {memory}", "left"
+    caption = f"{step_bands(r)}, memory {memory}"
     if any(r.ties[1:]):
-        table.caption += "; ≈: as fast as the first within the accuracy of the model"
+        caption += "; ≈: as fast as the first within the accuracy of the model"
     if r.choice and not r.worst_case:
-        table.caption += (
+        caption += (
             "; of plans within 1% of the fastest, the one with the most free memory and the simplest layout comes first"
         )
-    return table
+    return titled("Leaders, by simulated step", (">", "plan", ">step", ">", ">MFU", ">GiB"), rows, caption)
 
 
 def step_bands(r: Result) -> str:
@@ -165,23 +139,14 @@ def reasons(r: Result) -> Group:
 
 def near_misses(r: Result) -> Table:
     """Return sizes close to the given ones with which training is faster."""
-    table = titled("Near misses: another size is faster")
-    for name, side in (
-        ("", "left"),
-        ("given", "right"),
-        ("better", "right"),
-        ("gain", "right"),
-        ("type", "left"),
-        ("", "left"),
-    ):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    rows = []
     for m in r.near_misses:
         unit = {"GPUs": f"{r.estimate.model.unit}/s per GPU", "sequence": "FLOP/s"}.get(
             m.what, f"{r.estimate.model.unit}/s"
         )
         gain = f"{100 * m.gain:+.1f}% {unit}" if abs(m.gain) >= 5e-4 else "not modelled"
-        table.add_row(m.what, f"{m.given:,}", f"{m.offered:,}", gain, m.setting, Text(m.note, "dim"))
-    return table
+        rows.append((m.what, f"{m.given:,}", f"{m.offered:,}", gain, m.setting, Text(m.note, "dim")))
+    return titled("Near misses: another size is faster", ("", ">given", ">better", ">gain", "type", ""), rows)
 
 
 def training_words(r: Result) -> str:
@@ -206,42 +171,33 @@ def scaling_words(r: Result) -> str:
 
 
 def strategies(r: Result) -> Table:
-    table = titled("Why not …")
-    for name in ("strategy", "its best", "", "what it costs"):
-        table.add_column(
-            name, no_wrap=name in ("strategy", ""), justify="right" if not name else "left", overflow="fold"
-        )
+    rows = []
     for w in r.why_not:
         slower = f"{'' if w.proved else '≤'}{100 * w.slower:+.1f}%" if w.fits else "✗"
-        table.add_row(w.strategy, Text(short(w.plan), "dim"), Text(slower, "" if w.fits else "red"), w.words)
-    if any(not w.proved for w in r.why_not):
-        table.caption, table.caption_justify = (
-            "≤: the best plan found; not proved to be the best of its strategy",
-            "left",
-        )
-    return table
+        rows.append((w.strategy, Text(short(w.plan), "dim"), Text(slower, "" if w.fits else "red"), w.words))
+    unproved = any(not w.proved for w in r.why_not)
+    caption = "≤: the best plan found; not proved to be the best of its strategy" if unproved else ""
+    return titled("Why not …", ("!strategy", "its best", ">", "what it costs"), rows, caption)
 
 
 def front(r: Result) -> Table:
-    table = titled("Step time by free memory")
-    for name, side in (("free", "right"), ("GiB", "right"), ("step", "right"), ("", "right"), ("plan", "left")):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    rows = []
     memory, fastest = r.space.cluster.accelerator.memory, r.ranking.front[0].time
     for c in r.ranking.front:
         free, slower = f"{100 * (1 - c.memory / memory):.0f}%", f"{100 * (c.time / fastest - 1):+.1f}%"
-        table.add_row(free, f"{why.gib(c.memory):.1f}", format_seconds(c.time, 4), slower, Text(short(c.plan), "dim"))
-    return table
+        gib, step = f"{why.gib(c.memory):.1f}", format_seconds(c.time, 4)
+        rows.append((free, gib, step, slower, Text(short(c.plan), "dim")))
+    return titled("Step time by free memory", (">free", ">GiB", ">step", ">", "plan"), rows)
 
 
 def sensitivities(rows: list[Sensitivity]) -> Table:
-    table = titled("What to change first: throughput with 20% less and 20% more")
-    for name, side in (("", "left"), ("−20%", "right"), ("+20%", "right"), ("", "left"), ("", "left")):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    lines = []
     most = max(row.swing for row in rows) or 1.0
     for row in rows:
         cells = ["not possible" if x is None else f"{100 * x:+.1f}%" for x in (row.less, row.more)]
-        table.add_row(row.what, *cells, Text("█" * round(BAR * row.swing / most), "cyan"), Text(row.note, "dim"))
-    return table
+        lines.append((row.what, *cells, Text("█" * round(BAR * row.swing / most), "cyan"), Text(row.note, "dim")))
+    title = "What to change first: throughput with 20% less and 20% more"
+    return titled(title, ("", ">−20%", ">+20%", "", ""), lines)
 
 
 def notes(r: Result) -> Group:
@@ -259,11 +215,8 @@ def comparison(r: Result, c: Comparison, name: str) -> RenderableType:
     if c.user is None:
         return Panel(Text(c.refused, "red"), title=f"{name} is not legal here", title_align="left", border_style="red")
     user, best = c.user.prediction, c.best.prediction
-    table = titled(f"{name} versus the winner")
-    for column, side in (("", "left"), ("yours", "right"), ("winner", "right")):
-        table.add_column(column, justify=side)  # type: ignore[arg-type]
-    for field, (a, b) in c.fields.items():
-        table.add_row(field, show(a), show(b))
+    fields = [(field, show(a), show(b)) for field, (a, b) in c.fields.items()]
+    table = titled(f"{name} versus the winner", ("", ">yours", ">winner"), fields)
     table.add_section()
     table.add_row("step", format_seconds(user.step_time_s, 4), format_seconds(best.step_time_s, 4))
     table.add_row("MFU", f"{100 * (user.mfu or 0):.1f}%", f"{100 * (best.mfu or 0):.1f}%")

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.describe.run_folder import PLAN, PREDICTION, PROFILE, is_inside, is_run, read_json
 from meshwright.errors import MeshwrightError
-from meshwright.view.page.frame import offline_page
+from meshwright.view.page.bundle import written
 from meshwright.view.page.runs import PARTS, run_data, run_entry
 from meshwright.view.timeline import VERSION, both_steps
 from meshwright.view.trace import MICROSECONDS
@@ -27,9 +27,7 @@ def page(folders: Sequence[Path], title: str = "") -> str:
         check_run(folder)
     entries = [{**run_entry(folder), "name": name} for name, folder in zip(names, folders, strict=True)]
     data = {name: {**run_data(folder), "name": name} for name, folder in zip(names, folders, strict=True)}
-    state: dict[str, Any] = {"page": {"view": "runs", "compare": None, "options": {}}}
-    content = {"state": state, "views": {}, "catalog": None, "runs": {"folder": "", "runs": entries}, "run": data}
-    return offline_page(title or TITLE, content, bare=True)
+    return written({}, title or TITLE, "runs", bare=True, runs={"folder": "", "runs": entries}, run=data)
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:

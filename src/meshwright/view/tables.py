@@ -1,6 +1,7 @@
 """Terminal tables in one style: no frames, bold headers, numbers right-aligned, secondary text dim.
 
-The first character of a column name sets its alignment: `"name"` left, `">rate"` right, `"~source"` dim and wrapped.
+The first character of a column name sets its alignment: `"name"` left, `">rate"` right, `"!name"` left and not
+wrapped, `"~source"` dim and wrapped.
 """
 
 from __future__ import annotations
@@ -47,12 +48,30 @@ def table(*columns: str, title: str = "") -> Table:
     """An empty table; the module docstring describes column names."""
     out = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
     for name in columns:
-        if name.startswith(">"):
+        add_column(out, name)
+    return out
+
+
+def add_column(out: Table, name: str) -> None:
+    match name[:1]:
+        case ">":
             out.add_column(name[1:], justify="right", no_wrap=True)
-        elif name.startswith("~"):
+        case "!":
+            out.add_column(name[1:], no_wrap=True)
+        case "~":
             out.add_column(name[1:], style="dim", overflow="fold")
-        else:
+        case _:
             out.add_column(name, overflow="fold")
+
+
+def titled(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], caption: str = "") -> Table:
+    """A table without lines below its title. Cells are `Text`, or texts in rich's markup."""
+    out = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_edge=False)
+    for name in columns:
+        add_column(out, name)
+    for row in rows:
+        out.add_row(*row)
+    out.caption, out.caption_justify = caption or None, "left"
     return out
 
 

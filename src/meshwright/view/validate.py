@@ -1,39 +1,37 @@
-"""The accuracy of predictions as terminal tables: one row per source, and one row per well-known run."""
+"""The accuracy of predictions as terminal tables: by source, of sources that the fit has not seen, of well-known runs; the numbers of stacks."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.calibrate.runs.accuracy import Accuracy
+from meshwright.calibrate.runs.accuracy import Accuracy, Band
+from meshwright.calibrate.runs.left_out import SEEN, SourceScore
+from meshwright.calibrate.runs.stack_fit import NUMBERS, Fit, fields_of
 from meshwright.calibrate.runs.validate import Outcome, Score, by, score
+from meshwright.cost.band import base
+from meshwright.describe.stack import Stack
 from meshwright.units import format_seconds
-from meshwright.view import left_out
-from meshwright.view.left_out import percent
+from meshwright.view.tables import titled
 
-COLUMNS = (
-    *("rows", "refused", "not scored", "bias", "median", "MAPE", "p90", "in band"),
-    *("Spearman", "regret", "memory", "false alarms"),
-)
 MOST_REASONS = 12  # that are shown
-HEADLINE_COLUMNS = ("run", "plan", "measured", "predicted", "band", "error")
 
 
-def cells(s: Score) -> list[str]:
-    """The figures of one source as text, in the order of `COLUMNS`."""
-    rho = "–" if s.spearman is None else f"{s.spearman:.2f}"
-    shares = (s.median, s.mape, s.p90, s.inside_band)
-    counts = [str(s.rows), str(s.refused), str(s.not_scored)]
-    return [
-        *counts,
-        percent(s.bias, True),
-        *map(percent, shares),
-        rho,
-        *map(percent, (s.regret, s.memory_median, s.false_alarms)),
-    ]
+def percent(value: float | None, signed: bool = False) -> str:
+    """A percentage; "–" if there is none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{100 * value:+.1f}%" if signed else f"{100 * value:.1f}%"
+
+
+def bold(cells: list[str]) -> list[str]:
+    return [f"[bold]{cell}[/]" for cell in cells]
 
 
 def page(found: Accuracy, columns: list[str], title: str) -> list[RenderableType]:
@@ -45,7 +43,7 @@ def page(found: Accuracy, columns: list[str], title: str) -> list[RenderableType
         )
         parts += [table(scores, found.overall, title), refusals(found.outcomes)]
     if found.unseen:
-        parts += ["", left_out.table(found.unseen, found.unseen_overall), "", left_out.bands_table(found.bands)]
+        parts += ["", unseen_table(found.unseen, found.unseen_overall), "", bands_table(found.bands)]
         if found.unnamed is None:
             parts.append(Text("typical (a stack that is not in the catalog): with --json, --html or --markdown", "dim"))
     if "recall_failed" in found.overall:
@@ -60,26 +58,24 @@ def page(found: Accuracy, columns: list[str], title: str) -> list[RenderableType
 
 
 def table(scores: dict[str, Score], overall: dict[str, float], title: str = "source") -> Table:
-    out = Table(
-        title="Predicted and measured step time", title_justify="left", box=None, pad_edge=False, title_style="bold"
-    )
-    out.add_column(title)
-    for name in COLUMNS:
-        out.add_column(name, justify="right")
-    for name, s in sorted(scores.items()):
-        out.add_row(name, *cells(s))
+    """The errors of the runs of each source, and the mean over sources."""
+
+    def cells(s: Score) -> list[str]:
+        rho = "–" if s.spearman is None else f"{s.spearman:.2f}"
+        errors = [percent(s.bias, True), *map(percent, (s.median, s.mape, s.p90, s.inside_band)), rho]
+        return [*errors, *map(percent, (s.regret, s.memory_median, s.false_alarms))]
+
+    counts = (">rows", ">refused", ">not scored")
+    errors = (">bias", ">median", ">MAPE", ">p90", ">in band", ">Spearman", ">regret", ">memory", ">false alarms")
+    rows = [[name, str(s.rows), str(s.refused), str(s.not_scored), *cells(s)] for name, s in sorted(scores.items())]
     means: dict[str, Any] = {name: value for name, value in overall.items() if name != "recall_failed"}
-    out.add_row("[bold]macro average[/]", "", "", "", *[f"[bold]{c}[/]" for c in cells(Score(**means))[3:]])
-    return out
+    rows.append(["[bold]macro average[/]", "", "", "", *bold(cells(Score(**means)))])
+    return titled("Predicted and measured step time", (title, *counts, *errors), rows)
 
 
 def refusals(outcomes: list[Outcome]) -> RenderableType:
     """Return why rows could not be predicted, the most frequent reasons first."""
-    count: dict[str, int] = {}
-    for o in outcomes:
-        if o.refused:
-            count[o.refused] = count.get(o.refused, 0) + 1
-    reasons = sorted(count.items(), key=lambda item: -item[1])
+    reasons = Counter(o.refused for o in outcomes if o.refused).most_common()
     lines = [f"refused {n}: {why}" for why, n in reasons[:MOST_REASONS]]
     if len(reasons) > MOST_REASONS:
         others = reasons[MOST_REASONS:]
@@ -88,27 +84,71 @@ def refusals(outcomes: list[Outcome]) -> RenderableType:
 
 
 def headline_cells(o: Outcome) -> list[str]:
-    """One well-known run as text, in the order of `HEADLINE_COLUMNS`."""
+    """One well-known run: its name, plan, measured and predicted time, band and error."""
     p = o.prediction
     if p is None or o.error is None or o.case.plan is None:
         return [o.case.row_id, o.refused, "", "", "", "refused"]
-    return [
-        o.case.row_id,
-        f"{o.case.plan.world} GPUs: {o.case.plan.title()}",
-        format_seconds(o.case.step_time or 0),
-        format_seconds(p.step_time_s),
-        f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}",
-        percent(o.error, True),
-    ]
+    measured, predicted, low, high = map(
+        format_seconds, (o.case.step_time or 0, p.step_time_s, p.step_time_low_s, p.step_time_high_s)
+    )
+    plan = f"{o.case.plan.world} GPUs: {o.case.plan.title()}"
+    return [o.case.row_id, plan, measured, predicted, f"{low} to {high}", percent(o.error, True)]
 
 
 def headline_table(outcomes: list[Outcome]) -> Table:
-    out = Table(title="Well-known runs", title_justify="left", box=None, pad_edge=False, title_style="bold")
-    for i, name in enumerate(HEADLINE_COLUMNS):
-        out.add_column(name, justify="left" if i < 2 else "right")
+    """The well-known runs, each with its prediction."""
+    rows: list[list[str | Text]] = []
     for o in outcomes:
         error = abs(o.error) if o.error is not None else None
         style = "" if error is None else "green" if error < 0.15 else "yellow" if error < 0.3 else "red"
-        *left, last = headline_cells(o)
-        out.add_row(*left, Text(last, style))
-    return out
+        *cells, last = headline_cells(o)
+        rows.append([*cells, Text(last, style)])
+    return titled("Well-known runs", ("run", "plan", ">measured", ">predicted", ">band", ">error"), rows)
+
+
+def unseen_table(scores: dict[str, SourceScore], overall: dict[str, float]) -> Table:
+    """The errors on sources that the fit has not seen."""
+    columns = (
+        *(">rows", ">stack known", ">bias", ">source left out", ">p90"),
+        *(f">after {n}" for n in SEEN),
+        *(">model left out", ">regret"),
+    )
+    rows = []
+    for name, s in scores.items():
+        errors = [percent(x) for x in (s.median, s.p90, *(s.after[count] for count in SEEN), s.model, s.regret)]
+        rows.append([name, str(s.runs), "yes" if s.stack_known else "no", percent(s.bias, True), *errors])
+    means = ("median", "p90", *(f"after_{count}" for count in SEEN), "model", "regret")
+    macro = [percent(overall["bias"], True), *(percent(overall[name]) for name in means)]
+    rows.append(["[bold]macro average[/]", "", "", *bold(macro)])
+    return titled("Step time of sources that the fit has not seen (median error)", ("source", *columns), rows)
+
+
+def bands_table(bands: dict[str, Band]) -> Table:
+    """The bands by what is known of the stack."""
+    rows = []
+    for level, b in bands.items():
+        edges = [f"{100 * math.expm1(q * base(level)):+.0f}%" for q in (-b.low, b.high)]
+        rows.append([level, str(b.runs), *edges, percent(b.coverage), percent(b.half_width)])
+    columns = ("stack", ">runs", ">low", ">high", ">inside, source left out", ">median half-width")
+    return titled("Bands (90%)", columns, rows)
+
+
+def stacks_table(fit: Fit) -> Table:
+    """The fitted numbers of each stack, each with its standard deviation."""
+    names = sorted({leaf.family for leaf in fit.leaves if not leaf.family.startswith("unknown")})
+    rows = []
+    for name in [*names, "typical"]:
+        numbers = fit.population() if name == "typical" else fit.family(name)
+        count = sum(len(leaf.runs) for leaf in fit.leaves if leaf.family == name)
+        rows.append([name, str(count or ""), *number_cells(numbers.mean, np.sqrt(np.diag(numbers.covariance)))])
+    columns = ("stack", ">runs", *(f">{name}" for name in NUMBERS[:-1]), ">hides")
+    return titled("Numbers of the stacks", columns, rows)
+
+
+def number_cells(x: np.ndarray, spread: np.ndarray) -> list[str]:
+    """Values with relative standard deviations."""
+    fields = fields_of(x, Stack())
+    launch = format_seconds(float(fields["launch"]))
+    rates = ("products", "attention_rate", "elementwise", "network")
+    relative = [f"{float(fields[name]):.2f} ±{100 * s:.0f}%" for name, s in zip(rates, spread[1:5], strict=True)]
+    return [f"{launch} ±{100 * spread[0]:.0f}%", *relative, f"{float(fields['hides']):.2f}"]

@@ -24,13 +24,22 @@ def document(subject: Subject, first: str = "", names: Iterable[str] = (), title
 
 
 def written(
-    views: dict[str, dict[str, Any]], title: str, first: str = "", plan_file: dict[str, Any] | None = None
+    views: dict[str, dict[str, Any]],
+    title: str,
+    first: str = "",
+    plan_file: dict[str, Any] | None = None,
+    bare: bool = False,
+    **more: Any,
 ) -> str:
-    """One HTML file with the data of some views, by name; without a plan file, for views that need no plan."""
+    """One HTML file with the data of some views, by name. `bare`: views that belong to no plan, without inputs and verdict."""
     page: dict[str, Any] = {"view": first or next(iter(views)), "compare": None, "options": {}}
-    return offline_page(
-        title, {"state": {**(plan_file or {}), "page": page}, "views": views, "catalog": None, "command": LIVE}
-    )
+    content = {"state": {**(plan_file or {}), "page": page}, "views": views, "catalog": None, "command": LIVE, **more}
+    return offline_page(title, content, bare)
+
+
+def written_view(name: str, title: str, data: dict[str, Any]) -> str:
+    """One HTML file with one view that belongs to no plan."""
+    return written({name: {"title": title, "data": data, "compare_data": None}}, title, bare=True)
 
 
 def state(subject: Subject) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from meshwright.programs.collectives.contract import DUAL
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.units import format_bytes, format_seconds, parse_bytes
 from meshwright.view.collectives import MOST_DRAWN, as_dict
-from meshwright.view.page.frame import offline_page
+from meshwright.view.page.bundle import written_view
 from meshwright.view.page.subject import Subject
 from meshwright.view.show.collective_request import ELEMENT_BYTES, Request, Shown, cluster_of, prepared
 
@@ -107,7 +107,7 @@ def program_html(found: Shown) -> str:
         "comparison": None,
         "formulas": formulas(found, None),
     }
-    return written(f"{program.algorithm} {program.operation}", data)
+    return written_view("collectives", f"{program.algorithm} {program.operation}", data)
 
 
 def comparison_html(compared: Comparison) -> str:
@@ -124,13 +124,7 @@ def comparison_html(compared: Comparison) -> str:
         "comparison": compared.as_dict(),
         "formulas": {"time_s": "", "crossovers": crossovers(compared)},
     }
-    return written(f"{compared.operation}: algorithms by message size", data)
-
-
-def written(title: str, data: dict[str, Any]) -> str:
-    state: dict[str, Any] = {"page": {"view": "collectives", "compare": None, "options": {}}}
-    view = {"title": title, "data": data, "compare_data": None}
-    return offline_page(title, {"state": state, "views": {"collectives": view}, "catalog": None}, bare=True)
+    return written_view("collectives", f"{compared.operation}: algorithms by message size", data)
 
 
 def program_data(program: Program) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from meshwright.lower.stages import stage_blocks
 from meshwright.programs.pipelines import KINDS, Walked
 from meshwright.programs.pipelines.program import KIND_NAMES
 from meshwright.units import format_decimal_bytes, format_seconds
+from meshwright.view.page.bundle import written_view
 from meshwright.view.page.subject import Subject
 
 TICKS = 1_000_000
@@ -46,6 +47,14 @@ def data(subject: Subject) -> dict[str, Any]:
         "choices": choices(e),
         "note": note(e),
     }
+
+
+def schedules_html(several: Sequence[Walked], heading: str = "") -> str:
+    """Simulated schedules as one HTML file: the timeline of the page, without a plan."""
+    first, names = several[0].program, [walked.program.schedule for walked in several]
+    what = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    title = heading or f"{what} on {first.ranks} ranks, {first.microbatches} micro-batches"
+    return written_view("timeline", title, schedules_data(several))
 
 
 def schedules_data(several: Sequence[Walked], seconds: bool = False) -> dict[str, Any]:

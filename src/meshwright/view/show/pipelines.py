@@ -94,7 +94,7 @@ def data(several: Sequence[Walked]) -> dict[str, Any] | list[dict[str, Any]]:
 
 
 def _as_json(walked: Walked) -> dict[str, Any]:
-    from meshwright.view.pipelines_html import described
+    from meshwright.view.pipelines import messages
 
     p = walked.program
     actions = [
@@ -104,15 +104,33 @@ def _as_json(walked: Walked) -> dict[str, Any]:
         ]
         for rank in range(p.ranks)
     ]
-    return {**described(walked), "actions": actions}
+    return {
+        "schedule": p.schedule,
+        "about": SCHEDULES[p.schedule].about if p.schedule in SCHEDULES else "",
+        "ranks": p.ranks,
+        "stages": p.stages,
+        "microbatches": p.microbatches,
+        "virtual": p.virtual,
+        "makespan": walked.makespan,
+        "longest_span": walked.longest_span,
+        "bubble_fraction": walked.bubble_fraction,
+        "bubble_overhead": walked.bubble_overhead,
+        "bubble_fraction_by_rank": walked.bubble_fraction_by_rank.tolist(),
+        "busy": walked.busy.tolist(),
+        "peak_in_flight": walked.peak_in_flight.tolist(),
+        "peak_memory": walked.peak_memory.tolist(),
+        "messages": messages(walked),
+        "actions": actions,
+    }
 
 
 def _write_files(several: Sequence[Walked], html: str | Path | None, trace: str | Path | None) -> list[Path]:
     paths = []
     if html:
-        from meshwright.view.pipelines_html import write_pipelines_html
+        from meshwright.describe.files import write_text
+        from meshwright.view.page.timeline import schedules_html
 
-        paths.append(write_pipelines_html(several, html))
+        paths.append(write_text(html, schedules_html(several)))
     if trace:
         from meshwright.view.pipelines import pipeline_trace
         from meshwright.view.trace import write_trace

@@ -16,6 +16,7 @@ import { view as ranks } from "meshwright/views/ranks.js";
 import { view as roofline } from "meshwright/views/roofline.js";
 import { view as scaling } from "meshwright/views/scaling.js";
 import { view as sensitivity } from "meshwright/views/sensitivity.js";
+import { view as sheet } from "meshwright/views/sheet.js";
 import { view as stages } from "meshwright/views/stages.js";
 import { view as strategies } from "meshwright/views/strategies.js";
 import { view as timeline } from "meshwright/views/timeline.js";
@@ -49,4 +50,5 @@ export const VIEWS = [
   zero,
   overlap,
   runs,
+  sheet,
 ];
