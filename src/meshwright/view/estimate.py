@@ -137,8 +137,11 @@ def breakdown(e: Estimate) -> Table:
         bar = Text(FILL[kind] * max(1, round(BAR * seconds / longest)), style=COLOURS[kind])
         rows.append((WORDS.get(part, part), format_seconds(seconds), f"{100 * seconds / p.step_time_s:.1f}%", bar))
     rows.append(("[bold]step[/]", f"[bold]{format_seconds(p.step_time_s)}[/]", "100%", ""))
-    legend = "  ".join(f"[{colour}]{2 * FILL[kind]}[/] {kind}" for kind, colour in COLOURS.items())
-    return titled("Where the step goes", ("part", ">time", ">share", ""), rows, legend)
+    return titled("Where the step goes", ("part", ">time", ">share", ""), rows, legend())
+
+
+def legend() -> str:
+    return "  ".join(f"[{colour}]{2 * FILL[kind]}[/] {kind}" for kind, colour in COLOURS.items())
 
 
 def shown_stages(count: int) -> list[int]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from meshwright.calibrate.points import Bench, Point, bus_factor
 from meshwright.calibrate.runs.accuracy import Accuracy
 from meshwright.calibrate.runs.left_out import LeftOut
-from meshwright.calibrate.runs.validate import Outcome, by, score
+from meshwright.calibrate.runs.validate import Outcome, by, macro, score
 from meshwright.cost.band import shares
 from meshwright.units import format_bytes, format_rate, format_seconds
 from meshwright.view import validate
@@ -114,7 +114,7 @@ def accuracy_sheet(found: Accuracy) -> str:
         parts.append(ratios("Predicted over measured step time, the source left out", sources))
         parts.append(ratios("The same by what the step is made of", by_part(found.left_out)))
     scores = {name: score(part) for name, part in by(outcomes, ["source"]).items()}
-    parts.append(grid(validate.table(scores, found.overall)))
+    parts.append(grid(validate.table(scores, macro(scores))))
     if found.unseen:
         parts += [
             grid(validate.unseen_table(found.unseen, found.unseen_overall)),
