@@ -253,7 +253,7 @@ def test_the_page_of_well_known_runs_has_a_row_for_each(tmp_path, capsys):
     assert [row[0] for row in sources["rows"]] == ["headline", "macro average"]
     assert sources["rows"][0][5] == sources["rows"][1][5] != "–"  # the median error
     assert len(runs["rows"]) == 12
-    assert runs["rows"][0][0] == "gpt3-175b-1536-a100"
+    assert "gpt3-175b-1536-a100" in [row[0] for row in runs["rows"]]
 
 
 def exit_code(arguments):

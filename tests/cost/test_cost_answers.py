@@ -8,10 +8,10 @@ import pytest
 from meshwright import api
 from meshwright.cost.critical import critical_batch
 from meshwright.cost.estimate import Simulation, estimate, level_bytes
-from meshwright.cost.predict import COMMUNICATION
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
+from meshwright.describe.result import COMMUNICATION
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.explain import grouped
@@ -124,7 +124,7 @@ def test_the_bubble_of_the_busiest_rank_is_named_so_wherever_its_seconds_are_sho
     own = e.prediction.exposed_s["bubble"] / e.prediction.step_time_s
     assert own != pytest.approx(e.bubble_fraction, rel=0.02)
     assert "bubble of the busiest rank" in printed(e)
-    assert "bubble of the busiest rank" in grouped(e.prediction)
+    assert "pipeline bubble of the busiest rank" in grouped(e.prediction)
     with (out := console()).capture() as text:
         out.print(explain_bubble(e))
     assert "bubble of the busiest rank: " in text.get()

@@ -8,44 +8,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from meshwright.cli.options import at_least_one
+from meshwright.cli.options import described
 
 
+@described
 def command(
-    ranks: int = typer.Option(
-        0,
-        "--ranks",
-        help="Local processes to start. Default: join torchrun or Slurm, else 4 or one per GPU.",
-        min=0,
-        max=1024,
-        show_default=False,
-        callback=at_least_one,
-    ),
-    backends: str = typer.Option(
-        "", "--backends", help="gloo, nccl, meshwright, separated by commas. Default: nccl on GPUs, else gloo."
-    ),
-    operations: str = typer.Option("", "--operations", help="Such as all-reduce,point-to-point,device. Default: all."),
-    smallest: str = typer.Option("1KiB", "--min-size", help="Smallest message."),
-    largest: str = typer.Option("1GiB", "--max-size", help="Largest message, if the memory and the time allow it."),
-    budget: str = typer.Option("60s", "--budget", metavar="TIME", help="Time for all measurements."),
-    device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
-    timeout: str = typer.Option("60s", "--timeout", metavar="TIME", help="How long ranks wait for each other."),
-    json_file: str = typer.Option(
-        "", "--json", metavar="FILE", help="Write the result as JSON, for `meshwright calibrate`."
-    ),
-    html: str = typer.Option("", "--html", metavar="FILE", help="Write a page with measured points and fitted lines."),
-    read: Annotated[
-        str,
-        typer.Option(
-            "--read",
-            metavar="FILE",
-            help="Measure nothing: show a result of `bench --json`, or an output of nccl-tests.",
-        ),
-    ] = "",
+    ranks: int = 0,
+    backends: str = "",
+    operations: str = "",
+    smallest: str = "1KiB",
+    largest: str = "1GiB",
+    budget: str = "60s",
+    device: str = "auto",
+    timeout: str = "60s",
+    json_file: str = "",
+    html: str = "",
+    read: str = "",
 ) -> None:
     """Measure all collectives, transfers between pairs of ranks, and the device, within a time budget.
 

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import typer
-
-from meshwright.cli.options import JsonOption
+from meshwright.cli.options import described
 
 
+@described
 def command(
-    files: list[str] = typer.Argument(
-        None,
-        metavar="FILE…",
-        help="Results of `meshwright bench --json FILE`, or outputs of nccl-tests, one run of one test in a file (text or JSON).",
-    ),
-    out: str = typer.Option("", "--out", "-o", metavar="FILE", help="Write the cluster or stack file."),
-    expect: str = typer.Option(
-        "", "--expect", metavar="NAME", help="The cluster this should be. Default: the catalog's closest."
-    ),
-    name: str = typer.Option("", "--name", help="The name of the calibrated cluster or stack. Default: measured."),
-    runs: str = typer.Option(
-        "",
-        "--runs",
-        metavar="FILE",
-        help="Fit the numbers of all stacks to a CSV of runs; `published`: those that come with Meshwright.",
-    ),
-    from_run: list[str] = typer.Option(
-        [],
-        "--from-run",
-        metavar="RUN",
-        help="A run folder, or a plan file with --tokens-per-s: adjusts the stack to it.",
-    ),
-    tokens_per_s: list[str] = typer.Option(
-        [], "--tokens-per-s", metavar="N", help="Measured tokens per second of all devices, one for each plan file."
-    ),
-    memory: list[str] = typer.Option(
-        [], "--memory", metavar="SIZE", help="Measured peak memory per device as nvidia-smi shows it, such as 61GiB."
-    ),
-    stack: str = typer.Option("", "--stack", help="The stack to adjust. Default: the run's."),
-    as_json: JsonOption = False,
+    files: list[str] = [],
+    out: str = "",
+    expect: str = "",
+    name: str = "",
+    runs: str = "",
+    from_run: list[str] = [],
+    tokens_per_s: list[str] = [],
+    memory: list[str] = [],
+    stack: str = "",
+    as_json: bool = False,
 ) -> None:
     """Fit constants to measurements: of links and collectives, of all stacks, or of the stack of a run.
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from meshwright.cli.options import JsonOption
+from meshwright.cli.options import described
 from meshwright.describe import catalog
 from meshwright.errors import unknown
 from meshwright.view import catalog as view
 from meshwright.view.tables import show, show_json
 
 
+@described
 def command(
-    kind: Annotated[
-        str, typer.Argument(help="models, clusters, accelerators, links or stacks. Default: all of them.")
-    ] = "",
-    name: Annotated[str, typer.Argument(help="The name of one entry, or a cluster file, to show it in full.")] = "",
-    json: JsonOption = False,
+    kind: str = "",
+    name: str = "",
+    json: bool = False,
 ) -> None:
     """List the models, clusters, accelerators, links and stacks in the catalog, with sources."""
     if kind and kind not in catalog.KINDS:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.options import JsonOption, command_group
+from meshwright.cli.options import command_group, described
 
 if TYPE_CHECKING:
     from meshwright.describe.model import Model
@@ -18,7 +18,11 @@ TARGETS = ("meshwright", "huggingface")
 
 
 @command.command("ls")
-def list_command(source: Source, json: JsonOption = False) -> None:
+@described
+def list_command(
+    source: Path,
+    json: bool = False,
+) -> None:
     """List the checkpoints of a run: step, size, and the plan that wrote each."""
     from meshwright.training.checkpoint.folder import checkpoints_in
     from meshwright.training.checkpoint.page import page, summary
@@ -29,7 +33,11 @@ def list_command(source: Source, json: JsonOption = False) -> None:
 
 
 @command.command("verify")
-def verify_command(source: Source, json: JsonOption = False) -> None:
+@described
+def verify_command(
+    source: Path,
+    json: bool = False,
+) -> None:
     """Read all files of checkpoints and compare their hashes with the manifest. Exit code 1 if one is damaged, incomplete or cannot be read."""
     from meshwright.cli.output import patient
     from meshwright.training.checkpoint.folder import checkpoints_in
@@ -53,11 +61,12 @@ def verify_command(source: Source, json: JsonOption = False) -> None:
 
 
 @command.command("prune")
+@described
 def prune_command(
-    source: Source,
-    keep: Annotated[int, typer.Option("--keep", help="Number of newest checkpoints to keep.", min=1)],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
-    json: JsonOption = False,
+    source: Path,
+    keep: int,
+    dry_run: bool = False,
+    json: bool = False,
 ) -> None:
     """Delete all checkpoints of a run but the newest. The newest one is read first: nothing is deleted if it is damaged."""
     from meshwright.errors import MeshwrightError
@@ -80,35 +89,16 @@ def prune_command(
 
 
 @command.command("convert")
+@described
 def convert_command(
-    source: Annotated[
-        Path,
-        typer.Argument(help="A checkpoint, a run folder (its newest checkpoint), or a torch checkpoint (.metadata)."),
-    ],
-    out: Annotated[Path, typer.Option("--out", help="The folder to write; it must not exist.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            help="The format to write: meshwright, a checkpoint that any plan resumes, or huggingface, a Transformers folder.",
-        ),
-    ] = "meshwright",
-    model: Annotated[
-        str, typer.Option("--model", help="The model of a torch checkpoint: a catalog name, config.json or run file.")
-    ] = "",
-    dtype: Annotated[
-        str,
-        typer.Option("--dtype", help="huggingface: bf16, fp16 or fp32. Default: as the run's original folder or plan."),
-    ] = "",
-    like: Annotated[
-        Path | None,
-        typer.Option(
-            "--like",
-            help="huggingface: a Transformers folder whose config and tokenizer to use. Default: the one the run started from.",
-        ),
-    ] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="huggingface: write the moving average of the weights.")] = False,
-    json: JsonOption = False,
+    source: Path,
+    out: Path,
+    to: str = "meshwright",
+    model: str = "",
+    dtype: str = "",
+    like: Path | None = None,
+    ema: bool = False,
+    json: bool = False,
 ) -> None:
     """Convert a checkpoint. Sources: Meshwright's, and torch's distributed checkpoints with torchtitan's names.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption, command_group
+from meshwright.cli.options import command_group, described
 from meshwright.describe.config import CLASSES, configure, diff
 from meshwright.errors import unknown
 from meshwright.view import config as view
@@ -21,17 +21,16 @@ Set = Annotated[
 
 
 @command.command("show")
+@described
 def show_command(
-    file: File,
-    cluster: ClusterOption = "",
-    nodes: NodesOption = 0,
-    gpus: GpusOption = 0,
-    settings: Set = [],
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also show sources and the defaults of every section.")
-    ] = False,
-    toml: Annotated[bool, typer.Option("--toml", help="Print the configuration as one TOML file.")] = False,
-    json: JsonOption = False,
+    file: str,
+    cluster: str = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    settings: list[str] = [],
+    everything: bool = False,
+    toml: bool = False,
+    json: bool = False,
 ) -> None:
     """Check the plan, and print the resolved configuration with the origin of each value."""
     config = configure(plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings).check()
@@ -44,14 +43,15 @@ def show_command(
 
 
 @command.command("diff")
+@described
 def diff_command(
-    first: File,
-    second: File,
-    cluster: ClusterOption = "",
-    nodes: NodesOption = 0,
-    gpus: GpusOption = 0,
-    settings: Set = [],
-    json: JsonOption = False,
+    first: str,
+    second: str,
+    cluster: str = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    settings: list[str] = [],
+    json: bool = False,
 ) -> None:
     """Print the values in which two plan files differ; --cluster, --nodes, --gpus and --set apply to both."""
     changed = diff(
@@ -64,14 +64,10 @@ def diff_command(
 
 
 @command.command("schema")
+@described
 def schema_command(
-    section: Annotated[str, typer.Argument(help="A section. Default: the whole file.")] = "",
-    output: Annotated[
-        str,
-        typer.Option(
-            "--output", help="The schema of what a command prints with --json instead: estimate, plan, …, or error."
-        ),
-    ] = "",
+    section: str = "",
+    output: str = "",
 ) -> None:
     """Print the JSON Schema of a plan file, or of what a command prints with --json."""
     from meshwright.describe.schema import schema

@@ -7,50 +7,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from meshwright.cli.options import JsonOption, command_group
+from meshwright.cli.options import command_group, described
 
 LINE_S = 2.0  # seconds between lines of progress where there is no terminal
 command = command_group("Make token files for [data] in a run file, and show what is in them.")
 
 
 @command.command("prepare")
+@described
 def prepare_command(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(help="Text, JSON lines, Parquet or Arrow files, or folders such as a Hugging Face dataset."),
-    ],
-    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
-    tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="A tokenizer.json, or bytes: each byte of the text is a token.")
-    ],
-    field: Annotated[str, typer.Option("--field", help="The field with the text, in JSON lines and tables.")] = "text",
-    document: Annotated[
-        str,
-        typer.Option(
-            "--document",
-            help="How text files are divided into documents: file (one document each), line, or blank-line.",
-        ),
-    ] = "file",
-    format: Annotated[
-        str, typer.Option("--format", help="text, jsonl, parquet or arrow. Default: by the ending of each file.")
-    ] = "auto",
-    split: Annotated[
-        str, typer.Option("--split", help="The split of a dataset folder: train, validation or test.")
-    ] = "",
-    end_token: Annotated[
-        str,
-        typer.Option(
-            "--end-token", help="Token after each document, or none. Default: the tokenizer's end-of-text token."
-        ),
-    ] = "",
-    workers: Annotated[
-        int, typer.Option("--workers", help="Worker processes. Default: one per core.", min=0, max=4096)
-    ] = 0,
-    json: JsonOption = False,
+    sources: list[Path],
+    out: Path,
+    tokenizer: str,
+    field: str = "text",
+    document: str = "file",
+    format: str = "auto",
+    split: str = "",
+    end_token: str = "",
+    workers: int = 0,
+    json: bool = False,
 ) -> None:
     """Tokenize text into a token file for [data] in a run file.
 
@@ -81,19 +57,13 @@ def prepare_command(
 
 
 @command.command("show")
+@described
 def show_command(
-    path: Annotated[
-        Path, typer.Argument(help="A folder of `data prepare`, or the prefix of Megatron's .bin and .idx files.")
-    ],
-    samples: Annotated[int, typer.Option("--samples", help="Number of documents to show.", min=0, max=1000)] = 3,
-    tokenizer: Annotated[
-        str,
-        typer.Option("--tokenizer", help="Decode with this tokenizer.json, or bytes. Default: the copy in the folder."),
-    ] = "",
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read all tokens and compare their hash with the header.")
-    ] = False,
-    json: JsonOption = False,
+    path: Path,
+    samples: int = 3,
+    tokenizer: str = "",
+    verify: bool = False,
+    json: bool = False,
 ) -> None:
     """Show what is in a token file: counts, tokenizer, and the beginnings of some documents."""
     from meshwright.training.data.page import contents, page

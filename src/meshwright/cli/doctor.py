@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from meshwright.cli.options import JsonOption
+from meshwright.cli.options import described
 
 
-def command(as_json: JsonOption = False) -> None:
+@described
+def command(
+    as_json: bool = False,
+) -> None:
     """Check versions, devices, network interfaces and rights, and say which commands work here and why others do not.
 
     Nothing is changed and nothing is sent. Exit code 1 if planning itself does not work."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import HELP_NAMES, JsonOption, command_group
+from meshwright.cli.options import HELP_NAMES, command_group, described
 
 command = command_group(
     "Emulate a cluster on this machine: network namespaces joined by links of a chosen rate and delay. Needs root."
@@ -16,32 +16,17 @@ Name = Annotated[str, typer.Option("--name", help="Name of the emulation; severa
 
 
 @command.command("up")
+@described
 def up_command(
-    nodes: Annotated[int, typer.Option("--nodes", help="Number of nodes.")],
-    between: Annotated[
-        str, typer.Option("--between", help="Rate of a node's link in each direction, and delay one way: 200Mb/s,1ms.")
-    ],
-    ranks_per_node: Annotated[int, typer.Option("--ranks-per-node", help="Ranks that `run` starts on a node.")] = 1,
-    oversubscription: Annotated[
-        float,
-        typer.Option(
-            "--oversubscription", help="Rate of a switch's downlinks over that of the uplink its nodes share."
-        ),
-    ] = 1.0,
-    nodes_per_switch: Annotated[
-        int,
-        typer.Option("--nodes-per-switch", help="Nodes on one switch. Default: all; half of them if oversubscribed."),
-    ] = 0,
-    name: Name = "default",
-    links: Annotated[
-        str,
-        typer.Option("--links", help="auto, kernel (tbf and netem) or process (a switch process delays the frames)."),
-    ] = "auto",
-    measured: Annotated[
-        bool,
-        typer.Option("--measure/--no-measure", help="Measure the links, and refuse what the machine cannot carry."),
-    ] = True,
-    json: JsonOption = False,
+    nodes: int,
+    between: str,
+    ranks_per_node: int = 1,
+    oversubscription: float = 1.0,
+    nodes_per_switch: int = 0,
+    name: str = "default",
+    links: str = "auto",
+    measured: bool = True,
+    json: bool = False,
 ) -> None:
     """Make the nodes and their links, measure them, and print what was asked and what was achieved.
 
@@ -65,26 +50,15 @@ def up_command(
 
 
 @command.command("run", context_settings={**HELP_NAMES, "allow_interspersed_args": False})
+@described
 def run_command(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="COMMAND...", help="The command, after --: run -- python train.py --steps 10."),
-    ],
-    placement: Annotated[
-        str, typer.Option("--placement", help="blocks (ranks 0, 1, ... fill node 0 first) or round-robin.")
-    ] = "blocks",
-    per_node: Annotated[
-        bool,
-        typer.Option("--per-node", help="Start the command once per node, as for torchrun, which starts the ranks."),
-    ] = False,
-    nodes: Annotated[int, typer.Option("--nodes", help="Use the first nodes only. Default: all.")] = 0,
-    ranks_per_node: Annotated[
-        int, typer.Option("--ranks-per-node", help="Ranks per node. Default: those of `up`.")
-    ] = 0,
-    timeout: Annotated[
-        float, typer.Option("--timeout", help="End the run after this many seconds; 0: never.", min=0)
-    ] = 0,
-    name: Name = "default",
+    arguments: list[str],
+    placement: str = "blocks",
+    per_node: bool = False,
+    nodes: int = 0,
+    ranks_per_node: int = 0,
+    timeout: float = 0,
+    name: str = "default",
 ) -> None:
     """Run a command once per rank, each on its node, with the variables that torchrun sets.
 
@@ -100,10 +74,11 @@ def run_command(
 
 
 @command.command("status")
+@described
 def status_command(
-    name: Annotated[str, typer.Option("--name", help="Name of the emulation. Default: all.")] = "",
-    measured: Annotated[bool, typer.Option("--measure", help="Measure the links now.")] = False,
-    json: JsonOption = False,
+    name: str = "",
+    measured: bool = False,
+    json: bool = False,
 ) -> None:
     """Show the emulated clusters that are up; --measure compares their links with what was asked."""
     from meshwright.cli.output import patient
@@ -123,9 +98,10 @@ def status_command(
 
 
 @command.command("down")
+@described
 def down_command(
-    name: Name = "default",
-    everything: Annotated[bool, typer.Option("--all", help="Remove every emulation of yours.")] = False,
+    name: str = "default",
+    everything: bool = False,
 ) -> None:
     """Remove an emulated cluster; it is no error if there is none."""
     from meshwright.comm.emulate import state

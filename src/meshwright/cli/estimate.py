@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import typer
-
-from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
-from meshwright.cli.plan_options import BatchOption, SeqOption, TokensOption
+from meshwright.cli.options import described
 
 
+@described
 def command(
-    model: str = typer.Argument(
-        "",
-        help="A catalog name, a TOML file, a Hugging Face config.json or a settings file of another framework. Default: the plan file's model.",
-    ),
-    cluster: ClusterOption = "",
-    nodes: NodesOption = 0,
-    gpus: GpusOption = 0,
-    plan: str = typer.Option(
-        "",
-        "--plan",
-        "-p",
-        help="A plan file, or settings of another framework. Default: the planner's best common plan.",
-    ),
-    stack: str = typer.Option("", "--stack", help="The training stack."),
-    batch: BatchOption = 0,
-    seq: SeqOption = 0,
-    tokens: TokensOption = "",
-    settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=8."),
-    explain: str = typer.Option("", "--explain", help="Show the formula of one part with its numbers."),
-    html: str = typer.Option("", "--html", help="Write the page of this plan to one HTML file."),
-    as_json: JsonOption = False,
+    model: str = "",
+    cluster: str = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    plan: str = "",
+    stack: str = "",
+    batch: int = 0,
+    seq: int = 0,
+    tokens: str = "",
+    settings: list[str] = [],
+    explain: str = "",
+    html: str = "",
+    as_json: bool = False,
 ) -> None:
     """Predict step time, memory and traffic of one plan, by part."""
     from meshwright import api

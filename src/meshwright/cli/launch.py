@@ -6,9 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from meshwright.cli.options import ClusterOption, GpusOption, NodesOption, at_least_one
+from meshwright.cli.options import described
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -16,49 +14,28 @@ if TYPE_CHECKING:
     from meshwright.view.launch_files.job import Job
 
 
+@described
 def command(
-    plan: str = typer.Argument(..., help="A plan file or run file."),
-    slurm: bool = typer.Option(False, "--slurm", help="A batch script for sbatch."),
-    kubernetes: bool = typer.Option(False, "--kubernetes", help="A TrainJob of the Kubeflow Trainer and its runtime."),
-    skypilot: bool = typer.Option(False, "--skypilot", help="A task for `sky jobs launch`."),
-    torchrun: bool = typer.Option(False, "--torchrun", help="A shell script, to be run on every node."),
-    ray: bool = typer.Option(False, "--ray", help="A Python file for Ray Train."),
-    out: str = typer.Option(
-        "", "--out", "-o", help="The file to write, or - to print it. Default: from the plan's name."
-    ),
-    folder: str = typer.Option(
-        "", "--run", help="The run folder, on a disk that all hosts share. Default: /shared/runs/NAME."
-    ),
-    framework: str = typer.Option(
-        "",
-        "--for",
-        help="The framework that trains: meshwright, megatron-lm, torchtitan, deepspeed, … Default: that of the plan's stack.",
-    ),
-    per_node: int = typer.Option(
-        0,
-        "--per-node",
-        help="Devices of one host. Default: the first level of the cluster.",
-        min=0,
-        max=1024,
-        show_default=False,
-        callback=at_least_one,
-    ),
-    save_every: int = typer.Option(
-        0,
-        "--save-every",
-        help="Steps between checkpoints. Default: that of [checkpoint], or about 30 minutes.",
-        min=0,
-        show_default=False,
-    ),
-    interface: str = typer.Option("", "--interface", help="The network interface over which ranks exchange addresses."),
-    image: str = typer.Option("", "--image", help="Kubernetes: the container image."),
-    claim: str = typer.Option("", "--claim", help="Kubernetes: the volume claim for /shared. Default: shared."),
-    time_limit: str = typer.Option("", "--time", help="Slurm: the time limit, such as 24:00:00."),
-    force: bool = typer.Option(False, "--force", help="Overwrite an existing file."),
-    cluster: ClusterOption = "",
-    nodes: NodesOption = 0,
-    gpus: GpusOption = 0,
-    settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=2. Repeatable."),
+    plan: str,
+    slurm: bool = False,
+    kubernetes: bool = False,
+    skypilot: bool = False,
+    torchrun: bool = False,
+    ray: bool = False,
+    out: str = "",
+    folder: str = "",
+    framework: str = "",
+    per_node: int = 0,
+    save_every: int = 0,
+    interface: str = "",
+    image: str = "",
+    claim: str = "",
+    time_limit: str = "",
+    force: bool = False,
+    cluster: str = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    settings: list[str] = [],
 ) -> None:
     """Write the file that starts a plan under a launcher, with comments that give the reasons (docs/launching.md).
 

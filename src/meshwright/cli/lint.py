@@ -6,23 +6,20 @@ from typing import Any
 
 import typer
 
-from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
+from meshwright.cli.options import described
 from meshwright.errors import MeshwrightError
 
 
+@described
 def command(
-    file: str = typer.Argument("", help="A plan file (TOML), or a settings file of another framework."),
-    cluster: ClusterOption = "",
-    nodes: NodesOption = 0,
-    gpus: GpusOption = 0,
-    model: str = typer.Option("", "--model", help="The model, where a settings file does not give its shape."),
-    recipes: str = typer.Option(
-        "", "--recipes", metavar="FILE.jsonl", help="Check settings of other frameworks, one JSON object per line."
-    ),
-    settings: list[str] = typer.Option(
-        [], "--set", metavar="A.B=C", help="Override a field, such as --set plan.tp=8. Repeatable."
-    ),
-    as_json: JsonOption = False,
+    file: str = "",
+    cluster: str = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    model: str = "",
+    recipes: str = "",
+    settings: list[str] = [],
+    as_json: bool = False,
 ) -> None:
     """Find anti-patterns in a plan, each with its cost in seconds and a fix. Exit code 1 if a finding is significant."""
     if bool(file) == bool(recipes):

@@ -1,13 +1,49 @@
-"""What several commands share: the options for a cluster and its size, --json, and the settings of a command with subcommands."""
+"""The arguments and options of all commands, each defined once: flags, help and limits are rows of `options.toml`.
+
+A command is a function whose parameters have a type and a default; `described` adds the rest from the row with the parameter's name.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+import tomllib
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-CLUSTER_HELP = "A catalog name, or a TOML file with a [cluster] such as `meshwright calibrate` writes."
-ClusterOption = Annotated[str, typer.Option("--cluster", "-c", help=CLUSTER_HELP)]
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+NAMES = {"panel": "rich_help_panel"}  # keys of a row that typer calls otherwise
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@cache
+def rows() -> dict[str, dict[str, dict[str, Any]]]:
+    return tomllib.loads(files("meshwright.cli").joinpath("options.toml").read_text("utf-8"))
+
+
+def described(command: F) -> F:
+    """A command whose parameters have their flags, help and limits: from the row "nodes_up_command" or "nodes" of its module, or else
+    from that of [all]."""
+    own = {**rows()["all"], **rows().get(command.__module__.rpartition(".")[2], {})}
+    signature = inspect.signature(command, eval_str=True)
+    parameters = []
+    for parameter in signature.parameters.values():
+        row = own.get(f"{parameter.name}_{command.__name__}") or own.get(parameter.name)
+        annotation = Annotated[parameter.annotation, typer_info(row)] if row else parameter.annotation
+        parameters.append(parameter.replace(annotation=annotation))
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def typer_info(row: dict[str, Any]) -> Any:
+    options = {NAMES.get(key, key): value for key, value in row.items() if key not in ("flags", "at_least_one")}
+    if row.get("at_least_one"):
+        options["callback"] = at_least_one
+    return typer.Option(*row["flags"].split(), **options) if "flags" in row else typer.Argument(**options)
 
 
 def at_least_one(context: typer.Context, parameter: typer.CallbackParam, value: int) -> int:
@@ -16,33 +52,6 @@ def at_least_one(context: typer.Context, parameter: typer.CallbackParam, value: 
     if value == 0 and source is not None and source.name == "COMMANDLINE":
         raise typer.BadParameter("at least 1 is needed")
     return value
-
-
-NodesOption = Annotated[
-    int,
-    typer.Option("--nodes", help="Number of nodes.", min=0, max=10**7, show_default=False, callback=at_least_one),
-]
-GpusOption = Annotated[
-    int,
-    typer.Option(
-        "--gpus",
-        help="Number of devices, instead of nodes.",
-        min=0,
-        max=10**9,
-        show_default=False,
-        callback=at_least_one,
-    ),
-]
-DifferencesOption = Annotated[
-    str,
-    typer.Option(
-        "--allow-differences",
-        metavar="NAMES",
-        help="Parts of the model, by name, that may be computed in another way: a list with commas, or all. The error MW-BUILD-005 names them.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 def command_group(help: str | None = None) -> typer.Typer:

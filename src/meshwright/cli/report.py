@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
+from meshwright.cli.options import described
 
 
+@described
 def command(
-    runs: list[Path] = typer.Argument(..., help="Run folders that `train` wrote, or writes at the moment."),
-    html: Path = typer.Option(Path("report.html"), "--html", help="The file to write."),
-    title: str = typer.Option("", "--title", help="The heading of the page."),
-    trace: Path | None = typer.Option(
-        None,
-        "--trace",
-        help="Write the profiled or measured and the simulated step of one run as a trace for Perfetto.",
-    ),
+    runs: list[Path],
+    html: Path = Path("report.html"),
+    title: str = "",
+    trace: Path | None = None,
 ) -> None:
     """Write one HTML page about training runs: curves, the proof, and predicted and measured values by part."""
     from meshwright.cli.output import writable

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
-from meshwright.cli.options import JsonOption
+from meshwright.cli.options import described
 
 
+@described
 def command(
-    places: list[Path] = typer.Argument(
-        None, help="A folder of runs, or run folders: two or more of these are compared. Default: runs."
-    ),
-    watch: bool = typer.Option(False, "--watch", help="Show the newest of these runs until it ends."),
-    as_json: JsonOption = False,
+    places: list[Path] = [],
+    watch: bool = False,
+    as_json: bool = False,
 ) -> None:
     """List the training runs of a folder, compare some of them, or watch one that runs here or on another host."""
     from meshwright.describe.run_folder import is_run

@@ -12,50 +12,32 @@ from __future__ import annotations
 
 import typer
 
-from meshwright.cli.options import JsonOption
-from meshwright.cli.show_options import (
-    AlgorithmOption,
-    ClusterOption,
-    CompareOption,
-    ElementsOption,
-    HtmlOption,
-    MicrobatchesOption,
-    NamesArgument,
-    NodeOption,
-    RanksOption,
-    RootOption,
-    SegmentsOption,
-    SizeOption,
-    StagesOption,
-    TopicArgument,
-    TraceOption,
-    ValuesOption,
-    VirtualOption,
-)
+from meshwright.cli.options import described
 from meshwright.view.show.options import LESSON, PIPELINES
 from meshwright.view.show.topics import LESSONS, kind_of, module_of, sort_arguments
 
 
+@described
 def command(
     context: typer.Context,
-    topic: TopicArgument = "",
-    names: NamesArgument = "",
-    compare: CompareOption = False,
-    algorithm: AlgorithmOption = "",
-    ranks: RanksOption = 0,
-    size: SizeOption = "",
-    cluster: ClusterOption = "",
-    elements: ElementsOption = -1,
-    root: RootOption = -1,
-    segments: SegmentsOption = 0,
-    node: NodeOption = 0,
-    values: ValuesOption = False,
-    stages: StagesOption = 4,
-    microbatches: MicrobatchesOption = 8,
-    virtual: VirtualOption = 0,
-    trace: TraceOption = "",
-    html: HtmlOption = "",
-    as_json: JsonOption = False,
+    topic: str = "",
+    names: str = "",
+    compare: bool = False,
+    algorithm: str = "",
+    ranks: int = 0,
+    size: str = "",
+    cluster: str = "",
+    elements: int = -1,
+    root: int = -1,
+    segments: int = 0,
+    node: int = 0,
+    values: bool = False,
+    stages: int = 4,
+    microbatches: int = 8,
+    virtual: int = 0,
+    trace: str = "",
+    html: str = "",
+    as_json: bool = False,
 ) -> None:
     """Show a collective, a pipeline schedule or a reference table. Without a topic: list all topics."""
     if not topic:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import typer
-
-from meshwright.cli.options import ClusterOption, GpusOption, JsonOption, NodesOption
+from meshwright.cli.options import described
 
 
+@described
 def command(
-    plan: str = typer.Argument(..., help="A plan file."),
-    trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto or chrome://tracing."),
-    html: str = typer.Option(
-        "", "--html", help="Write the page of this plan, which opens at the timeline, to one HTML file."
-    ),
-    detail: str = typer.Option(
-        "", "--detail", help="operations, layers or actions. Default: the finest level that keeps the trace small."
-    ),
-    cluster: ClusterOption = "",
-    nodes: NodesOption = 0,
-    gpus: GpusOption = 0,
-    settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=8. Repeatable."),
-    as_json: JsonOption = False,
+    plan: str,
+    trace: str = "",
+    html: str = "",
+    detail: str = "",
+    cluster: str = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    settings: list[str] = [],
+    as_json: bool = False,
 ) -> None:
     """Simulate the step of a plan action by action and show it as a timeline per rank."""
     import json

@@ -11,27 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from meshwright.cli.options import ClusterOption, DifferencesOption, GpusOption, JsonOption, NodesOption
-from meshwright.cli.train_options import (
-    BackendOption,
-    CalibrateOption,
-    DeviceOption,
-    DryRunOption,
-    FromScratchOption,
-    LearningRateOption,
-    OutOption,
-    PlanArgument,
-    ProfileOption,
-    RecalibrateOption,
-    ResumeOption,
-    SaveEveryOption,
-    SeedOption,
-    ShareDeviceOption,
-    ShrinkOption,
-    StartFromOption,
-    StepsOption,
-    TraceOption,
-)
+from meshwright.cli.options import described
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -39,31 +19,32 @@ if TYPE_CHECKING:
     from meshwright.training.measure.measurement import Training
 
 
+@described
 def command(
-    plan: PlanArgument = None,
-    steps: StepsOption = None,
-    seed: SeedOption = None,
-    learning_rate: LearningRateOption = None,
-    start_from: StartFromOption = None,
-    device: DeviceOption = "auto",
-    backend: BackendOption = "auto",
-    share_device: ShareDeviceOption = False,
-    out: OutOption = None,
-    save_every: SaveEveryOption = None,
-    resume: ResumeOption = None,
-    from_scratch: FromScratchOption = False,
-    profile: ProfileOption = None,
-    dry_run: DryRunOption = False,
-    trace: TraceOption = None,
-    shrink: ShrinkOption = False,
-    allow_differences: DifferencesOption = "",
-    calibrate: CalibrateOption = True,
-    recalibrate: RecalibrateOption = False,
-    cluster: ClusterOption = "",
-    nodes: NodesOption = 0,
-    gpus: GpusOption = 0,
-    settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=2. Repeatable."),
-    as_json: JsonOption = False,
+    plan: Path | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    learning_rate: float | None = None,
+    start_from: Path | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+    share_device: bool = False,
+    out: Path | None = None,
+    save_every: int | None = None,
+    resume: Path | None = None,
+    from_scratch: bool = False,
+    profile: int | None = None,
+    dry_run: bool = False,
+    trace: Path | None = None,
+    shrink: bool = False,
+    allow_differences: str = "",
+    calibrate: bool = True,
+    recalibrate: bool = False,
+    cluster: str = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    settings: list[str] = [],
+    as_json: bool = False,
 ) -> None:
     """Train a plan and compare the run with its prediction.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
-from meshwright.cli.options import JsonOption
+from meshwright.cli.options import described
 
 COLUMNS = (
     "source",
@@ -28,14 +26,15 @@ COLUMNS = (
 )
 
 
+@described
 def command(
-    runs: str = typer.Argument("", help="A CSV file of runs. Default: the published runs that come with Meshwright."),
-    failed: str = typer.Option("", "--failed", help="A CSV file of runs that ran out of memory or crashed."),
-    by: str = typer.Option("source", "--by", help="Columns to group by, such as source,model,gpus,stack."),
-    headline: bool = typer.Option(False, "--headline", help="Show well-known runs only, wrong predictions included."),
-    as_json: JsonOption = False,
-    html: str = typer.Option("", "--html", help="Write a page with figures to this file."),
-    markdown: str = typer.Option("", "--markdown", help="Write the page docs/accuracy.md to this file."),
+    runs: str = "",
+    failed: str = "",
+    by: str = "source",
+    headline: bool = False,
+    as_json: bool = False,
+    html: str = "",
+    markdown: str = "",
 ) -> None:
     """Compare predictions with published runs and show the errors by source, also of sources that the fit has not seen."""
     from importlib.resources import files

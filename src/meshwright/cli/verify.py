@@ -7,56 +7,31 @@ from typing import Any
 
 import typer
 
-from meshwright.cli.options import ClusterOption, DifferencesOption, GpusOption, JsonOption, NodesOption
+from meshwright.cli.options import described
 
 
+@described
 def command(
-    subject: str = typer.Argument(
-        ...,
-        metavar="PLAN|SCRIPT.py:MAKE",
-        help="A plan file, or script.py:make, a function that returns a module of yours.",
-    ),
-    plan: Path | None = typer.Option(None, "--plan", help="For a module of yours: the plan file; its [plan] is used."),
-    example: str | None = typer.Option(
-        None,
-        "--example",
-        help="Name in the script of the batch (inputs, targets), or of a function of a seed that returns it. Default: example.",
-    ),
-    loss: str | None = typer.Option(
-        None,
-        "--loss",
-        help="Name in the script of loss(output, targets). Default: loss, else the module returns its loss.",
-    ),
-    table: str | None = typer.Option(
-        None,
-        "--table",
-        help="Name in the script of the sharding table. Default: table, else that of the module's class.",
-    ),
-    layers: str | None = typer.Option(
-        None, "--layers", help="Path in the module of its list of layers, for a pipeline."
-    ),
-    ranks: int = typer.Option(8, "--ranks", help="Maximum number of local processes.", min=1, max=64),
-    steps: int = typer.Option(5, "--steps", help="Number of steps to train and compare.", min=1, max=100),
-    seed: int = typer.Option(0, "--seed", help="Seed of the initial weights and of the batches.", min=0),
-    device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
-    backend: str = typer.Option(
-        "auto",
-        "--backend",
-        help="gloo, meshwright (our collectives, on the CPU), nccl, or auto (nccl on GPUs, else gloo).",
-    ),
-    share_device: bool = typer.Option(
-        False, "--share-device", help="Several ranks on one GPU, for tests: their tensors move through the host."
-    ),
-    allow_differences: DifferencesOption = "",
-    check: bool = typer.Option(
-        True, "--check/--no-check", help="For your own module: run the checks of `parallelize`."
-    ),
-    cluster: ClusterOption = "",
-    nodes: NodesOption = 0,
-    gpus: GpusOption = 0,
-    settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=8. Repeatable."),
-    out: Path | None = typer.Option(None, "--out", help="Write the proof as JSON to this file, which `report` reads."),
-    as_json: JsonOption = False,
+    subject: str,
+    plan: Path | None = None,
+    example: str | None = None,
+    loss: str | None = None,
+    table: str | None = None,
+    layers: str | None = None,
+    ranks: int = 8,
+    steps: int = 5,
+    seed: int = 0,
+    device: str = "auto",
+    backend: str = "auto",
+    share_device: bool = False,
+    allow_differences: str = "",
+    check: bool = True,
+    cluster: str = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    settings: list[str] = [],
+    out: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Prove on local processes that a plan trains the same model as one device: the model of a plan file, or a module of yours
     (verify script.py:make --plan plan.toml).

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import typer
+from meshwright.cli.options import described
 
 DEFAULT_PORT = 8765
 
 
+@described
 def command(
-    port: int = typer.Option(DEFAULT_PORT, "--port", help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535),
-    open_page: bool = typer.Option(False, "--open", help="Open the page in the default browser."),
-    runs: str = typer.Option("runs", "--runs", metavar="DIR", help="Folder whose run folders are shown."),
+    port: int = 8765,
+    open_page: bool = False,
+    runs: str = "runs",
 ) -> None:
     """Serve the page on this machine: plans, predictions, timelines and runs, live. Ctrl-C stops it."""
     from pathlib import Path

@@ -16,7 +16,7 @@ from meshwright.cost import advice
 from meshwright.cost.collective import Network
 from meshwright.cost.critical import CriticalBatch, critical_batch
 from meshwright.cost.messages import Message, messages, step_calls
-from meshwright.cost.predict import COMMUNICATION, predict, prediction
+from meshwright.cost.predict import predict, prediction
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.roofline import Position, position
 from meshwright.cost.step import StepCost, step_cost
@@ -28,7 +28,7 @@ from meshwright.describe.memory_fit import USABLE_MEMORY
 from meshwright.describe.model import Model
 from meshwright.describe.own_trainer import is_typical, own_stack
 from meshwright.describe.plan import Plan
-from meshwright.describe.result import Prediction
+from meshwright.describe.result import COMMUNICATION, Prediction
 from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload

@@ -14,7 +14,7 @@ from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.result import GIB, Prediction
+from meshwright.describe.result import COMMUNICATION, GIB, Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
@@ -130,15 +130,6 @@ def dropped_copies(model: Model, plan: Plan) -> list[str]:
         f"router capacity {model.router.capacity:g} keeps at most {100 * model.router.travelling:.0f}% of token copies"
     )
     return [f"expert traffic is an upper bound: {words}, the tokens decide how many"]
-
-
-COMMUNICATION = {
-    "tp": "tensor-parallel communication",
-    "dp": "data-parallel communication",
-    "cp": "context-parallel communication",
-    "ep": "expert dispatch and combine",
-    "pp": "pipeline messages",
-}
 
 
 def hidden_communication(cost: StepCost, exposed: dict[str, float], at: int = 0) -> dict[str, float]:

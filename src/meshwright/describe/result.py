@@ -19,6 +19,35 @@ MEASURED_PARTS = (*AXES, "bubble", "waiting", "optimizer")  # of `exposed_s`, wh
 OVERHEAD = ("context", "slack")  # memory of the driver, the libraries and the allocator, without tensors
 
 
+COMMUNICATION = {
+    "tp": "tensor-parallel communication",
+    "dp": "data-parallel communication",
+    "cp": "context-parallel communication",
+    "ep": "expert dispatch and combine",
+    "pp": "pipeline messages",
+}
+# The parts of a step as every page, command and text names them; a part without an entry is named by its key.
+PART_NAMES = {
+    **COMMUNICATION,
+    "bubble": "pipeline bubble of the busiest rank",
+    "host": "waiting for the host",
+    "interference": "slowed by overlap",
+    "offload": "copies to and from the host",
+    "overhead": "step overhead",
+    "ffn": "FFN",
+    "head": "head and loss",
+    "linear": "linear mixers",
+    "latent": "latent projections",
+    "extra": "extra weights",
+    "mtp": "multi-token prediction",
+}
+GROUPED_PARTS = (*COMMUNICATION, "bubble", "host", "optimizer", "overhead", "recompute", "interference", "offload")
+
+
+def part_name(part: str) -> str:
+    return PART_NAMES.get(part, part)
+
+
 def part_label(part: str) -> str:
     """The name of a part of `exposed_s` in a list of differences."""
     return f"exposed {part}" if part in AXES else part

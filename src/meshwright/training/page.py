@@ -8,8 +8,7 @@ from math import isfinite
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.cost.predict import COMMUNICATION
-from meshwright.describe.result import MEASURED_PARTS, Difference, part_label
+from meshwright.describe.result import COMMUNICATION, MEASURED_PARTS, Difference, part_label
 from meshwright.training.measure.calibration import is_for_this_machine
 from meshwright.training.measure.measurement import Training, predicted
 from meshwright.units import format_decimal_bytes, format_seconds, format_value

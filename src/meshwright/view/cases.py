@@ -13,12 +13,12 @@ from rich.console import RenderableType
 from rich.markdown import Markdown
 
 from meshwright.cost.estimate import Estimate
+from meshwright.describe.result import part_name
 from meshwright.planner.advice.alternatives import step
 from meshwright.planner.advice.guides.textbook import differences
 from meshwright.planner.cases import studies
 from meshwright.planner.cases.studies import Evaluated, Row
 from meshwright.units import format_count, format_seconds
-from meshwright.view.estimate import WORDS
 
 SHARE = 0.01  # parts of a step below this share are not listed
 
@@ -75,7 +75,7 @@ def evaluated(r: Evaluated) -> Iterator[str]:
     yield "| --- | ---: | ---: |"
     for part, seconds in sorted(p.exposed_s.items(), key=lambda item: -item[1]):
         if seconds >= SHARE * p.step_time_s:
-            yield f"| {WORDS.get(part, part)} | {format_seconds(seconds)} | {seconds / p.step_time_s:.1%} |"
+            yield f"| {part_name(part)} | {format_seconds(seconds)} | {seconds / p.step_time_s:.1%} |"
     yield ""
 
 
@@ -122,7 +122,7 @@ def choice(r: Evaluated) -> Iterator[str]:
 def moved(was: Estimate, now: Estimate) -> str:
     """Return the parts of the step that take less or more time in the second estimate."""
     parts = [
-        f"{WORDS.get(part, part)} {format_seconds(-s) if s < 0 else format_seconds(s)} {'more' if s < 0 else 'less'}"
+        f"{part_name(part)} {format_seconds(-s) if s < 0 else format_seconds(s)} {'more' if s < 0 else 'less'}"
         for part, s in studies.gains(was, now)
     ]
     return ", ".join(parts) or "the same"

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from meshwright.cost.checkpoint import checkpoint_words
 from meshwright.cost.estimate import Estimate
-from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe import legality
+from meshwright.describe.result import COMMUNICATION, part_name
 from meshwright.describe.workload import FP8
 from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
 from meshwright.view.tables import titled
@@ -21,22 +21,6 @@ BAR = 28
 FILL = {"communication": "▒", "waiting": "░", "compute": "█", "once per step": "▓"}  # readable without colour
 FIT_COLOURS = {"fits": "green", "probably fits": "green", "may not fit": "yellow", "does not fit": "red"}
 COLOURS = {"communication": "magenta", "waiting": "yellow", "compute": "cyan", "once per step": "green"}
-WORDS = {
-    **COMMUNICATION,
-    "bubble": "pipeline bubble of the busiest rank",
-    "host": "waiting for the host",
-    "interference": "slowed by overlap",
-    "offload": "copies to and from the host",
-    "dp": "data-parallel communication",
-    "overhead": "step overhead",
-    "recompute": "recompute",
-    "ffn": "FFN",
-    "head": "head and loss",
-    "linear": "linear mixers",
-    "latent": "latent projections",
-    "extra": "extra weights",
-    "mtp": "multi-token prediction",
-}
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "acts", "working": "work"}
 KIND = {
     **dict.fromkeys(COMMUNICATION, "communication"),
@@ -135,7 +119,7 @@ def breakdown(e: Estimate) -> Table:
     for part, seconds in sorted(p.exposed_s.items(), key=lambda item: -item[1]):
         kind = KIND.get(part, "compute")
         bar = Text(FILL[kind] * max(1, round(BAR * seconds / longest)), style=COLOURS[kind])
-        rows.append((WORDS.get(part, part), format_seconds(seconds), f"{100 * seconds / p.step_time_s:.1f}%", bar))
+        rows.append((part_name(part), format_seconds(seconds), f"{100 * seconds / p.step_time_s:.1f}%", bar))
     rows.append(("[bold]step[/]", f"[bold]{format_seconds(p.step_time_s)}[/]", "100%", ""))
     return titled("Where the step goes", ("part", ">time", ">share", ""), rows, legend())
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.cost.estimate import Estimate, estimate
-from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.memory_fit import MEMORY_BAND
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.result import GIB, Prediction
+from meshwright.describe.result import GIB, GROUPED_PARTS, Prediction, part_name
 from meshwright.planner.advice.guides.textbook import differences
 from meshwright.planner.advice.sensitivity import Scaling, Sensitivity
 from meshwright.planner.search import strategies
@@ -24,17 +23,6 @@ from meshwright.planner.search.branch_and_bound import Found
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.space import Space
 from meshwright.units import format_bytes, format_seconds
-
-NAMES = {
-    **COMMUNICATION,
-    "bubble": "bubble of the busiest rank",
-    "host": "waiting for the host",
-    "optimizer": "optimizer",
-    "overhead": "step overhead",
-    "recompute": "recompute",
-    "interference": "compute slowed by overlap",
-    "offload": "copies to and from the host",
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +101,7 @@ def grouped(p: Prediction) -> dict[str, float]:
     """Add up all compute parts of the exposed seconds."""
     out: dict[str, float] = {}
     for part, seconds in p.exposed_s.items():
-        name = NAMES.get(part, "compute")
+        name = part_name(part) if part in GROUPED_PARTS else "compute"
         out[name] = out.get(name, 0.0) + seconds
     return out
 

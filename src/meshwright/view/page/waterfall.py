@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.estimate import Estimate, communication, estimate
-from meshwright.cost.predict import COMMUNICATION
+from meshwright.describe.result import COMMUNICATION, part_name
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_decimal_bytes, format_seconds
-from meshwright.view.estimate import WORDS
 from meshwright.view.page.subject import Subject
 
 # The order of the bars: compute, then what interrupts it, then what closes the step.
@@ -52,7 +51,7 @@ def data(subject: Subject) -> dict[str, Any]:
         "parts": [
             {
                 "part": part,
-                "name": WORDS.get(part, part),
+                "name": part_name(part),
                 "s": p.exposed_s[part],
                 "formula": texts.get(part, texts["compute"]),
             }
