@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from meshwright.calibrate.fit import Line, fit_line
@@ -143,7 +144,7 @@ def line_cells(line: Line) -> tuple[str, ...]:
 DEVICE_COLUMNS = ("device", "dtype", "shape", ">time", ">±", ">rate", ">slower", "~while")
 
 
-def device_table(points: Sequence[DevicePoint]) -> RenderableType:
+def device_table(points: Sequence[DevicePoint]) -> Table:
     return filled(DEVICE_COLUMNS, [device_row(point) for point in points])
 
 

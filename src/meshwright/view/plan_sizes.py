@@ -6,16 +6,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.planner.sizing import Sizing
-from meshwright.view.plan import short, titled
+from meshwright.view.plan import short
+from meshwright.view.tables import titled
 
 
 def page(sizing: Sizing) -> RenderableType:
     """Return the recommended size in one sentence and the table of sizes."""
-    table = titled("Days and cost over GPU counts")
-    for name in ("GPUs", "days", "low", "high", "MFU", "GPU-hours", "cost"):
-        table.add_column(name, justify="right")
-    for name in ("", "plan"):
-        table.add_column(name)
+    columns = (">GPUs", ">days", ">low", ">high", ">MFU", ">GPU-hours", ">cost", "", "plan")
+    table = titled("Days and cost over GPU counts", columns, [])
     chosen = sizing.result.plan.world
     for one in sizing.curve:
         style = "bold" if one.gpus == chosen else "" if one.meets else "dim"

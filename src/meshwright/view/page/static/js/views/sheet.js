@@ -7,7 +7,7 @@ const style = (k) => ({ colour: COLOURS[k % 8], shape: SHAPES[Math.floor(k / 8) 
 
 export const view = {
   name: "sheet",
-  title: "Figures",
+  title: "Measurements",
   group: "",
   draw(element, data) {
     for (const note of data.notes) element.append(h("p", { class: "sentence" }, note));
@@ -31,7 +31,7 @@ function chart({ title, note, x: across, y: up, series }) {
       for (const [at, , low, high] of s.points) if (low) c.plot.append(svg("line", { x1: x(at), x2: x(at), y1: y(low), y2: y(high), stroke: colour, "stroke-width": 1.4 }));
       scatter(c, s.points.map(([px, py, , , formula]) => ({ x: px, y: py, formula })), { x, y, colour, shape, radius: 4, focus: false });
     });
-    box.append(legend(series.map((s, k) => ({ label: s.name, colour: style(k).colour, shape: s.points.length ? "box" : "line" }))));
+    box.append(legend(series.map((s, k) => ({ label: s.name, ...(s.points.length ? { colour: style(k).colour } : { colour: "quiet", shape: "line", dash: "5 4" }) }))));
   });
   return box;
 }
@@ -55,5 +55,5 @@ function ratios({ title, note, ratios: rows }) {
 }
 
 function grid({ title, columns, rows }) {
-  return panel(title, "", table(columns.map((column, i) => ({ title: column.name, align: column.right ? "right" : null, value: (row) => row[i] })), rows, { caption: title }));
+  return panel("", "", table(columns.map((column, i) => ({ title: column.name, align: column.right ? "right" : null, value: (row) => row[i] })), rows, { caption: title }));
 }
