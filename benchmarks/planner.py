@@ -24,12 +24,12 @@ import numpy as np
 
 from meshwright import planner
 from meshwright.describe import catalog
+from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.describe.workload import Workload
 from meshwright.planner.search.branch_and_bound import Found, Incumbents, Search
 from meshwright.planner.search.leaders import rank
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.space import Space
-from meshwright.planner.search.table import Table
 
 # Calculon's full search of GPT-3 175B on 512 GPUs: core-seconds, and executions by the loops of its search at batch 1,536, without offloading and
 # with a second memory to offload to.
@@ -126,7 +126,7 @@ def ranking(cases: int = 60, plans: int = 160) -> None:
     rng = np.random.default_rng(1)  # seed 0 gave the plans to which the estimate was fitted
     models = ("gpt3-13b", "llama3-8b", "llama2-70b", "mixtral-8x7b", "gpt3-175b", "llama3.1-405b")
     clusters = ("dgx-a100", "dgx-h100", "aws-p4d", "gb200-nvl72")
-    seen: list[tuple[Table, np.ndarray, float]] = []
+    seen: list[tuple[PlanArrays, np.ndarray, float]] = []
     while len(seen) < cases:
         gpus = int(rng.choice([64, 128, 256, 512]))
         cluster = catalog.load("clusters", str(rng.choice(clusters))).with_gpus(gpus)
@@ -158,11 +158,11 @@ def regretted(regrets: np.ndarray) -> str:
     return f"mean {regrets.mean():.2%}, ≤1% in {np.mean(regrets <= 0.01):.0%}, worst {regrets.max():.1%}"
 
 
-def sample(space: Space, rng: np.random.Generator, count: int) -> Table | None:
+def sample(space: Space, rng: np.random.Generator, count: int) -> PlanArrays | None:
     """Random costed plans with pipelines that fit; None if too few fit."""
     frames = space.frames.take(space.frames.pp > 1)
 
-    def some(rows: Table, n: int) -> Table:
+    def some(rows: PlanArrays, n: int) -> PlanArrays:
         return rows.take(np.sort(rng.permutation(len(rows))[:n]))
 
     if not len(frames):
@@ -175,7 +175,7 @@ def sample(space: Space, rng: np.random.Generator, count: int) -> Table | None:
     return some(rows, count) if len(rows) >= 60 else None
 
 
-def chosen(space: Space, rows: Table) -> float:
+def chosen(space: Space, rows: PlanArrays) -> float:
     """Seconds of the plan that the planner would choose: it walks some of them, in waves."""
     best = Incumbents(space.cluster.accelerator.memory)
     best.offer(rows)
