@@ -230,6 +230,7 @@ def test_two_ranks_equal_one_device(case):
         assert not rank[case]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(FOUR)), ids=[title(case) for case in FOUR])
 def test_four_ranks_equal_one_device(case):
     for rank in by_rank(4):

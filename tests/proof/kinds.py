@@ -1,8 +1,7 @@
 """The layouts of the matrix in the daily run: as few as cover every kind of layout; the others are in `make soak`.
 
 A layout's *features* are what its plan and model turn on, one value for each family: `{"data": "zero3", "tensor": "sp",
-"model": "gpt"}`. Its *kinds* are each feature, each pair of axes, and each form of data parallelism with each other axis (ZeRO-3 with tensor
-parallelism). Two layouts of the same kinds prove the same thing twice. `covering` repeatedly takes the layout with the most new
+"model": "gpt"}`. Its *kinds* are each feature, each pair of axes, and ZeRO-3 with each other axis. Two layouts of the same kinds prove the same thing twice. `covering` repeatedly takes the layout with the most new
 kinds for its cost, then drops the layouts all of whose kinds were covered by later ones.
 """
 
@@ -51,8 +50,7 @@ def features(layout: Any) -> dict[str, Any]:
 
 
 def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """Each feature, each pair of axes, data parallelism of each form with each other axis, fp8 with each axis, an axis of more than two ranks,
-    and all axes together; another optimizer than AdamW with each axis. Of the layouts of eight ranks, which are expensive, only the one with
+    """Each feature, each pair of axes, ZeRO-3 and fp8 with each other axis, an axis of more than two ranks, and all axes together; another optimizer than AdamW with each axis. Of the layouts of eight ranks, which are expensive, only the one with
     all axes is in the daily run."""
     found, plan = features(layout), layout.plan
     axes = [axis for axis in AXES if axis in found]
@@ -63,7 +61,7 @@ def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
     if plan.world > 4:
         return set()
     combined: set[tuple[Any, ...]] = set(combinations(axes, 2))
-    combined |= {("data", found["data"], axis) for axis in axes if axis != "data" and "data" in found}
+    combined |= {("zero3", axis) for axis in axes if axis != "data" and found.get("data") == "zero3"}
     combined |= {("precision", found["precision"], axis) for axis in axes if "precision" in found}
     longer = {(name, "above 2") for name in ("tp", "cp", "pp", "replicate", "shard") if getattr(plan, name) > 2}
     return set(found.items()) | combined | longer
