@@ -1,8 +1,9 @@
 """The layouts of the matrix in the daily run: as few as cover every kind of layout; the others are in `make soak`.
 
 A layout's *features* are what its plan and model turn on, one value for each family: `{"data": "zero3", "tensor": "sp",
-"model": "gpt"}`. Its *kinds* are each feature, each pair of axes, and ZeRO-3 with each other axis. Two layouts of the same kinds prove the same thing twice. `covering` repeatedly takes the layout with the most new
-kinds for its cost, then drops the layouts all of whose kinds were covered by later ones.
+"model": "gpt"}`. Its *kinds* are each feature, each pair of axes, and ZeRO-3 with each other axis. Two layouts of the same kinds prove the
+same thing twice. `covering` repeatedly takes the layout with the most new kinds for its cost, then drops the layouts all of whose kinds
+were covered by later ones.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def features(layout: Any) -> dict[str, Any]:
 
 
 def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """Each feature, each pair of axes, ZeRO-3 and fp8 with each other axis, an axis of more than two ranks, and all axes together; another optimizer than AdamW with each axis. Of the layouts of eight ranks, which are expensive, only the one with
-    all axes is in the daily run."""
+    """Each feature, each pair of axes, ZeRO-3 and fp8 with each other axis, an axis of more than two ranks, and all axes together; another
+    optimizer than AdamW with each axis. Of the layouts of eight ranks, which are expensive, only the one with all axes is in the daily run."""
     found, plan = features(layout), layout.plan
     axes = [axis for axis in AXES if axis in found]
     if layout.optimizer != "adamw":
