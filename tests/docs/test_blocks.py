@@ -157,7 +157,7 @@ def test_python_blocks_that_do_not_run_parse_and_name_what_exists() -> None:
 def test_toml_blocks_have_known_sections_and_keys(block: Block) -> None:
     document = parse_toml(block.text, str(block))
     for section, value in document.items():
-        assert section in (*CLASSES, "extends"), f"{block}: {section}"
+        assert section in (*CLASSES, "extends", "plugins"), f"{block}: {section}"
         if isinstance(value, dict):
             known = {*CLASSES[section].model_fields, "extends"}
             assert set(value) <= known, f"{block}: {set(value) - known}"
