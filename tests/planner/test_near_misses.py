@@ -69,6 +69,7 @@ def test_offered_numbers_are_close_and_divisible(value, found):
     assert rounder(value, 0.125) == found
 
 
+@pytest.mark.slow
 def test_offered_numbers_are_within_the_limits_of_a_cluster():
     """As many GPUs as a cluster may have: neither more GPUs nor twice as many are tried."""
     assert rounder(10**9, 0.15)[0] == 2**30

@@ -115,6 +115,7 @@ def test_offload_is_not_searched_where_the_question_or_the_stack_decides():
     assert offloads(Space(where.model, where.cluster, where.workload, deepspeed)) == ["states"]
 
 
+@pytest.mark.slow
 def test_offload_needs_a_clear_gain():
     """With memory to spare no plan offloads; where it does, every plan without it is at least a tenth slower."""
     _, ranking = solve(problem("dense"))

@@ -68,7 +68,9 @@ def problem(name):
     return heavy(gpus=gpus, **{**PIPED, "fix": [*PIPED["fix"], f"schedule={schedule}"]})
 
 
-@pytest.mark.parametrize("name", [("1f1b", 4), ("zb-h1", 4), ("zb-h2", 8), "experts"])
+@pytest.mark.parametrize(
+    "name", [("1f1b", 4), ("zb-h1", 4), ("zb-h2", 8), pytest.param("experts", marks=pytest.mark.slow)]
+)
 def test_the_winner_is_within_one_percent_of_every_division_of_every_plan(name):
     where = problem(name)
     _, ranking = solve(where)
