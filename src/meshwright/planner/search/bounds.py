@@ -52,9 +52,7 @@ Virtuals = tuple[np.ndarray, ...]  # numbers of virtual stages per rank: one num
 CHUNK = 4096  # rows costed at once: their arrays stay in cache
 KERNEL = ("tp", "sp", "cp", "cp_kind", "expert_tp", "ep", "microbatch", "recompute", *DTYPES, "overlap")
 SAMPLED = 5  # most pipeline ranks that a batch evaluates
-RANKS = tuple(
-    f"{x}{k}" for x in "rbo" for k in range(SAMPLED)
-)  # r: rank number, b: bytes, o: bytes of one more micro-batch in flight
+RANKS = ("sampled_rank", "rank_bytes", "microbatch_bytes")  # one column for each sampled rank, (plans, SAMPLED)
 # Columns that the bounds of a schedule need.
 SCHEDULED = (
     "pp",
@@ -325,18 +323,18 @@ def in_flight_bytes(
 
 
 def sampled_ranks(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
-    """For the sampled ranks: rank numbers (r0, r1, …), bytes (b0, …), and bytes of one more micro-batch in flight (o0, …)."""
-    b, out = program.batch, {}
+    """`RANKS` of the sampled ranks: their numbers, their bytes, and the bytes of one more micro-batch in flight."""
+    b, numbers, totals, more = program.batch, [], [], []
     for k in range(SAMPLED):
         at = min(k, len(cost.stage_blocks) - 1)
-        held = cost.stage_blocks[at].counts
+        counts = cost.stage_blocks[at].counts
         saved = sum(
-            held[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS
+            counts[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS
         )
-        out[f"r{k}"] = b.full(cost.stage_blocks[at].rank).astype(np.int64)
-        out[f"b{k}"] = np.add.reduce([b.full(x) for x in cost.memory[at].values()])
-        out[f"o{k}"] = b.full((1 + b.stack.allocator_slack) * saved * ~b.offload_activations)
-    return out
+        numbers.append(b.full(cost.stage_blocks[at].rank).astype(np.int64))
+        totals.append(np.add.reduce([b.full(x) for x in cost.memory[at].values()]))
+        more.append(b.full((1 + b.stack.allocator_slack) * saved * ~b.offload_activations))
+    return {name: np.stack(columns, axis=1) for name, columns in zip(RANKS, (numbers, totals, more), strict=True)}
 
 
 def overhead_bytes(program: StepProgram, cost: StepCost) -> np.ndarray:
@@ -388,9 +386,9 @@ def of_schedules(space: Space, plans: PlanArrays) -> PlanArrays:
 
 def looped_bytes(rows: PlanArrays, schedule: str, virtuals: Virtuals) -> np.ndarray:
     """Bytes of the fullest sampled rank, with the micro-batches in flight under a looped schedule."""
-    by_rank, in_flight = [], least_in_flight(schedule, rows, virtuals, rows.r0)
+    by_rank, in_flight = [], least_in_flight(schedule, rows, virtuals, rows.sampled_rank[:, 0])
     for k in range(SAMPLED):
         if k and SCHEDULES[schedule].uneven_ranks:
-            in_flight = least_in_flight(schedule, rows, virtuals, rows.columns[f"r{k}"])
-        by_rank.append(rows.columns[f"b{k}"] + (in_flight - 1) * rows.columns[f"o{k}"])
+            in_flight = least_in_flight(schedule, rows, virtuals, rows.sampled_rank[:, k])
+        by_rank.append(rows.rank_bytes[:, k] + (in_flight - 1) * rows.microbatch_bytes[:, k])
     return np.maximum.reduce(by_rank)
