@@ -8,6 +8,7 @@ from figures.cases import GB, KB, MB, MIB, TB, TERA, device, link, lowered, mode
 from figures.figure import Figure, rows
 from meshwright.cost import roofline
 from meshwright.cost.link import crossover, message_time
+from meshwright.lower.op import scalar
 
 holds, bound, convention, wrong = rows("guide")
 BATCHES = {1: "3072.0", 4: "12288.0", 16: "49152.0", 64: "196608.0", 256: "786432.0"}
@@ -39,7 +40,7 @@ def alpha_beta() -> list[Figure]:
         holds("5.4", "ResNet-50 gradients ~100 MB", "100", resnet * 4 / MB, "MB", "fp32"),
         holds("5.4", "GPT-3 gradients ~350 GB (FP16)", "350", model("gpt3-175b").total * 2 / GB, "GB"),
         holds("5.4", "GPT-3 per layer 100 MB – 10 GB", "0.1–10", sum(layer.values()) * 2 / GB, "GB"),
-        holds("5.4", "32 × 4096 × 12288 × 2 B = 3 GB per all-reduce", "3", float(message.message_bytes[0]) / GB, "GB", "3.22"),
+        holds("5.4", "32 × 4096 × 12288 × 2 B = 3 GB per all-reduce", "3", scalar(message.message_bytes) / GB, "GB", "3.22"),
         wrong("5.6", "sizes 1024·2^i, i < 20: 1 KB to 1 GB", "1024", 1024 * 2**19 / MIB, "MiB", "range(20) ends at i = 19: 512 MiB"),
     ]
     # fmt: on

@@ -5,6 +5,7 @@ from __future__ import annotations
 from figures.cases import GB, MB, boundary, calls, layer_bytes, lowered, model, traffic, volume
 from figures.figure import Figure, rows
 from meshwright.describe.plan import Plan
+from meshwright.lower.op import scalar
 
 holds, _, convention, wrong = rows("guide")
 PRINTED = {"llama-65b": 65.2, "llama2-70b": 70.0}  # billions, as in the tables of the papers
@@ -76,7 +77,7 @@ def experts() -> list[Figure]:
         holds("12.3", "Mixtral: EP = 8, one expert a GPU", "1", mixtral.experts / Plan(ep=8, replicate=8).ep, "expert"),
         wrong("12.3", "Mixtral: ~4 · B·S·H per MoE layer", "4", layer_bytes(routed, "ep", "moe") / (2 * 4096 * mixtral.hidden), "B·S·H",
               "its top-2 routing, stated two lines above, sends twice that"),
-        wrong("12.3", "dispatch is ~B·S·H bytes", 1.0, float(dispatch.message_bytes[0]) / (4096 * mixtral.hidden), "B·S·H bytes",
+        wrong("12.3", "dispatch is ~B·S·H bytes", 1.0, scalar(dispatch.message_bytes) / (4096 * mixtral.hidden), "B·S·H bytes",
               "two experts per token, two bytes per element"),
         holds("12.4", "DeepSeek-V2: 236B", "236", deepseek.total / 1e9, "B"),
         holds("12.4", "DeepSeek-V2: 21B active", "21", active / 1e9, "B", "without the input embedding"),

@@ -11,7 +11,7 @@ from meshwright.cost.link import message_time
 from meshwright.cost.memory import zero_state_bytes
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.plan import Plan
-from meshwright.lower.op import sent
+from meshwright.lower.op import scalar, sent
 from meshwright.programs.collectives.formulas import terms
 from meshwright.programs.pipelines import bubble_fraction, bubble_overhead, build, in_flight, makespan, walk
 
@@ -102,7 +102,7 @@ def overlap() -> list[Figure]:
               "inverted: min(1, T_b / T_comm)"),
         wrong("Overlap", "8 chunks cost ~10% more", "10", 100 * slower, "%",
               "by its own 90% → 60% of bandwidth from 1 GB to 128 MB, before launches"),
-        wrong("Overlap", "optimal chunks 16", "16", advice.optimal_chunks(whole, 5e-6), "chunks", "√(3.33 ms / 5 µs), by its own model"),
+        wrong("Overlap", "optimal chunks 16", "16", advice.optimal_chunks(float(whole), 5e-6), "chunks", "√(3.33 ms / 5 µs), by its own model"),
         holds("Overlap", "31.25 MB × 2 / 300 GB/s ≈ 0.21 ms a chunk", "0.21", message_time(2 * 31.25e6, 0, 1 / (300 * GB)) * 1e3, "ms"),
         convention("Overlap", "total 16 × 0.215 = 3.44 ms", "3.44", cut * 1e3, "ms", "from its rounded 0.215 ms per chunk", 16 * 0.215),
         convention("Overlap", "3.44 / 200 = 1.72%", "1.72", 100 * advice.overlap_ratio(cut, 200e-3), "%", "from its rounded 3.44 ms",
@@ -122,7 +122,7 @@ def sequence() -> list[Figure]:
     free = advice.ring_free_block(64, 64, rate, 100 * GB, 1)
     # fmt: off
     return [
-        holds("Sequence", "ring attention sends 2 · S/N · H a step", 2 * 64 * k / 8 * 8192 / 1e6, float(kv.message_bytes[0]) / 2 / 1e6, "M elements",
+        holds("Sequence", "ring attention sends 2 · S/N · H a step", 2 * 64 * k / 8 * 8192 / 1e6, scalar(kv.message_bytes) / 2 / 1e6, "M elements",
               "K and V"),
         wrong("Sequence", "ring buffer 128K, N = 64, FP8: 32 MB", "32", advice.ring_buffer(128 * k, 64, 8192, 1) / MIB, "MiB", "double-buffered, as it says: K and V, each twice"),
         wrong("Sequence", "ring buffer 1M, N = 8: 2 GB", "2", advice.ring_buffer(k * k, 8, 8192, 1) / GIB, "GiB",

@@ -47,7 +47,7 @@ def closing_time(
         elif op.name == "gather-parameters":
             gather = gather + op.count * seconds
             if b.stack.shard_copy:
-                gather = together(b.stack, gather, (op.count > 0) * op.launches * b.stack.shard_copy)
+                gather = b.full(together(b.stack, gather, (op.count > 0) * op.launches * b.stack.shard_copy))
         else:
             reduce = reduce + op.count * seconds
             last = np.maximum(last, np.where(op.count > 0, seconds, 0.0))

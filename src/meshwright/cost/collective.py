@@ -15,7 +15,7 @@ from meshwright.cost.curve import Curve, SwitchCurve, TreeCurve, curves
 from meshwright.cost.group import Group, ring_rates
 from meshwright.describe.cluster import Cluster
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Op
+from meshwright.lower.op import Column, Op
 
 OPERATIONS = {
     "all_reduce": "all-reduce",
@@ -26,7 +26,7 @@ OPERATIONS = {
 }
 
 
-class Choice(NamedTuple):
+class ChosenProgram(NamedTuple):
     """The program that a library runs for one call, its seconds on the links, and the seconds of the call with measured corrections."""
 
     algorithm: str
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     seconds: float
 
 
-def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> Choice:
+def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> ChosenProgram:
     """The program that the library runs for n bytes on the first `ranks` devices of a cluster. `cost.library` explains the rule."""
     nodes = -(-ranks // cluster.node_size)
     top = cluster.level_between(0, ranks - 1)
@@ -46,7 +46,7 @@ def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> Choice:
     found = curves(cluster, operation, group)
     best = min(found, key=lambda curve: float(curve.time(size, root)[0]))
     segments = int(best.segments(size)[0]) if isinstance(best, SwitchCurve | TreeCurve) else 1
-    return Choice(best.algorithm, segments, float(best.walked(size)[0]), float(best.time(size, root)[0]))
+    return ChosenProgram(best.algorithm, segments, float(best.walked(size)[0]), float(best.time(size, root)[0]))
 
 
 class Network:
@@ -55,9 +55,9 @@ class Network:
     def __init__(self, cluster: Cluster, batch: Batch) -> None:
         self.cluster, self.batch = cluster, batch
         self._groups: dict[str, Group] = {}
-        self._has_peers: dict[str, Array] = {}
+        self._has_peers: dict[str, Column] = {}
         self._curves: dict[tuple[str, str], list[Curve]] = {}
-        self._times: dict[tuple[str, str, int, float], tuple[Array, Array]] = {}
+        self._times: dict[tuple[str, str, int, float], tuple[Column, Array]] = {}
         top = len(cluster.levels) - 1
         self.outside = [cluster.device_bandwidth(k) for k in range(1, top + 1)] or [cluster.device_bandwidth(0)]
 
@@ -66,7 +66,7 @@ class Network:
         if axis not in self._groups:
             size = self.batch.size(axis)
             inner = np.minimum(self.batch.members(axis, self.cluster.node_size), size)
-            level: Array = np.zeros(1, dtype=np.int64)
+            level: Column = np.zeros(1, dtype=np.int64)
             for k in range(1, len(self.cluster.levels) - 1):
                 level = np.maximum(level, k * (self.batch.members(axis, self.cluster.spans[k]) < size))
             rings = ring_rates(self.cluster, size, inner, lambda unit: self.batch.members(axis, unit))
@@ -74,7 +74,7 @@ class Network:
             self._has_peers[axis] = size > 1
         return self._groups[axis]
 
-    def time(self, op: Op) -> Array:
+    def time(self, op: Op) -> Column:
         """Seconds of one occurrence of a collective or a send. Operations that share their message array are timed once."""
         key = (op.collective, op.axis, id(op.message_bytes), op.copies)
         if key not in self._times:
@@ -110,12 +110,12 @@ class Network:
             found[level] = found.get(level, 0.0) + outside * size
         return found
 
-    def nodes(self, axis: str) -> Array:
+    def nodes(self, axis: str) -> Column:
         """Number of nodes that a group of an axis spans, by plan."""
         group = self.group(axis)
         return group.nodes[group.of_plan]
 
-    def distinct_share(self, op: Op) -> Array:
+    def distinct_share(self, op: Op) -> Column:
         """The share of the copies of tokens that a deduplicated dispatch sends: one to each distinct unit (node, or rank inside one node)
         that has experts of the token. k copies reach N(1 − (1 − 1/N)^k) of N units."""
         nodes, k = self.nodes(op.axis), op.copies
@@ -128,7 +128,7 @@ class Network:
             self._curves[key] = curves(self.cluster, OPERATIONS[op.collective], self.group(op.axis))
         return self._curves[key]
 
-    def _time(self, op: Op) -> Array:
+    def _time(self, op: Op) -> Column:
         first, *alternatives = self._curves_of(op)
         n = op.message_bytes
         if op.copies > 1 and self.batch.stack.dispatch == "deduplicated":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from meshwright.cost import library
 from meshwright.cost.group import Group
 from meshwright.describe.cluster import Cluster
 from meshwright.errors import unknown
-from meshwright.lower.op import Array, present
+from meshwright.lower.op import Array, Column, present
 from meshwright.programs.collectives.formulas import (
     FORMULAS,
     Rates,
@@ -51,7 +51,7 @@ class Curve:
         terms = self.terms()
         start, byte = terms.alpha * self.rates.alpha, terms.beta * self.rates.beta
         self.start, self.byte, self.wire = start, byte, byte
-        self.outer: tuple[Array, Array] | None = None
+        self.outer: tuple[Column, Column] | None = None
         self.inner_wire, self.outer_wire = byte, terms.outer_beta * self.rates.outer_beta
         if self.crosses:
             outer = terms.outer_alpha * self.rates.outer_alpha, terms.outer_beta * self.rates.outer_beta
@@ -65,7 +65,7 @@ class Curve:
         # by plan: start-up seconds and seconds per byte, inside nodes and between nodes, and seconds per √n
         at = self.group.of_plan
         self.begin, self.per_byte = (self.start + self.call)[at], np.broadcast_to(self.byte, self.call.shape)[at]
-        self.outer_begin: Array = None
+        self.outer_begin: Column | None = None
         if self.outer is not None:
             self.outer_begin, self.outer_per_byte = (self.outer[0] + self.call)[at], self.outer[1][at]
         self.per_root = None if self.chunks is None else self.chunks[at]
@@ -74,12 +74,12 @@ class Curve:
         """The terms of the formula that do not depend on the size."""
         return FORMULAS[self.operation, self.algorithm][1](shape_of(self.group))
 
-    def walked(self, n: Array) -> Array:
+    def walked(self, n: Array) -> Column:
         """Seconds of the program on the library's links."""
         inside = self.start + n * self.byte
         return inside if self.outer is None else np.maximum(inside, self.outer[0] + n * self.outer[1])
 
-    def time(self, n: Array, root: Array) -> Array:
+    def time(self, n: Array, root: Array) -> Column:
         """Seconds of one call of n bytes, whose square root is `root`."""
         seconds = self.begin + n * self.per_byte
         if self.outer_begin is not None:
@@ -95,11 +95,11 @@ class Curve:
         return inside, outside
 
     @cached_property
-    def available(self) -> Array:
+    def available(self) -> Column | Literal[True]:
         """For which shapes the library has the program; `True` for all shapes."""
         return True
 
-    def improve(self, n: Array, root: Array, best: Array) -> Array:
+    def improve(self, n: Array, root: Array, best: Column) -> Column:
         """Lower `best` to the time of this program, for the plans whose library has it."""
         seconds = self.time(n, root)
         if self.available is not True:
@@ -125,16 +125,16 @@ class TreeCurve(Curve):
         assert self.chunks is not None
         self.per_root = (self.chunks + 4 * np.sqrt(fill) * self.across)[self.group.of_plan]
 
-    def segments(self, n: Array) -> Array:
+    def segments(self, n: Array) -> Column:
         return double_tree_segments(n, shape_of(self.group), self.rates)
 
-    def walked(self, n: Array) -> Array:
+    def walked(self, n: Array) -> Column:
         return FORMULAS[self.operation, self.algorithm][1](shape_of(self.group, self.segments(n))).seconds(
             n, self.rates
         )
 
     @cached_property
-    def available(self) -> Array:
+    def available(self) -> Column:
         if not library.runs_on(self.cluster, "nvls"):
             return self.across
         return self.across & ~reduces_in_switches(self.group)
@@ -150,7 +150,7 @@ class SwitchCurve(Curve):
         self.inner_wire = (1 + 1 / self.group.per_node) * self.rates.beta
         self.outer_wire = switch_shards(self.group.nodes, self.fabric) / self.group.per_node * self.rates.outer_beta
 
-    def at(self, shapes: Array) -> SwitchCurve:
+    def at(self, shapes: Column) -> SwitchCurve:
         """This curve with one row for each index in `shapes`."""
         part = copy(self)
         part.group = self.group._replace(**{name: getattr(self.group, name)[shapes] for name in Group._fields[:5]})
@@ -158,31 +158,31 @@ class SwitchCurve(Curve):
         part.call, part.wire = self.call[shapes], self.wire[shapes]
         return part
 
-    def segments(self, n: Array) -> Array:
+    def segments(self, n: Array) -> Column:
         return switch_segments(n, shape_of(self.group), self.rates, self.fabric)
 
-    def walked(self, n: Array) -> Array:
+    def walked(self, n: Array) -> Column:
         shape = shape_of(self.group, self.segments(n))
         return FORMULAS[self.operation, self.algorithm][1](shape).seconds(n, self.rates)
 
-    def time(self, n: Array, root: Array) -> Array:
+    def time(self, n: Array, root: Array) -> Column:
         """Seconds of one call, with one size per shape."""
         return self.call + self.walked(n) + library.chunking(self.cluster, self.wire) * root
 
     @cached_property
-    def available(self) -> Array:
+    def available(self) -> Column:
         node = self.group.per_node > 2
         if self.fabric:
             return node & self.across
         return reduces_in_switches(self.group)
 
     @cached_property
-    def lower_bound(self) -> tuple[Array, Array]:
+    def lower_bound(self) -> tuple[Column, Column]:
         """Lower bounds by plan: seconds of a call and seconds per byte."""
         at = self.group.of_plan
         return np.where(self.available, self.call, np.inf)[at], self.wire[at]
 
-    def improve(self, n: Array, root: Array, best: Array) -> Array:
+    def improve(self, n: Array, root: Array, best: Column) -> Column:
         """As in `Curve`. The formula is evaluated only for plans whose lower bound (bandwidth without latency) is below `best`."""
         of_plan = self.group.of_plan
         if np.ndim(n) == 0:  # one size for all plans: compute per shape
@@ -191,11 +191,11 @@ class SwitchCurve(Curve):
         if len(rows) == 0:
             return best
         best = best.copy()
-        best[rows] = np.minimum(best[rows], self.at(of_plan[rows]).time(n[rows], root[rows]))
+        best[rows] = np.minimum(best[rows], self.at(of_plan[rows]).time(np.asarray(n)[rows], np.asarray(root)[rows]))
         return best
 
 
-def reduces_in_switches(group: Group) -> Array:
+def reduces_in_switches(group: Group) -> Column:
     """For which shapes NVLS runs: more than two ranks per node, on a power of two of nodes."""
     rounds = np.log2(group.nodes)
     return (group.per_node > 2) & (rounds == np.floor(rounds))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
-from meshwright.lower.op import Array
+from meshwright.lower.op import Column
 
 LARGEST_TABLE = 2**20  # entries of the lookup table of shapes; with more keys, sorting finds the shapes
 
@@ -17,16 +17,16 @@ class Group(NamedTuple):
     """The distinct group shapes of an axis: P ranks on N nodes, g per node, and the bytes/s of a device between nodes, while all devices send
     (`outside`) and in a ring or tree (`ring_outside`). `of_plan` is the index of the shape of each plan of the batch."""
 
-    ranks: Array
-    per_node: Array
-    nodes: Array
-    outside: Array
-    ring_outside: Array
-    of_plan: Array
+    ranks: Column
+    per_node: Column
+    nodes: Column
+    outside: Column
+    ring_outside: Column
+    of_plan: Column
 
     @classmethod
     def of(
-        cls, ranks: Array, per_node: Array, level: Array, rates: list[float], ring_rates: Array | None = None
+        cls, ranks: Column, per_node: Column, level: Column, rates: list[float], ring_rates: Column | None = None
     ) -> Group:
         """Find the distinct shapes. Many plans share a shape, so constants are computed per shape and looked up per plan.
 
@@ -52,13 +52,13 @@ class Group(NamedTuple):
         return cls(ranks, per_node, ranks / per_node, outside, outside, of_plan)
 
     @classmethod
-    def _of_rings(cls, ranks: Array, per_node: Array, level: Array, rates: list[float], ring_rates: Array) -> Group:
+    def _of_rings(cls, ranks: Column, per_node: Column, level: Column, rates: list[float], ring_rates: Column) -> Group:
         columns = np.stack(np.broadcast_arrays(ranks, per_node, np.array(rates)[level], ring_rates))
         found, of_plan = np.unique(columns, axis=1, return_inverse=True)
         return cls(found[0], found[1], found[0] / found[1], found[2], found[3], of_plan.ravel())
 
 
-def ring_rates(cluster: Cluster, size: Array, per_node: Array, members: Callable[[int], Array]) -> Array | None:
+def ring_rates(cluster: Cluster, size: Column, per_node: Column, members: Callable[[int], Column]) -> Column | None:
     """Bytes/s of a device between nodes in a ring or tree; None if no level is slower than the one below it.
 
     A ring visits every unit of a level once. Of the m ranks of a group in a unit, g on each node, only the g cards of one node send to another

@@ -28,7 +28,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
-from meshwright.lower.op import Array
+from meshwright.lower.op import Column
 from meshwright.programs.collectives.comparison import SWITCHED, runs_on
 
 RINGS = {
@@ -73,7 +73,7 @@ def algorithms(cluster: Cluster, operation: str) -> tuple[str, ...]:
     return tuple(name for name in LIBRARIES[library_of(cluster)].get(operation, ()) if runs_on(cluster, name))
 
 
-def small_group(cluster: Cluster, operation: str, size: Array) -> Array:
+def small_group(cluster: Cluster, operation: str, size: Column) -> Column:
     """The share of a device's rate that it reaches in a group of `size` ranks inside a node. Behind a switch: relative to a group of eight.
     In a mesh each of its links leads to one other device, so a group uses size − 1 of them, and a send one."""
     if cluster.levels[0].link.mesh:
@@ -104,6 +104,6 @@ def library_links(cluster: Cluster, operation: str, algorithm: str, ranks: int) 
     return cluster.but(levels=tuple(levels), accelerator=device)
 
 
-def chunking(cluster: Cluster, wire: Array) -> Array:
+def chunking(cluster: Cluster, wire: Column) -> Column:
     """Seconds that pipelining in chunks adds to a transfer of `wire` seconds."""
     return 2 * np.sqrt(cluster.collectives.chunk * wire)

@@ -28,7 +28,7 @@ from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.compression_memory import compression_buffers
 from meshwright.lower.footprint import GROUPS, elements, padded_elements
 from meshwright.lower.gradients import batch_messages, gathered_weights, sharded
-from meshwright.lower.op import Array, StepProgram, present
+from meshwright.lower.op import Array, Column, StepProgram, present
 from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
 from meshwright.lower.sync import average_bytes
 from meshwright.lower.traffic import boundary_messages, boundary_ops
@@ -40,7 +40,7 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "wor
 def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     """Parameters, gradients and optimizer states on this rank, in bytes."""
     b = program.batch
-    out = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
+    out: dict[str, Array] = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
     if (
@@ -80,7 +80,7 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     return out
 
 
-def largest_state(program: StepProgram) -> Array:
+def largest_state(program: StepProgram) -> Column:
     """Bytes of parameters, gradients and optimizer states on the fullest rank of each plan."""
     found = [sum(state_memory(program, held).values()) for held in bounding_ranks(program.batch)]
     return np.maximum.reduce([program.batch.full(total) for total in found])
@@ -96,7 +96,7 @@ def kept_activations(program: StepProgram, held: StageBlocks) -> Array:
     if held.recomputed is not None:  # the layers that are not recomputed save everything
         for block, saving in program.recompute_savings.items():
             one = one + (held.counts[block] - held.recomputed[block]) * saving
-    gradients = 0.0
+    gradients: Array = 0.0
     if b.stack.torch_pipeline and present(
         b.splits
     ):  # the first half recomputes layers, and the second half needs their tensors again
@@ -273,7 +273,7 @@ def _add_compression(program: StepProgram, held: StageBlocks, out: dict[str, Arr
     b = program.batch
     groups = GROUPS if b.model.experts else GROUPS[:1]
     found = [compression_buffers(b, group, batch_messages(program, held, group)) for group in groups]
-    together, largest = sum(total for total, _ in found), np.maximum.reduce([one for _, one in found])
+    together, largest = sum(total for total, _ in found), np.maximum.reduce([b.full(one) for _, one in found])
     out["working"] = out["working"] + np.maximum(largest - bucket_memory(program, held), 0.0)
     live = out["activations"] + out["gathered"] + out["working"]
     out["working"] = out["working"] + np.maximum(together - live, 0.0)

@@ -24,7 +24,7 @@ from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.muon import EXCHANGE
-from meshwright.lower.op import Array, Op, StepProgram, present, sent
+from meshwright.lower.op import Array, Column, Op, StepProgram, present, sent
 from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks
 from meshwright.lower.traffic import boundary_calls
 
@@ -35,15 +35,15 @@ TRAFFIC_AXIS = {"stage": "dp"}  # bytes between all ranks of a stage count as dp
 class StepCost:
     """Costs of a batch of plans: arrays over the batch."""
 
-    time: Array
+    time: Column
     exposed: dict[str, Array]
     busy: dict[str, Array]
     flops: Array  # of the hardware, per device and step
-    slowest: Array  # index into `ranks`
+    slowest: Column  # index into `ranks`
     ranks: list[RankTime]
     stage_blocks: list[StageBlocks]
     times: dict[tuple[str, str], PhaseTime]  # by block and phase
-    boundary: Array  # seconds of one pipeline message, with the gather of its parts
+    boundary: Column  # seconds of one pipeline message, with the gather of its parts
     after: Array  # seconds of reductions that follow the data-parallel ones: over tp, tied embeddings, and a stage
     reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
     tail: Array  # seconds by which the last gradient message exceeds the other exposed gradient reduction
@@ -58,7 +58,7 @@ class StepCost:
         return [memory(self.program, h) for h in self.stage_blocks]
 
     @cached_property
-    def peak_memory(self) -> Array:
+    def peak_memory(self) -> Column:
         """Peak bytes on the fullest rank."""
         totals = [self.program.batch.full(sum(parts.values())) for parts in self.memory]
         return np.maximum.reduce(totals)
@@ -86,7 +86,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     network = Network(cluster, b)
     times = phase_times(program, cluster, network)
     message_ops = program.sync.get("boundary-F", []) + program.sync.get("boundary-gather", [])
-    boundary = sum((op.count * network.time(op) for op in message_ops), np.zeros(b.n))
+    boundary = b.full(sum((op.count * network.time(op) for op in message_ops), np.zeros(b.n)))
     held = bounding_ranks(b, every_rank)
     ranks = [rank_time(program, times, h, boundary) for h in held]
     m = np.maximum(b.microbatches, 1.0)
@@ -126,7 +126,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     exposed["overhead"] = np.full(b.n, b.stack.step_overhead)
 
     return StepCost(
-        sum(exposed.values()),
+        b.full(sum(exposed.values())),
         exposed,
         busy,
         flops,
@@ -174,7 +174,7 @@ def _by_part(
 
 def _slowest_rank(
     b: Batch, held: list[StageBlocks], ranks: list[RankTime], sharing: float
-) -> tuple[Array, Callable[[list[Array]], Array]]:
+) -> tuple[Column, Callable[[list[Array]], Array]]:
     """Return the index of the slowest rank of each plan, and a function that picks its value out of those of all ranks."""
     slowest = np.stack([b.full(r.total) for r in ranks]).argmax(axis=0)
     flat_index = slowest * b.n + np.arange(b.n)  # of the slowest rank in the concatenated values of all ranks

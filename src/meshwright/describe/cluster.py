@@ -260,7 +260,7 @@ class Path(NamedTuple):
     """The path of a message between two devices: α and the ports it passes."""
 
     alpha: float
-    ports: tuple[tuple, ...]
+    ports: tuple[tuple[Any, ...], ...]
 
 
 class Cluster(Described):
@@ -359,7 +359,7 @@ class Cluster(Described):
             return Path(entry.link.alpha, (("out", src), ("in", dst)))
         # One card serves every level above the node; a level of another link (a site's uplink) is one more port behind it.
         passed = [1] if entry.link.name == self.levels[1].link.name else [1, k]
-        ports: list[tuple] = [
+        ports: list[tuple[Any, ...]] = [
             (way, j, *self._card(end, j)) for j in passed for way, end in (("nic-out", src), ("nic-in", dst))
         ]
         for j in range(1, k + 1):
@@ -367,7 +367,7 @@ class Cluster(Described):
                 ports += [("up", j, src // self.spans[j - 1]), ("down", j, dst // self.spans[j - 1])]
         return Path(entry.link.alpha, tuple(ports))
 
-    def capacity(self, port: tuple) -> float:
+    def capacity(self, port: tuple[Any, ...]) -> float:
         """Achievable bytes/s of a port."""
         match port:
             case ("bus", _) | ("out", _) | ("in", _):

@@ -25,7 +25,8 @@ from meshwright.describe.plan_fields import ORDERS, PlanFields
 from meshwright.describe.stack import Axis
 from meshwright.describe.variants import NameIn
 
-Array = NDArray[Any]
+Column = NDArray[Any]  # a number for each plan
+Array = float | Column  # a column, or one number for all plans
 Number = Any  # an int or a float, or an array of them
 Flag = Any  # a bool, or an array of them
 
@@ -106,7 +107,7 @@ class PlanArrays:
         once = PlanArrays(**columns)
         return once if len(distinct) == len(plans) else once.take([index[id(plan)] for plan in plans])
 
-    def __getattr__(self, name: str) -> Array:
+    def __getattr__(self, name: str) -> Column:
         raise AttributeError(name)
 
     def __len__(self) -> int:

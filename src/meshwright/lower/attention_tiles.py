@@ -17,12 +17,14 @@ operators of one tile, views included, and of one layer; a test counts them in t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from meshwright.describe.plan_fields import CP_KINDS
 from meshwright.describe.tensors import AttentionCore
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Op
+from meshwright.lower.op import Array, Column, Op
 
 TILE = 2.0**24  # scores of one tile
 WIDE = 4.0  # bytes of a float32
@@ -33,7 +35,7 @@ OPERATORS = {"F": (50.0, 19.0), "I": (83.0, 20.0)}  # torch operators of each ti
 RING, GATHER = CP_KINDS.index("ring"), CP_KINDS.index("all-gather")
 
 
-def in_tiles(b: Batch) -> Array:
+def in_tiles(b: Batch) -> Column:
     """Mark the plans of the batch that run attention in tiles because of context parallelism."""
     return b.stack.tiled_context & (b.cp > 1) & ((b.cp_kind == RING) | (b.cp_kind == GATHER))
 
@@ -51,7 +53,7 @@ def core_ops(b: Batch, core: AttentionCore, heads: Array, on: Array) -> dict[str
 
 
 def tile_ops(
-    products: Array, rows: Array, columns: Array, qk: float, v: float, launches: dict[str, Array], count: Array = 1.0
+    products: Array, rows: Array, columns: Array, qk: float, v: float, launches: Mapping[str, Array], count: Array = 1.0
 ) -> dict[str, list[Op]]:
     """The operations of tiles of `products` heads with rows × columns scores each."""
     scores = products * rows * columns

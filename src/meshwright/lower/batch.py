@@ -23,7 +23,15 @@ from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.framework_stages import in_framework
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_arrays import NUMBERS, OVERLAP_AXES, STACK_ORDER, STACK_OVERLAP, Array, PlanArrays, encode
+from meshwright.describe.plan_arrays import (
+    NUMBERS,
+    OVERLAP_AXES,
+    STACK_ORDER,
+    STACK_OVERLAP,
+    Column,
+    PlanArrays,
+    encode,
+)
 from meshwright.describe.plan_fields import DTYPES, ORDERS, RECOMPUTES, Offload
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.sharding import DATA_AXES
@@ -50,28 +58,28 @@ class Pipelines(NamedTuple):
     """The plans of one schedule: their indices in the batch, and their whole numbers."""
 
     schedule: str
-    at: np.ndarray
-    pp: np.ndarray
-    microbatches: np.ndarray
-    virtual: np.ndarray
+    at: Column
+    pp: Column
+    microbatches: Column
+    virtual: Column
 
 
 class PartlyRecomputed(NamedTuple):
     """The layers of each stage of plans that recompute some of their layers, by kind: (distinct plans, stages + 1). The last column, which index −1
     reads, is zero: no stage."""
 
-    plans: np.ndarray  # indices in the batch
-    row: np.ndarray  # of each of these plans in the tables
-    recomputed: dict[str, np.ndarray]
-    kept: dict[str, np.ndarray]
+    plans: Column  # indices in the batch
+    row: Column  # of each of these plans in the tables
+    recomputed: dict[str, Column]
+    kept: dict[str, Column]
 
 
 class Batch(PlanArrays):
     """Plans as arrays of numbers that multiply, and what follows from them for a model, a workload and a stack."""
 
-    overlap: dict[str, Array]  # 1 where the communication of an axis overlaps with compute
-    reshard: Array
-    wrap: Array  # layers of a ZeRO unit
+    overlap: dict[str, Column]  # 1 where the communication of an axis overlaps with compute
+    reshard: Column
+    wrap: Column  # layers of a ZeRO unit
 
     def __init__(
         self,
@@ -110,8 +118,8 @@ class Batch(PlanArrays):
         )
         # ZeRO pads the rows of a tensor to a multiple of the ranks.
         self.pads = bool(np.count_nonzero((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
-        self._sizes: dict[str, Array] = {}
-        self._members: dict[tuple[str, float], Array] = {}
+        self._sizes: dict[str, Column] = {}
+        self._members: dict[tuple[str, float], Column] = {}
         self._strides = self._axis_strides()
 
     @classmethod
@@ -153,7 +161,7 @@ class Batch(PlanArrays):
         self.stack_overlap = plans.overlap == STACK_OVERLAP
         self.overlap = {axis: self.overlap_of(axis, self.zero) for axis in OVERLAP_AXES}
 
-    def overlap_of(self, axis: str, zero: Any) -> Array:
+    def overlap_of(self, axis: str, zero: Any) -> Column:
         """1 where the communication of an axis overlaps with compute, at a ZeRO stage."""
         by_stack = self.stack.overlaps(axis, self.sp, zero, self.cp_kind == encode("cp_kind", "ring"))
         by_plan = self.columns["overlap"] >> OVERLAP_AXES.index(axis) & 1
@@ -245,18 +253,18 @@ class Batch(PlanArrays):
         """Experts of a rank whose weights get their scales in each forward: weights that ZeRO-3 gathers in fp8 have them already."""
         return np.where(self.gathers_fp8_weights("expert"), 0.0, self.model.experts / self.ep)
 
-    def full(self, values: Any) -> np.ndarray:
+    def full(self, values: Any) -> Column:
         """Broadcast a number to all plans; an array over the plans stays as it is."""
         is_full = isinstance(values, np.ndarray) and values.shape == (self.n,)
         return values if is_full else np.broadcast_to(values, self.n)
 
-    def size(self, axis: str) -> np.ndarray:
+    def size(self, axis: str) -> Column:
         """Ranks in one group of an axis."""
         if axis not in self._sizes:
             self._sizes[axis] = self._count(axis)
         return self._sizes[axis]
 
-    def _count(self, axis: str) -> np.ndarray:
+    def _count(self, axis: str) -> Column:
         if axis == "kv_copies":  # neighbours on tp that hold the same KV head
             return np.maximum(self.tp / self.model.kv_groups, 1.0)
         return axis_size(self, axis)
@@ -280,19 +288,19 @@ class Batch(PlanArrays):
         """Parameter tensors on a rank: what an unfused optimizer launches kernels for."""
         return 160.0 if self.model.kind == "counts" else self.model.layers * self.layer_tensors / self.pp + 4
 
-    def members(self, axis: str, unit: float) -> np.ndarray:
+    def members(self, axis: str, unit: float) -> Column:
         """Members of one group of the axis inside one unit of `unit` consecutive devices."""
         key = (axis, unit)
         if key not in self._members:
             self._members[key] = self._count_members(axis, unit)
         return self._members[key]
 
-    def _count_members(self, axis: str, unit: float) -> np.ndarray:
+    def _count_members(self, axis: str, unit: float) -> Column:
         if axis == "kv_copies":
             return np.minimum(self.size("kv_copies"), self.members("tp", unit))
         return members_in_unit(self, self._strides, axis, unit, lambda other: self.members(other, unit))
 
-    def _axis_strides(self) -> dict[str, np.ndarray]:
+    def _axis_strides(self) -> dict[str, Column]:
         """Distance between neighbours on every axis, under each plan's order."""
         codes = distinct_codes(self.order)
         if len(codes) == 1:

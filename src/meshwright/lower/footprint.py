@@ -92,6 +92,7 @@ def loads(b: Batch, held: list[Tensor]) -> dict[str, Load]:
 
 def _load(b: Batch, held: list[Tensor]) -> Load:
     learns = [t for t in held if t.learns]
+    exact: Array
     whole, sent, exact = (sum((t.size + t.padding for t in some), 0.0) for some in (held, learns, ()))
     if b.compresses:
         d = degrees(b)

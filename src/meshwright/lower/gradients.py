@@ -35,7 +35,7 @@ from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import on_the_wire
-from meshwright.lower.op import Array, Op, StepProgram, present
+from meshwright.lower.op import Array, Column, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks, blocks_by_stage, stage_ranges
 
 ENDS = ("embedding", "head")
@@ -56,7 +56,7 @@ class Load(NamedTuple):
 class Message(NamedTuple):
     """`count` equal messages. A unit of ZeRO is gathered too, forward and (`regathered`) backward."""
 
-    count: Array
+    count: Array  # type: ignore[assignment]
     load: Load
     unit: bool = False
     regathered: Array = 1.0
@@ -69,7 +69,7 @@ class Exchange(NamedTuple):
     name: str
     axis: str
     collective: str
-    count: Array
+    count: Array  # type: ignore[assignment]
     bytes: Array
 
 
@@ -81,12 +81,12 @@ def combined(parts: Iterable[tuple[Array, Load]]) -> Load:
     return Load(*out)
 
 
-def sharded(b: Batch, group: str) -> Array:
+def sharded(b: Batch, group: str) -> Column:
     """Mark plans in which ZeRO shards parameters of a group: experts only where a shard group holds several copies of one."""
     return (b.zero >= 1) & (b.size(DATA_AXES[group].shard) > 1)
 
 
-def reduced_whole(b: Batch) -> Array:
+def reduced_whole(b: Batch) -> Column | np.bool:
     """Mark plans in which ZeRO-1 and 2 all-reduce the gradients in one call after backward, as the stack does it."""
     return (b.zero >= 1) & (b.zero < 3) if b.stack.zero_reduction == "whole" else np.False_
 
@@ -143,7 +143,9 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
                 ("gather-weights", b.zero == 3, freed, weights),
             ):
                 add(Exchange(name, shard, "all_gather", when & (n > 0), n), active * message.count * times)
-    ops = [_op(name, group, *key, *amounts) for (name, *key), amounts in total.items() if present(amounts[0])]
+    ops = [
+        _op(name, group, axis, kind, *amounts) for (name, axis, kind), amounts in total.items() if present(amounts[0])
+    ]
     if present(extra):
         ops.append(_compress(b, group, (np.asarray(extra) > 0) * 1.0, extra, selected, b.parameter_tensors))
     return ops
@@ -200,7 +202,7 @@ def _selects(b: Batch) -> Array:
     return sum(1.0 * (b.compression == code) for code, wire in b.compressions if COMPRESSIONS[wire].selects)
 
 
-def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[Op]]:
+def unit_ops(b: Batch, group: str, load: Load, share: Array | None) -> dict[str, list[Op]]:
     """ZeRO-3 of one block in one micro-batch: gather its weights forward and backward, reduce its gradients. The block is a `share` of
     a unit, or several units like it. A stack that gathers parameter by parameter sends the bytes of a unit in more messages."""
     shard, by_parameter = DATA_AXES[group].shard, b.stack.gathers == "parameter"

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.describe.plan_arrays import Array, Column
 from meshwright.lower.batch import Batch, present
 
-__all__ = ["Op", "StepProgram", "present", "scalar", "sent"]
+__all__ = ["Array", "Column", "Op", "StepProgram", "present", "scalar", "sent"]
 
-Array = Any  # a numpy array over the batch, or a scalar that broadcasts against it
 PHASES = ("F", "I", "W", "R", "S", "G")
 NARROW = ("fp8", "mxfp8", "fp4")  # arithmetic narrower than the 16 bits in which activations are kept
 
@@ -71,7 +71,7 @@ class StepProgram:
         default_factory=dict
     )  # block → dense|expert → elements on this rank
     loads: dict[str, dict[str, Any]] = field(default_factory=dict)  # block → dense|expert → `gradients.Load`
-    compressed: dict[str, dict[str, list[tuple[Array, ...]]]] = field(
+    compressed: dict[str, dict[str, list[tuple[Array, Array, Array]]]] = field(
         default_factory=dict
     )  # block → dense|expert → (elements, PowerSGD's two sums) of each compressed parameter in order
     partial: dict[str, dict[str, Array]] = field(

@@ -239,7 +239,7 @@ def stage_messages(
     units = list(zero_units(model, plan, layers, [box for box in held if box.zero]))
     for unit, regathered in zip(units, gathered_in_backward(units, plan.prefetch is True), strict=True):
         load = load_of(unit, plan)
-        yield unit[0].group, Message(1.0, load, True, float(regathered), measured(load.sent > 0))
+        yield unit[0].group, Message(1.0, load, True, float(regathered), measured(bool(load.sent > 0)))
     for group in ("dense", "expert"):
         learns = [box for box in held if box.group == group and box.learns and not box.zero][::-1]
         sent = [box for box in learns if not lossy or box.compressible]

@@ -24,7 +24,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, present
+from meshwright.lower.op import Array, Column, present
 from meshwright.programs.pipelines import build, formulas
 from meshwright.programs.pipelines.walk import held_memory
 
@@ -38,9 +38,11 @@ class StageBlocks:
 
     rank: Array
     counts: dict[str, Array]
-    recomputed: dict[str, Array] | None = None  # of these, recomputed in backward; None: all, where the plan recomputes
+    recomputed: dict[str, Column] | None = (
+        None  # of these, recomputed in backward; None: all, where the plan recomputes
+    )
     split: dict[str, Array] | None = None  # the number of these per micro-batch that run I and W separately; None: none
-    regathered: dict[str, Array] | None = (
+    regathered: dict[str, Column] | None = (
         None  # of the split ones, those that are not recomputed; None: as the plan recomputes
     )
 
@@ -115,7 +117,7 @@ def _layers_alike(batch: Batch) -> bool:
     return batch.model.kind != "counts" and len(batch.model.kinds) == 1 and not batch.uneven
 
 
-def _stages_of(batch: Batch, rank: Array) -> Array:
+def _stages_of(batch: Batch, rank: Array) -> Column:
     """All virtual stages of a rank at once: (virtual, plans); negative where a plan has fewer."""
     v = np.arange(int(batch.virtual.max()))[:, None]
     folded = SCHEDULES.column("is_v_shaped")[batch.schedule] & (v == 1)
@@ -177,12 +179,14 @@ def stage_ranges(batch: Batch, rank: Array, i: int) -> list[range]:
     return [range(start[v, i], end[v, i]) for v in range(len(stage)) if stage[v, i] >= 0]
 
 
-def _with_recompute(batch: Batch, held: StageBlocks, stages: Callable[[], Array]) -> StageBlocks:
+def _with_recompute(batch: Batch, held: StageBlocks, stages: Callable[[], Column]) -> StageBlocks:
     """Count the recomputed layers in some stages of each plan, (stages, plans) with −1 for none, for the few plans that recompute some of their
     layers. A recomputed layer gathers its inputs once, for the recomputation, and keeps them: a split backward does not gather them twice."""
     if held.split is not None:
         kept = batch.recompute != 2
-        held.regathered = {kind: n * kept if kind in batch.model.kinds else n for kind, n in held.split.items()}
+        held.regathered = {
+            kind: np.asarray(n * kept if kind in batch.model.kinds else n) for kind, n in held.split.items()
+        }
     if not batch.some_recomputed:
         return held
     held.recomputed = {kind: np.array(batch.full(count), dtype=float) for kind, count in held.counts.items()}
@@ -243,7 +247,7 @@ def _mean_split(batch: Batch, held: StageBlocks) -> dict[str, Array]:
     return {kind: batch.splits * share * count for kind, count in whole.items()}
 
 
-def stage_blocks(batch: Batch, stage: Array, rank: Array) -> StageBlocks:
+def stage_blocks(batch: Batch, stage: Column, rank: Array) -> StageBlocks:
     """The blocks of one stage of each plan; a negative stage has none."""
     held = StageBlocks(rank, stage_counts(batch, stage))
     if batch.splits_twice:

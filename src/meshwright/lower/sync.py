@@ -22,7 +22,7 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import fp8_weights, padded_elements
 from meshwright.lower.gradients import batch_messages, data_parallel_ops, flat_gather
 from meshwright.lower.offload import state_copies
-from meshwright.lower.op import Array, Op, StepProgram, present
+from meshwright.lower.op import Array, Column, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks
 
 FP8_SCALES = {"dense": "fp8-weight-scales", "expert": "fp8-expert-scales"}  # of the weights that ZeRO-3 gathers in fp8
@@ -84,7 +84,7 @@ def small_sums(b: Batch, elements: Mapping[str, Array]) -> list[Op]:
     """Return the reductions that follow those of gradients: `elements` of one rank by axis, and three scalars."""
     ops = []
 
-    def reduce(name: str, axis: str, n: Array, part: str = "closing", where: Array = True) -> None:
+    def reduce(name: str, axis: str, n: Array, part: str = "closing", where: Column | bool = True) -> None:
         on = (b.size(axis) > 1) & (np.asarray(n) > 0) & where
         if present(on):
             ops.append(

@@ -54,7 +54,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Case:
+class CaseStudy:
     """A training as published; `config` is what we evaluate."""
 
     name: str
@@ -96,7 +96,7 @@ class Row:
 class Evaluated:
     """A case, its estimate, and the planner's choice where there is one."""
 
-    case: Case
+    case: CaseStudy
     estimate: Estimate
     rows: tuple[Row, ...]
     choice: Estimate | None
@@ -137,7 +137,7 @@ CASES: tuple[str, ...] = tuple(tables())
 
 
 @cache
-def load(name: str) -> Case:
+def load(name: str) -> CaseStudy:
     """A case by its name."""
     known = tables()
     if name not in known:
@@ -146,7 +146,7 @@ def load(name: str) -> Case:
     parts = {part: raw.pop(part) for part in ("model", "cluster", "stack", "workload", "plan")}
     published = tuple(Published(**row) for row in raw.pop("published"))
     words: dict[str, Any] = {key: tuple(raw.pop(key)) for key in ("settings", "assumed", "sources", "corrections")}
-    return Case(name, config=Config.from_parts(**parts).check(), published=published, **words, **raw)
+    return CaseStudy(name, config=Config.from_parts(**parts).check(), published=published, **words, **raw)
 
 
 def evaluate(name: str) -> Evaluated:
@@ -157,7 +157,7 @@ def evaluate(name: str) -> Evaluated:
     return Evaluated(case, e, tuple(rows(case, e)), estimated(case, choice) if choice else None)
 
 
-def estimated(case: Case, plan: Plan) -> Estimate:
+def estimated(case: CaseStudy, plan: Plan) -> Estimate:
     c = case.config
     return estimate(c.model, c.cluster, plan, c.workload, c.stack, list(case.assumed))
 
@@ -171,7 +171,7 @@ def gpu_hours(e: Estimate) -> float:
     return days(e) * 24 * e.plan.world
 
 
-def rows(case: Case, e: Estimate) -> Iterator[Row]:
+def rows(case: CaseStudy, e: Estimate) -> Iterator[Row]:
     """Each published figure with ours; the band is that of the prediction."""
     p = e.prediction
     ours = {

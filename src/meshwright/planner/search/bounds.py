@@ -215,7 +215,8 @@ def host_update(space: Space, rows: PlanArrays) -> np.ndarray:
         return np.zeros(len(rows))
     sharded = zero_stage(space, rows) >= 1
     owned = sum(elements / np.where(sharded, ranks, 1.0) for elements, ranks in sharded_elements(rows)) / rows.pp
-    return host_update_time(space.batch(rows), space.cluster.accelerator, owned)
+    batch = space.batch(rows)
+    return batch.full(host_update_time(batch, space.cluster.accelerator, owned))
 
 
 def best_schedule(

@@ -33,7 +33,7 @@ from meshwright.cost.phase import rank_time
 from meshwright.cost.step import StepCost
 from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
-from meshwright.lower.op import Array, StepProgram
+from meshwright.lower.op import Column, StepProgram
 from meshwright.lower.stages import StageBlocks, average_blocks
 from meshwright.planner.search.space import Space
 
@@ -108,11 +108,11 @@ def turns(space: Space, rows: PlanArrays) -> np.ndarray:
     return (rows.virtual * least + longer) * rows.longest + rows.ends
 
 
-def ends(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
+def ends(program: StepProgram, cost: StepCost) -> dict[str, Column]:
     """Seconds of a micro-batch in embedding and head together, and in the longest kind of layer."""
     b, zero = program.batch, np.zeros(program.batch.n)
 
-    def seconds(block: str) -> Array:
+    def seconds(block: str) -> Column:
         times = {key: t for key, t in cost.times.items() if key[0] == block}
         return b.full(rank_time(program, times, StageBlocks(zero, {block: np.ones(b.n)}), zero).total)
 

@@ -60,7 +60,7 @@ def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times
         total = makespan(long)
         total += (m - long) * (total - makespan(long - pp)) / pp
     slowest = float(np.broadcast_to(cost.ranks[int(cost.slowest[at])].total, n)[at])
-    return total + float(cost.time[at] - cost.exposed["bubble"][at]) - m * slowest
+    return total + float(cost.time[at] - np.asarray(cost.exposed["bubble"])[at]) - m * slowest
 
 
 def fullest(program: StepProgram) -> np.ndarray:

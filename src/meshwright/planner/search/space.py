@@ -25,7 +25,7 @@ import numpy as np
 from meshwright.cost.advice import bucket_for
 from meshwright.describe.framework_stages import framework_stages, in_framework
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_arrays import FIELDS, NUMBERS, Array, PlanArrays, encode
+from meshwright.describe.plan_arrays import FIELDS, NUMBERS, Column, PlanArrays, encode
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import Batch
 from meshwright.planner.search.choices import DTYPES
@@ -90,7 +90,7 @@ class Space(LegalOptions):
         )
 
     @cached_property
-    def _dtype_codes(self) -> Array:
+    def _dtype_codes(self) -> Column:
         """[combinations, DTYPES]: the dtypes of every combination that may be chosen."""
         return np.array([[encode(n, d) for n, d in zip(DTYPES, c, strict=True)] for c in self.dtypes])
 
@@ -175,7 +175,7 @@ class Space(LegalOptions):
     # Conversion to batches and plans
 
     @cached_property
-    def _base_columns(self) -> dict[str, Array]:
+    def _base_columns(self) -> dict[str, Column]:
         """The columns of the base plan."""
         columns = PlanArrays.of_plans([self.base]).columns
         return columns | {name: columns[name].astype(float) for name in NUMBERS}

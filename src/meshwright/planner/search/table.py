@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.plan_arrays import Array, PlanArrays
+from meshwright.describe.plan_arrays import Column, PlanArrays
 
 LARGEST_TABLE = 1 << 16  # entries of a table of distinct values
 Options = Callable[..., PlanArrays]
 
 
-def crossed(plans: PlanArrays, keys: Sequence[Array], options: Options) -> PlanArrays:
+def crossed(plans: PlanArrays, keys: Sequence[Column], options: Options) -> PlanArrays:
     """Every row with each of its options, which depend only on the row's keys."""
     tables = [options(*(1 for _ in keys)).take(slice(0, 0))]
     rows_of, options_of, total = [np.zeros(0, int)], [np.zeros(0, int)], 0
@@ -26,7 +26,7 @@ def crossed(plans: PlanArrays, keys: Sequence[Array], options: Options) -> PlanA
     return plans.take(np.concatenate(rows_of)).but(**join(tables).take(np.concatenate(options_of)).columns)
 
 
-def counted(plans: PlanArrays, keys: Sequence[Array], options: Options) -> Array:
+def counted(plans: PlanArrays, keys: Sequence[Column], options: Options) -> Column:
     """Count the options of each row."""
     out = np.zeros(len(plans), np.int64)
     for key, rows in grouped(keys):
@@ -34,7 +34,7 @@ def counted(plans: PlanArrays, keys: Sequence[Array], options: Options) -> Array
     return out
 
 
-def grouped(keys: Sequence[Array]) -> Iterator[tuple[tuple[int, ...], Array]]:
+def grouped(keys: Sequence[Column]) -> Iterator[tuple[tuple[int, ...], Column]]:
     """The distinct tuples of some whole-number columns, and the rows of each."""
     if not len(keys[0]):
         return
@@ -45,7 +45,7 @@ def grouped(keys: Sequence[Array]) -> Iterator[tuple[tuple[int, ...], Array]]:
         yield tuple(int(key[rows[0]]) for key in keys), rows
 
 
-def codes(keys: Sequence[Array]) -> Array:
+def codes(keys: Sequence[Column]) -> Column:
     """One integer per row, equal exactly where all keys are equal."""
     code = np.zeros(len(keys[0]), np.int64)
     for key in keys:
@@ -54,7 +54,7 @@ def codes(keys: Sequence[Array]) -> Array:
     return code
 
 
-def places(key: Array) -> tuple[Array, int]:
+def places(key: Column) -> tuple[Column, int]:
     """Rank of each value among the sorted distinct values, and their number. A lookup table is faster than sorting while it is small."""
     if not len(key) or key.max() >= LARGEST_TABLE:
         distinct, place = np.unique(key, return_inverse=True)

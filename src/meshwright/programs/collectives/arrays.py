@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from meshwright.programs.collectives.program import Array, Program
 Slots = dict[tuple[int, int], Array]  # (rank, chunk) → numbers
 
 
-def run_on_arrays(program: Program, inputs: Sequence) -> list[Array]:
+def run_on_arrays(program: Program, inputs: Sequence[Any]) -> list[Array]:
     """Return the output of each rank, given the input of each rank."""
     slots = loaded(program, inputs)
     for _ in states(program, slots):
@@ -31,7 +32,7 @@ def run_on_arrays(program: Program, inputs: Sequence) -> list[Array]:
     return outputs
 
 
-def loaded(program: Program, inputs: Sequence) -> Slots:
+def loaded(program: Program, inputs: Sequence[Any]) -> Slots:
     """Return the content of the slots before the first step."""
     slots: Slots = {}
     for rank in range(program.ranks):

@@ -82,12 +82,12 @@ class Terms(NamedTuple):
         outside = self.outer_alpha * rates.outer_alpha + self.outer_beta * size * rates.outer_beta
         return np.maximum(inside, outside) if self.together else inside + outside
 
-    def __add__(self, other: tuple) -> Terms:
+    def __add__(self, other: tuple[Any, ...]) -> Terms:
         assert not self.together
         return Terms(*(a + b for a, b in zip(self[:5], other[:5], strict=True)))
 
 
-class Steps(tuple):
+class Steps(tuple[Any, ...]):
     """Terms of consecutive steps, each with `together`; their times add up."""
 
     def time(self, size: float, link: Link, gamma: float = 0.0, outer: Link | None = None) -> float:

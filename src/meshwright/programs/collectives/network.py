@@ -13,7 +13,7 @@ and the walk needs no event simulation (`walker`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class Routes(NamedTuple):
     alpha: Array
     ports: Array  # pairs × longest path, padded with the index of a port of infinite capacity
     capacity: Array  # bytes/s of each port; the last one is infinite
-    names: list[tuple]
+    names: list[tuple[Any, ...]]
 
     @property
     def bottleneck(self) -> Array:
@@ -94,7 +94,7 @@ def routes(sent: Messages, cluster: Cluster, devices: Sequence[int], program: Pr
     number[pairs] = np.arange(len(pairs))
     source, target = np.divmod(pairs, ranks)
     paths = [path_of(cluster, program, devices, s, t) for s, t in zip(source.tolist(), target.tolist(), strict=True)]
-    index: dict[tuple, int] = {}
+    index: dict[tuple[Any, ...], int] = {}
     for path in paths:
         for port in path.ports:
             index.setdefault(port, len(index))
@@ -154,7 +154,7 @@ def max_min_rates(ports: Array, capacity: Array) -> Array:
     return rates
 
 
-def bytes_by_port(sent: Messages, via: Routes) -> dict[tuple, float]:
+def bytes_by_port(sent: Messages, via: Routes) -> dict[tuple[Any, ...], float]:
     """Return the bytes that pass each port."""
     by_pair = np.bincount(via.pair, weights=sent.bytes, minlength=len(via.alpha))
     total = np.zeros(len(via.capacity))

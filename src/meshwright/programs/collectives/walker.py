@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class Walk:
     step_start: Array  # of each step: its first message starts
     step_end: Array  # of each step: its last message has arrived and is added
     sent: Array  # bytes sent by each rank
-    bytes_by_port: dict[tuple, float]
+    bytes_by_port: dict[tuple[Any, ...], float]
 
     @property
     def steps(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.cost.collective import OPERATIONS as PRICED_AS
-from meshwright.cost.collective import Choice, choose
+from meshwright.cost.collective import ChosenProgram, choose
 from meshwright.cost.library import library_links, library_of
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import load_cluster
@@ -82,7 +82,9 @@ def prepared(request: Request, on_cluster: Cluster | None = None) -> Shown:
     return Shown(program, walked, on, charge, lecture_inputs(program) if elements <= MOST_VALUES else None)
 
 
-def choose_algorithm(request: Request, size: float, on_cluster: Cluster | None = None) -> tuple[str, Choice | None]:
+def choose_algorithm(
+    request: Request, size: float, on_cluster: Cluster | None = None
+) -> tuple[str, ChosenProgram | None]:
     """Return the algorithm to show: the named one; with a cluster, the library's choice and its price; else the default."""
     usual = USUAL.get(request.operation) or ("ring" if "ring" in ALGORITHMS[request.operation] else "binomial")
     ranks = request.ranks or 8
@@ -95,7 +97,7 @@ def choose_algorithm(request: Request, size: float, on_cluster: Cluster | None =
 
 
 def options(
-    request: Request, algorithm: str, ranks: int, size: float, cluster: Cluster | None, choice: Choice | None
+    request: Request, algorithm: str, ranks: int, size: float, cluster: Cluster | None, choice: ChosenProgram | None
 ) -> dict[str, Any]:
     """Return the builder's options: from the command line, from the cluster, or defaults for a small drawing."""
     accepted = accepts(request.operation, algorithm)

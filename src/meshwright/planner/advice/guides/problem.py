@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from math import gcd
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class Problem:
         self.world = cluster.world
         self.node = min(cluster.node_size, cluster.world)
         self.nodes = cluster.nodes
-        self._shaped: dict[tuple, Plan | None] = {}
+        self._shaped: dict[tuple[Any, ...], Plan | None] = {}
 
     @property
     def state(self) -> float:
