@@ -28,7 +28,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
-from meshwright.lower.op import Column
+from meshwright.lower.op import Array, Column
 from meshwright.programs.collectives.comparison import SWITCHED, runs_on
 
 RINGS = {
@@ -73,7 +73,7 @@ def algorithms(cluster: Cluster, operation: str) -> tuple[str, ...]:
     return tuple(name for name in LIBRARIES[library_of(cluster)].get(operation, ()) if runs_on(cluster, name))
 
 
-def small_group(cluster: Cluster, operation: str, size: Column) -> Column:
+def small_group(cluster: Cluster, operation: str, size: Array) -> Array:
     """The share of a device's rate that it reaches in a group of `size` ranks inside a node. Behind a switch: relative to a group of eight.
     In a mesh each of its links leads to one other device, so a group uses size − 1 of them, and a send one."""
     if cluster.levels[0].link.mesh:
