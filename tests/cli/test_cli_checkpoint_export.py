@@ -12,7 +12,7 @@ from meshwright.describe.model import Model
 def checkpoint(tmp_path_factory):
     from meshwright.describe.sharding import parameters
     from meshwright.models import initial_value
-    from meshwright.training.checkpoint.full import write_checkpoint
+    from meshwright.training.checkpoint.convert import write_checkpoint
 
     model = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=20, name="tiny")
     folder = tmp_path_factory.mktemp("run") / "checkpoints" / "step-00000003"

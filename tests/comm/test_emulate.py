@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshwright.comm.emulate import hosts, kernel_links, measure, ranks, state, system
-from meshwright.comm.emulate.carry import bring_up
 from meshwright.comm.emulate.emulation import Emulation, find, take_down
+from meshwright.comm.emulate.page import bring_up
 from meshwright.comm.emulate.ranks import RunSettings
 from meshwright.comm.emulate.topology import Topology, namespace, switch_namespace
 from meshwright.errors import MeshwrightError

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from meshwright.comm.emulate import carry, frames, measure, state, system
+from meshwright.comm.emulate import measure, page, state, switch, system
 from meshwright.comm.emulate.emulation import Emulation, take_down, tcp_settings
 from meshwright.comm.emulate.switch import BACKLOG_S, Switch
 from meshwright.comm.emulate.topology import Topology, address, parse_between, places
@@ -96,7 +96,7 @@ def test_ranks_are_placed_in_blocks_or_round_robin() -> None:
 
 def frame(target: int, data: int = 1448, cut: int = 0, flags: int = 0x18) -> bytes:
     """A TCP packet as a TUN device hands it over; `cut` bytes of data go into one frame on the wire."""
-    offload = frames.OFFLOAD_HEADER.pack(1, 1 if cut else 0, 52, cut, 20, 16)
+    offload = switch.OFFLOAD_HEADER.pack(1, 1 if cut else 0, 52, cut, 20, 16)
     ip = struct.pack(
         "!BBHHHBBH4s4s", 0x45, 0, 0, 0, 0, 64, 6, 0, socket.inet_aton(address(0)), socket.inet_aton(address(target))
     )
@@ -105,19 +105,19 @@ def frame(target: int, data: int = 1448, cut: int = 0, flags: int = 0x18) -> byt
 
 
 def test_bytes_on_the_wire() -> None:
-    assert frames.wire_bytes(frame(1)) == 1514
-    assert frames.wire_bytes(frame(1, 10 * 1448, cut=1448)) == 10 * 1514
-    assert frames.wire_bytes(frame(1, 1448 + 1, cut=1448)) == 1514 + 66 + 1
-    assert frames.destination(frame(2)) == socket.inet_aton(address(2))
-    assert frames.destination(b"short") is None
-    assert frames.destination(bytes(60)) is None  # not IPv4
+    assert switch.wire_bytes(frame(1)) == 1514
+    assert switch.wire_bytes(frame(1, 10 * 1448, cut=1448)) == 10 * 1514
+    assert switch.wire_bytes(frame(1, 1448 + 1, cut=1448)) == 1514 + 66 + 1
+    assert switch.destination(frame(2)) == socket.inet_aton(address(2))
+    assert switch.destination(b"short") is None
+    assert switch.destination(bytes(60)) is None  # not IPv4
 
 
 def test_acknowledgements_are_recognised() -> None:
-    assert frames.is_acknowledgement(frame(1, 0, flags=0x10))
-    assert not frames.is_acknowledgement(frame(1, 1, flags=0x10))
-    assert not frames.is_acknowledgement(frame(1, 0, flags=0x12))  # SYN
-    assert not frames.is_acknowledgement(frame(1))
+    assert switch.is_acknowledgement(frame(1, 0, flags=0x10))
+    assert not switch.is_acknowledgement(frame(1, 1, flags=0x10))
+    assert not switch.is_acknowledgement(frame(1, 0, flags=0x12))  # SYN
+    assert not switch.is_acknowledgement(frame(1))
 
 
 def deliveries(switch: Switch) -> list[tuple[float, int]]:
@@ -175,13 +175,13 @@ def measurement(share: float) -> measure.LinkMeasurement:
 
 def test_a_rate_that_the_machine_cannot_carry_is_refused_with_one_that_it_can() -> None:
     emulation = Emulation(Topology(4, 2, RATE, DELAY))
-    carry.check_carried(emulation, measurement(0.9))
+    page.check_carried(emulation, measurement(0.9))
     with pytest.raises(MeshwrightError) as refused:
-        carry.check_carried(emulation, measurement(0.4))
+        page.check_carried(emulation, measurement(0.4))
     assert (refused.value.code, refused.value.exit_code) == ("MW-EMU-012", 3)
     rate, delay = parse_between(refused.value.fix.removeprefix("--between "))
     assert (rate, delay) == (pytest.approx(80e6 / 8), DELAY)
-    assert any("90%" in note for note in carry.notes(emulation, measurement(0.9)))
+    assert any("90%" in note for note in page.notes(emulation, measurement(0.9)))
 
 
 @pytest.fixture

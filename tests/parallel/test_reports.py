@@ -9,7 +9,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.parallel.context.token_order import token_order
+from meshwright.parallel.context.sequence import token_order
 
 WORKLOAD = Workload(batch=4, seq=8)
 MODEL = Model(

@@ -12,7 +12,7 @@ from meshwright.describe.sharding import RULES, Rule
 from meshwright.models.moe import routed_experts
 from meshwright.models.step_context import StepSamples, current, within
 from meshwright.parallel import apply, exchange, pipeline, recompute, stages
-from meshwright.parallel.context import blocks, ulysses
+from meshwright.parallel.context import blocks, sequence
 from meshwright.parallel.context import sequence as context
 from meshwright.parallel.data import gathering, reduction
 from meshwright.parallel.expert import dispatch as expert
@@ -219,7 +219,7 @@ def causal_by_local_position():
 
 def gradients_of_keys_not_exchanged_back():
     """The backward of Ulysses does not exchange: gradients stay on the rank that has the heads."""
-    ulysses._AllToAll.backward = staticmethod(lambda ctx, grad_output: (grad_output, None))
+    sequence._AllToAll.backward = staticmethod(lambda ctx, grad_output: (grad_output, None))
 
 
 class _FirstCopy(torch.autograd.Function):
@@ -235,7 +235,7 @@ class _FirstCopy(torch.autograd.Function):
 
 def key_copies_not_summed():
     """KV heads are copied so that each rank has one, and the gradient of one copy is used for all."""
-    plain = ulysses.attend_by_heads
+    plain = sequence.attend_by_heads
 
     def copied(q, k, v, group, attend):
         times = max(1, group.size() // k.shape[1])

@@ -95,7 +95,7 @@ def test_the_moving_average_is_exported(out, tmp_path):
 
 
 def test_an_average_that_was_not_kept_is_refused(out, tmp_path):
-    from meshwright.training.checkpoint.full import read_full, write_checkpoint
+    from meshwright.training.checkpoint.convert import read_full, write_checkpoint
 
     path = checkpoint(out, "mixtral", 0)
     manifest = read_manifest(path)

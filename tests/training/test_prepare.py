@@ -16,8 +16,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.host import process_start
 from meshwright.training.data.page import contents
 from meshwright.training.data.prepare import run as preparation
-from meshwright.training.data.prepare.chunks import Reading, chunks_of, texts_in
-from meshwright.training.data.prepare.files import source_files
+from meshwright.training.data.prepare.chunks import Reading, chunks_of, source_files, texts_in
 from meshwright.training.data.prepare.run import prepare
 from meshwright.training.data.token_file import open_tokens
 
@@ -89,7 +88,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers_or_on_the_size_of_c
 def test_an_interrupted_preparation_continues(tmp_path, monkeypatch, stop):
     source, encoded = jsonl(tmp_path / "a.jsonl"), []
     prepare([source], tmp_path / "whole", workers=1, chunk_bytes=200)
-    plain = preparation.worker.encode_to_files
+    plain = preparation.encode_to_files
 
     def interrupted(chunk, reading, stem):
         if len(encoded) == stop:
@@ -97,7 +96,7 @@ def test_an_interrupted_preparation_continues(tmp_path, monkeypatch, stop):
         encoded.append(chunk.start)
         return plain(chunk, reading, stem)
 
-    monkeypatch.setattr(preparation.worker, "encode_to_files", interrupted)
+    monkeypatch.setattr(preparation, "encode_to_files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare([source], tmp_path / "out", workers=1, chunk_bytes=200)
     with pytest.raises(MeshwrightError, match="not finished"):
@@ -107,7 +106,7 @@ def test_an_interrupted_preparation_continues(tmp_path, monkeypatch, stop):
         file.write(b"torn")
     (partial / "000009.ends").write_bytes(np.array([5], "<i8").tobytes())  # a crash cut these tokens short
     (partial / "000009.tokens").write_bytes(b"xy")
-    monkeypatch.setattr(preparation.worker, "encode_to_files", lambda *a: encoded.append(a[0].start) or plain(*a))
+    monkeypatch.setattr(preparation, "encode_to_files", lambda *a: encoded.append(a[0].start) or plain(*a))
     prepare([source], tmp_path / "out", workers=1, chunk_bytes=200)
     assert sorted(encoded) == sorted(set(encoded))  # no chunk was tokenized twice
     for name in ("tokens.bin", "documents.bin", "header.json"):

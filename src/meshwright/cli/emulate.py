@@ -33,8 +33,8 @@ def up_command(
     If it fails or is interrupted, nothing is left behind. Exit code 3 if this machine cannot carry the rate."""
     from meshwright.cli.output import patient
     from meshwright.comm.emulate import page
-    from meshwright.comm.emulate.carry import bring_up
     from meshwright.comm.emulate.emulation import Emulation
+    from meshwright.comm.emulate.page import bring_up
     from meshwright.comm.emulate.topology import Topology, parse_between
     from meshwright.view.tables import show, show_json
 

@@ -14,24 +14,85 @@ fabric. Acknowledgements overtake data: with windows waiting in both directions 
 Python needs about 40 µs for a frame; with frames of 20 to 60 KiB that is a few percent of a core at 200 Mb/s, and the limit is
 some Gb/s in all. The process runs with real-time priority, since a late frame is a wrong delay. It ends with SIGTERM, or when its
 namespaces are gone.
+
+Frames between a TUN device and the switch process: how a frame is read, its destination, and what it costs on the wire.
+
+The kernel hands over a packet before it cuts it into frames of the link's size (segmentation offload), up to 64 KiB in one piece:
+one system call in place of forty. A header of 10 bytes before each packet (`virtio_net_hdr`) has the size of the cuts; it is passed
+on unchanged, so that the receiving kernel treats the packet as the sending one did. On the wire each frame has separate headers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import heapq
 import json
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.comm.emulate import frames, system
-from meshwright.comm.emulate.topology import Topology, address, namespace
+from meshwright.comm.emulate import system
+from meshwright.comm.emulate.topology import INTERFACE, Topology, address, namespace
+
+TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
+CHECKSUM, SEGMENTATION_V4 = 0x01, 0x02  # offloads: the kernel may leave both to the device
+OFFLOAD_HEADER = struct.Struct("=BBHHHH")  # flags, kind, header bytes, bytes of one cut, checksum start and offset
+ETHERNET_BYTES = 14
+MAX_FRAME = OFFLOAD_HEADER.size + 65536
+TCP, ACK_FLAG = 6, 0x10
+MAX_ACKNOWLEDGEMENT = OFFLOAD_HEADER.size + 60 + 60  # the largest headers of IP and TCP
+ADDRESS_AT = OFFLOAD_HEADER.size + 16  # of the IPv4 destination
+
+
+def open_tun() -> int:
+    """Make the network device of a node in the namespace of this thread, and return its file. It lives as long as the file is
+    open."""
+    file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR
+        fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), flags))
+        fcntl.ioctl(file, TUNSETOFFLOAD, CHECKSUM | SEGMENTATION_V4)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def destination(frame: bytes) -> bytes | None:
+    """The four bytes of the IPv4 address of a frame's destination; None for another protocol or a frame that is too short."""
+    if len(frame) < ADDRESS_AT + 4 or frame[OFFLOAD_HEADER.size] >> 4 != 4:
+        return None
+    return frame[ADDRESS_AT : ADDRESS_AT + 4]
+
+
+def wire_bytes(frame: bytes) -> int:
+    """Bytes of a frame on an Ethernet wire: its data, and the headers of every cut."""
+    _, kind, headers, cut, _, _ = OFFLOAD_HEADER.unpack_from(frame)
+    size = len(frame) - OFFLOAD_HEADER.size
+    if not kind or not cut:
+        return size + ETHERNET_BYTES
+    data = size - headers
+    return data + -(-data // cut) * (headers + ETHERNET_BYTES)
+
+
+def is_acknowledgement(frame: bytes) -> bool:
+    """Whether a frame is a TCP acknowledgement without data: it may overtake data without harm."""
+    if len(frame) > MAX_ACKNOWLEDGEMENT or len(frame) < OFFLOAD_HEADER.size + 40:
+        return False
+    ip = OFFLOAD_HEADER.size
+    tcp = ip + (frame[ip] & 0x0F) * 4
+    if frame[ip + 9] != TCP or len(frame) < tcp + 20:
+        return False
+    return len(frame) == tcp + (frame[tcp + 12] >> 4) * 4 and frame[tcp + 13] == ACK_FLAG
+
 
 BACKLOG_S = 4e-3
 MAX_WAIT_S = 2.0  # between two looks at whether the namespaces still exist
@@ -64,7 +125,7 @@ class Switch:
     def read_node(self, node: int) -> None:
         for _ in range(READS_PER_TURN):
             try:
-                frame = os.read(self.files[node], frames.MAX_FRAME)
+                frame = os.read(self.files[node], MAX_FRAME)
             except BlockingIOError:
                 return
             now = time.monotonic()
@@ -75,11 +136,11 @@ class Switch:
 
     def admit(self, node: int, frame: bytes, now: float) -> float:
         """Put a frame on its way; return by how many seconds the link out of the node is behind."""
-        target = self.node_of.get(frames.destination(frame) or b"")
+        target = self.node_of.get(destination(frame) or b"")
         if target is None or target == node:
             return 0.0
-        size, start, last = frames.wire_bytes(frame), now, now
-        overtakes = frames.is_acknowledgement(frame)
+        size, start, last = wire_bytes(frame), now, now
+        overtakes = is_acknowledgement(frame)
         for link in self.topology.links(node, target):
             free, seconds = self.free_at.get(link, 0.0), size / self.topology.capacity(link)
             self.free_at[link] = max(start, free) + seconds
@@ -113,7 +174,7 @@ def main(name: str, settings: dict[str, Any]) -> None:
     If the parent ends before it answers, so does this process: an interrupted `up` leaves no switch behind."""
     topology = Topology(**settings)
     paths = [system.NAMESPACES / namespace(name, node) for node in range(topology.nodes)]
-    files = [system.in_namespace(path.name, frames.open_tun) for path in paths]
+    files = [system.in_namespace(path.name, open_tun) for path in paths]
     print("ready", flush=True)
     if not sys.stdin.readline():
         return

@@ -34,25 +34,108 @@ and ZeRO shards over shard·cp.
 
 For a user's own model: give each rank `part_of(x, group, dim)` of the inputs, and call `ring_attention` or
 `gather_attention` instead of attention; for `ulysses_attention` use `part_of(x, group, dim, zigzag=False)`.
+
+Ulysses: exchange sequence shards for heads, attend to whole sequences, exchange back (Jacobs et al. 2023).
+
+    q, k, v  [B, N, S/P, D]  → all-to-all →  [B, N/P, S, D]     attention of N/P heads, whole and unchanged
+    output   [B, N/P, S, D]  → all-to-all →  [B, N, S/P, D]
+
+Two all-to-alls forward (q, k and v in one message) and two backward, each sending (P−1)/P of the data of this rank: less
+than a ring for large P, and any attention kernel, mask or window works unchanged. But P may not exceed the number of
+heads, the messages are not hidden, and attention saves q, k and v of whole sequences for backward. These are the same bytes
+as before the exchange (s·N/P = s/P·N), unless there are fewer KV heads than ranks. Then KV heads are repeated until each
+rank has one, and the backward of the repeat sums the gradients of the copies.
+
+Legend: B batch, N heads, K KV heads, S sequence, D head dim, P ranks.
+
+The index in one device's batch of every token that the ranks of a stage hold.
+
+One device has tokens in the order (sample, position). The ranks of a stage hold them as
+
+    dp       runs of samples
+    cp       runs of positions: with zigzag, an early and a late run
+    tp       with sequence parallelism, an equal share of those positions; without it, an equal slice of the flat
+             (sample, position) list, which all tp ranks have
+
+Routing that compares tokens with each other (a capacity limit, expert choice) must break ties in an order that does not
+depend on the layout. It uses this index.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models.attention import AttentionRule, Geometry
+from meshwright.parallel import operators
 from meshwright.parallel.context.attend import attend_over_gathered, attend_over_ring, tiled_attention
 from meshwright.parallel.context.blocks import AttentionPattern, Runs, position_ids
 from meshwright.parallel.context.ring import Context
-from meshwright.parallel.context.ulysses import attend_by_heads
+
+Heads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send row p to rank p and receive row p from rank p; backward exchanges the gradients in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return all_to_all(rows_PX, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output_PX: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_to_all(grad_output_PX, ctx.group), None
+
+
+def all_to_all(rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    rows_PX = rows_PX.contiguous()
+    if torch.compiler.is_compiling():
+        return operators.all_to_all(rows_PX, group.group_name)
+    out = torch.empty_like(rows_PX)
+    distributed.all_to_all_single(out, rows_PX, group=group)
+    return out
+
+
+def attend_by_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ProcessGroup, attend: Heads
+) -> torch.Tensor:
+    """Attend to whole sequences with this rank's share of the heads. q, k and v have all heads of this rank's run of the sequence."""
+    ranks, length = group.size(), q.shape[2]
+    _check(q, k, ranks)
+    k, v = (x.repeat_interleave(max(1, ranks // k.shape[1]), dim=1) for x in (k, v))
+
+    by_heads = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in (q, k, v)]  # [P, B, N/P, S/P, D]
+    exchanged = _AllToAll.apply(torch.cat([x.flatten(1) for x in by_heads], dim=1), group)
+    sizes = [x[0].numel() for x in by_heads]
+    parts = [y.view(x.shape) for y, x in zip(exchanged.split(sizes, dim=1), by_heads, strict=True)]
+    mixed = attend(*(p.permute(1, 2, 0, 3, 4).flatten(2, 3) for p in parts))
+
+    by_sequence = mixed.unflatten(2, (ranks, length)).permute(2, 0, 1, 3, 4)  # [P, B, N/P, S/P, D]
+    back = _AllToAll.apply(by_sequence.flatten(1), group).view(by_sequence.shape)
+    return back.movedim(0, 1).flatten(1, 2)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, ranks: int) -> None:
+    heads, keys = q.shape[1], k.shape[1]
+    if heads % ranks or (keys % ranks and ranks % keys):
+        raise MeshwrightError(
+            "MW-CP-002",
+            f"{heads} heads and {keys} KV heads do not divide over {ranks} ranks",
+            why="Ulysses gives each rank whole heads; if there are fewer KV heads than ranks, their number must divide the ranks",
+            valid=["cp_kind=ring", "cp_kind=all-gather"],
+        )
 
 
 def runs_of(seq: int, ranks: int, zigzag: bool) -> tuple[Runs, ...]:
@@ -182,3 +265,22 @@ def use_tiled_attention(module: nn.Module) -> None:
         return tiled_attention(q, k, v, pattern_of(geometry, rule, q.shape[2]), rule.dropped, sinks)
 
     geometry.attend_whole = geometry.attend = attend
+
+
+def token_order(layout: Layout, rank: int, model: Model, rows: int, length: int) -> torch.Tensor:
+    """[rank of the stage, token of that rank] → index in one device's micro-batch; a layer sees [rows, length] tokens on
+    each rank."""
+    plan = layout.plan
+    shared = length * (plan.tp if plan.sp else 1)  # positions of one tp group
+    seq = shared * plan.cp
+    runs = runs_of(seq, plan.cp, is_zigzag(model, plan.cp_kind, seq, plan.cp)) if plan.cp > 1 else ((range(seq),),)
+    out = []
+    for other in layout.group_of("stage", rank):
+        at = layout.coordinates(other)
+        if plan.sp:
+            flat = (torch.arange(rows)[:, None] * shared + at["tp"] * length + torch.arange(length)).flatten()
+        else:
+            flat = torch.arange(rows * length).chunk(plan.tp)[at["tp"]]
+        sample = (at["replicate"] * plan.shard + at["shard"]) * rows + flat // shared
+        out.append(sample * seq + position_ids(runs[at["cp"]])[flat % shared])
+    return torch.stack(out)

@@ -41,7 +41,7 @@ from meshwright.lower.rank import Routed
 from meshwright.models.moe import Dispatch, LocalDispatch, MixtureOfExperts, routed_experts
 from meshwright.models.step_context import current
 from meshwright.parallel import exchange
-from meshwright.parallel.context.token_order import token_order
+from meshwright.parallel.context.sequence import token_order
 from meshwright.parallel.mesh import Mesh
 
 

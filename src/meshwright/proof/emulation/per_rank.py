@@ -35,7 +35,7 @@ from meshwright.models.moe import GroupedLinear, MixtureOfExperts
 from meshwright.models.parts import Linear, ProjectionNorm
 from meshwright.models.router import Router
 from meshwright.models.transformer import LearnedPositions
-from meshwright.parallel.context.token_order import token_order
+from meshwright.parallel.context.sequence import token_order
 from meshwright.proof.emulation import fp8_products as fp8
 
 Source = tuple[int, ...]  # a rank's place on these axes: whose tokens
