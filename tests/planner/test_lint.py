@@ -82,6 +82,10 @@ def test_a_pattern_is_found_with_its_cost(code: str) -> None:
         assert 0 < (f.share or 0) <= 1
 
 
+def test_a_heavy_save_names_the_key_of_the_framework() -> None:
+    assert "In accelerate: fsdp_config.fsdp_state_dict_type: SHARDED_STATE_DICT" in found("MW-LINT-015").what
+
+
 @pytest.mark.parametrize("code", SHOWING)
 def test_a_fix_is_a_legal_plan_that_fits_and_saves_what_it_says(code: str) -> None:
     f, now = found(code), SHOWING[code]

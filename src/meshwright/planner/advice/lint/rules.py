@@ -26,6 +26,8 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan, divisors
 from meshwright.describe.result import Prediction
 from meshwright.describe.stack import Stack
+from meshwright.interop import frameworks
+from meshwright.interop.keys import INVALID
 from meshwright.planner.advice.alternatives import (
     USABLE_MEMORY,
     changed,
@@ -307,7 +309,7 @@ def heavy_checkpoint(seen: Seen) -> Finding | None:
     over = _beyond_memory(before)
     if not over:
         return None
-    words = ""
+    words, keys = "", ""
     stack = seen.config.stack
     usual: Stack = catalog.load("stacks", stack.name if stack.name in catalog.names("stacks") else "default")
     for saves, loads in ((usual.saves, usual.loads), ("sharded", "sharded")):
@@ -315,13 +317,24 @@ def heavy_checkpoint(seen: Seen) -> Finding | None:
         if other is not None and not _beyond_memory(other.prediction):
             changes = [("saves", saves)] * (saves != stack.saves) + [("loads", loads)] * (loads != stack.loads)
             words = " ".join(f"--set stack.{name}={value}" for name, value in changes)
+            keys = _framework_keys(stack, dict(changes))
             break
     known = bool(seen.now.cluster.host_memory) or any("device" in what for what in over)
     assumed = "" if known else " (assumed: set cluster.host_memory)"
-    what = f"{'; '.join(over)}{assumed}: a step may fit, a checkpoint does not"
+    what = f"{'; '.join(over)}{assumed}: a step may fit, a checkpoint does not{keys}"
     return Finding(
         "MW-LINT-015", "out of memory at a checkpoint", "error" if known else "warning", what, 0.0, 0.0, words
     )
+
+
+def _framework_keys(stack: Stack, changes: dict[str, str]) -> str:
+    """The same changes as keys of the framework that a stack describes, for users who edit its settings; nothing if it has no such keys."""
+    framework = frameworks.find(stack.can.framework)
+    keys = (
+        [key for key in framework.table.keys if key.encode(changes.get(key.fact)) is not INVALID] if framework else []
+    )
+    spelled = [f"{key.name}: {key.encode(changes[key.fact])}" for key in keys if key.fact in changes]
+    return f". In {framework.title}: {', '.join(spelled)}" if framework and spelled else ""
 
 
 def _beyond_memory(p: Prediction) -> list[str]:
