@@ -52,6 +52,32 @@ def test_ls_verify_and_prune(run, capsys):
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]
 
 
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" || exit 99; exec "$@"'
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["checkpoint", "prune", "--keep", "1"], "MW-CLI-008"),
+        pytest.param(["train", "examples/demo-dp2-tp2.toml", "--steps", "9", "--resume"], "MW-CLI-004", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_read_only_folder_is_refused_and_unchanged(run, words, code):
+    """On a read-only mount, since root may write to every folder."""
+    before = sorted(path.name for path in run.rglob("*"))
+    command = ["unshare", "-m", "sh", "-c", READ_ONLY, str(run), sys.executable, "-m", "meshwright", *words, str(run)]
+    try:
+        done = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
+    except FileNotFoundError:
+        pytest.skip("unshare is not installed")
+    if done.returncode in (1, 99) and code not in done.stderr:
+        pytest.skip("this user may not mount")
+    assert done.returncode == 2, done.stderr
+    assert code in done.stderr
+    assert "Read-only file system" in done.stderr
+    assert sorted(path.name for path in run.rglob("*")) == before
+
+
 def test_incomplete_and_damaged_checkpoints_are_reported_and_the_last_good_one_is_not_pruned(run, capsys):
     (run / "checkpoints" / "step-00000002" / "manifest.json").unlink()
     code, out = cli(capsys, "ls", run, "--json")

@@ -178,11 +178,11 @@ def test_json_yaml_and_shell_blocks_parse() -> None:
 def shape(output: str) -> str:
     """An output without numbers, units, bars and times: what stays the same on every machine."""
     text = re.sub(r"[▁▂▃▄▅▆▇█░▒▓]+", "~", output)
-    text = re.sub(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?k?(?: ?(?:[µm]s|s|[kMG]B|[KMG]iB|B|%|/s)\b|%)?", "#", text)
+    text = re.sub(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?k?(?: ?(?:[µm]s|s|[kMG]B|[KMG]iB|B|%|/s)(?!\w)|%)?", "#", text)
     return re.sub(r"[\s─]+", " ", text).strip()
 
 
-NUMBER = re.compile(r"([-+−]?\d[\d.,]*(?:e[-+]?\d+)?)k?(?: ?([µm]s|s|[kMG]B|[KMG]iB|B|%|/s)\b|(%))?")
+NUMBER = re.compile(r"([-+−]?\d[\d.,]*(?:e[-+]?\d+)?)k?(?: ?([µm]s|s|[kMG]B|[KMG]iB|B|%|/s)(?!\w)|(%))?")
 TIMED = ("µs", "ms", "s", "/s", "%")  # units of what depends on the speed of the machine
 WITHIN = 0.02  # of shown counts, bytes, ratios and losses; rounding errors (1.8e-15) are at most ten times those shown
 

@@ -284,7 +284,15 @@ def exit_code_of(run: Callable[[], object], as_json: bool) -> int:
 
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-BAD_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES)  # of a path that the user gave
+BAD_PATH = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+)  # of a path that the user gave
 
 
 def exit_status(leaving: SystemExit) -> int:
