@@ -267,6 +267,8 @@ REFUSED = {
     "another norm, an example": (lambda: Stack(Standardised()), {"replicate": 2}, {"example": 4}, "MW-OWN-008: the output of 'middle.0'"),
     "a module's contrast": (Contrast, {"replicate": 2}, {"loss": None}, "MW-OWN-008: the output of Contrast .* not the mean"),
     "a contrast": (Stack, {"replicate": 2, "microbatch": 1}, {"loss": contrast}, "MW-OWN-008: the loss of a batch"),
+    "two regions": (
+        lambda: Cross(False), {"tp": 2}, {"table": [("pair.up", "region"), *REGION]}, "MW-TP-011: the region 'pair.up' is inside the region 'pair'"),
     "no region": (lambda: Cross(False), {"tp": 2}, {"table": TABLE}, "MW-TP-011: 'pair.up' is split by columns.*\"pair\", \"region\""),
     "one of two tensors": (
         lambda: Cross(False), {"tp": 2}, {"table": [*TABLE, ("query", "enter")]}, "MW-TP-011: the gradient of 'encoder.weight' differs"),

@@ -111,13 +111,23 @@ def check_rows(module: nn.Module, table: Table) -> None:
 
 
 def check_regions(module: nn.Module, table: Table) -> None:
-    """Raise for a product split by columns outside a region: the gradient of its input would stay a partial sum. With "enter" rows a table says
-    in another way where activations enter: the gradients of the first step show whether they cover all products."""
+    """Raise for a region inside another, and for a product split by columns outside all of them: the gradient of its input would stay a partial
+    sum. With "enter" rows a table says in another way where activations enter: the gradients of the first step show whether they cover all."""
     words = {n: {style.partition(":")[0] for style in _styles_of(n, part, table)} for n, part in module.named_modules()}
-    if any("enter" in styles for styles in words.values()):
-        return
     for name, styles in words.items():
         around = [name, *(name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)), ""]
+        outer = (
+            next((n for n in around[1:] if "region" in words[n] and n != name), None) if "region" in styles else None
+        )
+        if outer is not None:
+            raise MeshwrightError(
+                "MW-TP-011",
+                f"the region '{name}' is inside the region '{outer}'",
+                why="The gradient of its input would be summed over the ranks twice",
+                fix=f'remove the row ("{name}", "region"), or that of "{outer}"',
+            )
+        if any("enter" in every for every in words.values()):
+            continue
         if styles & {"column", "heads", "keys", "logits"} and not any(
             {"region", "gathered"} & words[n] for n in around
         ):

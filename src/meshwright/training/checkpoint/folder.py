@@ -182,7 +182,7 @@ def check_room(root: Path, size: int, keep: int) -> None:
             "MW-CKPT-006",
             f"the disk of '{root}' has {format_bytes(free)} free",
             why=f"A checkpoint needs {format_bytes(size)}, and {count} more will be on it at once (checkpoint.keep={keep})",
-            fix="--set checkpoint.keep=1 (0: no checkpoints), or --out on another disk",
+            fix=f"--set checkpoint.keep={0 if keep < 2 else 1} (0: no checkpoints), or --out on another disk",
             exit_code=3,
         )
 
