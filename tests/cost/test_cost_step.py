@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lower.cases import ALL, COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, plans, stack
-from meshwright.cost import pipeline
 from meshwright.cost.band import band
 from meshwright.cost.collective import choose
 from meshwright.cost.estimate import estimate
 from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.predict import bound_by, cost_of, predict
-from meshwright.cost.step import step_cost
+from meshwright.cost.step import ramp, step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -193,9 +192,9 @@ def test_bubble_equals_the_walk_on_equal_stages(schedule, pp, m):
     work = Workload(batch=m, seq=1)
     batch = Batch.of([Plan(pp=pp, virtual=virtual, schedule=schedule)], EVEN, work, Stack())
     f, i, w = 3.0, 4.0, 2.0
-    ramp = one(pipeline.ramp(batch, np.array([f]), np.array([i]), np.array([w]), np.array([0.0])))
+    idle = one(ramp(batch, np.array([f]), np.array([i]), np.array([w]), np.array([0.0])))
     walked = walk(build(schedule, pp, m, virtual), Durations.of(pp * virtual, f / virtual, i / virtual, w / virtual))
-    assert ramp == pytest.approx(walked.makespan - m * (f + i + w))
+    assert idle == pytest.approx(walked.makespan - m * (f + i + w))
 
 
 @settings(max_examples=40, deadline=None)
@@ -205,7 +204,7 @@ def test_gpipe_and_1f1b_idle_p_minus_one_micro_batches(pp, m, forward, backward)
     for schedule in ("gpipe", "1f1b"):
         batch = Batch.of([Plan(pp=pp, schedule=schedule)], EVEN, Workload(batch=m, seq=1), Stack())
         times = (np.array([x]) for x in (forward, backward / 2, backward / 2, 0.0))
-        assert one(pipeline.ramp(batch, *times)) == pytest.approx((pp - 1) * (forward + backward))
+        assert one(ramp(batch, *times)) == pytest.approx((pp - 1) * (forward + backward))
 
 
 def test_bubble_of_a_full_step_equals_the_formula():

@@ -1,10 +1,18 @@
 """The time of a training step: compute and communication streams, host, pipeline, and the work done once per step.
 
-`cost.phase` times one micro-batch on one rank. Micro-batches run through the pipeline (`cost.pipeline`). Gradients are reduced behind the
+`cost.phase` times one micro-batch on one rank. Micro-batches run through the pipeline (`ramp`). Gradients are reduced behind the
 last backward if the stack overlaps them; the optimizer and the step overhead of the stack end the step (`cost.closing`).
 
 `exposed` splits the step of the slowest rank into parts that sum exactly: compute by part, communication by axis, host, bubble,
 optimizer, overhead.
+
+**The pipeline.** The closed forms of `programs.pipelines.formulas` are exact for equal stages. Real stages are not equal: the first has the
+embedding, the last has the head, and the layers may not divide evenly. The slowest rank sets
+the pace, and filling and draining pass through all ranks, so
+
+    T = M · t_slowest + ( makespan of M micro-batches on stages of the mean − M · t_mean )
+
+The second term is the ramp: (P−1)·t for 1F1B, (P−1)·t/V interleaved, less for the zero-bubble schedules.
 """
 
 from __future__ import annotations
@@ -19,7 +27,6 @@ from meshwright.cost.closing import closing_time, fullest_rank, largest_sums
 from meshwright.cost.collective import Network
 from meshwright.cost.memory import memory
 from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, PhaseTime, RankTime, phase_times, rank_time
-from meshwright.cost.pipeline import ramp
 from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
@@ -27,6 +34,7 @@ from meshwright.lower.muon import EXCHANGE
 from meshwright.lower.op import Array, Column, Op, StepProgram, present, sent
 from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks
 from meshwright.lower.traffic import boundary_calls
+from meshwright.programs.pipelines import formulas
 
 TRAFFIC_AXIS = {"stage": "dp"}  # bytes between all ranks of a stage count as dp traffic; their time counts as ep
 
@@ -152,6 +160,19 @@ def _add_closing(exposed: dict[str, Array], closing: dict[str, Array]) -> None:
     for axis in ("tp", "pp", "ep"):
         if present(closing[axis]):
             exposed[axis] = exposed.get(axis, 0.0) + closing[axis]
+
+
+def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array, sharing: float = 1.0) -> Array:
+    """Idle time beyond M micro-batches of work; f, i, w are one rank's times per micro-batch, averaged over ranks, while all of them
+    compute. Where `sharing` ranks share a core, an idle rank gives it to the others: a schedule with cores of its own runs that many times
+    faster, and only what it takes beyond M micro-batches at the shared speed is idle."""
+    out = np.zeros(batch.n)
+    f, i, w, p2p = (batch.full(x) for x in (f, i, w, p2p))
+    for schedule, at, p, m, v in batch.schedules:
+        f_, i_, w_ = (x[at] / v for x in (f, i, w))
+        span = formulas.makespan(schedule, p, m, v, f_ / sharing, i_ / sharing, w_ / sharing, p2p[at])
+        out[at] = np.maximum(span - m * v * (f_ + i_ + w_), 0.0)
+    return out
 
 
 def _by_part(

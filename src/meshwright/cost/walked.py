@@ -1,6 +1,6 @@
 """The walked step: a simulation of the pipeline program with the times of each stage, instead of the closed form.
 
-The closed form of `cost.pipeline` assumes equal stages while the pipeline fills and drains. Here each stage has separate forward, input-gradient
+The closed form of `cost.step.ramp` assumes equal stages while the pipeline fills and drains. Here each stage has separate forward, input-gradient
 and weight-gradient times. The schedule is built and walked action by action; then the parts that run once per step are added. `simulate`
 draws the result, and the planner ranks its leaders by it.
 """

@@ -26,9 +26,9 @@ from meshwright.planner.advice.sensitivity import scaling, sensitivities
 from meshwright.planner.goodput import Reliability, young_interval
 from meshwright.planner.question import runs_in
 from meshwright.planner.search.branch_and_bound import Found
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.leaders import Ranking
 from meshwright.planner.search.space import Space
+from meshwright.planner.search.strategies import Candidate
 from meshwright.planner.sites import LATENCY, Crossing, crossing
 from meshwright.units import format_seconds
 

@@ -20,8 +20,8 @@ from meshwright.planner.advice.guides.textbook import differences
 from meshwright.planner.advice.sensitivity import Scaling, Sensitivity
 from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import Found
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.space import Space
+from meshwright.planner.search.strategies import Candidate
 from meshwright.units import format_bytes, format_seconds
 
 

@@ -23,8 +23,8 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.space import Space
+from meshwright.planner.search.strategies import Candidate
 
 SHARE = 0.2
 MOST_RIVALS = 12

@@ -22,10 +22,10 @@ from meshwright.describe.plan import divisors
 from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.planner.search import bounds, strategies
 from meshwright.planner.search.branch_and_bound import COSTED, PLAN, Incumbents, Search
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.common_plans import HEADROOM, common_choices
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.space import Space
+from meshwright.planner.search.strategies import Candidate
 from meshwright.planner.search.table import join
 
 LARGEST_DEGREE = 64

@@ -25,12 +25,14 @@ from meshwright.describe.plan_arrays import OVERLAP_AXES
 from meshwright.describe.plan_fields import CP_KINDS, ORDERS
 from meshwright.describe.plan_fields import DTYPES as PLAN_DTYPES
 from meshwright.describe.schedules import SCHEDULES
+from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.lower.batch import RECOMPUTE
 
 NUMBERS = ("dp", "replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "zero")
 DTYPES = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
 MOST_VIRTUAL = 16
+DEGREES = ("tp", "cp", "pp", "ep", "expert_tp")
 SEARCHED = (*NUMBERS, "sp", "cp_kind", "schedule", "recompute", "reshard", "reduce", "order", "overlap", *DTYPES)
 
 
@@ -243,3 +245,52 @@ def _allowed(word: str) -> Constraint:
         if name == "compression" and each.strip() not in COMPRESSIONS:
             raise unknown("MW-PLANNER-002", f"--allow {name}", each.strip(), COMPRESSIONS, f"--allow {name}={{}}")
     return Constraint(f"--allow {name}={text}", "allow", name, tuple(_word(name, each.strip()) for each in words))
+
+
+# What a training framework leaves of the choices: those that the stack's `can` says it runs
+
+
+def limited(choices: Choices, stack: Stack) -> Choices:
+    """The choices that the framework of a stack can run; all of them if the stack names no limits."""
+    can = stack.can
+    words, most = dict(choices.words), dict(choices.most)
+    wanted: dict[str, tuple[Any, ...]] = {
+        "schedule": can.schedules,
+        "zero": can.zero,
+        "cp_kind": can.cp_kinds,
+        "recompute": can.recomputes,
+    }
+    for word in can.without:
+        if word in DEGREES:
+            most[word] = min(1, most.get(word, MOST))
+        elif word == "order":
+            wanted["order"] = (tuple(stack.order),)
+        elif word != "hsdp":
+            wanted[word] = {"sp": (False,), "reshard": (True,), "reduce": ("auto",)}[word]
+    for name, allowed in wanted.items():
+        if allowed:
+            words[name] = _kept(choices, name, allowed, stack)
+    for name in DEGREES:
+        if choices.least.get(name, 0) > most.get(name, MOST):
+            raise _refused(choices, name, stack)
+    hybrid = choices.hybrid and "hsdp" not in can.without
+    uneven = choices.uneven and not can.even_stages
+    return replace(choices, words=words, most=most, hybrid=hybrid, uneven=uneven)
+
+
+def _kept(choices: Choices, name: str, allowed: tuple[Any, ...], stack: Stack) -> tuple[Any, ...]:
+    found = tuple(word for word in choices.words[name] if word in allowed)
+    if not found:
+        raise _refused(choices, name, stack)
+    return found
+
+
+def _refused(choices: Choices, name: str, stack: Stack) -> MeshwrightError:
+    options = [c.option for c in choices.constraints if c.field == name]
+    named = " and ".join(options) or f"{name}={', '.join(map(str, choices.words.get(name, ())))}"
+    return MeshwrightError(
+        "MW-PLANNER-003",
+        f"{named}: {stack.can.framework or stack.name} does not run it",
+        why=stack.can.source,
+        fix=f"drop {options[-1]}" if options else "",
+    )

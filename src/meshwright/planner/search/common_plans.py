@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.choices import Choices
 from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space
+from meshwright.planner.search.strategies import Candidate
 
 HEADROOM = 0.05  # share of the memory left free
 

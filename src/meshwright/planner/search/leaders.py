@@ -25,10 +25,10 @@ from meshwright.describe.plan_arrays import PlanArrays
 from meshwright.describe.plan_fields import ORDERS
 from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import RUNG, STEPS, Found
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.refine import refined
 from meshwright.planner.search.space import Space
+from meshwright.planner.search.strategies import Candidate
 from meshwright.planner.search.table import codes
 
 TIE = 0.01  # share of the step within which plans count as equally fast

@@ -33,8 +33,7 @@ from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.planner.search.choices import Choices, free
-from meshwright.planner.search.limits import limited
+from meshwright.planner.search.choices import Choices, free, limited
 
 # [order, axis, other]: whether the other axis varies faster than the axis.
 FASTER = np.array([[[o.index(b) < o.index(a) for b in AXES] for a in AXES] for o in ORDERS])

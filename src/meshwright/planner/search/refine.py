@@ -25,10 +25,10 @@ from meshwright.cost.step import step_cost
 from meshwright.cost.walked import stage_times
 from meshwright.describe.plan import Plan
 from meshwright.lower.step import step_program
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.pipeline_walk import fullest, walked_time
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.stage_lengths import PART, divided
+from meshwright.planner.search.strategies import Candidate
 
 TIMES = (1.0, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0)
 WORTH = 0.001  # share of the step that another size must save

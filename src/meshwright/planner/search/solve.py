@@ -27,10 +27,10 @@ import numpy as np
 
 from meshwright.planner.search import bounds
 from meshwright.planner.search.branch_and_bound import EFFORT, RUNG, Found, Progress, Search, search
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.leaders import TIE, Ranking, candidates, ranked, too_large
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.stage_lengths import PART, lightened
+from meshwright.planner.search.strategies import Candidate
 
 OFFLOADS = {"states": ("states",), "activations": ("activations",), "both": ("states", "activations")}
 OFFLOAD_WORTH = 0.1  # share of the step that offload must save

@@ -39,9 +39,9 @@ from meshwright.describe.stages import stages_of_rank
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import StageBlocks, one_block
 from meshwright.lower.step import step_program
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.pipeline_walk import fullest, rank_peaks, walked_time
 from meshwright.planner.search.space import Space
+from meshwright.planner.search.strategies import Candidate
 
 WORTH = 0.001  # share of the step that another division must save
 NEAR = 0.02  # a candidate is divided otherwise if that can bring it this close to the fastest

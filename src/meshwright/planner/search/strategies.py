@@ -8,6 +8,8 @@ Of plans that are equally fast the simpler one is better: `complexity` counts th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from meshwright.describe.plan import Plan
@@ -23,6 +25,24 @@ NAMES: dict[int, str] = {
     DDP: "DDP", ZERO: "ZeRO-1/2", FSDP: "FSDP", HSDP: "HSDP",
 }  # fmt: skip
 ORDER = (DDP, ZERO, FSDP, HSDP, *range(1, 16))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was looked at closely."""
+
+    plan: Plan
+    strategy: str
+    time: float  # seconds, simulated
+    closed: float  # seconds by the closed forms
+    memory: float  # bytes of the fullest rank
+    shape: int
+    complexity: float
+    proved: bool = True  # best of its strategy for certain
+
+    @property
+    def key(self) -> tuple[float, float]:
+        return self.time, self.complexity
 
 
 def axes(rows: PlanArrays) -> np.ndarray:

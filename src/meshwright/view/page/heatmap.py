@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.cells import MEMORY, Cell
+from meshwright.planner.search.strategies import Candidate
 from meshwright.units import format_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 

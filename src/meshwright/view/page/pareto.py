@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.describe.result import GIB
-from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.strategies import name_of
+from meshwright.planner.search.strategies import Candidate, name_of
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.planner.advice.sensitivity import SHARE, Sensitivity, sensitivities
-from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.strategies import name_of
+from meshwright.planner.search.strategies import Candidate, name_of
 from meshwright.view.page.subject import Subject
 
 
