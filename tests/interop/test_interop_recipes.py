@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find, megatron
 from meshwright.interop.keys import is_misspelling
 from meshwright.interop.names import catalog_model
-from meshwright.interop.recipes import Verdict, check, rows
+from meshwright.interop.recipes import RecipeVerdict, check, rows
 
 HERE = Path(__file__).parent
 NAMED = {f.title for f in FRAMEWORKS.values()}
@@ -31,7 +31,7 @@ FOUND_MEMORY = {44, 45, 47, 52, 53, 63, 64, 65}
 
 
 @cache
-def verdicts() -> dict[str, Verdict]:
+def verdicts() -> dict[str, RecipeVerdict]:
     return {row["id"]: check(row) for row in rows(HERE / "recipes.jsonl")}
 
 
@@ -40,7 +40,7 @@ def mistakes() -> list[dict[str, Any]]:
     return [json.loads(line) for line in (HERE / "mistakes.jsonl").read_text("utf-8").splitlines()]
 
 
-def verdict(recipe: dict[str, Any]) -> Verdict:
+def verdict(recipe: dict[str, Any]) -> RecipeVerdict:
     return check({**recipe, "id": "one"})
 
 
@@ -258,7 +258,9 @@ LLAMA = {
 }  # fmt: skip
 
 
-def bridge(path: str = "src/megatron/bridge/perf_recipes/x.py", model: str = "llama3-8b", **settings: Any) -> Verdict:
+def bridge(
+    path: str = "src/megatron/bridge/perf_recipes/x.py", model: str = "llama3-8b", **settings: Any
+) -> RecipeVerdict:
     """A recipe of Megatron-Bridge on 2 H100: one data-parallel rank, so that the optimizer states are not sharded."""
     gpus = settings.pop("gpus", 2)
     named = {key.replace("__", "."): value for key, value in settings.items()}

@@ -17,7 +17,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE
 from meshwright.interop.keys import Table
-from meshwright.interop.reading import Reading, understand
+from meshwright.interop.reading import SettingsReading, understand
 from meshwright.interop.recipes import check, rows
 from meshwright.interop.switches import used_overlap
 from meshwright.interop.write import settings_of
@@ -39,7 +39,7 @@ FSDP2 = {"distributed_type": "FSDP", "fsdp_config.fsdp_version": 2}
 Z = "zero_optimization."
 
 
-def read(name: str, settings: dict[str, Any]) -> Reading:
+def read(name: str, settings: dict[str, Any]) -> SettingsReading:
     return understand(READABLE[name], settings, gpus=GPUS, model="llama3-8b")
 
 
@@ -158,7 +158,7 @@ def test_written_switches_give_the_predicted_step(name: str) -> None:
             assert step_time(config) == pytest.approx(step_time(with_switches(config, back)), rel=1e-12)
 
 
-def with_switches(config: Config, back: Reading) -> Config:
+def with_switches(config: Config, back: SettingsReading) -> Config:
     plan = config.plan.but(overlap=back.plan.overlap, prefetch=back.plan.prefetch)
     return replace(config, plan=plan, stack=back.stack)
 

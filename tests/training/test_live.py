@@ -16,7 +16,7 @@ from meshwright.training.folder import RunFolder, StepWriter
 from meshwright.training.hooks import StepRecord
 from meshwright.training.measure.measurement import predicted
 from meshwright.view.live import LiveRun, line_of, picture
-from meshwright.view.sparkline import sparkline
+from meshwright.view.tables import sparkline
 from meshwright.view.watch import ProgressDisplay, progress_display
 
 PLAN = {"param_dtype": "fp32", "master": False, "replicate": 2}

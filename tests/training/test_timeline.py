@@ -10,7 +10,7 @@ import ranks
 from meshwright.describe.config import Config
 from meshwright.training.hooks import RankReport
 from meshwright.training.measure.timeline import both_steps
-from meshwright.view import timeline as file_format
+from meshwright.view import trace as file_format
 from trace_format import problems
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 32, "tied": False}

@@ -31,21 +31,21 @@ from meshwright.version import WHEEL
 from meshwright.view.launch_files import LAUNCHERS
 from meshwright.view.launch_files import job as job_file
 from meshwright.view.launch_files.frameworks import TORCHTITAN_MODELS
-from meshwright.view.launch_files.job import Job, make_job
+from meshwright.view.launch_files.job import LaunchJob, make_job
 from meshwright.view.launch_files.megatron import model_words
-from meshwright.view.launch_files.program import Program
+from meshwright.view.launch_files.program import TrainingProgram
 
 ROOT = Path(__file__).parents[2]
 LARGE, SMALL = "examples/llama3-70b-64xh100.toml", "examples/demo-dp2-tp2.toml"
 
 
-def job_of(plan: str = LARGE, *settings: str, **options) -> Job:
+def job_of(plan: str = LARGE, *settings: str, **options) -> LaunchJob:
     options = {"framework": "meshwright", **options}
     return make_job(load(ROOT / plan, list(settings)), plan, typed="meshwright launch", **options)
 
 
-def other_framework(config, plan, folder, save_every) -> Program:
-    return Program("other", ("train.py", "--config", "x y.toml"))
+def other_framework(config, plan, folder, save_every) -> TrainingProgram:
+    return TrainingProgram("other", ("train.py", "--config", "x y.toml"))
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ STUBS = {
 }
 
 
-def run_batch(tmp_path: Path, job: Job, **environment: str) -> tuple[int, list[str]]:
+def run_batch(tmp_path: Path, job: LaunchJob, **environment: str) -> tuple[int, list[str]]:
     """Run a batch script with stubs of Slurm's commands; the exit code, and the calls that the stubs wrote down."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -345,7 +345,7 @@ CHANGES = {
 }
 
 
-def words_of(job: Job) -> list[str]:
+def words_of(job: LaunchJob) -> list[str]:
     """The words after torchrun's own in a launch file, as its shell builds them; the settings are written on the way."""
     lines = LAUNCHERS["torchrun"].write(job).splitlines()
     assert lines[-1].startswith(("exec torchrun", "exec accelerate launch"))

@@ -181,18 +181,18 @@ def test_goodput_is_what_plan_prints(subjects):
 
 
 def test_collectives_are_what_show_prints(subjects, capsys):
-    from meshwright.view.show.collectives import Request, show
+    from meshwright.view.show.collectives import CollectiveRequest, show
 
     subject = subjects["dense"].with_options(
         {"operation": "all-gather", "algorithm": "bruck", "ranks": 6, "size": "1MiB"}
     )
     found = VIEWS["collectives"].data(subject)
-    show(Request("all-gather", "bruck", 6, as_json=True))
+    show(CollectiveRequest("all-gather", "bruck", 6, as_json=True))
     assert found["program"] == json.loads(capsys.readouterr().out)
-    show(Request("all-gather", "", 6, size="1MiB", cluster="dgx-h100", as_json=True))
+    show(CollectiveRequest("all-gather", "", 6, size="1MiB", cluster="dgx-h100", as_json=True))
     free = VIEWS["collectives"].data(subject.with_options({"operation": "all-gather", "ranks": 6, "size": "1MiB"}))
     assert free["time_s"] == json.loads(capsys.readouterr().out)["time_s"]
-    show(Request("all-gather", "", 6, compare=True, cluster="dgx-h100", as_json=True))
+    show(CollectiveRequest("all-gather", "", 6, compare=True, cluster="dgx-h100", as_json=True))
     assert found["comparison"] == json.loads(capsys.readouterr().out)
 
 

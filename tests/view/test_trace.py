@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.programs.pipelines import build, walk
 from meshwright.view.pipelines import pipeline_trace
-from meshwright.view.trace import Counter, Flow, Span, trace_events, write_trace
+from meshwright.view.trace import Flow, TraceCounter, TraceSpan, trace_events, write_trace
 from trace_format import problems
 
 
@@ -30,11 +30,14 @@ def test_arrows_follow_activations_and_gradients():
 
 
 def test_streams_ranks_and_units():
-    spans = [Span(1, "compute", "matmul", 0.5, 0.25, args={"flops": 3}), Span(1, "comm:dp", "all-reduce", 0.5, 0.5)]
+    spans = [
+        TraceSpan(1, "compute", "matmul", 0.5, 0.25, args={"flops": 3}),
+        TraceSpan(1, "comm:dp", "all-reduce", 0.5, 0.5),
+    ]
     trace = trace_events(
         spans,
         flows=[Flow("wait", (1, "compute", 0.6), (1, "comm:dp", 0.7))],
-        counters=[Counter(1, "memory", 0.0, {"bytes": 5.0})],
+        counters=[TraceCounter(1, "memory", 0.0, {"bytes": 5.0})],
         rank_names={1: "rank 1, node 0"},
         streams=["host", "compute"],
         about={"plan": "tp=2"},

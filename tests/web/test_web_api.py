@@ -14,7 +14,7 @@ from meshwright import api
 from meshwright.describe.config import Config, load
 from meshwright.view.page.registry import CHEAP, SEARCH, VIEWS, View
 from meshwright.web import tasks
-from meshwright.web.jobs import Job, Pool, Refused
+from meshwright.web.jobs import Refused, WorkerJob, WorkerPool
 from web.running import CLIENT, run_async
 
 PLAN_FILE: dict[str, Any] = {
@@ -173,7 +173,7 @@ def test_an_abandoned_search_is_stopped_and_a_full_queue_refused() -> None:
     }
 
     async def scenario() -> None:
-        pool = Pool("search", 1, 1, 60.0, finish=False)
+        pool = WorkerPool("search", 1, 1, 60.0, finish=False)
         await pool.start()
         try:
             first = pool.lines("plan", long)
@@ -202,7 +202,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
     }
 
     async def scenario() -> None:
-        pool = Pool("search", 1, 1, 0.2, finish=False)
+        pool = WorkerPool("search", 1, 1, 0.2, finish=False)
         await pool.start()
         try:
             with pytest.raises(Refused) as late:
@@ -244,11 +244,11 @@ def test_a_worker_killed_with_its_last_message_on_the_way_is_replaced() -> None:
     """A client leaves while the end of its answer is in the pipe: the answer can still be read, and the process is dead."""
 
     async def second_answer() -> bytes:
-        pool = Pool("estimate", 1, 4, 30.0, finish=False)
+        pool = WorkerPool("estimate", 1, 4, 30.0, finish=False)
         await pool.start()
         try:
             (worker,) = pool.idle
-            job = Job(b"", "")
+            job = WorkerJob(b"", "")
             job.worker = worker
             job.stop()
             pool.idle.clear()

@@ -117,7 +117,7 @@ def adjust_stack(
     """Adjust a stack to measured runs of the user."""
     from meshwright.calibrate.runs.from_run import adjusted, measured_runs
     from meshwright.describe.files import write_text
-    from meshwright.view.from_run import page
+    from meshwright.view.calibrate import adjusted_page as page
     from meshwright.view.tables import show, show_json
 
     result = adjusted(measured_runs(from_run, tokens_per_s, memory, stack), name)

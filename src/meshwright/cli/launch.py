@@ -10,8 +10,8 @@ from meshwright.cli.options import described
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
-    from meshwright.view.launch_files import Launcher
-    from meshwright.view.launch_files.job import Job
+    from meshwright.view.launch_files import LaunchFormat
+    from meshwright.view.launch_files.job import LaunchJob
 
 
 @described
@@ -66,7 +66,7 @@ def command(
         write_job(job, launcher, Path(out or job.name + launcher.suffix), force)
 
 
-def write_job(job: Job, launcher: Launcher, file: Path, force: bool) -> None:
+def write_job(job: LaunchJob, launcher: LaunchFormat, file: Path, force: bool) -> None:
     """Write the file of a launcher, and show how it is started."""
     write_file(file, launcher.write(job), force)
     show_written(job, file, launcher)
@@ -104,7 +104,7 @@ def write_file(file: Path, text: str, force: bool) -> None:
     write_text(file, text)
 
 
-def show_written(job: Job, file: Path, launcher: Launcher) -> None:
+def show_written(job: LaunchJob, file: Path, launcher: LaunchFormat) -> None:
     """Print what was written and how it is started."""
     from meshwright.view.tables import show
 

@@ -220,9 +220,9 @@ def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any
     from meshwright.view.tables import show
 
     if sizing:
-        from meshwright.view.plan_sizes import page as sizes
+        from meshwright.view.plan import sizes_page
 
-        show(sizes(sizing))
+        show(sizes_page(sizing))
     if compared:
         user_plan = view.comparison(result, compared, name)
         show(view.header(result), user_plan, view.leaders(result), view.strategies(result), view.notes(result))

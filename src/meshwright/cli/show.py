@@ -67,10 +67,10 @@ def command(
             trace=trace or None,
             json_out=as_json,
         )
-    from meshwright.view.show.collectives import Request, show
+    from meshwright.view.show.collectives import CollectiveRequest, show
 
     return show(
-        Request(
+        CollectiveRequest(
             topic,
             algorithm,
             ranks,

@@ -20,7 +20,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import Facts
-from meshwright.interop.problems import Problem
+from meshwright.interop.problems import SettingsProblem
 from meshwright.interop.stages import stages
 from meshwright.interop.switches import switch_plan, switch_stack
 
@@ -38,7 +38,7 @@ class Assembled:
     stack: dict[str, Any] = field(default_factory=dict)  # what the settings change of the framework's stack
     exposed: list[str] = field(default_factory=list)  # axes that the settings do not overlap and the framework could
     assumed: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[SettingsProblem] = field(default_factory=list)
     has_least_gpus: bool = False  # the number of GPUs that was given is the smallest that the degrees allow
     fit_is_known: bool = True  # False: a part of the memory is not modelled
 
@@ -93,7 +93,7 @@ def _degrees(facts: Facts, framework: Framework, out: Assembled, experts: bool |
         named = f"expert tp × ep × pp = {etp} × {found['ep']} × {found['pp']} = {grid}"
         unset = "" if given else f" (expert tp is not set, which means {etp})"
         out.problems.append(
-            Problem(
+            SettingsProblem(
                 "MW-SET-002",
                 f"{named} does not divide {world} GPUs{unset}",
                 why="The experts of every stage use all of its ranks",
@@ -117,11 +117,11 @@ def _degrees(facts: Facts, framework: Framework, out: Assembled, experts: bool |
     return found
 
 
-def _world(found: dict[str, int], world: int) -> Problem:
+def _world(found: dict[str, int], world: int) -> SettingsProblem:
     shown = {axis: found[axis] for axis in ("tp", "cp", "pp") if found[axis] > 1}
     rest = math.prod(shown.values())
     total = f" = {rest}" if len(shown) > 1 else ""
-    return Problem(
+    return SettingsProblem(
         "MW-SET-001",
         f"{' × '.join(shown)} = {' × '.join(map(str, shown.values()))}{total} does not divide {world} GPUs",
         why="Data parallelism takes the GPUs that the other degrees leave",
@@ -143,7 +143,7 @@ def _data_parallel(facts: Facts, found: dict[str, int], out: Assembled) -> None:
     if stated and stated != dp and world % rest == 0:
         named = f"dp × tp × cp × pp = {stated} × {found['tp']} × {found['cp']} × {found['pp']} = {stated * rest}"
         out.problems.append(
-            Problem(
+            SettingsProblem(
                 "MW-SET-001",
                 f"{named} ≠ {world} GPUs",
                 why="The degrees must multiply to the GPUs",
@@ -155,7 +155,7 @@ def _data_parallel(facts: Facts, found: dict[str, int], out: Assembled) -> None:
         out.gpus = int(out.gpus)
     if dp % replicate:
         out.problems.append(
-            Problem(
+            SettingsProblem(
                 "MW-SET-001",
                 f"{replicate} replicas do not divide {dp} data-parallel ranks",
                 fix=f"{dp} or a divisor of it",
@@ -206,7 +206,7 @@ def _batch(facts: Facts, out: Assembled) -> None:
     if batch and micro and facts.get("accumulation") and batch != micro * facts["accumulation"] * dp and out.gpus > 0:
         product = f"{micro} × {facts['accumulation']} × {dp} = {micro * facts['accumulation'] * dp}"
         out.problems.append(
-            Problem(
+            SettingsProblem(
                 "MW-SET-004",
                 f"the batch {batch} is not micro-batch × accumulation × data parallelism = {product}",
                 why="The framework computes one of the three from the others and refuses another value",

@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import Facts, plain
-from meshwright.interop.problems import Problem
+from meshwright.interop.problems import SettingsProblem
 
 CORE = ("megatron-lm", "megatron-bridge")
 FIRST_AND_LAST = (
@@ -29,13 +29,13 @@ VIRTUAL = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipel
 
 
 @dataclass(frozen=True)
-class Options:
+class MegatronOptions:
     """Settings by the last part of their names."""
 
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Options:
+    def of(cls, settings: Mapping[str, Any]) -> MegatronOptions:
         return cls({_short(name): plain(value) for name, value in settings.items()})
 
     def on(self, name: str) -> bool:
@@ -52,11 +52,11 @@ class Options:
         return {str(entry).strip("[]'\"") for entry in entries}
 
 
-def check_megatron(facts: Facts, framework: Framework, settings: Mapping[str, Any]) -> Iterator[Problem]:
+def check_megatron(facts: Facts, framework: Framework, settings: Mapping[str, Any]) -> Iterator[SettingsProblem]:
     """Options that the framework refuses together."""
     if framework.name not in CORE:
         return
-    options = Options.of(settings)
+    options = MegatronOptions.of(settings)
     yield from _recompute(options, facts)
     yield from _activation_offload(options, facts)
     yield from _stages_stated_twice(options, facts)
@@ -68,7 +68,7 @@ def check_megatron(facts: Facts, framework: Framework, settings: Mapping[str, An
         yield from _overlap(options, facts)
 
 
-def _recompute(options: Options, facts: Facts) -> Iterator[Problem]:
+def _recompute(options: MegatronOptions, facts: Facts) -> Iterator[SettingsProblem]:
     granularity = options.values.get("recompute_granularity")
     overlaps = options.on("overlap_moe_expert_parallel_comm")  # recomputes whole chunks of the model
     scripted = facts.get("scripted")  # scripts of measured runs add the method
@@ -93,7 +93,7 @@ def _recompute(options: Options, facts: Facts) -> Iterator[Problem]:
             )
 
 
-def _activation_offload(options: Options, facts: Facts) -> Iterator[Problem]:
+def _activation_offload(options: MegatronOptions, facts: Facts) -> Iterator[SettingsProblem]:
     if not (options.on("cpu_offloading") or options.on("cpu_offloading_num_layers")):
         return
     if facts.get("pp", 1) > 1:
@@ -110,7 +110,7 @@ def _activation_offload(options: Options, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _stages_stated_twice(options: Options, facts: Facts) -> Iterator[Problem]:
+def _stages_stated_twice(options: MegatronOptions, facts: Facts) -> Iterator[SettingsProblem]:
     layout = options.on("pipeline_model_parallel_layout")
     ends, counted = options.which(FIRST_AND_LAST), options.which(COUNTED_ENDS)
     chunk = options.on("num_layers_per_virtual_pipeline_stage")
@@ -125,7 +125,7 @@ def _stages_stated_twice(options: Options, facts: Facts) -> Iterator[Problem]:
         yield _stated_twice("pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank")
     virtual = max((v for name in VIRTUAL if isinstance(v := options.values.get(name), int)), default=1)
     if (virtual > 1 or chunk) and facts.get("pp", 1) == 1 and not facts.get("scripted"):
-        yield Problem(
+        yield SettingsProblem(
             "MW-SET-003",
             f"{f'{virtual} virtual stages' if virtual > 1 else 'layers per virtual stage'} without a pipeline",
             why="Virtual stages divide the stage of a rank; the interleaved schedule needs a pipeline of at least 2 ranks",
@@ -139,7 +139,7 @@ def _stages_stated_twice(options: Options, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _sequence(options: Options, facts: Facts) -> Iterator[Problem]:
+def _sequence(options: MegatronOptions, facts: Facts) -> Iterator[SettingsProblem]:
     seq, most, cp = facts.get("seq"), facts.get("model.max_positions"), facts.get("cp", 1)
     if seq and most and seq > most and options.on("max_position_embeddings"):
         yield _refused(
@@ -166,7 +166,7 @@ def _sequence(options: Options, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _expert_overlap(options: Options, facts: Facts) -> Iterator[Problem]:
+def _expert_overlap(options: MegatronOptions, facts: Facts) -> Iterator[SettingsProblem]:
     """The exchange of expert parallelism during the compute of another micro-batch."""
     if not options.on("overlap_moe_expert_parallel_comm"):
         if options.on("delay_wgrad_compute"):
@@ -197,7 +197,7 @@ def _expert_overlap(options: Options, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _overlap(options: Options, facts: Facts) -> Iterator[Problem]:
+def _overlap(options: MegatronOptions, facts: Facts) -> Iterator[SettingsProblem]:
     sharded = options.which(("use_distributed_optimizer", "use_megatron_fsdp", "use_custom_fsdp"))
     if options.on("overlap_param_gather") and not sharded:
         yield _refused(
@@ -219,7 +219,7 @@ def _overlap(options: Options, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _experts(options: Options, facts: Facts) -> Iterator[Problem]:
+def _experts(options: MegatronOptions, facts: Facts) -> Iterator[SettingsProblem]:
     if facts.get("ep", 1) > 1 and options.on("num_layers") and not facts.get("model.experts"):
         yield _refused(
             f"expert parallelism {facts['ep']} of a model without experts",
@@ -236,10 +236,10 @@ def _experts(options: Options, facts: Facts) -> Iterator[Problem]:
         yield _refused("expert parallelism in fp16", "The framework trains divided experts in bf16", "--bf16")
     for both in (("fp8_format", "fp4_format"), ("fp8", "fp4")):
         if len(options.which(both)) == 2:
-            yield Problem("MW-SET-005", "fp8 and fp4 are both set", why="The two precisions exclude each other")
+            yield SettingsProblem("MW-SET-005", "fp8 and fp4 are both set", why="The two precisions exclude each other")
 
 
-def _fsdp(options: Options, facts: Facts) -> Iterator[Problem]:
+def _fsdp(options: MegatronOptions, facts: Facts) -> Iterator[SettingsProblem]:
     """The two implementations of FSDP, and what each excludes."""
     megatron = options.which(("use_megatron_fsdp", "use_custom_fsdp"))
     if options.on("use_torch_fsdp2"):
@@ -260,8 +260,8 @@ def _fsdp(options: Options, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _stated_twice(first: str, second: str) -> Problem:
-    return Problem(
+def _stated_twice(first: str, second: str) -> SettingsProblem:
+    return SettingsProblem(
         "MW-SET-003",
         f"{_spaced(first)} and {_spaced(second)} are both set",
         why="Both state the layers of pipeline stages, and the framework refuses two statements",
@@ -269,8 +269,8 @@ def _stated_twice(first: str, second: str) -> Problem:
     )
 
 
-def _refused(what: str, why: str, fix: str) -> Problem:
-    return Problem("MW-SET-009", what, why=why, fix=fix)
+def _refused(what: str, why: str, fix: str) -> SettingsProblem:
+    return SettingsProblem("MW-SET-009", what, why=why, fix=fix)
 
 
 def _short(name: str) -> str:

@@ -15,7 +15,7 @@ from meshwright.describe.run_folder import PLAN
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import is_settings_file, read_settings
 from meshwright.interop.names import catalog_cluster
-from meshwright.interop.reading import Reading
+from meshwright.interop.reading import SettingsReading
 
 
 def configure(
@@ -70,7 +70,7 @@ def refuse_folder(model: object) -> None:
     )
 
 
-def sections(reading: Reading) -> dict[str, Any]:
+def sections(reading: SettingsReading) -> dict[str, Any]:
     """The sections of a plan file that settings describe; without [model] where they do not give its shape."""
     raise_first(reading)
     found: dict[str, Any] = {
@@ -88,13 +88,13 @@ def load_user_plan(path: str | Path, gpus: int) -> Plan:
     return reading.plan
 
 
-def raise_first(reading: Reading) -> None:
+def raise_first(reading: SettingsReading) -> None:
     """Raise the first error among the problems of settings."""
     for problem in reading.errors:
         raise MeshwrightError(problem.code, problem.what, why=problem.why, fix=problem.fix)
 
 
-def model_part(reading: Reading, source: object, overrides: Sequence[str] = ()) -> str | dict[str, Any]:
+def model_part(reading: SettingsReading, source: object, overrides: Sequence[str] = ()) -> str | dict[str, Any]:
     """The model of settings as a plan file has it. `overrides` may state what the settings do not."""
     shape = reading.shape
     given = {word.partition("=")[0].strip() for word in overrides}

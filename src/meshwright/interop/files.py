@@ -18,7 +18,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import READABLE
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import flags, flattened
-from meshwright.interop.reading import Reading, understand
+from meshwright.interop.reading import SettingsReading, understand
 from meshwright.version import install_command
 
 YAML, SCRIPTS = (".yaml", ".yml"), (".sh", ".args", ".txt", ".slurm", ".sbatch", ".bash")
@@ -74,7 +74,7 @@ def detect(settings: dict[str, Any], args: list[str] | None = None) -> Framework
 
 def read_settings(
     path: str | Path, *, gpus: int = 0, hardware: str = "", model: str = "", text: str | None = None
-) -> Reading:
+) -> SettingsReading:
     """The reading of a settings file."""
     settings, args = parse(path, text)
     framework = detect(settings, args)

@@ -19,8 +19,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.assemble import assemble
 from meshwright.interop.names import catalog_cluster
 from meshwright.interop.peak import peak_memory
-from meshwright.interop.problems import Problem
-from meshwright.interop.reading import Reading
+from meshwright.interop.problems import SettingsProblem
+from meshwright.interop.reading import SettingsReading
 
 DOUBLINGS = 6  # of the smallest number of GPUs, where a recipe may be meant for more
 
@@ -31,10 +31,10 @@ class Fit:
 
     fits: bool | None = None
     gib: float | None = None
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[SettingsProblem] = field(default_factory=list)
 
 
-def fit(reading: Reading) -> Fit:
+def fit(reading: SettingsReading) -> Fit:
     """The memory of a reading against that of its hardware."""
     entry = catalog_cluster(reading.hardware)
     if not reading.gpus or not entry or not _is_known(reading):
@@ -53,13 +53,13 @@ def fit(reading: Reading) -> Fit:
                 what = f"{least:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB, on {larger.gpus} GPUs"
                 peak = least
     except MeshwrightError as error:
-        return Fit(problems=[Problem(error.code, error.what, error.why, error.fix, "note")])
+        return Fit(problems=[SettingsProblem(error.code, error.what, error.why, error.fix, "note")])
     why = f"It {fit_words(peak, limit)}: fragments and peaks come on top"
-    return Fit(False, peak, [Problem("MW-LINT-013", what, why=why)])
+    return Fit(False, peak, [SettingsProblem("MW-LINT-013", what, why=why)])
 
 
-def _needs_more(what: str, gpus: int, enough: int, peak: float) -> Problem:
-    return Problem(
+def _needs_more(what: str, gpus: int, enough: int, peak: float) -> SettingsProblem:
+    return SettingsProblem(
         "MW-LINT-013",
         f"{what}, on {gpus} GPUs",
         why=f"{gpus} is the smallest number of GPUs that the degrees allow; on {enough} GPUs, {peak:.1f} GiB fit",
@@ -68,7 +68,7 @@ def _needs_more(what: str, gpus: int, enough: int, peak: float) -> Problem:
     )
 
 
-def _with_more_gpus(reading: Reading) -> Iterator[Reading]:
+def _with_more_gpus(reading: SettingsReading) -> Iterator[SettingsReading]:
     """The same settings on two, four, … times the GPUs, with as many micro-batches on each: only the shards get smaller."""
     shape, batch = reading.shape, reading.facts.get("batch")
     for power in range(1, DOUBLINGS + 1):
@@ -78,7 +78,7 @@ def _with_more_gpus(reading: Reading) -> Iterator[Reading]:
         yield replace(reading, assembled=made, gpus_are_least=False)
 
 
-def _is_known(reading: Reading) -> bool:
+def _is_known(reading: SettingsReading) -> bool:
     """Whether everything that decides the memory is given: shape, sequence, micro-batch and precision, and nothing that is not modelled."""
     facts = reading.facts
     stated = {"seq", "half"} <= set(facts) and ({"microbatch", "local_batch"} & set(facts))

@@ -20,7 +20,7 @@ from meshwright.cost.estimate import estimate
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.workload import FP8
 from meshwright.interop.kept import kept_share
-from meshwright.interop.reading import Reading
+from meshwright.interop.reading import SettingsReading
 
 ADAPTER_BYTES = 12.0
 UNFUSED_BYTES = 8.0  # of a logit, beyond a fused loss
@@ -31,7 +31,7 @@ GIB = 2.0**30
 DEFAULT_RANK = 16
 
 
-def peak_memory(reading: Reading, cluster: Cluster) -> tuple[float, float]:
+def peak_memory(reading: SettingsReading, cluster: Cluster) -> tuple[float, float]:
     """GiB of the fullest rank, and the memory of its device."""
     cluster = cluster.with_gpus(reading.gpus)
     result = estimate(reading.shape.model, cluster, reading.plan, reading.workload, reading.stack)
@@ -44,7 +44,7 @@ def peak_memory(reading: Reading, cluster: Cluster) -> tuple[float, float]:
     return max(stages), result.prediction.memory_limit_gib
 
 
-def _unfused_loss(reading: Reading) -> float:
+def _unfused_loss(reading: SettingsReading) -> float:
     """GiB of logits in the last stage beyond those of a fused loss."""
     plan = reading.plan
     if reading.facts.get("fused_loss") is not False or "loss" not in reading.stack.fused:
@@ -53,13 +53,13 @@ def _unfused_loss(reading: Reading) -> float:
     return _logits(reading) * (SPLIT_LOSS_BYTES if is_split else UNFUSED_BYTES) / GIB
 
 
-def _logits(reading: Reading) -> float:
+def _logits(reading: SettingsReading) -> float:
     """Logits of one micro-batch on a rank of the last stage."""
     plan = reading.plan
     return plan.microbatch * reading.workload.seq / plan.cp * reading.shape.model.padded_vocab / plan.tp
 
 
-def _pipeline_microbatches(reading: Reading) -> int:
+def _pipeline_microbatches(reading: SettingsReading) -> int:
     """Micro-batches that torch's pipeline gets in one call: those of the local batch; 0 without such a pipeline."""
     if reading.plan.pp == 1 or not reading.framework.torch_pipeline:
         return 0
@@ -67,7 +67,7 @@ def _pipeline_microbatches(reading: Reading) -> int:
     return max(1, int(local) // reading.plan.microbatch)
 
 
-def _pipeline_buffers(reading: Reading) -> float:
+def _pipeline_buffers(reading: SettingsReading) -> float:
     """GiB of torch's receive buffers and kept outputs on a rank, which has `virtual` stages."""
     plan = reading.plan
     split = plan.cp * (plan.tp if plan.sp else 1)
@@ -75,14 +75,14 @@ def _pipeline_buffers(reading: Reading) -> float:
     return 2 * _pipeline_microbatches(reading) * plan.virtual * size / GIB
 
 
-def _kept_logits(reading: Reading) -> float:
+def _kept_logits(reading: SettingsReading) -> float:
     """GiB of 16-bit logits of earlier micro-batches, which torch's last stage keeps for its caller; torchtitan does not ask for them."""
     if reading.framework.name == "torchtitan":
         return 0.0
     return max(0, _pipeline_microbatches(reading) - 1) * _logits(reading) * 2 / GIB
 
 
-def _stage(parts: dict[str, float], share: float, reading: Reading) -> float:
+def _stage(parts: dict[str, float], share: float, reading: SettingsReading) -> float:
     """Peak of one stage, corrected."""
     out = dict(parts)
     freed = (1 - share) * out["activations"]

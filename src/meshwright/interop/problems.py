@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Problem:
+class SettingsProblem:
     """One contradiction in settings. `error`: the framework refuses them, or trains something else; `note`: worth knowing."""
 
     code: str

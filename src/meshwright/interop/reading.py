@@ -17,12 +17,12 @@ from meshwright.interop.assemble import Assembled, assemble
 from meshwright.interop.checks import check_facts
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import Facts, Understood, flags, read_facts
-from meshwright.interop.problems import Problem
-from meshwright.interop.shapes import Shape, shape_of
+from meshwright.interop.problems import SettingsProblem
+from meshwright.interop.shapes import ShapeKeys, shape_of
 
 
 @dataclass
-class Reading:
+class SettingsReading:
     """One file or recipe, understood. `gpus` and `hardware` are 0 and "" where they are not given.
 
     `gpus_are_least`: the number of GPUs is the smallest that the degrees allow, and the recipe may be meant for more."""
@@ -30,9 +30,9 @@ class Reading:
     framework: Framework
     understood: Understood
     assembled: Assembled
-    shape: Shape
+    shape: ShapeKeys
     hardware: str = ""
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[SettingsProblem] = field(default_factory=list)
     gpus_are_least: bool = False
 
     @property
@@ -63,7 +63,7 @@ class Reading:
         return {"extends": name, **self.assembled.stack} if self.assembled.stack else name
 
     @property
-    def errors(self) -> list[Problem]:
+    def errors(self) -> list[SettingsProblem]:
         return [p for p in self.problems if p.severity == "error"]
 
 
@@ -76,7 +76,7 @@ def understand(
     hardware: str = "",
     model: str = "",
     shape: Mapping[str, Any] | None = None,
-) -> Reading:
+) -> SettingsReading:
     """The reading of settings and flags; flags win. `gpus`, `hardware`, `model` and `shape` are known from elsewhere."""
     merged = {**_dashed(framework, settings), **_named(framework, flags(args))}
     understood = read_facts(framework.table, merged)
@@ -89,7 +89,7 @@ def understand(
         assembled.plan |= {"layers_per_stage": stages} if stages else {}
     if unstated := [axis for axis in assembled.exposed if f"overlap_{axis}" not in understood.sources]:
         assembled.assumed.append(f"no overlap of {', '.join(unstated)}: the framework's default")
-    reading = Reading(framework, understood, assembled, found, hardware)
+    reading = SettingsReading(framework, understood, assembled, found, hardware)
     reading.problems = [*assembled.problems, *check_facts(reading.facts, framework, assembled, found, hardware, merged)]
     if framework.layout_in_code and not found.layers_stated:
         reading.problems = [_less_certain(p) for p in reading.problems]
@@ -98,7 +98,7 @@ def understand(
     return reading
 
 
-def _less_certain(problem: Problem) -> Problem:
+def _less_certain(problem: SettingsProblem) -> SettingsProblem:
     """A division of layers that is only known by the model's name, in a framework whose code may set another one."""
     if problem.code != "MW-SET-003":
         return problem
@@ -131,7 +131,7 @@ def _named(framework: Framework, given: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix).replace("-", "_"): value for name, value in given.items()}
 
 
-def _illegal(reading: Reading) -> list[Problem]:
+def _illegal(reading: SettingsReading) -> list[SettingsProblem]:
     """The first rule of `describe.legality` that the plan breaks on this model, workload and stack."""
     try:
         plan, workload = reading.plan, reading.workload
@@ -143,4 +143,4 @@ def _illegal(reading: Reading) -> list[Problem]:
         error = legality.problem(Case.of(plan, reading.shape.model, workload, None, stack, framework=True))
     except MeshwrightError as failure:
         error = failure
-    return [] if error is None else [Problem(error.code, error.what, error.why, error.fix)]
+    return [] if error is None else [SettingsProblem(error.code, error.what, error.why, error.fix)]

@@ -16,14 +16,14 @@ from meshwright.describe.files import read_text
 from meshwright.errors import MeshwrightError
 from meshwright.interop.fit import Fit, fit
 from meshwright.interop.frameworks import find
-from meshwright.interop.problems import Problem
-from meshwright.interop.reading import Reading, understand
+from meshwright.interop.problems import SettingsProblem
+from meshwright.interop.reading import SettingsReading, understand
 
 MOST_ROWS, MOST_BYTES = 100_000, 100_000_000
 
 
 @dataclass
-class Verdict:
+class RecipeVerdict:
     """The line of `lint --recipes` for one recipe."""
 
     id: str
@@ -34,7 +34,7 @@ class Verdict:
     fits: bool | None = None
     findings: list[dict[str, Any]] = field(default_factory=list)
     memory_gib: float | None = None
-    reading: Reading | None = None
+    reading: SettingsReading | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -71,13 +71,13 @@ def rows(path: str | Path) -> Iterator[dict[str, Any]]:
             yield {**row, "id": str(row.get("id", number))}
 
 
-def check(row: dict[str, Any]) -> Verdict:
+def check(row: dict[str, Any]) -> RecipeVerdict:
     """The verdict on one recipe. A recipe that cannot be read has `read` false, and the reason among its findings."""
     identity, name = str(row["id"]), str(row.get("framework", ""))
     framework = find(name)
     if framework is None:
-        problem = Problem("MW-SET-012", f"settings of {name or 'no framework'} are not read", severity="note")
-        return Verdict(identity, name, False, findings=[problem.as_dict()])
+        problem = SettingsProblem("MW-SET-012", f"settings of {name or 'no framework'} are not read", severity="note")
+        return RecipeVerdict(identity, name, False, findings=[problem.as_dict()])
     settings, args = row.get("settings") or {}, row.get("args") or []
     try:
         reading = understand(
@@ -90,19 +90,19 @@ def check(row: dict[str, Any]) -> Verdict:
             shape=row.get("shape") if isinstance(row.get("shape"), dict) else None,
         )
     except MeshwrightError as error:
-        return Verdict(
+        return RecipeVerdict(
             identity,
             name,
             False,
             [error.what],
-            findings=[Problem(error.code, error.what, error.why, error.fix).as_dict()],
+            findings=[SettingsProblem(error.code, error.what, error.why, error.fix).as_dict()],
         )
     reading.gpus_are_least = reading.assembled.has_least_gpus and framework.names_least_gpus(
         str(row.get("path") or row.get("source") or "")
     )
     memory = fit(reading) if not reading.errors else Fit()
     problems = [*reading.problems, *memory.problems]
-    return Verdict(
+    return RecipeVerdict(
         identity,
         name,
         not reading.understood.unknown,

@@ -58,7 +58,7 @@ PLAIN = Table(
 
 
 @dataclass
-class Shape:
+class ShapeKeys:
     """A model, which of its numbers were stated, and whether they suffice to compute memory and time."""
 
     model: Model
@@ -91,7 +91,7 @@ class Shape:
         return bool(self.model.experts) if "experts" in self.stated else None
 
 
-def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None, trains_mtp: bool = False) -> Shape:
+def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None, trains_mtp: bool = False) -> ShapeKeys:
     """The model that a name, a table of its numbers and facts of the settings describe; settings win over the table, both over the name.
 
     `trains_mtp`: the framework trains the multi-token prediction of a model that has it, unless the settings switch it off."""
@@ -126,12 +126,12 @@ def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None, tr
     try:
         model = Model(**_filled(fields), name=_short(name))
     except MeshwrightError:
-        return Shape(
+        return ShapeKeys(
             Model(**_filled({"layers": fields.get("layers", 0)}), name=_short(name)),
             stated & {"layers"},
             source="settings",
         )
-    return Shape(model, stated, enough, partial, "settings", layers_stated="layers" in fields)
+    return ShapeKeys(model, stated, enough, partial, "settings", layers_stated="layers" in fields)
 
 
 def _agreeing_entry(entry: str, fields: Facts) -> str:
@@ -150,13 +150,13 @@ def _table_facts(shape: Mapping[str, Any]) -> Facts:
     return {k: v for k, v in read_facts(PLAIN, shape).facts.items() if v is not None}
 
 
-def _of_catalog(entry: str, fields: Facts, facts: Facts) -> Shape:
+def _of_catalog(entry: str, fields: Facts, facts: Facts) -> ShapeKeys:
     model: Model = catalog.load("models", entry)
     changeable = ("layers", "vocab_multiple", "mtp_layers")
     changes = {k: v for k, v in fields.items() if k in changeable and getattr(model, k) != v}
     if "layers" in changes:
         changes["dense_layers"] = min(model.dense_layers, changes["layers"])
-    return Shape(
+    return ShapeKeys(
         model.but(**changes) if changes else model,
         set(Model.model_fields),
         complete=True,

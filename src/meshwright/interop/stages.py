@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import Facts
-from meshwright.interop.problems import Problem
+from meshwright.interop.problems import SettingsProblem
 
 MOST_TEXT = 20_000  # characters of an expanded layout
 
@@ -46,7 +46,9 @@ def pattern_layers(pattern: str) -> int:
     return len(re.sub(r"[|\s]", "", str(pattern).split("/")[0]))
 
 
-def stages(facts: Facts, layers: int | None, framework: Framework) -> tuple[int, tuple[int, ...], list[Problem]]:
+def stages(
+    facts: Facts, layers: int | None, framework: Framework
+) -> tuple[int, tuple[int, ...], list[SettingsProblem]]:
     """Stages per rank, layers of each stage (empty: as even as possible), and what is wrong with them."""
     pp, virtual, evenly = facts.get("pp", 1), facts.get("virtual") or 1, framework.splits_evenly
     if facts.get("layout") and pp > 1:
@@ -73,12 +75,12 @@ def stages(facts: Facts, layers: int | None, framework: Framework) -> tuple[int,
     return virtual, (), []
 
 
-def _uneven(facts: Facts, layers: int, split: int, pp: int, virtual: int) -> Problem:
+def _uneven(facts: Facts, layers: int, split: int, pp: int, virtual: int) -> SettingsProblem:
     counted = "" if split == layers else f" (with embedding and loss counted: {split})"
     stage = f"pp × virtual = {pp} × {virtual} = {pp * virtual}" if virtual > 1 else f"pp = {pp}"
     legal = [v for v in range(1, 65) if split % (pp * v) == 0] if virtual > 1 else []
     fix = f"virtual stages {max((v for v in legal if v <= virtual), default=legal[0])}" if legal else ""
-    return Problem(
+    return SettingsProblem(
         "MW-SET-003",
         f"{layers} layers{counted} do not divide over {stage} stages",
         why="The framework gives every stage the same number of layers",
@@ -88,16 +90,20 @@ def _uneven(facts: Facts, layers: int, split: int, pp: int, virtual: int) -> Pro
 
 def _by_layout(
     facts: Facts, pp: int, virtual: int | None, layers: int | None
-) -> tuple[int, tuple[int, ...], list[Problem]]:
+) -> tuple[int, tuple[int, ...], list[SettingsProblem]]:
     found = layout_stages(facts["layout"])
     if found is None:
-        return virtual or 1, (), [Problem("MW-SET-003", "the pipeline layout cannot be read", severity="warning")]
+        return (
+            virtual or 1,
+            (),
+            [SettingsProblem("MW-SET-003", "the pipeline layout cannot be read", severity="warning")],
+        )
     problems = []
     wanted = pp * virtual if virtual else math.ceil(len(found) / pp) * pp
     if len(found) != wanted:
         says = f"pp × virtual = {pp} × {virtual} = {wanted}" if virtual else f"a multiple of pp = {pp}"
         problems.append(
-            Problem(
+            SettingsProblem(
                 "MW-SET-003",
                 f"the pipeline layout has {len(found)} stages, not {says}",
                 why="It was written for another pipeline",
@@ -107,18 +113,24 @@ def _by_layout(
             )
         )
     elif layers is not None and sum(found) != layers:
-        problems.append(Problem("MW-SET-003", f"the pipeline layout has {sum(found)} decoder layers, not {layers}"))
+        problems.append(
+            SettingsProblem("MW-SET-003", f"the pipeline layout has {sum(found)} decoder layers, not {layers}")
+        )
     usable = not problems and min(found) > 0 and layers is not None
     return max(1, len(found) // pp), tuple(found) if usable else (), problems
 
 
 def _by_chunk(
     facts: Facts, pp: int, layers: int, split: int, chunk: int, framework: Framework
-) -> tuple[int, tuple[int, ...], list[Problem]]:
+) -> tuple[int, tuple[int, ...], list[SettingsProblem]]:
     if framework.splits_evenly:
         if split % pp or split // pp % chunk:
             what = f"{layers} layers over pp = {pp} do not divide into stages of {chunk} layers"
-            return 1, (), [Problem("MW-SET-003", what, why="The framework gives every stage the same number of layers")]
+            return (
+                1,
+                (),
+                [SettingsProblem("MW-SET-003", what, why="The framework gives every stage the same number of layers")],
+            )
         return split // pp // chunk, (), []
     count = math.ceil(layers / chunk)
     rounding = facts.get("round_stages")
@@ -128,11 +140,11 @@ def _by_chunk(
         count = math.ceil((layers + 2) / chunk)
     if count % pp:
         what = f"stages of {chunk} layers make {count} stages of {layers} layers, not a multiple of pp = {pp}"
-        return 1, (), [Problem("MW-SET-003", what, why="Every rank has the same number of stages")]
+        return 1, (), [SettingsProblem("MW-SET-003", what, why="Every rank has the same number of stages")]
     return count // pp, (), []
 
 
-def _by_ends(facts: Facts, pp: int, virtual: int, layers: int) -> tuple[int, tuple[int, ...], list[Problem]]:
+def _by_ends(facts: Facts, pp: int, virtual: int, layers: int) -> tuple[int, tuple[int, ...], list[SettingsProblem]]:
     first, last = facts.get("first_layers"), facts.get("last_layers")
     ends = [x for x in (first, last) if x]
     middle, ranks = layers - sum(ends), pp - len(ends)
@@ -147,7 +159,11 @@ def _by_ends(facts: Facts, pp: int, virtual: int, layers: int) -> tuple[int, tup
         return (
             virtual,
             (),
-            [Problem("MW-SET-003", what, why="The stages between the ends have equal numbers of layers", fix=fix)],
+            [
+                SettingsProblem(
+                    "MW-SET-003", what, why="The stages between the ends have equal numbers of layers", fix=fix
+                )
+            ],
         )
     if virtual > 1:
         bad = [x for x in (*ends, *([middle // ranks] if ranks else [])) if x % virtual]
@@ -155,7 +171,11 @@ def _by_ends(facts: Facts, pp: int, virtual: int, layers: int) -> tuple[int, tup
             return (
                 virtual,
                 (),
-                [Problem("MW-SET-003", f"{bad[0]} layers of a rank do not divide into {virtual} virtual stages")],
+                [
+                    SettingsProblem(
+                        "MW-SET-003", f"{bad[0]} layers of a rank do not divide into {virtual} virtual stages"
+                    )
+                ],
             )
         return virtual, (), []
     each = [first] if first else []

@@ -42,7 +42,7 @@ OWN = (
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenSettings:
     """Settings, their text, and the fields of plan and workload that they do not say, with the value that a reader gets."""
 
     framework: Framework
@@ -51,11 +51,11 @@ class Written:
     inexpressible: dict[str, tuple[Any, Any]]
 
 
-def settings_of(config: Config, framework: Framework, form: Form | None = None) -> Written:
+def settings_of(config: Config, framework: Framework, form: Form | None = None) -> WrittenSettings:
     """The settings of a framework that say a configuration's plan."""
     settings, _ = write_settings(framework.table, express(config))
     inexpressible = difference(config, framework, settings)
-    return Written(
+    return WrittenSettings(
         framework, settings, text_of(settings, framework, form or framework.form, inexpressible), inexpressible
     )
 
@@ -100,7 +100,7 @@ def _same(name: str, config: Config, other: Any) -> bool:
     return unused.get(name, False)
 
 
-def write_file(config: Config, framework: Framework, path: str | Path) -> Written:
+def write_file(config: Config, framework: Framework, path: str | Path) -> WrittenSettings:
     """Write the settings to a file, whose ending may choose another form than the framework's usual one."""
     ending = Path(path).suffix
     form = ENDINGS.get(ending, framework.form)

@@ -13,8 +13,7 @@ from meshwright.training.measure.calibration import is_for_this_machine
 from meshwright.training.measure.measurement import Training, predicted
 from meshwright.units import format_decimal_bytes, format_seconds, format_value
 from meshwright.view.live import expert_balance
-from meshwright.view.sparkline import sparkline
-from meshwright.view.tables import filled, heading
+from meshwright.view.tables import filled, heading, sparkline
 
 PARTS = ("compute", *MEASURED_PARTS, "other")
 COMPUTE_OR_IDLE = ("compute", "bubble", "waiting")

@@ -31,8 +31,7 @@ from meshwright.describe.result import AXES
 from meshwright.describe.run_folder import PREDICTION, RunFollower, present_plan, read_json
 from meshwright.errors import MeshwrightError
 from meshwright.units import counted, format_bytes, format_count, format_seconds
-from meshwright.view.sparkline import sparkline
-from meshwright.view.tables import heading
+from meshwright.view.tables import heading, sparkline
 
 WINDOW = 20  # steps of which the median is shown
 EVENTS = 4  # last events that are shown

@@ -21,7 +21,7 @@ from meshwright.programs.pipelines.check import needs_and_order
 from meshwright.programs.pipelines.program import KIND_NAMES, F
 from meshwright.programs.pipelines.walk import held_changes
 from meshwright.view import tables
-from meshwright.view.trace import Counter, Flow, Span, trace_events
+from meshwright.view.trace import Flow, TraceCounter, TraceSpan, trace_events
 
 COLOURS = {"F": (59, 120, 224), "B": (22, 148, 96), "I": (20, 165, 165), "W": (235, 160, 45)}
 TINT, ODD = 0.42, 0.12  # shift to white for the last stage of a rank; shift to black for odd micro-batches
@@ -205,7 +205,7 @@ def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> dict[str, A
     actions = [p.action(i) for i in range(len(p))]
     rank, start, end = p.rank.tolist(), (walked.start * u).tolist(), (walked.end * u).tolist()
     spans = [
-        Span(
+        TraceSpan(
             r,
             "compute",
             f"{a.kind}{a.microbatch}",
@@ -226,7 +226,7 @@ def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> dict[str, A
         for i, n in ((i, int(needs[i])) for i in crossing[:MOST_FLOWS])
     ]
     counters = [
-        Counter(r, "activations in flight", float(t) * u, {"count": int(level)})
+        TraceCounter(r, "activations in flight", float(t) * u, {"count": int(level)})
         for r in range(p.ranks)
         for t, level in zip(*held_changes(walked, r), strict=True)
     ]

@@ -15,6 +15,7 @@ from meshwright.describe.plan import Plan
 from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.sensitivity import Sensitivity
 from meshwright.planner.result import Comparison, Result
+from meshwright.planner.sizing import Sizing
 from meshwright.units import counted, format_count, format_seconds
 from meshwright.view import estimate as view
 from meshwright.view import goodput
@@ -244,3 +245,27 @@ def show(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def sizes_page(sizing: Sizing) -> RenderableType:
+    """Return the recommended size in one sentence and the table of sizes."""
+    columns = (">GPUs", ">days", ">low", ">high", ">MFU", ">GPU-hours", ">cost", "", "plan")
+    table = titled("Days and cost over GPU counts", columns, [])
+    chosen = sizing.result.plan.world
+    for one in sizing.curve:
+        style = "bold" if one.gpus == chosen else "" if one.meets else "dim"
+        cost = f"${one.dollars:,.0f}" if one.dollars else "no price"
+        days = [f"{x:,.1f}" for x in (one.days, one.days_low, one.days_high)]
+        cells = [
+            f"{one.gpus:,}",
+            *days,
+            f"{100 * one.mfu:.1f}%",
+            f"{one.gpu_hours:,.0f}",
+            cost,
+            "✓" if one.meets else "",
+        ]
+        table.add_row(*cells, short(one.plan), style=style)
+    note = (
+        f"✓ within {sizing.target}; each size with its best common plan. The recommended size below has a full search."
+    )
+    return Group(Text(sizing.answer, "bold green"), table, Text(note, "dim"))

@@ -14,8 +14,7 @@ from meshwright.describe.run_folder import PLAN, PREDICTION, PROFILE, is_inside,
 from meshwright.errors import MeshwrightError
 from meshwright.view.page.bundle import written
 from meshwright.view.page.runs import PARTS, run_data, run_entry
-from meshwright.view.timeline import VERSION, both_steps
-from meshwright.view.trace import MICROSECONDS
+from meshwright.view.trace import MICROSECONDS, VERSION, both_steps
 
 TITLE = "Training runs: predicted and measured"
 

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.interop.reading import Reading
-from meshwright.interop.recipes import Verdict
+from meshwright.interop.reading import SettingsReading
+from meshwright.interop.recipes import RecipeVerdict
 
 MOST = 12  # keys of a kind in a line
 KINDS = {
@@ -22,7 +22,7 @@ KINDS = {
 }
 
 
-def page(reading: Reading, name: str) -> RenderableType:
+def page(reading: SettingsReading, name: str) -> RenderableType:
     """Return what was read of a settings file: facts with the keys they came from, and the other keys by kind."""
     facts = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("understood", "value", "key"):
@@ -42,7 +42,7 @@ def page(reading: Reading, name: str) -> RenderableType:
     return Group(*lines, Text())
 
 
-def as_dict(reading: Reading) -> dict[str, Any]:
+def as_dict(reading: SettingsReading) -> dict[str, Any]:
     """Return the same for `--json`."""
     return {
         "framework": reading.framework.title,
@@ -52,7 +52,7 @@ def as_dict(reading: Reading) -> dict[str, Any]:
     }
 
 
-def recipes(verdicts: Sequence[Verdict]) -> RenderableType:
+def recipes(verdicts: Sequence[RecipeVerdict]) -> RenderableType:
     """Return a row per framework, then the findings."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("framework", "recipes", "read", "illegal", "fits", "does not fit", "unknown fit"):

@@ -24,7 +24,7 @@ from meshwright.lower.stages import stage_blocks
 from meshwright.programs.pipelines import KINDS
 from meshwright.units import format_seconds
 from meshwright.view.pipelines import explained_timeline
-from meshwright.view.trace import Span
+from meshwright.view.trace import TraceSpan
 
 DETAILS = ("operations", "layers", "actions")
 MOST_SPANS = 120_000
@@ -39,7 +39,7 @@ CLOSING = {  # part of the end of a step → its stream and name
 
 
 @dataclass(frozen=True)
-class Piece:
+class ActionPiece:
     """A span inside an action; times are seconds from the start of the action."""
 
     stream: str
@@ -75,21 +75,21 @@ class Filler:
     def __init__(self, e: Estimate, detail: str) -> None:
         self.e, self.detail = e, detail
         self.network = Network(e.cluster, e.program.batch)
-        self._pieces: dict[tuple[int, str], list[Piece]] = {}
+        self._pieces: dict[tuple[int, str], list[ActionPiece]] = {}
 
-    def pieces(self, stage: int, kind: str) -> list[Piece]:
+    def pieces(self, stage: int, kind: str) -> list[ActionPiece]:
         key = (stage, kind)
         if key not in self._pieces:
             self._pieces[key] = self._operations(stage, kind)
         return self._pieces[key]
 
-    def _operations(self, stage: int, kind: str) -> list[Piece]:
+    def _operations(self, stage: int, kind: str) -> list[ActionPiece]:
         batch = self.e.program.batch
         held = stage_blocks(batch, np.array([float(stage)]), np.array([float(stage % self.e.plan.pp)]))
         blocks = [b for b in ORDER if b in held.counts for _ in range(round(scalar(held.counts[b])))]
         if kind != "F":
             blocks.reverse()
-        out: list[Piece] = []
+        out: list[ActionPiece] = []
         free: dict[str, float] = {}  # when each communication stream becomes idle
         recomputed = {block: round(scalar(held.times(block, "R"))) for block in held.counts}
         in_backward = {
@@ -98,18 +98,18 @@ class Filler:
         at = 0.0
         for number, block in enumerate(blocks):
             began = at
-            inner: list[Piece] = []
+            inner: list[ActionPiece] = []
             for phase in PHASES_OF[kind]:
                 if {"R": recomputed[block] > 0}.get(phase, in_backward.get((block, phase), True)):
                     at = self._phase(block, phase, at, free, inner)
                 recomputed[block] -= phase == "R"
             if self.detail == "layers":  # compute as one span; collectives are few
-                whole = Piece("compute", f"{block} {number}", began, at - began, block)
+                whole = ActionPiece("compute", f"{block} {number}", began, at - began, block)
                 inner = [whole, *(piece for piece in inner if piece.stream != "compute")]
             out += inner
         return out
 
-    def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[Piece]) -> float:
+    def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[ActionPiece]) -> float:
         ops = self.e.program.blocks.get((block, phase), [])
         room = self.e.stack.hides * sum(
             scalar(op.count) * self.seconds(op) for op in ops if not op.axis and op.kind != "host"
@@ -119,7 +119,7 @@ class Filler:
             if length <= 0:
                 continue
             if not op.axis and op.kind != "host":
-                out.append(Piece("compute", op.name, at, length, op.part))
+                out.append(ActionPiece("compute", op.name, at, length, op.part))
                 at += length
                 continue
             axis = AXIS_OF[op.axis] if op.axis else "host"
@@ -129,7 +129,7 @@ class Filler:
             hidden = min(length, room) if overlaps else 0.0
             room -= hidden
             begins = max(at, free.get(axis, 0.0))
-            out.append(Piece(f"comm:{axis}", op.name, begins, length, op.collective))
+            out.append(ActionPiece(f"comm:{axis}", op.name, begins, length, op.collective))
             free[axis] = begins + length
             at += length - hidden
         return at
@@ -151,19 +151,19 @@ def choose_detail(e: Estimate, walked: WalkedStep) -> str:
     return "layers" if actions * layers * (1 + collectives / 2) < MOST_SPANS else "actions"
 
 
-def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[Span]:
+def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[TraceSpan]:
     """The spans of every rank and stream over one step."""
     detail = detail or choose_detail(e, walked)
     filler = Filler(e, detail)
     flow, walk = walked.walk.program, walked.walk
-    out: list[Span] = []
+    out: list[TraceSpan] = []
     rank = flow.rank.tolist()
     for index in range(len(flow)):
         action = flow.action(index)
         kind = action.kind if isinstance(action.kind, str) else KINDS[action.kind]
         start, length = float(walk.start[index]), float(walk.end[index] - walk.start[index])
         out.append(
-            Span(
+            TraceSpan(
                 rank[index],
                 "schedule",
                 str(action),
@@ -179,17 +179,18 @@ def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[Span]:
         whole = max((p.start + p.duration for p in pieces), default=0.0)
         scale = min(1.0, length / whole) if whole else 1.0
         out += [
-            Span(rank[index], p.stream, p.name, start + p.start * scale, p.duration * scale, p.part) for p in pieces
+            TraceSpan(rank[index], p.stream, p.name, start + p.start * scale, p.duration * scale, p.part)
+            for p in pieces
         ]
     return out + closing_spans(walked)
 
 
-def closing_spans(walked: WalkedStep) -> list[Span]:
+def closing_spans(walked: WalkedStep) -> list[TraceSpan]:
     """The spans after the last action, on every rank: all ranks wait for the slowest."""
     out, at = [], walked.walk.makespan
     for part, seconds in walked.closing.items():
         if seconds > 0:
             stream, name = CLOSING[part]
-            out += [Span(r, stream, name, at, seconds, part) for r in range(walked.walk.program.ranks)]
+            out += [TraceSpan(r, stream, name, at, seconds, part) for r in range(walked.walk.program.ranks)]
             at += seconds
     return out

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """An interval on a stream of a rank, in seconds."""
 
     rank: int
@@ -47,7 +47,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Counter:
+class TraceCounter:
     """Values of a rank from this time until the next counter, drawn as a filled curve."""
 
     rank: int
@@ -57,10 +57,10 @@ class Counter:
 
 
 def trace_events(
-    spans: Sequence[Span],
+    spans: Sequence[TraceSpan],
     *,
     flows: Iterable[Flow] = (),
-    counters: Iterable[Counter] = (),
+    counters: Iterable[TraceCounter] = (),
     rank_names: Mapping[int, str] | None = None,
     streams: Sequence[str] = (),
     about: Mapping[str, Any] | None = None,
@@ -120,3 +120,52 @@ def _us(seconds: float) -> float:
 
 def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
+
+
+VERSION = 1
+STREAMS = ("schedule", "compute", "comm:tp", "comm:cp", "comm:ep", "comm:pp", "comm:dp", "host")
+
+
+def as_json(step: int, measured: Sequence[TraceSpan], simulated: Sequence[TraceSpan]) -> dict[str, Any]:
+    """The content of `timeline.json`."""
+    return {
+        "version": VERSION,
+        "step": step,
+        "measured": [span_as_json(s) for s in measured],
+        "simulated": [span_as_json(s) for s in simulated],
+    }
+
+
+def span_as_json(span: TraceSpan) -> dict[str, Any]:
+    return {
+        "rank": span.rank,
+        "stream": span.stream,
+        "name": span.name,
+        "start_s": round(span.start, 9),
+        "duration_s": round(span.duration, 9),
+        "category": span.category,
+        "args": dict(span.args),
+    }
+
+
+def span_of_json(fields: dict[str, Any]) -> TraceSpan:
+    return TraceSpan(
+        fields["rank"],
+        fields["stream"],
+        fields["name"],
+        fields["start_s"],
+        fields["duration_s"],
+        fields["category"],
+        fields["args"],
+    )
+
+
+def both_steps(timeline: dict[str, Any] | None, about: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One trace of a `timeline.json`: the measured ranks first and the simulated ones below, on one time axis."""
+    timeline = timeline or {}
+    measured, simulated = ([span_of_json(s) for s in timeline.get(side, ())] for side in ("measured", "simulated"))
+    count = 1 + max((s.rank for s in measured), default=-1)
+    names = {s.rank: f"measured: rank {s.rank}" for s in measured}
+    names |= {count + s.rank: f"simulated: rank {s.rank}" for s in simulated}
+    below = [replace(s, rank=count + s.rank) for s in simulated]
+    return trace_events([*measured, *below], rank_names=names, streams=STREAMS, about=about)

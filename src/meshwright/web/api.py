@@ -27,7 +27,7 @@ from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.runs import RunFolders
 from meshwright.web.bodies import MOST_BYTES, check_keys, parse
 from meshwright.web.cache import Cache
-from meshwright.web.jobs import Pool, Refused
+from meshwright.web.jobs import Refused, WorkerPool
 from meshwright.web.safety import answer_error, read_body
 from meshwright.web.worker import to_line
 
@@ -70,7 +70,7 @@ async def disconnected(receive: Receive) -> None:
 class Api:
     """The handlers, with the worker processes and the answers given before."""
 
-    def __init__(self, pools: dict[str, Pool], cache: Cache, runs: RunFolders) -> None:
+    def __init__(self, pools: dict[str, WorkerPool], cache: Cache, runs: RunFolders) -> None:
         self.pools, self.cache, self.run_folders = pools, cache, runs
 
     def task(self, name: str) -> Callable[[Request], Awaitable[Answer]]:

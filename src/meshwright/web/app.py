@@ -20,8 +20,8 @@ from meshwright.view.page.runs import RunFolders
 from meshwright.web import schema
 from meshwright.web.api import QUICK, SEARCHED, Api
 from meshwright.web.cache import Cache
-from meshwright.web.jobs import Pool
-from meshwright.web.safety import Guard
+from meshwright.web.jobs import WorkerPool
+from meshwright.web.safety import RequestGuard
 from meshwright.web.worker import failure, to_line
 
 QUICK_LIMIT_S, SEARCH_LIMIT_S = 20.0, 180.0
@@ -35,8 +35,8 @@ class Site:
 
     def __init__(self, port: int, runs: Path | None = None) -> None:
         self.html, digest = live_page()
-        self.pools: dict[str, Pool] = {}
-        self.app = Guard(Starlette(routes=self.routes(runs), exception_handlers=HANDLERS), port, digest)
+        self.pools: dict[str, WorkerPool] = {}
+        self.app = RequestGuard(Starlette(routes=self.routes(runs), exception_handlers=HANDLERS), port, digest)
 
     def routes(self, runs: Path | None) -> list[Route]:
         api = Api(self.pools, Cache(CACHE_BYTES), RunFolders(runs))
@@ -56,8 +56,10 @@ class Site:
 
     async def start(self) -> None:
         """Start the worker processes."""
-        self.pools[QUICK] = Pool(QUICK, max(2, min(usable_processes(), 4)), QUICK_WAITING, QUICK_LIMIT_S, finish=True)
-        self.pools[SEARCHED] = Pool(SEARCHED, 2, SEARCH_WAITING, SEARCH_LIMIT_S, finish=False)
+        self.pools[QUICK] = WorkerPool(
+            QUICK, max(2, min(usable_processes(), 4)), QUICK_WAITING, QUICK_LIMIT_S, finish=True
+        )
+        self.pools[SEARCHED] = WorkerPool(SEARCHED, 2, SEARCH_WAITING, SEARCH_LIMIT_S, finish=False)
         for pool in self.pools.values():
             await pool.start()
 

@@ -53,7 +53,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Job:
+class WorkerJob:
     """One request. Its messages wait in a queue until the client's task takes them."""
 
     request: bytes
@@ -74,7 +74,7 @@ class Job:
         self.stop()
 
 
-class Pool:
+class WorkerPool:
     """A number of worker processes of one kind."""
 
     def __init__(self, kind: str, size: int, waiting: int, limit_s: float, finish: bool) -> None:
@@ -85,7 +85,7 @@ class Pool:
         self.closed = False
         self.free = asyncio.Semaphore(size)
         self.threads = ThreadPoolExecutor(size + 2, f"meshwright-{kind}")
-        self.running: dict[asyncio.Task[None], Job] = {}
+        self.running: dict[asyncio.Task[None], WorkerJob] = {}
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
 
@@ -110,7 +110,7 @@ class Pool:
             raise Refused.of(503, STOPPING)
         if self.waiting >= self.most_waiting:
             raise Refused.of(429, too_busy(self.waiting))
-        job = Job(json.dumps({"task": task, "body": body}).encode("utf-8"), key)
+        job = WorkerJob(json.dumps({"task": task, "body": body}).encode("utf-8"), key)
         runner = asyncio.get_running_loop().create_task(self._run(job))
         self.running[runner] = job
         runner.add_done_callback(self.running.pop)
@@ -124,7 +124,7 @@ class Pool:
             if not self.finish:
                 job.stop()
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: WorkerJob) -> None:
         """Wait for a worker, compute one request with it, and return it to the idle ones or replace it."""
         self.waiting += 1
         try:
@@ -142,7 +142,7 @@ class Pool:
         finally:
             self.free.release()
 
-    async def _compute(self, job: Job, worker: Worker) -> bool:
+    async def _compute(self, job: WorkerJob, worker: Worker) -> bool:
         """Pass the messages of a worker on. Returns whether the worker can be used again."""
         timer = asyncio.get_running_loop().call_later(self.limit_s, job.expire)
         try:
@@ -218,4 +218,4 @@ def too_long(limit_s: float) -> MeshwrightError:
     )
 
 
-__all__ = ["DONE", "Pool", "Refused"]
+__all__ = ["DONE", "Refused", "WorkerPool"]

@@ -28,7 +28,7 @@ def policy(import_map_hash: str) -> str:
     )
 
 
-class Guard:
+class RequestGuard:
     """Refuses requests of other hosts and origins and adds the headers of safety to every answer."""
 
     def __init__(self, app: ASGIApp, port: int, import_map_hash: str) -> None:

@@ -30,7 +30,7 @@ from meshwright.training.measure import communication, timeline
 from meshwright.training.measure.calibration import Interference, has_given_links, with_this_machine
 from meshwright.training.measure.timeline import GroupTime
 from meshwright.units import format_flops, format_seconds
-from meshwright.view.timeline import both_steps
+from meshwright.view.trace import both_steps
 
 TRAFFIC_COUNTED = "traffic of one step: bytes that our backend sent; on gloo and NCCL what a bandwidth-optimal algorithm sends in the group of a call"
 

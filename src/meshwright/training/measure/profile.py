@@ -37,7 +37,7 @@ from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook, Interval, StepRecord, TracedStep
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.record_comm import CommRecorder
-from meshwright.view.trace import MICROSECONDS, Span, trace_events, write_trace
+from meshwright.view.trace import MICROSECONDS, TraceSpan, trace_events, write_trace
 
 TRACED_STEPS = 3
 LONG_RUN = 10  # timed steps
@@ -285,13 +285,13 @@ def write(profiled: profile, folder: Path, rank: int, steps: tuple[int, int]) ->
         raise cannot_write(folder / PROFILE, error) from error
     spans = list(spans_of(content["traceEvents"], rank))
     zero = min((s.start for s in spans), default=0.0)
-    spans = [Span(s.rank, s.stream, s.name, s.start - zero, s.duration, s.category, s.args) for s in spans]
+    spans = [TraceSpan(s.rank, s.stream, s.name, s.start - zero, s.duration, s.category, s.args) for s in spans]
     origin = float(content.get("baseTimeNanoseconds", 0)) / 1e9 + zero
     about = {"rank": rank, "steps": list(steps), "origin_s": origin}
     return write_trace(trace_events(spans, about=about), folder / PROFILE / f"rank-{rank}.json")
 
 
-def spans_of(events: Iterable[dict[str, Any]], rank: int) -> Iterable[Span]:
+def spans_of(events: Iterable[dict[str, Any]], rank: int) -> Iterable[TraceSpan]:
     """The operators, kernels and copies of a torch trace, on streams named as people call them."""
     found = [e for e in events if e.get("ph") == "X" and e.get("cat") in (*OPERATORS, *DEVICE)]
     steps = [e for e in found if e["cat"] == "user_annotation" and str(e["name"]).startswith(f"{STEP} ")]
@@ -302,7 +302,9 @@ def spans_of(events: Iterable[dict[str, Any]], rank: int) -> Iterable[Span]:
         stream = names[e["tid"]] if e["cat"] in OPERATORS else f"GPU stream {e['tid']}"
         category = "comm" if is_communication(str(e["name"])) else e["cat"]
         args = {key: value for key, value in e.get("args", {}).items() if isinstance(value, str | int | float)}
-        yield Span(rank, stream, str(e["name"]), e["ts"] / MICROSECONDS, e.get("dur", 0) / MICROSECONDS, category, args)
+        yield TraceSpan(
+            rank, stream, str(e["name"]), e["ts"] / MICROSECONDS, e.get("dur", 0) / MICROSECONDS, category, args
+        )
 
 
 def is_communication(name: str) -> bool:

@@ -47,8 +47,7 @@ from meshwright.programs.pipelines.program import Action
 from meshwright.training.hooks import CommEvent, Interval, RankReport, TracedStep
 from meshwright.training.measure.communication import ONCE, Lowered, LoweredNames, Others, narrowed
 from meshwright.view.simulate import CLOSING, spans
-from meshwright.view.timeline import as_json
-from meshwright.view.trace import Span
+from meshwright.view.trace import TraceSpan, as_json
 
 NAMES: dict[str, tuple[str, ...]] = {  # parts of kernels' names in lower case; the first match decides
     "comm": ("nccl",),
@@ -171,7 +170,7 @@ def median_step(reports: Sequence[RankReport]) -> dict[int, TracedStep]:
     return {report.rank: report.traced[middle] for report in reports}
 
 
-def measured_spans(config: Config, traced: dict[int, TracedStep]) -> list[Span]:
+def measured_spans(config: Config, traced: dict[int, TracedStep]) -> list[TraceSpan]:
     """A traced step of every rank."""
     names = LoweredNames(config)
     others = Others(names, {rank: step.recorded for rank, step in traced.items()})
@@ -181,15 +180,15 @@ def measured_spans(config: Config, traced: dict[int, TracedStep]) -> list[Span]:
     return [replace(s, start=s.start - zero) for s in found]
 
 
-def rank_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep) -> list[Span]:
+def rank_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep) -> list[TraceSpan]:
     out = []
     for action in step.actions:
         args = {"stage": action.stage, "micro-batch": action.microbatch}
         name = str(Action(action.stage, action.name, action.microbatch))
-        out.append(Span(rank, "schedule", name, action.start, action.end - action.start, action.name, args))
+        out.append(TraceSpan(rank, "schedule", name, action.start, action.end - action.start, action.name, args))
         inside = [b for b in step.blocks if action.start <= b.start < action.end]
         out += [
-            Span(rank, "compute", f"{b.name} {number}", b.start, b.end - b.start, b.name)
+            TraceSpan(rank, "compute", f"{b.name} {number}", b.start, b.end - b.start, b.name)
             for number, b in enumerate(inside)
         ]
     recorded = step.recorded
@@ -199,11 +198,11 @@ def rank_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep)
         ("overhead", updated, recorded.ended),
     ):
         stream, name = CLOSING[part]
-        out.append(Span(rank, stream, name, start, end - start, part))
+        out.append(TraceSpan(rank, stream, name, start, end - start, part))
     return out + list(communication_spans(names, others, rank, step))
 
 
-def communication_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep) -> Iterable[Span]:
+def communication_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep) -> Iterable[TraceSpan]:
     """Spans of a stream do not overlap: a collective that queues behind another one begins at its end."""
     free: dict[str, float] = {}
     seen: dict[tuple, int] = defaultdict(int)
@@ -221,7 +220,7 @@ def communication_spans(names: LoweredNames, others: Others, rank: int, step: Tr
         begin = max(event.issued if event.operation != "receive" else ready, free.get(stream, 0.0))
         end = max(begin, others.done(event, ready))
         free[stream] = end
-        yield Span(rank, stream, name, begin, end - begin, category, arguments(event, ready))
+        yield TraceSpan(rank, stream, name, begin, end - begin, category, arguments(event, ready))
 
 
 def labels(known: Lowered) -> tuple[str, str, str]:
@@ -254,7 +253,7 @@ def consumer(actions: Sequence[Interval], event: CommEvent) -> Interval | None:
     return next((a for a in actions if a.start >= event.resumed), None)
 
 
-def simulated_spans(config: Config) -> list[Span]:
+def simulated_spans(config: Config) -> list[TraceSpan]:
     """The step that `simulate --detail layers` draws for a configuration."""
     found = estimate(config.model, config.cluster, config.plan, config.workload, config.stack)
     return spans(found, found.walked, "layers")

@@ -17,26 +17,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.view.launch_files import kubernetes, ray_train, skypilot, slurm, torchrun
-from meshwright.view.launch_files.job import Job
+from meshwright.view.launch_files.job import LaunchJob
 
 
-class Launcher(NamedTuple):
+class LaunchFormat(NamedTuple):
     """Functions that write, name and submit a launch file. `{}` in `submit` is the file; `submit_alone`: for a single host, if it differs."""
 
-    write: Callable[[Job], str]
+    write: Callable[[LaunchJob], str]
     suffix: str
     submit: str
     submit_alone: str = ""
 
-    def command(self, job: Job, file: Path) -> str:
+    def command(self, job: LaunchJob, file: Path) -> str:
         """The command that submits the file of a job."""
         return (self.submit_alone if self.submit_alone and job.nodes == 1 else self.submit).format(file)
 
 
-LAUNCHERS: dict[str, Launcher] = {
-    "slurm": Launcher(slurm.write, ".sbatch", "sbatch {}"),
-    "kubernetes": Launcher(kubernetes.write, "-trainjob.yaml", "kubectl apply -f {}"),
-    "skypilot": Launcher(skypilot.write, "-sky.yaml", "sky jobs launch {}"),
-    "torchrun": Launcher(torchrun.write, "-torchrun.sh", "HEAD=first-host bash {}   # on every node", "bash {}"),
-    "ray": Launcher(ray_train.write, "-ray.py", "ray job submit --working-dir . -- python {}"),
+LAUNCHERS: dict[str, LaunchFormat] = {
+    "slurm": LaunchFormat(slurm.write, ".sbatch", "sbatch {}"),
+    "kubernetes": LaunchFormat(kubernetes.write, "-trainjob.yaml", "kubectl apply -f {}"),
+    "skypilot": LaunchFormat(skypilot.write, "-sky.yaml", "sky jobs launch {}"),
+    "torchrun": LaunchFormat(torchrun.write, "-torchrun.sh", "HEAD=first-host bash {}   # on every node", "bash {}"),
+    "ray": LaunchFormat(ray_train.write, "-ray.py", "ray job submit --working-dir . -- python {}"),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 
-from meshwright.view.launch_files.job import Job
+from meshwright.view.launch_files.job import LaunchJob
 
 TORCHRUN, ACCELERATE = "torchrun", "accelerate"
 # Names of the same options.
@@ -28,7 +28,7 @@ NAMES = {
 }
 
 
-def command(job: Job) -> str:
+def command(job: LaunchJob) -> str:
     """The program and the number of its processes. accelerate reads its other options from its settings file."""
     if job.program.agent == TORCHRUN:
         return f"torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node}"
@@ -36,23 +36,23 @@ def command(job: Job) -> str:
     return f"accelerate launch --config_file {file} --num_machines {job.nodes} --num_processes {job.config.plan.world}"
 
 
-def restarts(job: Job, count: int) -> str:
+def restarts(job: LaunchJob, count: int) -> str:
     return f"{NAMES[job.program.agent]['restarts']} {count}"
 
 
-def single_host(job: Job) -> str:
+def single_host(job: LaunchJob) -> str:
     """Options of a single host, whose ranks meet on a free port of it."""
     return "--standalone" if job.program.agent == TORCHRUN else "--main_process_port 0"
 
 
-def meeting(job: Job, address: str, port: str, identity: str) -> str:
+def meeting(job: LaunchJob, address: str, port: str, identity: str) -> str:
     """Options of hosts without a number: they meet at `address`, which one of them has. Words are those of a shell."""
     if job.program.agent == TORCHRUN:
         return f'--rdzv-backend c10d --rdzv-endpoint "{address}:{port}" --rdzv-id {identity}'
     return f'--rdzv_backend c10d --main_process_ip "{address}" --main_process_port "{port}"'
 
 
-def numbered(job: Job, rank: str, address: str, port: str) -> str:
+def numbered(job: LaunchJob, rank: str, address: str, port: str) -> str:
     """Options of hosts that know their number; host 0 has the address."""
     names = NAMES[job.program.agent]
     return f'{names["rank"]} "{rank}" {names["address"]} "{address}" {names["port"]} "{port}"'

@@ -26,7 +26,7 @@ from meshwright.interop.frameworks import FRAMEWORKS, find
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.write import settings_of, text_of
 from meshwright.view.launch_files import megatron
-from meshwright.view.launch_files.program import SCRIPT, Program, our_program
+from meshwright.view.launch_files.program import SCRIPT, TrainingProgram, our_program
 
 # torchtitan's name and flavor of the models of the catalog that it has; its settings cannot state another shape.
 TORCHTITAN_MODELS = {
@@ -45,7 +45,7 @@ BRIDGE_RECIPES = {
 BRIDGE_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 
 
-def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> Program:
+def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A TOML file; torchtitan continues from the last checkpoint of its folder."""
     framework = FRAMEWORKS["torchtitan"]
     if config.model.name not in TORCHTITAN_MODELS:
@@ -78,7 +78,7 @@ def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> Progr
     return with_file(framework, config, folder, more, ("-m", "torchtitan.train", "--job.config_file"), notes)
 
 
-def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> Program:
+def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A JSON file for a training script of the reader's, which calls `deepspeed.initialize`."""
     optimizer, plan_ = config.optimizer, config.plan
     more = {
@@ -98,7 +98,7 @@ def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> Progra
     )
 
 
-def nanotron(config: Config, plan: str, folder: str, save_every: int) -> Program:
+def nanotron(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A YAML file; nanotron resumes from `checkpoints.resume_checkpoint_path` if a checkpoint is there."""
     more = {
         "tokens.train_steps": config.run.steps,
@@ -116,7 +116,7 @@ def nanotron(config: Config, plan: str, folder: str, save_every: int) -> Program
     return replace(program, variables=megatron.ONE_QUEUE)
 
 
-def automodel(config: Config, plan: str, folder: str, save_every: int) -> Program:
+def automodel(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A YAML file that names a recipe of NeMo Automodel."""
     more = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
@@ -132,7 +132,7 @@ def automodel(config: Config, plan: str, folder: str, save_every: int) -> Progra
     return with_file(FRAMEWORKS["automodel"], config, folder, more, ("-m", "nemo_automodel.cli.app"), notes)
 
 
-def axolotl(config: Config, plan: str, folder: str, save_every: int) -> Program:
+def axolotl(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A YAML file; `auto_resume_from_checkpoints` continues from the last checkpoint of the output folder."""
     more = {
         "output_dir": f"{folder}/checkpoints",
@@ -145,7 +145,7 @@ def axolotl(config: Config, plan: str, folder: str, save_every: int) -> Program:
     return with_file(FRAMEWORKS["axolotl"], config, folder, more, ("-m", "axolotl.cli.train"), notes)
 
 
-def accelerate(config: Config, plan: str, folder: str, save_every: int) -> Program:
+def accelerate(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A YAML file for `accelerate launch`, which starts a training script of the reader's in place of torchrun."""
     plan_, work = config.plan, config.workload
     more: dict[str, Any] = {
@@ -164,7 +164,7 @@ def accelerate(config: Config, plan: str, folder: str, save_every: int) -> Progr
     return replace(program, begin=(SCRIPT,), agent="accelerate")
 
 
-def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> Program:
+def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """Overrides of a recipe; Megatron-Bridge loads the last checkpoint of `checkpoint.load` if there is one."""
     framework, name = FRAMEWORKS["megatron-bridge"], config.model.name
     if name not in BRIDGE_RECIPES:
@@ -192,7 +192,7 @@ def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> 
         "The recipe trains on mock data: set dataset.blend and the tokenizer.",
     )
     begin = ("scripts/training/run_recipe.py", "--recipe", f"{BRIDGE_RECIPES[name]}_pretrain_config", *words)
-    return Program(framework.name, begin, notes=notes, install=framework.name, variables=megatron.ONE_QUEUE)
+    return TrainingProgram(framework.name, begin, notes=notes, install=framework.name, variables=megatron.ONE_QUEUE)
 
 
 def override(value: object) -> str:
@@ -210,13 +210,15 @@ def with_file(
     more: dict[str, Any],
     words: tuple[str, ...],
     notes: tuple[str, ...],
-) -> Program:
+) -> TrainingProgram:
     """A program that reads a settings file in the run folder: the settings of the plan, then `more`."""
     settings = settings_of(config, framework).settings | more
     package = framework.package or framework.name
     file = f"settings.{framework.form}"
     text = text_of(settings, framework, framework.form, {})
-    return Program(framework.name, (*words, f"{folder}/{file}"), file=file, settings=text, notes=notes, install=package)
+    return TrainingProgram(
+        framework.name, (*words, f"{folder}/{file}"), file=file, settings=text, notes=notes, install=package
+    )
 
 
 FRAMEWORKS.provide("megatron-lm", program=megatron.program)
@@ -229,10 +231,10 @@ FRAMEWORKS.provide("accelerate", program=accelerate)
 FRAMEWORKS.provide("megatron-bridge", program=megatron_bridge)
 
 
-def program_of(framework: str, config: Config, plan: str, folder: str, save_every: int) -> Program:
+def program_of(framework: str, config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """The command that trains a plan with a framework, or with our trainer."""
     make = our_program if framework == OURS else FRAMEWORKS.part(framework, "program")
-    program: Program = make(config, plan, folder, save_every)
+    program: TrainingProgram = make(config, plan, folder, save_every)
     return program
 
 

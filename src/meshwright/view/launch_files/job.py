@@ -14,7 +14,7 @@ from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_seconds
 from meshwright.view.launch_files.frameworks import for_framework, framework_of, program_of
-from meshwright.view.launch_files.program import Program
+from meshwright.view.launch_files.program import TrainingProgram
 
 MOST_IN_ONE_HOST = 16  # a larger first level is an NVLink domain of many hosts …
 DOMAIN_HOST = 4  # … such as NVL72, whose hosts have 4 GPUs
@@ -23,12 +23,12 @@ SAVE_BEFORE_END = 180  # seconds before the time limit at which ranks are asked 
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """One training to be started on `nodes` hosts with `per_node` processes each."""
 
     name: str
     config: Config
-    program: Program
+    program: TrainingProgram
     prediction: Prediction
     typed: str  # the command that writes the file
     nodes: int
@@ -90,7 +90,7 @@ def make_job(
     claim: str = "",
     time_limit: str = "",
     options: Mapping[str, Any] = MappingProxyType({}),
-) -> Job:
+) -> LaunchJob:
     """Check a plan and derive its job; raises if the plan is illegal, the framework cannot run it, or its ranks do not fill hosts. `options`
     (cluster, nodes, gpus, set) are those with which `config` was loaded from the plan file: `meshwright train` reads the file again."""
     framework = framework_of(config, framework)
@@ -105,7 +105,7 @@ def make_job(
     program = program_of(framework, config, plan, folder, save_every)
     if program.is_ours:
         program = replace(program, begin=(*program.begin, *option_words(options)))
-    return Job(
+    return LaunchJob(
         name,
         config,
         program,

@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 
 from meshwright.view.launch_files import agent
-from meshwright.view.launch_files.job import Job, comment
+from meshwright.view.launch_files.job import LaunchJob, comment
 from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
 IMAGE = "YOUR-REGISTRY/meshwright:latest"
 MOUNT = "/shared"
 
 
-def needed_package(job: Job) -> str:
+def needed_package(job: LaunchJob) -> str:
     return "Meshwright with its extra [train] (docs/install.md)" if job.program.is_ours else job.program.install
 
 
-def write(job: Job) -> str:
+def write(job: LaunchJob) -> str:
     """Two YAML documents. Text in double quotes is JSON, which YAML reads the same way."""
     script = "\n".join(f"{' ' * 24}{line}".rstrip() for line in container_script(job).splitlines())
     gpus = f"\n      limits: {{nvidia.com/gpu: {job.per_node}}}" if job.has_gpus else " {}"
@@ -87,7 +87,7 @@ spec:
 """
 
 
-def container_script(job: Job) -> str:
+def container_script(job: LaunchJob) -> str:
     """Return the script of the container; every pod evaluates it before any rank has started."""
     start = "torchrun"  # it reads the controller's variables itself
     if job.program.agent != agent.TORCHRUN:
@@ -96,7 +96,7 @@ def container_script(job: Job) -> str:
     return "\n".join(lines)
 
 
-def environment(job: Job) -> str:
+def environment(job: LaunchJob) -> str:
     """Variables of the container. A pod has one interface, so none is named unless `--interface` was given."""
     values = {"OMP_NUM_THREADS": str(job.threads)} | {name: v for name, (v, _) in job.program.variables.items()}
     if job.interface:

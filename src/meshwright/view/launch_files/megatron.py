@@ -12,7 +12,7 @@ from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.write import flag_words, settings_of
-from meshwright.view.launch_files.program import Program
+from meshwright.view.launch_files.program import TrainingProgram
 
 SCRIPT = "pretrain_gpt.py"
 NOTES = (
@@ -38,7 +38,7 @@ ATTENTIONS = {"gqa": (), "mla": ("--multi-latent-attention",)}
 DECAY = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "WSD"}
 
 
-def program(config: Config, plan: str, folder: str, save_every: int) -> Program:
+def program(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """Megatron-LM loads the last checkpoint of `--load` if there is one, so the same words begin and continue a run."""
     framework = FRAMEWORKS["megatron-lm"]
     settings = settings_of(config, framework).settings
@@ -52,7 +52,7 @@ def program(config: Config, plan: str, folder: str, save_every: int) -> Program:
         *("--save", f"{folder}/checkpoints", "--load", f"{folder}/checkpoints", "--save-interval", str(save_every)),
         *("--log-interval", "1", "--log-throughput"),
     )
-    return Program(framework.name, begin, notes=NOTES, install="megatron-core", variables=ONE_QUEUE)
+    return TrainingProgram(framework.name, begin, notes=NOTES, install="megatron-core", variables=ONE_QUEUE)
 
 
 def model_words(model: Model) -> list[str]:

@@ -17,7 +17,7 @@ SCRIPT = "train.py"  # the reader's, for frameworks that are a library
 
 
 @dataclass(frozen=True)
-class Program:
+class TrainingProgram:
     """The words after `torchrun`, or another agent, that begin a run and that continue it.
 
     `proceed` is empty for a framework that looks for checkpoints each time it starts: the same words do both. `saves_on` is
@@ -47,9 +47,9 @@ class Program:
         return self.framework == OURS
 
 
-def our_program(config: Config, plan: str, folder: str, save_every: int) -> Program:
+def our_program(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """`meshwright train`; the plan in the run folder has the number of steps of the first attempt."""
     config.check_trainable()
     begin = ("-m", "meshwright", "train", plan, "--out", folder, "--save-every", str(save_every))
     proceed = ("-m", "meshwright", "train", "--resume", folder, "--save-every", str(save_every))
-    return Program(OURS, begin, proceed, saves_on="USR1" if config.checkpoint.on_signal else "")
+    return TrainingProgram(OURS, begin, proceed, saves_on="USR1" if config.checkpoint.on_signal else "")

@@ -9,10 +9,10 @@ by Ray's group. The workers agree on another port over Ray's group, which theref
 from __future__ import annotations
 
 from meshwright.errors import MeshwrightError
-from meshwright.view.launch_files.job import Job, comment
+from meshwright.view.launch_files.job import LaunchJob, comment
 
 
-def write(job: Job) -> str:
+def write(job: LaunchJob) -> str:
     """The file. An agent other than torchrun sets more variables than Ray does, so its frameworks are refused."""
     if job.program.is_ours:
         return our_trainer(job)
@@ -26,7 +26,7 @@ def write(job: Job) -> str:
     return framework_rank(job)
 
 
-def trainer_call(job: Job, backend: str) -> str:
+def trainer_call(job: LaunchJob, backend: str) -> str:
     """The call that starts the workers."""
     return f'''\
 if __name__ == "__main__":
@@ -42,7 +42,7 @@ if __name__ == "__main__":
 '''
 
 
-def framework_rank(job: Job) -> str:
+def framework_rank(job: LaunchJob) -> str:
     """The file for another framework: each worker starts one rank of it."""
     program = job.program
     variables = {"OMP_NUM_THREADS": str(job.threads)} | {name: value for name, (value, _) in program.variables.items()}
@@ -96,7 +96,7 @@ def train_rank() -> None:
 {trainer_call(job, "gloo")}'''
 
 
-def our_trainer(job: Job) -> str:
+def our_trainer(job: LaunchJob) -> str:
     """The file for our trainer, which uses the process group of Ray."""
     plan = job.program.begin[3]
     options = "".join(f", {name}={value!r}" for name, value in job.options.items())

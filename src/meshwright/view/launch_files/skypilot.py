@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.describe.run import PORT
 from meshwright.view.launch_files import agent
-from meshwright.view.launch_files.job import Job, comment
+from meshwright.view.launch_files.job import LaunchJob, comment
 from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
 # Our catalog's accelerators under SkyPilot's names; others are written in capitals, and a comment says so.
@@ -14,7 +14,7 @@ ACCELERATORS = {
 }  # fmt: skip
 
 
-def write(job: Job) -> str:
+def write(job: LaunchJob) -> str:
     """The task. Restarts are those of a managed job (`sky jobs launch`): the nodes may be others then, so the folder is mounted."""
     run = "\n".join(f"  {line}".rstrip() for line in run_script(job).splitlines())
     return f"""\
@@ -46,13 +46,13 @@ run: |
 """
 
 
-def setup_comment(job: Job) -> str:
+def setup_comment(job: LaunchJob) -> str:
     """Explain how the wheel gets into the copied folder; other frameworks are on the public index."""
     make = "pip wheel --no-deps --wheel-dir . CHECKOUT"
     return f"# No index has Meshwright. Put its wheel into this folder first: {make}\n" if job.program.is_ours else ""
 
 
-def resources(job: Job) -> str:
+def resources(job: LaunchJob) -> str:
     accelerator = job.config.cluster.accelerator.name
     if not job.has_gpus:
         return f"  cpus: {job.per_node}+"
@@ -66,19 +66,19 @@ def resources(job: Job) -> str:
     return "\n".join(lines)
 
 
-def variables(job: Job) -> str:
+def variables(job: LaunchJob) -> str:
     """Variables of the program, each with its reason, and the interface."""
     lines = [f'  {name}: "{value}"  # {why}' for name, (value, why) in job.program.variables.items()]
     return "\n".join([*lines, interface(job)])
 
 
-def interface(job: Job) -> str:
+def interface(job: LaunchJob) -> str:
     if not job.interface:
         return "  # Hosts with several interfaces: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (--interface)."
     return f'  GLOO_SOCKET_IFNAME: "{job.interface}"\n  NCCL_SOCKET_IFNAME: "{job.interface}"'
 
 
-def run_script(job: Job) -> str:
+def run_script(job: LaunchJob) -> str:
     """Return the script of every node. SkyPilot gives the addresses of all nodes, the first of which is the place to meet."""
     return "\n".join(
         (

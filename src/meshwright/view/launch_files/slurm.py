@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from meshwright.describe.run import PORT
 from meshwright.view.launch_files import agent
-from meshwright.view.launch_files.job import SAVE_BEFORE_END, Job, comment
+from meshwright.view.launch_files.job import SAVE_BEFORE_END, LaunchJob, comment
 from meshwright.view.launch_files.torchrun import choose_words, write_settings
 
 INTERFACE = """\
@@ -33,7 +33,7 @@ with_interface() {
 export -f find_interface with_interface"""
 
 
-def write(job: Job) -> str:
+def write(job: LaunchJob) -> str:
     """The script: directives, environment, the attempts, and what happens at the time limit."""
     parts = ["#!/usr/bin/env bash", directives(job), comment(job.heading()), "set -uo pipefail", "", variables(job), ""]
     if job.nodes > 1 and not job.interface:
@@ -49,7 +49,7 @@ def write(job: Job) -> str:
     return "\n".join(parts)
 
 
-def directives(job: Job) -> str:
+def directives(job: LaunchJob) -> str:
     """The #SBATCH lines, each with its reason."""
     ours = job.program.is_ours
     tasks = job.per_node if ours else 1
@@ -75,7 +75,7 @@ def directives(job: Job) -> str:
     return "\n".join(lines)
 
 
-def variables(job: Job) -> str:
+def variables(job: LaunchJob) -> str:
     lines = [
         "# A process for each device: more threads per process would compete for the cores.",
         f"export OMP_NUM_THREADS={job.threads}",
@@ -89,7 +89,7 @@ def variables(job: Job) -> str:
     return "\n".join(lines)
 
 
-def attempts(job: Job) -> str:
+def attempts(job: LaunchJob) -> str:
     """The loop of attempts. A failed step ends the job, unless the script starts it again."""
     start = "with_interface " if job.nodes > 1 and not job.interface else ""
     shell = f"bash -c '{start}\"$@\"' rank " if start else ""

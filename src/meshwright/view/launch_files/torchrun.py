@@ -6,7 +6,7 @@ import shlex
 
 from meshwright.describe.run import PORT
 from meshwright.view.launch_files import agent
-from meshwright.view.launch_files.job import Job, comment
+from meshwright.view.launch_files.job import LaunchJob, comment
 
 LONGEST_LINE = 140
 FAILURES = """\
@@ -14,7 +14,7 @@ FAILURES = """\
 # checkpoint of the run folder, which all nodes must share."""
 
 
-def write(job: Job) -> str:
+def write(job: LaunchJob) -> str:
     """The script. One node needs no address: `--standalone` picks a free port of this machine."""
     parts = ["#!/usr/bin/env bash", comment(job.heading()), "set -euo pipefail", "", environment(job), ""]
     parts += [*write_settings(job), choose_words(job), ""]
@@ -34,7 +34,7 @@ def write(job: Job) -> str:
     return "\n".join(parts)
 
 
-def environment(job: Job) -> str:
+def environment(job: LaunchJob) -> str:
     """Variables of every rank, with the reason for each."""
     lines = [
         "# A process for each device: more threads per process would compete for the cores.",
@@ -51,7 +51,7 @@ def environment(job: Job) -> str:
     return "\n".join(lines)
 
 
-def write_settings(job: Job) -> list[str]:
+def write_settings(job: LaunchJob) -> list[str]:
     """Shell lines that write the settings file of a framework into the run folder; none for a program without one.
 
     Every node may write it: the file appears whole or not at all, and all nodes write the same text."""
@@ -70,7 +70,7 @@ def write_settings(job: Job) -> list[str]:
     ]
 
 
-def choose_words(job: Job) -> str:
+def choose_words(job: LaunchJob) -> str:
     """Shell lines that set `words`: a folder with a plan is a run that was begun before, which continues."""
     program = job.program
     if not program.proceed:

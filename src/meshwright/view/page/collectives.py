@@ -19,7 +19,13 @@ from meshwright.units import format_bytes, format_seconds, parse_bytes
 from meshwright.view.collectives import MOST_DRAWN, as_dict
 from meshwright.view.page.bundle import written_view
 from meshwright.view.page.subject import Subject
-from meshwright.view.show.collective_request import ELEMENT_BYTES, Request, Shown, cluster_of, prepared
+from meshwright.view.show.collective_request import (
+    ELEMENT_BYTES,
+    CollectiveRequest,
+    PreparedCollective,
+    cluster_of,
+    prepared,
+)
 
 RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 MESSAGE_SIZES = tuple(2.0**k for k in range(10, 34, 2))  # 1 KiB to 8 GiB
@@ -45,7 +51,7 @@ def data(subject: Subject) -> dict[str, Any]:
     cluster = cluster_of(subject.cluster, ranks)
     usable = [name for name in ALGORITHMS[operation] if runs_on(cluster, name)]
     algorithm = subject.option("algorithm", "", ["", *usable])
-    request = Request(operation, algorithm=algorithm, ranks=ranks, size=size)
+    request = CollectiveRequest(operation, algorithm=algorithm, ranks=ranks, size=size)
     found = prepared(request, cluster)
     step_by_step = prepared(request._replace(size="", algorithm=found.program.algorithm))
     compared = (
@@ -84,7 +90,7 @@ def about(operation: str, algorithm: str, usable: Sequence[str]) -> dict[str, An
     }
 
 
-def program_html(found: Shown) -> str:
+def program_html(found: PreparedCollective) -> str:
     """One program as an HTML file that opens from disk, for `show OPERATION --html`."""
     program = found.program
     if program_data(program) is None:
@@ -142,7 +148,7 @@ def timeline(walked: Walk | None) -> list[dict[str, Any]]:
     return [{"step": k, "end_s": end} for k, end in enumerate(ends[:512])]
 
 
-def formulas(found: Shown, compared: Comparison | None) -> dict[str, str]:
+def formulas(found: PreparedCollective, compared: Comparison | None) -> dict[str, str]:
     """The formula of the program with its time, and where another algorithm becomes the fastest."""
     program = found.program
     text = f"{program.algorithm} {program.operation}: t = {formula(program.operation, program.algorithm)}"

@@ -28,7 +28,7 @@ MOST_VALUES = 256
 PRICED = set(PRICED_AS.values())  # operations that a training step has and the cost model prices
 
 
-class Request(NamedTuple):
+class CollectiveRequest(NamedTuple):
     """The arguments of the command line, or of /api/show."""
 
     operation: str
@@ -47,7 +47,7 @@ class Request(NamedTuple):
     as_json: bool = False
 
 
-class Shown(NamedTuple):
+class PreparedCollective(NamedTuple):
     """A collective to show: its program, its simulation on a cluster, the cost model's price, and small input values."""
 
     program: Program
@@ -60,7 +60,7 @@ class Shown(NamedTuple):
         return view.as_dict(self.program, self.walked, self.charge)
 
 
-def prepared(request: Request, on_cluster: Cluster | None = None) -> Shown:
+def prepared(request: CollectiveRequest, on_cluster: Cluster | None = None) -> PreparedCollective:
     """Build, check and, with a size or a cluster (a name, or `on_cluster`), simulate the collective of a request."""
     timed = bool(request.size or request.cluster or on_cluster)
     size = parse_bytes(request.size or DEFAULT_SIZE)
@@ -79,11 +79,11 @@ def prepared(request: Request, on_cluster: Cluster | None = None) -> Shown:
     walked = walk(program, links, element_bytes=size / elements if elements else 0) if links else None
     on = f"for {format_bytes(size)} on {cluster.name}" if cluster else ""
     charge = view.Charge(library_of(cluster), choice.walked, choice.seconds) if cluster and choice else None
-    return Shown(program, walked, on, charge, lecture_inputs(program) if elements <= MOST_VALUES else None)
+    return PreparedCollective(program, walked, on, charge, lecture_inputs(program) if elements <= MOST_VALUES else None)
 
 
 def choose_algorithm(
-    request: Request, size: float, on_cluster: Cluster | None = None
+    request: CollectiveRequest, size: float, on_cluster: Cluster | None = None
 ) -> tuple[str, ChosenProgram | None]:
     """Return the algorithm to show: the named one; with a cluster, the library's choice and its price; else the default."""
     usual = USUAL.get(request.operation) or ("ring" if "ring" in ALGORITHMS[request.operation] else "binomial")
@@ -97,7 +97,12 @@ def choose_algorithm(
 
 
 def options(
-    request: Request, algorithm: str, ranks: int, size: float, cluster: Cluster | None, choice: ChosenProgram | None
+    request: CollectiveRequest,
+    algorithm: str,
+    ranks: int,
+    size: float,
+    cluster: Cluster | None,
+    choice: ChosenProgram | None,
 ) -> dict[str, Any]:
     """Return the builder's options: from the command line, from the cluster, or defaults for a small drawing."""
     accepted = accepts(request.operation, algorithm)

@@ -17,7 +17,7 @@ from meshwright.view.show.collective_request import (
     DEFAULT_CLUSTER,
     ELEMENT_BYTES,
     MOST_VALUES,
-    Request,
+    CollectiveRequest,
     cluster_of,
     prepared,
 )
@@ -28,12 +28,12 @@ from meshwright.view.tables import show_json
 MOST_COMPARED = 1024
 
 
-def data(request: Request) -> dict[str, Any]:
+def data(request: CollectiveRequest) -> dict[str, Any]:
     """Return what `--json` prints."""
     return compared(request).as_dict() if request.compare else prepared(request).as_dict()
 
 
-def show(request: Request) -> None:
+def show(request: CollectiveRequest) -> None:
     """Print, or write to a file, what the request asks for."""
     if request.compare:
         return show_comparison(request)
@@ -56,7 +56,7 @@ def show(request: Request) -> None:
     return None
 
 
-def show_comparison(request: Request) -> None:
+def show_comparison(request: CollectiveRequest) -> None:
     """Print the times of all algorithms, or of the named ones, by message size."""
     found = compared(request)
     if request.html:
@@ -68,7 +68,7 @@ def show_comparison(request: Request) -> None:
     return print_out(view.comparison_page(found))
 
 
-def compared(request: Request) -> Comparison:
+def compared(request: CollectiveRequest) -> Comparison:
     """The times of all algorithms, or of the named ones, by message size."""
     options_of_one = {
         "--values": request.values,

@@ -65,7 +65,7 @@ def data(topic: str, options: dict[str, Any]) -> Any:
         sizes = given.get("stages", 4), given.get("microbatches", 8), given.get("virtual") or None
         return pipelines.data([pipelines.walked_for(name, *sizes) for name in names])
     compare = bool(given.pop("compare", False) or given.get("names"))
-    return collectives.data(collectives.Request(topic.lower(), compare=compare, **given))
+    return collectives.data(collectives.CollectiveRequest(topic.lower(), compare=compare, **given))
 
 
 def checked(name: str, value: Any) -> Any:
