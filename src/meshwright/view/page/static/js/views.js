@@ -24,6 +24,7 @@ import { view as runs } from "meshwright/views/runs.js";
 import { view as verdict } from "meshwright/views/verdict.js";
 import { view as waterfall } from "meshwright/views/waterfall.js";
 import { view as zero } from "meshwright/views/zero.js";
+import * as source from "meshwright/source.js";
 
 export const GROUPS = ["this plan", "all plans", "learn", "runs"];
 export const VIEWS = [
@@ -50,5 +51,5 @@ export const VIEWS = [
   zero,
   overlap,
   runs,
-  sheet,
+  ...(source.live ? [] : [sheet]), // only in written files
 ];
