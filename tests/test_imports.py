@@ -82,6 +82,7 @@ files("meshwright.cli")
 # The files of `parallel`, top to bottom: each imports only from its own level or lower ones.
 PARALLEL = (
     ("apply", "user_module"),
+    ("sharded",),
     ("stages", "kernels"),
     ("expert",),
     ("recompute", "compile"),

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from meshwright.cost.estimate import Estimate, Simulation
     from meshwright.describe.config import Config
     from meshwright.describe.plan import Plan
-    from meshwright.parallel.user_module.module import ParallelModule
     from meshwright.planner.result import Result
     from meshwright.proof.prove import Proof
     from meshwright.training.hooks import StepRecord
     from meshwright.training.measure.measurement import Training
+    from meshwright.training.user_module.module import ParallelModule
 
 
 def load(source: Any, *, cluster: Any = "", nodes: int = 0, gpus: int = 0, set: Sequence[str] = ()) -> Config:
@@ -311,7 +311,7 @@ def parallelize(
     that the plan would train differently from one device; `check=False` skips them. docs/parallel.md shows each.
     """
     require_torch("`parallelize`")
-    from meshwright.parallel.user_module.parallelize import parallelize as apply_plan
+    from meshwright.training.user_module.parallelize import parallelize as apply_plan
 
     return apply_plan(
         module,

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.user_module.parallelize import parallelize
+from meshwright.training.user_module.parallelize import parallelize
 
 SIZES = {
     "hidden_size": 16,
@@ -304,7 +304,8 @@ def test_sixteen_bits_train_with_wide_copies(plan, dtype):
 
 REFUSED = [
     ({"cp": 2}, {}, r"MW-OWN-001: plan\.cp=2 on a module of your own.* Fix: plan\.cp=1"),
-    ({"replicate": 2, "compression": "int8"}, {}, r"MW-OWN-001: plan\.compression=int8"),
+    ({"replicate": 2, "average_every": 2}, {}, r"MW-OWN-001: plan\.average_every=2"),
+    ({"shard": 2, "zero": 3, "gather_dtype": "fp8"}, {}, r"MW-OWN-001: plan\.gather_dtype=fp8"),
     ({"recompute": "selective"}, {}, r"MW-OWN-001: plan\.recompute=selective"),
     ({"tp": 2}, {}, "MW-TP-009: tensor parallelism needs a sharding table for Tanh"),
     ({"pp": 2}, {}, "MW-OWN-002: Tanh has no list of layers"),

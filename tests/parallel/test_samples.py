@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.user_module.parallelize import parallelize
 from meshwright.parallel.user_module.samples import LossCheck, Trial
+from meshwright.training.user_module.parallelize import parallelize
 
 WIDTH, ROWS = 8, 8
 

@@ -20,27 +20,26 @@ The result, `Parallel`, has what a training step needs: run the micro-batches, c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
+from torch.distributed import ProcessGroup
 
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe import legality
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.sharding import KV_COPIES, boxes, degrees_of, even_range
+from meshwright.describe.sharding import TOKENS, boxes, degrees_of, even_range, parameters
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import DrawnWeights, Weights, build, width_of_output
 from meshwright.models.step_context import StepSamples, Targets, within
-from meshwright.parallel import exchange
 from meshwright.parallel.compile import Compilation, compile_stage, plan_compilation
 from meshwright.parallel.data import reduction, zero
 from meshwright.parallel.data.fp8_gather import Fp8Weights
@@ -49,42 +48,40 @@ from meshwright.parallel.expert import balance
 from meshwright.parallel.kernels import can_fuse_loss, choose_attention_kernel, choose_loss, choose_products
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import fp8
-from meshwright.parallel.numerics.precision import Masters, at_least_single, masters_of
-from meshwright.parallel.pieces import Piece, PlainPieces, initialise, materialise, pieces_of
+from meshwright.parallel.numerics.precision import at_least_single, masters_of
+from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_products
 from meshwright.parallel.recompute import memory_of
+from meshwright.parallel.sharded import Sharded
 from meshwright.parallel.stages import frozen_in, program_of, shard_stage, stages_of, wrap_layers
 from meshwright.programs.pipelines.program import PipelineProgram
 
 
-@dataclass
-class Parallel:
+@dataclass(kw_only=True)
+class Parallel(Sharded):
     """A model under a plan, on this rank."""
 
     model: Model
-    plan: Plan
-    workload: Workload
-    mesh: Mesh
-    stages: dict[int, nn.Module]
-    pieces: list[Piece]
-    reductions: list[reduction.Reduction]
     loss: Loss
     pipeline: Pipeline | None = None
     position_ids: torch.Tensor | None = None  # of this rank's tokens in the sequence; None: it has the whole sequence
     tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
-    scale: float = 1.0  # the loss scale: every loss is multiplied by it
-    dtype: torch.dtype = torch.float32  # of forward and backward
-    seed: int = 0
     moment: StepSamples | None = None  # the step, and this rank's samples of its global batch
     documents_BS: torch.Tensor | None = (
         None  # the document of each token of these samples; None: attention is not limited
     )
     targets: torch.Tensor | None = None  # of the batch that runs
     fuses_loss: bool = False  # the head of the last stage returns the loss instead of logits
-    masters: Masters | None = None  # what the optimizer updates instead of the pieces
-    local: LocalSgd | None = None  # replicas that train without communication between averages
     compilation: Compilation = field(default_factory=Compilation)  # what is compiled, and what is not
     gathered_weights: Fp8Weights | None = None  # that ZeRO-3 gathers in fp8
+
+    @property
+    def whole_tensors(self) -> dict[str, tuple[int, ...]]:
+        return {p.name: p.shape for p in parameters(self.model, range(self.model.layers))}
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return self.model.as_dict()
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run all micro-batches of this rank's share of the batch. Returns this rank's part of the loss; zero where the
@@ -130,13 +127,6 @@ class Parallel:
         zero.reshard(self.stages.values())
         return total
 
-    def groups(self, axis: str) -> list[distributed.ProcessGroup]:
-        """Return the groups over which to sum a number, one after the other, so that all ranks of an axis have it."""
-        if self.local is not None:
-            return self.local.groups(axis)
-        group = self.mesh.group(axis)
-        return [] if group is None else [group]
-
     def begin_step(self, step: int, samples: Sequence[int], documents_BS: torch.Tensor | None = None) -> None:
         """Set the inputs of dropout and attention masks: the samples of this step, and the documents of their tokens."""
         self.moment, self.documents_BS = StepSamples(self.seed, step, samples), documents_BS
@@ -164,45 +154,6 @@ class Parallel:
     def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output if self.fuses_loss else self.loss(output, target) / self.tokens
 
-    def finish_gradients(self) -> None:
-        """Wait for the sums over dp·cp, then complete partial sums, then sum the two copies of a tied embedding."""
-        for gradients in self.reductions:
-            gradients.finish()
-        self._sum_partial("tp")
-        self._sum_partial(KV_COPIES)
-        self._sum_partial("expert_tp")
-        self._sum_tied()
-
-    def _sum_partial(self, axis: str) -> None:
-        group = self.mesh.group(axis)
-        gradients = [p.gradient for p in self.pieces if p.box.partial == axis]
-        if group is not None and gradients:
-            exchange.sum_together(gradients, group)
-
-    def _sum_tied(self) -> None:
-        ends = [p.gradient for p in self.pieces if p.box.tied]
-        if len(ends) == 2:  # a V-shaped pipeline has its first and its last stage on one rank
-            ends[0].add_(ends[1])
-            ends[1].copy_(ends[0])
-        elif ends and self.mesh.ends is not None:
-            distributed.all_reduce(ends[0], group=self.mesh.ends)
-
-    @cached_property
-    def _to_update(self) -> Masters | PlainPieces:
-        return PlainPieces(self.pieces) if self.masters is None else self.masters
-
-    @property
-    def updated(self) -> list[Piece]:
-        """The tensors that the optimizer updates: the masters, or the pieces as plain tensors if there are none."""
-        return self._to_update.pieces
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Context of an optimizer step: copies gradients to the updated tensors before it, and these to the model after it."""
-        self._to_update.take_gradients()
-        yield
-        self._to_update.finish_update()
-
     def balance_experts(self, updated: bool = True) -> dict[str, float]:
         """After the update: move balancing biases by the step's load, unless the update was skipped. Returns the metrics of the load."""
         masters = self.masters.pieces if self.masters is not None else ()
@@ -212,10 +163,7 @@ class Parallel:
     def set_tokens(self, tokens: torch.Tensor, scale: float) -> None:
         """Set the global number of valid tokens of the step, which may be 0, and the loss scale."""
         self.tokens = tokens.clamp(min=1.0) / scale
-        if scale != self.scale:
-            for compressor in reduction.compressors_in(self.reductions):
-                compressor.feedback.rescale(scale / self.scale)
-            self.scale = scale
+        self.set_scale(scale)
         if self.model.experts:
             balance.scale_losses(self.stages.values(), scale)
 
@@ -231,10 +179,6 @@ class Parallel:
             )
         self.zero_gradients()
         balance.reset_load(self.stages.values())
-
-    def zero_gradients(self) -> None:
-        for gradients in self.reductions:
-            gradients.zero()
 
 
 def apply(
@@ -257,7 +201,8 @@ def apply(
     mesh = Mesh(Layout(plan, order), rank, device)
     # Under ZeRO the shards are the masters: they are kept in at least float32, and torch narrows what it gathers.
     kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
-    copies = mesh.add_copies(degrees_of(model, plan).kv_copies)
+    degrees = degrees_of(model, plan)
+    copies = mesh.add_copies(degrees.kv_copies)
     fuses_loss = can_fuse_loss(model, mesh, program)
     compilation = plan_compilation(compile, device, plan, model, program, mesh.sharded)
 
@@ -279,19 +224,23 @@ def apply(
         if in_fp8 is not None:
             in_fp8.add(module)
         own = pieces_of(module, table)
-        reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own))
+        reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own, zero.units_of_model(module, plan)))
         pieces += own
-    if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
-        mesh.ends  # noqa: B018  creating these groups is a collective of all ranks
+    tied: list[tuple[str, ProcessGroup | None]] = []
+    if model.tied and program is not None:  # creating the groups is a collective of all ranks
+        tied = [(TOKENS, mesh.ends if program.rank_of[0] != program.rank_of[-1] else None)]
     parallel = Parallel(
-        model,
-        plan,
-        workload,
-        mesh,
-        stages,
-        pieces,
-        reductions,
-        choose_loss(model, mesh, compilation),
+        model=model,
+        plan=plan,
+        workload=workload,
+        mesh=mesh,
+        stages=stages,
+        pieces=pieces,
+        reductions=reductions,
+        width=model.hidden,
+        degrees=degrees,
+        tied=tied,
+        loss=choose_loss(model, mesh, compilation),
         position_ids=position_ids,
         fuses_loss=fuses_loss,
         dtype=dtype,

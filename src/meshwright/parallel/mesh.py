@@ -100,6 +100,10 @@ class Mesh:
             self._made[KV_COPIES] = self.group("tp") if count == self.size("tp") else self.new_groups(runs)
         return self._made.get(KV_COPIES)
 
+    def set_copies(self, group: distributed.ProcessGroup) -> None:
+        """Name the group of ranks that hold the same KV head, where the split of a module made it."""
+        self._made.setdefault(KV_COPIES, group)
+
     @cached_property
     def expert_sharding(self) -> DeviceMesh | None:
         """The mesh over which ZeRO shards experts; None where each expert is on at most one rank of a shard group."""

@@ -4,7 +4,7 @@ A *piece* is a parameter of this rank's module and the `Box` that `describe.shar
 tensor it is, who holds copies, over which axis its gradient is a partial sum. Four things are read from the box: initial
 weights (`models.initialise.Weights`: the box of a drawn tensor, or of one in a file), the sums that complete gradients, the
 global norm (each element of the model is counted once, however many ranks hold it), and the proof of parity (compare the
-box with one device's).
+box with one device's). A weight that holds several matrices, each cut separately, has a box for each (`fused`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,19 @@ class Piece:
     box: Box
     parameter: nn.Parameter
     uses: tuple[str, ...]
+    fused: tuple[Box, ...] = ()  # several boxes, one after the other along `fused_dim`, of which `box` is the first
+    fused_dim: int = 0
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        return self.fused or (self.box,)
+
+    def views(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+        """Each box with its part of this rank's tensor: the parameter, its gradient or a state of the optimizer."""
+        if not self.fused:
+            return [(self.box, local)]
+        lengths = [box.local_shape[self.fused_dim] for box in self.fused]
+        return list(zip(self.fused, local.split(lengths, self.fused_dim), strict=True))
 
     @property
     def name(self) -> str:

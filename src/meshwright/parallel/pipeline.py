@@ -108,8 +108,8 @@ class Stage(PipelineStage):
         count: int,
         mesh: Mesh,
         reduction: Reduction,
-        inputs: torch.Tensor,
-        outputs: torch.Tensor,
+        inputs: torch.Tensor | tuple[torch.Tensor, ...],
+        outputs: torch.Tensor | tuple[torch.Tensor, ...],
     ) -> None:
         super().__init__(
             module,
@@ -122,7 +122,7 @@ class Stage(PipelineStage):
         )
         self.reduction = reduction
         self.scope: Scope = no_scope
-        self.shape_of_input = inputs  # a meta tensor
+        self.shape_of_input = inputs if isinstance(inputs, torch.Tensor) else inputs[0]  # a meta tensor
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.scope(fwd_chunk_id):

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
-from torch import distributed
 
 from meshwright.describe.optimizer import Optimizer
 from meshwright.parallel.apply import Parallel
@@ -80,7 +79,7 @@ class Trainer:
             parallel.abort_step()
         self.unfinished = True
 
-        tokens = self.all_reduce(batch.valid.to(torch.float64), "dp_cp")
+        tokens = parallel.all_reduce(batch.valid.to(torch.float64), "dp_cp")
         scale = self.scale.value
         parallel.set_tokens(tokens.to(at_least_single(self.dtype)), scale)
 
@@ -92,7 +91,7 @@ class Trainer:
             hook.after_gradients(self)
 
         partial = torch.stack((counted_squares(parallel.pieces), self.counted_loss(loss)))
-        squares, loss = self.all_reduce(partial, "world")
+        squares, loss = parallel.all_reduce(partial, "world")
         norm = squares.sqrt() / scale
         # The only point of a step at which the host waits for the device.
         norm_value, loss_value, count = torch.stack((norm, loss / scale, tokens)).tolist()
@@ -131,9 +130,3 @@ class Trainer:
     def counted_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss on the first rank of each tp group, zero on the others, which compute the same loss."""
         return loss if self.parallel.mesh.index("tp") == 0 else torch.zeros_like(loss)
-
-    def all_reduce(self, values: torch.Tensor, axis: str) -> torch.Tensor:
-        """Sum `values` in place over the ranks of an axis."""
-        for group in self.parallel.groups(axis):
-            distributed.all_reduce(values, group=group)
-        return values

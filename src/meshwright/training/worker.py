@@ -128,8 +128,8 @@ class Evaluation(Hook):
             batch = self.loader.batch(i, trainer.indices)
             tokens += batch.valid
             loss += parallel.evaluate(batch.inputs, batch.targets, batch.documents_BS)
-        tokens = trainer.all_reduce(tokens, "dp_cp")
-        loss = trainer.all_reduce(trainer.counted_loss(loss), "world")
+        tokens = trainer.parallel.all_reduce(tokens, "dp_cp")
+        loss = trainer.parallel.all_reduce(trainer.counted_loss(loss), "world")
         return (loss / tokens.clamp(min=1)).item()
 
 

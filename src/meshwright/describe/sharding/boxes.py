@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.describe.layout import Layout
@@ -52,6 +52,7 @@ class Box:
     learns: bool = True
     tied: bool = False  # one of the two copies of a tied embedding on different pipeline stages
     zero: ZeroShard | None = None
+    later_stage: bool = False  # an earlier pipeline stage holds it too: that one counts and saves it
 
     @property
     def name(self) -> str:
@@ -128,7 +129,7 @@ def boxes(
 ) -> list[Box]:
     """This rank's box of every parameter of the stage that holds `layers`; parameters named in `frozen` do not learn."""
     d = degrees_of(model, plan)
-    index = _indices(model, layout, rank, d.kv_copies)
+    index = indices(layout, rank, d.kv_copies, bool(model.experts))
     whole_model = layers.start == 0 and layers.stop == model.layers
     return [
         _box(p, d, layout, index, model.tied and not whole_model and p.name in (TOKENS, PROJECT), frozen)
@@ -141,12 +142,19 @@ def _box(p: Parameter, d: Degrees, layout: Layout, index: Mapping[str, int], tie
     shape = tuple(local_shape(p.style, p.shape, d, index))
     learns = p.learns and p.name not in frozen and not (tied and TOKENS in frozen)
     partial = next((axis for axis, on in partial_over(p.style, d).items() if on), "") if learns else ""
-    zero = _zero_shard(rule, shape, layout, index)
+    later = tied and p.name == PROJECT
+    box = Box(p, _start(rule, p.shape, d, index), shape, (), True, partial, learns, tied, later_stage=later)
+    return place(box, rule, layout, index, d.kv_copies)
+
+
+def place(box: Box, rule: Rule, layout: Layout, index: Mapping[str, int], kv_copies: int, whole: bool = False) -> Box:
+    """The box with its ZeRO shard, unless ZeRO leaves it `whole`, and with the axes whose ranks hold copies."""
+    zero = None if whole else _zero_shard(rule, box.shape, layout, index)
     copies = tuple(
-        a for a in _copy_axes(rule, zero, layout.plan) if (d.kv_copies if a == KV_COPIES else layout.size(a)) > 1
+        a for a in _copy_axes(rule, zero, layout.plan) if (kv_copies if a == KV_COPIES else layout.size(a)) > 1
     )
-    first = not (tied and p.name == PROJECT) and all(index[axis] == 0 for axis in copies)
-    return Box(p, _start(rule, p.shape, d, index), shape, copies, first, partial, learns, tied, zero)
+    first = not box.later_stage and all(index[axis] == 0 for axis in copies)
+    return replace(box, zero=zero, copies=copies, first_copy=first)
 
 
 def _start(rule: Rule, shape: tuple[int, ...], d: Degrees, index: Mapping[str, int]) -> tuple[int, ...]:
@@ -177,12 +185,12 @@ def _copy_axes(rule: Rule, zero: ZeroShard | None, plan: Plan) -> list[str]:
     return [*inner, *data, *([] if plan.average_every else ["replicate"])]
 
 
-def _indices(model: Model, layout: Layout, rank: int, kv_copies: int) -> dict[str, int]:
+def indices(layout: Layout, rank: int, kv_copies: int, experts: bool) -> dict[str, int]:
     """The rank's place in its group of every axis that the rules name."""
     out = dict(layout.coordinates(rank))
     axes = [
         "shard_cp",
-        *(["ep", "expert_tp", "expert_dp", "expert_shard", "expert_replicate"] if model.experts else []),
+        *(["ep", "expert_tp", "expert_dp", "expert_shard", "expert_replicate"] if experts else []),
     ]
     out |= {axis: layout.group_of(axis, rank).index(rank) for axis in axes}
     out[KV_COPIES] = out["tp"] % kv_copies

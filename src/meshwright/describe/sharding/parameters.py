@@ -82,7 +82,7 @@ class Parameter:
     @property
     def role(self) -> str:
         """Return how an optimizer treats it: `matrix` of a layer, `router`, `embedding`, `head`, or `vector` (norm weights, biases)."""
-        if len(self.shape) == 1 or self.name.endswith("bias"):
+        if len(self.shape) < 2 or self.name.endswith("bias"):
             return "vector"
         if self.block in ("embedding", "head"):
             return self.block

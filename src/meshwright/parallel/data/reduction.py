@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.parallel.data.buckets import Buckets
-from meshwright.parallel.data.zero import ShardedGradients, compress_scatters
+from meshwright.parallel.data.zero import ShardedGradients, ZeroUnit, compress_scatters
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.compress.base import Compressor
 from meshwright.parallel.numerics.compress.compressors import compressor_of
@@ -84,18 +84,19 @@ class CombinedReduction:
 Reduction = Buckets | ShardedGradients | LocalGradients | CombinedReduction
 
 
-def make_reduction(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype, pieces: list[Piece]) -> Reduction:
+def make_reduction(
+    module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype, pieces: list[Piece], units: list[ZeroUnit]
+) -> Reduction:
     """The reduction of one stage with these pieces. The table says over which axes each gradient is summed, and which may
-    not be compressed (`rules.compressible`)."""
+    not be compressed (`rules.compressible`). `units`: what ZeRO gathers and reduces together."""
     options: dict[str, Any] = {
         "overlap": plan.overlap is None or "dp" in plan.overlap,
         "per_microbatch": plan.reduce == "microbatch",
     }
     if narrow(dtype):
         options["dtype"] = DTYPES[plan.grad_dtype]
-    experts = {p.parameter for p in pieces if p.box.expert and not isinstance(p.parameter, DTensor)}
-    dense = {p.parameter for p in pieces} - experts
-    uncompressed = {p.parameter for p in pieces if plan.wire != "none" and not p.box.compressible}
+    whole = [p for p in pieces if not isinstance(p.parameter, DTensor)]
+    uncompressed = {p.parameter for p in pieces if plan.wire != "none" and not all(b.compressible for b in p.boxes)}
 
     def over(group: str, only: set[nn.Parameter], compressor: Compressor | None = None) -> Buckets | LocalGradients:
         ranks = mesh.group(DATA_AXES[group].whole)
@@ -105,15 +106,14 @@ def make_reduction(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype
 
     parts: list[Buckets | ShardedGradients | LocalGradients] = []
     if isinstance(module, FSDPModule):
-        parts.append(ShardedGradients(module, plan, compress_scatters(module, mesh, plan, uncompressed)))
-        summed = [("expert", experts)]
-    else:
-        summed = [("dense", dense), ("expert", experts)]
-    for group, parameters in summed:
-        if parameters - uncompressed:
-            parts.append(over(group, parameters - uncompressed, compressor_of(plan)))
-        if parameters & uncompressed:
-            parts.append(over(group, parameters & uncompressed))
+        parts.append(ShardedGradients(module, plan, compress_scatters(units, mesh, plan, uncompressed)))
+    for group in DATA_AXES:
+        for own in sorted({p.parameter.dtype for p in whole}, key=str):
+            parameters = {p.parameter for p in whole if p.box.group == group and p.parameter.dtype == own}
+            if parameters - uncompressed:
+                parts.append(over(group, parameters - uncompressed, compressor_of(plan)))
+            if parameters & uncompressed:
+                parts.append(over(group, parameters & uncompressed))
     return parts[0] if len(parts) == 1 else CombinedReduction(parts)
 
 

@@ -10,6 +10,7 @@ A unit of `fully_shard` is `plan.wrap` layers, and one for each end of the model
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,15 +107,32 @@ class ShardedGradients:
                 p.grad = None
 
 
-def compress_scatters(module: nn.Module, mesh: Mesh, plan: Plan, exact: set[nn.Parameter]) -> list[CompressedScatter]:
+ZeroUnit = tuple[Sequence[Any], str]  # modules that are gathered together, and the axis over which they are sharded
+
+
+def units_of_model(module: nn.Module, plan: Plan) -> list[ZeroUnit]:
+    """The units of a stage of one of our models."""
+    return zero_units(module, units(module, plan.wrap), routed_experts(module))
+
+
+def zero_units(module: nn.Module, parts: list[Unit], experts: Sequence[nn.Module]) -> list[ZeroUnit]:
+    """The units of a sharded module: its parts, what is left of the module itself, and experts that are sharded over their own ranks."""
+    dense, expert = (DATA_AXES[group].shard for group in ("dense", "expert"))
+    return [
+        *((unit, dense) for unit in [*parts, [module]]),
+        *(([part], expert) for part in experts if isinstance(part, FSDPModule)),
+    ]
+
+
+def compress_scatters(
+    units: list[ZeroUnit], mesh: Mesh, plan: Plan, exact: set[nn.Parameter]
+) -> list[CompressedScatter]:
     """Make every unit of a sharded module send its gradients compressed, where the plan asks for it. The gradients of
     `exact` parameters are not compressed."""
     if plan.wire == "none":
         return []
-    experts = [part for part in routed_experts(module) if isinstance(part, FSDPModule)]
-    sizes: list[tuple[list, str]] = [(unit, DATA_AXES["dense"].shard) for unit in [*units(module, plan.wrap), [module]]]
     out = []
-    for parts, axis in [*sizes, *(([part], DATA_AXES["expert"].shard) for part in experts)]:
+    for parts, axis in units:
         parameters = list(dict.fromkeys(p for part in parts for p in unit_parameters(part) if isinstance(p, DTensor)))
         compressor = compressor_of(plan)
         if parameters and compressor is not None:

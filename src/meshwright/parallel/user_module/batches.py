@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.parallel.pieces import local_tensor
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -152,6 +153,19 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
+
+
+@contextmanager
+def without_zeros(module: nn.Module) -> Iterator[None]:
+    """Other values for parameters that are all zero: a weight that starts at zero hides what it multiplies."""
+    hidden = [local_tensor(p.detach()) for p in module.parameters() if p.numel() and not bool(local_tensor(p).any())]
+    for parameter in hidden:
+        parameter.copy_(torch.linspace(0.5, 1.0, parameter.numel(), device=parameter.device).view_as(parameter))
+    try:
+        yield
+    finally:
+        for parameter in hidden:
+            parameter.zero_()
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -3,70 +3,90 @@ the pipeline over the finished stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.data.buckets import Buckets
+from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import KV_COPIES
 from meshwright.parallel.data.gathering import grouped
-from meshwright.parallel.data.reduction import CombinedReduction, LocalGradients
-from meshwright.parallel.data.zero import ShardedGradients, shard_parts
+from meshwright.parallel.data.offload import offload_activations
+from meshwright.parallel.data.reduction import Reduction, make_reduction
+from meshwright.parallel.data.zero import shard_parts, zero_units
 from meshwright.parallel.expert.stacked import spread_stacked
-from meshwright.parallel.numerics.precision import DTYPES, narrow
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import Pipeline, Stage
 from meshwright.parallel.recompute import recompute
+from meshwright.parallel.tensor.cuts import Split
 from meshwright.parallel.tensor.split import matches, split
 from meshwright.parallel.tensor.tables import Table
-from meshwright.parallel.user_module.holdings import LocalParameter
-from meshwright.parallel.user_module.module import ParallelModule
+from meshwright.parallel.user_module.boxes import Cutting, Entry
+from meshwright.parallel.user_module.dataflow import Routes
 from meshwright.parallel.user_module.stages import Recorded, StageModule
 from meshwright.programs.pipelines import build as build_program
 
 
+@dataclass
 class Build:
-    """The steps that are taken stage by stage."""
+    """Takes steps 5 to 10 for each stage of this rank, and collects what they make."""
 
-    def __init__(
-        self, parallel: ParallelModule, rows: Table, path: str, seen: Recorded | None, layers: list[range]
-    ) -> None:
-        self.parallel, self.rows, self.path, self.seen, self.layers = parallel, rows, path, seen, layers
-        self.plan, self.mesh = parallel.plan, parallel.mesh
-        self.experts: dict[int, list[nn.Module]] = {}
-        self.used: set[nn.Parameter] = set()
+    plan: Plan
+    mesh: Mesh
+    rows: Table
+    path: str  # of the list of layers
+    seen: Recorded | None  # with a pipeline
+    routes: Routes | None
+    spans: list[range]  # the layers of each stage
+    entries: dict[str, Entry]
+    batch_dim: int
+    dtype: torch.dtype | None  # of forward and backward; None: as the module was
+    stages: dict[int, nn.Module] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
+    kv_copies: int = 1  # ranks that hold the same KV head
+    used: set[nn.Parameter] = field(default_factory=set)
 
     def add_stage(self, stage: int, root: nn.Module) -> None:
-        """Steps 5 to 9 for one stage."""
-        plan, mesh, parallel = self.plan, self.mesh, self.parallel
-        group, done = mesh.group("tp"), None
-        if group is not None:
-            done = split(
-                root, self.rows, group, plan.sp, form=plan.tp_form, strict=False, sequence_dim=1 - parallel.batch_dim
-            )
-        spread, self.experts[stage] = self.spread(root)
+        plan, mesh, dtype = self.plan, self.mesh, self.dtype or torch.float32
+        done = self.split(root)
+        names, experts = self.spread(root)
         own: nn.Module = root
-        layers = list(root.get_submodule(self.path).children()) if self.path or self.layers[0] else []
+        layers = list(root.get_submodule(self.path).children()) if self.path or self.spans[0] else []
         if self.seen is not None:
-            own = StageModule(root, self.seen, self.layers[stage], self.layers[-1][-1] + 1, parallel.weighted_loss)
+            assert self.routes is not None
+            own = StageModule(root, self.seen, self.spans, stage, self.routes)
+            own.expected = list(self.boundary(stage + 1)) if own.sends else []
             layers = own.layers
             self.separate(root)
-            self.experts[stage] = [part for part in self.experts[stage] if any(True for _ in part.parameters())]
+            experts = [part for part in experts if any(True for _ in part.parameters())]
         if plan.recompute == "full":
             recompute(layers, plan.recompute_every, plan.recompute_layers or None)
+        if plan.offload in ("activations", "both"):
+            offload_activations(layers)
+        units = grouped(layers, plan.wrap)
         if mesh.sharded:
-            shard_parts(
-                own, grouped(layers, plan.wrap), self.experts[stage], mesh, plan, parallel.dtype or torch.float32
-            )
-        parallel.stages[stage] = own
-        entries = parallel.entries
-        parallel.holdings[stage] = [
-            LocalParameter(entries[name].source, p, mesh, done, name in spread, stage == entries[name].stages[0])
-            for name, p in root.named_parameters()
-        ]
+            shard_parts(own, units, experts, mesh, plan, dtype)
+        pieces = Cutting(mesh, self.entries, stage, done, names).pieces(root)
+        self.reductions.append(make_reduction(own, mesh, plan, dtype, pieces, zero_units(own, units, experts)))
+        self.stages[stage] = own
+        self.pieces += pieces
+
+    def split(self, root: nn.Module) -> Split | None:
+        group, mesh, plan = self.mesh.group("tp"), self.mesh, self.plan
+        if group is None:
+            return None
+        copies = mesh.group(KV_COPIES)
+        options: dict[str, Any] = {"form": plan.tp_form, "copies": copies, "sequence_dim": 1 - self.batch_dim}
+        done = split(root, self.rows, group, plan.sp, strict=False, **options)
+        if done.copies is not None:
+            mesh.set_copies(done.copies)
+            self.kv_copies = done.copies.size()
+        return done
 
     def separate(self, root: nn.Module) -> None:
         """A parameter that two stages of this rank hold becomes two: each is sharded and reduced with its stage."""
@@ -94,72 +114,58 @@ class Build:
                 parts.append(part)
         return names, parts
 
-    def reduce(self, stage: int) -> None:
-        """Step 10: how the gradients of a stage are summed over data-parallel ranks."""
-        parallel, plan, mesh, own = self.parallel, self.plan, self.mesh, self.parallel.stages[stage]
-        wide = DTYPES[plan.grad_dtype] if parallel.dtype is not None and narrow(parallel.dtype) else None
-        plain = [h for h in parallel.holdings[stage] if not isinstance(h.parameter, DTensor)]
-        parts: list[Any] = [ShardedGradients(own, plan, [])] if isinstance(own, FSDPModule) else []
-        for expert in (False, True):
-            for dtype in sorted({h.parameter.dtype for h in plain if h.expert == expert}, key=str):
-                only = {h.parameter for h in plain if h.expert == expert and h.parameter.dtype == dtype}
-                group = mesh.group("expert_dp" if expert else "dp")
-                overlap = plan.overlap is None or "dp" in plan.overlap
-                parts.append(
-                    LocalGradients(only, wide)
-                    if group is None
-                    else Buckets(own, group, plan.bucket, overlap=overlap, dtype=wide, only=only)
-                )
-        parallel.reductions.append(parts[0] if len(parts) == 1 else CombinedReduction(parts))
-
-    def pipeline(self, seen: Recorded) -> Callable[[list[tuple[Any, Any]]], torch.Tensor]:
+    def pipeline(self) -> Callable[[list[tuple[Any, Any]]], torch.Tensor]:
         """A function that runs micro-batches through all stages and returns this rank's part of the loss."""
-        parallel, plan, mesh = self.parallel, self.plan, self.mesh
-        made: dict[int, Pipeline] = {}
+        plan, mesh, made = self.plan, self.mesh, dict[int, Pipeline]()
         chunks: list[tuple[Any, Any]] = []
-
-        def around(i: int) -> AbstractContextManager[None]:
-            return Fed(parallel.stages.values(), *chunks[i])
 
         def run(batch: list[tuple[Any, Any]]) -> torch.Tensor:
             chunks[:] = batch
             if len(batch) not in made:
                 program = build_program(plan.schedule, plan.pp, len(batch), plan.virtual)
                 stages = [
-                    Stage(own, i, plan.stages, mesh, reduction, self.boundary(seen, i), self.boundary(seen, i + 1))
-                    for (i, own), reduction in zip(parallel.stages.items(), parallel.reductions, strict=True)
+                    Stage(own, i, plan.stages, mesh, reduction, self.boundary(i), self.boundary(i + 1))
+                    for (i, own), reduction in zip(self.stages.items(), self.reductions, strict=True)
                 ]
-                made[len(batch)] = Pipeline(program, stages, mesh, lambda output, target: output, around)
+                inputs = Inputs(self.stages.values(), chunks)
+                made[len(batch)] = Pipeline(program, stages, mesh, lambda output, target: output, inputs)
             numbers = torch.arange(len(batch), device=mesh.device)
             loss = made[len(batch)].run(numbers, numbers)
             return torch.zeros((), dtype=torch.float64, device=mesh.device) if loss is None else loss
 
         return run
 
-    def boundary(self, seen: Recorded, stage: int) -> torch.Tensor:
-        """The input of a stage, on the meta device: the number of a micro-batch, activations, or at the end the loss."""
+    def boundary(self, stage: int) -> tuple[torch.Tensor, ...]:
+        """What enters a stage, on the meta device: the number of a micro-batch, activations, or at the end the loss."""
+        assert self.seen is not None
+        assert self.routes is not None
         if stage == 0:
-            return torch.empty(1, dtype=torch.long, device="meta")
-        dtype = self.parallel.dtype
-        if stage == len(self.layers):
-            return torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
-        x = seen.inputs[self.layers[stage][0]]
-        shape = list(x.shape)
+            return (torch.empty(1, dtype=torch.long, device="meta"),)
+        if stage == len(self.spans):
+            return (torch.empty((), dtype=torch.float64, device="meta", requires_grad=True),)
+        return tuple(self.local(self.seen.tensor(port)) for port in self.routes.boundaries[stage])
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor between stages, in the dtype of forward."""
+        shape, floating = list(tensor.shape), tensor.is_floating_point()
         if self.plan.sp and self.plan.tp > 1:
-            shape[1 - self.parallel.batch_dim] //= self.plan.tp
-        return torch.empty(shape, dtype=dtype or x.dtype, device="meta", requires_grad=True)
+            shape[1 - self.batch_dim] //= self.plan.tp
+        dtype = self.dtype if floating and self.dtype is not None else tensor.dtype
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=floating)
 
 
-class Fed(AbstractContextManager[None]):
-    """Gives every stage of this rank the inputs and targets of a micro-batch."""
+class Inputs:
+    """Gives every stage of this rank the inputs and targets of a micro-batch, by its number."""
 
-    def __init__(self, stages: Any, inputs: Any, targets: Any) -> None:
-        self.stages, self.given = list(stages), (inputs, targets)
+    def __init__(self, stages: Iterable[Any], chunks: list[tuple[Any, Any]]) -> None:
+        self.stages, self.chunks = list(stages), chunks
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def __call__(self, number: int) -> Iterator[None]:
         for stage in self.stages:
-            stage.inputs, stage.targets = self.given
-
-    def __exit__(self, *error: object) -> None:
-        for stage in self.stages:
-            stage.inputs = stage.targets = None
+            stage.inputs, stage.targets = self.chunks[number]
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.inputs = stage.targets = None

@@ -15,35 +15,39 @@ import torch
 from torch import distributed, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.user_module.batches import call, differ, tensors_in, undisturbed
-from meshwright.parallel.user_module.holdings import LocalParameter
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pieces import Piece
+from meshwright.parallel.user_module.batches import call, differ, tensors_in, undisturbed, without_zeros
+from meshwright.parallel.user_module.dataflow import Routes
 from meshwright.parallel.user_module.stages import Recorded, StageModule, copy_structure
 
 FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 @torch.no_grad()
-def check_stages(module: nn.Module, seen: Recorded, spans: list[range], example: Any) -> None:
-    """Run the stages on the example, each as its rank will, and raise if the output is not the plain forward's. Before its first layer a
-    stage takes the random state that the plain forward had there, so that dropout drops the same elements."""
-    hidden: Any = torch.zeros(1)
-    with undisturbed(module):
-        for span in spans:
-            stage = StageModule(copy_structure(module), seen, span, len(seen.numbers), lambda output, _: output)
+def check_stages(module: nn.Module, seen: Recorded, spans: list[range], routes: Routes, example: Any) -> None:
+    """Run the stages on the example, each as its rank will, and raise if the output is not the plain forward's. Random numbers are those of the
+    plain forward: a stage begins with its first state, and continues after the layers of other stages with the state after them."""
+    sent: Any = ()
+    with undisturbed(module), without_zeros(module):
+        for number, span in enumerate(spans):
+            stage = StageModule(copy_structure(module), seen, spans, number, routes)
             stage.inputs = example
-            state = seen.random[span[0]]
-            if span[0]:
-                stage.layers[0].register_forward_pre_hook(lambda *_, state=state: state.restore())
+            seen.random[0].restore()
+            if number:
+                after = seen.random[span[0]]
+                previous = stage.root.get_submodule(seen.names[span[0] - 1])
+                previous.register_forward_hook(lambda *_, state=after: state.restore())
             try:
-                hidden = stage(hidden)
+                sent = stage(*sent)
             except FORWARD_ERRORS as error:
                 raise MeshwrightError(
                     "MW-OWN-007",
                     f"the layers {span[0]} to {span[-1]} of '{seen.path}' do not run as a stage: {type(error).__name__}: {error}",
-                    why="A stage runs the module's forward with zeros in place of what other stages compute",
+                    why="A stage runs the module's forward with NaN in place of what other stages compute and it does not read",
                     fix="plan.pp=1",
                 ) from error
-    pairs = zip(tensors_in(hidden), tensors_in(seen.output), strict=False)
+    pairs = zip(tensors_in(sent), tensors_in(seen.output), strict=False)
     if any(differ(staged, plain) for staged, plain in pairs):
         raise MeshwrightError(
             "MW-OWN-007",
@@ -88,19 +92,19 @@ def check_sharded(plain: list[torch.Tensor], module: nn.Module, example: Any, de
 
 
 @torch.no_grad()
-def check_replicas(holdings: list[LocalParameter]) -> MeshwrightError | None:
+def check_replicas(pieces: list[Piece], mesh: Mesh) -> MeshwrightError | None:
     """An error if ranks of a tensor-parallel group have different gradients for a parameter that each of them holds whole: it is a partial sum,
     and the copies of the parameter would diverge."""
-    for held in holdings:
-        if held.split is None or held.split.cuts_of(held.name) or not held.parameter.requires_grad:
+    for piece in pieces:
+        if not {"tp", "expert_tp"} & set(piece.box.copies) or not piece.parameter.requires_grad:
             continue
-        largest, smallest = held.gradient.clone(), held.gradient.clone()
-        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=held.split.group)
-        distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=held.split.group)
+        largest, smallest = piece.gradient.clone(), piece.gradient.clone()
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=mesh.group("tp"))
+        distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=mesh.group("tp"))
         if differ(largest, smallest):
             return MeshwrightError(
                 "MW-TP-011",
-                f"the gradient of '{held.name}' differs between tensor-parallel ranks",
+                f"the gradient of '{piece.name}' differs between tensor-parallel ranks",
                 why="Each rank adds what its columns contribute: where activations enter split products, their gradients must be summed",
                 fix='a row "region" for the module that contains the "column" products, or "inside" for a parameter within a region',
             )

@@ -1,27 +1,28 @@
-"""Which tensors cross from one pipeline stage to another: traced on an example, and refused where a stage would not have them.
+"""Which tensors a pipeline sends from stage to stage: found by tracing an example, and refused where a stage cannot have them.
 
-A pipeline sends one tensor from stage to stage: the output of the last layer of a stage, which is the input of the next layer. Every other
-tensor that a stage reads must exist there. Each stage runs the module's own `forward` (`stages`), so that
+Each stage runs the module's own `forward` (`stages`), with stand-ins for the layers and modules of other stages. So a tensor that a stage reads
+is one of these:
 
-    inputs, buffers, and what is computed from them     exist on every stage: each computes them (masks, positions)
-    outputs of modules before the list                  exist on the first stage only
-    what a layer computes                               exists on the stage of the layer only, but for the one tensor that is sent
+    inputs, buffers, and what is computed from them     each stage computes them (masks, positions)
+    what a layer or a module before the list returns    the stage that runs it sends it on, to every later stage that reads it: the output of
+                                                        the previous layer, a skip connection, an encoder's memory, a time embedding
     parameters                                          exist where their module is (`entries_of`)
-    random numbers drawn between layers                 exist on the first stage that draws them: ranks draw different ones
+    all else                                            cannot be sent: tensors left in attributes, random numbers drawn between layers that two
+                                                        stages need, values that Python code reads
 
-`Trace` writes down every operator of one forward: the storages it read and wrote, and where in the module it ran. `check_dataflow` then walks
-the operators in order with one rule: the result exists on the stages that run the operator **and** have all that it read. An operator whose
-result exists on no stage, or an output of the module that does not exist on the last stage, means another model than on one device: a time
-embedding that every layer reads, an encoder's memory, a skip connection, a loss of intermediate outputs, code between two stages.
+`Trace` writes down every operator of one forward: the storages it read and wrote, and where in the module it ran. `Reader` then walks the
+operators backwards for one stage. What its layers read is needed; if code between layers made it, what that code read is needed instead; if
+another stage's layer returned it, it is a `Port`: the place where the stand-in of that layer hands the tensor over. `routes` adds what later
+stages need, since a stage sends to the next one only.
 
-The alternative, comparing numbers of a staged and a plain forward, misses what starts at zero (a modulation with zero weights still has a
-gradient) and cannot name the tensor; it runs in addition (`checks`).
+Comparing numbers of a staged and a plain forward cannot name the tensor; it runs in addition (`checks`). A stand-in returns NaN for what is not
+sent, so that a read that the example did not show gives no wrong number in silence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,13 +31,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor.styles import input_of
-from meshwright.parallel.user_module.batches import call, tensors_in
+from meshwright.parallel.user_module.batches import call, map_tensors, tensors_in
 
 # Operators that take the shape, dtype and device of a tensor and not its values.
 SHAPE_ONLY = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 FORWARD = "the module's forward"
-SHOWN = 6  # readers of a tensor in a message
 READ_IN_PYTHON = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
 
 
@@ -45,9 +44,7 @@ class Where:
     """The module in which an operator ran."""
 
     module: str  # the innermost module
-    outside: str  # of the modules before and after the list of layers, the one that runs; '' in none
-    layer: int | None  # the layer that runs
-    finished: int  # layers that have run
+    unit: str  # the layer, or the module next to the list of layers, that runs; '' between them
 
 
 @dataclass(frozen=True)
@@ -60,27 +57,44 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Handover:
-    """A layer takes the output of the layer before it; `changed`: it takes something else."""
+class Returned:
+    """A call of a unit ends; `leaves` are the storages of the tensors it returns, -1 for an argument that it returns as it is."""
+
+    unit: str
+    call: int
+    leaves: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A layer is called."""
 
     layer: int
-    storage: int
-    changed: bool
+
+
+@dataclass(frozen=True)
+class Port:
+    """A tensor that crosses between stages: one that a call of a unit returns."""
+
+    unit: str
+    call: int
+    leaf: int
 
 
 class Trace(TorchDispatchMode):
-    """Records the operators of one forward of a module, and what its layers pass to each other."""
+    """Records the operators of one forward of a module, and what its units return."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, module: nn.Module, layers: list[nn.Module], outside: Iterable[str]) -> None:
+    def __init__(self, module: nn.Module, layers: list[str], outside: Iterable[str]) -> None:
         super().__init__()
-        self.module, self.layers, self.outside = module, layers, set(outside)
-        self.events: list[Operator | Handover] = []
+        self.module, self.layers, self.units = module, layers, {*layers, *outside}
+        self.events: list[Operator | Returned | Entered] = []
         self.order: list[int] = []  # layers, as they were called
-        self.active: list[tuple[str, int | None]] = []
-        self.finished = 0
-        self.last: Identity | None = None  # the output of the layer that ran last
+        self.active: list[str] = []
+        self.outputs_of: dict[str, list[Any]] = {}  # by unit, what each call returned, on the meta device
+        self.passed: dict[Port, int] = {}  # returned arguments, by their place among the arguments
+        self.arguments: list[tuple[torch.Tensor, int]] = []  # of the unit that runs, with their versions
         self._storages: dict[Any, int] = {}
         self.state = {self.number(t): n for n, t in module.state_dict(keep_vars=True).items()}
         self.inputs: set[int] = set()
@@ -99,11 +113,12 @@ class Trace(TorchDispatchMode):
         return tuple(dict.fromkeys(self.number(t) for t in tensors_in(tree)))
 
     @property
+    def unit(self) -> str:
+        return next((name for name in self.active if name in self.units), "")
+
+    @property
     def where(self) -> Where:
-        names = [name for name, _ in self.active]
-        outside = next((name for name in names if name in self.outside), "")
-        layer = next((index for _, index in self.active if index is not None), None)
-        return Where(names[-1] if names else "", outside, layer, self.finished)
+        return Where(self.active[-1] if self.active else "", self.unit)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -127,43 +142,49 @@ class Trace(TorchDispatchMode):
         self.events.append(Operator(name, reads, writes, self.where, random))
         self.written.update(writes)
 
-    # Hooks on modules
-
-    def enter(self, name: str, index: int | None) -> Callable[..., None]:
+    def enter(self, name: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if index is not None:
-                self.order.append(index)
-                if self.last is not None:
-                    hidden = hidden_of(part, args, kwargs)
-                    same = hidden is not None and self.last == Identity.of(hidden, self)
-                    self.events.append(Handover(index, self.last.storage, not same))
-            self.active.append((name, index))
+            if name in self.units and not self.unit:
+                self.arguments = [(t, t._version) for t in tensors_in([args, kwargs])]
+            if name in self.layers and not self.unit:
+                self.order.append(self.layers.index(name))
+                self.events.append(Entered(self.order[-1]))
+            self.active.append(name)
 
         return hook
 
-    def leave(self, name: str, index: int | None) -> Callable[..., None]:
+    def leave(self, name: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            is_unit = self.unit == name
             unseen = tuple(n for n in self.numbers(output) if n not in self.written)
-            if unseen and (index is not None or name in self.outside):  # made by code that torch does not dispatch
+            if unseen and is_unit:  # made by code that torch does not dispatch
                 self.write("forward", self.numbers([args, kwargs]), unseen)
             self.active.pop()
-            if index is not None:
-                self.finished += 1
-                hidden = output[0] if isinstance(output, tuple) and output else output
-                self.last = Identity.of(hidden, self) if isinstance(hidden, torch.Tensor) else None
+            if is_unit:
+                self.returned(name, output)
 
         return hook
+
+    def returned(self, unit: str, output: Any) -> None:
+        calls, leaves = self.outputs_of.setdefault(unit, []), list(tensors_in(output))
+        same = [
+            next((i for i, (a, version) in enumerate(self.arguments) if a is t and version == t._version), None)
+            for t in leaves
+        ]
+        self.passed |= {Port(unit, len(calls), leaf): i for leaf, i in enumerate(same) if i is not None}
+        numbers = tuple(-1 if i is not None else self.number(t) for t, i in zip(leaves, same, strict=True))
+        self.events.append(Returned(unit, len(calls), numbers))
+        calls.append(on_meta(output))
+        self.arguments = []
 
     def run(self, example: Any) -> Any:
         """Run the example, and return the output of the module."""
         self.inputs = set(self.numbers(example))
         self.written |= self.inputs
-        numbers = {layer: i for i, layer in enumerate(self.layers)}
         hooks: list[Any] = []
         for name, part in self.module.named_modules():
-            index = numbers.get(part)
-            hooks.append(part.register_forward_pre_hook(self.enter(name, index), with_kwargs=True))
-            hooks.append(part.register_forward_hook(self.leave(name, index), with_kwargs=True))
+            hooks.append(part.register_forward_pre_hook(self.enter(name), with_kwargs=True))
+            hooks.append(part.register_forward_hook(self.leave(name), with_kwargs=True))
         try:
             with self:
                 output = call(self.module, example)
@@ -174,39 +195,8 @@ class Trace(TorchDispatchMode):
         return output
 
 
-def hidden_of(part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The first argument of a layer, if it is a tensor: a pipeline sends it."""
-    try:
-        value, _ = input_of(part.forward)(args, kwargs)
-    except (KeyError, StopIteration):
-        return None
-    return value if isinstance(value, torch.Tensor) else None
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What makes two tensors the same memory with the same values."""
-
-    storage: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    version: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, trace: Trace) -> Identity:
-        offset = int(tensor.storage_offset())
-        return cls(trace.number(tensor), tensor.shape, tensor.stride(), offset, tensor._version)
-
-
-@dataclass
-class Presence:
-    """The stages on which a storage has the values that one device would have, and the module that made it."""
-
-    stages: frozenset[int]
-    origin: str
-    home: frozenset[int]  # the stages of the module that made it, before other tensors were mixed in
-    random: bool = False
+def on_meta(tree: Any) -> Any:
+    return map_tensors(lambda t: torch.empty_like(t, device="meta"), tree)
 
 
 @dataclass
@@ -214,100 +204,171 @@ class Stages:
     """The parts of the plan that the trace reads: the layers of each stage, the modules of the first one, where the state is."""
 
     spans: list[range]
-    path: str
-    names: list[str]  # of the layers
-    before: set[str]
+    layers: list[str]  # names
+    before: set[str]  # modules with parameters that run before the layers: on the first stage
     holders: dict[str, tuple[int, ...]]  # parameter → stages
 
-    def of_layer(self, layer: int) -> int:
-        return next(s for s, span in enumerate(self.spans) if layer in span)
+    def of_unit(self, unit: str) -> int | None:
+        """The stage that runs a layer or a module before the layers; None for code that every stage runs."""
+        if unit in self.layers:
+            return next(s for s, span in enumerate(self.spans) if self.layers.index(unit) in span)
+        return 0 if unit in self.before else None
 
-    def layer_name(self, layer: int) -> str:
-        return f"{self.path}.{self.names[layer]}".lstrip(".")
-
-    def running(self, where: Where) -> frozenset[int]:
-        """The stages that run this part of `forward`."""
-        if where.layer is not None:
-            return frozenset([self.of_layer(where.layer)])
-        if where.outside in self.before:
-            return frozenset([0])
-        first = self.of_layer(where.finished - 1) if where.finished else 0
-        return frozenset(range(first, len(self.spans)))
+    def title(self, stage: int) -> str:
+        first, last = (self.layers[self.spans[stage][i]] for i in (0, -1))
+        return f"stage {stage} (layers '{first}' to '{last}')"
 
 
-def check_dataflow(trace: Trace, stages: Stages) -> None:
-    """Raise for the first tensor that a stage reads and does not have."""
-    every = frozenset(range(len(stages.spans)))
-    default = Presence(every, "", every)
-    presences = dict.fromkeys(trace.inputs, default)
-    for n, name in trace.state.items():
-        holders = frozenset(stages.holders.get(name, every))
-        presences[n] = Presence(holders, name, holders)
-    crossings: list[tuple[Presence, str, int]] = []  # a tensor, its reader, and the stage of the reader
-    for event in trace.events:
-        if isinstance(event, Handover):
-            stage = stages.of_layer(event.layer)
-            if event.layer != stages.spans[stage][0]:
+@dataclass
+class Need:
+    """Why a stage needs a storage."""
+
+    reader: str
+    python: bool = False  # Python code between layers reads its values
+    ports: int = 0  # that hand it over
+    changed: str = ""  # where it was changed in place, after what the walk has reached
+
+
+@dataclass
+class Reader:
+    """Walks a trace backwards to find what one stage reads."""
+
+    trace: Trace
+    stages: Stages
+    stage: int
+    needs: dict[int, Need] = field(default_factory=dict)
+    ports: set[Port] = field(default_factory=set)
+    drawn: set[int] = field(default_factory=set)  # events between layers that draw random numbers that the stage needs
+
+    def run(self) -> set[Port]:
+        events, last = self.trace.events, self.stage == len(self.stages.spans) - 1
+        if last:
+            self.needs = {n: Need("the output of the module") for n in self.trace.outputs}
+        else:  # a stage leaves where the next one's first layer is called
+            events = events[: events.index(Entered(self.stages.spans[self.stage + 1][0]))]
+        for i, event in reversed(list(enumerate(events))):
+            if isinstance(event, Operator):
+                self.operator(i, event)
+            elif isinstance(event, Returned) and self.stages.of_unit(event.unit) not in (None, self.stage):
+                self.returned(event)
+        for n, need in self.needs.items():
+            name = self.trace.state.get(n, "")
+            holders = self.stages.holders.get(name, (self.stage,))
+            if self.stage not in holders:
+                where = f"on pipeline stage {' and '.join(map(str, holders))}"
+                raise self.refused(
+                    f"the parameter '{name}' is {where}", need, "A stage has the parameters of its modules"
+                )
+        return self.ports
+
+    def operator(self, number: int, event: Operator) -> None:
+        home = self.stages.of_unit(event.where.unit)
+        if home not in (None, self.stage):
+            return self.elsewhere(event)
+        wanted = [self.needs[n] for n in event.writes if n in self.needs]
+        in_python = home is None and event.name in READ_IN_PYTHON
+        keeps_state = any(n in self.trace.state for n in event.writes)
+        if not (wanted or in_python or keeps_state or home == self.stage):
+            return None
+        if event.random and home is None:
+            self.drawn.add(number)
+        python = in_python or (home is None and any(need.python for need in wanted))
+        for n in event.writes:
+            if n not in event.reads:
+                self.needs.pop(n, None)
+            elif n in self.needs:
+                self.needs[n].changed = event.where.module or FORWARD
+        reader = f"'{event.where.module}'" if event.where.module else FORWARD
+        for n in event.reads:
+            need = self.needs.setdefault(n, Need(wanted[0].reader if wanted and not event.where.module else reader))
+            need.python |= python
+        return None
+
+    def elsewhere(self, event: Operator) -> None:
+        """An operator of another stage: what it makes must be among what its unit returns."""
+        for n in (n for n in event.writes if n in self.needs):
+            need, inside = self.needs[n], event.where.module
+            if not need.ports:
+                what = f"a tensor made in '{inside}' is on pipeline stage {self.stages.of_unit(event.where.unit)}"
+                why = "Stages send what a layer or a module before the layers returns, not what it leaves in attributes or changes in place"
+                raise self.refused(what, need, why)
+            if n in event.reads:
+                need.changed = inside
+            else:
+                del self.needs[n]
+
+    def returned(self, event: Returned) -> None:
+        """Hand over what a unit of another stage returns, if it is needed."""
+        for leaf, n in enumerate(event.leaves):
+            if n not in self.needs:
                 continue
-            if event.changed:
-                raise crossing(stages, crossings) if crossings else changed_between(stages, event.layer)
-            sent = presences.get(event.storage, default)
-            presences[event.storage] = replace(sent, stages=sent.stages | {stage})
-            continue
-        running, where = stages.running(event.where), event.where
-        read = [presences.get(n, default) for n in event.reads]
-        present = running.intersection(*(p.stages for p in read))
-        missing = next((p for p in read if not running <= p.stages), None)
-        inside = where.layer is not None or where.outside
-        in_python = event.name in READ_IN_PYTHON and missing is not None and not missing.random
-        if missing is not None and (in_python or (inside and not present)):
-            how = "'s Python code" if in_python else ""
-            crossings.append(
-                (missing, f"'{where.module}'{how}" if where.module else FORWARD, min(running - missing.stages))
+            need = self.needs[n]
+            what = f"the output of '{event.unit}' is on pipeline stage {self.stages.of_unit(event.unit)}"
+            if need.python:
+                raise self.refused(
+                    what, need, "Python code reads its values: other data may take another way than the example"
+                )
+            if need.ports and need.changed:
+                raise self.refused(
+                    f"{what}, is changed in place in '{need.changed}'",
+                    need,
+                    "Its copies on other stages would not change",
+                )
+            need.ports += 1
+            self.ports.add(Port(event.unit, event.call, leaf))
+
+    def refused(self, what: str, need: Need, why: str) -> MeshwrightError:
+        place = self.stages.title(self.stage)
+        in_python = "'s Python code" if need.python else ""
+        return MeshwrightError(
+            "MW-OWN-007",
+            f"{what}, and on {place} it is needed by {need.reader}{in_python}",
+            why=f"{why}: stages would train another model than one device",
+            fix="plan.pp=1 (data, tensor and ZeRO parallelism work on such a module), or return the tensor from the layer",
+        )
+
+
+@dataclass
+class Routes:
+    """What crosses each boundary: `boundaries[s]` enters stage s. `changed`: ports whose tensor is changed in place later, so that it is copied."""
+
+    boundaries: list[list[Port]]
+    changed: set[Port]
+
+
+def routes(trace: Trace, stages: Stages) -> Routes:
+    """What each stage receives: all that it or a later one reads, and that an earlier one made."""
+    readers = [Reader(trace, stages, stage) for stage in range(len(stages.spans))]
+    needed = [reader.run() for reader in readers]
+    for i in sorted({i for reader in readers for i in reader.drawn}):
+        drawers = [r.stage for r in readers if i in r.drawn]
+        event = trace.events[i]
+        if len(drawers) > 1 and isinstance(event, Operator):
+            raise MeshwrightError(
+                "MW-OWN-007",
+                f"a random tensor drawn in {event.where.module or FORWARD} is needed on the pipeline stages {drawers}",
+                why="Each rank would draw other numbers",
+                fix="draw it in a layer that returns it, or plan.pp=1",
             )
-            present = running
-        if event.random and len(running) > 1:  # each rank draws other numbers
-            present = frozenset(sorted(present)[:1])
-        made = Presence(present, where.module, present, event.random and not inside)
-        if missing is not None and not inside:
-            made = replace(missing, stages=present)
-        presences |= dict.fromkeys(event.writes, made)
-    last = len(stages.spans) - 1
-    absent = [p for n in trace.outputs if last not in (p := presences.get(n, default)).stages]
-    crossings += [(p, "the output of the module", last) for p in absent]
-    if crossings:
-        raise crossing(stages, crossings)
-
-
-def crossing(stages: Stages, crossings: list[tuple[Presence, str, int]]) -> MeshwrightError:
-    """The error that names the first tensor, all that read it, and their stages."""
-    tensor, _, stage = crossings[0]
-    readers = list(dict.fromkeys(reader for other, reader, _ in crossings if other.origin == tensor.origin))
-    others = [f"'{origin}'" for other, *_ in crossings if (origin := other.origin) != tensor.origin]
-    more = f" and {len(readers) - SHOWN} more" if len(readers) > SHOWN else ""
-    more += f" (so are tensors of {', '.join(list(dict.fromkeys(others))[:SHOWN])})" if others else ""
-    name = f"'{tensor.origin}'" if tensor.origin else FORWARD
-    made = f"the parameter {name}" if tensor.origin in stages.holders else f"the output of {name}"
-    if tensor.random:
-        made = f"a random tensor drawn in {name}"
-    first, final = (stages.layer_name(stages.spans[stage][i]) for i in (0, -1))
-    return MeshwrightError(
-        "MW-OWN-007",
-        f"{made} is on pipeline stage {' and '.join(map(str, sorted(tensor.home)))}, and on stage {stage} (layers '{first}' to "
-        f"'{final}') it is needed by {', '.join(readers[:SHOWN])}{more}",
-        why="A pipeline sends the output of a layer to the next layer and nothing else: stages would train another model than one device",
-        fix="plan.pp=1 (data, tensor and ZeRO parallelism work on such a module)",
-    )
-
-
-def changed_between(stages: Stages, layer: int) -> MeshwrightError:
-    return MeshwrightError(
-        "MW-OWN-007",
-        f"'{stages.layer_name(layer)}', the first layer of stage {stages.of_layer(layer)}, does not take the output of "
-        f"'{stages.layer_name(layer - 1)}' as its first tensor",
-        why="A pipeline sends the output of a layer to the next layer: code between the two would run on both stages or on neither",
-        fix="put this code into one of the two layers, or plan.pp=1",
-    )
+    order = [
+        (at, Port(event.unit, event.call, leaf), n)
+        for at, event in enumerate(trace.events)
+        if isinstance(event, Returned)
+        for leaf, n in enumerate(event.leaves)
+    ]
+    last_write = {n: at for at, event in enumerate(trace.events) if isinstance(event, Operator) for n in event.writes}
+    boundaries: list[list[Port]] = [[]]
+    for stage in range(1, len(stages.spans)):
+        later = set[Port]().union(*needed[stage:])
+        boundaries.append([p for _, p, _ in order if p in later and (stages.of_unit(p.unit) or 0) < stage])
+        if not boundaries[-1]:
+            raise MeshwrightError(
+                "MW-OWN-007",
+                f"{stages.title(stage)} and what follows read nothing of the stages before",
+                why="A pipeline sends what layers return to later layers",
+                fix="plan.pp=1",
+            )
+    return Routes(boundaries, {p for at, p, n in order if last_write.get(n, -1) > at})
 
 
 def check_order(path: str, names: list[str], order: list[int]) -> None:

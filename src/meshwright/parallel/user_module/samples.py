@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.numerics.precision import narrow
-from meshwright.parallel.pieces import local_tensor
 from meshwright.parallel.user_module.batches import (
     Part,
     call,
@@ -33,6 +32,7 @@ from meshwright.parallel.user_module.batches import (
     samples_in,
     tensors_in,
     undisturbed,
+    without_zeros,
 )
 from meshwright.parallel.user_module.checks import FORWARD_ERRORS, any_rank
 
@@ -74,19 +74,6 @@ def batch_dim_of(whole: torch.Tensor, half: torch.Tensor, part: Part) -> int | N
     return (
         other[0] if len(other) == 1 and whole.shape[other[0]] * part.size == half.shape[other[0]] * part.rows else None
     )
-
-
-@contextmanager
-def without_zeros(module: nn.Module) -> Iterator[None]:
-    """Other values for parameters that are all zero: a weight that starts at zero hides what it multiplies."""
-    hidden = [local_tensor(p.detach()) for p in module.parameters() if p.numel() and not bool(local_tensor(p).any())]
-    for parameter in hidden:
-        parameter.copy_(torch.linspace(0.5, 1.0, parameter.numel(), device=parameter.device).view_as(parameter))
-    try:
-        yield
-    finally:
-        for parameter in hidden:
-            parameter.zero_()
 
 
 def two_samples(inputs: Any, dim: int) -> Any:

@@ -3,31 +3,39 @@
 A module is a list of layers with something before and after it. Each stage keeps the whole structure and calls the module's own `forward` on the
 micro-batch, so that masks, positions and whatever else the layers are given are computed as the author wrote them:
 
-    before the list    modules with parameters run on the first stage; elsewhere they return zeros of the shape they had in the example
-    earlier layers     hold nothing and return such zeros; the last of them returns the activations that came from the stage before
-    this stage's       run
-    later layers       hold nothing; the first of them leaves `forward` with the activations for the next stage
+    before the list    modules with parameters run on the first stage; elsewhere stand-ins return what was received of them
+    earlier layers     hold nothing; stand-ins return what was received of them
+    this stage's       run; what later stages read of their outputs is remembered
+    later layers       hold nothing; the first of them leaves `forward`, and the stage sends what it remembers and what it passes on
     after the list     runs on the last stage, then the loss
 
 What each module returns and in which order they run is recorded once, on an example micro-batch (`record`): all micro-batches have its shape.
-The same run shows whether a stage reads one of those zeros (`dataflow`), which is an error.
-A parameter that several stages hold (tied embeddings, parameters of the root itself) has a gradient on each of them, and `parallelize` sums them.
+The same run shows what each stage reads of the others (`dataflow`). A stand-in returns NaN for all else.
+A parameter that several stages hold (tied embeddings, parameters of the root itself) has a gradient on each of them, and they are summed.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor.styles import input_of
-from meshwright.parallel.user_module.batches import RandomState, call, map_tensors, tensors_in, undisturbed
-from meshwright.parallel.user_module.dataflow import Trace, check_order, hidden_of
+from meshwright.parallel.user_module.batches import (
+    RandomState,
+    call,
+    map_tensors,
+    tensors_in,
+    undisturbed,
+    without_zeros,
+)
+from meshwright.parallel.user_module.dataflow import Port, Routes, Trace, check_order
 
 
 def find_layers(module: nn.Module, path: str | None, needed: bool) -> tuple[str, list[nn.Module]]:
@@ -55,165 +63,174 @@ def find_layers(module: nn.Module, path: str | None, needed: bool) -> tuple[str,
 
 @dataclass
 class Recorded:
-    """Records of one micro-batch: the input and output of every layer, what is before and after them, and all operators."""
+    """What one micro-batch showed: what every layer returns, what is before and after them, and all operators."""
 
     path: str
-    numbers: list[str]  # the names of the layers in their list
+    names: list[str]  # of the layers, in the module
     trace: Trace
     output: Any = None  # of the module
-    inputs: list[torch.Tensor] = field(default_factory=list)  # of layers, on the meta device
-    outputs: list[Any] = field(default_factory=list)  # of layers, on the meta device
-    random: list[RandomState] = field(default_factory=list)  # before each layer
-    before: dict[str, list[Any]] = field(default_factory=dict)  # by module, its outputs
-    after: set[str] = field(default_factory=set)
+    random: list[RandomState] = field(default_factory=list)  # before the first layer, and after each layer
+    before: set[str] = field(default_factory=set)  # modules with parameters that run before the layers only
+    after: set[str] = field(default_factory=set)  # modules that run after the layers only
+
+    def tensor(self, port: Port) -> torch.Tensor:
+        """What crosses at a port, on the meta device."""
+        return list(tensors_in(self.trace.outputs_of[port.unit][port.call]))[port.leaf]
 
 
 @torch.no_grad()
 def record(module: nn.Module, path: str, layers: list[nn.Module], example: Any) -> Recorded:
     """Run the example once, on the whole module, and write down what the stages must know."""
-    numbers = [name for name, _ in module.get_submodule(path).named_children()]
+    children = [name for name, _ in module.get_submodule(path).named_children()]
+    names = [f"{path}.{name}".lstrip(".") for name in children]
     outside = modules_outside(module, path)
-    trace = Trace(module, layers, outside)
-    seen = Recorded(path, numbers, trace)
+    trace = Trace(module, names, outside)
+    seen = Recorded(path, names, trace)
     called: dict[str, set[str]] = {}
 
-    def enter_layer(part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        hidden = hidden_of(part, args, kwargs)
-        if hidden is None:
-            raise not_one_tensor(part, "does not take a tensor as its first argument")
-        seen.inputs.append(torch.empty_like(hidden, device="meta"))
-        seen.random.append(RandomState.of(hidden.device))
-
-    def leave_layer(part: nn.Module, args: tuple, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) and output else output
-        if not isinstance(hidden, torch.Tensor):
-            raise not_one_tensor(part, f"returns a {type(output).__name__}")
-        seen.outputs.append(on_meta(output))
+    def note_random(*_: Any) -> None:
+        seen.random.append(RandomState.of(next(module.parameters()).device))
 
     def note(name: str) -> Callable[..., None]:
-        def hook(part: nn.Module, args: tuple, output: Any) -> None:
-            when = "before" if not seen.inputs else "after" if trace.finished == len(layers) else "inside"
+        def hook(*_: Any) -> None:
+            when = "before" if not trace.order else "after" if len(seen.random) > len(layers) else "inside"
             called.setdefault(name, set()).add(when)
-            seen.before.setdefault(name, []).append(on_meta(output))
 
         return hook
 
-    hooks = [layer.register_forward_pre_hook(enter_layer, with_kwargs=True) for layer in layers]
-    hooks += [layer.register_forward_hook(leave_layer) for layer in layers]
+    hooks = [layer.register_forward_hook(note_random) for layer in layers]
     hooks += [module.get_submodule(name).register_forward_hook(note(name)) for name in outside]
     try:
-        with undisturbed(module):
+        with undisturbed(module), without_zeros(module):
+            note_random()
             seen.output = trace.run(example)
     finally:
         for hook in hooks:
             hook.remove()
-    check_order(path, numbers, trace.order)
-    seen.after = {name for name, when in called.items() if when == {"after"}}
+    check_order(path, children, trace.order)
     with_parameters = {name for name in called if any(True for _ in module.get_submodule(name).parameters())}
-    seen.before = {name: seen.before[name] for name in with_parameters if called[name] == {"before"}}
+    seen.after = {name for name, when in called.items() if when == {"after"}}
+    seen.before = {name for name in with_parameters if called[name] == {"before"}}
     return seen
 
 
-def on_meta(tree: Any) -> Any:
-    return map_tensors(lambda t: torch.empty_like(t, device="meta"), tree)
-
-
-def not_one_tensor(part: nn.Module, what: str) -> MeshwrightError:
-    return MeshwrightError(
-        "MW-OWN-007",
-        f"a layer of the pipeline ({type(part).__name__}) {what}",
-        why="A pipeline sends one tensor: the output of a layer, or the first of a tuple, is the first argument of the next",
-        fix="plan.pp=1, or a layer that takes and returns a tensor",
-    )
-
-
 def modules_outside(module: nn.Module, path: str) -> list[str]:
-    """The modules next to the way from the root to the list of layers: all that is not in a layer."""
-    out, here = [], ""
+    """The modules next to the way from the root to the list of layers: all that is not in a layer. Of a list, which is never called, its members."""
+    out: list[str] = []
+
+    def add(name: str, part: nn.Module) -> None:
+        if isinstance(part, nn.ModuleList | nn.ModuleDict):
+            for child, inner in part.named_children():
+                add(f"{name}.{child}", inner)
+        else:
+            out.append(name)
+
+    here = ""
     for step in path.split(".") if path else []:
         prefix = f"{here}." if here else ""
-        out += [f"{prefix}{name}" for name, _ in module.get_submodule(here).named_children() if name != step]
+        for name, part in module.get_submodule(here).named_children():
+            if name != step:
+                add(f"{prefix}{name}", part)
         here = f"{prefix}{step}"
     return out
 
 
 class _Leave(BaseException):
-    """Carries a stage's activations out of the module's `forward`."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
+    """Leaves the module's `forward` where the layers of the next stage begin."""
 
 
 class StageModule(nn.Module):
     """One stage: a copy of the module's structure with the parameters of its layers."""
 
-    def __init__(
-        self, root: nn.Module, seen: Recorded, own: range, count: int, finish: Callable[[Any, Any], torch.Tensor]
-    ) -> None:
+    def __init__(self, root: nn.Module, seen: Recorded, spans: list[range], stage: int, routes: Routes) -> None:
         super().__init__()
-        self.root, self.own, self.finish = root, own, finish
-        self.received: torch.Tensor | None = None
+        self.root, self.seen, self.changed = root, seen, routes.changed
+        self.finish: Callable[[Any, Any], Any] = lambda output, targets: output  # of the last stage: the loss
+        self.receives = routes.boundaries[stage]
+        self.is_last = stage == len(spans) - 1
+        self.sends = [] if self.is_last else routes.boundaries[stage + 1]
+        self.expected = [seen.tensor(port) for port in self.sends]  # on the meta device
         self.inputs: Any = None
         self.targets: Any = None
-        layers = list(root.get_submodule(seen.path).children())
-        self.layers = [layers[i] for i in own]
-        others = {name: root.get_submodule(name) for name in (*seen.before, *seen.after)}
-        absent = [layer for i, layer in enumerate(layers) if i not in own]
-        absent += [others[name] for name in seen.before if own[0] > 0]
-        absent += [others[name] for name in seen.after if own[-1] < count - 1]
+        self.tensors: dict[Port, torch.Tensor] = {}  # of this micro-batch: received, and to be sent
+        self.calls = Counter[str]()
+        own = spans[stage]
+        units = {name: root.get_submodule(name) for name in (*seen.names, *seen.before, *seen.after)}
+        self.layers = [units[seen.names[i]] for i in own]
+        earlier = [*seen.names[: own[0]], *(seen.before if stage else ())]
+        later = seen.names[own[-1] + 1 :]
+        absent = [units[name] for name in (*earlier, *later, *(() if self.is_last else seen.after))]
         present = set(modules_but(root, absent))
         for part in absent:
             release(part, present)
-        for i, layer in enumerate(layers):
-            if i < own[0]:
-                layer.forward = self._passer(seen.outputs[i], sends=i == own[0] - 1)
-            elif i > own[-1]:
-                layer.forward = leaving(layer)
-        for name, outputs in seen.before.items() if own[0] > 0 else ():
-            others[name].forward = zeros_like_example(outputs)
+        for name in earlier:
+            units[name].forward = self._stand_in(name)
+        for name in later:
+            units[name].forward = leave_forward
+        for name in {port.unit for port in self.sends} - {*earlier}:
+            units[name].register_forward_hook(self._remember(name))
 
-    def _passer(self, output: Any, sends: bool) -> Callable[..., Any]:
-        zeros = zeros_like_example([output])
+    def _stand_in(self, unit: str) -> Callable[..., Any]:
+        """A forward that returns what was received of a unit of another stage; NaN for what this stage does not read."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not sends:
-                return zeros(*args, **kwargs)
-            return (self.received, *zeros(*args, **kwargs)[1:]) if isinstance(output, tuple) else self.received
+            outputs = self.seen.trace.outputs_of[unit]
+            number, leaves = self.calls[unit] % len(outputs), count()
+            arguments, passed = list(tensors_in([args, kwargs])), self.seen.trace.passed
+            self.calls[unit] += 1
+
+            def leaf(like: torch.Tensor) -> torch.Tensor:
+                port = Port(unit, number, next(leaves))
+                if port in passed:
+                    return arguments[passed[port]]
+                if port not in self.tensors:
+                    device = next((t.device for t in tensors_in(self.inputs)), None)
+                    return torch.full_like(like, torch.nan if like.is_floating_point() else 0, device=device)
+                received = self.tensors[port]
+                return received.clone() if port in self.changed else received
+
+            return map_tensors(leaf, outputs[number])
 
         return forward
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.received = hidden
+    def _remember(self, unit: str) -> Callable[..., None]:
+        def hook(part: nn.Module, args: tuple, output: Any) -> None:
+            for leaf, tensor in enumerate(tensors_in(output)):
+                port = Port(unit, self.calls[unit], leaf)
+                if port in self.sends:
+                    self.tensors[port] = tensor.clone() if port in self.changed else tensor
+            self.calls[unit] += 1
+
+        return hook
+
+    def forward(self, *received: torch.Tensor) -> Any:
+        self.tensors = dict(
+            zip(self.receives, received, strict=False)
+        )  # the first stage is given the number of a micro-batch
+        self.calls.clear()
         try:
-            output = call(self.root, self.inputs)
-        except _Leave as leaving:
-            return leaving.hidden
+            return self.finish(call(self.root, self.inputs), self.targets)
+        except _Leave:
+            return tuple(self._sent(port, like) for port, like in zip(self.sends, self.expected, strict=True))
         finally:
-            self.received = None
-        return self.finish(output, self.targets)
+            self.tensors = {}
+
+    def _sent(self, port: Port, like: torch.Tensor) -> torch.Tensor:
+        tensor = self.tensors[port]
+        if port in self.receives:
+            tensor = tensor.view_as(tensor)  # passed on: a stage must not return its own input
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            raise MeshwrightError(
+                "MW-OWN-007",
+                f"'{port.unit}' returns {tuple(tensor.shape)} in {tensor.dtype}, and {tuple(like.shape)} in {like.dtype} is expected",
+                why="The shapes and dtypes between pipeline stages are fixed in advance, by the example",
+                fix="inputs of the shape of the example, padded if need be",
+            )
+        return tensor.contiguous()
 
 
-def leaving(layer: nn.Module) -> Callable[..., Any]:
-    """A forward that leaves the module's `forward` with the argument a layer would have taken."""
-    taken = input_of(layer.forward)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        raise _Leave(taken(args, kwargs)[0])
-
-    return forward
-
-
-def zeros_like_example(outputs: list[Any]) -> Callable[..., Any]:
-    """A forward that returns zeros of the shapes of the example, call by call."""
-    calls = [0]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        device = next((t.device for t in tensors_in([args, kwargs])), None)
-        made = map_tensors(lambda t: torch.zeros_like(t, device=device), outputs[calls[0] % len(outputs)])
-        calls[0] += 1
-        return made
-
-    return forward
+def leave_forward(*args: Any, **kwargs: Any) -> Any:
+    raise _Leave
 
 
 def modules_but(root: nn.Module, absent: list[nn.Module]) -> Iterator[nn.Module]:

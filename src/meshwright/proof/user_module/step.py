@@ -27,13 +27,13 @@ from torch.overrides import TorchFunctionMode
 from meshwright.describe.optimizer import Optimizer
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.user_module.batches import call, map_tensors, microbatches, samples_in, tensors_in
-from meshwright.parallel.user_module.module import ParallelModule, loss_value
-from meshwright.parallel.user_module.parallelize import parallelize, takes_batch_first
 from meshwright.proof.records import PieceTrace, Trace
 from meshwright.proof.user_module.code import load, one_sentence
 from meshwright.proof.user_module.job import FACTORY, ModuleJob, Reference
 from meshwright.training.launch.rank import RankContext
 from meshwright.training.machine import available_memory
+from meshwright.training.user_module.module import ParallelModule, loss_value
+from meshwright.training.user_module.parallelize import parallelize, takes_batch_first
 from meshwright.units import format_bytes
 
 CLIP = 1.0

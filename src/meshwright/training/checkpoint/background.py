@@ -66,7 +66,7 @@ class Saver:
         self.sync = sync if is_first(group) else lambda: None
         self.stalled_s = 0.0
         self.saved_step: int | None = None  # the last one that is complete
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: MeshwrightError | None = None
 
@@ -122,13 +122,13 @@ class Saver:
         """A copy of the state that later steps do not change; only what this rank writes."""
         written = [entry for entry in state.entries if entry.written]
         copies = [replace(entry, tensor=self._copy(entry)) for entry in written]
-        self._copies = {entry.key: entry.tensor for entry in copies}
+        self._copies = {(entry.key, entry.start): entry.tensor for entry in copies}
         if any(entry.tensor.is_cuda for entry in written):
             torch.cuda.current_stream().synchronize()
         return State(state.step, copies, state.numbers)
 
     def _copy(self, entry: Entry) -> torch.Tensor:
-        source, copy = entry.tensor.detach(), self._copies.get(entry.key)
+        source, copy = entry.tensor.detach(), self._copies.get((entry.key, entry.start))
         if copy is None or copy.shape != source.shape or copy.dtype != source.dtype:
             copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
         return copy.copy_(source, non_blocking=source.is_cuda)

@@ -6,27 +6,27 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.describe.model import Model
-from meshwright.describe.sharding import parameters
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError, listed
 from meshwright.training.checkpoint.manifest import Manifest
-from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT, expected_states
-from meshwright.training.loop import Trainer
+from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT, Training, expected_states
 
 
-def check_fits(trainer: Trainer, manifest: Manifest) -> None:
+def check_fits(trainer: Training, manifest: Manifest) -> None:
     """Raise if a checkpoint is not one of this model and optimizer: nothing has been changed yet."""
-    model, workload = trainer.parallel.model, trainer.parallel.workload
+    parallel, workload = trainer.parallel, trainer.parallel.workload
     saved = {
         key.rpartition(f"{WEIGHT}/")[2]: tensor.shape
         for key, tensor in manifest.tensors.items()
         if key.startswith((f"{WEIGHT}/", f"replica-0/{WEIGHT}/"))
     }
-    expected = {p.name: p.shape for p in parameters(model, range(model.layers))}
-    check_model(model, manifest, expected, saved)
-    optimizer = Workload(**manifest.workload).optimizer
-    kinds = states_by_parameter(manifest)
+    check_model(parallel.description, manifest, parallel.whole_tensors, saved)
+    optimizer, kinds = Workload(**manifest.workload).optimizer, states_by_parameter(manifest)
+    classes = [str(model.get("optimizer")) for model in (manifest.model, parallel.description)]
+    if kinds and classes[0] != classes[1]:  # of a user's module
+        raise MeshwrightError(
+            "MW-CKPT-008", f"the checkpoint contains the states of {classes[0]}; this optimizer is {classes[1]}"
+        )
     if kinds and optimizer != workload.optimizer:
         raise MeshwrightError(
             "MW-CKPT-008",
@@ -34,7 +34,7 @@ def check_fits(trainer: Trainer, manifest: Manifest) -> None:
             why="States of one optimizer mean something else in another",
             fix=f"--set workload.optimizer={optimizer}",
         )
-    for piece in trainer.parallel.updated if kinds else ():
+    for piece in parallel.updated if kinds else ():
         missing = expected_states(piece, optimizer) - kinds.get(piece.name, set())
         if missing and piece.parameter.requires_grad:
             raise MeshwrightError(
@@ -44,11 +44,11 @@ def check_fits(trainer: Trainer, manifest: Manifest) -> None:
             )
 
 
-def check_model(model: Model, manifest: Manifest, expected: dict[str, Any], saved: dict[str, Any]) -> None:
+def check_model(model: dict[str, Any], manifest: Manifest, expected: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raise if the weights of a checkpoint are not those of the model."""
     if saved == expected:
         return
-    changes = list(model_changes(manifest.model, json.loads(json.dumps(model.as_dict()))))
+    changes = list(model_changes(manifest.model, json.loads(json.dumps(model))))
     if changes:
         raise MeshwrightError(
             "MW-CKPT-004",
@@ -85,7 +85,7 @@ def states_by_parameter(manifest: Manifest) -> dict[str, set[str]]:
     return out
 
 
-def same_layout(trainer: Trainer, manifest: Manifest) -> bool:
+def same_layout(trainer: Training, manifest: Manifest) -> bool:
     """Whether every rank has the place and the messages that it had when the checkpoint was written."""
     parallel = trainer.parallel
     now = (parallel.plan.as_dict(), parallel.mesh.layout.axes, parallel.mesh.size("world"), parallel.workload.batch)
@@ -93,10 +93,10 @@ def same_layout(trainer: Trainer, manifest: Manifest) -> bool:
     return json.dumps(now) == json.dumps(saved)
 
 
-def behaviour_changes(trainer: Trainer, manifest: Manifest) -> Iterator[str]:
+def behaviour_changes(trainer: Training, manifest: Manifest) -> Iterator[str]:
     """Differences that do not prevent a resume, but change what follows."""
     parallel = trainer.parallel
-    for change in model_changes(manifest.model, json.loads(json.dumps(parallel.model.as_dict()))):
+    for change in model_changes(manifest.model, json.loads(json.dumps(parallel.description))):
         yield f"model.{change}: the model has changed since the checkpoint"
     if manifest.ranks and (batch := Workload(**manifest.workload).batch) != parallel.workload.batch:
         yield (

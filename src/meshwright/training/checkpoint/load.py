@@ -26,6 +26,7 @@ from meshwright.training.checkpoint.state import (
     NUMBER,
     OPTIMIZER,
     WEIGHT,
+    Training,
     expected_states,
     replica_prefix,
     restore_compression,
@@ -33,11 +34,10 @@ from meshwright.training.checkpoint.state import (
     shared_entries,
 )
 from meshwright.training.checkpoint.store import Entry, read
-from meshwright.training.loop import Trainer
 
 
 @torch.no_grad()
-def load(trainer: Trainer, path: Path, manifest: Manifest) -> list[str]:
+def load(trainer: Training, path: Path, manifest: Manifest) -> list[str]:
     """Fill a trainer from a checkpoint that fits it. Returns messages about what could not be carried over."""
     messages = list(behaviour_changes(trainer, manifest))
     pieces, states = trainer.parallel.updated, make_states(trainer, manifest)
@@ -61,8 +61,8 @@ def load(trainer: Trainer, path: Path, manifest: Manifest) -> list[str]:
         read_average(path, manifest, entries, own)
     for i, state in states.items():
         trainer.optimizer.state[pieces[i].parameter] = state
-    if trainer.masters is not None:
-        trainer.masters.give_parameters()
+    if trainer.parallel.masters is not None:
+        trainer.parallel.masters.give_parameters()
     if trainer.average is not None and not averaged:
         trainer.average.restart()
     zero.reshard(trainer.parallel.stages.values())  # parameters that were gathered before are out of date
@@ -72,7 +72,7 @@ def load(trainer: Trainer, path: Path, manifest: Manifest) -> list[str]:
     return messages
 
 
-def make_states(trainer: Trainer, manifest: Manifest) -> dict[int, dict[str, torch.Tensor]]:
+def make_states(trainer: Training, manifest: Manifest) -> dict[int, dict[str, torch.Tensor]]:
     """Empty states of the optimizer for each piece, of the kinds that the checkpoint has, as the optimizer itself makes them."""
     kinds, out = states_by_parameter(manifest), {}
     groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -125,7 +125,7 @@ def read_average(path: Path, manifest: Manifest, entries: list[Entry], own: str)
         entry.tensor.copy_(total)
 
 
-def restore_numbers(trainer: Trainer, manifest: Manifest, same: bool) -> None:
+def restore_numbers(trainer: Training, manifest: Manifest, same: bool) -> None:
     if not manifest.ranks:
         return
     parallel = trainer.parallel
@@ -139,7 +139,7 @@ def restore_numbers(trainer: Trainer, manifest: Manifest, same: bool) -> None:
         parallel.local.tokens.fill_(tokens)
 
 
-def restore_rank(trainer: Trainer, path: Path, manifest: Manifest, same: bool) -> Iterator[str]:
+def restore_rank(trainer: Training, path: Path, manifest: Manifest, same: bool) -> Iterator[str]:
     """Restore what belongs to this rank alone; yields messages about what starts empty."""
     parallel = trainer.parallel
     rank, device = parallel.mesh.rank, parallel.mesh.device
@@ -156,7 +156,7 @@ def restore_rank(trainer: Trainer, path: Path, manifest: Manifest, same: bool) -
         numbers = manifest.ranks[rank]
         tensors = rank_tensors(path, manifest, rank, "compression/", device)
         restore_compression(trainer, tensors, numbers.get("compression_steps", []))
-        parallel.scale = numbers["scale"]
+        parallel.applied_scale = numbers["scale"]
     elif any(key.startswith("rank-") and "/compression/" in key for key in manifest.tensors):
         yield "The plan has changed: what gradient compression had not sent yet is lost, and its residuals start empty"
 

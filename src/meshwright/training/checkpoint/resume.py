@@ -23,8 +23,8 @@ from meshwright.training.checkpoint.fit import check_fits
 from meshwright.training.checkpoint.folder import checkpoints_of
 from meshwright.training.checkpoint.load import load
 from meshwright.training.checkpoint.manifest import Manifest, check_files, has_manifest, read_manifest
+from meshwright.training.checkpoint.state import Training
 from meshwright.training.checkpoint.together import is_first, on_first, together
-from meshwright.training.loop import Trainer
 
 Notify = Callable[[str], None]
 
@@ -39,7 +39,7 @@ class Resumed:
 
 
 def resume(
-    trainer: Trainer, source: Path, group: ProcessGroup | None = None, notify: Notify = lambda text: None
+    trainer: Training, source: Path, group: ProcessGroup | None = None, notify: Notify = lambda text: None
 ) -> Resumed | None:
     """Fill a trainer from `source`: one checkpoint, or a run folder, of which the last good checkpoint is used. None if a run folder
     has no checkpoint; raises MW-CKPT-019 if it has some and none is intact. A collective of a group of all ranks on the CPU; `notify` gets

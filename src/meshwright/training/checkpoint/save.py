@@ -23,18 +23,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint import folder
 from meshwright.training.checkpoint.manifest import Manifest, SavedFile, SavedTensor, file_hash
-from meshwright.training.checkpoint.state import State, replicas_of
+from meshwright.training.checkpoint.state import State, Training, replicas_of
 from meshwright.training.checkpoint.store import write
 from meshwright.training.checkpoint.together import is_first, on_first, together
-from meshwright.training.loop import Trainer
 from meshwright.version import VERSION
 
 
-def run_description(trainer: Trainer, data: dict[str, Any] | None = None) -> dict[str, Any]:
+def run_description(trainer: Training, data: dict[str, Any] | None = None) -> dict[str, Any]:
     """The fields of a manifest that do not change during a run."""
     parallel = trainer.parallel
     return {
-        "model": parallel.model.as_dict(),
+        "model": parallel.description,
         "plan": parallel.plan.as_dict(),
         "workload": parallel.workload.as_dict(),
         "order": parallel.mesh.layout.axes,

@@ -19,21 +19,37 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from meshwright.describe.optimizers import OPTIMIZERS
-from meshwright.describe.sharding import KV_COPIES, PROJECT, degrees_of
+from meshwright.describe.sharding import KV_COPIES, Box
+from meshwright.errors import MeshwrightError
 from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.numerics.precision import LossScale
 from meshwright.parallel.pieces import Piece, local_tensor
+from meshwright.parallel.sharded import Sharded
 from meshwright.training.checkpoint.store import Entry
-from meshwright.training.loop import Trainer
+from meshwright.training.optimizer.average import WeightAverage
 from meshwright.training.optimizer.groups import role_of
 
 WEIGHT, AVERAGE, OPTIMIZER, NUMBER = "weight", "ema", "optimizer.", "optimizer-number."
+
+
+class Training(Protocol):
+    """A training whose state is saved: `training.loop.Trainer`, or a user's module (`training.user_module`)."""
+
+    @property
+    def parallel(self) -> Sharded: ...
+
+    optimizer: Any
+    average: WeightAverage | None
+    scale: LossScale
+    step: int
+    skip_steps: set[int]
 
 
 @dataclass(frozen=True)
@@ -50,23 +66,23 @@ class State:
         return sum(entry.tensor.nbytes for entry in self.entries if entry.written)
 
 
-def state_of(trainer: Trainer) -> State:
+def state_of(trainer: Training) -> State:
     """The state of a trainer between two steps; its tensors are the trainer's own, not copies."""
     entries = [*shared_entries(trainer, optimizer_states(trainer)), *rank_entries(trainer)]
     return State(trainer.step, entries, rank_numbers(trainer))
 
 
-def replicas_of(trainer: Trainer) -> int:
+def replicas_of(trainer: Training) -> int:
     """The number of replicas whose tensors differ (local SGD); 0: none do."""
     return trainer.parallel.mesh.size("replicate") if trainer.parallel.local is not None else 0
 
 
-def replica_prefix(trainer: Trainer) -> str:
+def replica_prefix(trainer: Training) -> str:
     """The beginning of the keys of this rank's replica."""
     return f"replica-{trainer.parallel.mesh.index('replicate')}/" if replicas_of(trainer) else ""
 
 
-def optimizer_states(trainer: Trainer) -> dict[int, dict[str, torch.Tensor]]:
+def optimizer_states(trainer: Training) -> dict[int, dict[str, torch.Tensor]]:
     """The optimizer's tensors of each updated piece, by its place in the list."""
     state: Mapping[Any, Mapping[str, Any]] = trainer.optimizer.state
     return {
@@ -80,38 +96,48 @@ def expected_states(piece: Piece, optimizer: str) -> frozenset[str]:
     kind = OPTIMIZERS[optimizer]
     if kind.matrix_states is not None and role_of(piece) == "matrix":
         return frozenset(f"{OPTIMIZER}{name}" for name in kind.matrix_states)
-    return frozenset([*(f"{OPTIMIZER}{name}" for name in kind.states), *(f"{NUMBER}{name}" for name in kind.numbers)])
+    each = OPTIMIZER if piece.full_shape else NUMBER  # all states of a parameter that is one number are numbers
+    return frozenset([*(f"{each}{name}" for name in kind.states), *(f"{NUMBER}{name}" for name in kind.numbers)])
 
 
 def shared_entries(
-    trainer: Trainer, states: Mapping[int, Mapping[str, torch.Tensor]], average: bool = True
+    trainer: Training, states: Mapping[int, Mapping[str, torch.Tensor]], average: bool = True
 ) -> Iterator[Entry]:
     """The boxes that a plan shares out: weights, their moving average, and the given states of the optimizer."""
     averages = trainer.average.values if average and trainer.average is not None else []
-    mesh, prefix = trainer.parallel.mesh, replica_prefix(trainer)
-    kv_copies = degrees_of(trainer.parallel.model, trainer.parallel.plan).kv_copies
-    for i, piece in enumerate(trainer.parallel.updated):
-        writes = is_writer(piece, i, mesh, kv_copies)
-        yield box_entry(f"{prefix}{WEIGHT}/{piece.name}", piece, piece.local, writes)
+    parallel, prefix = trainer.parallel, replica_prefix(trainer)
+    for i, piece in enumerate(parallel.updated):
+        writes = [is_writer(box, i, parallel.mesh, parallel.degrees.kv_copies) for box in piece.boxes]
+        yield from box_entries(f"{prefix}{WEIGHT}/{piece.name}", piece, piece.local, writes)
         if averages:
-            yield box_entry(f"{prefix}{AVERAGE}/{piece.name}", piece, averages[i], writes)
+            yield from box_entries(f"{prefix}{AVERAGE}/{piece.name}", piece, averages[i], writes)
         for name, value in states.get(i, {}).items():
-            if value.ndim:
-                yield box_entry(f"{prefix}{OPTIMIZER}{name}/{piece.name}", piece, local_tensor(value), writes)
-            else:  # one number for the whole parameter: the rank with its first element writes it
-                first = writes and not any(piece.start) and piece.local.numel() > 0
+            value = local_tensor(value)
+            if value.ndim and value.shape == piece.local.shape:
+                yield from box_entries(f"{prefix}{OPTIMIZER}{name}/{piece.name}", piece, value, writes)
+            elif not value.ndim:  # one number for the whole parameter: the rank with its first element writes it
+                first = writes[0] and not any(piece.start) and piece.local.numel() > 0
                 yield Entry(f"{prefix}{NUMBER}{name}/{piece.name}", (1,), (0,), value.reshape(1), first)
+            else:
+                raise MeshwrightError(
+                    "MW-CKPT-005",
+                    f"'{name}' of {piece.name} is of shape {tuple(value.shape)}, not that of the parameter",
+                    why="A checkpoint divides a state of the optimizer as its parameter is divided",
+                    fix="an optimizer with one number per element: adamw, adam, muon, momentum, sgd",
+                )
+    for name, buffer, first in parallel.buffers():
+        yield Entry(f"{prefix}{WEIGHT}/{name}", tuple(buffer.shape), (0,) * buffer.ndim, buffer, first)
 
 
-def box_entry(key: str, piece: Piece, local: torch.Tensor, writes: bool) -> Entry:
-    """A tensor with the box of a piece."""
-    return Entry(key, piece.full_shape, piece.start, local, writes and local.numel() > 0)
+def box_entries(key: str, piece: Piece, local: torch.Tensor, writes: list[bool]) -> Iterator[Entry]:
+    """A tensor with the boxes of a piece."""
+    for (box, view), written in zip(piece.views(local), writes, strict=True):
+        yield Entry(key, piece.full_shape, box.local_start, view, written and view.numel() > 0)
 
 
-def is_writer(piece: Piece, number: int, mesh: Mesh, kv_copies: int) -> bool:
+def is_writer(box: Box, number: int, mesh: Mesh, kv_copies: int) -> bool:
     """Whether this rank writes its copy of a box."""
-    box = piece.box
-    if box.tied and box.name == PROJECT:
+    if box.later_stage:
         return False
     index, count = 0, 1
     for axis in box.copies:
@@ -122,7 +148,7 @@ def is_writer(piece: Piece, number: int, mesh: Mesh, kv_copies: int) -> bool:
     return index == number % count
 
 
-def rank_entries(trainer: Trainer) -> Iterator[Entry]:
+def rank_entries(trainer: Training) -> Iterator[Entry]:
     """Tensors that belong to this rank alone."""
     prefix = f"rank-{trainer.parallel.mesh.rank}/"
     for name, tensor in (*random_states(trainer.parallel.mesh.device).items(), *compression_tensors(trainer).items()):
@@ -130,12 +156,12 @@ def rank_entries(trainer: Trainer) -> Iterator[Entry]:
             yield Entry(f"{prefix}{name}", tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
-def rank_numbers(trainer: Trainer) -> dict[str, Any]:
+def rank_numbers(trainer: Training) -> dict[str, Any]:
     """Numbers that belong to this rank, ready for JSON."""
     parallel, scale = trainer.parallel, trainer.scale
     out: dict[str, Any] = {
         "loss_scale": [scale.value, scale.good_steps, scale.skipped],
-        "scale": parallel.scale,
+        "scale": parallel.applied_scale,
         "normal_numbers": unused_normal_numbers(),
         "skip_steps": sorted(trainer.skip_steps),
     }
@@ -149,7 +175,7 @@ def rank_numbers(trainer: Trainer) -> dict[str, Any]:
     return {**out, "compression_steps": steps} if steps else out
 
 
-def compression_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+def compression_tensors(trainer: Training) -> dict[str, torch.Tensor]:
     """Errors of each compressor by message, and PowerSGD's bases by message and offset."""
     out: dict[str, torch.Tensor] = {}
     for i, compressor in enumerate(compressors_in(trainer.parallel.reductions)):
@@ -159,7 +185,7 @@ def compression_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     return out
 
 
-def restore_compression(trainer: Trainer, tensors: Mapping[str, torch.Tensor], steps: list[dict[str, int]]) -> None:
+def restore_compression(trainer: Training, tensors: Mapping[str, torch.Tensor], steps: list[dict[str, int]]) -> None:
     """Put back what `compression_tensors` and `rank_numbers` gave."""
     compressors = compressors_in(trainer.parallel.reductions)
     for name, tensor in tensors.items():

@@ -183,7 +183,7 @@ def mean_step_s(trainer: Trainer, recorder: CommRecorder) -> float:
     seconds = torch.tensor(
         last.ended - last.began if last else 0.0, dtype=torch.float64, device=trainer.parallel.mesh.device
     )
-    return float(trainer.all_reduce(seconds, "world")) / trainer.parallel.plan.world
+    return float(trainer.parallel.all_reduce(seconds, "world")) / trainer.parallel.plan.world
 
 
 def observe(trainer: Trainer) -> Observed:

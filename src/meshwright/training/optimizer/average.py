@@ -13,14 +13,14 @@ from contextlib import contextmanager
 
 import torch
 
-from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import at_least_single
+from meshwright.parallel.sharded import Sharded
 
 
 class WeightAverage:
     """The moving average of the pieces of one rank; `values` are in the order of `Parallel.updated`."""
 
-    def __init__(self, parallel: Parallel, decay: float) -> None:
+    def __init__(self, parallel: Sharded, decay: float) -> None:
         self.parallel, self.decay = parallel, decay
         self.pieces = parallel.updated
         self.values = [p.local.detach().to(at_least_single(p.local.dtype), copy=True) for p in self.pieces]

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.optimizers import OPTIMIZERS
-from meshwright.parallel.apply import Parallel
+from meshwright.parallel.sharded import Sharded
 from meshwright.training.optimizer.fused import FusedAdamW
 from meshwright.training.optimizer.groups import parameter_groups
 from meshwright.training.optimizer.muon import Muon
@@ -22,17 +22,17 @@ from meshwright.training.optimizer.schedule import base_rate
 Groups = list[dict[str, Any]]
 
 
-def make_optimizer(parallel: Parallel, settings: Optimizer) -> torch.optim.Optimizer:
+def make_optimizer(parallel: Sharded, settings: Optimizer) -> torch.optim.Optimizer:
     """The workload's optimizer over the trained pieces of this rank."""
     kind = parallel.workload.optimizer
     trained = [p for p in parallel.updated if p.parameter.requires_grad]
-    groups = parameter_groups(trained, kind, settings, parallel.model.hidden) or [nothing_to_train()]
+    groups = parameter_groups(trained, kind, settings, parallel.width) or [nothing_to_train()]
     rate = base_rate(settings, parallel.workload)
     optimizer: torch.optim.Optimizer = OPTIMIZERS.part(kind, "make")(groups, settings, rate, parallel)
     return optimizer
 
 
-def make_adam(groups: Groups, settings: Optimizer, rate: float, parallel: Parallel) -> torch.optim.Optimizer:
+def make_adam(groups: Groups, settings: Optimizer, rate: float, parallel: Sharded) -> torch.optim.Optimizer:
     optimizer, masters = adamw(groups, settings, rate), parallel.masters
     if isinstance(optimizer, FusedAdamW) and masters is not None:
         optimizer.rounded = masters.rounded()
@@ -40,13 +40,13 @@ def make_adam(groups: Groups, settings: Optimizer, rate: float, parallel: Parall
     return optimizer
 
 
-def make_muon(groups: Groups, settings: Optimizer, rate: float, parallel: Parallel) -> torch.optim.Optimizer:
+def make_muon(groups: Groups, settings: Optimizer, rate: float, parallel: Sharded) -> torch.optim.Optimizer:
     plain = [group for group in groups if not group["orthogonal"]]
     trained = [p for p in parallel.updated if p.parameter.requires_grad]
     return Muon(groups, trained, parallel, settings.momentum, adamw(plain, settings, rate) if plain else None)
 
 
-def make_sgd(groups: Groups, settings: Optimizer, rate: float, parallel: Parallel) -> torch.optim.Optimizer:
+def make_sgd(groups: Groups, settings: Optimizer, rate: float, parallel: Sharded) -> torch.optim.Optimizer:
     has_momentum = "momentum" in OPTIMIZERS[parallel.workload.optimizer].settings
     return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum if has_momentum else 0.0)
 

@@ -28,11 +28,10 @@ from typing import Any
 
 import torch
 
-from meshwright.describe.sharding import degrees_of
 from meshwright.describe.sharding.matrices import NEWTON_SCHULZ_STEPS, matrices
-from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import at_least_single, narrow
 from meshwright.parallel.pieces import Piece
+from meshwright.parallel.sharded import Sharded
 from meshwright.training.optimizer.whole_matrices import WholeMatrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -60,14 +59,14 @@ class Muon(torch.optim.Optimizer):
         self,
         groups: list[dict[str, Any]],
         pieces: list[Piece],
-        parallel: Parallel,
+        parallel: Sharded,
         momentum: float,
         adamw: torch.optim.AdamW | None,
     ) -> None:
         self.adamw = adamw
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum})
         self.pieces = [p for p in pieces if p.box.parameter.role == "matrix"]
-        found = matrices([p.box for p in self.pieces], degrees_of(parallel.model, parallel.plan))
+        found = matrices([p.box for p in self.pieces], parallel.degrees)
         sixteen = narrow(parallel.dtype)
         self.dtype = torch.bfloat16 if sixteen else parallel.dtype
         on_gpu = torch.device(parallel.mesh.device).type == "cuda"

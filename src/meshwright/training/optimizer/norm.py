@@ -21,9 +21,10 @@ from meshwright.training.optimizer.fused import FusedAdamW
 
 def counted_squares(pieces: list[Piece]) -> torch.Tensor:
     """Σ g² over the elements this rank counts; summed over the world it is the square of the global norm."""
-    counted = [p.gradient for p in pieces if p.box.first_copy]
+    trained = [p for p in pieces if p.parameter.requires_grad]
+    counted = [view for p in trained for box, view in p.views(p.gradient) if box.first_copy and view.numel()]
     if not counted:
-        return torch.zeros((), dtype=torch.float64, device=pieces[0].local.device)
+        return torch.zeros((), dtype=torch.float64, device=pieces[0].local.device if pieces else None)
     if any(narrow(g.dtype) for g in counted):
         norms = torch.stack([torch.linalg.vector_norm(g, dtype=at_least_single(g.dtype)) for g in counted])
         return norms.to(torch.float64).square().sum()

@@ -1,0 +1,356 @@
+"""`ParallelModule`: a user's module under a plan, on this rank.
+
+    model = mw.parallelize(module, plan, optimizer=partial(torch.optim.AdamW, lr=1e-3))
+    loss = model.step(inputs, targets)          # backward, clip_norm, update
+
+or, step by step: `backward` runs all micro-batches and completes the gradients, `clip_norm` returns their global norm, `update` lets the
+optimizer take its step and zeroes the gradients. `save` and `resume` write and read sharded checkpoints, on this plan or another.
+
+The loss of a step is the mean over the samples of all data-parallel ranks: each micro-batch's loss, a mean, is weighted by its samples, so that
+ranks may have batches of different length. With `reduction="sum"` the loss is a sum (over tokens, say) and is divided by the `count` of all
+ranks: exact where padding leaves them different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.describe.optimizer import Optimizer
+from meshwright.errors import MeshwrightError
+from meshwright.models.initialise import box_of
+from meshwright.parallel.data.zero import reshard
+from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
+from meshwright.parallel.sharded import Sharded
+from meshwright.parallel.user_module.batches import call, microbatches, prepared, samples_in
+from meshwright.parallel.user_module.batchnorm import uses_batch
+from meshwright.parallel.user_module.boxes import Entry
+from meshwright.parallel.user_module.checks import check_replicas
+from meshwright.parallel.user_module.samples import (
+    ONE_MICROBATCH,
+    LossCheck,
+    Trial,
+    check_samples,
+    depends_on_the_batch,
+)
+from meshwright.training.checkpoint.resume import resume
+from meshwright.training.checkpoint.save import run_description, save
+from meshwright.training.checkpoint.state import state_of
+from meshwright.training.optimizer.average import WeightAverage
+from meshwright.training.optimizer.norm import clip, counted_squares
+from meshwright.training.optimizer.schedule import set_learning_rate, share_at
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def loss_value(loss: Loss | None, output: Any, targets: Any) -> torch.Tensor:
+    """The loss of a micro-batch as one number: of the function, or what the module returns."""
+    if loss is not None:
+        value: Any = loss(output, targets)
+    else:
+        value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        kind = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise MeshwrightError(
+            "MW-OWN-003",
+            f"the loss is {kind}, not one number",
+            why="Without a loss function the module must return its loss, as a tensor or in an attribute `loss`",
+            fix='parallelize(…, loss=lambda output, targets: …), or step({"input_ids": ids, "labels": labels})',
+        )
+    return value.reshape(())
+
+
+@dataclass
+class Progress:
+    """What a checkpoint saves (`checkpoint.state.Training`)."""
+
+    parallel: Sharded
+    optimizer: Any
+    scale: LossScale
+    step: int
+    average: WeightAverage | None = None
+    skip_steps: set[int] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
+class ParallelModule(Sharded):
+    """A user's module under a plan, on this rank."""
+
+    entries: dict[str, Entry]  # by name of the module's state
+    loss: Loss | None
+    reduction: str
+    batch_dim: int
+    input_dtype: torch.dtype | None  # of forward and backward; None: as the module was
+    settings: Optimizer | None = None  # of one of our optimizers: it has a schedule of the learning rate
+    optimizer: torch.optim.Optimizer | None = None
+    run_pipeline: Callable[[list[tuple[Any, Any]]], torch.Tensor] | None = None
+    check: bool = True  # whether the first step is checked against one device
+    synchronised: list[nn.Module] = field(default_factory=list)  # batch normalisations over all data-parallel ranks
+    example_checked: bool = False  # a batch against its halves, when it was built
+    scale: LossScale = field(default_factory=LossScale)
+    steps: int = 0  # updates so far
+    weight: torch.Tensor | float = 1.0  # what the loss of the micro-batch under way is multiplied by
+    loss_check: LossCheck | None = None
+    used: set[torch.Tensor] = field(default_factory=set)  # parameters with a gradient in this step
+    unused: set[str] = field(default_factory=set)  # parameters without one on any rank
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's part of the module; of several stages the first."""
+        return next(iter(self.stages.values()))
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's share of the batch among `data_ranks`, for example for a `DistributedSampler`."""
+        return self.mesh.index("dp")
+
+    @property
+    def data_ranks(self) -> int:
+        return self.mesh.size("dp")
+
+    # A step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, for evaluation; with a pipeline no rank has all of it."""
+        if self.run_pipeline is not None:
+            raise MeshwrightError(
+                "MW-OWN-004",
+                "a module under a pipeline is called",
+                why="Each rank has some of the layers: backward() and step() run micro-batches through all of them",
+                fix="gather it with state_dict() and evaluate on one device",
+            )
+        return self.module(*args, **kwargs)
+
+    def step(
+        self, inputs: Any, targets: Any = None, *, count: float | None = None, clip: float | None = None
+    ) -> torch.Tensor:
+        """One training step on this rank's share of the batch; returns the loss over all ranks."""
+        loss = self.backward(inputs, targets, count=count)
+        norm = self.clip_norm(clip)
+        self.update(norm)
+        return loss
+
+    def backward(self, inputs: Any, targets: Any = None, *, count: float | None = None) -> torch.Tensor:
+        """Forward and backward of every micro-batch; gradients are complete and averaged afterwards. Returns the loss over all ranks.
+
+        `inputs` are this rank's share of the batch: a tensor, a tuple (passed by position) or a dictionary (by name). Without a `loss` the
+        module returns its own, as a tensor or in an attribute `loss`. Ranks of one tp or pp group are given the same share.
+        """
+        samples = samples_in(inputs, self.batch_dim)
+        explicit = "microbatch" in self.plan.model_fields_set or self.run_pipeline is not None
+        size = self.plan.microbatch if explicit else samples
+        chunks = microbatches(prepared(inputs, self.input_dtype, self.mesh.device), targets, size, self.batch_dim)
+        mean = self.reduction == "mean"
+        self.check_batch(chunks, size)
+        total = self.summed([float(samples if mean or count is None else count)], "dp")[0]
+        self.set_scale(self.scale.value)
+        self.weight = (size if mean else 1.0) / total * self.scale.value
+        loss = self.run(chunks) if self.run_pipeline is None else self.run_pipeline(chunks)
+        uses = self.uses()
+        self.finish_gradients()
+        problem = self.loss_check.problem if self.loss_check is not None else None
+        if self.check and self.mesh.size("tp") > 1:
+            problem = check_replicas(self.pieces, self.mesh) or problem
+        self.check, self.loss_check = False, None
+        counted = float(loss) if self.mesh.index("tp") == 0 else 0.0
+        total_loss, problems, *ranks_using = self.summed([counted, float(problem is not None), *uses], "world")
+        if problems:
+            raise problem or depends_on_the_batch("another rank's part of the batch has another loss than its halves")
+        self.note_unused(ranks_using)
+        return total_loss / self.scale.value
+
+    def run(self, chunks: list[tuple[Any, Any]]) -> torch.Tensor:
+        """Forward and backward of all micro-batches, without a pipeline."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for i, (inputs, targets) in enumerate(chunks):
+            for reduction in self.reductions:
+                reduction.begin(last=i == len(chunks) - 1)
+            part = self.weighted_loss(call(self.module, inputs), targets)
+            part.backward()
+            loss += part.detach()
+        return loss
+
+    def weighted_loss(self, output: Any, targets: Any) -> torch.Tensor:
+        value = loss_value(self.loss, output, targets)
+        if self.loss is not None and self.loss_check is not None:
+            self.loss_check.add(self.loss, output, targets)
+        return value * self.weight
+
+    def summed(self, values: list[float], axis: str) -> torch.Tensor:
+        return self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.mesh.device), axis)
+
+    def clip_norm(self, most: float | None = None) -> torch.Tensor:
+        """The norm of the whole model's gradient, each element counted once; gradients are scaled down to `most` where it is larger."""
+        norm = self.all_reduce(counted_squares(self.pieces).to(self.mesh.device), "world").sqrt() / self.scale.value
+        unscale(self.pieces, self.scale.value)
+        if most is not None:
+            clip(self.pieces, norm, most, self.optimizer)
+        return norm
+
+    def update(self, norm: torch.Tensor | None = None) -> None:
+        """Let the optimizer take its step, and zero the gradients. Under fp16 a step of infinite `norm` is skipped."""
+        if self.optimizer is None:
+            raise MeshwrightError(
+                "MW-OWN-004",
+                "there is no optimizer to take a step",
+                fix="parallelize(…, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))",
+            )
+        if norm is None or self.scale.accept(norm):
+            if self.settings is not None:
+                rate = self.settings.learning_rate * share_at(self.settings, self.steps)
+                set_learning_rate(self.optimizer, rate)
+            with self.updating():
+                idle = [p.parameter for p in self.updated if p.name in self.unused]
+                gradients = [p.grad for p in idle]
+                for parameter in idle:
+                    parameter.grad = None
+                self.optimizer.step()
+                for parameter, gradient in zip(idle, gradients, strict=True):
+                    parameter.grad = gradient
+        self.steps += 1
+        self.used.clear()
+        self.zero_gradients()
+
+    # What the first step checks, and which parameters a step uses
+
+    def check_batch(self, chunks: list[tuple[Any, Any]], size: int) -> None:
+        """Raise where parts of a batch give something else than the whole; in the first step, by running a part and its halves."""
+        if len(chunks) > 1 and any(uses_batch(part) for part in self.synchronised):
+            raise depends_on_the_batch("batch normalisation with several micro-batches in a step", ONE_MICROBATCH)
+        if not self.check or (len(chunks) == 1 and self.data_ranks == 1):
+            return
+        mean = self.reduction == "mean"
+        self.loss_check = LossCheck(size, self.batch_dim, mean) if self.loss is not None else None
+        if self.run_pipeline is None and not self.example_checked:
+            trial = Trial(self.module, chunks[0][0], self.batch_dim, mean, self.synchronised)
+            check_samples(trial, self.mesh.device, gradients=not self.mesh.sharded)
+            reshard([self.module])
+
+    def uses(self) -> list[float]:
+        """By name of the state, whether the parameter has a gradient on this rank. A split backward writes gradients without calling hooks."""
+        users = {
+            p.name
+            for p in self.pieces
+            if (g := p.parameter.grad) is not None
+            and (isinstance(g, DTensor) or p.parameter in self.used or bool(g.any()))
+        }
+        return [float(name in users) for name in self.entries]
+
+    def note_unused(self, ranks_using: list[torch.Tensor]) -> None:
+        """Remember the parameters that no rank used: as on one device, the optimizer leaves them alone (weight decay would change them). Raise where
+        data-parallel ranks used different ones under ZeRO: torch then sums gradients of different parameters."""
+        counts = dict(zip(self.entries, (int(n) for n in ranks_using), strict=True))
+        self.unused = {name for name, count in counts.items() if not count}
+        for p in self.pieces:
+            count, ranks = counts[p.name], self.mesh.size("world") // self.plan.pp
+            if isinstance(p.parameter, DTensor) and len(self.entries[p.name].stages) == 1 and 0 < count < ranks:
+                raise MeshwrightError(
+                    "MW-OWN-010",
+                    f"'{p.name}' has a gradient on {count} of {ranks} ranks",
+                    why="Under ZeRO all ranks reduce the gradients of the same parameters: these would be summed with others",
+                    fix="zero=0 (replicate instead of shard), or use the parameter on every rank (add 0 * its sum to the loss)",
+                )
+
+    # The state
+
+    @property
+    def whole_tensors(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(entry.shape) for name, entry in self.entries.items() if entry.source == name}
+
+    @property
+    def description(self) -> dict[str, Any]:
+        root = getattr(self.module, "root", self.module)
+        return {"module": type(root).__name__, "optimizer": type(self.optimizer).__name__}
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """The buffers of the state, and whether this rank is the first that holds them."""
+        first = not any(self.mesh.index(axis) for axis in ("dp", "tp"))
+        for stage, module in self.stages.items():
+            for name, buffer in getattr(module, "root", module).named_buffers():
+                entry = self.entries.get(name)
+                if entry is not None and entry.source == name:
+                    yield name, buffer, first and stage == entry.stages[-1]  # which runs all code between layers
+
+    def save(self, folder: str | Path) -> Path:
+        """Save weights, buffers, optimizer states and residuals of compression under `folder`, each rank its part. All ranks call it."""
+        training = Progress(self, self.optimizer, self.scale, self.steps)
+        return save(Path(folder), state_of(training), run_description(training), self._host_group())[0]
+
+    def resume(self, folder: str | Path) -> bool:
+        """Continue from a checkpoint, or from the last good one of a folder, written on this plan or another. False: there is none."""
+        training = Progress(self, self.optimizer, self.scale, self.steps)
+        resumed = resume(training, Path(folder), self._host_group())
+        self.steps = training.step
+        return resumed is not None
+
+    def _host_group(self) -> distributed.ProcessGroup | None:
+        """The group over which the ranks agree on a checkpoint; on the CPU."""
+        if self.mesh.size("world") == 1:
+            return None
+        on_host = distributed.get_backend() == "gloo"
+        return distributed.group.WORLD if on_host else distributed.new_group(backend="gloo")
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The full state of the module on every rank, as one device would save it; 16-bit parameters as their fp32 copies. All ranks call it."""
+        parts = [
+            (p.name, box.local_start, view) for p in self.updated for box, view in p.views(p.local) if box.first_copy
+        ]
+        parts += [(name, (0,) * buffer.ndim, buffer) for name, buffer, first in self.buffers() if first]
+        return self._gathered(parts, set(self.entries))
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The full gradient of every parameter, on every rank; all ranks call it after `backward`."""
+        trained = [p for p in self.pieces if p.parameter.requires_grad]
+        parts = [
+            (p.name, box.local_start, view) for p in trained for box, view in p.views(p.gradient) if box.first_copy
+        ]
+        return self._gathered(parts, {name for name in self.entries if name not in self.unused})
+
+    def _gathered(
+        self, parts: list[tuple[str, tuple[int, ...], torch.Tensor]], names: set[str]
+    ) -> dict[str, torch.Tensor]:
+        """The full tensors of the boxes that all ranks hold."""
+        by_name: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
+        for name, start, view in parts:
+            by_name.setdefault(name, []).append((start, view))
+        out: dict[str, torch.Tensor] = {}
+        for name, entry in self.entries.items():
+            if entry.source != name:
+                out |= {name: out[entry.source]} if entry.source in out else {}
+            elif name in names:
+                wide = at_least_single(entry.dtype) if entry.dtype.is_floating_point else entry.dtype
+                sent = torch.uint8 if wide == torch.bool else wide
+                full = torch.zeros(entry.shape, dtype=sent, device=self.mesh.device)
+                for start, view in by_name.get(name, ()):
+                    box_of(full, start, view.shape).copy_(view)
+                out[name] = self.all_reduce(full, "world").to("cpu", wide)
+        return out
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of a full state, such as `state_dict` returns or one device saved."""
+        missing, unexpected = sorted(set(self.entries) - set(state)), sorted(set(state) - set(self.entries))
+        wrong = [n for n, e in self.entries.items() if n in state and state[n].shape != e.shape]
+        if missing or unexpected or wrong:
+            what = f"no '{missing[0]}'" if missing else f"an unknown '{unexpected[0]}'" if unexpected else ""
+            raise MeshwrightError(
+                "MW-OWN-005",
+                f"the state has {what or f'{wrong[0]!r} of {tuple(state[wrong[0]].shape)}, not {tuple(self.entries[wrong[0]].shape)}'}",
+                why="A state has every parameter and buffer of the module, whole",
+            )
+        for piece in self.updated:
+            for box, view in piece.views(piece.local):
+                view.copy_(box_of(state[piece.name], box.local_start, view.shape))
+        if self.masters is not None:
+            self.masters.give_parameters()
+        reshard(self.stages.values())
+        for name, buffer, _ in self.buffers():
+            buffer.copy_(state[name])

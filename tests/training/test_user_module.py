@@ -1,0 +1,124 @@
+"""A user's module trains with the trainer's own pieces: compression, offload, optimizers, and checkpoints that resume on another layout."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ranks
+from meshwright.errors import MeshwrightError
+from meshwright.training.user_module.parallelize import parallelize
+
+ROWS, BOUND = 8, 1e-12
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        self.seen.copy_(2 * self.norm.bias.detach())
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(8, 11)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+TABLE = [
+    *((name, "replicated") for name in ("", "embed", "head", "blocks.*.norm")),
+    *(("blocks.*.mlp", "region"), ("blocks.*.mlp.0", "column"), ("blocks.*.mlp.2", "row")),
+]
+TP = {"tp": 2}
+ZERO = {"shard": 2, "zero": 3}
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def loss_of(output, ids):
+    return functional.cross_entropy(output.flatten(0, 1), ids.flatten())
+
+
+def batch(step):
+    ids = torch.randint(0, 11, (ROWS, 5), generator=torch.Generator().manual_seed(step))
+    return ids, ids.roll(-1, 1)
+
+
+def built(plan, optimizer=ADAMW):
+    torch.manual_seed(0)
+    table = TABLE if "tp" in plan else None
+    example = batch(0)[0][: plan.get("microbatch", ROWS // 2)]
+    module = Net().double()
+    return parallelize(
+        module, plan, table, optimizer=optimizer, loss=loss_of, example=example, layers="blocks", check=False
+    )
+
+
+def trained(model, steps):
+    for step in steps:
+        x, y = (t.chunk(model.data_ranks)[model.data_rank] for t in batch(step))
+        model.step(x, y, clip=0.5)
+    return model.state_dict()
+
+
+def error(a, b):
+    assert list(a) == list(b)
+    return max(float((a[n] - v).abs().max()) for n, v in b.items())
+
+
+def shared_pieces(context, folder):
+    """Differences between layouts, by what is compared."""
+    out = {}
+    plain = trained(built({"replicate": 2}), range(3))
+    for offload in ("states", "activations", "both"):
+        out[f"offload {offload}"] = error(trained(built({**ZERO, "offload": offload}), range(3)), plain)
+    out["reduce each micro-batch"] = error(
+        trained(built({"replicate": 2, "reduce": "microbatch", "microbatch": 2}), range(3)), plain
+    )
+    for kind in ("adamw", "momentum", "muon"):
+        options = {"kind": kind, "learning_rate": 1e-2, "warmup": 2}
+        exact = trained(built({"replicate": 2}, options), range(3))
+        out[f"{kind} under ZeRO"] = error(trained(built(ZERO, options), range(3)), exact)
+        out[f"{kind} under tp"] = error(trained(built(TP, options), range(3)), exact)
+    compressed = {}
+    for plan in ({"replicate": 2}, ZERO):
+        state = trained(built({**plan, "compression": "int8"}, partial(torch.optim.SGD, lr=1e-2)), range(3))
+        exact = trained(built(plan, partial(torch.optim.SGD, lr=1e-2)), range(3))
+        compressed[str(plan)] = error(state, exact)
+    first = built(ZERO)
+    trained(first, range(2))
+    first.save(folder)
+    expected = trained(first, range(2, 4))
+    for plan in ({"replicate": 2}, TP, {"pp": 2, "microbatch": 2}, {**ZERO, "offload": "states"}):
+        model = built(plan)
+        assert model.resume(folder)
+        assert model.steps == 2
+        out[f"resumed on {plan}"] = error(trained(model, range(2, 4)), expected)
+    for optimizer in (partial(torch.optim.RMSprop, lr=1e-2), "momentum"):
+        with pytest.raises(MeshwrightError, match="MW-CKPT-008"):
+            built(ZERO, optimizer).resume(folder)
+    assert not built(ZERO).resume(f"{folder}/none")
+    return out, compressed
+
+
+def test_a_user_module_trains_and_resumes_with_the_shared_pieces(tmp_path):
+    for differences, compressed in ranks.run(2, shared_pieces, str(tmp_path / "run"), silence=60):
+        assert not {what: e for what, e in differences.items() if not e < BOUND}
+        assert all(0 < e < 1e-3 for e in compressed.values()), compressed  # int8 loses something, and little
