@@ -293,7 +293,7 @@ def parallelize(
     plan: Plan | dict[str, Any] | str | Path,
     table: Sequence[tuple[str, str]] | None = None,
     *,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | str | dict[str, Any] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     reduction: str = "mean",
     layers: str | None = None,
@@ -306,7 +306,8 @@ def parallelize(
     Data parallelism, ZeRO, recompute and precision work on every module. Tensor and sequence parallelism take a `table` of rows (pattern of
     names, style), built in for Hugging Face's Llama, Mistral, Qwen, Phi-3, Mixtral, GPT-2 and ViT and for `nn.TransformerEncoder`. A
     pipeline divides the list of layers at the path `layers`, and needs an `example`: the inputs of one micro-batch.
-    `optimizer` makes a torch optimizer of (name, parameter) pairs; `loss(output, targets)` is a mean over samples, or a sum with
+    `optimizer` makes a torch optimizer of (name, parameter) pairs, or names one of ours ("adamw").
+    `loss(output, targets)` is a mean over samples, or a sum with
     `reduction="sum"`. `batch_first=False`: inputs are [sequence, batch, …]. Trial runs on `example` and in the first step refuse a module
     that the plan would train differently from one device; `check=False` skips them. docs/parallel.md shows each.
     """
