@@ -125,7 +125,7 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("webbrowser.open", stop)
     monkeypatch.setattr("meshwright.calibrate.runs.accuracy.runs", list)  # thousands of predictions
     monkeypatch.setattr("meshwright.calibrate.runs.accuracy.failed", list)
-    for module in ("system", "emulation", "carry", "ranks"):
+    for module in ("system", "emulation", "ranks"):
         monkeypatch.setattr(f"meshwright.comm.emulate.{module}.check_rights", no_rights, raising=False)
 
 

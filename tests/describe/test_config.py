@@ -449,6 +449,7 @@ def test_the_schema_has_every_field() -> None:
     made = schema()
     assert set(made["properties"]) == {
         "extends",
+        "plugins",
         "model",
         "cluster",
         "stack",

@@ -322,10 +322,10 @@ def no_sync_without_dp():
 
 def own_tokens_only():
     """The loss is divided by the tokens of the part of one rank."""
-    from meshwright.training.loop import Trainer
+    from meshwright.parallel.apply import Parallel
 
-    all_reduce = Trainer.all_reduce
-    Trainer.all_reduce = lambda self, values, axis: values if axis == "dp_cp" else all_reduce(self, values, axis)
+    all_reduce = Parallel.all_reduce
+    Parallel.all_reduce = lambda self, values, axis: values if axis == "dp_cp" else all_reduce(self, values, axis)
 
 
 @pytest.mark.parametrize(

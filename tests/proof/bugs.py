@@ -155,12 +155,12 @@ def every_rank_reads_the_same_samples():
 
 def loss_normalised_per_rank():
     """A mean of the means of the ranks, although ranks have different numbers of valid tokens."""
-    all_reduce = loop.Trainer.all_reduce
+    all_reduce = apply.Parallel.all_reduce
 
     def local(self, values, axis):
-        return values * self.parallel.mesh.size(axis) if axis == "dp_cp" else all_reduce(self, values, axis)
+        return values * self.mesh.size(axis) if axis == "dp_cp" else all_reduce(self, values, axis)
 
-    loop.Trainer.all_reduce = local
+    apply.Parallel.all_reduce = local
 
 
 def microbatch_loss_not_divided():

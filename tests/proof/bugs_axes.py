@@ -177,7 +177,7 @@ def context_ranks_not_summed():
     Mesh.group = lambda self, axis: None if axis == "dp_cp" and self.size("cp") > 1 else group(self, axis)
 
     # Tokens are still counted over all of them.
-    all_reduce = loop.Trainer.all_reduce
+    all_reduce = apply.Parallel.all_reduce
 
     def counted(self, values, axis):
         if axis == "dp_cp":
@@ -185,7 +185,7 @@ def context_ranks_not_summed():
             return values
         return all_reduce(self, values, axis)
 
-    loop.Trainer.all_reduce = counted
+    apply.Parallel.all_reduce = counted
 
 
 def rotation_starts_at_zero_on_every_rank():
@@ -280,7 +280,7 @@ def rank_zero_is_false():
 
 
 def tied_embedding_not_summed():
-    apply.Parallel._sum_tied = lambda self: None
+    apply.Parallel._sum_tied = lambda self, copies, group: None
 
 
 def shards_freed_between_halves():

@@ -229,14 +229,11 @@ def test_a_newer_version_is_refused_and_left_as_it_is(tmp_path):
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(change, code, text, tmp_path):
-    class Given:
-        def as_dict(self):
-            return {"hidden": 4, **change}
-
+    model = {"hidden": 4, **change}
     saved(tmp_path, 1)
     manifest = read_manifest(tmp_path / "step-00000001")
     with pytest.raises(MeshwrightError) as raised:
-        check_model(Given(), manifest, {"a": (64,), "b": (2, 3), "c": (1,)}, {"a": (64,), "b": (2, 3), "d": (1,)})
+        check_model(model, manifest, {"a": (64,), "b": (2, 3), "c": (1,)}, {"a": (64,), "b": (2, 3), "d": (1,)})
     assert raised.value.code == code
     assert text in raised.value.why
 
