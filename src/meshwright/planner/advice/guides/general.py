@@ -12,8 +12,7 @@ figure in a text is wrong, the function uses the correct figure and the recommen
 from __future__ import annotations
 
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.guides.problem import Problem
-from meshwright.planner.advice.guides.recommendation import Recommendation
+from meshwright.planner.advice.guides.problem import Advice, Problem, guide
 from meshwright.planner.search.first_fit import first_that_fits
 from meshwright.units import format_count, format_decimal_bytes, format_rate
 
@@ -25,7 +24,8 @@ LIMITS = (
 )
 
 
-def size_against_memory(s: Problem) -> Recommendation:
+@guide("size vs memory", "Distributed Training Basics, Strategy Selection; A Guide to Distributed Training, 7.7")
+def size_against_memory(s: Problem) -> Advice:
     """Replicate a model whose state fits one device; shard a larger one."""
     fits_one = s.state < s.memory
     ddp = s.shaped() if fits_one else None
@@ -33,31 +33,22 @@ def size_against_memory(s: Problem) -> Recommendation:
     compares = "below" if fits_one else "above"
     verdict = "replicate it" if plan == ddp and plan else "shard it over all devices"
     reason = f"{format_decimal_bytes(s.state)} of state is {compares} the {format_decimal_bytes(s.memory)} of one device: {verdict}{s.aside(plan)}"
-    return Recommendation(
-        "size vs memory",
-        plan,
-        reason,
-        "Distributed Training Basics, Strategy Selection; A Guide to Distributed Training, 7.7",
-        "7B: 80 GB is sufficient → DDP; 70B: model parallelism required",
-        LIMITS,
-    )
+    return Advice(plan, reason, "7B: 80 GB is sufficient → DDP; 70B: model parallelism required", LIMITS)
 
 
-def topology(s: Problem) -> Recommendation:
+@guide("topology", "Distributed Training Basics, Strategy Selection")
+def topology(s: Problem) -> Advice:
     """Place the axis with the most traffic on the fastest level."""
-    source = "Distributed Training Basics, Strategy Selection"
     if s.model.kind != "transformer":
-        return Recommendation("topology", s.shaped(), "no heads to split: data parallel on every level", source)
+        return Advice(s.shaped(), "no heads to split: data parallel on every level")
     if s.nodes == 1:
         plan = s.first_fitting(s.shaped(tp=t, zero=1) for t in (2, 4, s.node))
         node = f"one node of {s.node}" + (
             " on NVLink" if s.fast_inside else f" at {format_rate(s.cluster.device_bandwidth(0))}"
         )
-        return Recommendation(
-            "topology",
+        return Advice(
             plan,
             f"{node}: as much tensor parallelism as memory needs, data parallelism over the other ranks",
-            source,
             "single node 8 GPU NVLink: TP=8 or TP=2–4 + DP",
             "" if s.fast_inside else "without NVLink this advice is wrong: see the tensor guide",
         )
@@ -66,26 +57,23 @@ def topology(s: Problem) -> Recommendation:
         best = s.trial.fastest(wished)
         plan = best.plan if best else next((p for p in wished if p), None)
         kind = "pipeline" if plan and plan.pp > 1 else "FSDP"
-        return Recommendation(
-            "topology",
+        return Advice(
             plan,
             f"{format_rate(s.between)} a device between nodes: {kind} is the faster of FSDP and pipeline",
-            source,
             "cloud Ethernet: FSDP or pipeline",
         )
     plan = s.first_fitting(s.shaped(tp=s.node, pp=p, zero=1) for p in (1, 2, 4, 8, 16, 32))
-    return Recommendation(
-        "topology",
+    return Advice(
         plan,
         f"{s.nodes} nodes at {format_rate(s.between)} a device: tensor parallel inside, "
         "as many pipeline stages between nodes as memory needs, data parallel over the other ranks",
-        source,
         "multiple nodes InfiniBand: TP intra-node, DP/PP inter-node",
         "TP=8 is not always needed: small models lose more to its communication than they gain",
     )
 
 
-def batch_size(s: Problem) -> Recommendation:
+@guide("batch (training)", "Distributed Training Basics, Strategy Selection")
+def batch_size(s: Problem) -> Advice:
     """Use large batches and many micro-batches; a bubble of 10 to 20% is acceptable."""
     base = practical_tree(s).plan
     plan = s.with_recompute(base) if base else None
@@ -96,70 +84,57 @@ def batch_size(s: Problem) -> Recommendation:
         m = plan.microbatches(s.workload)
         verdict = "acceptable" if e.bubble_fraction <= 0.2 else "too much: raise the batch"
         reason = f"{m} micro-batches through {plan.pp} stages: bubble fraction {e.bubble_fraction:.0%}, {verdict}"
-    return Recommendation(
-        "batch (training)",
+    return Advice(
         plan,
         reason,
-        "Distributed Training Basics, Strategy Selection",
         "large batches, aggressive accumulation, pipeline bubble 10–20% acceptable",
         "accumulation helps a pipeline; without one it only adds kernel launches (the same text lists it as an anti-pattern)",
     )
 
 
-def architecture(s: Problem) -> Recommendation:
+@guide("architecture", "Distributed Training Basics, Strategy Selection; A Guide to Distributed Training, 11")
+def architecture(s: Problem) -> Advice:
     """Choose by the kind of model: long sequences, experts, or dense."""
-    source = "Distributed Training Basics, Strategy Selection; A Guide to Distributed Training, 11"
     if s.model.kind != "transformer":
-        return Recommendation("architecture", s.shaped(), "not a transformer: only data parallelism is planned", source)
+        return Advice(s.shaped(), "not a transformer: only data parallelism is planned")
     if s.workload.seq >= VERY_LONG:
         plan = s.first_fitting(s.shaped(tp=s.node, cp=c, zero=1) for c in (2, 4, 8, 16, 32))
-        return Recommendation(
-            "architecture",
+        return Advice(
             plan,
             f"sequences of {s.workload.seq:,} tokens: split them by context parallelism",
-            source,
             "long sequences 100K+: sequence parallelism",
             "transfers are hidden only if the attention of a block takes longer than its transfer; the guide's µs should be ms",
         )
     if s.moe:
         tries = [s.shaped(tp=t, pp=p, ep=s.model.experts, zero=1) for p in (1, 2, 4, 8, 16) for t in (1, s.node)]
-        return Recommendation(
-            "architecture",
+        return Advice(
             s.first_fitting(tries),
             f"{s.model.experts} experts: expert parallelism, tensor or pipeline parallelism for the dense layers if memory needs it",
-            source,
             "MoE: expert parallelism + TP/PP for dense layers",
             "expert parallelism re-uses the data-parallel ranks and adds no GPUs; its traffic grows with top-k",
         )
     plan = s.first_fitting(s.shaped(tp=s.node, pp=p, zero=1) for p in (1, 2, 4, 8, 16))
-    return Recommendation(
-        "architecture",
-        plan,
-        "a dense transformer can be split by heads and by layers",
-        source,
-        "transformer: suitable for tensor and pipeline",
+    return Advice(
+        plan, "a dense transformer can be split by heads and by layers", "transformer: suitable for tensor and pipeline"
     )
 
 
-def typical_configuration(s: Problem) -> Recommendation:
+@guide("typical configuration", "Distributed Training Basics, Typical Configurations")
+def typical_configuration(s: Problem) -> Advice:
     """Choose degrees by the size of the model."""
-    n, guide, source = s.model.total, "typical configuration", "Distributed Training Basics, Typical Configurations"
+    n = s.model.total
     size = f"{format_count(n)} parameters"
     if s.workload.seq >= LONG:
-        return Recommendation(
-            guide,
+        return Advice(
             s.shaped(tp=8, cp=4, zero=1),
             f"{s.workload.seq:,} tokens of context: cp 4, tp 8, dp over the other ranks",
-            source,
             "long context 64K–1M: SP=4 × TP=8 × DP=8 = 256 GPUs",
         )
     if s.moe and n >= LARGE:
         plan = s.first_fitting(s.shaped(tp=4, pp=p, ep=64, zero=1) for p in (1, 2, 4, 8, 16))
-        return Recommendation(
-            guide,
+        return Advice(
             plan,
             f"a mixture of experts of {size}: experts over up to 64 ranks, tp 4 for the dense layers",
-            source,
             "MoE: 64 experts on 64 GPUs + TP=4 = 256 GPUs",
             "the 64 ranks of the experts are among the 256",
         )
@@ -167,45 +142,33 @@ def typical_configuration(s: Problem) -> Recommendation:
         ddp = s.shaped()
         plan = ddp if s.fits(ddp) else s.shaped(zero=3)
         kind = "DDP" if plan == ddp else "FSDP, since memory is tight"
-        return Recommendation(
-            guide,
-            plan,
-            f"{size}: {kind}{s.aside(plan)}",
-            source,
-            "1–10B: pure DDP on 8–64 GPUs; FSDP if memory is tight",
-            LIMITS,
+        return Advice(
+            plan, f"{size}: {kind}{s.aside(plan)}", "1–10B: pure DDP on 8–64 GPUs; FSDP if memory is tight", LIMITS
         )
     if n < LARGE:
         wished = [s.shaped(zero=3), s.shaped(tp=min(8, s.node), zero=1)]
         best = s.trial.fastest(wished)
         plan = best.plan if best else next((p for p in wished if p), None)
-        return Recommendation(
-            guide,
+        return Advice(
             plan,
             f"{size}: the faster of FSDP and tp {min(8, s.node)} + dp that fits",
-            source,
             "10–70B: FSDP (ZeRO-3) or TP=4–8 intra-node + DP inter-node",
             "the text gives no advice from 70B to 100B; we apply this up to 100B",
         )
     plan = s.first_fitting(s.shaped(tp=8, pp=p, zero=1) for p in (8, 16))
-    return Recommendation(
-        guide, plan, f"{size}: tp 8, pp 8 to 16, dp over the other ranks", source, "100B–1T: TP=8 × PP=8–16 × DP=16+"
-    )
+    return Advice(plan, f"{size}: tp 8, pp 8 to 16, dp over the other ranks", "100B–1T: TP=8 × PP=8–16 × DP=16+")
 
 
-def practical_tree(s: Problem) -> Recommendation:
+@guide("practical tree", "A Guide to Distributed Training, 12.5")
+def practical_tree(s: Problem) -> Advice:
     """Choose by size, then by whether the state fits one node, then by dense or mixture of experts."""
-    n, source = s.model.total, "A Guide to Distributed Training, 12.5"
+    n = s.model.total
     size = format_count(n)
     if n < SMALL:
         ddp = s.shaped()
         plan = ddp if s.fits(ddp) else s.shaped(zero=3)
-        return Recommendation(
-            "practical tree",
-            plan,
-            f"{size} is below 10B: {'DDP' if plan == ddp else 'FSDP'}{s.aside(plan)}",
-            source,
-            "< 10B: use DDP or FSDP",
+        return Advice(
+            plan, f"{size} is below 10B: {'DDP' if plan == ddp else 'FSDP'}{s.aside(plan)}", "< 10B: use DDP or FSDP"
         )
     if n < LARGE:
         fits_node = s.state < s.node * s.memory
@@ -217,42 +180,36 @@ def practical_tree(s: Problem) -> Recommendation:
             if fits_node
             else "it does not fit one node: add a pipeline"
         )
-        return Recommendation(
-            "practical tree",
+        return Advice(
             s.first_fitting(wished),
             f"{size} is between 10B and 100B; {advice}",
-            source,
             "10B–100B: single node fit? TP=2–8 + FSDP; else TP=8 + PP=2–4 + FSDP",
             "FSDP with a pipeline gathers every layer once per micro-batch; ZeRO-1 is the usual choice",
         )
     wished = [s.shaped(tp=8, pp=p, zero=1, ep=s.model.experts if s.moe else 1) for p in (8, 16)]
     kind = "MoE: 3D + expert parallel" if s.moe else "dense: full 3D"
-    return Recommendation(
-        "practical tree",
+    return Advice(
         s.first_fitting(wished),
         f"{size} is above 100B, {kind}",
-        source,
         "> 100B: dense TP=8 + PP=8–16 + DP; MoE: EP + TP + PP + DP",
     )
 
 
-def start_simple(s: Problem) -> Recommendation:
+@guide(
+    "start simple",
+    "Distributed Training Basics, Key Takeaways; A Guide to Distributed Training, 13",
+    "DDP → FSDP → tensor → pipeline → 3D: each step adds complexity",
+)
+def start_simple(s: Problem) -> Advice:
     """The first strategy that fits, from simple to complex: DDP → FSDP → tensor → pipeline → 3D."""
-    source, wording = (
-        "Distributed Training Basics, Key Takeaways; A Guide to Distributed Training, 13",
-        "DDP → FSDP → tensor → pipeline → 3D: each step adds complexity",
-    )
     try:
         plan = first_that_fits(s.model, s.cluster, s.workload, s.stack)
     except MeshwrightError as error:
-        return Recommendation("start simple", None, f"no strategy is legal: {error.what}", source, wording)
+        return Advice(None, f"no strategy is legal: {error.what}")
     plan = plan.but(bucket=s.bucket(plan.dp * plan.cp))
     verdict = "the simplest strategy that fits" if s.fits(plan) else "no strategy fits; the closest"
-    return Recommendation(
-        "start simple",
+    return Advice(
         plan,
         f"{verdict}: {plan.title()}",
-        source,
-        wording,
-        "ZeRO-1 belongs between DDP and FSDP: it saves most of the state for the same bytes",
+        correction="ZeRO-1 belongs between DDP and FSDP: it saves most of the state for the same bytes",
     )

@@ -7,10 +7,11 @@ other rules: buckets above P·α/β, the least recompute that fits, and with it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, wraps
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -179,3 +180,46 @@ class Problem:
 
     def _legal(self, plan: Plan) -> bool:
         return plan.is_legal(self.model, self.workload, self.cluster, self.stack)
+
+
+class Advice(NamedTuple):
+    """What a guide says about a problem: a legal plan, or None if it advises against its strategy or is not about training; and the reason
+    with the figures of the problem."""
+
+    plan: Plan | None
+    reason: str
+    wording: str = ""  # of the guide's text
+    correction: str = ""  # what is wrong in the wording
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The advice of a guide, with the guide's name and source."""
+
+    guide: str
+    plan: Plan | None
+    reason: str
+    source: str
+    wording: str = ""
+    correction: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "plan": self.plan.as_dict() if self.plan else None}
+
+
+def guide(name: str, source: str, wording: str = "") -> Callable[[Callable[[Problem], Advice]], Guide]:
+    """A decision guide: its name, where its text stands, and its wording where that does not depend on the problem."""
+
+    def decorate(advise: Callable[[Problem], Advice]) -> Guide:
+        @wraps(advise)
+        def recommend(problem: Problem) -> Recommendation:
+            advice = advise(problem)
+            words = advice.wording or wording
+            return Recommendation(name, advice.plan, advice.reason, source, words, advice.correction)
+
+        return recommend
+
+    return decorate
+
+
+Guide = Callable[[Problem], Recommendation]

@@ -12,7 +12,7 @@ its assumptions is false.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,40 +23,23 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.planner.advice.alternatives import Trial, fits, step
-from meshwright.planner.advice.guides.axes import (
-    inference,
-    pipeline,
-    tensor,
-    three_dimensions,
-    zero3_network,
-    zero_stage,
-)
-from meshwright.planner.advice.guides.general import (
-    architecture,
-    batch_size,
-    practical_tree,
-    size_against_memory,
-    start_simple,
-    topology,
-    typical_configuration,
-)
-from meshwright.planner.advice.guides.problem import Problem
-from meshwright.planner.advice.guides.recommendation import Recommendation
+from meshwright.planner.advice.guides import axes, general
+from meshwright.planner.advice.guides.problem import Guide, Problem, Recommendation
 
-GUIDES: tuple[Callable[[Problem], Recommendation], ...] = (
-    size_against_memory,
-    topology,
-    batch_size,
-    architecture,
-    typical_configuration,
-    zero_stage,
-    tensor,
-    pipeline,
-    three_dimensions,
-    zero3_network,
-    practical_tree,
-    start_simple,
-    inference,
+GUIDES: tuple[Guide, ...] = (
+    general.size_against_memory,
+    general.topology,
+    general.batch_size,
+    general.architecture,
+    general.typical_configuration,
+    axes.zero_stage,
+    axes.tensor,
+    axes.pipeline,
+    axes.three_dimensions,
+    axes.zero3_network,
+    general.practical_tree,
+    general.start_simple,
+    axes.inference,
 )
 
 
