@@ -117,7 +117,7 @@ REASONS = {
 }
 
 
-def _reason(error: Any) -> str:
+def reason(error: Any) -> str:
     """Say why pydantic refused a value, in terms of a plan file instead of Python types."""
     return REASONS.get(error["type"]) or str(error["msg"]).replace("Input should be", "It must be")
 
@@ -157,5 +157,5 @@ def translate(error: ValidationError, cls: type[BaseModel], data: dict[str, Any]
     else:
         fix = f"--set {section}.{place}={near}" if near and section in SECTIONS else near
     return MeshwrightError(
-        "MW-CONF-003", f"{section}.{place} = {given} is not valid", why=_reason(first), valid=options, fix=fix
+        "MW-CONF-003", f"{section}.{place} = {given} is not valid", why=reason(first), valid=options, fix=fix
     )

@@ -22,10 +22,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from meshwright.errors import MeshwrightError, kind_of
+from meshwright.errors import MeshwrightError
 from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.runs import RunFolders
-from meshwright.web.bodies import MOST_BYTES, check_keys, parse
+from meshwright.web.bodies import MOST_BYTES, ViewsBody, parse
 from meshwright.web.cache import Cache
 from meshwright.web.jobs import Refused, WorkerPool
 from meshwright.web.safety import answer_error, read_body
@@ -33,8 +33,6 @@ from meshwright.web.worker import to_line
 
 QUICK, SEARCHED = "quick", "search"
 POOL_OF = {"plan": SEARCHED}  # tasks that search; all others are quick
-VIEWS_KEYS = ("config", "views", "options", "compare", "question")
-MOST_VIEWS = 40
 JSON, NDJSON = b"application/json", b"application/x-ndjson"
 
 Sender = Callable[[Send], Awaitable[None]]
@@ -266,24 +264,7 @@ def view_key(body: dict[str, Any], name: str) -> str:
 
 def checked_views(body: dict[str, Any]) -> dict[str, Any]:
     """The body of /api/views, with every part of its type and every view known."""
-    check_keys(body, VIEWS_KEYS)
-    types = {"config": dict, "views": list, "options": dict, "compare": dict, "question": dict}
-    for name, kind in types.items():
-        value = body.get(name)
-        if value is None and name not in ("config", "views"):
-            continue
-        if not isinstance(value, kind):
-            needed = "a list" if kind is list else "a table"
-            raise MeshwrightError(
-                "MW-WEB-005", f"{name} is {kind_of(value)}", why=f"It must be {needed}", valid=VIEWS_KEYS
-            )
-    names = body["views"]
-    if len(names) > MOST_VIEWS or not all(isinstance(name, str) for name in names):
-        raise MeshwrightError("MW-WEB-005", "views is not a list of names of views", why=f"At most {MOST_VIEWS}")
-    for name in names:
+    asked = ViewsBody.read(body)
+    for name in (*asked.views, *(asked.options or {})):
         view(name)
-    for name, options in (body.get("options") or {}).items():
-        view(name)
-        if options is not None and not isinstance(options, dict):
-            raise MeshwrightError("MW-WEB-005", f"options.{name} is {kind_of(options)}", why="It must be a table")
-    return {**body, "views": list(dict.fromkeys(names))}
+    return {**body, "views": list(dict.fromkeys(asked.views))}

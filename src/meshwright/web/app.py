@@ -22,12 +22,12 @@ from meshwright.web.api import QUICK, SEARCHED, Api
 from meshwright.web.cache import Cache
 from meshwright.web.jobs import WorkerPool
 from meshwright.web.safety import RequestGuard
+from meshwright.web.tasks import TASKS
 from meshwright.web.worker import failure, to_line
 
 QUICK_LIMIT_S, SEARCH_LIMIT_S = 20.0, 180.0
 QUICK_WAITING, SEARCH_WAITING = 400, 16
 CACHE_BYTES = 64 * 2**20
-TASKS = ("estimate", "plan", "simulate", "show", "choices", "text", "model", "cluster", "settings")
 
 
 class Site:
@@ -44,7 +44,11 @@ class Site:
             Route("/", self.index),
             Route("/static/{path:path}", static, middleware=[Middleware(GZipMiddleware)]),
             Route("/api/views", api.views, methods=["POST"]),
-            *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in TASKS),
+            *(
+                Route(f"/api/{name}", api.task(name), methods=["POST"])
+                for name in TASKS
+                if name not in ("views", "catalog")
+            ),
             Route("/api/catalog", api.catalog, methods=["GET"]),
             Route("/api/openapi.json", openapi, methods=["GET"]),
             Route("/api/runs", api.runs, methods=["GET"]),

@@ -1,4 +1,4 @@
-"""The body of a request: JSON of bounded size and depth, with the keys that its route has.
+"""The body of a request: JSON of bounded size and depth, with the keys that its route has. The classes below are also its schema (`web.schema`).
 
 Values of a plan file are validated by the classes of `describe`, as those of a TOML file are. Names are those of the catalog:
 `Config.from_document` reads no file.
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, Self
 
-from meshwright.describe.base import SECTIONS
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from meshwright.describe.base import MOST_DEVICES, SECTIONS, reason
 from meshwright.describe.files import check_depth
 from meshwright.errors import MeshwrightError, kind_of, shown, unknown
+from meshwright.view.page.registry import VIEWS
+from meshwright.view.show.topics import OPTIONS
 
 MOST_BYTES = 64 * 1024
 MOST_ITEMS = 5_000  # values in one body
 MOST_LETTERS = 2_000  # of one text
-QUESTION = ("fix", "most", "least", "without", "allow", "headroom", "top", "mtbf", "checkpoint", "restart")
 MOST_LEADERS = 100
+MOST_VIEWS = 40
+KINDS = {bool: "boolean", int: "integer", str: "string"}
 
 
 def parse(content: bytes) -> dict[str, Any]:
@@ -73,13 +77,94 @@ def check_text(text: str) -> None:
         ) from None
 
 
-def check_keys(body: dict[str, Any], valid: Iterable[str]) -> dict[str, Any]:
-    """The body, if it has no key besides the valid ones."""
-    valid = list(valid)
-    for key in body:
-        if key not in valid:
-            raise unknown("MW-WEB-005", "key", key, valid)
-    return body
+class Body(BaseModel):
+    """The body of one route. A value of another type is refused, never converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def read(cls, body: Any) -> Self:
+        """The body, if each of its values has its type."""
+        if not isinstance(body, dict):
+            raise MeshwrightError(
+                "MW-WEB-005", f"{kind_of(body)} was sent", why="A table is needed", valid=cls.model_fields
+            )
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            if first["type"] == "extra_forbidden":
+                raise unknown("MW-WEB-005", "key", name, cls.model_fields) from None
+            what = f"{name} = {shown(body[name])} is not valid" if name in body else f"{name} is missing"
+            raise MeshwrightError("MW-WEB-005", what, why=reason(first), valid=cls.model_fields) from None
+
+
+Value = str | int | float | bool
+Constraint = dict[str, Value | list[Value]] | list[str] | None  # {"tp": 8} or ["tp=8"]
+Quantity = str | int | float | None
+Lines = list[Annotated[str, Field(max_length=MOST_LETTERS)]]
+View = Annotated[str, WithJsonSchema({"enum": list(VIEWS)})]
+
+
+class QuestionBody(Body):
+    """Constraints of a search, as the options of `meshwright plan`."""
+
+    fix: Constraint = Field(None, description='fields with a fixed value, such as {"tp": 8}')
+    most: Constraint = Field(None, description="upper bounds of fields")
+    least: Constraint = Field(None, description="lower bounds of fields")
+    allow: Constraint = Field(None, description="values to add to the search")
+    without: list[str] | None = Field(None, description="strategies to leave out, such as zero3")
+    headroom: Quantity = Field(None, description="share of the memory to leave free, such as 10%")
+    top: int | None = Field(None, ge=1, le=MOST_LEADERS, description="number of leaders")
+    mtbf: Quantity = Field(None, description="time between failures of the cluster, such as 3h")
+    checkpoint: Quantity = Field(None, description="time that a checkpoint blocks training")
+    restart: Quantity = Field(None, description="restart time after a failure")
+
+
+class ViewsBody(Body):
+    """The views to compute for a plan file."""
+
+    config: dict[str, Any]
+    views: list[View] = Field(max_length=MOST_VIEWS)
+    options: dict[View, dict[str, Any] | None] | None = None
+    compare: dict[str, Any] | None = Field(None, description="a second plan")
+    question: QuestionBody | None = None
+
+
+class ClusterBody(Body):
+    """The lines of a TOML file such as `meshwright calibrate` writes."""
+
+    lines: Lines
+
+
+class SettingsBody(Body):
+    """The lines of a settings file of another framework."""
+
+    lines: Lines
+    name: str = Field("", max_length=MOST_LETTERS, description="of the file: its ending says its form")
+    gpus: int = Field(0, ge=0, le=MOST_DEVICES, description="data parallelism takes what is left of them")
+
+
+class ShowBody(Body):
+    """A topic of `meshwright show` and its options, which the topic checks."""
+
+    topic: str = ""
+    options: Annotated[
+        dict[str, Any],
+        WithJsonSchema(
+            {
+                "type": "object",
+                "properties": {name: {"type": KINDS[type(value)], "default": value} for name, value in OPTIONS.items()},
+                "additionalProperties": False,
+            }
+        ),
+    ] = {}
+
+
+def read_question(question: Any) -> dict[str, Any]:
+    """The constraints of a search, as `planner.plan` takes them."""
+    return QuestionBody.read(question).model_dump(exclude_none=True)
 
 
 def read_plan_file(body: Any) -> dict[str, Any]:
@@ -89,49 +174,3 @@ def read_plan_file(body: Any) -> dict[str, Any]:
             "MW-WEB-005", f"the plan file is {kind_of(body)}", why="A table of sections is needed", valid=SECTIONS
         )
     return body
-
-
-def read_question(given: Any) -> dict[str, Any]:
-    """The constraints of a search, as `planner.plan` takes them."""
-    if not isinstance(given, dict):
-        raise MeshwrightError("MW-WEB-005", f"question is {kind_of(given)}", why="A table is needed", valid=QUESTION)
-    out = {name: value for name, value in check_keys(given, QUESTION).items() if value is not None}
-    for name in ("fix", "most", "least", "allow"):
-        if name in out:
-            out[name] = _constraints(name, out[name])
-    if "without" in out:
-        out["without"] = [_word("without", item) for item in _listed("without", out["without"])]
-    for name in ("headroom", "mtbf", "checkpoint", "restart"):
-        if name in out and (isinstance(out[name], bool) or not isinstance(out[name], str | int | float)):
-            raise MeshwrightError("MW-WEB-005", f"question.{name} = {shown(out[name])} is not a number or a text")
-    top = out.get("top", 1)
-    if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MOST_LEADERS:
-        raise MeshwrightError(
-            "MW-WEB-005", f"question.top = {shown(top)} is not valid", why=f"It must be from 1 to {MOST_LEADERS}"
-        )
-    return out
-
-
-def _constraints(name: str, value: Any) -> dict[str, Any] | list[str]:
-    """`{"tp": 8}` or `["tp=8"]`."""
-    if isinstance(value, dict):
-        for field, item in value.items():
-            for one in item if isinstance(item, list) else [item]:
-                if not isinstance(one, str | int | float | bool):
-                    raise MeshwrightError(
-                        "MW-WEB-005", f"question.{name}.{field[:60]} = {shown(item)} is not a value of a plan"
-                    )
-        return value
-    return [_word(name, item) for item in _listed(name, value)]
-
-
-def _listed(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise MeshwrightError("MW-WEB-005", f"question.{name} = {shown(value)} is not a list")
-    return value
-
-
-def _word(name: str, item: Any) -> str:
-    if not isinstance(item, str):
-        raise MeshwrightError("MW-WEB-005", f"question.{name} contains {shown(item)}", why="A text is needed")
-    return item

@@ -14,9 +14,7 @@ from meshwright import __version__
 from meshwright.describe import catalog
 from meshwright.describe import schema as describe_schema
 from meshwright.describe.draft import NAMED
-from meshwright.view.page.registry import VIEWS
-from meshwright.view.show.topics import OPTIONS
-from meshwright.web.bodies import MOST_LEADERS, MOST_LETTERS
+from meshwright.web.bodies import ClusterBody, QuestionBody, SettingsBody, ShowBody, ViewsBody
 
 Schema = dict[str, Any]
 STATUS = {
@@ -34,7 +32,12 @@ STATUS = {
 def document() -> Schema:
     """The OpenAPI document."""
     schemas, plan_file = plan_file_schemas()
-    schemas |= {"PlanFile": plan_file, "Question": question(), "Error": error(), "ViewsRequest": views_request()}
+    schemas |= {"PlanFile": plan_file, "Error": error()}
+    for body in (QuestionBody, ViewsBody, ClusterBody, SettingsBody, ShowBody):
+        schemas[body.__name__] = moved(body.model_json_schema())
+        schemas[body.__name__].pop("$defs", None)
+    schemas["ViewsBody"]["properties"]["config"] = ref("PlanFile")
+    schemas["ViewsBody"]["properties"]["compare"]["anyOf"][0] = ref("PlanFile/properties/plan")
     return {
         "openapi": "3.1.0",
         "info": {
@@ -72,42 +75,6 @@ def moved(node: Any) -> Any:
     return [moved(item) for item in node] if isinstance(node, list) else node
 
 
-def question() -> Schema:
-    constraint = {
-        "anyOf": [
-            {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "array"]}},
-            {"type": "array", "items": {"type": "string"}},
-        ]
-    }
-    quantity = {"type": ["string", "number"]}
-    return {
-        "type": "object",
-        "description": "Constraints of a search, as the options of `meshwright plan`",
-        "additionalProperties": False,
-        "properties": {
-            **{name: {**constraint, "description": text} for name, text in CONSTRAINTS.items()},
-            "without": {
-                "type": "array",
-                "items": {"type": "string"},
-                "description": "strategies to leave out, such as zero3",
-            },
-            "headroom": {**quantity, "description": "share of the memory to leave free, such as 10%"},
-            "top": {"type": "integer", "minimum": 1, "maximum": MOST_LEADERS, "description": "number of leaders"},
-            "mtbf": {**quantity, "description": "time between failures of the cluster, such as 3h"},
-            "checkpoint": {**quantity, "description": "time that a checkpoint blocks training"},
-            "restart": {**quantity, "description": "restart time after a failure"},
-        },
-    }
-
-
-CONSTRAINTS = {
-    "fix": 'fields with a fixed value, such as {"tp": 8}',
-    "most": "upper bounds of fields",
-    "least": "lower bounds of fields",
-    "allow": "values to add to the search",
-}
-
-
 def error() -> Schema:
     text = {"type": "string"}
     fields = {"code": text, "what": text, "why": text, "fix": text, "valid": {"type": "array", "items": text}}
@@ -115,34 +82,11 @@ def error() -> Schema:
     return {"type": "object", "required": ["error"], "properties": {"error": inner}}
 
 
-def views_request() -> Schema:
-    plan = {"$ref": "#/components/schemas/PlanFile/properties/plan"}
-    return {
-        "type": "object",
-        "required": ["config", "views"],
-        "additionalProperties": False,
-        "properties": {
-            "config": ref("PlanFile"),
-            "views": {"type": "array", "items": {"enum": list(VIEWS)}},
-            "options": {
-                "type": ["object", "null"],
-                "propertyNames": {"enum": list(VIEWS)},
-                "additionalProperties": {"type": "object"},
-            },
-            "compare": {"anyOf": [plan, {"type": "null"}], "description": "a second plan"},
-            "question": {"anyOf": [ref("Question"), {"type": "null"}]},
-        },
-    }
-
-
-LINES: Schema = {"type": "array", "items": {"type": "string", "maxLength": MOST_LETTERS}}  # of a file
-
-
 def paths() -> dict[str, Schema]:
     """The operations of the API, by path."""
     plan_question = {
         "allOf": [{"$ref": "#/components/schemas/PlanFile"}],
-        "properties": {"question": ref("Question")},
+        "properties": {"question": ref("QuestionBody")},
     }
     plan_question = {"anyOf": [ref("PlanFile"), plan_question]}
     return {
@@ -153,10 +97,10 @@ def paths() -> dict[str, Schema]:
         ),
         "/api/simulate": post("Simulate the step of a plan", ref("PlanFile"), keys("step_time_s", "busy_s")),
         "/api/plan": post("Find the fastest plan that fits", plan_question, keys("plans", "strategies", "explanation")),
-        "/api/show": post("A topic of `meshwright show`", show_request(), {"type": ["object", "array"]}),
+        "/api/show": post("A topic of `meshwright show`", ref("ShowBody"), {"type": ["object", "array"]}),
         "/api/views": post(
             "Data of views, one line of JSON each as it is ready",
-            ref("ViewsRequest"),
+            ref("ViewsBody"),
             {"type": "string"},
             "application/x-ndjson",
         ),
@@ -173,12 +117,12 @@ def paths() -> dict[str, Schema]:
         "/api/model": post("A Hugging Face config.json as a [model] table", {"type": "object"}, keys("name")),
         "/api/cluster": post(
             "A cluster file, as its lines, as a [cluster] table",
-            cluster_request(),
+            ref("ClusterBody"),
             keys("cluster"),
         ),
         "/api/settings": post(
             "Settings of another framework, as the lines of their file, as the sections of a plan file",
-            settings_request(),
+            ref("SettingsBody"),
             keys("config", "read"),
         ),
         "/api/catalog": get(
@@ -194,44 +138,6 @@ def paths() -> dict[str, Schema]:
             ],
         ),
         "/api/openapi.json": get("This document", keys("openapi", "paths")),
-    }
-
-
-def cluster_request() -> Schema:
-    return {"type": "object", "properties": {"lines": LINES}}
-
-
-def settings_request() -> Schema:
-    return {
-        "type": "object",
-        "required": ["lines", "name"],
-        "properties": {
-            "lines": LINES,
-            "name": {
-                "type": "string",
-                "maxLength": MOST_LETTERS,
-                "description": "of the file: its ending says its form",
-            },
-            "gpus": {
-                "type": "integer",
-                "minimum": 0,
-                "maximum": 10**9,
-                "description": "data parallelism takes what is left of them",
-            },
-        },
-    }
-
-
-def show_request() -> Schema:
-    kinds = {bool: "boolean", int: "integer", str: "string"}
-    options = {name: {"type": kinds[type(default)], "default": default} for name, default in OPTIONS.items()}
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            "topic": {"type": "string"},
-            "options": {"type": "object", "properties": options, "additionalProperties": False},
-        },
     }
 
 

@@ -19,7 +19,7 @@ from meshwright.view.page.choices import choices
 from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.subject import Subject
 from meshwright.view.page.text import texts
-from meshwright.web.bodies import check_keys, read_plan_file, read_question
+from meshwright.web.bodies import ClusterBody, SettingsBody, ShowBody, read_plan_file, read_question
 
 Lines = Iterator[dict[str, Any]]
 REMEMBERED = 4  # subjects of a worker: switching between views of one configuration does not search again
@@ -76,8 +76,7 @@ def model(body: dict[str, Any]) -> Lines:
 
 def cluster(body: dict[str, Any]) -> Lines:
     """The [cluster] table of a TOML file such as `meshwright calibrate` writes, sent as its lines."""
-    lines = read_lines(check_keys(body, ("lines",)), "a TOML file")
-    yield {"cluster": cluster_table("\n".join(lines))}
+    yield {"cluster": cluster_table("\n".join(ClusterBody.read(body).lines))}
 
 
 def settings(body: dict[str, Any]) -> Lines:
@@ -86,22 +85,9 @@ def settings(body: dict[str, Any]) -> Lines:
     from meshwright.interop.files import read_settings
     from meshwright.view.settings import as_dict
 
-    check_keys(body, ("lines", "name", "gpus"))
-    name, gpus = body.get("name", ""), body.get("gpus", 0)
-    if not isinstance(name, str) or isinstance(gpus, bool) or not isinstance(gpus, int) or not 0 <= gpus <= 10**9:
-        raise MeshwrightError(
-            "MW-WEB-005", "name must be a text and gpus a whole number", valid=["lines", "name", "gpus"]
-        )
-    reading = read_settings(name, gpus=gpus, text="\n".join(read_lines(body, "a settings file")))
+    file = SettingsBody.read(body)
+    reading = read_settings(file.name, gpus=file.gpus, text="\n".join(file.lines))
     yield {"config": sections(reading), "read": as_dict(reading)}
-
-
-def read_lines(body: dict[str, Any], what: str) -> list[str]:
-    """The lines of a file in a body."""
-    lines = body.get("lines")
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise MeshwrightError("MW-WEB-005", "lines must be a list of texts", why=f"They are the lines of {what}")
-    return lines
 
 
 def catalog(body: dict[str, Any]) -> Lines:
@@ -114,10 +100,8 @@ def show(body: dict[str, Any]) -> Lines:
     """A topic of `meshwright show`."""
     from meshwright.view.show.topics import data
 
-    topic, options = check_keys(body, ("topic", "options")).get("topic", ""), body.get("options") or {}
-    if not isinstance(topic, str) or not isinstance(options, dict):
-        raise MeshwrightError("MW-WEB-005", "topic must be a text and options a table")
-    yield data(topic, options)
+    asked = ShowBody.read(body)
+    yield data(asked.topic, asked.options)
 
 
 def views(body: dict[str, Any]) -> Lines:
