@@ -197,3 +197,8 @@ class Difference:
         if self.measured == 0:
             return 0.0 if self.predicted == 0 else float("inf")
         return self.predicted / self.measured - 1
+
+
+def values_of(result: object, *names: str) -> dict[str, Any]:
+    """Some attributes of a result by their names, as keys of JSON."""
+    return {name: getattr(result, name) for name in names}

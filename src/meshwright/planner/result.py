@@ -16,7 +16,7 @@ from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
 from meshwright.describe.memory_fit import MEMORY_BAND
 from meshwright.describe.plan import Plan
-from meshwright.describe.result import Prediction
+from meshwright.describe.result import Prediction, values_of
 from meshwright.describe.shown import Shown
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice import explain as why
@@ -260,9 +260,7 @@ class Result(Shown):
     def _explanation(self) -> dict[str, Any]:
         x = self.explanation
         return {
-            "batch": x.batch,
-            "bound": x.bound,
-            "reasons": x.reasons,
+            **values_of(x, "batch", "bound", "reasons"),
             "critical_batch": x.estimate.critical_batch.sequences,
             "critical_batch_reason": x.critical,
             "bubble_fraction": x.estimate.bubble_fraction,

@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.describe.result import values_of
 from meshwright.programs.collectives import OPERATIONS, Program, Walk, check
 from meshwright.programs.collectives.arrays import Slots, loaded, states
 from meshwright.programs.collectives.comparison import Comparison
@@ -234,11 +235,7 @@ def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None 
     names = ("step", "source", "target", "chunk", "width", "reduce")
     moves = [dict(zip(names, row, strict=True)) for row in zip(*(c.tolist() for c in program.moves[:6]), strict=True)]
     data: dict[str, Any] = {
-        "operation": program.operation,
-        "algorithm": program.algorithm,
-        "ranks": program.ranks,
-        "elements": program.elements,
-        "root": program.root,
+        **values_of(program, "operation", "algorithm", "ranks", "elements", "root"),
         "groups": [list(group) for group in program.groups],
         "chunk_sizes": program.sizes.tolist(),
         "starts": slots_of(program, program.starts),

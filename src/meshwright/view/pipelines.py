@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console, Group
 from rich.text import Text
 
+from meshwright.describe.result import values_of
 from meshwright.programs.pipelines import KINDS, SCHEDULES, Walked
 from meshwright.programs.pipelines.check import needs_and_order
 from meshwright.programs.pipelines.program import KIND_NAMES, F
@@ -231,10 +232,7 @@ def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> dict[str, A
         for t, level in zip(*held_changes(walked, r), strict=True)
     ]
     about = {
-        "schedule": p.schedule,
-        "ranks": p.ranks,
-        "stages": p.stages,
-        "microbatches": p.microbatches,
+        **values_of(p, "schedule", "ranks", "stages", "microbatches"),
         "bubble_fraction": walked.bubble_fraction,
         "bubble_overhead": walked.bubble_overhead,
     }

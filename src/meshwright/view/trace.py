@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.describe.files import write_text
+from meshwright.describe.result import values_of
 
 MICROSECONDS = 1e6
 
@@ -138,9 +139,7 @@ def as_json(step: int, measured: Sequence[TraceSpan], simulated: Sequence[TraceS
 
 def span_as_json(span: TraceSpan) -> dict[str, Any]:
     return {
-        "rank": span.rank,
-        "stream": span.stream,
-        "name": span.name,
+        **values_of(span, "rank", "stream", "name"),
         "start_s": round(span.start, 9),
         "duration_s": round(span.duration, 9),
         "category": span.category,

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.legality import batch_unit
+from meshwright.describe.result import values_of
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
@@ -52,9 +53,7 @@ def at_batch(e: Estimate, batch: int) -> dict[str, Any] | None:
     return {
         "batch": batch,
         "microbatches": m,
-        "step_time_s": p.step_time_s,
-        "mfu": p.mfu,
-        "tokens_per_s": p.tokens_per_s,
+        **values_of(p, "step_time_s", "mfu", "tokens_per_s"),
         "lost_share": exposed / p.step_time_s,
         "formula": f"batch {batch:,} = micro-batch {other.plan.microbatch} × {m} × dp {other.plan.dp}: {format_seconds(p.step_time_s)} per step, "
         f"MFU {p.mfu or 0:.1%}; {exposed / p.step_time_s:.1%} of the step is bubble and exposed gradient reduction",

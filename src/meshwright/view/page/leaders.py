@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.describe.result import values_of
 from meshwright.planner.advice.reasons import reasons
 from meshwright.view.page.subject import Subject
 
@@ -31,11 +32,7 @@ def data(subject: Subject) -> dict[str, Any]:
                 "strategy": c.strategy,
                 "step_time_s": p.step_time_s,
                 "slower": p.step_time_s / found.prediction.step_time_s - 1,
-                "memory_gib": p.memory_gib,
-                "memory_limit_gib": p.memory_limit_gib,
-                "mfu": p.mfu,
-                "tokens_per_s": p.tokens_per_s,
-                "bound_by": p.bound_by,
+                **values_of(p, "memory_gib", "memory_limit_gib", "mfu", "tokens_per_s", "bound_by"),
                 "present": c.plan.as_dict() == subject.plan.as_dict(),
             }
             for c, p in found.leaders

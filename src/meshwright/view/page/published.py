@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.calibrate.runs.rows import read
 from meshwright.calibrate.runs.validate import Outcome, predict_rows
 from meshwright.describe.model import Model
+from meshwright.describe.result import values_of
 from meshwright.planner.cases import studies
 from meshwright.units import format_count, format_seconds
 from meshwright.view.page.subject import Subject
@@ -119,15 +120,7 @@ def all_rows() -> tuple[dict[str, Any], ...]:
                     "title": found.case.title,
                     "model": found.case.config.model.name,
                     "by": found.case.by,
-                    "what": row.what,
-                    "unit": row.unit,
-                    "published": row.published,
-                    "ours": row.ours,
-                    "low": row.low,
-                    "high": row.high,
-                    "ratio": row.ratio,
-                    "within": row.within,
-                    "source": row.source,
+                    **values_of(row, "what", "unit", "published", "ours", "low", "high", "ratio", "within", "source"),
                     "formula": f"{found.case.title}: predicted {ours} / published {theirs} {row.unit} = {row.ratio:.2f}; "
                     f"{'inside' if row.within else 'outside'} the band. Source: {row.source}",
                 }

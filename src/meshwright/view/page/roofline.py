@@ -13,6 +13,7 @@ from meshwright.calibrate.points import bus_factor
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.link import crossover, message_time
 from meshwright.cost.messages import Message
+from meshwright.describe.result import values_of
 from meshwright.units import format_decimal_bytes, format_flops, format_rate, format_seconds
 from meshwright.view.page.subject import Subject
 
@@ -60,12 +61,7 @@ def point(e: Estimate, m: Message) -> dict[str, Any]:
     ceiling = e.cluster.device_bandwidth(m.level)
     share = m.rate / ceiling
     return {
-        "name": m.name,
-        "axis": m.axis,
-        "operation": m.operation,
-        "algorithm": m.algorithm,
-        "ranks": m.ranks,
-        "level": m.level,
+        **values_of(m, "name", "axis", "operation", "algorithm", "ranks", "level"),
         "calls": m.count,
         "buffer_bytes": m.size,
         "sent_bytes": m.sent,

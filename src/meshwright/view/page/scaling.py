@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from meshwright.cost.estimate import Estimate, estimate
+from meshwright.describe.result import values_of
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.sensitivity import resized
 from meshwright.planner.search.common_plans import best_common_plan
@@ -78,10 +79,7 @@ def point(e: Estimate) -> dict[str, Any]:
     return {
         "gpus": e.plan.world,
         "batch": e.workload.batch,
-        "step_time_s": e.prediction.step_time_s,
-        "tokens_per_s": e.prediction.tokens_per_s,
-        "mfu": e.prediction.mfu,
-        "fits": e.prediction.fits,
+        **values_of(e.prediction, "step_time_s", "tokens_per_s", "mfu", "fits"),
         "compute_s": e.prediction.busy_s.get("compute", 0.0),
         "inside_s": e.roofline.ceilings[0].seconds,
         "between_s": sum(c.seconds for c in outer),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.describe.result import values_of
 from meshwright.planner.advice.sensitivity import SHARE, Sensitivity, sensitivities
 from meshwright.planner.search.strategies import Candidate, name_of
 from meshwright.view.page.subject import Subject
@@ -31,10 +32,7 @@ def row_of(row: Sensitivity) -> dict[str, Any]:
     ]
     words = f"{row.what}, {', '.join(changes) or 'cannot change'} throughput"
     return {
-        "what": row.what,
-        "less": row.less,
-        "more": row.more,
-        "note": row.note,
+        **values_of(row, "what", "less", "more", "note"),
         "formula": f"{words}{'; ' + row.note if row.note else ''}",
     }
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.plan import Plan
+from meshwright.describe.result import values_of
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError
 from meshwright.lower.footprint import elements
@@ -137,10 +138,7 @@ def walk_panel(walk: Walked) -> dict[str, Any]:
         )
     durations = np.rint(walk.durations.table * tick).astype(int).tolist()
     return {
-        "schedule": program.schedule,
-        "virtual": program.virtual,
-        "ranks": program.ranks,
-        "microbatches": program.microbatches,
+        **values_of(program, "schedule", "virtual", "ranks", "microbatches"),
         "makespan_s": walk.makespan,
         "step_time_s": walk.makespan,
         "closing": [],

@@ -9,6 +9,7 @@ from meshwright.cost.advice import microbatches_for, stages_for
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.legality import Case, legal
 from meshwright.describe.legality.fixes import completed
+from meshwright.describe.result import values_of
 from meshwright.programs import pipelines
 from meshwright.programs.pipelines.formulas import bubble_fraction
 from meshwright.units import format_seconds
@@ -38,16 +39,9 @@ def data(subject: Subject) -> dict[str, Any]:
         "tone": "bad" if not p.fits else "good" if (p.mfu or 0) >= GOOD_MFU and p.fit_word != "may not fit" else "warn",
         "headline": headline(e),
         "sentence": sentence(e, pipeline),
-        "fits": p.fits,
-        "bound_by": p.bound_by,
-        "step_time_s": p.step_time_s,
-        "step_time_low_s": p.step_time_low_s,
-        "step_time_high_s": p.step_time_high_s,
-        "mfu": p.mfu,
+        **values_of(p, "fits", "bound_by", "step_time_s", "step_time_low_s", "step_time_high_s", "mfu"),
         "mfu_tone": "good" if (p.mfu or 0) >= GOOD_MFU else "warn" if (p.mfu or 0) >= FAIR_MFU else "bad",
-        "memory_gib": p.memory_gib,
-        "memory_limit_gib": p.memory_limit_gib,
-        "tokens_per_s": p.tokens_per_s,
+        **values_of(p, "memory_gib", "memory_limit_gib", "tokens_per_s"),
         "unit": e.model.unit,
         "own_trainer": e.own_trainer.sentence if e.own_trainer else "",
         "targets": [{"name": v.name, "share": v.value, "target": v.target, "good": v.good} for v in e.verdicts],

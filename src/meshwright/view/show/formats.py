@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from meshwright.describe.result import values_of
 from meshwright.view.tables import filled, heading, show_json
 from meshwright.view.tables import show as print_out
 
@@ -81,11 +82,7 @@ def data(topic: str = "formats") -> list[dict[str, Any]]:
             "name": f.name,
             "bits": f.bits,
             "sign": 1,
-            "exponent": f.exponent,
-            "mantissa": f.mantissa,
-            "largest": f.largest,
-            "smallest_normal": f.smallest_normal,
-            "smallest": f.smallest,
+            **values_of(f, "exponent", "mantissa", "largest", "smallest_normal", "smallest"),
             "step_at_1": f.step,
             "decimal_digits": f.digits,
             "use": f.use,

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from meshwright.describe.result import values_of
 from meshwright.errors import MeshwrightError
 from meshwright.programs.pipelines import SCHEDULES, Durations, Walked, build, name_of, walk
 from meshwright.view import tables
@@ -107,14 +108,8 @@ def _as_json(walked: Walked) -> dict[str, Any]:
     return {
         "schedule": p.schedule,
         "about": SCHEDULES[p.schedule].about if p.schedule in SCHEDULES else "",
-        "ranks": p.ranks,
-        "stages": p.stages,
-        "microbatches": p.microbatches,
-        "virtual": p.virtual,
-        "makespan": walked.makespan,
-        "longest_span": walked.longest_span,
-        "bubble_fraction": walked.bubble_fraction,
-        "bubble_overhead": walked.bubble_overhead,
+        **values_of(p, "ranks", "stages", "microbatches", "virtual"),
+        **values_of(walked, "makespan", "longest_span", "bubble_fraction", "bubble_overhead"),
         "bubble_fraction_by_rank": walked.bubble_fraction_by_rank.tolist(),
         "busy": walked.busy.tolist(),
         "peak_in_flight": walked.peak_in_flight.tolist(),

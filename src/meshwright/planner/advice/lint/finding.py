@@ -9,6 +9,7 @@ from typing import Any, Literal
 from meshwright.cost.estimate import Estimate
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
+from meshwright.describe.result import values_of
 from meshwright.planner.advice.alternatives import Trial, fits, settings, step
 
 Severity = Literal["error", "warning", "note"]
@@ -38,15 +39,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "code": self.code,
-            "name": self.name,
-            "severity": self.severity,
-            "what": self.what,
-            "cost_s": self.cost_s,
-            "share": self.share,
-            "fix": self.fix,
-            "saves_s": self.saves_s,
-            "still_best": self.still_best,
+            **values_of(self, "code", "name", "severity", "what", "cost_s", "share", "fix", "saves_s", "still_best"),
         }
 
 
