@@ -256,6 +256,10 @@ def test_an_unwritable_folder_and_a_full_disk_are_refused_before_the_first_step(
     with pytest.raises(MeshwrightError, match="MW-CKPT-006"):
         folder.check_room(tmp_path / "not yet there", 1 << 30, keep=2)
     folder.check_room(tmp_path, 1 << 30, keep=1)
+    for size, keep in ((1 << 30, 1), (2 << 30, 0)):  # the fix fits on the disk
+        with pytest.raises(MeshwrightError) as raised:
+            folder.check_room(tmp_path, size, keep=2)
+        assert f"checkpoint.keep={keep} " in raised.value.fix
 
 
 def keep_saving(root, first):

@@ -173,16 +173,16 @@ def prune(root: Path, keep: int) -> list[Path]:
 def check_room(root: Path, size: int, keep: int) -> None:
     """Raise MW-CKPT-006 if the disk has no room for the checkpoints that a run is going to keep, of `size` bytes each. While one
     is written, the `keep` before it still exist."""
-    have = len(complete(root))
-    count = max(1, max(1, keep) + 1 - have)
     folder = next(path for path in (root, *root.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
+    present = len(complete(root))
+    count, fewest = (max(1, number + 1 - present) for number in (max(1, keep), 1))
     if free < count * size + SLACK:
         raise MeshwrightError(
             "MW-CKPT-006",
             f"the disk of '{root}' has {format_bytes(free)} free",
             why=f"A checkpoint needs {format_bytes(size)}, and {count} more will be on it at once (checkpoint.keep={keep})",
-            fix=f"--set checkpoint.keep={0 if keep < 2 else 1} (0: no checkpoints), or --out on another disk",
+            fix=f"--set checkpoint.keep={int(free >= fewest * size + SLACK)} (0: no checkpoints), or --out on another disk",
             exit_code=3,
         )
 
