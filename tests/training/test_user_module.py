@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.training.user_module.parallelize import parallelize
+from meshwright.training.user_module.parallelize import parallelize, updates_differ
 
 ROWS, BOUND = 8, 1e-12
 
@@ -50,6 +50,26 @@ TABLE = [
 TP = {"tp": 2}
 ZERO = {"shard": 2, "zero": 3}
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Lamb(torch.optim.SGD):
+    """An update as long as its tensor."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad * parameter.norm() / parameter.grad.norm()
+
+
+class Prodigious(torch.optim.SGD):
+    """A step whose length depends on all parameters, as D-Adaptation's does."""
+
+    @torch.no_grad()
+    def step(self):
+        parameters = self.param_groups[0]["params"]
+        length = sum(p.grad.abs().sum() for p in parameters)
+        for parameter in parameters:
+            parameter -= 0.1 * parameter.grad / length
 
 
 def loss_of(output, ids):
@@ -97,6 +117,10 @@ def shared_pieces(context, folder):
         exact = trained(built({"replicate": 2}, options), range(3))
         out[f"{kind} under ZeRO"] = error(trained(built(ZERO, options), range(3)), exact)
         out[f"{kind} under tp"] = error(trained(built(TP, options), range(3)), exact)
+    for plan, make in ((ZERO, Lamb), (TP, torch.optim.Adafactor), ({"pp": 2, "microbatch": 2}, Prodigious)):
+        with pytest.raises(MeshwrightError, match="MW-OWN-011"):
+            built(plan, make)
+    trained(built({"pp": 2, "microbatch": 2}, Lamb), range(1))
     compressed = {}
     for plan in ({"replicate": 2}, ZERO):
         state = trained(built({**plan, "compression": "int8"}, partial(torch.optim.SGD, lr=1e-2)), range(3))
@@ -122,3 +146,23 @@ def test_a_user_module_trains_and_resumes_with_the_shared_pieces(tmp_path):
     for differences, compressed in ranks.run(2, shared_pieces, str(tmp_path / "run"), silence=60):
         assert not {what: e for what, e in differences.items() if not e < BOUND}
         assert all(0 < e < 1e-3 for e in compressed.values()), compressed  # int8 loses something, and little
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Rprop"])
+def test_optimizers_of_elements_are_accepted(kind):
+    make = partial(getattr(torch.optim, kind), lr=1e-2, weight_decay=0.1) if kind != "Rprop" else torch.optim.Rprop
+    assert not updates_differ(make, cut=True)
+    assert not updates_differ(make, cut=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "tensors"),
+    [
+        (torch.optim.Adafactor, True, False),
+        (partial(torch.optim.Muon, lr=0.1), True, False),
+        (Lamb, True, False),
+        (Prodigious, True, True),
+    ],
+)
+def test_optimizers_of_whole_tensors_are_found(make, rows, tensors):
+    assert (updates_differ(make, cut=True), updates_differ(make, cut=False)) == (rows, tensors)

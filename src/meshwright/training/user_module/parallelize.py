@@ -406,9 +406,46 @@ def set_optimizer(parallel: ParallelModule, optimizer: MakeOptimizer | str | dic
     for piece in parallel.updated:
         if piece.parameter.requires_grad:
             named[piece.name if piece.name not in named else f"{piece.name} ({len(named)})"] = piece.parameter
+    check_parts(parallel, optimizer)
     parallel.optimizer = optimizer(list(named.items()) or [("", nn.Parameter(torch.zeros(0)))])  # torch refuses none
     kind = KINDS.get(type(parallel.optimizer), "sgd")
     parallel.workload = Workload(optimizer=kind)  # which states a checkpoint must have; of other classes none
+
+
+def check_parts(parallel: ParallelModule, optimizer: MakeOptimizer) -> None:
+    """Raise if a rank that holds a part of the parameters would update them otherwise than one device."""
+    plan, cut = parallel.plan, any(p.local.shape != p.full_shape for p in parallel.updated)
+    for what, apart in (("rows of one tensor", cut), ("tensors", plan.pp > 1)):
+        if apart and updates_differ(optimizer, cut=what != "tensors"):
+            name = getattr(optimizer, "func", optimizer)
+            raise MeshwrightError(
+                "MW-OWN-011",
+                f"{getattr(name, '__name__', name)} cannot update the parameters of this plan",
+                why=f"It updates {what} together otherwise than apart, and the ranks of {plan} hold parts",
+                fix="an optimizer that updates each element by itself (or our 'muon'), or a plan of replicas alone",
+            )
+
+
+def updates_differ(optimizer: MakeOptimizer, cut: bool) -> bool:
+    """Let two ranks update half of the values each, and one device all of them: the rows of one matrix if `cut`, otherwise two matrices."""
+    values = torch.linspace(-1.0, 1.5, 48, dtype=torch.float64).reshape(8, 6)
+    halves = values.split(4)
+
+    def updated(*parts: torch.Tensor) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(part.clone()) for part in parts]
+        made = optimizer([(f"trial.{i}.weight", p) for i, p in enumerate(parameters)])
+        for step in (1, 2):
+            for parameter in parameters:
+                parameter.grad = torch.sin(step * 7 * parameter.detach())
+            made.step()
+        return [p.detach() for p in parameters]
+
+    try:
+        whole = torch.cat(updated(*((values,) if cut else halves)))
+        apart = torch.cat([row for half in halves for row in updated(half)])
+    except Exception:  # an optimizer for the names or shapes of this module only: nothing is known of it
+        return False
+    return not torch.allclose(whole, apart, rtol=1e-9, atol=0.0)
 
 
 def check_settings(parallel: ParallelModule) -> None:
