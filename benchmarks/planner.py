@@ -24,7 +24,7 @@ import numpy as np
 
 from meshwright import planner
 from meshwright.describe import catalog
-from meshwright.describe.plan_arrays import PlanArrays
+from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.workload import Workload
 from meshwright.planner.search.branch_and_bound import Found, Incumbents, Search
 from meshwright.planner.search.leaders import rank

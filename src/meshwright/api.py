@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def load(source: Any, *, cluster: Any = "", nodes: int = 0, gpus: int = 0, set: Sequence[str] = ()) -> Config:
     """Load the configuration of a plan file, or of a catalog model with `cluster="dgx-h100"` (a name, a file or an object)."""
     from meshwright.describe.config import Config
-    from meshwright.interop.configure import configure
+    from meshwright.interop.files import configure
 
     if isinstance(source, Config) and not (cluster or nodes or gpus or set):
         return source
@@ -65,8 +65,7 @@ def estimate(
     """
     from meshwright.cost.estimate import estimate as estimate_plan
     from meshwright.describe.config import Config, is_plan_file
-    from meshwright.interop.configure import configure
-    from meshwright.interop.files import is_settings_file
+    from meshwright.interop.files import configure, is_settings_file
 
     config = configure(
         model,

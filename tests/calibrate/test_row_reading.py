@@ -7,7 +7,7 @@ from meshwright.calibrate.runs.row_model import Widths, catalog_entry
 from meshwright.calibrate.runs.rows import apply_readings
 from meshwright.calibrate.runs.validate import predict_rows
 from meshwright.describe import catalog
-from meshwright.describe.cards import accelerator_of
+from meshwright.describe.catalog import accelerator_of
 
 BASE = {
     "file": "invented", "row_id": "r", "model": "Corvus 7B", "layers": "32", "hidden": "4096", "ffn_hidden": "11008", "heads": "32",

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from meshwright.describe import catalog
-from meshwright.describe.legality import Case, fixes, legal
+from meshwright.describe.legality import ALL_RULES, Case, legal
+from meshwright.describe.legality import case as repairs
+from meshwright.describe.legality.case import mended
 from meshwright.describe.legality.choices import Choice, choices
-from meshwright.describe.legality.mend import mended
-from meshwright.describe.legality.rules import ALL_RULES
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.workload import Workload
@@ -102,9 +102,9 @@ def all_rules_hold(case: Case) -> bool:
 
 
 def completed_step_by_step(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
-    """`fixes.completed` with a new case for every repair, whether or not the last one changed something."""
+    """`completed` with a new case for every repair, whether or not the last one changed something."""
     out = dict(settings)
-    for repair in (fixes._data_parallel, fixes._sequence, fixes._experts, fixes._microbatch):
+    for repair in (repairs._data_parallel, repairs._sequence, repairs._experts, repairs._microbatch):
         out |= repair(case.with_settings(out))
     return out
 
@@ -116,7 +116,7 @@ def test_choices_are_those_of_all_rules_and_all_repairs(monkeypatch: pytest.Monk
     assert {bool(legal(case)) for case in cases} == {True, False}
     assert [legal(case) for case in cases] == [all_rules_hold(case) for case in cases]
     found = [(choices(case, legal), mended(case, legal)) for case in cases]
-    for module in ("choices", "mend"):
+    for module in ("choices", "case"):
         monkeypatch.setattr(f"meshwright.describe.legality.{module}.completed", completed_step_by_step)
 
     def slow_legal(case: Case) -> Any:

@@ -11,8 +11,7 @@ from meshwright.cli import run_command
 from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
 from meshwright.describe.config import configure
-from meshwright.describe.framework_stages import framework_stages, in_framework
-from meshwright.describe.plan import Plan
+from meshwright.describe.plan import Plan, framework_stages, in_framework
 from meshwright.describe.workload import Workload
 from meshwright.interop.files import read_settings
 from meshwright.interop.frameworks.megatron import MEGATRON

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.describe import hf
 from meshwright.describe.catalog import load
-from meshwright.describe.hf.compare import different_fields
+from meshwright.describe.hf.reader import different_fields
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 

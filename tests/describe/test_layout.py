@@ -15,7 +15,7 @@ from meshwright.describe.axes import BASE, DERIVED, axis_size, members_in_unit, 
 from meshwright.describe.cluster import uniform
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
-from meshwright.describe.stages import layers_of_stages, stage_bounds
+from meshwright.describe.schedules import layers_of_stages, stage_bounds
 from meshwright.errors import MeshwrightError
 
 DEGREES = st.sampled_from([1, 2, 3, 4])

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from meshwright.describe import catalog, legality
 from meshwright.describe.config import Config
-from meshwright.describe.legality import Case
-from meshwright.describe.legality.rules import ALL_RULES
+from meshwright.describe.legality import ALL_RULES, Case
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_arrays import FIELDS as ALL_FIELDS
-from meshwright.describe.plan_arrays import PlanArrays, decode, encode, encoded
-from meshwright.describe.plan_fields import AXES, ORDERS, PlanFields
+from meshwright.describe.plan_fields import AXES, ORDERS, PlanArrays, PlanFields, decode, encode, encoded
+from meshwright.describe.plan_fields import FIELDS as ALL_FIELDS
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload

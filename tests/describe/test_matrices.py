@@ -11,7 +11,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import boxes, degrees_of, matrices, newton_schulz_flops
-from meshwright.describe.sharding.matrices import assign, work
+from meshwright.describe.sharding.boxes import assign, work
 
 DENSE = Model(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=64)
 SPARSE = DENSE.but(experts=4, top_k=2, expert_ffn=24)

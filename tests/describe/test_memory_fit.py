@@ -7,8 +7,8 @@ import pytest
 
 from meshwright.calibrate.runs import accuracy, validate
 from meshwright.cost.estimate import verdicts_of
-from meshwright.describe.memory_fit import QUANTILES, chance_to_fit, fit_word, fit_words
-from meshwright.interop.configure import configure
+from meshwright.describe.result import QUANTILES, chance_to_fit, fit_word, fit_words
+from meshwright.interop.files import configure
 from meshwright.planner.advice.alternatives import Trial
 from meshwright.planner.advice.explain import memory_words
 from meshwright.planner.advice.lint.finding import Seen

@@ -12,13 +12,10 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.describe import plugins
-from meshwright.describe.activations import ACTIVATIONS
-from meshwright.describe.attentions import ATTENTIONS
-from meshwright.describe.compressions import COMPRESSIONS, Compression
 from meshwright.describe.config import load
-from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import SCHEDULES, Schedule
+from meshwright.describe.variants import ACTIVATIONS, ATTENTIONS, COMPRESSIONS, OPTIMIZERS, Compression
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.write import settings_of
@@ -276,7 +273,7 @@ def test_an_attention_kind_without_a_part_names_it(tempered, capsys, part):
 
 @pytest.mark.parametrize("part", ["make", "replay"])
 def test_an_optimizer_without_a_part_names_it(loads_plugins, part):
-    from meshwright.describe.optimizer import Optimizer
+    from meshwright.describe.run import Optimizer
     from meshwright.proof.emulation.update import ReplayedOptimizer
 
     plugins.load([str(TEMPERED)])

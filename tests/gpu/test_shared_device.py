@@ -95,7 +95,7 @@ def train_all(context, jobs):
 
     from meshwright.proof.trace import record_one
 
-    import_module("meshwright.describe.sharding.matrices").ROUND = 1  # the package exports a function of this name
+    import_module("meshwright.describe.sharding.boxes").ROUND = 1  # the package exports a function of this name
     out = []
     for job in jobs:
         out.append(record_one(context, job, "fp64"))

@@ -12,8 +12,8 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find, megatron
 from meshwright.interop.keys import is_misspelling
-from meshwright.interop.names import catalog_model
 from meshwright.interop.recipes import RecipeVerdict, check, rows
+from meshwright.interop.shapes import catalog_model
 
 HERE = Path(__file__).parent
 NAMED = {f.title for f in FRAMEWORKS.values()}

@@ -14,7 +14,7 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import detect, parse, read_settings
 from meshwright.interop.frameworks import FRAMEWORKS
-from meshwright.interop.frameworks.framework import Framework
+from meshwright.interop.keys import Framework
 from meshwright.interop.write import settings_of, write_file
 
 PLANS = 40  # random legal plans of each framework and model

@@ -15,11 +15,11 @@ from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.interop.assemble import used_overlap
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE
 from meshwright.interop.keys import Table
 from meshwright.interop.reading import SettingsReading, understand
 from meshwright.interop.recipes import check, rows
-from meshwright.interop.switches import used_overlap
 from meshwright.interop.write import settings_of
 
 NODE, GPUS = 8, 64

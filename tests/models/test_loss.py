@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.describe.entries import entry
+from meshwright.describe.files import entry
 from meshwright.describe.stack import Stack
 from meshwright.models import loss
 from meshwright.models.loss import IGNORED, cross_entropy, linear_cross_entropy, rows_per_chunk

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
-from meshwright.describe.router import RouterOptions
+from meshwright.describe.shape_parts import RouterOptions
 from meshwright.errors import MeshwrightError
 from meshwright.models import build, initial_value, loss_function
 from meshwright.models.moe import LocalPlacement

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import AXES, Plan, divisors
-from meshwright.describe.plan_arrays import PlanArrays
-from meshwright.describe.plan_fields import CP_KINDS, ORDERS
+from meshwright.describe.plan_fields import CP_KINDS, ORDERS, PlanArrays
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError
 from meshwright.lower.batch import RECOMPUTE

@@ -3,10 +3,9 @@
 Nothing at the top of the file imports torch: `plan` and `estimate` do not need it.
 """
 
-from meshwright.describe.attention_blocks import core_saved, with_options
-from meshwright.describe.attentions import ATTENTIONS, Attention
-from meshwright.describe.optimizers import OPTIMIZERS, OptimizerKind
+from meshwright.describe.anatomy import core_saved, with_options
 from meshwright.describe.tensors import AttentionCore, Linear, Vector
+from meshwright.describe.variants import ATTENTIONS, OPTIMIZERS, Attention, OptimizerKind
 
 
 def block(m, mixer):

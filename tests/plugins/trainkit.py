@@ -1,8 +1,7 @@
 """A plug-in as a user writes it: a framework, with a table of its keys and the command that starts it."""
 
 from meshwright.interop.frameworks import FRAMEWORKS
-from meshwright.interop.frameworks.framework import Framework
-from meshwright.interop.keys import Key, Table
+from meshwright.interop.keys import Framework, Key, Table
 
 TABLE = Table(
     keys=(

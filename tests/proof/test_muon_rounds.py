@@ -27,7 +27,7 @@ def train(context, jobs):
 
     from meshwright.training.optimizer import muon, whole_matrices
 
-    import_module("meshwright.describe.sharding.matrices").ROUND = SMALL  # the package exports a function of this name
+    import_module("meshwright.describe.sharding.boxes").ROUND = SMALL  # the package exports a function of this name
     order, send, orthogonalise, use = [], distributed.all_to_all_single, muon.orthogonalise, muon.Muon._step_adamw
     step = muon.Muon.step
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshwright.describe.config import Config
-from meshwright.describe.data import Data
 from meshwright.describe.model import Model
+from meshwright.describe.run import Data
 from meshwright.errors import MeshwrightError
 from meshwright.training.data.prepare.run import prepare
 from meshwright.training.data.sources import check_data

@@ -23,9 +23,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.files import detect, parse
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.keys import flags, read_facts
-from meshwright.interop.names import catalog_model
 from meshwright.interop.reading import understand
-from meshwright.interop.shapes import shape_of
+from meshwright.interop.shapes import catalog_model, shape_of
 from meshwright.interop.write import settings_of
 from meshwright.version import WHEEL
 from meshwright.view.launch_files import LAUNCHERS

@@ -39,7 +39,7 @@ def lint_plan(
     file: str, model: str, cluster: str, nodes: int, gpus: int, settings: list[str], as_json: bool, reading: Any
 ) -> None:
     """Print the findings of one plan; exit with 1 if one is significant."""
-    from meshwright.interop.configure import configure
+    from meshwright.interop.files import configure
     from meshwright.planner.advice.alternatives import Trial
     from meshwright.planner.advice.lint.check import check
     from meshwright.view.tables import show, show_json

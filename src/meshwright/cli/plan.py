@@ -11,7 +11,7 @@ from meshwright.cli.options import described
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
-    from meshwright.interop.frameworks.framework import Framework
+    from meshwright.interop.keys import Framework
 
 
 @described
@@ -155,7 +155,7 @@ class UserPlan:
             self.plan = load_plan(path)
 
     def for_gpus(self, gpus: int) -> Any:
-        from meshwright.interop.configure import load_user_plan
+        from meshwright.interop.files import load_user_plan
 
         return self.plan or load_user_plan(self.path, gpus)
 

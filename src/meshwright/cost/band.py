@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 
 from meshwright.describe.axes import strides
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.entries import fitted
+from meshwright.describe.files import fitted
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import AXES
 from meshwright.describe.stack import Stack

@@ -9,7 +9,7 @@ from meshwright.cost.collective import Network
 from meshwright.cost.phase import AXIS_OF, RankTime, in_units, together, unit_overlap
 from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.describe.sharding import DATA_AXES
-from meshwright.describe.sharding.matrices import axes_of
+from meshwright.describe.sharding.boxes import axes_of
 from meshwright.describe.stack import Stack
 from meshwright.lower import muon, sync
 from meshwright.lower.batch import Batch

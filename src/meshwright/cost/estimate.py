@@ -23,12 +23,10 @@ from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.framework_stages import in_framework
-from meshwright.describe.memory_fit import USABLE_MEMORY
 from meshwright.describe.model import Model
 from meshwright.describe.own_trainer import is_typical, own_stack
-from meshwright.describe.plan import Plan
-from meshwright.describe.result import COMMUNICATION, Prediction
+from meshwright.describe.plan import Plan, in_framework
+from meshwright.describe.result import COMMUNICATION, USABLE_MEMORY, Prediction
 from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.sharding import DATA_AXES
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower import muon
 from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.compression_memory import compression_buffers

@@ -14,9 +14,9 @@ from bisect import bisect_left
 import numpy as np
 
 from meshwright.cost.memory import memory
-from meshwright.describe.memory_fit import USABLE_MEMORY
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.result import USABLE_MEMORY
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError

@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field, field_validator
 
 from meshwright.describe.base import Bytes, Described, Devices, Flops, Rate, Seconds, Size, Whole
-from meshwright.describe.entries import entry
+from meshwright.describe.files import entry
 from meshwright.errors import MeshwrightError, unknown
 
 DTYPE_BYTES = {

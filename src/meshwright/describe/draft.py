@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.describe import catalog, data, hf, plugins, run
+from meshwright.describe import catalog, hf, plugins
 from meshwright.describe.base import SECTIONS
-from meshwright.describe.data import paths_in
 from meshwright.describe.files import DEPTH, parse_toml, read_text
 from meshwright.describe.plan import Plan
+from meshwright.describe.run import DATA_PATHS, RUN_PATHS, paths_in
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError, nearest, shown, unknown
 
@@ -32,7 +32,7 @@ NAMED = {
     "cluster.levels.link": "links",
 }
 FILE_SECTIONS = {"clusters": "cluster", "stacks": "stack"}  # sections that a file with only that section can give
-PATHS = {"data": data.PATHS, "run": run.PATHS}  # fields that hold paths, by section
+PATHS = {"data": DATA_PATHS, "run": RUN_PATHS}  # fields that hold paths, by section
 POSITION = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe import anatomy
-from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.shape import ModelShape, Published
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.describe.tensors import AttentionCore
+from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.workload import Workload
 
 __all__ = ["MOST_LAYERS", "Model", "Published"]

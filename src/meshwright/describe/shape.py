@@ -1,6 +1,6 @@
 """The shape of a model: its fields, their checks, and what follows from them.
 
-Three kinds. `transformer`: decoders (and encoders, with `causal = false`) whose layers are of the kinds of `layers`: attention (grouped-query or
+Three kinds. `transformer`: decoders (and encoders, with `causal = false`) with layers of the kinds of `shape_checks`: attention (grouped-query or
 multi-head latent) or a linear mixer, with an FFN or a mixture of experts. `mlp`: L square layers, the lecture's. `counts`: only totals are
 known, or a residual network (`resnet`) that is costed by its totals. `anatomy` lists the tensors of a shape; `model` counts them.
 """
@@ -12,16 +12,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.describe import layers as layer_patterns
 from meshwright.describe import shape_checks
-from meshwright.describe.activations import ACTIVATIONS, ActivationName
-from meshwright.describe.attentions import ATTENTIONS, AttentionName
 from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
-from meshwright.describe.compressed import CompressedOptions
-from meshwright.describe.linear import LinearOptions
-from meshwright.describe.resnet import ResNetOptions
-from meshwright.describe.rope import RopeOptions
-from meshwright.describe.router import RouterOptions
+from meshwright.describe.shape_parts import ResNetOptions, RopeOptions, RouterOptions
+from meshwright.describe.tensors import CompressedOptions, LinearOptions
+from meshwright.describe.variants import ACTIVATIONS, ATTENTIONS, ActivationName, AttentionName
 
 
 class Published(Described):
@@ -167,7 +162,7 @@ class ModelShape(Described):
     attention_scale_by_layer: bool = Field(
         default=False, description="scores of layer i, counted from 0, are also divided by i + 1 (GPT-2)"
     )
-    attention: AttentionName = Field(default="gqa", description="the kind of attention (`describe.attentions`)")
+    attention: AttentionName = Field(default="gqa", description="the kind of attention (`describe.variants`)")
     attention_options: dict[str, float] = Field(
         default_factory=dict, description="options of an attention kind that was added as a plug-in"
     )
@@ -325,7 +320,7 @@ class ModelShape(Described):
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer, a key of `layers.KINDS`."""
         if self.pattern:
-            return layer_patterns.layer_kinds(self.pattern, self.layers)
+            return shape_checks.layer_kinds(self.pattern, self.layers)
         every = self.moe_every
         after = (
             "moe" if self.experts and i % every == every - 1 else "dense"
@@ -336,7 +331,7 @@ class ModelShape(Described):
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of layers that the model has, each once."""
-        return tuple(kind for kind in layer_patterns.KINDS if kind in self.layer_kinds) if self.layers else ("dense",)
+        return tuple(kind for kind in shape_checks.KINDS if kind in self.layer_kinds) if self.layers else ("dense",)
 
     @cached_property
     def expert_kinds(self) -> tuple[str, ...]:
@@ -348,9 +343,9 @@ class ModelShape(Described):
         """The block of multi-token prediction, if the model has it."""
         return ("mtp",) if self.mtp_layers else ()
 
-    def parts_of(self, kind: str) -> layer_patterns.LayerKind:
+    def parts_of(self, kind: str) -> shape_checks.LayerKind:
         """Mixer and channel part of a kind of layer; a module of multi-token prediction has attention, and experts if the model has them."""
-        return layer_patterns.KINDS[("moe" if self.experts else "dense") if kind == "mtp" else kind]
+        return shape_checks.KINDS[("moe" if self.experts else "dense") if kind == "mtp" else kind]
 
     def has_part(self, part: str) -> bool:
         """Whether some layer has this mixer or channel part."""
@@ -385,11 +380,11 @@ class ModelShape(Described):
         return sum(map(self.has_attention, range(self.layers)))
 
     def has_attention(self, layer: int) -> bool:
-        return layer_patterns.KINDS[self.layer_kinds[layer]].mixer in layer_patterns.ATTENTION
+        return shape_checks.KINDS[self.layer_kinds[layer]].mixer in shape_checks.ATTENTION
 
     @cached_property
     def has_attention_layers(self) -> bool:
-        return any(self.parts_of(kind).mixer in layer_patterns.ATTENTION for kind in self.kinds)
+        return any(self.parts_of(kind).mixer in shape_checks.ATTENTION for kind in self.kinds)
 
     @property
     def residual_width(self) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from meshwright.describe.base import Count, Described, Length, Size
-from meshwright.describe.optimizers import OPTIMIZERS, OptimizerName
+from meshwright.describe.variants import OPTIMIZERS, OptimizerName
 
 FP8 = ("fp8", "mxfp8")  # precisions whose operands have 8 bits
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4", "fp64"]

@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.interop.frameworks.framework import Framework
-from meshwright.interop.keys import Facts, plain
-from meshwright.interop.problems import SettingsProblem
+from meshwright.interop.keys import Facts, Framework, SettingsProblem, plain
 
 CORE = ("megatron-lm", "megatron-bridge")
 FIRST_AND_LAST = (

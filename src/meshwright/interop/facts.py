@@ -1,7 +1,7 @@
 """The facts that settings state, under neutral names.
 
 Frameworks state the same thing in different quantities: a batch per step or per rank, virtual stages or layers per virtual stage. Each
-quantity is a fact of its own here; `assemble` makes a plan of any sufficient set of facts, and `express` gives all of them for a plan.
+quantity is a fact of its own here; `assemble` makes a plan of any sufficient set of facts, and `write` gives all of them for a plan.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from meshwright.describe.files import read_text
 from meshwright.errors import MeshwrightError
 from meshwright.interop.fit import Fit, fit
 from meshwright.interop.frameworks import find
-from meshwright.interop.problems import SettingsProblem
+from meshwright.interop.keys import SettingsProblem
 from meshwright.interop.reading import SettingsReading, understand
 
 MOST_ROWS, MOST_BYTES = 100_000, 100_000_000

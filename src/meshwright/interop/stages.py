@@ -10,9 +10,7 @@ import math
 import re
 from typing import Any
 
-from meshwright.interop.frameworks.framework import Framework
-from meshwright.interop.keys import Facts
-from meshwright.interop.problems import SettingsProblem
+from meshwright.interop.keys import Facts, Framework, SettingsProblem
 
 MOST_TEXT = 20_000  # characters of an expanded layout
 

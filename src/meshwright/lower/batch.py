@@ -19,23 +19,25 @@ import numpy as np
 
 from meshwright.describe.axes import BASE, axis_size, members_in_unit, strides
 from meshwright.describe.cluster import DTYPE_BYTES
-from meshwright.describe.compressions import COMPRESSIONS
-from meshwright.describe.framework_stages import in_framework
 from meshwright.describe.model import Model
-from meshwright.describe.plan import Plan
-from meshwright.describe.plan_arrays import (
+from meshwright.describe.plan import Plan, in_framework
+from meshwright.describe.plan_fields import (
+    DTYPES,
     NUMBERS,
+    ORDERS,
     OVERLAP_AXES,
+    RECOMPUTES,
     STACK_ORDER,
     STACK_OVERLAP,
     Column,
+    Offload,
     PlanArrays,
     encode,
 )
-from meshwright.describe.plan_fields import DTYPES, ORDERS, RECOMPUTES, Offload
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.stack import Stack
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.describe.workload import Workload
 
 RECOMPUTE = tuple(word for word in RECOMPUTES if word != "auto")  # auto is resolved before a plan is lowered

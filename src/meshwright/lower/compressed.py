@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.sharding.rules import Number, share
+from meshwright.describe.variants import COMPRESSIONS
 
 SCALE_BYTES = INDEX_BYTES = 4
 COUNT_BYTES = 8

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.sharding import DATA_AXES
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import Request
 from meshwright.lower.gradients import Message, sharded

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import TOKENS, Box
 from meshwright.describe.sharding.parameters import ORDER, module_of, position
+from meshwright.describe.variants import ATTENTIONS
 
 # The order of forward: a norm after a part follows that part, and the router comes with the experts, whose input it does not produce.
 FORWARD = [name for name in ORDER if name not in ("attention_post_norm", "moe.router")]

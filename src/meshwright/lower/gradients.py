@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.sharding import DATA_AXES
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import on_the_wire
 from meshwright.lower.op import Array, Column, Op, StepProgram, present

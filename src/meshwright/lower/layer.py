@@ -17,9 +17,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.describe.activations import ACTIVATIONS
 from meshwright.describe.sharding import local_shape
 from meshwright.describe.tensors import Linear
+from meshwright.describe.variants import ACTIVATIONS
 from meshwright.lower import attention_dropout, attention_tiles, sparse_attention
 from meshwright.lower.builder import BlockBuilder
 from meshwright.lower.op import Array, Op, present

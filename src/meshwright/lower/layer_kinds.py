@@ -1,10 +1,10 @@
-"""The operations of a layer of any kind: its mixer, then its channel part (`describe.layers`)."""
+"""The operations of a layer of any kind: its mixer, then its channel part (`describe.shape_checks`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshwright.describe.attentions import ATTENTIONS
+from meshwright.describe.variants import ATTENTIONS
 from meshwright.lower.compressed_attention import compressed_attention
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.linear import linear_mixer

@@ -1,6 +1,6 @@
 """Muon in the step program: products that make matrices orthogonal, the messages that bring matrices together, and moments.
 
-`describe.sharding.matrices` says which rank computes which matrix. A rank sends its boxes there over the ZeRO axis and then over the
+`describe.sharding.boxes` says which rank computes which matrix. A rank sends its boxes there over the ZeRO axis and then over the
 tensor-parallel axis, and gets boxes of the updates back. Of M elements in boxes before ZeRO, P ranks on the ZeRO axis and T on the other:
 
     all-to-all, ZeRO axis     there  M/P                    back  what the rank's row of T ranks owns: M/P, at least the largest box
@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.sharding import (
     DATA_AXES,
     KV_COPIES,
@@ -38,7 +37,8 @@ from meshwright.describe.sharding import (
     padding,
     shard_dim,
 )
-from meshwright.describe.sharding.matrices import NEWTON_SCHULZ_STEPS, ROUND, TENSOR_AXES
+from meshwright.describe.sharding.boxes import NEWTON_SCHULZ_STEPS, ROUND, TENSOR_AXES
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.gradients import sharded

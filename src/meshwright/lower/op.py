@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.plan_arrays import Array, Column
+from meshwright.describe.plan_fields import Array, Column
 from meshwright.lower.batch import Batch, present
 
 __all__ = ["Array", "Column", "Op", "StepProgram", "present", "scalar", "sent"]

@@ -21,12 +21,12 @@ from operator import or_
 from typing import NamedTuple
 
 from meshwright.describe.cluster import DTYPE_BYTES
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import Box, boxes, degrees_of
 from meshwright.describe.stack import Stack
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.describe.workload import Workload
 from meshwright.lower import muon, sync
 from meshwright.lower.compressed import factor_size

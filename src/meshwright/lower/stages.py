@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe import stages as placement
+from meshwright.describe import schedules
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import SCHEDULES
@@ -167,7 +167,7 @@ def split_share(batch: Batch, stage: Array, at: Any = slice(None)) -> Array:
 
 def stages_of_rank(plan: Plan, rank: int) -> list[int]:
     """The stages one pipeline rank of a plan holds."""
-    return placement.stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank)
+    return schedules.stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank)
 
 
 def stage_ranges(batch: Batch, rank: Array, i: int) -> list[range]:
@@ -276,8 +276,8 @@ def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:
 
 
 def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, np.ndarray]:
-    """First and last+1 layer of a stage: as the plan states them, else as even as possible (`describe.stages`)."""
-    start, end = placement.stage_bounds(batch.model.layers, stages, stage)
+    """First and last+1 layer of a stage: as the plan states them, else as even as possible (`describe.schedules`)."""
+    start, end = schedules.stage_bounds(batch.model.layers, stages, stage)
     for lengths, at in batch.uneven.items():
         edges = np.concatenate([[0], np.cumsum(lengths)])
         start[..., at], end[..., at] = edges[stage[..., at]], edges[stage[..., at] + 1]
@@ -286,7 +286,7 @@ def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, 
 
 def _long_stages(batch: Batch, stages: Array) -> tuple[Array, Array, Array]:
     """Layers every stage has at least, and the first and last+1 stage that have one more."""
-    return placement.longer_stages(batch.model.layers, stages)
+    return schedules.longer_stages(batch.model.layers, stages)
 
 
 def in_flight(batch: Batch, rank: Array, gradients: Array = 0.0) -> Array:

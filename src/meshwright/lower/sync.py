@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.sharding import DATA_AXES
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.lower import muon
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import fp8_weights, padded_elements

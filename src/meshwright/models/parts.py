@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.describe.activations import ACTIVATIONS
 from meshwright.describe.model import Model
+from meshwright.describe.variants import ACTIVATIONS
 
 
 def at_least_single(dtype: torch.dtype) -> torch.dtype:

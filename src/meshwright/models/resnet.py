@@ -1,4 +1,4 @@
-"""A residual network of bottleneck blocks (`describe.resnet`): ResNet-50 is one of its shapes.
+"""A residual network of bottleneck blocks (`describe.shape_parts`): ResNet-50 is one of its shapes.
 
 Batch norm normalises each channel by the mean and variance of the micro-batch on this rank, as data-parallel training of such networks usually
 does. No rank communicates for it, so a plan trains exactly what one device trains that accumulates gradients over micro-batches of the same
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.describe.resnet import Convolution, ResNetOptions
+from meshwright.describe.shape_parts import Convolution, ResNetOptions
 from meshwright.models.loss import cross_entropy
 
 

@@ -1,6 +1,6 @@
 """Rotary position embedding: pairs of elements of queries and keys are rotated by angles that grow with the position.
 
-A rotation by p_q·f of a query and by p_k·f of a key changes their product by the distance p_q − p_k only. `describe.rope` has the
+A rotation by p_q·f of a query and by p_k·f of a key changes their product by the distance p_q − p_k only. `describe.shape_parts` has the
 formulas by which the frequencies f are scaled for longer sequences; here they are computed, in float64.
 
 Two layouts of pairs: element i with i + D/2, or 2i with 2i + 1 (`interleaved`). The second one returns its pairs in the order of the first:
@@ -16,7 +16,7 @@ import math
 import torch
 
 from meshwright.describe.model import Model
-from meshwright.describe.rope import RopeOptions
+from meshwright.describe.shape_parts import RopeOptions
 
 
 def frequencies(model: Model, length: int, base: float = 0.0) -> torch.Tensor:

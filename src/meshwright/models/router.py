@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.model import Model
-from meshwright.describe.router import RouterOptions
+from meshwright.describe.shape_parts import RouterOptions
 from meshwright.models.wide_products import widened_linear
 
 

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from meshwright.describe import legality
-from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.variants import ATTENTIONS
 from meshwright.errors import MeshwrightError
 from meshwright.models.attention import Attention, Geometry
 from meshwright.models.dropout import make_dropout

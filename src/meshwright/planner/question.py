@@ -16,7 +16,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.own_trainer import OWN_STACKS, is_typical
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.interop.configure import configure
+from meshwright.interop.files import configure
 from meshwright.planner.search import choices as search_choices
 from meshwright.planner.search.choices import Choices
 from meshwright.planner.search.common_plans import HEADROOM

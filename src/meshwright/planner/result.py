@@ -14,9 +14,8 @@ from meshwright.cost.band import indistinguishable
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
-from meshwright.describe.memory_fit import MEMORY_BAND
 from meshwright.describe.plan import Plan
-from meshwright.describe.result import Prediction, values_of
+from meshwright.describe.result import MEMORY_BAND, Prediction, values_of
 from meshwright.describe.shown import Shown
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice import explain as why

@@ -16,11 +16,11 @@ from typing import Any
 
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe import legality
-from meshwright.describe.attentions import ATTENTIONS
-from meshwright.describe.attentions import SMALL_HEAD as HEAD
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model, Published
 from meshwright.describe.plan import Plan
+from meshwright.describe.variants import ATTENTIONS
+from meshwright.describe.variants import SMALL_HEAD as HEAD
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.proof.fold import axis_sizes, folds

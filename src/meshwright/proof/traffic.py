@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from meshwright.cost.memory import memory
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.own_trainer import own_stack
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import OVERHEAD
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.op import scalar
 from meshwright.lower.rank import Given, traffic_of_rank
 from meshwright.lower.stages import rank_blocks

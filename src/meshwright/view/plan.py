@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cost.checkpoint import checkpoint_words
-from meshwright.describe.memory_fit import MEMORY_BAND
 from meshwright.describe.plan import Plan
+from meshwright.describe.result import MEMORY_BAND
 from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.sensitivity import Sensitivity
 from meshwright.planner.result import Comparison, Result

@@ -81,8 +81,7 @@ def cluster(body: dict[str, Any]) -> Lines:
 
 def settings(body: dict[str, Any]) -> Lines:
     """The sections of a plan file that settings of another framework describe, for a number of GPUs; and what was read of them."""
-    from meshwright.interop.configure import sections
-    from meshwright.interop.files import read_settings
+    from meshwright.interop.files import read_settings, sections
     from meshwright.view.settings import as_dict
 
     file = SettingsBody.read(body)

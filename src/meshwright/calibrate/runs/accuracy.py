@@ -52,7 +52,7 @@ from meshwright.calibrate.runs.stack_fit import Fit, fields_of
 from meshwright.calibrate.runs.validate import Outcome, predict_rows
 from meshwright.cost.band import inside_nodes, width
 from meshwright.describe import catalog
-from meshwright.describe.entries import base_of
+from meshwright.describe.files import base_of
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
 

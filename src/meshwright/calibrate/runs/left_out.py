@@ -20,7 +20,7 @@ from meshwright.calibrate.runs.rows import UNNAMED, Case, number
 from meshwright.calibrate.runs.stack_fit import Fit, Leaf, Normal, Response, doubt_of, evidence, fit, posterior
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, Outcome, predict_rows, ranking, stalled
 from meshwright.describe import catalog
-from meshwright.describe.entries import base_of
+from meshwright.describe.files import base_of
 from meshwright.errors import MeshwrightError
 
 SEEN = (1, 2, 5)  # runs of a source that a calibration sees

@@ -19,11 +19,11 @@ from itertools import product
 from typing import Any
 
 from meshwright.describe import catalog
-from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
+from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_count

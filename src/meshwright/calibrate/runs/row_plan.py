@@ -11,10 +11,9 @@ from typing import Any
 
 from meshwright.calibrate.runs.row_model import Case, integer, refusal
 from meshwright.describe import catalog
-from meshwright.describe.cards import accelerator_of
+from meshwright.describe.catalog import accelerator_of
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.framework_stages import in_framework
-from meshwright.describe.plan import Plan
+from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.workload import Workload
 
 CLUSTER_COLUMNS = ("gpus", "gpu_type", "gpus_per_node", "interconnect", "tp", "cp", "pp", "dp", "ep", "etp")

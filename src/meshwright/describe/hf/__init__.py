@@ -7,10 +7,9 @@ function per family; `router` reads how experts are chosen; `differences` lists 
 `writer` is the inverse, and `compare` decides whether two models are the same.
 """
 
-from meshwright.describe.hf.compare import different_fields
 from meshwright.describe.hf.config import load, parse
 from meshwright.describe.hf.families import ALIASES, FAMILIES
-from meshwright.describe.hf.reader import MOST_NOTES, family_of, interpret, read
+from meshwright.describe.hf.reader import MOST_NOTES, different_fields, family_of, interpret, read
 from meshwright.describe.hf.writer import write
 
 __all__ = [

@@ -16,6 +16,7 @@ from meshwright.describe.hf.hybrids import HYBRIDS
 from meshwright.describe.hf.parts import (
     attention_bias,
     decoder,
+    deepseek_router,
     every_nth,
     expert_layers,
     layers_without_rope,
@@ -23,8 +24,8 @@ from meshwright.describe.hf.parts import (
     plain_activation,
     predicted_tokens,
     sliding_window,
+    softmax_router,
 )
-from meshwright.describe.hf.router import deepseek_router, softmax_router
 from meshwright.describe.model import MOST_LAYERS
 from meshwright.errors import MeshwrightError
 

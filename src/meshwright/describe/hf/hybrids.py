@@ -8,7 +8,7 @@
     mamba2                 linear mixers alone
     deepseek_v4            `layer_types`, or `compress_ratios`: 0 for a window, 4 for selected and 128 for strongly compressed positions
 
-Each becomes a `pattern` of the Model (`describe.layers`).
+Each becomes a `pattern` of the Model (`describe.shape_checks`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from meshwright.describe.hf.parts import (
     attention_bias,
     compact,
     decoder,
+    deepseek_router,
     gated_activation,
     plain_activation,
     predicted_tokens,
+    softmax_router,
 )
-from meshwright.describe.hf.router import deepseek_router, softmax_router
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.errors import MeshwrightError
 

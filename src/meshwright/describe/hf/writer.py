@@ -14,13 +14,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.describe.activations import ACTIVATIONS
-from meshwright.describe.attentions import ATTENTIONS
-from meshwright.describe.hf.compare import different_fields
 from meshwright.describe.hf.parts import QUICK_GELU
-from meshwright.describe.hf.reader import family_of, interpret
+from meshwright.describe.hf.reader import different_fields, family_of, interpret
 from meshwright.describe.model import Model
-from meshwright.describe.rope import NEED_ORIGINAL
+from meshwright.describe.shape_parts import NEED_ORIGINAL
+from meshwright.describe.variants import ACTIVATIONS, ATTENTIONS
 from meshwright.errors import MeshwrightError, shown
 
 QUANTISED = "quantization_config"

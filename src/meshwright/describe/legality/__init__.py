@@ -14,17 +14,39 @@ space, alternatives and sensitivity, `lint`, `verify`, `train`.
 
 from __future__ import annotations
 
+from functools import cache
+
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.legality.case import Case, Flag
-from meshwright.describe.legality.fixes import legal_fix
-from meshwright.describe.legality.rule import Rule
-from meshwright.describe.legality.rules import rules_for
-from meshwright.describe.legality.run_rules import DeviceHasPrecision, round_size
+from meshwright.describe.legality.case import Case, Flag, Rule, legal_fix
+from meshwright.describe.legality.model_rules import MODEL_RULES
+from meshwright.describe.legality.plan_rules import PLAN_RULES
+from meshwright.describe.legality.run_rules import RUN_RULES, DegreesMultiplyToDevices, DeviceHasPrecision, round_size
+from meshwright.describe.legality.stack_rules import STACK_RULES
+from meshwright.describe.legality.trainer_rules import TRAINER_RULES
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
+
+# --- The table of all rules, in the order in which a plan's problems are reported.
+
+ALL_RULES: tuple[type[Rule], ...] = (
+    *PLAN_RULES,
+    DeviceHasPrecision,
+    DegreesMultiplyToDevices,
+    *MODEL_RULES,
+    *RUN_RULES,
+    *STACK_RULES,
+    *TRAINER_RULES,
+)
+
+
+@cache
+def rules_for(given: frozenset[str]) -> tuple[type[Rule], ...]:
+    """The rules that apply where these things are known."""
+    return tuple(rule for rule in ALL_RULES if set(rule.needs) <= given)
+
 
 __all__ = ["Case", "batch_unit", "check", "lacking_precision", "lacking_range", "legal", "problem"]
 

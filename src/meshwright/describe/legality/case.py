@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
-from itertools import compress
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import compress, islice, product
+from typing import Any, ClassVar
 
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
-from meshwright.describe.plan_arrays import Flag, Number, PlanArrays, decode, encode, encoded
-from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.plan_fields import Flag, Number, PlanArrays, PlanFields, decode, encode, encoded
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 
@@ -131,3 +132,194 @@ def per_plan(function: Callable[[tuple[int, ...]], int], values: Any) -> Number:
 def lookup(table: np.ndarray, codes: Number) -> Number:
     """Entries of a table by code: a Python value for one plan, so that integers stay exact."""
     return table[codes] if isinstance(codes, np.ndarray) else table[codes].item()
+
+
+# --- The shape of a rule and of its explanation.
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The explanation of a broken rule: what is wrong, why, the valid values, and changes to try, the likeliest first."""
+
+    what: str
+    why: str = ""
+    valid: Iterable[object] = ()
+    fixes: Iterable[Mapping[str, Any]] = ()
+
+
+class Rule:
+    """An error code and two functions: `broken` for one plan or a batch, `explain` for one plan that breaks the rule.
+
+    The rule applies where everything it `needs` is given: model, workload, cluster, stack, trainer, dtypes, framework.
+    """
+
+    code: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        raise NotImplementedError
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        raise NotImplementedError
+
+
+# --- Fixes that are legal themselves.
+#
+# A rule proposes changes, the likeliest first. Each is tried alone, then completed: the data-parallel degree takes the devices that are left, ep
+# and the micro-batch shrink to what then divides, sp is dropped where the sequence no longer divides. The first result that breaks no rule is
+# offered; where none is legal, no fix is offered.
+
+MOST_TRIED = 48
+Settings = Mapping[str, Any]
+
+
+def legal_fix(case: Case, candidates: Iterable[Settings], legal: Callable[[Case], Flag]) -> str:
+    """Return the first candidate change (completed where needed) that makes the plan legal, as `--set` options; "" if none does."""
+    for settings in islice(candidates, MOST_TRIED):
+        for trial in (settings, completed(case, settings)):
+            changed = {path: value for path, value in trial.items() if case.setting(path) != value}
+            if changed and bool(legal(case.with_settings(changed))):
+                return written(changed)
+    return ""
+
+
+def completed(case: Case, settings: Settings) -> dict[str, Any]:
+    """Add the settings that must follow so that degrees, experts, sequence and batch still divide."""
+    out, now = dict(settings), case.with_settings(settings)
+    for repair in (_data_parallel, _sequence, _experts, _microbatch):
+        found = repair(now)
+        if any(now.setting(path) != value for path, value in found.items()):
+            now = now.with_settings(found)
+        out |= found
+    return out
+
+
+def _data_parallel(case: Case) -> dict[str, Any]:
+    if "cluster" not in case.given or case.cluster.world % case.rest:
+        return {}
+    dp = case.cluster.world // case.rest
+    return {f"plan.{k}": v for k, v in data_parallel(case.zero, case.replicate, case.shard, dp).items()}
+
+
+def _sequence(case: Case) -> dict[str, Any]:
+    divides = "workload" not in case.given or case.workload.seq % (case.tp * case.cp) == 0
+    return {} if divides or not case.sp else {"plan.sp": False}
+
+
+def _experts(case: Case) -> dict[str, Any]:
+    if "model" not in case.given or not case.model.experts:
+        return {}
+    out = {} if case.tp % case.etp == 0 else {"plan.expert_tp": 0}
+    ranks = case.with_settings(out).expert_ranks
+    legal = [ep for ep in divisors(case.model.experts) if ranks % ep == 0 and ep <= case.ep]
+    return out | {"plan.ep": max(legal)}
+
+
+def _microbatch(case: Case) -> dict[str, Any]:
+    if "workload" not in case.given:
+        return {}
+    size = fitting_microbatch(case.workload.batch, case.dp, case.microbatch)
+    return {"plan.microbatch": size} if size else {}
+
+
+def data_parallel(zero: int, replicate: int, shard: int, dp: int) -> dict[str, int]:
+    """`replicate` and `shard` for another data-parallel degree: replicated, sharded, or hybrid as before."""
+    if zero == 0:
+        return {"replicate": dp, "shard": 1}
+    if replicate == 1:
+        return {"replicate": 1, "shard": dp}
+    shard = math.gcd(shard, dp)
+    return {"replicate": dp // shard, "shard": shard}
+
+
+def fitting_microbatch(batch: int, dp: int, most: int) -> int:
+    """Return the largest micro-batch up to `most` that divides the batch of one data-parallel rank; 0 if none does."""
+    return max((d for d in divisors(batch // dp) if d <= most), default=0) if dp and batch % dp == 0 else 0
+
+
+def values(path: str, legal: Iterable[int], now: int) -> Iterator[dict[str, int]]:
+    """Yield one field at each legal value, the nearest to its present value first; the larger of two equally near."""
+    for value in sorted(legal, key=lambda v: (abs(v - now), -v)):
+        yield {path: value}
+
+
+def written(settings: Settings) -> str:
+    """Settings as options of the command line."""
+    return " ".join(f"--set {_quoted(f'{path}={_value(value)}')}" for path, value in settings.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return "[" + ",".join(f'"{v}"' if isinstance(v, str) else str(v) for v in value) + "]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if '"' in word else word
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors in order, by trial division up to √n; a number beyond 2⁴⁴ has only 1, which bounds the time."""
+    return list(_divisors(n))
+
+
+@lru_cache(maxsize=4096)
+def _divisors(n: int) -> tuple[int, ...]:
+    if n > 2**44:
+        return (1,)
+    tried = np.arange(1, min(math.isqrt(max(n, 0)), 1 << 20) + 1)
+    small = tried[n % tried == 0].tolist()
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+# --- The nearest legal plan after the model, the cluster or the workload changed.
+#
+# A person who picks another model, or moves the number of GPUs, expects the plan to follow: the data-parallel degree takes the devices that are left
+# (`fixes.completed`); where that is not enough, tensor, context and pipeline degrees move to other values, the nearest first.
+
+MOST_MENDS = 240
+MOST_DEGREE = 64  # of tensor and pipeline parallelism, if the plan has no larger one
+PLAIN = {"plan.virtual": 1, "plan.schedule": "1f1b", "plan.layers_per_stage": ()}  # a pipeline without special needs
+
+
+def mended(case: Case, legal: Callable[[Case], Flag]) -> dict[str, Any] | None:
+    """Return the changes that make the plan legal here: {} if it is legal, None if no such change was found."""
+    if bool(legal(case)):
+        return {}
+    for settings in islice(_candidates(case), MOST_MENDS):
+        trial = completed(case, settings)
+        if bool(legal(case.with_settings(trial))):
+            changed = {
+                path: value
+                for path, value in trial.items()
+                if path == "plan.layers_per_stage" or case.setting(path) != value
+            }
+            if not case.stage_entries:
+                changed.pop("plan.layers_per_stage", None)
+            return changed
+    return None
+
+
+def _candidates(case: Case) -> Iterator[dict[str, Any]]:
+    """Settings to try: the plan as it is, then other degrees, the smallest total change first; at each, also the plain pipeline."""
+    world = case.cluster.world if "cluster" in case.given else case.world
+    cut = [d for d in divisors(world) if d <= MOST_DEGREE or d in (case.tp, case.pp, case.cp)]
+    degrees = [(tp, pp, cp) for tp, pp, cp in product(cut, cut, {1, int(case.cp)}) if world % (tp * pp * cp) == 0]
+    for tp, pp, cp in sorted(degrees, key=lambda d: _distance(case, *d)):
+        chosen: dict[str, Any] = {"plan.tp": tp, "plan.pp": pp, "plan.cp": cp}
+        if tp == 1:
+            chosen["plan.sp"] = False
+        if pp > 1:
+            yield chosen
+        yield chosen | PLAIN
+        if case.expert_tp or case.ep > 1:
+            yield chosen | PLAIN | {"plan.ep": 1, "plan.expert_tp": 0}
+
+
+def _distance(case: Case, tp: int, pp: int, cp: int) -> tuple[float, int]:
+    moved = (abs(math.log2(new / old)) for new, old in ((tp, case.tp), (pp, case.pp), (cp, case.cp)))
+    return sum(moved), tp * pp * cp

@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.compressions import COMPRESSIONS
-from meshwright.describe.legality.case import Case, Flag
-from meshwright.describe.legality.fixes import completed, divisors
-from meshwright.describe.legality.rules import rules_for
-from meshwright.describe.plan_arrays import WORDS, encode
-from meshwright.describe.plan_fields import AXES, DTYPES, PlanFields
+from meshwright.describe.legality import rules_for
+from meshwright.describe.legality.case import Case, Flag, completed, divisors
+from meshwright.describe.plan_fields import AXES, DTYPES, WORDS, PlanFields, encode
 from meshwright.describe.schedules import SCHEDULES
+from meshwright.describe.variants import COMPRESSIONS
 
 RULED_WORDS = (
     "schedule",

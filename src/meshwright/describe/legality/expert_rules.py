@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright.describe.legality.case import Case, Flag
-from meshwright.describe.legality.fixes import divisors, values
-from meshwright.describe.legality.rule import Problem, Rule
+from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, values
 
 MOST_DEGREE = 4096  # larger degrees are not offered
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.describe.legality.case import Case, Flag
+from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, values
 from meshwright.describe.legality.expert_rules import EXPERT_RULES, MOST_DEGREE, LocalSgdNeedsDenseModel
-from meshwright.describe.legality.fixes import divisors, values
-from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES
 from meshwright.errors import shown
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from meshwright.describe.compressions import COMPRESSIONS
-from meshwright.describe.legality.case import Case, Flag, lookup
-from meshwright.describe.legality.rule import Problem, Rule
-from meshwright.describe.plan_arrays import NO_ORDER
-from meshwright.describe.plan_fields import AXES, RECOMPUTES, TP_FORMS
+from meshwright.describe.legality.case import Case, Flag, Problem, Rule, lookup
+from meshwright.describe.plan_fields import AXES, NO_ORDER, RECOMPUTES, TP_FORMS
 from meshwright.describe.schedules import SCHEDULES, virtual_schedules
+from meshwright.describe.variants import COMPRESSIONS
 
 FULL, AUTO = RECOMPUTES.index("full"), RECOMPUTES.index("auto")
 GATHERED = TP_FORMS.index("all-gather")

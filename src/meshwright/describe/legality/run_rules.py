@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from meshwright.describe.axes import axis_size
-from meshwright.describe.legality.case import Case, Flag, lookup
-from meshwright.describe.legality.fixes import divisors, fitting_microbatch, values
-from meshwright.describe.legality.rule import Problem, Rule
-from meshwright.describe.optimizers import OPTIMIZERS
+from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, fitting_microbatch, lookup, values
 from meshwright.describe.plan_fields import GATHER_DTYPES
 from meshwright.describe.schedules import MOST_ACTIONS, SCHEDULES, action_count
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import FP8
 
 ALWAYS_THERE = ("fp64", "fp32")  # every device computes in these, if slowly

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.describe.attentions import ATTENTIONS
-from meshwright.describe.legality.case import Case, Flag
-from meshwright.describe.legality.fixes import divisors, values
-from meshwright.describe.legality.rule import Problem, Rule
+from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, values
 from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES
 from meshwright.describe.schedules import SCHEDULES
+from meshwright.describe.variants import ATTENTIONS
 
 NEEDS = ("stack", "framework")
 CODE = "MW-PLAN-023"

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-from meshwright.describe.attentions import ATTENTIONS
-from meshwright.describe.legality.case import Case, Flag
-from meshwright.describe.legality.fixes import values
+from meshwright.describe.legality.case import Case, Flag, Problem, Rule, values
 from meshwright.describe.legality.plan_rules import GATHERED
-from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.legality.run_rules import FP8_GATHERS
 from meshwright.describe.model import Model
-from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan_fields import DTYPES
+from meshwright.describe.variants import ATTENTIONS, OPTIMIZERS
 
 TRAINED_DTYPES = ("fp32", "fp64", "bf16", "fp16")  # parameter dtypes that `train` runs
 FP16 = DTYPES.index("fp16")

@@ -1,12 +1,11 @@
 """The sharding table: for every parameter of a model, which rank holds which box of it, which ranks hold copies, and which ranks sum its gradient.
 
-It is built in four steps, one file each, and every other room reads it instead of restating a part of it (`matrices` adds which rank
-computes Muon's update of a matrix that several ranks hold):
+It is built in three steps, one file each, and every other room reads it instead of restating a part of it:
 
     parameters   the named tensors of a model in the order the network registers them, each with a *style*
     rules        style → which dimension is cut over which axis, and over which axis the gradient is a partial sum
-    zero         how ZeRO cuts, pads and sends what tensor and expert parallelism left
-    boxes        all of it for one rank: the `Box` of each parameter
+                 and how ZeRO cuts, pads and sends what tensor and expert parallelism left
+    boxes        all of it for one rank: the `Box` of each parameter, and which rank computes Muon's update of a matrix that several hold
 
 The rules are data, and the functions that evaluate them take Python integers (one rank) or numpy arrays (a batch of plans):
 
@@ -14,8 +13,16 @@ The rules are data, and the functions that evaluate them take Python integers (o
     local_shape(style, shape, degrees)                any number of plans: the box of the first rank of each group, which is the fullest
 """
 
-from meshwright.describe.sharding.boxes import Box, ZeroShard, boxes, degrees_of
-from meshwright.describe.sharding.matrices import Cut, Matrix, matrices, newton_schulz_flops
+from meshwright.describe.sharding.boxes import (
+    Box,
+    Cut,
+    Matrix,
+    ZeroShard,
+    boxes,
+    degrees_of,
+    matrices,
+    newton_schulz_flops,
+)
 from meshwright.describe.sharding.parameters import (
     PROJECT,
     TOKENS,
@@ -35,11 +42,14 @@ from meshwright.describe.sharding.rules import (
     compressible,
     even_range,
     local_shape,
+    padding,
     partial_over,
     rule_of,
+    shape_in_transit,
+    shard_dim,
+    shard_range,
     share,
 )
-from meshwright.describe.sharding.zero import padding, shape_in_transit, shard_dim, shard_range
 
 __all__ = [
     "DATA_AXES",

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.describe.tensors import Block, Linear, Vector
+from meshwright.describe.variants import ATTENTIONS
 
 TOKENS, PROJECT = "embedding.tokens.weight", "head.project.weight"
 NORMS = {

@@ -7,18 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.describe.variants import Registry
 from meshwright.errors import unknown
-from meshwright.interop.frameworks.accelerate import ACCELERATE
 from meshwright.interop.frameworks.automodel import AUTOMODEL
-from meshwright.interop.frameworks.axolotl import AXOLOTL
+from meshwright.interop.frameworks.axolotl import ACCELERATE, AXOLOTL
 from meshwright.interop.frameworks.bridge import BRIDGE
 from meshwright.interop.frameworks.deepspeed import DEEPSPEED
-from meshwright.interop.frameworks.framework import Framework
-from meshwright.interop.frameworks.levanter import LEVANTER
 from meshwright.interop.frameworks.megatron import MEGATRON
-from meshwright.interop.frameworks.nanotron import NANOTRON
-from meshwright.interop.frameworks.olmo_core import OLMO_CORE
+from meshwright.interop.frameworks.nanotron import LEVANTER, NANOTRON, OLMO_CORE
 from meshwright.interop.frameworks.read_only import GPT_NEOX, LLAMA_FACTORY, PICOTRON, TORCHTUNE
 from meshwright.interop.frameworks.torchtitan import TORCHTITAN
+from meshwright.interop.keys import Framework
 
 FRAMEWORKS: Registry[Framework] = Registry(  # whose settings are read and written
     "framework", TORCHTITAN, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE

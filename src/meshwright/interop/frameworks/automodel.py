@@ -6,8 +6,7 @@ of `pp_microbatch_size`. Gathered weights stay after forward unless `reshard_aft
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
 
 D, S = "distributed.", "step_scheduler."
 SCHEDULES = {"1f1b": "1f1b", "interleaved1f1b": "interleaved", "gpipe": "gpipe", "zbvzerobubble": "zbv", "interleavedzerobubble": "interleaved-zb",

@@ -6,7 +6,6 @@ run on Megatron-Core, whose rules apply.
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.framework import OPTIMIZERS, PRECISIONS, Framework
 from meshwright.interop.frameworks.megatron import (
     CP_KINDS,
     FORMATS,
@@ -19,7 +18,7 @@ from meshwright.interop.frameworks.megatron import (
     restate_schedule,
     restate_sharding,
 )
-from meshwright.interop.keys import Facts, Key, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, PRECISIONS, Facts, Framework, Key, Table, flag
 
 DTYPES = {
     "torch.float32": "fp32",

@@ -6,10 +6,9 @@ The pipeline engine takes ZeRO 0 and 1 only.
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
 from meshwright.interop.frameworks.megatron import TABLE as MEGATRON_TABLE
 from meshwright.interop.frameworks.megatron import derive_recompute, derive_schedule
-from meshwright.interop.keys import Facts, Key, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
 Z = "zero_optimization."

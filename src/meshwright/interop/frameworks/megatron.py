@@ -7,8 +7,7 @@ the layers of the first and last stage are given.
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Table, flag, rows
+from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag, rows
 from meshwright.interop.stages import layout_text
 
 STRATEGIES = {"no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters"}

@@ -1,14 +1,15 @@
-"""nanotron: YAML with `parallelism`, `tokens`, `optimizer` and the shape of the model. dp × tp × pp × cp must equal the number of GPUs."""
+"""nanotron, OLMo-core and Levanter: trainers with one settings file each."""
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
+
+# --- nanotron: YAML with `parallelism`, `tokens`, `optimizer` and the shape of the model. dp × tp × pp × cp must equal the number of GPUs.
 
 C, P = "model.model_config.", "parallelism."
 
 
-def _derive(facts: Facts) -> None:
+def _derive_nanotron(facts: Facts) -> None:
     facts["sharding"] = "optimizer" if facts.pop("zero", 0) else "none"
     if facts.get("half") == "fp8":
         facts["half"], facts["eight"] = "bf16", "fp8"
@@ -16,7 +17,7 @@ def _derive(facts: Facts) -> None:
     facts["model.activation"] = "swiglu"
 
 
-def _restate(facts: Facts) -> None:
+def _restate_nanotron(facts: Facts) -> None:
     facts["zero"] = 0 if facts.pop("sharding", "none") == "none" else 1
     if facts.get("eight") == "fp8":
         facts["half"] = "fp8"
@@ -27,7 +28,7 @@ def _restate(facts: Facts) -> None:
         facts["schedule"] = "1f1b"
 
 
-TABLE = Table(
+NANOTRON_TABLE = Table(
     keys=(
         Key(C + "num_hidden_layers", "model.layers"), Key(C + "hidden_size", "model.hidden", was=(C + "d_model",)),
         Key(C + "intermediate_size", "model.ffn"), Key(C + "num_attention_heads", "model.heads"), Key(C + "num_key_value_heads", "model.kv_heads"),
@@ -61,8 +62,8 @@ TABLE = Table(
         r"^optimizer\.(optimizer_factory|learning|weight|clip)", r"train_steps|val_check|limit_|^fp8\.", r"tp_recompute_allgather|moe_layer_recompute",
         r"^(?!parallelism\.|tokens\.|optimizer\.zero)",
     ),
-    derive=_derive,
-    restate=_restate,
+    derive=_derive_nanotron,
+    restate=_restate_nanotron,
 )  # fmt: skip
 
 NANOTRON = Framework(
@@ -70,7 +71,111 @@ NANOTRON = Framework(
     title="nanotron",
     stack="nanotron",
     form="yaml",
-    table=TABLE,
+    table=NANOTRON_TABLE,
     comment="nanotron settings: the sections that follow from the plan",
     package="git+https://github.com/huggingface/nanotron",
 )
+
+# --- OLMo-core: fields of a Python config, read and not written. Batches are counted in tokens: of all ranks, and of one rank's micro-batch.
+#
+# A value that is the name of a variable of the script, such as `sequence_length`, states nothing.
+
+T, D = "train_module.", "train_module.dp_config."
+VARIABLES = ("sequence_length", "bs_config.sequence_length", "bs_config.rank_microbatch_size_tokens", "bs_config.global_batch_size_tokens",
+             "bs_config.cp_degree", "cp_config", "dp_config", "ac_config", -1)  # fmt: skip
+DTYPES = (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32"))
+
+
+def _derive_olmo_core(facts: Facts) -> None:
+    seq, tokens = facts.get("seq"), facts.get("microbatch_tokens")
+    if seq and tokens:
+        facts["microbatch"] = max(1, tokens // seq)
+    if seq and facts.get("batch_tokens"):
+        facts["batch"] = max(1, facts["batch_tokens"] // seq)
+    facts["sp"] = facts.get("tp", 1) > 1
+    facts.setdefault("sharding", "none")
+    facts.setdefault("replicate", -1)  # hybrid sharding replicates over the ranks that the shards leave
+
+
+OLMO_CORE_TABLE = Table(
+    keys=(
+        Key("model.d_model", "model.hidden"), Key("model.n_layers", "model.layers"), Key("model.n_heads", "model.heads"),
+        Key("model.n_kv_heads", "model.kv_heads"), Key("model.vocab_size", "model.vocab"), Key("model.num_experts", "model.experts"),
+        Key("model.top_k", "model.top_k"), Key("model.expert_hidden_size", "model.expert_ffn"),
+        Key("model.shared_expert_hidden_size", "model.shared_ffn"), Key("model.qk_norm", "model.qk_norm", words={True: True, False: False}),
+        Key("SEQUENCE_LENGTH", "seq"),
+        Key(T + "max_sequence_length", "seq", unset=VARIABLES),
+        Key("GLOBAL_BATCH_SIZE", "batch_tokens"),
+        Key("data_loader.global_batch_size", "batch_tokens", unset=VARIABLES),
+        Key(T + "rank_microbatch_size", "microbatch_tokens", unset=VARIABLES),
+        Key(D + "name", "sharding", match=(("fsdp|hsdp", "parameters"), ("ddp", "none"))),
+        # Names of classes or variables: their fields are keys.
+        Key(T + "dp_config", "sharding", match=((".", None),)), Key(T + "ac_config", "recompute", match=((".", None),)),
+        Key(T + "ep_config", "ep", match=((".", None),)),
+        Key(D + "shard_degree", "shard"),
+        Key(D + "num_replicas", "replicate"),
+        Key(D + "param_dtype", "half", match=DTYPES),
+        Key(D + "reduce_dtype", "grad_dtype", match=DTYPES),
+        Key(T + "tp_config.degree", "tp", unset=VARIABLES),
+        Key(T + "tp_config.enable_async", "overlap_tp", words={True: True, False: False}, default=False),
+        Key(T + "pp_config.degree", "pp", unset=VARIABLES),
+        Key(T + "pp_config.schedule", "schedule", match=(("interleaved_1F1B", "interleaved"), ("1F1B|single", "1f1b"), ("zbv|ZBV", "zbv"))),
+        Key(T + "ep_config.degree", "ep", unset=VARIABLES),
+        Key(T + "cp_config.degree", "cp", unset=VARIABLES),
+        Key(T + "cp_config", "cp_kind", match=(("ulysses", "ulysses"), ("llama3", "all-gather"), ("zig_zag|ring", "ring")), unset=VARIABLES),
+        Key(T + "ac_config.mode", "recompute", match=(("full", "full"), ("budget|selected", "selective")), default="none"),
+        Key(T + "float8_config.enabled", "eight", words={True: "fp8", False: None}),
+        Key(T + "optim", "optimizer", match=OPTIMIZERS),
+        Key(T + "optim.type", "optimizer", match=OPTIMIZERS),
+    ),
+    not_modelled=(
+        r"max_grad_norm|MAX_DURATION|lb_loss|z_loss|rope_theta|layer_norm_eps|capacity_factor|reordered_norm|head_stride|label_ignore",
+        r"float8_config$|tp_config$|pp_config$|^train_module\.scheduler",
+        r"compile|use_flash|wrapping_strategy|prefetch_factor|activation_memory_budget|ac_config\.|float8_config\.|optim\.|attn_backend",
+    ),
+    derive=_derive_olmo_core,
+)  # fmt: skip
+
+OLMO_CORE = Framework(name="olmo-core", title="OLMo-core", stack="torch-compile", form="yaml", table=OLMO_CORE_TABLE)
+
+# --- levanter (JAX): YAML, read and not written. `train_batch_size` is global; the parameters are sharded over the data axis where `fsdp_axis` is named.
+
+M, L = "model.", "trainer."
+
+
+def _derive_levanter(facts: Facts) -> None:
+    facts.setdefault("sharding", "none")
+    facts["sp"] = False
+    facts["model.activation"] = "gelu" if str(facts.get("flavor", "")).startswith(("gpt2", "backpack")) else "swiglu"
+    facts.pop("flavor", None)
+
+
+LEVANTER_TABLE = Table(
+    keys=(
+        Key("model.type", "flavor"),
+        Key("initialize_from_hf", "model", unset=(True, False)),
+        Key(M + "hidden_dim", "model.hidden"), Key(M + "num_layers", "model.layers"), Key(M + "num_heads", "model.heads"),
+        Key(M + "num_kv_heads", "model.kv_heads"), Key(M + "intermediate_dim", "model.ffn"), Key(M + "vocab_size", "model.vocab"),
+        Key(M + "tie_word_embeddings", "model.tied", words={True: True, False: False}),
+        Key(M + "n_routed_experts", "model.experts", was=(M + "num_experts",)), Key(M + "num_experts_per_tok", "model.top_k"),
+        Key(M + "seq_len", "seq"),
+        Key("max_train_length", "seq", was=("max_seq_len", "max_tune_length")),
+        Key(L + "train_batch_size", "batch", unset=(-1,)),
+        Key(L + "per_device_parallelism", "microbatch", unset=(-1,)),
+        Key(L + "model_axis_size", "tp", default=1),
+        Key(L + "replica_dcn_axis_size", "replicate"),
+        Key(L + "fsdp_axis", "sharding", match=((".", "parameters"),)),
+        Key(L + "parameter_axis_resources.embed", "sharding", match=((".", "parameters"),)),
+        Key(M + "gradient_checkpointing", "recompute", words={True: "full", False: "none", "nested": "full", "offload": "full"}, default="full"),
+        Key(L + "mp", "half", match=(("c=bf|c=bfloat16|^bf", "bf16"), ("c=f16|^f16", "fp16"), ("f32", "fp32"))),
+        Key(L + "quantization.fp8", "eight", words={True: "fp8", False: None}),
+        Key("optimizer.type", "optimizer", match=(*OPTIMIZERS, ("sophia", "adamw"))),
+    ),
+    not_modelled=(
+        r"num_train_steps|batch_axis|tensor_parallel_axes|axis_resources|use_hf|max_eval|^data\.|initialize_from|num_senses|sense_|hyena|checkpointer",
+        r"flash_attention|attn_backend|scan_layers|upcast",
+    ),
+    derive=_derive_levanter,
+)  # fmt: skip
+
+LEVANTER = Framework(name="levanter", title="levanter", stack="maxtext", form="yaml", table=LEVANTER_TABLE)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
 
 SHARED = (
     r"output_dir|checkpoint|tokenizer|dataset|seed|log|shuffle|epochs|steps|lr_|learning|warmup|device|profiler|metric|save|resume|clip|loss\.|_component_$",

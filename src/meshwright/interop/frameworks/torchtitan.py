@@ -6,8 +6,7 @@ pipeline the local batch is divided into micro-batches of `pipeline_parallel_mic
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
-from meshwright.interop.keys import Facts, Key, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
 
 SCHEDULES = {
     "1F1B": "1f1b",

@@ -9,7 +9,7 @@ of these numbers gives the scales, and the shards are quantised with them (`Fp8W
 bit by bit: a shard is first rounded to the parameters' dtype, as torch would round it before a gather. Every forward and backward of the
 step gathers the same bytes.
 
-ZeRO cuts experts by expert, or by their rows where there are fewer experts than ranks (`describe.sharding.zero`). A rank needs the scales of
+ZeRO cuts experts by expert, or by their rows where there are fewer experts than ranks (`describe.sharding.rules`). A rank needs the scales of
 all experts that it gathers, so where it holds whole experts it sends zeros for the others. Parts of experts lie on other ranks than parts of
 dense weights: these are two families, each with its all-reduce. With a scale per row (`scaling = "row"`) a dense weight has other units in
 backward than in forward, and is gathered in 16 bits; experts have one scale per expert there too, and are gathered in fp8.
@@ -41,7 +41,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.sharding import DATA_AXES
-from meshwright.describe.sharding.zero import shard_range, share
+from meshwright.describe.sharding.rules import shard_range, share
 from meshwright.models.moe import GroupedLinear
 from meshwright.models.parts import Linear
 from meshwright.parallel.mesh import Mesh

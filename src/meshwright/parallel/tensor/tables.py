@@ -39,9 +39,9 @@ something else. Tables of known classes of other libraries are in `families`.
 
 from __future__ import annotations
 
-from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import module_styles
+from meshwright.describe.variants import ATTENTIONS
 
 Table = tuple[tuple[str, str], ...]
 

@@ -22,10 +22,10 @@ from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality import Case
-from meshwright.describe.legality.fixes import data_parallel as data_parallel_sizes
-from meshwright.describe.memory_fit import USABLE_MEMORY as USABLE_MEMORY
+from meshwright.describe.legality.case import data_parallel as data_parallel_sizes
 from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, Plan, divisors
+from meshwright.describe.result import USABLE_MEMORY as USABLE_MEMORY
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload

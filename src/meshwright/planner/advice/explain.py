@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.cost.estimate import Estimate, estimate
-from meshwright.describe.memory_fit import MEMORY_BAND
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.result import GIB, GROUPED_PARTS, Prediction, part_name
+from meshwright.describe.result import GIB, GROUPED_PARTS, MEMORY_BAND, Prediction, part_name
 from meshwright.planner.advice.guides.textbook import differences
 from meshwright.planner.advice.sensitivity import Scaling, Sensitivity
 from meshwright.planner.search import strategies

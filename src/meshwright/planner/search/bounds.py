@@ -36,7 +36,7 @@ from meshwright.cost.collective import Network
 from meshwright.cost.memory import AFTER_LAYERS
 from meshwright.cost.phase import phase_times, rank_time
 from meshwright.cost.step import StepCost, step_cost
-from meshwright.describe.plan_arrays import PlanArrays
+from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import BYTES, distinct_codes
 from meshwright.lower.op import StepProgram

@@ -26,7 +26,7 @@ from itertools import chain, repeat
 import numpy as np
 
 from meshwright.cost.step import step_cost
-from meshwright.describe.plan_arrays import PlanArrays
+from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import distinct_codes
 from meshwright.lower.step import lower

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.describe import legality
 from meshwright.describe.plan import divisors
-from meshwright.describe.plan_arrays import PlanArrays
+from meshwright.describe.plan_fields import PlanArrays
 from meshwright.planner.search import bounds, strategies
 from meshwright.planner.search.branch_and_bound import COSTED, PLAN, Incumbents, Search
 from meshwright.planner.search.common_plans import HEADROOM, common_choices

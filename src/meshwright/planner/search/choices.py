@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.describe.base import MOST
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.draft import parse_value
 from meshwright.describe.plan import AXES, Plan
-from meshwright.describe.plan_arrays import OVERLAP_AXES
-from meshwright.describe.plan_fields import CP_KINDS, ORDERS
+from meshwright.describe.plan_fields import CP_KINDS, ORDERS, OVERLAP_AXES
 from meshwright.describe.plan_fields import DTYPES as PLAN_DTYPES
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.lower.batch import RECOMPUTE
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from meshwright.cost.phase import rank_time
 from meshwright.cost.step import StepCost
-from meshwright.describe.plan_arrays import PlanArrays
+from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.op import Column, StepProgram
 from meshwright.lower.stages import StageBlocks, average_blocks

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.describe.plan_arrays import PlanArrays
-from meshwright.describe.plan_fields import ORDERS
+from meshwright.describe.plan_fields import ORDERS, PlanArrays
 from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import RUNG, STEPS, Found
 from meshwright.planner.search.pipeline_walk import walk

@@ -22,16 +22,15 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe import legality
-from meshwright.describe.attentions import ATTENTIONS
 from meshwright.describe.axes import members_in_unit
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality import Case
 from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, Plan, divisors
-from meshwright.describe.plan_arrays import PlanArrays, encode
-from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
+from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES, PlanArrays, encode
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
+from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.workload import Workload
 from meshwright.planner.search.choices import Choices, free, limited
 

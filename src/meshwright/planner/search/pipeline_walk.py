@@ -15,7 +15,7 @@ from meshwright.cost.phase import RankTime
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import stage_times, walk_step
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_arrays import PlanArrays
+from meshwright.describe.plan_fields import PlanArrays
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import lower

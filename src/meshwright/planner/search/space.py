@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.advice import bucket_for
-from meshwright.describe.framework_stages import framework_stages, in_framework
-from meshwright.describe.plan import Plan
-from meshwright.describe.plan_arrays import FIELDS, NUMBERS, Column, PlanArrays, encode
+from meshwright.describe.plan import Plan, framework_stages, in_framework
+from meshwright.describe.plan_fields import FIELDS, NUMBERS, Column, PlanArrays, encode
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import Batch
 from meshwright.planner.search.choices import DTYPES

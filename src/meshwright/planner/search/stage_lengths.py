@@ -35,7 +35,7 @@ from meshwright.cost.phase import rank_time
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import stage_times
 from meshwright.describe.plan import Plan
-from meshwright.describe.stages import stages_of_rank
+from meshwright.describe.schedules import stages_of_rank
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import StageBlocks, one_block
 from meshwright.lower.step import step_program

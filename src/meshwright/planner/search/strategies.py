@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.describe.plan import Plan
-from meshwright.describe.plan_arrays import PlanArrays
+from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.schedules import SCHEDULES, UNUSUAL
 
 TP, PP, CP, EP = 1, 2, 4, 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.plan_arrays import Column, PlanArrays
+from meshwright.describe.plan_fields import Column, PlanArrays
 
 LARGEST_TABLE = 1 << 16  # entries of a table of distinct values
 Options = Callable[..., PlanArrays]

@@ -23,8 +23,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.plan import Plan
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.models.parts import at_least_single
 from meshwright.proof.emulation.fp8_products import E4M3, nearest
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.optimizer import Optimizer
-from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.plan import Plan
+from meshwright.describe.run import Optimizer
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 from meshwright.proof.compare import Break, tensor_error
 from meshwright.proof.emulation.orthogonal import replay_matrices

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from meshwright.describe.optimizers import OPTIMIZERS
 from meshwright.describe.sharding import KV_COPIES, Box
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.mesh import Mesh

@@ -42,8 +42,8 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.describe.config import Config
-from meshwright.describe.data import Data
 from meshwright.describe.model import Model
+from meshwright.describe.run import Data
 from meshwright.errors import MeshwrightError
 from meshwright.training.data.token_file import TokenFile, check_offsets, open_tokens
 from meshwright.training.data.tokenizer import tokenizer_hash

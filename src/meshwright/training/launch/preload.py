@@ -19,7 +19,7 @@ import torch.distributed.pipelining
 import torch.distributed.tensor
 
 import meshwright.training.launch.rank
-from meshwright.describe.entries import KINDS, tables
+from meshwright.describe.files import KINDS, tables
 
 torch.set_num_threads(1)
 for kind in KINDS:

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.describe.optimizer import Optimizer
-from meshwright.describe.optimizers import OPTIMIZERS
+from meshwright.describe.run import Optimizer
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.parallel.pieces import Piece
 
 

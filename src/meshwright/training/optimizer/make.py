@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.describe.optimizer import Optimizer
-from meshwright.describe.optimizers import OPTIMIZERS
+from meshwright.describe.run import Optimizer
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.parallel.sharded import Sharded
 from meshwright.training.optimizer.fused import FusedAdamW
 from meshwright.training.optimizer.groups import parameter_groups

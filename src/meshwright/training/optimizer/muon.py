@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from meshwright.describe.sharding.matrices import NEWTON_SCHULZ_STEPS, matrices
+from meshwright.describe.sharding.boxes import NEWTON_SCHULZ_STEPS, matrices
 from meshwright.parallel.numerics.precision import at_least_single, narrow
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.sharded import Sharded

@@ -20,8 +20,8 @@ from math import cos, pi, sqrt
 
 import torch
 
-from meshwright.describe.optimizer import Optimizer
-from meshwright.describe.optimizers import OPTIMIZERS
+from meshwright.describe.run import Optimizer
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 
 

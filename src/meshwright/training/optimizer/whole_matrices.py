@@ -1,6 +1,6 @@
 """Bring the boxes of a matrix together on the rank that computes its update, and return the boxes of the update.
 
-`describe.sharding.matrices` says how each matrix is cut, who owns it, and in which round it is computed. Here the same table moves tensors: in
+`describe.sharding.boxes` says how each matrix is cut, who owns it, and in which round it is computed. Here the same table moves tensors: in
 each round one all-to-all over each axis that cuts a matrix of the round, and the same in reverse. The messages of a round travel while other
 rounds are computed. With one axis, and time running down:
 
@@ -29,7 +29,7 @@ import torch
 from torch import distributed
 
 from meshwright.describe.sharding import DATA_AXES, Cut, Matrix
-from meshwright.describe.sharding.matrices import axes_of
+from meshwright.describe.sharding.boxes import axes_of
 from meshwright.parallel.mesh import Mesh
 
 AXES = tuple(axis for group in DATA_AXES for axis in axes_of(group))

@@ -23,7 +23,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.own_trainer import OURS, with_own_stack
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.interop.frameworks import FRAMEWORKS, find
-from meshwright.interop.frameworks.framework import Framework
+from meshwright.interop.keys import Framework
 from meshwright.interop.write import settings_of, text_of
 from meshwright.view.launch_files import megatron
 from meshwright.view.launch_files.program import SCRIPT, TrainingProgram, our_program

@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.cost.checkpoint import checkpoint_words
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.memory import PARTS
-from meshwright.describe.optimizers import OPTIMIZERS
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 from meshwright.programs.pipelines.walk import held_changes
 from meshwright.view.page.subject import Subject

@@ -7,9 +7,9 @@ from typing import Any, get_args
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, legal, problem
-from meshwright.describe.legality.mend import mended
-from meshwright.describe.optimizers import OPTIMIZERS
+from meshwright.describe.legality.case import mended
 from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Precision, Scaling
 from meshwright.errors import MeshwrightError
 from meshwright.planner.sizing import MOST_GPUS

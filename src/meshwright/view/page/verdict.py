@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.cost.advice import microbatches_for, stages_for
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.legality import Case, legal
-from meshwright.describe.legality.fixes import completed
+from meshwright.describe.legality.case import completed
 from meshwright.describe.result import values_of
 from meshwright.programs import pipelines
 from meshwright.programs.pipelines.formulas import bubble_fraction

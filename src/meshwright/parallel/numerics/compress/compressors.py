@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.describe.compressions import COMPRESSIONS
 from meshwright.describe.plan import Plan
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.numerics.compress.base import Compressor
 from meshwright.parallel.numerics.compress.powersgd import PowerSGD
