@@ -216,9 +216,9 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: type(rule).__name__)
 def test_each_rule_is_broken_and_explained(rule) -> None:
-    plan, model, workload = EXAMPLES[rule.__name__]
+    plan, model, workload = EXAMPLES[type(rule).__name__]
     cluster = (
         "dgx-h100"
         if workload.get("precision") == "fp8" and {"gather_dtype", "scaling"} & {*plan, *workload}
@@ -230,7 +230,7 @@ def test_each_rule_is_broken_and_explained(rule) -> None:
         else ()
     )
     trains = "trainer" in rule.needs or "dtypes" in rule.needs
-    limits = LIMITS.get(rule.__name__, {})
+    limits = LIMITS.get(type(rule).__name__, {})
     stack = (Stack(interleaved_rounds=True, can=limits),) if model is not None else ()
     case = Case.of(PlanFields(**plan), *surroundings, *stack, trainer=trains, dtypes=trains, framework=bool(limits))
     first = next(r for r in ALL_RULES if set(r.needs) <= case.given and r.broken(case))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.describe.config import Config, configure, load
-from meshwright.describe.run import Optimizer, Run
+from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.run import Run
 from meshwright.errors import MeshwrightError
 
 RUN_FILE = """

@@ -273,7 +273,7 @@ def test_an_attention_kind_without_a_part_names_it(tempered, capsys, part):
 
 @pytest.mark.parametrize("part", ["make", "replay"])
 def test_an_optimizer_without_a_part_names_it(loads_plugins, part):
-    from meshwright.describe.run import Optimizer
+    from meshwright.describe.optimizer import Optimizer
     from meshwright.proof.emulation.update import ReplayedOptimizer
 
     plugins.load([str(TEMPERED)])

@@ -21,7 +21,7 @@ SGD = Workload(batch=4, seq=8, precision="fp32", optimizer="sgd", clip=False)
 
 def trained(context, plan, workload, every, steps):
     """Parameters after each step, and the collectives of one more."""
-    from meshwright.describe.run import Optimizer
+    from meshwright.describe.optimizer import Optimizer
     from meshwright.parallel.apply import apply
     from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
-from meshwright.describe.run import Optimizer
 from meshwright.proof.emulation.orthogonal import orthogonal, replay_matrices
 from meshwright.proof.records import PieceTrace, Trace, Update
 from meshwright.training.optimizer.muon import orthogonalise

@@ -26,7 +26,7 @@ BF16 = {"param_dtype": "bf16"}
 
 def trainer_of(context, case):
     """A new trainer of a case: (model, fields of the plan, fields of the workload, dtype). Every trainer averages its weights."""
-    from meshwright.describe.run import Optimizer
+    from meshwright.describe.optimizer import Optimizer
     from meshwright.parallel.apply import apply
     from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer

@@ -11,8 +11,8 @@ import ranks
 from hf_folders import IDS, loaded, logits, original, our_network, saved
 from meshwright.describe import hf
 from meshwright.describe.model import Model
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
-from meshwright.describe.run import Optimizer
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.huggingface import CheckpointWeights, to_huggingface

@@ -12,8 +12,8 @@ import ranks
 from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
-from meshwright.describe.run import Optimizer
 from meshwright.describe.sharding import boxes
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError

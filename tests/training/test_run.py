@@ -8,7 +8,8 @@ import pytest
 
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config, load
-from meshwright.describe.run import Optimizer, Run
+from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
 from meshwright.training.hooks import RankReport, StepRecord

@@ -35,8 +35,9 @@ from meshwright.describe.cluster import Accelerator, Cluster, Link
 from meshwright.describe.draft import HERE, NAMED, Draft, leaves
 from meshwright.describe.files import parse_toml
 from meshwright.describe.model import Model
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
-from meshwright.describe.run import Checkpoint, Data, Optimizer, Run
+from meshwright.describe.run import Checkpoint, Data, Run
 from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.describe.run import Optimizer
+from meshwright.describe.optimizer import Optimizer
 from meshwright.proof.records import Trace
 
 FP64_BOUND = 1e-9

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from meshwright.describe.layout import Layout
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
-from meshwright.describe.run import Optimizer
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply

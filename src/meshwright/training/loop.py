@@ -19,7 +19,7 @@ from math import isfinite
 
 import torch
 
-from meshwright.describe.run import Optimizer
+from meshwright.describe.optimizer import Optimizer
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
 from meshwright.training.data.samples import Loader, Samples

@@ -31,19 +31,22 @@ from meshwright.errors import MeshwrightError
 
 # --- The table of all rules, in the order in which a plan's problems are reported.
 
-ALL_RULES: tuple[type[Rule], ...] = (
-    *PLAN_RULES,
-    DeviceHasPrecision,
-    DegreesMultiplyToDevices,
-    *MODEL_RULES,
-    *RUN_RULES,
-    *STACK_RULES,
-    *TRAINER_RULES,
+ALL_RULES: tuple[Rule, ...] = tuple(
+    rule()
+    for rule in (
+        *PLAN_RULES,
+        DeviceHasPrecision,
+        DegreesMultiplyToDevices,
+        *MODEL_RULES,
+        *RUN_RULES,
+        *STACK_RULES,
+        *TRAINER_RULES,
+    )
 )
 
 
 @cache
-def rules_for(given: frozenset[str]) -> tuple[type[Rule], ...]:
+def rules_for(given: frozenset[str]) -> tuple[Rule, ...]:
     """The rules that apply where these things are known."""
     return tuple(rule for rule in ALL_RULES if set(rule.needs) <= given)
 
@@ -68,7 +71,7 @@ def problem(case: Case) -> MeshwrightError | None:
     return _error(broken, case) if broken else None
 
 
-def _error(rule: type[Rule], case: Case) -> MeshwrightError:
+def _error(rule: Rule, case: Case) -> MeshwrightError:
     found = rule.explain(case)
     fix = legal_fix(case, found.fixes, legal)
     return MeshwrightError(rule.code, found.what, why=found.why, valid=found.valid, fix=fix)
@@ -77,7 +80,8 @@ def _error(rule: type[Rule], case: Case) -> MeshwrightError:
 def lacking_precision(workload: Workload, cluster: Cluster) -> MeshwrightError | None:
     """Return the error if the accelerator cannot compute in the workload's precision, whatever the plan."""
     case = Case.of(PlanFields(replicate=cluster.world), None, workload.but(batch=cluster.world), cluster)
-    return _error(DeviceHasPrecision, case) if DeviceHasPrecision.broken(case) else None
+    rule = DeviceHasPrecision()
+    return _error(rule, case) if rule.broken(case) else None
 
 
 def batch_unit(plan: PlanFields, stack: Stack) -> int:

@@ -154,14 +154,15 @@ class Rule:
     """
 
     code: ClassVar[str]
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]]
 
-    @staticmethod
-    def broken(p: Case) -> Flag:
+    def __init_subclass__(cls, code: str, needs: tuple[str, ...] = ()) -> None:
+        cls.code, cls.needs = code, needs
+
+    def broken(self, p: Case) -> Flag:
         raise NotImplementedError
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         raise NotImplementedError
 
 

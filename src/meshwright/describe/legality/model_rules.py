@@ -28,16 +28,11 @@ NEEDED = {
 }
 
 
-class CountsTakeDataParallelism(Rule):
-    code = "MW-PLAN-009"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class CountsTakeDataParallelism(Rule, code="MW-PLAN-009", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         return (p.model.kind == "counts") & ((p.tp > 1) | (p.cp > 1) | (p.pp > 1) | (p.ep > 1) | p.sp)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         axis = next((a for a in ("tp", "cp", "pp", "ep") if p.setting(f"plan.{a}") > 1), "sp")
         needed, why = (
             "the model's shape",
@@ -55,21 +50,16 @@ class CountsTakeDataParallelism(Rule):
         )
 
 
-class CountsAreRecomputed(Rule):
+class CountsAreRecomputed(Rule, code="MW-PLAN-009", needs=("model",)):
     """A residual network can recompute all blocks or none; a model given by totals has no parts to recompute."""
 
-    code = "MW-PLAN-009"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+    def broken(self, p: Case) -> Flag:
         blocks = (
             bool(p.model.resnet.stages) & (p.recompute == FULL) & (p.recompute_every == 1) & (p.recompute_layers == 0)
         )
         return (p.model.kind == "counts") & (p.recompute != NONE) & (blocks == False)  # noqa: E712
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         images = bool(p.model.resnet.stages)
         return Problem(
             f"recompute={p.word('recompute')} of {p.model.name}",
@@ -88,16 +78,11 @@ class CountsAreRecomputed(Rule):
         )
 
 
-class StagesHaveLayers(Rule):
-    code = "MW-PLAN-006"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StagesHaveLayers(Rule, code="MW-PLAN-006", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         return (p.model.kind != "counts") & (p.stages > p.model.layers)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         most = max(1, p.model.layers // p.virtual)
         candidates: list[dict[str, object]] = [{"plan.pp": d} for d in range(most, 0, -1)]
         return Problem(
@@ -108,32 +93,22 @@ class StagesHaveLayers(Rule):
         )
 
 
-class StagesSumToLayers(Rule):
-    code = "MW-PLAN-007"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StagesSumToLayers(Rule, code="MW-PLAN-007", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         return (p.model.kind != "counts") & (p.stage_entries > 0) & (p.stage_sum != p.model.layers)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"layers_per_stage sums to {p.stage_sum}, not the {p.model.layers} layers of {p.model.name}",
             fixes=[{"plan.layers_per_stage": ()}],
         )
 
 
-class MlpHasNoSequence(Rule):
-    code = "MW-PLAN-009"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class MlpHasNoSequence(Rule, code="MW-PLAN-009", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         return (p.model.kind == "mlp") & (p.sp | (p.cp > 1) | (p.ep > 1))
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         if p.sp:
             return Problem("sp: an mlp has no sequence", fixes=[{"plan.sp": False}])
         axis, lacks = ("cp", "sequence") if p.cp > 1 else ("ep", "experts")
@@ -148,7 +123,7 @@ def tensor_degrees(p: Case) -> list[int]:
     alone = Case({**p.columns, "tp": found, "expert_tp": p.columns["expert_tp"] * 0}, m)
     broken = np.zeros(len(found), bool)
     for each in TENSOR_RULES:
-        broken = broken | each.broken(alone)
+        broken = broken | each().broken(alone)
     return [int(d) for d in found[~broken]]
 
 
@@ -157,84 +132,59 @@ def cannot_split(p: Case, what: str, why: str = "") -> Problem:
     return Problem(what, why=why, valid=legal, fixes=values("plan.tp", legal, p.tp))
 
 
-class TensorDividesHeads(Rule):
-    code = "MW-PLAN-004"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class TensorDividesHeads(Rule, code="MW-PLAN-004", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         m = p.model
         if m.kind == "counts" or not m.has_attention_layers:
             return False
         return (m.hidden if m.kind == "mlp" else m.heads) % p.tp != 0
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         m = p.model
         split = f"hidden {m.hidden}" if m.kind == "mlp" else f"{m.heads} attention heads"
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {m.name}")
 
 
-class TensorFitsKvHeads(Rule):
-    code = "MW-PLAN-004"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class TensorFitsKvHeads(Rule, code="MW-PLAN-004", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         m = p.model
         return (m.kind == "transformer") & m.has_attention_layers & neither_divides(m.kv_groups, p.tp)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         m = p.model
         return cannot_split(p, f"tp={p.tp} and {m.kv_groups} KV heads of {m.name}: one must divide the other")
 
 
-class TensorDividesFfn(Rule):
-    code = "MW-PLAN-004"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class TensorDividesFfn(Rule, code="MW-PLAN-004", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         m = p.model
         if m.kind != "transformer":
             return False
         return ((m.ffn % p.tp != 0) & m.has_part("ffn")) | ((m.shared_width % p.tp != 0) & (m.shared_experts > 0))
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         m = p.model
         dense = m.has_part("ffn") and m.ffn % p.tp
         split = f"FFN width {m.ffn}" if dense else f"the shared experts' width {m.shared_width}"
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {m.name}", "Each rank holds whole columns")
 
 
-class TensorDividesOutputGroups(Rule):
-    code = "MW-PLAN-004"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class TensorDividesOutputGroups(Rule, code="MW-PLAN-004", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         groups = p.model.compressed.out_groups
         return (groups % p.tp != 0) if groups else False
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         groups = p.model.compressed.out_groups
         return cannot_split(p, f"tp={p.tp} does not divide {groups} groups of the output projection of {p.model.name}")
 
 
-class TensorDividesLinear(Rule):
-    code = "MW-PLAN-004"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class TensorDividesLinear(Rule, code="MW-PLAN-004", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         o = p.model.linear
         return False if not o.kind else (o.heads % p.tp != 0) | (o.key_groups % p.tp != 0)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         o = p.model.linear
         split = f"{o.heads} linear heads" if o.heads % p.tp else f"{o.key_groups} groups of linear heads"
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {p.model.name}", "A state belongs to one rank")
@@ -249,19 +199,11 @@ TENSOR_RULES: tuple[type[Rule], ...] = (
 )
 
 
-class SequenceParallelDividesSequence(Rule):
-    code = "MW-PLAN-008"
-    needs = (
-        "model",
-        "workload",
-    )
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class SequenceParallelDividesSequence(Rule, code="MW-PLAN-008", needs=("model", "workload")):
+    def broken(self, p: Case) -> Flag:
         return (p.model.kind == "transformer") & p.sp & (p.workload.seq % (p.tp * p.cp) != 0)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"sequence {p.workload.seq} does not divide over tp × cp = {p.tp} × {p.cp}",
             why="Sequence parallelism shards the sequence",
@@ -269,22 +211,14 @@ class SequenceParallelDividesSequence(Rule):
         )
 
 
-class ContextDividesSequence(Rule):
-    code = "MW-PLAN-008"
-    needs = (
-        "model",
-        "workload",
-    )
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ContextDividesSequence(Rule, code="MW-PLAN-008", needs=("model", "workload")):
+    def broken(self, p: Case) -> Flag:
         if p.model.kind != "transformer":
             return False
         pieces = p.cp * (1 + (p.cp_kind == RING) * p.model.causal)
         return (p.cp > 1) & (p.workload.seq % pieces != 0)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         seq, twice = p.workload.seq, p.cp_kind == RING and p.model.causal
         pieces = p.cp * (2 if twice else 1)
         legal = [d for d in divisors(seq // 2 if twice and seq % 2 == 0 else 1 if twice else seq) if d <= 1024][:20]
@@ -303,20 +237,15 @@ def other_sequences(p: Case, unit: int) -> list[dict[str, int]]:
     return [{"workload.seq": seq} for seq in (below + unit, below) if 0 < seq <= 2**32]
 
 
-class UlyssesDividesHeads(Rule):
-    code = "MW-PLAN-008"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class UlyssesDividesHeads(Rule, code="MW-PLAN-008", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         m = p.model
         if m.kind != "transformer" or not m.has_attention_layers:
             return False
         uneven = (m.heads // p.tp % p.cp != 0) | neither_divides(local_keys(p), p.cp)
         return (p.cp > 1) & (p.cp_kind == ULYSSES) & uneven
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         local, keys = p.model.heads // p.tp, int(local_keys(p))
         legal = [d for d in divisors(max(1, local)) if keys % d == 0 or d % keys == 0]
         heads = bool(local % p.cp)
@@ -333,17 +262,12 @@ class UlyssesDividesHeads(Rule):
         )
 
 
-class ContextDividesLinear(Rule):
-    code = "MW-PLAN-008"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ContextDividesLinear(Rule, code="MW-PLAN-008", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
         o = p.model.linear
         return False if not o.kind else (p.cp > 1) & (o.heads // p.tp % p.cp != 0)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         local = max(1, p.model.linear.heads // p.tp)
         legal = [d for d in divisors(local) if d <= MOST_DEGREE]
         return Problem(

@@ -12,15 +12,11 @@ GATHERED = TP_FORMS.index("all-gather")
 UNCOMPRESSED = COMPRESSIONS.names.index("none")
 
 
-class ShardNeedsZero(Rule):
-    code = "MW-PLAN-001"
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ShardNeedsZero(Rule, code="MW-PLAN-001"):
+    def broken(self, p: Case) -> Flag:
         return (p.shard > 1) & (p.zero == 0)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"shard={p.shard} with zero=0 shards nothing",
             why="The ZeRO stage (1, 2 or 3) says what is sharded; plain data parallelism is `replicate`",
@@ -34,27 +30,19 @@ class ShardNeedsZero(Rule):
         )
 
 
-class OrderNamesEachAxis(Rule):
-    code = "MW-PLAN-002"
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class OrderNamesEachAxis(Rule, code="MW-PLAN-002"):
+    def broken(self, p: Case) -> Flag:
         return p.order == NO_ORDER
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem("order must name each axis once", valid=AXES, fixes=[{"plan.order": AXES}])
 
 
-class SequenceParallelNeedsMegatronForm(Rule):
-    code = "MW-PLAN-013"
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class SequenceParallelNeedsMegatronForm(Rule, code="MW-PLAN-013"):
+    def broken(self, p: Case) -> Flag:
         return p.sp & (p.tp_form == GATHERED)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             "sp with tp_form=all-gather",
             why="Sequence parallelism gathers before and scatters after the products of tp_form=megatron",
@@ -62,15 +50,11 @@ class SequenceParallelNeedsMegatronForm(Rule):
         )
 
 
-class ChosenLayersNeedFull(Rule):
-    code = "MW-PLAN-014"
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ChosenLayersNeedFull(Rule, code="MW-PLAN-014"):
+    def broken(self, p: Case) -> Flag:
         return ((p.recompute_every > 1) | (p.recompute_layers > 0)) & (p.recompute != FULL)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         field = "recompute_every" if p.recompute_every > 1 else "recompute_layers"
         return Problem(
             f"{field}={p.setting(f'plan.{field}')} with recompute={p.word('recompute')}",
@@ -82,15 +66,11 @@ class ChosenLayersNeedFull(Rule):
         )
 
 
-class BudgetNeedsAuto(Rule):
-    code = "MW-PLAN-014"
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class BudgetNeedsAuto(Rule, code="MW-PLAN-014"):
+    def broken(self, p: Case) -> Flag:
         return (p.recompute_budget > 0) & (p.recompute != AUTO)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"recompute={p.word('recompute')} with recompute_budget={p.recompute_budget:g}",
             why="recompute_budget needs recompute = auto",
@@ -102,16 +82,12 @@ class BudgetNeedsAuto(Rule):
         )
 
 
-class LocalSgdNeedsWholeReplicas(Rule):
-    code = "MW-PLAN-015"
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class LocalSgdNeedsWholeReplicas(Rule, code="MW-PLAN-015"):
+    def broken(self, p: Case) -> Flag:
         divided = (p.zero > 0) | (p.cp > 1) | (p.ep > 1) | (p.compression != UNCOMPRESSED)
         return (p.average_every > 0) & (divided | (p.replicate == 1))
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         together = {
             "zero": (p.zero > 0, 0),
             "cp": (p.cp > 1, 1),
@@ -130,16 +106,12 @@ class LocalSgdNeedsWholeReplicas(Rule):
         )
 
 
-class StagesPerRank(Rule):
-    code = "MW-PLAN-003"
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StagesPerRank(Rule, code="MW-PLAN-003"):
+    def broken(self, p: Case) -> Flag:
         few = (p.pp > 1) & (p.virtual < lookup(SCHEDULES.column("least_virtual"), p.schedule))
         return few | (p.virtual > lookup(SCHEDULES.column("most_virtual"), p.schedule))
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         name = p.word("schedule")
         least, most = SCHEDULES[name].least_virtual, SCHEDULES[name].most_virtual
         takes = f"{least}" if least == most else f"{least} to {most}"
@@ -160,15 +132,11 @@ class StagesPerRank(Rule):
         )
 
 
-class OneEntryPerStage(Rule):
-    code = "MW-PLAN-007"
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class OneEntryPerStage(Rule, code="MW-PLAN-007"):
+    def broken(self, p: Case) -> Flag:
         return (p.stage_entries > 0) & (p.stage_entries != p.stages)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"layers_per_stage has {p.stage_entries} entries for pp × virtual = {p.pp} × {p.virtual} = {p.stages} stages",
             why="It names the layers of every stage, in order",

@@ -16,16 +16,11 @@ FP8_GATHERS = GATHER_DTYPES.index("fp8")
 # The machine
 
 
-class DegreesMultiplyToDevices(Rule):
-    code = "MW-PLAN-005"
-    needs = ("cluster",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class DegreesMultiplyToDevices(Rule, code="MW-PLAN-005", needs=("cluster",)):
+    def broken(self, p: Case) -> Flag:
         return p.world != p.cluster.world
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         sizes = {axis: p.setting(f"plan.{axis}") for axis in ("replicate", "shard", "tp", "cp", "pp")}
         shown = {k: v for k, v in sizes.items() if v > 1} or {"tp": 1}
         devices = p.cluster.world
@@ -41,16 +36,11 @@ class DegreesMultiplyToDevices(Rule):
         )
 
 
-class DeviceHasPrecision(Rule):
-    code = "MW-CLUS-003"
-    needs = ("workload", "cluster")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class DeviceHasPrecision(Rule, code="MW-CLUS-003", needs=("workload", "cluster")):
+    def broken(self, p: Case) -> Flag:
         return p.workload.precision not in (*p.cluster.accelerator.peak, *ALWAYS_THERE)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         device = p.cluster.accelerator
         likely = [d for d in ("fp8", "bf16", "fp16", "fp32") if d in device.peak]
         return Problem(
@@ -68,16 +58,11 @@ class DeviceHasPrecision(Rule):
 # The batch
 
 
-class BatchDivides(Rule):
-    code = "MW-PLAN-011"
-    needs = ("workload",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class BatchDivides(Rule, code="MW-PLAN-011", needs=("workload",)):
+    def broken(self, p: Case) -> Flag:
         return p.workload.batch % p.unit != 0
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         batch, unit = p.workload.batch, p.unit
         batches = [b for b in (batch // unit * unit, (batch // unit + 1) * unit) if b]
         smaller = fitting_microbatch(batch, p.dp, p.microbatch)
@@ -92,18 +77,13 @@ class BatchDivides(Rule):
         )
 
 
-class ScheduleHasMicrobatches(Rule):
-    code = "MW-PLAN-016"
-    needs = ("workload",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ScheduleHasMicrobatches(Rule, code="MW-PLAN-016", needs=("workload",)):
+    def broken(self, p: Case) -> Flag:
         return (p.pp > 1) & (
             p.microbatches < lookup(SCHEDULES.column("least_microbatches_per_rank"), p.schedule) * p.pp
         )
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         name = p.word("schedule")
         least = SCHEDULES[name].least_microbatches_per_rank * p.pp
         smaller = [d for d in divisors(p.workload.batch // p.dp) if p.workload.batch // p.dp // d >= least]
@@ -119,16 +99,11 @@ class ScheduleHasMicrobatches(Rule):
         )
 
 
-class ProgramIsBounded(Rule):
-    code = "MW-PLAN-017"
-    needs = ("workload",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ProgramIsBounded(Rule, code="MW-PLAN-017", needs=("workload",)):
+    def broken(self, p: Case) -> Flag:
         return (p.pp > 1) & (action_count(p.pp, p.microbatches, p.virtual) > MOST_ACTIONS)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"{p.pp} ranks × {p.microbatches} micro-batches × {p.virtual} stages per rank",
             why=f"A pipeline program has at most {MOST_ACTIONS:,} actions",
@@ -142,18 +117,13 @@ def round_size(p: Case) -> Flag:
     return 1 + interleaved * (p.pp - 1)
 
 
-class InterleavedRounds(Rule):
+class InterleavedRounds(Rule, code="MW-PLAN-012", needs=("workload", "stack")):
     """Our programs take any number of micro-batches; Megatron's interleaved schedules take rounds of pp."""
 
-    code = "MW-PLAN-012"
-    needs = ("workload", "stack")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+    def broken(self, p: Case) -> Flag:
         return p.microbatches % round_size(p) != 0
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         rounds = max(1, round(p.microbatches / p.pp))
         local = p.workload.batch // p.dp
         sizes = [d for d in divisors(local) if local // d % p.pp == 0]
@@ -172,16 +142,11 @@ class InterleavedRounds(Rule):
 # The dtypes
 
 
-class GathersNeedFp8Products(Rule):
-    code = "MW-PLAN-018"
-    needs = ("workload",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class GathersNeedFp8Products(Rule, code="MW-PLAN-018", needs=("workload",)):
+    def broken(self, p: Case) -> Flag:
         return (p.gather_dtype == FP8_GATHERS) & (p.workload.precision not in FP8)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"plan.gather_dtype=fp8 with workload.precision={p.workload.precision}",
             why="A tensor is gathered in fp8 because the product that reads it multiplies in fp8; other products would lose precision",
@@ -190,16 +155,11 @@ class GathersNeedFp8Products(Rule):
         )
 
 
-class RowScalingNeedsFp8(Rule):
-    code = "MW-PLAN-024"
-    needs = ("workload",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class RowScalingNeedsFp8(Rule, code="MW-PLAN-024", needs=("workload",)):
+    def broken(self, p: Case) -> Flag:
         return p.workload.scaling == "row" and p.workload.precision != "fp8"
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"workload.scaling=row with workload.precision={p.workload.precision}",
             why="Only fp8 products have scales that can be chosen",
@@ -207,16 +167,11 @@ class RowScalingNeedsFp8(Rule):
         )
 
 
-class RowScalingNeedsWholeRows(Rule):
-    code = "MW-PLAN-024"
-    needs = ("workload",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class RowScalingNeedsWholeRows(Rule, code="MW-PLAN-024", needs=("workload",)):
+    def broken(self, p: Case) -> Flag:
         return (p.workload.scaling == "row") & ((p.tp > 1) | (p.cp > 1))
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         fields = [f"plan.{name}={p.setting(f'plan.{name}')}" for name in ("tp", "cp") if p.setting(f"plan.{name}") > 1]
         return Problem(
             f"workload.scaling=row with {' and '.join(fields)}",
@@ -226,17 +181,12 @@ class RowScalingNeedsWholeRows(Rule):
         )
 
 
-class RowScalingGathersExperts(Rule):
-    code = "MW-PLAN-024"
-    needs = ("model", "workload")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class RowScalingGathersExperts(Rule, code="MW-PLAN-024", needs=("model", "workload")):
+    def broken(self, p: Case) -> Flag:
         experts = (p.model.experts > 0) & (p.zero == 3) & (axis_size(p, "expert_shard") > 1)
         return (p.workload.scaling == "row") & (p.gather_dtype == FP8_GATHERS) & (experts == False)  # noqa: E712
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             "workload.scaling=row with plan.gather_dtype=fp8 and no experts that ZeRO-3 shards",
             why="Forward scales a dense weight by rows and backward by columns: it is gathered in 16 bits; experts have one scale each",
@@ -248,16 +198,11 @@ class RowScalingGathersExperts(Rule):
 # The optimizer
 
 
-class MuonNeedsMatrices(Rule):
-    code = "MW-PLAN-022"
-    needs = ("model", "workload")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class MuonNeedsMatrices(Rule, code="MW-PLAN-022", needs=("model", "workload")):
+    def broken(self, p: Case) -> Flag:
         return OPTIMIZERS[p.workload.optimizer].by_matrix and p.model.kind == "counts"
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"workload.optimizer={p.workload.optimizer} with {p.model.name or 'a model'}, which is costed by its totals",
             why="Its update depends on the shapes of the matrices",

@@ -37,30 +37,18 @@ def refusal(p: Case, what: str, field: str, allowed: Sequence[object]) -> Proble
     )
 
 
-class StackHasSchedule(Rule):
-    code, needs = CODE, NEEDS
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StackHasSchedule(Rule, code=CODE, needs=NEEDS):
+    def broken(self, p: Case) -> Flag:
         return (p.pp > 1) & outside(p.schedule, SCHEDULES.names, p.stack.can.schedules)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         found = refusal(p, f"the schedule {p.word('schedule')}", "schedule", p.stack.can.schedules)
         plain = {"plan.schedule": "1f1b", "plan.virtual": 1}
         return Problem(found.what, found.why, found.valid, [*found.fixes, plain])
 
 
-class StackHasZero(Rule):
-    code, needs = CODE, NEEDS
-
-    @staticmethod
-    def allowed(p: Case) -> tuple[int, ...]:
-        can = p.stack.can
-        return can.zero or (0, 1, 2, 3)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StackHasZero(Rule, code=CODE, needs=NEEDS):
+    def broken(self, p: Case) -> Flag:
         can = p.stack.can
         out: Flag = False
         for stage in (0, 1, 2, 3):
@@ -72,8 +60,7 @@ class StackHasZero(Rule):
                 out = out | ((p.zero == stage) & (p.tp > 1) & ((p.dp > 1) | (stage > 0)))
         return out
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         can = p.stack.can
         stages, where = can.zero, ""
         if p.zero in (can.zero or (0, 1, 2, 3)):  # alone it can run
@@ -85,35 +72,24 @@ class StackHasZero(Rule):
         return Problem(found.what, found.why, found.valid, [*found.fixes, replicas])
 
 
-class StackHasContextKind(Rule):
-    code, needs = CODE, NEEDS
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StackHasContextKind(Rule, code=CODE, needs=NEEDS):
+    def broken(self, p: Case) -> Flag:
         return (p.cp > 1) & outside(p.cp_kind, CP_KINDS, p.stack.can.cp_kinds)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return refusal(p, f"{p.word('cp_kind')} context parallelism", "cp_kind", p.stack.can.cp_kinds)
 
 
-class StackHasRecompute(Rule):
-    code, needs = CODE, NEEDS
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StackHasRecompute(Rule, code=CODE, needs=NEEDS):
+    def broken(self, p: Case) -> Flag:
         return outside(p.recompute, RECOMPUTES, p.stack.can.recomputes)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return refusal(p, f"recompute={p.word('recompute')}", "recompute", p.stack.can.recomputes)
 
 
-class StackHasAxis(Rule):
-    code, needs = CODE, NEEDS
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StackHasAxis(Rule, code=CODE, needs=NEEDS):
+    def broken(self, p: Case) -> Flag:
         out: Flag = False
         for axis in p.stack.can.without:
             if axis in ("tp", "cp", "pp", "ep"):
@@ -126,8 +102,7 @@ class StackHasAxis(Rule):
                 out = out | ((p.replicate > 1) & (p.zero > 0))
         return out
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         present = {
             "tp": p.tp > 1,
             "cp": p.cp > 1,
@@ -147,11 +122,8 @@ class StackHasAxis(Rule):
         return refusal(p, f"{axis}={p.setting(f'plan.{axis}')}", axis, [off])
 
 
-class StackDividesKvHeads(Rule):
-    code, needs = CODE, ("model", *NEEDS)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StackDividesKvHeads(Rule, code=CODE, needs=("model", *NEEDS)):
+    def broken(self, p: Case) -> Flag:
         m = p.model
         return (
             p.stack.can.tensor_divides_kv
@@ -159,8 +131,7 @@ class StackDividesKvHeads(Rule):
             & (m.kv_groups % p.tp != 0)
         )
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         legal = [d for d in divisors(p.model.kv_groups) if p.model.heads % d == 0]
         return Problem(
             f"tp={p.tp} does not divide the {p.model.kv_groups} KV heads of {p.model.name}",
@@ -170,17 +141,13 @@ class StackDividesKvHeads(Rule):
         )
 
 
-class StackHasEvenStages(Rule):
-    code, needs = CODE, ("model", *NEEDS)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StackHasEvenStages(Rule, code=CODE, needs=("model", *NEEDS)):
+    def broken(self, p: Case) -> Flag:
         if not p.stack.can.even_stages or p.model.kind == "counts":
             return False
         return (p.pp > 1) & (p.stage_entries == 0) & (p.model.layers % p.stages != 0)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         layers = p.model.layers
         fitting = [v for v in divisors(layers) if layers % (p.pp * v) == 0]
         return Problem(
@@ -195,15 +162,11 @@ class StackHasEvenStages(Rule):
         )
 
 
-class StackShardsOverContext(Rule):
-    code, needs = CODE, NEEDS
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class StackShardsOverContext(Rule, code=CODE, needs=NEEDS):
+    def broken(self, p: Case) -> Flag:
         return p.stack.can.shards_context & (p.cp > 1) & (p.zero != 3)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return refusal(p, f"cp={p.cp} with ZeRO-{p.zero}: context-parallel ranks shard the weights", "zero", [3])
 
 

@@ -17,16 +17,11 @@ FP16 = DTYPES.index("fp16")
 NOT_TRAINED = tuple(DTYPES.index(dtype) for dtype in DTYPES if dtype not in TRAINED_DTYPES)
 
 
-class ModelHasShape(Rule):
-    code = "MW-BUILD-001"
-    needs = ("model", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ModelHasShape(Rule, code="MW-BUILD-001", needs=("model", "trainer")):
+    def broken(self, p: Case) -> Flag:
         return p.model.kind == "counts" and not p.model.resnet.stages
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"{p.model.name} cannot be built",
             why="It is described by its totals only, not by its shape",
@@ -62,16 +57,11 @@ def unsupported_parts(m: Model) -> list[str]:
     return [part for part, present in parts.items() if present]
 
 
-class TransformerHasParts(Rule):
-    code = "MW-BUILD-002"
-    needs = ("model", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class TransformerHasParts(Rule, code="MW-BUILD-002", needs=("model", "trainer")):
+    def broken(self, p: Case) -> Flag:
         return bool(unsupported_parts(p.model))
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"{p.model.name} has {', '.join(unsupported_parts(p.model))}, which our transformer does not implement",
             why="It can be planned and costed, not trained",
@@ -84,16 +74,11 @@ class TransformerHasParts(Rule):
         )
 
 
-class ModelIsComputed(Rule):
-    code = "MW-BUILD-005"
-    needs = ("model", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ModelIsComputed(Rule, code="MW-BUILD-005", needs=("model", "trainer")):
+    def broken(self, p: Case) -> Flag:
         return bool(p.model.differences)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         names = ",".join(entry.partition(":")[0] for entry in p.model.differences)
         return Problem(
             f"`train` and `verify` would compute another model than {p.model.name}: {'; '.join(p.model.differences)}",
@@ -101,16 +86,11 @@ class ModelIsComputed(Rule):
         )
 
 
-class ConvolutionsAreWide(Rule):
-    code = "MW-BUILD-002"
-    needs = ("model", "workload", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ConvolutionsAreWide(Rule, code="MW-BUILD-002", needs=("model", "workload", "trainer")):
+    def broken(self, p: Case) -> Flag:
         return bool(p.model.resnet.stages) and p.workload.precision == "fp8"
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"workload.precision=fp8 with the convolutions of {p.model.name}",
             why="`train` and `verify` compute products of layers in fp8, not convolutions",
@@ -118,17 +98,12 @@ class ConvolutionsAreWide(Rule):
         )
 
 
-class PositionsAreLearned(Rule):
-    code = "MW-BUILD-003"
-    needs = ("model", "workload", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class PositionsAreLearned(Rule, code="MW-BUILD-003", needs=("model", "workload", "trainer")):
+    def broken(self, p: Case) -> Flag:
         m = p.model
         return m.kind == "transformer" and m.positions == "learned" and p.workload.seq > m.max_positions
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         most = p.model.max_positions
         return Problem(
             f"a sequence of {p.workload.seq} with {most} learned positions",
@@ -137,16 +112,11 @@ class PositionsAreLearned(Rule):
         )
 
 
-class GatheredColumnsDivide(Rule):
-    code = "MW-PAR-001"
-    needs = ("model", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class GatheredColumnsDivide(Rule, code="MW-PAR-001", needs=("model", "trainer")):
+    def broken(self, p: Case) -> Flag:
         return (p.model.kind == "transformer") & (p.tp_form == GATHERED) & (p.model.hidden % p.tp != 0)
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"plan.tp_form=all-gather with tp={p.tp} is modelled only: `train` and `verify` do not run it",
             why=f"Each rank computes hidden/tp columns, and {p.tp} does not divide hidden {p.model.hidden}",
@@ -154,17 +124,12 @@ class GatheredColumnsDivide(Rule):
         )
 
 
-class SequenceGathersAreTrained(Rule):
-    code = "MW-PAR-001"
-    needs = ("trainer",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class SequenceGathersAreTrained(Rule, code="MW-PAR-001", needs=("trainer",)):
+    def broken(self, p: Case) -> Flag:
         weights = (p.zero == 3) & (p.shard * p.cp > 1)
         return (p.gather_dtype == FP8_GATHERS) & (p.tp > 1) & p.sp & (weights == False)  # noqa: E712
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             "plan.gather_dtype=fp8 with sp and without ZeRO-3 is modelled only: `train` and `verify` do not run it",
             why="Our trainer gathers the weights of ZeRO-3 in fp8, and the activations of sequence parallelism in 16 bits",
@@ -172,19 +137,14 @@ class SequenceGathersAreTrained(Rule):
         )
 
 
-class TokensDivideOverTensorRanks(Rule):
-    code = "MW-EP-001"
-    needs = ("model", "workload", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class TokensDivideOverTensorRanks(Rule, code="MW-EP-001", needs=("model", "workload", "trainer")):
+    def broken(self, p: Case) -> Flag:
         if not p.model.experts:
             return False
         tokens = p.microbatch * (p.workload.seq // p.cp)
         return (p.sp == False) & (tokens % p.tp != 0)  # noqa: E712
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"{p.microbatch * (p.workload.seq // p.cp)} tokens of a micro-batch over tp={p.tp}",
             why="Without sequence parallelism each tensor-parallel rank routes an equal slice of the tokens",
@@ -192,19 +152,14 @@ class TokensDivideOverTensorRanks(Rule):
         )
 
 
-class ParametersAreTrained(Rule):
-    code = "MW-TRAIN-001"
-    needs = ("dtypes",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ParametersAreTrained(Rule, code="MW-TRAIN-001", needs=("dtypes",)):
+    def broken(self, p: Case) -> Flag:
         out: Flag = False
         for code in NOT_TRAINED:
             out = out | (p.param_dtype == code)
         return out
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"plan.param_dtype={p.word('param_dtype')} is modelled only: `train` and `verify` do not run it",
             valid=TRAINED_DTYPES,
@@ -215,20 +170,15 @@ class ParametersAreTrained(Rule):
         )
 
 
-class ProductsAreTrained(Rule):
-    code = "MW-TRAIN-001"
-    needs = ("workload", "dtypes")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class ProductsAreTrained(Rule, code="MW-TRAIN-001", needs=("workload", "dtypes")):
+    def broken(self, p: Case) -> Flag:
         precision = p.workload.precision
         if precision == "fp8":
             return False
         own = p.param_dtype == DTYPES.index(precision) if precision in DTYPES else False
         return (own | ((precision == "tf32") & (p.param_dtype == DTYPES.index("fp32")))) == False  # noqa: E712
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         dtype, precision = p.word("param_dtype"), p.workload.precision
         products = (dtype, "fp8", *(["tf32"] if dtype == "fp32" else []))
         return Problem(
@@ -241,16 +191,11 @@ class ProductsAreTrained(Rule):
         )
 
 
-class AdamNeedsRange(Rule):
-    code = "MW-PLAN-019"
-    needs = ("workload", "dtypes")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
+class AdamNeedsRange(Rule, code="MW-PLAN-019", needs=("workload", "dtypes")):
+    def broken(self, p: Case) -> Flag:
         return (p.param_dtype == FP16) & (p.master == False) & OPTIMIZERS[p.workload.optimizer].divides  # noqa: E712
 
-    @staticmethod
-    def explain(p: Case) -> Problem:
+    def explain(self, p: Case) -> Problem:
         return Problem(
             f"plan.param_dtype=fp16 without master weights under {p.workload.optimizer}",
             why="Our trainer then keeps the moments in fp16 too: epsilon (1e-8) and squares of gradients below 2.4e-4 round to zero, and "

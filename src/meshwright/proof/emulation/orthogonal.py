@@ -15,8 +15,8 @@ from math import sqrt
 
 import numpy as np
 
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
-from meshwright.describe.run import Optimizer
 from meshwright.proof.compare import Break
 from meshwright.proof.records import PieceTrace, Trace, Update
 

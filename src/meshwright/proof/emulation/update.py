@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
-from meshwright.describe.run import Optimizer
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 from meshwright.proof.compare import Break, tensor_error

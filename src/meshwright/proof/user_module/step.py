@@ -24,7 +24,7 @@ import torch
 from torch import distributed, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.describe.run import Optimizer
+from meshwright.describe.optimizer import Optimizer
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.user_module.batches import call, map_tensors, microbatches, samples_in, tensors_in
 from meshwright.proof.records import PieceTrace, Trace

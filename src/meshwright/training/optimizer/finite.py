@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshwright.describe.run import Optimizer
+from meshwright.describe.optimizer import Optimizer
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.numerics.precision import LossScale
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.describe.run import Optimizer
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.parallel.pieces import Piece
 

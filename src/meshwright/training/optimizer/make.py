@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.describe.run import Optimizer
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.parallel.sharded import Sharded
 from meshwright.training.optimizer.fused import FusedAdamW

@@ -20,7 +20,7 @@ from math import cos, pi, sqrt
 
 import torch
 
-from meshwright.describe.run import Optimizer
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 

@@ -22,7 +22,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.describe.run import Optimizer
+from meshwright.describe.optimizer import Optimizer
 from meshwright.errors import MeshwrightError
 from meshwright.models.initialise import box_of
 from meshwright.parallel.data.zero import reshard

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.describe.config import load_plan
 from meshwright.describe.layout import Layout
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
-from meshwright.describe.run import Optimizer
 from meshwright.describe.sharding import Degrees
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
