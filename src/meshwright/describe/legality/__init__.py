@@ -4,12 +4,11 @@
     check(plan, model, workload, cluster, stack)              raise the first broken rule as a MeshwrightError
 
 A rule has an error code, a condition that works on integers and on arrays, and a function that explains it: the arithmetic, the
-valid values, and changes that could mend it. Only a change after which **every** rule holds is legal_fix as the fix.
+valid values, and changes that could mend it. Only a change after which **every** rule holds is offered as the fix.
 
 A rule needs some of model, workload, cluster, stack; it applies where these are given. Three more needs say what runs the plan: `trainer`
 (what `meshwright train` and `verify` can run at all), `dtypes` (the dtypes in which `train` can run it) and `framework` (what the framework of
-the stack can run). Readers: `Plan`, the planner's
-space, alternatives and sensitivity, `lint`, `verify`, `train`.
+the stack can run). Readers: `Plan`, the planner's space, alternatives and sensitivity, `lint`, `verify`, `train`.
 """
 
 from __future__ import annotations
@@ -17,31 +16,23 @@ from __future__ import annotations
 from functools import cache
 
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.legality import model_rules, plan_rules, run_rules, stack_rules, trainer_rules
 from meshwright.describe.legality.case import Case, Flag, Rule, legal_fix
-from meshwright.describe.legality.model_rules import MODEL_RULES
-from meshwright.describe.legality.plan_rules import PLAN_RULES
-from meshwright.describe.legality.run_rules import RUN_RULES, DegreesMultiplyToDevices, DeviceHasPrecision, round_size
-from meshwright.describe.legality.stack_rules import STACK_RULES
-from meshwright.describe.legality.trainer_rules import TRAINER_RULES
+from meshwright.describe.legality.plan_rules import DeviceHasPrecision
+from meshwright.describe.legality.run_rules import round_size
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
-# --- The table of all rules, in the order in which a plan's problems are reported.
+# All rules, in the order in which a plan's problems are reported: those of a file in the order in which it defines them.
 
 ALL_RULES: tuple[Rule, ...] = tuple(
     rule()
-    for rule in (
-        *PLAN_RULES,
-        DeviceHasPrecision,
-        DegreesMultiplyToDevices,
-        *MODEL_RULES,
-        *RUN_RULES,
-        *STACK_RULES,
-        *TRAINER_RULES,
-    )
+    for module in (plan_rules, model_rules, run_rules, stack_rules, trainer_rules)
+    for rule in Rule.__subclasses__()
+    if rule.__module__ == module.__name__
 )
 
 

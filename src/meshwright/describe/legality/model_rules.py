@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, values
-from meshwright.describe.legality.expert_rules import EXPERT_RULES, MOST_DEGREE, LocalSgdNeedsDenseModel
 from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES
 from meshwright.errors import shown
 
+MOST_DEGREE = 4096  # larger degrees are not offered
+UNEVEN = "MW-PLAN-004"  # tensor parallelism does not divide what it splits
 FULL, NONE = RECOMPUTES.index("full"), RECOMPUTES.index("none")
 RING, ULYSSES = CP_KINDS.index("ring"), CP_KINDS.index("ulysses")
 
@@ -104,17 +107,6 @@ class StagesSumToLayers(Rule, code="MW-PLAN-007", needs=("model",)):
         )
 
 
-class MlpHasNoSequence(Rule, code="MW-PLAN-009", needs=("model",)):
-    def broken(self, p: Case) -> Flag:
-        return (p.model.kind == "mlp") & (p.sp | (p.cp > 1) | (p.ep > 1))
-
-    def explain(self, p: Case) -> Problem:
-        if p.sp:
-            return Problem("sp: an mlp has no sequence", fixes=[{"plan.sp": False}])
-        axis, lacks = ("cp", "sequence") if p.cp > 1 else ("ep", "experts")
-        return Problem(f"{axis}={p.setting(f'plan.{axis}')}: an mlp has no {lacks}", fixes=[{f"plan.{axis}": 1}])
-
-
 def tensor_degrees(p: Case) -> list[int]:
     """Tensor-parallel degrees that this model accepts, by these same rules."""
     m = p.model
@@ -122,8 +114,9 @@ def tensor_degrees(p: Case) -> list[int]:
     found = np.array([d for d in divisors(split) if d <= MOST_DEGREE])
     alone = Case({**p.columns, "tp": found, "expert_tp": p.columns["expert_tp"] * 0}, m)
     broken = np.zeros(len(found), bool)
-    for each in TENSOR_RULES:
-        broken = broken | each().broken(alone)
+    for rule in Rule.__subclasses__():
+        if rule.code == UNEVEN:
+            broken = broken | rule().broken(alone)
     return [int(d) for d in found[~broken]]
 
 
@@ -132,7 +125,7 @@ def cannot_split(p: Case, what: str, why: str = "") -> Problem:
     return Problem(what, why=why, valid=legal, fixes=values("plan.tp", legal, p.tp))
 
 
-class TensorDividesHeads(Rule, code="MW-PLAN-004", needs=("model",)):
+class TensorDividesHeads(Rule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         m = p.model
         if m.kind == "counts" or not m.has_attention_layers:
@@ -145,7 +138,18 @@ class TensorDividesHeads(Rule, code="MW-PLAN-004", needs=("model",)):
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {m.name}")
 
 
-class TensorFitsKvHeads(Rule, code="MW-PLAN-004", needs=("model",)):
+class MlpHasNoSequence(Rule, code="MW-PLAN-009", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
+        return (p.model.kind == "mlp") & (p.sp | (p.cp > 1) | (p.ep > 1))
+
+    def explain(self, p: Case) -> Problem:
+        if p.sp:
+            return Problem("sp: an mlp has no sequence", fixes=[{"plan.sp": False}])
+        axis, lacks = ("cp", "sequence") if p.cp > 1 else ("ep", "experts")
+        return Problem(f"{axis}={p.setting(f'plan.{axis}')}: an mlp has no {lacks}", fixes=[{f"plan.{axis}": 1}])
+
+
+class TensorFitsKvHeads(Rule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         m = p.model
         return (m.kind == "transformer") & m.has_attention_layers & neither_divides(m.kv_groups, p.tp)
@@ -155,7 +159,19 @@ class TensorFitsKvHeads(Rule, code="MW-PLAN-004", needs=("model",)):
         return cannot_split(p, f"tp={p.tp} and {m.kv_groups} KV heads of {m.name}: one must divide the other")
 
 
-class TensorDividesFfn(Rule, code="MW-PLAN-004", needs=("model",)):
+class LocalSgdNeedsDenseModel(Rule, code="MW-PLAN-015", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
+        return (p.model.experts > 0) & (p.average_every > 0)
+
+    def explain(self, p: Case) -> Problem:
+        return Problem(
+            f"average_every={p.average_every} with the {p.model.experts} experts of {p.model.name}",
+            why="Routers count the tokens of all replicas in every step",
+            fixes=[{"plan.average_every": 0}],
+        )
+
+
+class TensorDividesFfn(Rule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         m = p.model
         if m.kind != "transformer":
@@ -169,7 +185,7 @@ class TensorDividesFfn(Rule, code="MW-PLAN-004", needs=("model",)):
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {m.name}", "Each rank holds whole columns")
 
 
-class TensorDividesOutputGroups(Rule, code="MW-PLAN-004", needs=("model",)):
+class TensorDividesOutputGroups(Rule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         groups = p.model.compressed.out_groups
         return (groups % p.tp != 0) if groups else False
@@ -179,7 +195,7 @@ class TensorDividesOutputGroups(Rule, code="MW-PLAN-004", needs=("model",)):
         return cannot_split(p, f"tp={p.tp} does not divide {groups} groups of the output projection of {p.model.name}")
 
 
-class TensorDividesLinear(Rule, code="MW-PLAN-004", needs=("model",)):
+class TensorDividesLinear(Rule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         o = p.model.linear
         return False if not o.kind else (o.heads % p.tp != 0) | (o.key_groups % p.tp != 0)
@@ -188,15 +204,6 @@ class TensorDividesLinear(Rule, code="MW-PLAN-004", needs=("model",)):
         o = p.model.linear
         split = f"{o.heads} linear heads" if o.heads % p.tp else f"{o.key_groups} groups of linear heads"
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {p.model.name}", "A state belongs to one rank")
-
-
-TENSOR_RULES: tuple[type[Rule], ...] = (
-    TensorDividesHeads,
-    TensorFitsKvHeads,
-    TensorDividesFfn,
-    TensorDividesOutputGroups,
-    TensorDividesLinear,
-)
 
 
 class SequenceParallelDividesSequence(Rule, code="MW-PLAN-008", needs=("model", "workload")):
@@ -283,21 +290,70 @@ def local_keys(p: Case) -> Flag:
     return np.maximum(p.model.kv_groups // p.tp, 1)
 
 
-MODEL_RULES: tuple[type[Rule], ...] = (
-    CountsTakeDataParallelism,
-    CountsAreRecomputed,
-    StagesHaveLayers,
-    StagesSumToLayers,
-    TensorDividesHeads,
-    MlpHasNoSequence,
-    TensorFitsKvHeads,
-    LocalSgdNeedsDenseModel,
-    TensorDividesFfn,
-    TensorDividesOutputGroups,
-    TensorDividesLinear,
-    SequenceParallelDividesSequence,
-    ContextDividesSequence,
-    UlyssesDividesHeads,
-    ContextDividesLinear,
-    *EXPERT_RULES,
-)
+# Experts
+
+
+class ExpertsExist(Rule, code="MW-PLAN-010", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
+        return (p.model.experts == 0) & ((p.ep > 1) | (p.expert_tp > 0))
+
+    def explain(self, p: Case) -> Problem:
+        named = f"ep={p.ep}" if p.ep > 1 else f"expert_tp={p.expert_tp}"
+        return Problem(f"{named} but {p.model.name} has no experts", fixes=[{"plan.ep": 1, "plan.expert_tp": 0}])
+
+
+class ExpertsDivide(Rule, code="MW-PLAN-010", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
+        return (p.model.experts > 0) & (p.model.experts % p.ep != 0)
+
+    def explain(self, p: Case) -> Problem:
+        legal = [d for d in divisors(p.model.experts) if d <= MOST_DEGREE]
+        return Problem(
+            f"ep={p.ep} does not divide {p.model.experts} experts of {p.model.name}",
+            valid=legal,
+            fixes=values("plan.ep", legal, p.ep),
+        )
+
+
+class ExpertTensorDividesTensor(Rule, code="MW-PLAN-010", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
+        return (p.model.experts > 0) & (p.tp % p.etp != 0)
+
+    def explain(self, p: Case) -> Problem:
+        legal = divisors(p.tp)
+        return Problem(
+            f"expert_tp={p.expert_tp} does not divide tp={p.tp}",
+            valid=legal,
+            fixes=[*values("plan.expert_tp", legal, p.etp), {"plan.expert_tp": 0}],
+        )
+
+
+class ExpertTensorDividesWidth(Rule, code="MW-PLAN-010", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
+        return (p.model.experts > 0) & (p.model.expert_width % p.etp != 0)
+
+    def explain(self, p: Case) -> Problem:
+        m = p.model
+        legal = [d for d in divisors(p.tp) if m.expert_width % d == 0]
+        named = f"expert_tp={p.etp}" if p.expert_tp else f"tp={p.tp}"
+        return Problem(
+            f"{named} does not divide the experts' width {m.expert_width} of {m.name}",
+            why="Each rank holds whole columns of an expert",
+            valid=[f"expert_tp={d}" for d in legal],
+            fixes=values("plan.expert_tp", legal, p.etp),
+        )
+
+
+class ExpertRanksDivide(Rule, code="MW-PLAN-010", needs=("model",)):
+    def broken(self, p: Case) -> Flag:
+        return (p.model.experts > 0) & (p.expert_ranks % p.ep != 0)
+
+    def explain(self, p: Case) -> Problem:
+        ranks = p.expert_ranks
+        legal: Iterable[int] = [d for d in divisors(ranks) if p.model.experts % d == 0]
+        return Problem(
+            f"ep={p.ep} does not divide tp/expert_tp × cp × replicate × shard = {ranks}",
+            why="Expert parallelism uses these ranks and adds none",
+            valid=legal,
+            fixes=values("plan.ep", legal, p.ep),
+        )

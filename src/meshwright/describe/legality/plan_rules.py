@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from meshwright.describe.legality.case import Case, Flag, Problem, Rule, lookup
+from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, lookup, values
 from meshwright.describe.plan_fields import AXES, NO_ORDER, RECOMPUTES, TP_FORMS
 from meshwright.describe.schedules import SCHEDULES, virtual_schedules
 from meshwright.describe.variants import COMPRESSIONS
 
 FULL, AUTO = RECOMPUTES.index("full"), RECOMPUTES.index("auto")
+ALWAYS_THERE = ("fp64", "fp32")  # every device computes in these, if slowly
 GATHERED = TP_FORMS.index("all-gather")
 UNCOMPRESSED = COMPRESSIONS.names.index("none")
 
@@ -144,13 +145,43 @@ class OneEntryPerStage(Rule, code="MW-PLAN-007"):
         )
 
 
-PLAN_RULES: tuple[type[Rule], ...] = (
-    ShardNeedsZero,
-    OrderNamesEachAxis,
-    SequenceParallelNeedsMegatronForm,
-    ChosenLayersNeedFull,
-    BudgetNeedsAuto,
-    LocalSgdNeedsWholeReplicas,
-    StagesPerRank,
-    OneEntryPerStage,
-)
+# The machine
+
+
+class DeviceHasPrecision(Rule, code="MW-CLUS-003", needs=("workload", "cluster")):
+    def broken(self, p: Case) -> Flag:
+        return p.workload.precision not in (*p.cluster.accelerator.peak, *ALWAYS_THERE)
+
+    def explain(self, p: Case) -> Problem:
+        device = p.cluster.accelerator
+        likely = [d for d in ("fp8", "bf16", "fp16", "fp32") if d in device.peak]
+        return Problem(
+            f"workload.precision={p.workload.precision}, and {device.name} has no {p.workload.precision} units",
+            why="No peak rate is known for that dtype on this accelerator",
+            valid=[d for d in device.peak if not d.startswith("int")],
+            fixes=[
+                *({"workload.precision": dtype} for dtype in likely),
+                *({"workload.precision": dtype, "plan.gather_dtype": "same"} for dtype in likely),
+                *({"workload.precision": dtype, "workload.scaling": "tensor"} for dtype in likely),
+            ],
+        )
+
+
+class DegreesMultiplyToDevices(Rule, code="MW-PLAN-005", needs=("cluster",)):
+    def broken(self, p: Case) -> Flag:
+        return p.world != p.cluster.world
+
+    def explain(self, p: Case) -> Problem:
+        sizes = {axis: p.setting(f"plan.{axis}") for axis in ("replicate", "shard", "tp", "cp", "pp")}
+        shown = {k: v for k, v in sizes.items() if v > 1} or {"tp": 1}
+        devices = p.cluster.world
+        product = " × ".join(shown) + " = " + " × ".join(str(v) for v in shown.values())
+        total = f" = {p.world}" if len(shown) > 1 else ""
+        divides = devices % p.rest == 0
+        axes = sorted(("tp", "pp", "cp"), key=lambda axis: -sizes[axis])
+        return Problem(
+            f"{product}{total} ≠ {devices} GPUs",
+            why=f"The degrees must multiply to the devices of {p.cluster.name}",
+            valid=[] if divides else [f"tp·cp·pp = {d}" for d in divisors(devices)][:12],
+            fixes=[{}, *(change for axis in axes for change in values(f"plan.{axis}", divisors(devices), sizes[axis]))],
+        )

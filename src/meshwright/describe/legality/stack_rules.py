@@ -37,6 +37,40 @@ def refusal(p: Case, what: str, field: str, allowed: Sequence[object]) -> Proble
     )
 
 
+class StackHasAxis(Rule, code=CODE, needs=NEEDS):
+    def broken(self, p: Case) -> Flag:
+        out: Flag = False
+        for axis in p.stack.can.without:
+            if axis in ("tp", "cp", "pp", "ep"):
+                out = out | (getattr(p, axis) > 1)
+            elif axis == "sp":
+                out = out | (p.sp & (p.tp > 1))
+            elif axis == "expert_tp" and "model" in p.given:
+                out = out | ((p.model.experts > 0) & (p.etp > 1))
+            elif axis == "hsdp":
+                out = out | ((p.replicate > 1) & (p.zero > 0))
+        return out
+
+    def explain(self, p: Case) -> Problem:
+        present = {
+            "tp": p.tp > 1,
+            "cp": p.cp > 1,
+            "pp": p.pp > 1,
+            "ep": p.ep > 1,
+            "sp": p.sp and p.tp > 1,
+            "expert_tp": p.etp > 1,
+            "hsdp": p.replicate > 1 and p.zero > 0,
+        }
+        axis = next(name for name in p.stack.can.without if present.get(name))
+        if axis == "hsdp":
+            fixes = [{"plan.replicate": 1, "plan.shard": p.dp}]
+            return Problem(
+                f"{p.stack.can.framework} does not run replicas of sharded groups", p.stack.can.source, [], fixes
+            )
+        off = False if axis == "sp" else 1
+        return refusal(p, f"{axis}={p.setting(f'plan.{axis}')}", axis, [off])
+
+
 class StackHasSchedule(Rule, code=CODE, needs=NEEDS):
     def broken(self, p: Case) -> Flag:
         return (p.pp > 1) & outside(p.schedule, SCHEDULES.names, p.stack.can.schedules)
@@ -88,40 +122,6 @@ class StackHasRecompute(Rule, code=CODE, needs=NEEDS):
         return refusal(p, f"recompute={p.word('recompute')}", "recompute", p.stack.can.recomputes)
 
 
-class StackHasAxis(Rule, code=CODE, needs=NEEDS):
-    def broken(self, p: Case) -> Flag:
-        out: Flag = False
-        for axis in p.stack.can.without:
-            if axis in ("tp", "cp", "pp", "ep"):
-                out = out | (getattr(p, axis) > 1)
-            elif axis == "sp":
-                out = out | (p.sp & (p.tp > 1))
-            elif axis == "expert_tp" and "model" in p.given:
-                out = out | ((p.model.experts > 0) & (p.etp > 1))
-            elif axis == "hsdp":
-                out = out | ((p.replicate > 1) & (p.zero > 0))
-        return out
-
-    def explain(self, p: Case) -> Problem:
-        present = {
-            "tp": p.tp > 1,
-            "cp": p.cp > 1,
-            "pp": p.pp > 1,
-            "ep": p.ep > 1,
-            "sp": p.sp and p.tp > 1,
-            "expert_tp": p.etp > 1,
-            "hsdp": p.replicate > 1 and p.zero > 0,
-        }
-        axis = next(name for name in p.stack.can.without if present.get(name))
-        if axis == "hsdp":
-            fixes = [{"plan.replicate": 1, "plan.shard": p.dp}]
-            return Problem(
-                f"{p.stack.can.framework} does not run replicas of sharded groups", p.stack.can.source, [], fixes
-            )
-        off = False if axis == "sp" else 1
-        return refusal(p, f"{axis}={p.setting(f'plan.{axis}')}", axis, [off])
-
-
 class StackDividesKvHeads(Rule, code=CODE, needs=("model", *NEEDS)):
     def broken(self, p: Case) -> Flag:
         m = p.model
@@ -168,15 +168,3 @@ class StackShardsOverContext(Rule, code=CODE, needs=NEEDS):
 
     def explain(self, p: Case) -> Problem:
         return refusal(p, f"cp={p.cp} with ZeRO-{p.zero}: context-parallel ranks shard the weights", "zero", [3])
-
-
-STACK_RULES: tuple[type[Rule], ...] = (
-    StackHasAxis,
-    StackHasSchedule,
-    StackHasZero,
-    StackHasContextKind,
-    StackHasRecompute,
-    StackDividesKvHeads,
-    StackHasEvenStages,
-    StackShardsOverContext,
-)

@@ -206,18 +206,3 @@ class AdamNeedsRange(Rule, code="MW-PLAN-019", needs=("workload", "dtypes")):
                 {"plan.param_dtype": "bf16", "workload.precision": "bf16"},
             ],
         )
-
-
-TRAINER_RULES: tuple[type[Rule], ...] = (
-    ModelHasShape,
-    TransformerHasParts,
-    ModelIsComputed,
-    ConvolutionsAreWide,
-    PositionsAreLearned,
-    GatheredColumnsDivide,
-    SequenceGathersAreTrained,
-    TokensDivideOverTensorRanks,
-    ParametersAreTrained,
-    ProductsAreTrained,
-    AdamNeedsRange,
-)
