@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.user_module.stages import find_layers, record
+from meshwright.parallel.user_module.stages import StageModule, copy_structure, find_layers, record
 from meshwright.training.user_module.parallelize import divided, entries_of, find_routes, stop_caching
 
 WIDTH = 8
@@ -174,6 +174,34 @@ def through_numpy(module, x):
     return module.out(x + copied)
 
 
+class Counting(nn.Linear):
+    """Returns a number that it reads in Python, a whole tensor and a tensor of numbers that `hidden` reads only for large inputs."""
+
+    def __init__(self, number=True):
+        super().__init__(WIDTH, WIDTH)
+        self.number = number
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, bool((y > 100).any()) if self.number else 0, (y > 0).long()
+
+
+def counted(module, x):
+    x, numbers = module.enter(x), []
+    for layer in module.layers:
+        x, number, _ = layer(x)
+        numbers.append(number)
+    return module.out(-x if numbers[0] else x)
+
+
+def hidden(module, x):
+    large, x, signs = bool((x > 50).any()), module.enter(x), []
+    for layer in module.layers:
+        x, _, sign = layer(x)
+        signs.append(sign)
+    return module.out(x + signs[0] if large else x)
+
+
 NEEDED = "is on pipeline stage 0, and on stage 1 \\(layers 'layers.2' to 'layers.3'\\) it is needed by "
 REFUSED = {
     "attribute of a layer": (
@@ -184,7 +212,8 @@ REFUSED = {
     "a parameter of another stage": (lambda m, x: through(m, x) @ m.enter.weight[:3], plain, f"parameter 'enter.weight' {NEEDED}"),
     "random numbers": (lambda m, x: through(m, x, torch.rand_like(x)), Masked, "a random tensor drawn in the module's forward"),
     "a branch in Python": (branch, plain, f"'enter' {NEEDED}the module's forward"),
-    "numpy": (through_numpy, plain, "the pipeline's forward of the example is not the module's"),
+    "numpy": (through_numpy, plain, f"'enter' {NEEDED}the module's forward's Python code"),
+    "a number of a layer": (counted, Counting, "'layers.1' returns a number that it reads from a tensor, on pipeline stage 0"),
     "a stage that reads nothing": (lambda m, x: [layer(x) for layer in m.layers][3], plain, "read nothing of the stages before"),
     "reversed": (ordered(3, 2, 1, 0), plain, "MW-OWN-002: layer '3' of 'layers' runs as number 1"),
     "twice": (ordered(0, 1, 1, 2, 3), plain, "MW-OWN-002: layer '1' of 'layers' runs 2 times"),
@@ -274,3 +303,21 @@ def test_the_memory_of_encoder_decoders_is_sent(kind):
     ids = torch.arange(1, 17).view(2, 8)
     found = checked(module, {"input_ids": ids, "labels": ids})
     assert memory in {port.unit for port in found.boundaries[1]}
+
+
+def test_a_read_that_the_example_did_not_show_raises():
+    module = Stack(hidden, lambda: Counting(number=False)).double()
+    example = torch.randn(4, WIDTH, dtype=torch.float64)
+    spans, layers = [range(2), range(2, 4)], list(module.layers)
+    seen = record(module, "layers", layers, example)
+    crossing = find_routes(module, seen, spans, entries_of(module, "layers", seen, spans), example, check=True)
+    first, second = (StageModule(copy_structure(module), seen, spans, i, crossing) for i in range(2))
+    first.inputs = second.inputs = example
+    assert torch.equal(second(*first(0)), module(example))
+    first.inputs = second.inputs = example * 1000
+    with pytest.raises(MeshwrightError, match=r"MW-OWN-007: a tensor that 'layers.0' returns.* is read by aten::add"):
+        second(*first(0))
+    with pytest.raises(
+        MeshwrightError, match=r"MW-OWN-003: a micro-batch has an input of \(2, 8\), and the example one of \(4, 8\)"
+    ):
+        seen.check_inputs(example[:2])

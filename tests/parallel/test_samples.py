@@ -79,6 +79,18 @@ class Number(nn.Module):
         return x * self.value
 
 
+class Counter(nn.Module):
+    """Counts its calls: the same for a batch and for its halves, and not for several micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
 class Contrast(Stack):
     """Returns its loss: each sample against all others."""
 
@@ -252,6 +264,7 @@ EXACT = {
     "batch norm, evaluation": (lambda: Stack(nn.BatchNorm1d(WIDTH)).eval(), {"replicate": 2, "microbatch": 2}, {}),
     "a number, ZeRO-3": (lambda: Stack(Number()), {"shard": 2, "zero": 3}, {"example": ROWS}),
     "a number, ZeRO-1": (lambda: Stack(Number()), {"shard": 2, "zero": 1, "microbatch": 1}, {}),
+    "a counter": (lambda: Stack(Counter()), {"replicate": 2}, {}),
     "unused": (Unused, {"replicate": 2, "microbatch": 2}, {}),
     "unused, ZeRO-3": (Unused, {"shard": 2, "zero": 3}, {}),
     "a pipeline whose stages share a module and a parameter": (Sharing, {"pp": 2, "microbatch": 2}, {"example": 2, "layers": "layers"}),
@@ -263,6 +276,8 @@ REFUSED = {
     "batch norm, a pipeline": (
         lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), {"pp": 2}, {"example": 4},
         "MW-OWN-008: the output of '1' for a batch"),
+    "a counter, micro-batches": (
+        lambda: Stack(Counter()), {"replicate": 2, "microbatch": 2}, {}, "MW-OWN-008: forward changes the buffer 'middle.0.calls', once for each of"),
     "another norm": (lambda: Stack(Standardised()), {"shard": 2, "zero": 3}, {}, "MW-OWN-008: the output of 'middle.0'"),
     "another norm, an example": (lambda: Stack(Standardised()), {"replicate": 2}, {"example": 4}, "MW-OWN-008: the output of 'middle.0'"),
     "a module's contrast": (Contrast, {"replicate": 2}, {"loss": None}, "MW-OWN-008: the output of Contrast .* not the mean"),

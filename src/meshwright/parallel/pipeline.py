@@ -126,7 +126,12 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.scope(fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:  # torch hides the reason
+                if isinstance(error.__cause__, MeshwrightError):
+                    raise error.__cause__ from None
+                raise
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         # Torch before 2.12 connects to both neighbours, even one on this rank (in a V); gloo cannot send to itself.

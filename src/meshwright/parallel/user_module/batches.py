@@ -35,18 +35,21 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return tree
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-        return
+def leaves_in(tree: Any) -> Iterator[Any]:
+    """What a structure holds that is no tuple, list, dictionary or dataclass."""
     if isinstance(tree, Mapping):
         tree = tree.values()
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         tree = vars(tree).values()
     elif not isinstance(tree, tuple | list):
+        yield tree
         return
     for value in tree:
-        yield from tensors_in(value)
+        yield from leaves_in(value)
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor))
 
 
 def call(module: nn.Module, inputs: Any) -> Any:

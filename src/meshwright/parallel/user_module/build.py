@@ -116,10 +116,12 @@ class Build:
 
     def pipeline(self) -> Callable[[list[tuple[Any, Any]]], torch.Tensor]:
         """A function that runs micro-batches through all stages and returns this rank's part of the loss."""
-        plan, mesh, made = self.plan, self.mesh, dict[int, Pipeline]()
+        plan, mesh, made, seen = self.plan, self.mesh, dict[int, Pipeline](), self.seen
+        assert seen is not None
         chunks: list[tuple[Any, Any]] = []
 
         def run(batch: list[tuple[Any, Any]]) -> torch.Tensor:
+            seen.check_inputs(batch[0][0])
             chunks[:] = batch
             if len(batch) not in made:
                 program = build_program(plan.schedule, plan.pp, len(batch), plan.virtual)

@@ -15,12 +15,13 @@ operators backwards for one stage. What its layers read is needed; if code betwe
 another stage's layer returned it, it is a `Port`: the place where the stand-in of that layer hands the tensor over. `routes` adds what later
 stages need, since a stage sends to the next one only.
 
-Comparing numbers of a staged and a plain forward cannot name the tensor; it runs in addition (`checks`). A stand-in returns NaN for what is not
-sent, so that a read that the example did not show gives no wrong number in silence.
+Comparing numbers of a staged and a plain forward cannot name the tensor; it runs in addition (`checks`). A stand-in returns a tensor that raises
+when it is read (`stages.Unsent`) for what is not sent, so that a read that the example did not show gives no wrong number in silence.
 """
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,15 +29,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.user_module.batches import call, map_tensors, tensors_in
+from meshwright.parallel.user_module.batches import call, leaves_in, map_tensors, tensors_in
 
 # Operators that take the shape, dtype and device of a tensor and not its values.
 SHAPE_ONLY = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 FORWARD = "the module's forward"
-READ_IN_PYTHON = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
+READ_IN_PYTHON = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "tolist", "numpy")
+UNDISPATCHED = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Returned:
     unit: str
     call: int
     leaves: tuple[int, ...]
+    number: bool  # it returns a number too, that Python code in it may have read from a tensor
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,12 @@ class Trace(TorchDispatchMode):
             for t in leaves
         ]
         self.passed |= {Port(unit, len(calls), leaf): i for leaf, i in enumerate(same) if i is not None}
-        numbers = tuple(-1 if i is not None else self.number(t) for t, i in zip(leaves, same, strict=True))
-        self.events.append(Returned(unit, len(calls), numbers))
+        storages = tuple(-1 if i is not None else self.number(t) for t, i in zip(leaves, same, strict=True))
+        in_python = any(
+            isinstance(e, Operator) and e.name in READ_IN_PYTHON and e.where.unit == unit for e in self.events
+        )
+        number = in_python and any(isinstance(leaf, numbers.Number) for leaf in leaves_in(output))
+        self.events.append(Returned(unit, len(calls), storages, number))
         calls.append(on_meta(output))
         self.arguments = []
 
@@ -186,13 +194,26 @@ class Trace(TorchDispatchMode):
             hooks.append(part.register_forward_pre_hook(self.enter(name), with_kwargs=True))
             hooks.append(part.register_forward_hook(self.leave(name), with_kwargs=True))
         try:
-            with self:
+            with self, UndispatchedReads(self):
                 output = call(self.module, example)
         finally:
             for hook in hooks:
                 hook.remove()
         self.outputs = list(self.numbers(output))
         return output
+
+
+class UndispatchedReads(TorchFunctionMode):
+    """Tells a trace of the values that Python code takes out of a tensor without an operator."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in UNDISPATCHED:
+            self.trace.write(UNDISPATCHED[func], self.trace.numbers(args), ())
+        return func(*args, **(kwargs or {}))
 
 
 def on_meta(tree: Any) -> Any:
@@ -299,6 +320,13 @@ class Reader:
 
     def returned(self, event: Returned) -> None:
         """Hand over what a unit of another stage returns, if it is needed."""
+        if event.number:
+            raise MeshwrightError(
+                "MW-OWN-007",
+                f"'{event.unit}' returns a number that it reads from a tensor, on pipeline stage {self.stages.of_unit(event.unit)}",
+                why="Stages send tensors: later ones would compute with the number of the example",
+                fix="return it as a tensor, or plan.pp=1",
+            )
         for leaf, n in enumerate(event.leaves):
             if n not in self.needs:
                 continue
@@ -330,10 +358,12 @@ class Reader:
 
 @dataclass
 class Routes:
-    """What crosses each boundary: `boundaries[s]` enters stage s. `changed`: ports whose tensor is changed in place later, so that it is copied."""
+    """What crosses each boundary: `boundaries[s]` enters stage s. `changed`: ports whose tensor is changed in place later, so that it is copied.
+    `unread`: ports that no code between the layers reads."""
 
     boundaries: list[list[Port]]
     changed: set[Port]
+    unread: set[Port]
 
 
 def routes(trace: Trace, stages: Stages) -> Routes:
@@ -368,7 +398,10 @@ def routes(trace: Trace, stages: Stages) -> Routes:
                 why="A pipeline sends what layers return to later layers",
                 fix="plan.pp=1",
             )
-    return Routes(boundaries, {p for at, p, n in order if last_write.get(n, -1) > at})
+    between = [e for e in trace.events if isinstance(e, Operator) and stages.of_unit(e.where.unit) is None]
+    read = {n for event in between for n in event.reads}
+    changed = {p for at, p, n in order if last_write.get(n, -1) > at}
+    return Routes(boundaries, changed, {p for _, p, n in order if n not in read})
 
 
 def check_order(path: str, names: list[str], order: list[int]) -> None:

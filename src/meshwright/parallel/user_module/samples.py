@@ -201,6 +201,17 @@ class Trial:
         return ""
 
     @torch.no_grad()
+    def accumulating(self) -> str:
+        """A buffer that each forward changes, such as a counter: several micro-batches change it several times. '' if there is none."""
+        named = list(self.module.named_buffers())
+        after: list[list[torch.Tensor]] = []
+        with undisturbed(self.module):
+            for _ in range(2 if named else 0):
+                call(self.module, self.inputs)
+                after.append([buffer.clone() for _, buffer in named])
+        return next((name for (name, _), *values in zip(named, *after, strict=True) if differ(*values)), "")
+
+    @torch.no_grad()
     def first_module(self) -> str:
         """The first module whose output differs; '' if none but the whole one does."""
         calls: list[list[tuple[str, list[torch.Tensor]]]] = []
@@ -224,11 +235,11 @@ class Trial:
         return ""
 
 
-def check_samples(trial: Trial, device: str, gradients: bool) -> None:
-    """Raise if the batch of a trial gives something else than its halves, on any rank."""
+def check_samples(trial: Trial, device: str, gradients: bool) -> str:
+    """Raise if the batch of a trial gives something else than its halves, on any rank. Returns a buffer that several micro-batches would spoil."""
     problem = trial.problem(gradients)
     if not any_rank(bool(problem), device):
-        return
+        return trial.accumulating()
     kind, _, name = problem.partition(" ")
     module = trial.first_module()
     what = {

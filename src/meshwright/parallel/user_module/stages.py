@@ -10,7 +10,7 @@ micro-batch, so that masks, positions and whatever else the layers are given are
     after the list     runs on the last stage, then the loss
 
 What each module returns and in which order they run is recorded once, on an example micro-batch (`record`): all micro-batches have its shape.
-The same run shows what each stage reads of the others (`dataflow`). A stand-in returns NaN for all else.
+The same run shows what each stage reads of the others (`dataflow`). A stand-in returns for all else a tensor that raises when it is read.
 A parameter that several stages hold (tied embeddings, parameters of the root itself) has a gradient on each of them, and they are summed.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -35,7 +35,7 @@ from meshwright.parallel.user_module.batches import (
     undisturbed,
     without_zeros,
 )
-from meshwright.parallel.user_module.dataflow import Port, Routes, Trace, check_order
+from meshwright.parallel.user_module.dataflow import SHAPE_ONLY, Port, Routes, Trace, check_order, on_meta
 
 
 def find_layers(module: nn.Module, path: str | None, needed: bool) -> tuple[str, list[nn.Module]]:
@@ -67,11 +67,28 @@ class Recorded:
 
     path: str
     names: list[str]  # of the layers, in the module
+    inputs: Any  # on the meta device
     trace: Trace
     output: Any = None  # of the module
     random: list[RandomState] = field(default_factory=list)  # before the first layer, and after each layer
     before: set[str] = field(default_factory=set)  # modules with parameters that run before the layers only
     after: set[str] = field(default_factory=set)  # modules that run after the layers only
+
+    def check_inputs(self, inputs: Any) -> None:
+        """Raise for a micro-batch of another shape than the example. A mask for all samples that is as long as the batch would be cut with it."""
+        if isinstance(inputs, Mapping) and isinstance(self.inputs, Mapping):
+            names = [name for name in self.inputs if name in inputs]
+            pairs = [(inputs[name], self.inputs[name]) for name in names]
+        else:
+            pairs = [(inputs, self.inputs)]
+        for tensor, like in (both for pair in pairs for both in zip(*map(tensors_in, pair), strict=False)):
+            if tensor.shape != like.shape:
+                raise MeshwrightError(
+                    "MW-OWN-003",
+                    f"a micro-batch has an input of {tuple(tensor.shape)}, and the example one of {tuple(like.shape)}",
+                    why="Shapes between pipeline stages are fixed by the example. Every tensor as long as the batch is cut into micro-batches",
+                    fix="inputs of the shape of the example, padded if need be; a mask with a dimension for the samples",
+                )
 
     def tensor(self, port: Port) -> torch.Tensor:
         """What crosses at a port, on the meta device."""
@@ -85,7 +102,7 @@ def record(module: nn.Module, path: str, layers: list[nn.Module], example: Any) 
     names = [f"{path}.{name}".lstrip(".") for name in children]
     outside = modules_outside(module, path)
     trace = Trace(module, names, outside)
-    seen = Recorded(path, names, trace)
+    seen = Recorded(path, names, on_meta(example), trace)
     called: dict[str, set[str]] = {}
 
     def note_random(*_: Any) -> None:
@@ -135,6 +152,40 @@ def modules_outside(module: nn.Module, path: str) -> list[str]:
     return out
 
 
+class Unsent(torch.Tensor):
+    """A tensor of another stage that the example showed nobody to read: it can be passed on and viewed, and raises when its values are read."""
+
+    value: torch.Tensor
+    unit: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # operators reach __torch_dispatch__
+
+    @classmethod
+    def of(cls, value: torch.Tensor, unit: str) -> Unsent:
+        unsent = torch.Tensor._make_subclass(cls, value)
+        unsent.value, unsent.unit = value, unit
+        return unsent
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = next(t for t in tensors_in([args, kwargs or {}]) if isinstance(t, cls))
+        name, returns = func._schema.name, func._schema.returns
+        is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        is_copy = is_view or name in ("aten::clone", "aten::_to_copy")
+        if not (is_copy or name.endswith(SHAPE_ONLY)):
+            raise MeshwrightError(
+                "MW-OWN-007",
+                f"a tensor that '{first.unit}' returns, on an earlier pipeline stage, is read by {name}, which the example did not show",
+                why="Stages send what the example shows later stages to read",
+                fix="an example that takes this way through forward, or plan.pp=1",
+            )
+        plain = map_tensors(lambda t: t.value if isinstance(t, cls) else t, [args, kwargs or {}])
+        output = func(*plain[0], **plain[1])
+        return map_tensors(lambda t: cls.of(t, first.unit), output) if is_copy else output
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Unsent({self.unit!r})"
+
+
 class _Leave(BaseException):
     """Leaves the module's `forward` where the layers of the next stage begin."""
 
@@ -144,7 +195,7 @@ class StageModule(nn.Module):
 
     def __init__(self, root: nn.Module, seen: Recorded, spans: list[range], stage: int, routes: Routes) -> None:
         super().__init__()
-        self.root, self.seen, self.changed = root, seen, routes.changed
+        self.root, self.seen, self.changed, self.unread = root, seen, routes.changed, routes.unread
         self.finish: Callable[[Any, Any], Any] = lambda output, targets: output  # of the last stage: the loss
         self.receives = routes.boundaries[stage]
         self.is_last = stage == len(spans) - 1
@@ -171,7 +222,8 @@ class StageModule(nn.Module):
             units[name].register_forward_hook(self._remember(name))
 
     def _stand_in(self, unit: str) -> Callable[..., Any]:
-        """A forward that returns what was received of a unit of another stage; NaN for what this stage does not read."""
+        """A forward that returns what was received of a unit of another stage; `Unsent` for what this stage does not read, or NaN where code
+        between the layers computes something with it that this stage does not need."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             outputs = self.seen.trace.outputs_of[unit]
@@ -185,7 +237,8 @@ class StageModule(nn.Module):
                     return arguments[passed[port]]
                 if port not in self.tensors:
                     device = next((t.device for t in tensors_in(self.inputs)), None)
-                    return torch.full_like(like, torch.nan if like.is_floating_point() else 0, device=device)
+                    value = torch.full_like(like, torch.nan if like.is_floating_point() else 0, device=device)
+                    return Unsent.of(value, unit) if port in self.unread else value
                 received = self.tensors[port]
                 return received.clone() if port in self.changed else received
 

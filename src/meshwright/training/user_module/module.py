@@ -93,6 +93,7 @@ class ParallelModule(Sharded):
     check: bool = True  # whether the first step is checked against one device
     synchronised: list[nn.Module] = field(default_factory=list)  # batch normalisations over all data-parallel ranks
     example_checked: bool = False  # a batch against its halves, when it was built
+    accumulating: str = ""  # a buffer that each forward changes
     scale: LossScale = field(default_factory=LossScale)
     steps: int = 0  # updates so far
     weight: torch.Tensor | float = 1.0  # what the loss of the micro-batch under way is multiplied by
@@ -223,13 +224,18 @@ class ParallelModule(Sharded):
         """Raise where parts of a batch give something else than the whole; in the first step, by running a part and its halves."""
         if len(chunks) > 1 and any(uses_batch(part) for part in self.synchronised):
             raise depends_on_the_batch("batch normalisation with several micro-batches in a step", ONE_MICROBATCH)
-        if not self.check or (len(chunks) == 1 and self.data_ranks == 1):
-            return
+        if self.check and (len(chunks) > 1 or self.data_ranks > 1):
+            self.check_first_batch(chunks, size)
+        if len(chunks) > 1 and self.accumulating:
+            what = f"forward changes the buffer '{self.accumulating}', once for each of {len(chunks)} micro-batches"
+            raise depends_on_the_batch(what)
+
+    def check_first_batch(self, chunks: list[tuple[Any, Any]], size: int) -> None:
         mean = self.reduction == "mean"
         self.loss_check = LossCheck(size, self.batch_dim, mean) if self.loss is not None else None
         if self.run_pipeline is None and not self.example_checked:
             trial = Trial(self.module, chunks[0][0], self.batch_dim, mean, self.synchronised)
-            check_samples(trial, self.mesh.device, gradients=not self.mesh.sharded)
+            self.accumulating = check_samples(trial, self.mesh.device, gradients=not self.mesh.sharded)
             reshard([self.module])
 
     def uses(self) -> list[float]:

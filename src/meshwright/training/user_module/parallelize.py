@@ -108,6 +108,7 @@ def parallelize(
         check=check,
         synchronised=whole.synchronised,
         example_checked=whole.in_parts,
+        accumulating=whole.accumulating,
     )
     if whole.seen is not None:
         for stage in parallel.stages.values():
@@ -155,10 +156,11 @@ class WholeModule:
         if self.seen is not None:
             self.routes = find_routes(module, self.seen, self.spans, self.entries, example, self.check)
             check_boundaries(self.routes, self.seen, self.spans, plan)
+        self.accumulating = ""
         self.in_parts = self.check and example is not None and (plan.pp > 1 or data_group is not None)
         if self.in_parts:
             trial = Trial(module, example, self.batch_dim, self.mean, self.synchronised)
-            check_samples(trial, mesh.device, gradients=True)
+            self.accumulating = check_samples(trial, mesh.device, gradients=True)
         divides = self.check and example is not None and plan.pp == 1 and (plan.tp > 1 or mesh.sharded)
         self.output = evaluated(module, example) if divides else None
 
