@@ -98,7 +98,7 @@ class Trace(TorchDispatchMode):
         self.active: list[str] = []
         self.outputs_of: dict[str, list[Any]] = {}  # by unit, what each call returned, on the meta device
         self.passed: dict[Port, int] = {}  # returned arguments, by their place among the arguments
-        self.arguments: list[tuple[torch.Tensor, int]] = []  # of the unit that runs, with their versions
+        self.arguments: list[tuple[Any, int]] = []  # of the unit that runs, with their versions; None keeps its place
         self._storages: dict[Any, int] = {}
         self.state = {self.number(t): n for n, t in module.state_dict(keep_vars=True).items()}
         self.inputs: set[int] = set()
@@ -149,7 +149,7 @@ class Trace(TorchDispatchMode):
     def enter(self, name: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if name in self.units and not self.unit:
-                self.arguments = [(t, t._version) for t in tensors_in([args, kwargs])]
+                self.arguments = [(a, getattr(a, "_version", 0)) for a in leaves_in([args, kwargs])]
             if name in self.layers and not self.unit:
                 self.order.append(self.layers.index(name))
                 self.events.append(Entered(self.order[-1]))

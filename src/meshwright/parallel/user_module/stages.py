@@ -30,6 +30,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel.user_module.batches import (
     RandomState,
     call,
+    leaves_in,
     map_tensors,
     tensors_in,
     undisturbed,
@@ -228,13 +229,13 @@ class StageModule(nn.Module):
         def forward(*args: Any, **kwargs: Any) -> Any:
             outputs = self.seen.trace.outputs_of[unit]
             number, leaves = self.calls[unit] % len(outputs), count()
-            arguments, passed = list(tensors_in([args, kwargs])), self.seen.trace.passed
+            arguments, passed = list(leaves_in([args, kwargs])), self.seen.trace.passed
             self.calls[unit] += 1
 
             def leaf(like: torch.Tensor) -> torch.Tensor:
                 port = Port(unit, number, next(leaves))
                 if port in passed:
-                    return arguments[passed[port]]
+                    return self._passed(unit, arguments, passed[port])
                 if port not in self.tensors:
                     device = next((t.device for t in tensors_in(self.inputs)), None)
                     value = torch.full_like(like, torch.nan if like.is_floating_point() else 0, device=device)
@@ -245,6 +246,18 @@ class StageModule(nn.Module):
             return map_tensors(leaf, outputs[number])
 
         return forward
+
+    def _passed(self, unit: str, arguments: list[Any], place: int) -> torch.Tensor:
+        """The argument that a unit of another stage returns as it is."""
+        argument = arguments[place] if place < len(arguments) else None
+        if not isinstance(argument, torch.Tensor):
+            raise MeshwrightError(
+                "MW-OWN-007",
+                f"'{unit}' is called without the tensor that it returned for the example",
+                why="Stages send what the example shows later stages to read",
+                fix="inputs for which forward calls its layers as for the example, or plan.pp=1",
+            )
+        return argument
 
     def _remember(self, unit: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: tuple, output: Any) -> None:
