@@ -203,7 +203,8 @@ class Trial:
     @torch.no_grad()
     def accumulating(self) -> str:
         """A buffer that each forward changes, such as a counter: several micro-batches change it several times. '' if there is none."""
-        named = list(self.module.named_buffers())
+        exact = {id(buffer) for norm in self.synchronised for buffer in norm.buffers()}
+        named = [(name, buffer) for name, buffer in self.module.named_buffers() if id(buffer) not in exact]
         after: list[list[torch.Tensor]] = []
         with undisturbed(self.module):
             for _ in range(2 if named else 0):

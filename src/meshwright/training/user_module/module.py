@@ -226,9 +226,9 @@ class ParallelModule(Sharded):
             raise depends_on_the_batch("batch normalisation with several micro-batches in a step", ONE_MICROBATCH)
         if self.check and (len(chunks) > 1 or self.data_ranks > 1):
             self.check_first_batch(chunks, size)
-        if len(chunks) > 1 and self.accumulating:
-            what = f"forward changes the buffer '{self.accumulating}', once for each of {len(chunks)} micro-batches"
-            raise depends_on_the_batch(what)
+        if self.accumulating and (len(chunks) > 1 or self.plan.recompute == "full"):
+            times = f"{len(chunks)} micro-batches" if len(chunks) > 1 else "forward and its repetition (recompute=full)"
+            raise depends_on_the_batch(f"forward changes the buffer '{self.accumulating}', once for each of {times}")
 
     def check_first_batch(self, chunks: list[tuple[Any, Any]], size: int) -> None:
         mean = self.reduction == "mean"
