@@ -279,7 +279,7 @@ REFUSED = {
     "a counter, micro-batches": (
         lambda: Stack(Counter()), {"replicate": 2, "microbatch": 2}, {}, "MW-OWN-008: forward changes the buffer 'middle.0.calls', once for each of"),
     "a counter, recompute": (
-        lambda: Stack(Counter()), {"replicate": 2, "recompute": "full"}, {"layers": "middle"}, "MW-OWN-008: forward changes the buffer .* repetition"),
+        lambda: Stack(Counter()), {"replicate": 2, "recompute": "full"}, {"layers": "middle"}, "forward changes the buffer .* repetition"),
     "another norm": (lambda: Stack(Standardised()), {"shard": 2, "zero": 3}, {}, "MW-OWN-008: the output of 'middle.0'"),
     "another norm, an example": (lambda: Stack(Standardised()), {"replicate": 2}, {"example": 4}, "MW-OWN-008: the output of 'middle.0'"),
     "a module's contrast": (Contrast, {"replicate": 2}, {"loss": None}, "MW-OWN-008: the output of Contrast .* not the mean"),
