@@ -23,6 +23,10 @@ PRIVATE = {
         ["parallel/data/fp8_gather.py"],
         ["torch._foreach_copy_", "torch.distributed.tensor.DTensor.__torch_dispatch__"],
     ),
+    "tensors that a pipeline does not send": (
+        ["parallel/user_module/stages.py"],
+        ["torch.Tensor._make_subclass", "torch._C._disabled_torch_function_impl"],
+    ),
     "compile": (
         ["parallel/compile.py"],
         [
