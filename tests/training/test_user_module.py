@@ -139,6 +139,8 @@ def shared_pieces(context, folder):
         with pytest.raises(MeshwrightError, match="MW-CKPT-008"):
             built(ZERO, optimizer).resume(folder)
     assert not built(ZERO).resume(f"{folder}/none")
+    with pytest.raises(MeshwrightError, match=r"MW-OWN-001: optimizer clip=0.5"):
+        built(ZERO, {"kind": "adamw", "clip": 0.5})
     return out, compressed
 
 

@@ -459,6 +459,10 @@ def check_settings(parallel: ParallelModule) -> None:
     refused = {
         "scale_with_width": (settings.scale_with_width, "The width of the module is not known"),
         "scale_with_batch": (settings.scale_with_batch, "The batch is not known before the first step"),
+        **{
+            name: (name in settings.model_fields_set, "The loop is yours: step(…, clip=1.0) clips")
+            for name in ("clip", "on_nan", "most_skips")
+        },
         "ema": (settings.ema, "A moving average of the weights is kept by the trainer of our own models"),
         "kind": (
             muon and fused,
