@@ -14,6 +14,7 @@ from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_R
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME
 from meshwright.cost.band import base, shares
 from meshwright.view.accuracy_regret import regrets, table
+from meshwright.view.tables import markdown_table
 from meshwright.view.validate import headline_cells, number_cells, percent
 
 INTRODUCTION = """# Accuracy: predictions compared with published runs
@@ -329,5 +330,4 @@ def headlines(found: Accuracy) -> str:
 def licences() -> str:
     rows = sorted(accuracy.licences().items())
     note = f"\nScored for memory only: {', '.join(NOT_FOR_TIME)}.\n"
-    lines = ["| source | licence |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows)]
-    return "## Sources and licences\n\n" + "\n".join(lines) + "\n" + note
+    return "## Sources and licences\n\n" + markdown_table(("source", "licence"), rows) + "\n" + note

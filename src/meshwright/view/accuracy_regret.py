@@ -10,6 +10,7 @@ import numpy as np
 from meshwright.calibrate.runs.accuracy import Accuracy
 from meshwright.calibrate.runs.left_out import LeftOut
 from meshwright.calibrate.runs.validate import Choice, Configuration, choices, off_the_line
+from meshwright.view.tables import markdown_table
 from meshwright.view.validate import percent
 
 UNEXPLAINED = 1.5  # a run that takes this many times its prediction has a cause that the cost model lacks
@@ -19,8 +20,7 @@ MEASURABLE = 1e-4  # share of a step below which no two measured runs agree
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table whose first column is text and whose other columns are numbers."""
-    lines = [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    return markdown_table([columns[0], *(f">{name}" for name in columns[1:])], rows) + "\n"
 
 
 def regrets(found: Accuracy) -> str:

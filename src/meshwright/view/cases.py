@@ -19,15 +19,14 @@ from meshwright.planner.advice.guides.textbook import differences
 from meshwright.planner.cases import studies
 from meshwright.planner.cases.studies import Evaluated, Row
 from meshwright.units import format_count, format_seconds
+from meshwright.view.tables import markdown_table
 
 SHARE = 0.01  # parts of a step below this share are not listed
 
 
 def page(r: Evaluated) -> str:
-    """Return the page of a case in Markdown."""
-    return (
-        "\n".join([*head(r), *published(r), *evaluated(r), *compared(r), *choice(r), *corrections(r)]).rstrip() + "\n"
-    )
+    """Return the page of a case in Markdown. Each function yields the blocks of a section, between which lines are blank."""
+    return "\n\n".join([*head(r), *published(r), *evaluated(r), *compared(r), *choice(r), *corrections(r)]) + "\n"
 
 
 def terminal_page(r: Evaluated) -> RenderableType:
@@ -39,58 +38,48 @@ def head(r: Evaluated) -> Iterator[str]:
     c = r.case.config
     active = f" ({format_count(c.model.active)} active)" if c.model.experts else ""
     yield f"# {r.case.title}"
-    yield ""
     yield f"{r.case.by}. {r.case.story}"
-    yield ""
     yield f"{format_count(c.model.total)} parameters{active}: {c.model.describe_shape()}."
-    yield ""
 
 
 def published(r: Evaluated) -> Iterator[str]:
     yield "## What was published, and what is assumed"
-    yield ""
-    yield from bullets(r.case.settings)
-    yield from bullets(f"*assumed:* {word}" for word in r.case.assumed)
-    yield ""
+    yield bullets([*r.case.settings, *(f"*assumed:* {word}" for word in r.case.assumed)])
     yield f"Sources: {'; '.join(r.case.sources)}."
-    yield ""
 
 
 def evaluated(r: Evaluated) -> Iterator[str]:
     e, p = r.estimate, r.estimate.prediction
     yield "## Our estimate"
-    yield ""
     work = f"{e.model.describe_batch(e.workload)}, {e.workload.precision}"
     yield f"{e.plan.title()} on {e.plan.world:,} × {e.cluster.accelerator.name}, {work}:"
-    yield ""
     band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
     fit = "" if p.fits else ", which does not fit according to our memory model"
-    yield f"- step {format_seconds(p.step_time_s)} ({band}), MFU {p.mfu:.1%}, HFU {p.hfu:.1%}"
-    yield f"- memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB{fit}"
+    facts = [
+        f"step {format_seconds(p.step_time_s)} ({band}), MFU {p.mfu:.1%}, HFU {p.hfu:.1%}",
+        f"memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB{fit}",
+    ]
     if e.workload.tokens:
-        yield f"- {format_count(e.workload.tokens)} {e.model.unit}: {r.days:.1f} days, {format_count(studies.gpu_hours(e))} GPU-hours"
-    yield f"- constants: {p.calibrated}"
-    yield ""
-    yield "| part of the step | time | share |"
-    yield "| --- | ---: | ---: |"
-    for part, seconds in sorted(p.exposed_s.items(), key=lambda item: -item[1]):
-        if seconds >= SHARE * p.step_time_s:
-            yield f"| {part_name(part)} | {format_seconds(seconds)} | {seconds / p.step_time_s:.1%} |"
-    yield ""
+        hours = format_count(studies.gpu_hours(e))
+        facts.append(f"{format_count(e.workload.tokens)} {e.model.unit}: {r.days:.1f} days, {hours} GPU-hours")
+    yield bullets([*facts, f"constants: {p.calibrated}"])
+    rows = [
+        (part_name(part), format_seconds(seconds), f"{seconds / p.step_time_s:.1%}")
+        for part, seconds in sorted(p.exposed_s.items(), key=lambda item: -item[1])
+        if seconds >= SHARE * p.step_time_s
+    ]
+    yield markdown_table(("part of the step", ">time", ">share"), rows)
 
 
 def compared(r: Evaluated) -> Iterator[str]:
     yield "## Comparison with the published figures"
-    yield ""
     if r.rows:
-        yield "| figure | published | ours | ours / published | in our band | source |"
-        yield "| --- | ---: | ---: | ---: | --- | --- |"
+        rows = []
         for row in r.rows:
-            band = "yes" if row.within else "no"
-            yield f"| {row.unit} | {figure(row, row.published)} | {figure(row, row.ours)} | {row.ratio:.2f} | {band} | {row.source} |"
-        yield ""
+            values = (figure(row, row.published), figure(row, row.ours), f"{row.ratio:.2f}")
+            rows.append((row.unit, *values, "yes" if row.within else "no", row.source))
+        yield markdown_table(("figure", ">published", ">ours", ">ours / published", "in our band", "source"), rows)
     yield r.case.difference
-    yield ""
 
 
 def figure(row: Row, value: float) -> str:
@@ -103,20 +92,23 @@ def figure(row: Row, value: float) -> str:
 
 def choice(r: Evaluated) -> Iterator[str]:
     yield "## The planner's choice"
-    yield ""
     if r.choice is None:
         yield "The planner was not run for this case."
-        yield ""
         return
     p = r.choice.prediction
-    yield f"On the same devices, with the same batch and stack: {r.choice.plan.title()}. It may use features that the software of that"
-    yield "run did not support, such as a zero-bubble schedule or sharding with a pipeline."
-    yield ""
-    yield f"- step {format_seconds(p.step_time_s)} against {format_seconds(step(r.estimate))}; {studies.verdict(r.estimate, r.choice)}"
-    yield f"- MFU {p.mfu:.1%}, memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB"
-    yield f"- what differs: {differences(r.estimate.plan, r.choice.plan)}"
-    yield f"- where the time goes: {moved(r.estimate, r.choice)}"
-    yield ""
+    yield (
+        f"On the same devices, with the same batch and stack: {r.choice.plan.title()}. It may use features that the software of that\n"
+        "run did not support, such as a zero-bubble schedule or sharding with a pipeline."
+    )
+    times = f"{format_seconds(p.step_time_s)} against {format_seconds(step(r.estimate))}"
+    yield bullets(
+        (
+            f"step {times}; {studies.verdict(r.estimate, r.choice)}",
+            f"MFU {p.mfu:.1%}, memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB",
+            f"what differs: {differences(r.estimate.plan, r.choice.plan)}",
+            f"where the time goes: {moved(r.estimate, r.choice)}",
+        )
+    )
 
 
 def moved(was: Estimate, now: Estimate) -> str:
@@ -131,35 +123,33 @@ def moved(was: Estimate, now: Estimate) -> str:
 def corrections(r: Evaluated) -> Iterator[str]:
     if r.case.corrections:
         yield "## Corrections to introductory texts"
-        yield ""
-        yield from bullets(r.case.corrections)
+        yield bullets(r.case.corrections)
 
 
-def bullets(words: Iterable[str]) -> Iterator[str]:
-    return (f"- {word}" for word in words)
+def bullets(words: Iterable[str]) -> str:
+    return "\n".join(f"- {word}" for word in words)
+
+
+INDEX = """# Case studies
+
+Published training runs, estimated as published, and the plan that the planner chooses for the same devices. Each page lists what was
+published and what was assumed. `meshwright plan --case NAME` shows one.
+
+"""
+COLUMNS = ("case", ">GPUs", "plan", ">step", ">MFU", ">GiB", "ours / published", "planner")
 
 
 def index(results: Iterable[Evaluated]) -> str:
     """Return the table of all cases."""
-    lines = [
-        "# Case studies",
-        "",
-        "Published training runs, estimated as published, and the plan that the planner chooses for the same devices. Each page lists what was",
-        "published and what was assumed. `meshwright plan --case NAME` shows one.",
-        "",
-        "| case | GPUs | plan | step | MFU | GiB | ours / published | planner |",
-        "| --- | ---: | --- | ---: | ---: | ---: | --- | --- |",
-    ]
+    rows = []
     for r in results:
-        p = r.estimate.prediction
+        p, plan = r.estimate.prediction, r.estimate.plan
         ratios = ", ".join(f"{row.unit} {row.ratio:.2f}" for row in r.rows) or "nothing published"
         chosen = f"{format_seconds(step(r.choice))}: {r.choice.plan.title()}" if r.choice else ""
         used = f"{p.memory_gib:.0f}" + ("" if p.fits else " (over)")
-        lines.append(
-            f"| [{r.case.title}]({r.case.name}.md) | {r.estimate.plan.world:,} | {r.estimate.plan.title()} | "
-            f"{format_seconds(p.step_time_s)} | {p.mfu:.1%} | {used} | {ratios} | {chosen} |"
-        )
-    return "\n".join(lines) + "\n"
+        numbers = (f"{plan.world:,}", plan.title(), format_seconds(p.step_time_s), f"{p.mfu:.1%}", used)
+        rows.append((f"[{r.case.title}]({r.case.name}.md)", *numbers, ratios, chosen))
+    return INDEX + markdown_table(COLUMNS, rows) + "\n"
 
 
 def pages() -> dict[str, str]:

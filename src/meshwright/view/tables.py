@@ -140,3 +140,10 @@ def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
         span if span > 1e-9 * max(map(abs, finite)) else 1.0
     )  # the mean of equal numbers may differ in its last digit
     return "".join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1))] if isfinite(m) else "×" for m in means)
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of a Markdown page; columns whose name begins with `>` are right-aligned."""
+    rules = ["---:" if name.startswith(">") else "---" for name in columns]
+    lines = ([name.removeprefix(">") for name in columns], rules, *rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
