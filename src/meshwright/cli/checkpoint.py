@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from meshwright.describe.model import Model
 
 command = command_group("List, verify, convert and delete the checkpoints of runs.")
-Source = Annotated[Path, typer.Argument(help="A run folder, a folder of checkpoints, or one checkpoint.")]
 TARGETS = ("meshwright", "huggingface")
 
 

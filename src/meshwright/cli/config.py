@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from meshwright.cli.options import command_group, described
 from meshwright.describe.config import CLASSES, configure, diff
 from meshwright.errors import unknown
@@ -13,11 +9,6 @@ from meshwright.view import config as view
 from meshwright.view.tables import show, show_json
 
 command = command_group()
-
-File = Annotated[str, typer.Argument(help="A plan file (TOML).")]
-Set = Annotated[
-    list[str], typer.Option("--set", metavar="A.B=C", help="Override a field, such as --set plan.tp=8. Repeatable.")
-]
 
 
 @command.command("show")

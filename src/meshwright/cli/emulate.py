@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from meshwright.cli.options import HELP_NAMES, command_group, described
 
 command = command_group(
     "Emulate a cluster on this machine: network namespaces joined by links of a chosen rate and delay. Needs root."
 )
-
-Name = Annotated[str, typer.Option("--name", help="Name of the emulation; several can be up at once.")]
 
 
 @command.command("up")

@@ -69,24 +69,8 @@ def command(
         )
     from meshwright.view.show.collectives import CollectiveRequest, show
 
-    return show(
-        CollectiveRequest(
-            topic,
-            algorithm,
-            ranks,
-            size,
-            cluster,
-            elements,
-            root,
-            segments,
-            node,
-            values,
-            compare,
-            names,
-            html,
-            as_json,
-        )
-    )
+    options = {name: context.params[name] for name in CollectiveRequest._fields if name in context.params}
+    return show(CollectiveRequest(topic, **options | {"compare": compare, "names": names}))
 
 
 def explicit_options(context: typer.Context) -> list[str]:

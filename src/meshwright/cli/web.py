@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from meshwright.cli.options import described
 
-DEFAULT_PORT = 8765
-
 
 @described
 def command(

@@ -21,6 +21,7 @@ import numpy as np
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config
 from meshwright.describe.legality import Case
 from meshwright.describe.legality.case import data_parallel as data_parallel_sizes
 from meshwright.describe.model import Model
@@ -41,6 +42,11 @@ class Trial:
     workload: Workload
     stack: Stack
     _seen: dict[str, Estimate | None] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def around(cls, one: Estimate | Config) -> Trial:
+        """Trials of other plans for the model, cluster, workload and stack of an estimate or a configuration."""
+        return cls(one.model, one.cluster, one.workload, one.stack)
 
     def of(self, plan: Plan | None) -> Estimate | None:
         """Estimate a plan; None if `plan` is None or not legal."""

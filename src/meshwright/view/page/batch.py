@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.estimate import Estimate
 from meshwright.describe.legality import batch_unit
 from meshwright.describe.result import values_of
-from meshwright.errors import MeshwrightError
+from meshwright.planner.advice.alternatives import Trial
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 
@@ -44,9 +44,8 @@ def thinned(values: list[int], count: int) -> list[int]:
 
 def at_batch(e: Estimate, batch: int) -> dict[str, Any] | None:
     """The plan with another batch; None where it is not legal."""
-    try:
-        other = estimate(e.model, e.cluster, e.plan, e.workload.but(batch=batch), e.stack)
-    except MeshwrightError:
+    other = Trial.around(e).with_changes(e.plan, workload=e.workload.but(batch=batch))
+    if other is None:
         return None
     p, m = other.prediction, other.plan.microbatches(other.workload)
     exposed = sum(p.exposed_s.get(part, 0.0) for part in ("dp", "bubble"))

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.collective import Network
-from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.estimate import Estimate
 from meshwright.cost.overlap import Layer, Span, bucket_timeline, prefetch_timeline
-from meshwright.describe.plan import Plan
-from meshwright.errors import MeshwrightError
 from meshwright.lower.op import Op, scalar
+from meshwright.planner.advice.alternatives import Trial, changed
 from meshwright.units import format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 
@@ -50,14 +49,6 @@ def data(subject: Subject) -> dict[str, Any]:
     }
 
 
-def variant(e: Estimate, **changes: Any) -> Estimate | None:
-    try:
-        plan: Plan = e.plan.but(**changes)
-        return estimate(e.model, e.cluster, plan, e.workload, e.stack)
-    except MeshwrightError:
-        return None
-
-
 def layer_seconds(e: Estimate, phases: str) -> float:
     """Seconds of one dense layer in some phases: compute and exposed tensor- or context-parallel communication, without data parallelism."""
     block = "dense" if ("dense", "F") in e.cost.times else next(iter(e.cost.times))[0]
@@ -71,7 +62,7 @@ def layer_seconds(e: Estimate, phases: str) -> float:
 
 def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | None:
     """Backward with gradients reduced after it, and behind it."""
-    found = variant(e, zero=0, replicate=e.plan.dp, shard=1, reduce="auto", reshard=True)
+    found = Trial.around(e).of(changed(e.plan, zero=0, replicate=e.plan.dp, shard=1, reduce="auto", reshard=True))
     if found is None:
         return None
     batch = found.program.batch
@@ -95,7 +86,7 @@ def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | No
 
 def fsdp_timelines(e: Estimate, count: int) -> dict[str, Any] | None:
     """Forward with weights gathered just in time, and one layer ahead."""
-    found = variant(e, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto")
+    found = Trial.around(e).of(changed(e.plan, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto"))
     if found is None:
         return None
     network = Network(found.cluster, found.program.batch)

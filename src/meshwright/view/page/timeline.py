@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.estimate import Estimate
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import values_of
 from meshwright.describe.schedules import SCHEDULES
@@ -20,6 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.lower.footprint import elements
 from meshwright.lower.op import scalar
 from meshwright.lower.stages import stage_blocks
+from meshwright.planner.advice.alternatives import Trial, changed
 from meshwright.programs.pipelines import KINDS, Walked
 from meshwright.programs.pipelines.program import KIND_NAMES
 from meshwright.units import format_decimal_bytes, format_seconds
@@ -77,10 +78,7 @@ def schedules_data(several: Sequence[Walked], seconds: bool = False) -> dict[str
 
 def with_schedule(e: Estimate, name: str) -> Estimate | None:
     """The same plan with another schedule; None where it is not legal."""
-    plan = rescheduled(e.plan, name)
-    if plan is None or not plan.is_legal(e.model, e.workload, e.cluster, e.stack):
-        return None
-    return estimate(e.model, e.cluster, plan, e.workload, e.stack)
+    return Trial.around(e).of(rescheduled(e.plan, name))
 
 
 def rescheduled(plan: Plan, name: str) -> Plan | None:
@@ -88,10 +86,7 @@ def rescheduled(plan: Plan, name: str) -> Plan | None:
     if rule is None or plan.pp == 1:
         return None
     virtual = min(max(plan.virtual, rule.least_virtual), rule.most_virtual)
-    try:
-        return plan.but(schedule=name, virtual=virtual, layers_per_stage=())
-    except MeshwrightError:
-        return None
+    return changed(plan, schedule=name, virtual=virtual, layers_per_stage=())
 
 
 def choices(e: Estimate) -> list[dict[str, Any]]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.estimate import Estimate, communication, estimate
+from meshwright.cost.estimate import Estimate, communication
 from meshwright.describe.result import COMMUNICATION, part_name
-from meshwright.errors import MeshwrightError
+from meshwright.planner.advice.alternatives import Trial, changed
 from meshwright.units import format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 
@@ -105,11 +105,8 @@ def overlap(e: Estimate) -> dict[str, Any]:
 
 def _with_overlap(e: Estimate, axes: tuple[str, ...]) -> Estimate | None:
     """The estimate with other axes overlapped (and with none of them, without prefetch); None where that is not legal."""
-    try:
-        plan = e.plan.but(overlap=axes, **({} if axes or e.plan.zero < 3 else {"prefetch": False}))
-        return estimate(e.model, e.cluster, plan, e.workload, e.stack)
-    except MeshwrightError:
-        return None
+    prefetch = {} if axes or e.plan.zero < 3 else {"prefetch": False}
+    return Trial.around(e).of(changed(e.plan, overlap=axes, **prefetch))
 
 
 def by_axis(e: Estimate) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from meshwright.cost.memory import largest_model, zero_state_bytes
 from meshwright.cost.step import step_cost
-from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
+from meshwright.planner.advice.alternatives import changed
 from meshwright.units import format_count, format_decimal_bytes
 from meshwright.view.page.subject import Subject
 
@@ -94,11 +94,8 @@ def plan_rows(subject: Subject) -> list[dict[str, Any]]:
     plans = []
     for stage in range(4):
         degrees = {"replicate": e.plan.dp, "shard": 1} if stage == 0 else {"replicate": 1, "shard": e.plan.dp}
-        try:
-            plan = e.plan.but(zero=stage, **degrees)
-        except MeshwrightError:  # ZeRO shards nothing on one rank
-            continue
-        if plan.is_legal(e.model, e.workload, e.cluster, e.stack):
+        plan = changed(e.plan, zero=stage, **degrees)  # None on one rank, where ZeRO shards nothing
+        if plan is not None and plan.is_legal(e.model, e.workload, e.cluster, e.stack):
             plans.append((stage, plan))
     if not plans:
         return []

@@ -71,7 +71,7 @@ def recommend(model: Model, cluster: Cluster, workload: Workload, stack: Stack) 
 
 def compare(recommendations: Iterable[Recommendation], winner: Estimate) -> list[Compared]:
     """Estimate each recommended plan for the winner's problem."""
-    trial = Trial(winner.model, winner.cluster, winner.workload, winner.stack)
+    trial = Trial.around(winner)
     return [compare_one(r, trial, winner) for r in recommendations]
 
 
