@@ -14,7 +14,7 @@ import typer
 
 from meshwright.cli.options import described
 from meshwright.view.show.options import LESSON, PIPELINES
-from meshwright.view.show.topics import LESSONS, kind_of, module_of, sort_arguments
+from meshwright.view.show.topics import kind_of, list_topics, module_of, sort_arguments
 
 
 @described
@@ -41,9 +41,7 @@ def command(
 ) -> None:
     """Show a collective, a pipeline schedule or a reference table. Without a topic: list all topics."""
     if not topic:
-        from meshwright.view.show.listing import list_topics
-
-        return list_topics(LESSONS, as_json)
+        return list_topics(as_json)
     from meshwright.cli.output import writable
     from meshwright.view.show.options import refuse_unused, refuse_zero
 
@@ -77,6 +75,3 @@ def explicit_options(context: typer.Context) -> list[str]:
     """Return the names of the options on the command line, in order, except those that every topic accepts."""
     named = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
     return [name for name in context.params if name in named - {"topic", "as_json"}]
-
-
-__all__ = ["command"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 
 from meshwright.describe import catalog
-from meshwright.view.page.presets import PRESETS
+from meshwright.view.page.catalog import PRESETS
 from meshwright.view.page.registry import CHEAP, VIEWS
 from meshwright.web import tasks, worker
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from rich.text import Text
+
 from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError, shown, unknown
 from meshwright.errors import kind_of as kind_of_value
-from meshwright.programs.collectives import OPERATIONS
+from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
+from meshwright.programs.collectives.formulas import text as formula
 from meshwright.programs.pipelines import SCHEDULES
-from meshwright.view.show import collectives, listing, pipelines
-from meshwright.view.show.options import COLLECTIVES, LESSON, PIPELINES, USED, refuse_unused
+from meshwright.view.show import collectives, pipelines
+from meshwright.view.show.options import COLLECTIVES, LESSON, PIPELINES, refuse_unused
+from meshwright.view.tables import filled, heading, show, show_json
 
 LESSONS = {
     "strategies": "what each parallelism splits, which collective it needs, when, how many bytes, and when to use it",
@@ -54,7 +58,7 @@ def module_of(lesson: str) -> Any:
 def data(topic: str, options: dict[str, Any]) -> Any:
     """Return what `meshwright show TOPIC … --json` prints; without a topic, the list of topics. Clusters are those of the catalog."""
     if not topic:
-        return listing.data(LESSONS)
+        return all_topics()
     kind = kind_of(topic.lower())
     given = {name: checked(name, value) for name, value in options.items()}
     refuse_unused(topic, kind, given)
@@ -84,4 +88,44 @@ def checked(name: str, value: Any) -> Any:
     return value
 
 
-__all__ = ["COLLECTIVES", "LESSONS", "USED", "data", "kind_of", "module_of", "sort_arguments"]
+def all_topics() -> dict[str, Any]:
+    """Return what `meshwright show --json` prints."""
+    found = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
+    return {
+        "collectives": found,
+        "pipelines": {name: rule.about for name, rule in SCHEDULES.items()},
+        "lessons": LESSONS,
+    }
+
+
+def list_topics(as_json: bool = False) -> None:
+    """Print the collectives with their algorithms and costs, the schedules and the lessons."""
+    if as_json:
+        show_json(all_topics())
+        return
+    rows = []
+    for operation, named in ALGORITHMS.items():
+        for k, name in enumerate(named):
+            first = (Text(operation, "bold"), Text(OPERATIONS[operation], "dim")) if k == 0 else ("", "")
+            rows.append((*first, Text(name, "cyan"), Text(formula(operation, name), "dim")))
+    collectives = filled(["operation", "what", "algorithm", "time on a uniform network"], rows)
+    schedules = filled(
+        ["schedule", "what"], [(Text(name, "bold"), Text(rule.about, "dim")) for name, rule in SCHEDULES.items()]
+    )
+    table = filled(["lesson", "what"], [(Text(name, "bold"), Text(about, "dim")) for name, about in LESSONS.items()])
+    show(
+        heading(
+            "Collectives", "meshwright show all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]"
+        ),
+        collectives,
+        Text(
+            "n: bytes of the full buffer, P = N·g ranks in N nodes, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n",
+            "dim",
+        ),
+        heading(
+            "Pipeline schedules", "meshwright show 1f1b --stages 4 --microbatches 8 [--compare gpipe,zbv] [--html F]"
+        ),
+        schedules,
+        heading("Lessons", "meshwright show strategies"),
+        table,
+    )
