@@ -51,18 +51,6 @@ def sections(e: Estimate) -> Iterator[RenderableType]:
 
 def header(e: Estimate) -> Panel:
     p = e.prediction
-    low, high = format_seconds(p.step_time_low_s), format_seconds(p.step_time_high_s)
-    big = Text.assemble(
-        ("step ", "dim"),
-        (format_seconds(p.step_time_s), "bold"),
-        (f"  ({low} to {high})", "dim"),
-        ("   MFU ", "dim"),
-        (f"{100 * (p.mfu or 0):.1f}%", "bold"),
-        ("   memory ", "dim"),
-        (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", f"bold {FIT_COLOURS[p.fit_word]}"),
-        (f"   {e.model.unit}/s ", "dim"),
-        (format_count(p.tokens_per_s or 0), "bold"),
-    )
     count = format_count(e.model.total)
     active = f", {format_count(e.model.active)} active" if e.model.experts else ""
     lines = [
@@ -76,7 +64,7 @@ def header(e: Estimate) -> Panel:
             (f"  {e.model.describe_batch(e.workload, '')}, {e.workload.precision}", "dim"),
         ),
         Text(""),
-        big,
+        main_numbers(e, f"bold {FIT_COLOURS[p.fit_word]}"),
         *on_own_trainer(e),
         *uncalibrated(e),
     ]
@@ -95,6 +83,23 @@ def header(e: Estimate) -> Panel:
             )
         )
     return Panel(Group(*lines), title="estimate", title_align="left", border_style="blue")
+
+
+def main_numbers(e: Estimate, memory_style: str = "bold") -> Text:
+    """Step time with its band, MFU, memory and throughput in one line."""
+    p = e.prediction
+    low, high = format_seconds(p.step_time_low_s), format_seconds(p.step_time_high_s)
+    return Text.assemble(
+        ("step ", "dim"),
+        (format_seconds(p.step_time_s), "bold"),
+        (f"  ({low} to {high})", "dim"),
+        ("   MFU ", "dim"),
+        (f"{100 * (p.mfu or 0):.1f}%", "bold"),
+        ("   memory ", "dim"),
+        (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", memory_style),
+        (f"   {e.model.unit}/s ", "dim"),
+        (format_count(p.tokens_per_s or 0), "bold"),
+    )
 
 
 def on_own_trainer(e: Estimate) -> list[Text]:

@@ -17,6 +17,7 @@ from meshwright.errors import unknown
 from meshwright.lower.op import PHASES, Op, scalar
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.units import format_decimal_bytes, format_flops, format_seconds
+from meshwright.view.tables import titled
 
 FORMULAS = {
     "gemm": "t = floor + max(a, m) + c·min(a, m)    a = 2·products·m·n·k / (e·peak), m = bytes / bandwidth",
@@ -48,18 +49,18 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
     lines: list[RenderableType] = [Text(f"{part}: {format_seconds(exposed)} of the step", style="bold")]
     lines += formulas_of([op for *_, op in found], e, network)
     if found:
-        table = columns("block × count", "phase", "operation", "shape", numbers=("each", "per micro-batch"))
-        total = 0.0
+        rows, total = [], 0.0
         for block, times, phase, op in found:
             seconds, count = seconds_of(op, e, network), scalar(op.count)
             total += times * count * seconds
             row = f"{block} × {times:.0f}", phase, f"{op.name} × {count:g}", shape_of(op, network)
-            table.add_row(*row, format_seconds(seconds), format_seconds(times * count * seconds))
+            rows.append((*row, format_seconds(seconds), format_seconds(times * count * seconds)))
         m = e.plan.microbatches(e.workload)
         words = f"{format_seconds(total)} per micro-batch × {m} micro-batches = {format_seconds(total * m)} on the slowest stage ({rank})"
         if abs(total * m - exposed) > 1e-3 * exposed:
             words += f"; exposed {format_seconds(exposed)} after overlap, with the operations that run once per step"
-        lines += [table, Text(words)]
+        columns = ("block × count", "phase", "operation", "shape", ">each", ">per micro-batch")
+        lines += [titled("", columns, rows), Text(words)]
     closing = once_per_step(e, part, network)
     if closing.row_count:
         lines += [Text("once per step:"), closing]
@@ -101,25 +102,15 @@ def seconds_of(op: Op, e: Estimate, network: Network) -> float:
     return scalar(compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack, op))
 
 
-def columns(*words: str, numbers: tuple[str, ...]) -> Table:
-    """An empty table: columns of words, then columns of numbers, which are aligned to the right."""
-    table = Table(box=None, pad_edge=False)
-    for name in words:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
 def once_per_step(e: Estimate, part: str, network: Network) -> Table:
     """Return the collectives of a part that run once per step (gradient reductions, parameter gathers), each with its algorithm."""
-    table = columns("operation", "shape", numbers=("each", "per step"))
+    rows = []
     for op in e.cost.syncs:
         if op.axis and scalar(op.count) and AXIS_OF[op.axis] == part and scalar(e.program.batch.size(op.axis)) > 1:
             seconds, count = scalar(network.time(op)), scalar(op.count)
             shape = shape_of(op, network)
-            table.add_row(f"{op.name} × {count:g}", shape, format_seconds(seconds), format_seconds(count * seconds))
-    return table
+            rows.append((f"{op.name} × {count:g}", shape, format_seconds(seconds), format_seconds(count * seconds)))
+    return titled("", ("operation", "shape", ">each", ">per step"), rows)
 
 
 def part_of(op: Op, phase: str) -> str:
@@ -165,14 +156,11 @@ def explain_bubble(e: Estimate) -> RenderableType:
 
 def explain_memory(e: Estimate) -> RenderableType:
     worst = max(range(len(e.prediction.memory_by_stage)), key=lambda s: sum(e.prediction.memory_by_stage[s].values()))
-    table = Table(box=None, pad_edge=False)
-    table.add_column("part")
-    table.add_column("GiB", justify="right")
-    for part, size in e.prediction.memory_by_stage[worst].items():
-        table.add_row(part, f"{size:.2f}")
+    stage = e.prediction.memory_by_stage[worst]
+    table = titled("", ("part", ">GiB"), [(part, f"{size:.2f}") for part, size in stage.items()])
     saved = {b: {k: scalar(v) / 2**20 for k, v in parts.items() if scalar(v)} for b, parts in e.program.saved.items()}
     lines = [
-        Text(f"fullest stage {worst}: {sum(e.prediction.memory_by_stage[worst].values()):.1f} GiB", style="bold"),
+        Text(f"fullest stage {worst}: {sum(stage.values()):.1f} GiB", style="bold"),
         Text(
             "states = N·(param + grad + master + moments), each divided by the size of the shard group if its ZeRO stage is on",
             style="cyan",
@@ -205,22 +193,19 @@ def explain_mfu(e: Estimate) -> RenderableType:
 
 def explain_roofline(e: Estimate) -> RenderableType:
     place = e.roofline
-    table = Table(box=None, pad_edge=False)
-    for name in ("level", "sent by a device", "bandwidth of a device", "time", "CCR", "ridge", "ceiling"):
-        table.add_column(name)
+    rows = []
     for c in place.ceilings:
         ccr = f"{c.ccr:,.0f}" if c.bytes else "none"
         sent, rate = format_decimal_bytes(c.bytes), f"{c.bandwidth / 1e9:,.1f} GB/s"
-        table.add_row(
-            c.level, sent, rate, format_seconds(c.seconds), ccr, f"{c.ridge:,.0f}", f"{100 * c.efficiency:.0f}%"
-        )
+        ceiling = f"{100 * c.efficiency:.0f}%"
+        rows.append((c.level, sent, rate, format_seconds(c.seconds), ccr, f"{c.ridge:,.0f}", ceiling))
     return Group(
         Text(f"{place.regime}: {place.level} allows {100 * place.efficiency:.0f}% of the peak", style="bold"),
         Text(
             "by level: CCR = FLOPs per device / bytes sent by a device at this level;  CCR* = peak / bandwidth;  ceiling = min(1, CCR / CCR*)",
             style="cyan",
         ),
-        table,
+        titled("", ("level", "sent by a device", "bandwidth of a device", "time", "CCR", "ridge", "ceiling"), rows),
         Text(f"critical batch {e.critical_batch.reason}"),
         Text("; ".join(place.advice), style="dim"),
     )

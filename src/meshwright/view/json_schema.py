@@ -23,8 +23,9 @@ def optional(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def keys(**properties: Schema) -> Schema:
-    """An object that has these keys, and perhaps others."""
+def keys(_base: Schema | None = None, **properties: Schema) -> Schema:
+    """An object that has these keys, after those of another one, and perhaps more."""
+    properties = (_base or {}).get("properties", {}) | properties
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
@@ -57,8 +58,8 @@ def measurement() -> Schema:
 
 
 def estimate() -> Schema:
-    base = prediction()
-    more = keys(
+    return keys(
+        prediction(),
         plan=TABLE,
         world=COUNT,
         parameters=COUNT,
@@ -71,11 +72,6 @@ def estimate() -> Schema:
         roofline=keys(level=TEXT, regime=TEXT),
         inference_latency_s=TABLE,
     )
-    return {
-        **base,
-        "required": base["required"] + more["required"],
-        "properties": base["properties"] | more["properties"],
-    }
 
 
 def simulate() -> Schema:
@@ -93,13 +89,7 @@ def simulate() -> Schema:
 
 
 def plan() -> Schema:
-    leader = prediction()
-    named = keys(plan=TABLE, title=TEXT, strategy=TEXT, closed_form_s=NUMBER)
-    leader = {
-        **leader,
-        "required": leader["required"] + named["required"],
-        "properties": leader["properties"] | named["properties"],
-    }
+    leader = keys(prediction(), plan=TABLE, title=TEXT, strategy=TEXT, closed_form_s=NUMBER)
     strategy = keys(fits=FLAG, slower=optional(NUMBER), why_not=TEXT, plan=TABLE)
     return keys(
         searched=COUNT,

@@ -56,12 +56,6 @@ def short(plan: Plan) -> str:
     return text.replace("(ZeRO-3)", f"(ZeRO-3, {', '.join(options)})") if options else text
 
 
-def band(seconds: float, low: float, high: float) -> Text:
-    return Text.assemble(
-        (format_seconds(seconds), "bold"), (f"  ({format_seconds(low)} to {format_seconds(high)})", "dim")
-    )
-
-
 def header(r: Result) -> Panel:
     e, p = r.estimate, r.prediction
     count = format_count(e.model.total)
@@ -74,16 +68,7 @@ def header(r: Result) -> Panel:
         ),
         Text(""),
         Text(e.plan.title(), "bold green"),
-        Text.assemble(
-            ("step ", "dim"),
-            band(p.step_time_s, p.step_time_low_s, p.step_time_high_s),
-            ("   MFU ", "dim"),
-            (f"{100 * (p.mfu or 0):.1f}%", "bold"),
-            ("   memory ", "dim"),
-            (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold"),
-            (f"   {e.model.unit}/s ", "dim"),
-            (format_count(p.tokens_per_s or 0), "bold"),
-        ),
+        view.main_numbers(e),
         Text(checkpoint_words(p, e.stack), "dim"),
         *on_own_trainer(e),
         *uncalibrated(e),
