@@ -103,7 +103,7 @@ def search(
 
 def target_framework(name: str, settings_file: str, model: str) -> Framework | None:
     """The framework of --for, or of the settings file that is planned again; --write needs one of them."""
-    from meshwright.describe.own_trainer import OURS
+    from meshwright.describe.config import OURS
     from meshwright.interop.files import is_settings_file, read_settings
     from meshwright.interop.frameworks import FRAMEWORKS, framework_named
 
@@ -135,7 +135,7 @@ def target_framework(name: str, settings_file: str, model: str) -> Framework | N
 def own_stack_name(model: str, cluster: str, settings: list[str]) -> str:
     """The stack of our own trainer on the cluster of the question."""
     from meshwright import api
-    from meshwright.describe.own_trainer import own_stack
+    from meshwright.describe.config import own_stack
 
     described = [word for word in settings if not word.strip().startswith("plan.")]
     return own_stack(api.load(model, cluster=cluster, set=described).cluster.accelerator.name).name

@@ -23,8 +23,8 @@ from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import is_typical, own_stack
 from meshwright.describe.model import Model
-from meshwright.describe.own_trainer import is_typical, own_stack
 from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.result import COMMUNICATION, USABLE_MEMORY, Prediction
 from meshwright.describe.shown import Shown

@@ -12,8 +12,7 @@ from typing import Any
 
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.config import Config
-from meshwright.describe.own_trainer import OWN_STACKS, is_typical
+from meshwright.describe.config import OWN_STACKS, Config, is_typical
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import configure

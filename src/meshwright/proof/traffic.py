@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from meshwright.cost.memory import memory
-from meshwright.describe.own_trainer import own_stack
+from meshwright.describe.config import own_stack
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import OVERHEAD
 from meshwright.describe.variants import COMPRESSIONS

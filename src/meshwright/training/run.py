@@ -18,8 +18,7 @@ from pathlib import Path
 
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.cost.recompute import resolve_recompute
-from meshwright.describe.config import Config
-from meshwright.describe.own_trainer import with_own_stack
+from meshwright.describe.config import Config, with_own_stack
 from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, is_run
 from meshwright.errors import MeshwrightError
 from meshwright.planner.resize import plan_for_world

@@ -19,8 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.describe import catalog, legality
-from meshwright.describe.config import Config
-from meshwright.describe.own_trainer import OURS, with_own_stack
+from meshwright.describe.config import OURS, Config, with_own_stack
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.interop.frameworks import FRAMEWORKS, find
 from meshwright.interop.keys import Framework

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.describe.config import Config
-from meshwright.describe.own_trainer import OURS
+from meshwright.describe.config import OURS, Config
 from meshwright.version import WHEEL
 
 SCRIPT = "train.py"  # the reader's, for frameworks that are a library
