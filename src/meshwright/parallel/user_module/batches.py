@@ -100,11 +100,16 @@ class Part:
         return tensor if self.size == self.rows else tensor.narrow(dim, self.start * length, self.size * length)
 
 
+def sample_dim(tensor: torch.Tensor, rows: int, dim: int) -> int | None:
+    """The dimension of a tensor that is as long as the batch: the batch dimension, or the first. None: it stays whole."""
+    return next((d for d in (dim, 0) if tensor.ndim > d and tensor.shape[d] == rows), None)
+
+
 def cut(tree: Any, part: Part, dim: int) -> Any:
     """These samples of inputs and targets. A tensor that is not as long as the batch (a mask for all samples) stays whole."""
 
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
-        along = next((d for d in (dim, 0) if tensor.ndim > d and tensor.shape[d] == part.rows), None)
+        along = sample_dim(tensor, part.rows, dim)
         return tensor if along is None else part.narrow(tensor, along)
 
     return map_tensors(narrow, tree)

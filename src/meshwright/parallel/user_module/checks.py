@@ -2,6 +2,7 @@
 
     stages      the forward of the pipeline stages, one after the other on this rank, against the plain forward
     sharded     the forward of the split and sharded module against the plain forward, in evaluation mode
+    cuts        a mask for all samples that is cut with the batch, because it is as long
     replicas    after the first backward: gradients of parameters that every tensor-parallel rank holds are equal
 
 `samples` has the check of a batch against its halves.
@@ -9,6 +10,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +20,15 @@ from torch import distributed, nn
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece
-from meshwright.parallel.user_module.batches import call, differ, tensors_in, undisturbed, without_zeros
+from meshwright.parallel.user_module.batches import (
+    call,
+    differ,
+    sample_dim,
+    samples_in,
+    tensors_in,
+    undisturbed,
+    without_zeros,
+)
 from meshwright.parallel.user_module.dataflow import Routes
 from meshwright.parallel.user_module.stages import Recorded, StageModule, copy_structure
 
@@ -55,6 +66,35 @@ def check_stages(module: nn.Module, seen: Recorded, spans: list[range], routes: 
             why="Stages would train another model than one device",
             fix="plan.pp=1, or check=False if forward is random in a way that a seed does not repeat",
         )
+
+
+def check_cut(inputs: Any, example: Any, rows: int, dim: int) -> None:
+    """Raise for a tensor that is cut into micro-batches because it is as long as the batch, and that the example has once for all samples."""
+    samples = samples_in(example, dim)
+    for tensor, like in zip(tensors_in(inputs), tensors_in(example), strict=False):
+        if sample_dim(tensor, rows, dim) is not None and sample_dim(like, samples, dim) is None:
+            raise cut_by_mistake(tensor, rows)
+
+
+@contextmanager
+def cuts_explained(inputs: Any, rows: int) -> Iterator[None]:
+    """An error of forward on a micro-batch names an input that may be a mask for all samples: two of its dimensions are as long as the batch."""
+    try:
+        yield
+    except FORWARD_ERRORS as error:
+        square = next((t for t in list(tensors_in(inputs))[1:] if list(t.shape).count(rows) > 1), None)
+        if square is None or isinstance(error, MeshwrightError):
+            raise
+        raise cut_by_mistake(square, rows, f": {error}") from error
+
+
+def cut_by_mistake(tensor: torch.Tensor, rows: int, error: str = "") -> MeshwrightError:
+    return MeshwrightError(
+        "MW-OWN-003",
+        f"an input of {tuple(tensor.shape)} was cut into micro-batches with the batch of {rows} samples{error}",
+        why="Every tensor as long as the batch is cut, also a mask for all samples",
+        fix="a mask with a dimension for the samples",
+    )
 
 
 def any_rank(here: bool, device: str) -> bool:

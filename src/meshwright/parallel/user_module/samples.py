@@ -29,6 +29,7 @@ from meshwright.parallel.user_module.batches import (
     cut,
     differ,
     map_tensors,
+    sample_dim,
     samples_in,
     tensors_in,
     undisturbed,
@@ -39,6 +40,9 @@ from meshwright.parallel.user_module.checks import FORWARD_ERRORS, any_rank
 ONE_MICROBATCH = "plan.microbatch = the samples of a rank, or nn.GroupNorm, or eval() on the normalisations"
 TOKENS = 'a loss that is a sum, with reduction="sum" and step(…, count=tokens), if it is a mean over tokens that are not padding, or a sum'
 SAMPLES = 'reduction="mean" if the loss is a mean'
+UNEVEN = "micro-batches have different numbers of targets that are not -100, and the loss is not known to be a mean over these or over samples"
+OWN_LOSS = 'loss=…, a sum of the losses of the tokens, with reduction="sum" and step(…, count=tokens); or check=False'
+IGNORED = -100  # torch's default `ignore_index`
 ONE_PART = "replicate=1, shard=1 and one micro-batch per step"
 
 
@@ -266,7 +270,7 @@ def depends_on_the_batch(what: str, fix: str = "") -> MeshwrightError:
 
 @dataclass
 class LossCheck:
-    """The check of a loss function in the first step: on one micro-batch, or on two of one sample. `problem` is raised at the end of the step, on all
+    """The check of a loss function in a step: on one micro-batch, or on two of one sample. `problem` is raised at the end of the step, on all
     ranks at once."""
 
     size: int  # samples of a micro-batch
@@ -296,31 +300,97 @@ def join_samples(first: torch.Tensor, second: torch.Tensor, dim: int) -> torch.T
 def check_loss(
     loss: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any, rows: int, dim: int, mean: bool
 ) -> MeshwrightError | None:
-    """An error if the loss of a batch is not the mean (or the sum) of the losses of its halves, weighted by their samples."""
+    """An error if the loss of a batch is neither the mean (or the sum) of the losses of its halves, weighted by their samples, nor that weighted by
+    their valid targets."""
     tensors = [t for t in tensors_in((output, targets)) if t.ndim]
     if rows < 2 or any(t.shape[min(dim, t.ndim - 1)] != rows and t.shape[0] % rows for t in tensors):
         return None  # not one part per sample
 
     def samples(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-        along = next((d for d in (dim, 0) if tensor.ndim > d and tensor.shape[d] == rows), 0)
-        return part.narrow(tensor, along) if tensor.ndim else tensor
+        return part.narrow(tensor, sample_dim(tensor, rows, dim) or 0) if tensor.ndim else tensor
 
     parts = [Part(0, rows, rows), Part(0, rows // 2, rows), Part(rows // 2, rows - rows // 2, rows)]
     values: list[torch.Tensor] = []
+    valid: list[int] = []
     draws = Draws()
     with torch.no_grad(), torch.random.fork_rng():
         for part in parts:
             with draws if not values else Draws(draws, part):
                 trees = [map_tensors(lambda t: samples(t, part), tree) for tree in (output, targets)]  # noqa: B023
                 values.append(loss(*trees).detach().reshape(()))
+                valid.append(valid_targets(loss, trees[1])[0])
     whole, *halves = values
-    together = torch.stack(
-        [v * (p.size / p.rows if mean else 1.0) for v, p in zip(halves, parts[1:], strict=True)]
-    ).sum()
-    if not differ(whole, together):
+    by_samples = weighted(halves, [p.size / rows for p in parts[1:]] if mean else [1.0, 1.0])
+    if not differ(whole, by_samples):
+        return None
+    if mean and valid[0] and not differ(whole, weighted(halves, [n / valid[0] for n in valid[1:]])):
         return None
     kind = "mean" if mean else "sum"
     return depends_on_the_batch(
-        f"the loss of a batch, {float(whole):.6g}, is not the {kind} of the losses of its halves, {float(together):.6g}",
+        f"the loss of a batch, {float(whole):.6g}, is not the {kind} of the losses of its halves, {float(by_samples):.6g}",
         f"{TOKENS if mean else SAMPLES}; {ONE_PART} if it compares samples; or check=False to train it on parts of the batch",
     )
+
+
+def weighted(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    """The sum of values with these weights; a value of weight 0 may be NaN, as the mean of no targets is."""
+    return torch.stack([v * w for v, w in zip(values, weights, strict=True) if w]).sum()
+
+
+# Targets without a loss: a mean over the others weighs micro-batches by them, not by samples.
+
+
+def ignored_by(loss: Any) -> int:
+    """The target that has no loss: of `nn.CrossEntropyLoss` its own, otherwise torch's default."""
+    return int(getattr(loss, "ignore_index", IGNORED))
+
+
+def valid_targets(loss: Any, targets: Any) -> tuple[int, int]:
+    """How many of the targets that are whole numbers have a loss, and how many there are."""
+    classes = [t for t in tensors_in(targets) if not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)]
+    return sum(int((t != ignored_by(loss)).sum()) for t in classes), sum(t.numel() for t in classes)
+
+
+def fixed_numbers(tensor: torch.Tensor, most: float, dtype: torch.dtype) -> torch.Tensor:
+    """Another tensor of this shape on the host, with numbers from 0 to `most` that may be scores or probabilities."""
+    if not tensor.is_floating_point():
+        return tensor.detach().cpu()
+    return (torch.arange(1.0, tensor.numel() + 1, dtype=dtype).sin().square() * most).view(tensor.shape)
+
+
+@torch.no_grad()
+def mean_over(loss: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any, dim: int) -> str:
+    """What a loss is a mean over: "samples", "targets" that are valid, or "" if neither fits.
+
+    A micro-batch of this shape is joined with one in which only the first target of each sample is valid. Outputs are fixed numbers, targets class 0,
+    all on the host: it shows the loss, not the data, because every rank must come to the same answer.
+    """
+    classes = map_tensors(lambda t: t.cpu() if t.is_floating_point() else torch.zeros_like(t, device="cpu"), targets)
+
+    def mask(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() or tensor.dtype == torch.bool:
+            return tensor
+        masked = torch.full_like(tensor, ignored_by(loss))
+        if tensor.ndim > 1:
+            masked[..., 0] = 0
+        return masked
+
+    def joined(tree: Any, other: Any) -> Any:
+        others = tensors_in(other)
+        return map_tensors(lambda t: join_samples(t, next(others), dim), tree)
+
+    masked = map_tensors(mask, classes)
+    counts = [valid_targets(loss, tree)[0] for tree in (classes, masked)]
+    for dtype in (torch.float64, torch.float32):
+        first, second = (map_tensors(lambda t: fixed_numbers(t, most, dtype), output) for most in (1.0, 0.5))  # noqa: B023
+        try:
+            values = [loss(first, classes).reshape(()), loss(second, masked).reshape(())]
+            both = loss(joined(first, second), joined(classes, masked)).reshape(())
+            break
+        except FORWARD_ERRORS:  # of weights in float32, say
+            continue
+    else:
+        return ""
+    by_targets = weighted(values, [n / sum(counts) for n in counts])
+    by_samples = weighted([v if n else torch.zeros_like(v) for v, n in zip(values, counts, strict=True)], [0.5, 0.5])
+    return "samples" if not differ(both, by_samples) else "targets" if not differ(both, by_targets) else ""

@@ -7,13 +7,15 @@ or, step by step: `backward` runs all micro-batches and completes the gradients,
 optimizer take its step and zeroes the gradients. `save` and `resume` write and read sharded checkpoints, on this plan or another.
 
 The loss of a step is the mean over the samples of all data-parallel ranks: each micro-batch's loss, a mean, is weighted by its samples, so that
-ranks may have batches of different length. With `reduction="sum"` the loss is a sum (over tokens, say) and is divided by the `count` of all
-ranks: exact where padding leaves them different numbers of tokens.
+ranks may have batches of different length. A mean over the targets that are not -100 (torch's `ignore_index`) is found by a trial when micro-batches
+first have different numbers of them, and weighted by these. With `reduction="sum"` the loss is a sum (over tokens, say) and is divided by the `count`
+of all ranks: exact for every kind of padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,22 @@ from meshwright.models.initialise import box_of
 from meshwright.parallel.data.zero import reshard
 from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
 from meshwright.parallel.sharded import Sharded
-from meshwright.parallel.user_module.batches import call, microbatches, prepared, samples_in
+from meshwright.parallel.user_module.batches import call, microbatches, prepared, samples_in, tensors_in
 from meshwright.parallel.user_module.batchnorm import uses_batch
 from meshwright.parallel.user_module.boxes import Entry
-from meshwright.parallel.user_module.checks import check_replicas
+from meshwright.parallel.user_module.checks import check_cut, check_replicas, cuts_explained
 from meshwright.parallel.user_module.samples import (
     ONE_MICROBATCH,
+    ONE_PART,
+    OWN_LOSS,
+    TOKENS,
+    UNEVEN,
     LossCheck,
     Trial,
     check_samples,
     depends_on_the_batch,
+    mean_over,
+    valid_targets,
 )
 from meshwright.training.checkpoint.resume import resume
 from meshwright.training.checkpoint.save import run_description, save
@@ -90,14 +98,22 @@ class ParallelModule(Sharded):
     settings: Optimizer | None = None  # of one of our optimizers: it has a schedule of the learning rate
     optimizer: torch.optim.Optimizer | None = None
     run_pipeline: Callable[[list[tuple[Any, Any]]], torch.Tensor] | None = None
-    check: bool = True  # whether the first step is checked against one device
+    check: bool = True  # whether steps are checked against one device
     synchronised: list[nn.Module] = field(default_factory=list)  # batch normalisations over all data-parallel ranks
+    example: Any = None  # inputs of one micro-batch, on the meta device
     example_checked: bool = False  # a batch against its halves, when it was built
     accumulating: str = ""  # a buffer that each forward changes
     scale: LossScale = field(default_factory=LossScale)
     steps: int = 0  # updates so far
-    weight: torch.Tensor | float = 1.0  # what the loss of the micro-batch under way is multiplied by
+    batches: int = 0  # calls of `backward` so far
+    weight: float = 1.0  # what the loss of a micro-batch is multiplied by
+    target_weight: float = (
+        0.0  # in a step whose micro-batches have different numbers of valid targets: what one of these is worth
+    )
+    padded: bool = False  # the step has targets without a loss
+    over: str = ""  # what the loss is a mean over, once it matters: "samples" or "targets"
     loss_check: LossCheck | None = None
+    loss_problem: MeshwrightError | None = None
     used: set[torch.Tensor] = field(default_factory=set)  # parameters with a gradient in this step
     unused: set[str] = field(default_factory=set)  # parameters without one on any rank
 
@@ -146,25 +162,41 @@ class ParallelModule(Sharded):
         samples = samples_in(inputs, self.batch_dim)
         explicit = "microbatch" in self.plan.model_fields_set or self.run_pipeline is not None
         size = self.plan.microbatch if explicit else samples
+        if self.example is not None and size < samples:
+            check_cut(inputs, self.example, samples, self.batch_dim)
         chunks = microbatches(prepared(inputs, self.input_dtype, self.mesh.device), targets, size, self.batch_dim)
-        mean = self.reduction == "mean"
-        self.check_batch(chunks, size)
-        total = self.summed([float(samples if mean or count is None else count)], "dp")[0]
-        self.set_scale(self.scale.value)
-        self.weight = (size if mean else 1.0) / total * self.scale.value
-        loss = self.run(chunks) if self.run_pipeline is None else self.run_pipeline(chunks)
+        with cuts_explained(inputs, samples) if len(chunks) > 1 else nullcontext():
+            self.check_batch(chunks, size)
+            self.set_scale(self.scale.value)
+            self.weigh(chunks, size, samples if count is None else count)
+            loss = self.run(chunks) if self.run_pipeline is None else self.run_pipeline(chunks)
         uses = self.uses()
         self.finish_gradients()
-        problem = self.loss_check.problem if self.loss_check is not None else None
-        if self.check and self.mesh.size("tp") > 1:
+        problem = self.loss_problem or (self.loss_check.problem if self.loss_check is not None else None)
+        if self.first_checked and self.mesh.size("tp") > 1:
             problem = check_replicas(self.pieces, self.mesh) or problem
-        self.check, self.loss_check = False, None
+        self.batches, self.loss_check = self.batches + 1, None
         counted = float(loss) if self.mesh.index("tp") == 0 else 0.0
         total_loss, problems, *ranks_using = self.summed([counted, float(problem is not None), *uses], "world")
         if problems:
             raise problem or depends_on_the_batch("another rank's part of the batch has another loss than its halves")
         self.note_unused(ranks_using)
         return total_loss / self.scale.value
+
+    def weigh(self, chunks: list[tuple[Any, Any]], size: int, count: float) -> None:
+        """Set what a micro-batch weighs in the step; and a target, if micro-batches, on all ranks, have different numbers of them per sample."""
+        mean, targets = self.reduction == "mean", [(0, 0)]
+        if mean and self.check:
+            targets = [valid_targets(self.loss, goal if self.loss is not None else given) for given, goal in chunks]
+        valid = [n for n, _ in targets]
+        numbers = [count, size * len(chunks), sum(valid), sum(n * n / size for n in valid), sum(n for _, n in targets)]
+        count, samples, total, squares, elements = self.summed([float(n) for n in numbers], "dp").tolist()
+        self.weight = (size / samples if mean else 1.0 / (count or 1.0)) * self.scale.value
+        uneven = squares * samples > total**2 * (1 + 1e-9)  # by Cauchy and Schwarz equal if all have the same number
+        self.target_weight = self.scale.value / total if uneven else 0.0
+        self.padded = elements > total
+        if uneven and self.padded and self.loss is None:
+            raise depends_on_the_batch(UNEVEN, OWN_LOSS)
 
     def run(self, chunks: list[tuple[Any, Any]]) -> torch.Tensor:
         """Forward and backward of all micro-batches, without a pipeline."""
@@ -178,10 +210,21 @@ class ParallelModule(Sharded):
         return loss
 
     def weighted_loss(self, output: Any, targets: Any) -> torch.Tensor:
-        value = loss_value(self.loss, output, targets)
-        if self.loss is not None and self.loss_check is not None:
+        value, weight = loss_value(self.loss, output, targets), self.weight
+        if self.loss is None:
+            return value * weight
+        if self.target_weight:
+            self.over = self.over or mean_over(self.loss, output, targets, self.batch_dim)
+            if self.padded and not self.over:
+                self.loss_problem = depends_on_the_batch(UNEVEN, f"{TOKENS}; {ONE_PART}")
+        if self.target_weight and self.over == "targets":
+            valid = valid_targets(self.loss, targets)[0]
+            weight = valid * self.target_weight
+            if not valid:  # a mean over nothing is NaN, and so are its gradients
+                value = torch.stack([t.sum() * 0.0 for t in tensors_in(output) if t.requires_grad]).sum()
+        if self.loss_check is not None:
             self.loss_check.add(self.loss, output, targets)
-        return value * self.weight
+        return value * weight
 
     def summed(self, values: list[float], axis: str) -> torch.Tensor:
         return self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.mesh.device), axis)
@@ -225,15 +268,21 @@ class ParallelModule(Sharded):
         if len(chunks) > 1 and any(uses_batch(part) for part in self.synchronised):
             raise depends_on_the_batch("batch normalisation with several micro-batches in a step", ONE_MICROBATCH)
         if self.check and (len(chunks) > 1 or self.data_ranks > 1):
-            self.check_first_batch(chunks, size)
+            self.check_parts(chunks, size)
         if self.accumulating and (len(chunks) > 1 or self.plan.recompute == "full"):
             times = f"{len(chunks)} micro-batches" if len(chunks) > 1 else "forward and its repetition (recompute=full)"
             raise depends_on_the_batch(f"forward changes the buffer '{self.accumulating}', once for each of {times}")
 
-    def check_first_batch(self, chunks: list[tuple[Any, Any]], size: int) -> None:
-        mean = self.reduction == "mean"
-        self.loss_check = LossCheck(size, self.batch_dim, mean) if self.loss is not None else None
-        if self.run_pipeline is None and not self.example_checked:
+    @property
+    def first_checked(self) -> bool:
+        return self.check and self.batches == 0
+
+    def check_parts(self, chunks: list[tuple[Any, Any]], size: int) -> None:
+        """The module in the first step; the loss in the steps 1, 2, 4, 8 and so on, because padding may begin late."""
+        mean, number = self.reduction == "mean", self.batches + 1
+        if self.loss is not None and number & (number - 1) == 0:
+            self.loss_check = LossCheck(size, self.batch_dim, mean)
+        if self.first_checked and self.run_pipeline is None and not self.example_checked:
             trial = Trial(self.module, chunks[0][0], self.batch_dim, mean, self.synchronised)
             self.accumulating = check_samples(trial, self.mesh.device, gradients=not self.mesh.sharded)
             reshard([self.module])

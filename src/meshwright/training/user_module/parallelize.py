@@ -46,7 +46,7 @@ from meshwright.parallel.user_module.batchnorm import synchronise
 from meshwright.parallel.user_module.boxes import Entry
 from meshwright.parallel.user_module.build import Build
 from meshwright.parallel.user_module.checks import check_sharded, check_stages, evaluated
-from meshwright.parallel.user_module.dataflow import Port, Routes, Stages, routes
+from meshwright.parallel.user_module.dataflow import Port, Routes, Stages, on_meta, routes
 from meshwright.parallel.user_module.samples import Trial, check_samples
 from meshwright.parallel.user_module.stages import Recorded, copy_structure, find_layers, record
 from meshwright.programs.pipelines import build
@@ -107,6 +107,7 @@ def parallelize(
         scale=LossScale.of(whole.dtype or torch.float32),
         check=check,
         synchronised=whole.synchronised,
+        example=on_meta(example) if example is not None else None,
         example_checked=whole.in_parts,
         accumulating=whole.accumulating,
     )
