@@ -326,6 +326,22 @@ def test_a_precision_that_the_chip_lacks_is_refused(cluster, precision, fix) -> 
     config(cluster=cluster, replicate=8, workload={"precision": fix}).check()
 
 
+@pytest.mark.parametrize(
+    ("cluster", "workload", "plan", "expected"),
+    [
+        ("dgx-v100", {}, {}, ("fp16", "fp16")),
+        ("dgx-v100", {"precision": "fp32"}, {}, ("fp32", "bf16")),
+        ("dgx-v100", {}, {"param_dtype": "fp32"}, ("bf16", "fp32")),
+        ("dgx-a100", {}, {}, ("bf16", "bf16")),
+    ],
+)
+def test_a_precision_that_nobody_chose_is_one_that_the_chip_has(cluster, workload, plan, expected) -> None:
+    chosen = Config.from_parts("llama3-8b", cluster, workload={"batch": 64, **workload}, plan={"replicate": 8, **plan})
+    assert (chosen.workload.precision, chosen.plan.param_dtype) == expected
+    assert bool(chosen.precision_note) == (expected[0] == "fp16")
+    assert chosen.in_precision("fp32").workload.precision == ("fp32" if not workload and not plan else expected[0])
+
+
 def test_the_planner_refuses_a_precision_that_the_chip_lacks() -> None:
     from meshwright import planner
 

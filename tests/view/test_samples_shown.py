@@ -65,5 +65,5 @@ def test_a_precision_is_chosen_by_the_device_only_where_none_is_named(workload, 
     chosen, note = with_precision(config, on_cpu=True)
     assert chosen.workload.precision == expected
     assert bool(note) == (not workload and not plan)
-    assert with_precision(chosen, on_cpu=True) == (chosen, "")
+    assert with_precision(chosen, on_cpu=True) == (chosen, note)
     assert with_precision(config, on_cpu=False) == (config, "")

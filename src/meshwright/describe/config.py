@@ -37,6 +37,7 @@ from meshwright.describe.files import parse_toml
 from meshwright.describe.model import Model
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
+from meshwright.describe.plan_fields import Dtype
 from meshwright.describe.run import Checkpoint, Data, Run
 from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
@@ -55,6 +56,8 @@ CLASSES: dict[str, type[Described]] = {
     "run": Run,
 }
 PLURALS = {cls.__name__: f"{cls.__name__.lower()}s" for cls in (Model, Cluster, Stack, Accelerator, Link)}
+PRECISIONS = ("workload.precision", "plan.param_dtype", "plan.grad_dtype")
+CHOSEN_BY_DEVICE = "the device"  # origin of a precision that no file names
 Part = str | dict[str, Any] | Described
 
 
@@ -152,13 +155,38 @@ class Config(Shown):
             draft.tables.setdefault(section, {})
         parts: dict[str, Any] = {name: CLASSES[name](**draft.resolved(name)) for name in SECTIONS}
         config = cls(**parts, origins=draft.origins)
+        peak = config.cluster.accelerator.peak
+        if peak and "bf16" not in peak:
+            config = config.in_precision("fp16" if "fp16" in peak else "fp32")
         return config._with_plan_size()
+
+    def in_precision(self, dtype: Dtype) -> Self:
+        """The configuration in a precision that its device computes; unchanged if the user chose one."""
+        ours = self.origin("workload.precision") == CHOSEN_BY_DEVICE
+        chosen = not ours and any(name in self.origins for name in PRECISIONS)
+        if chosen or (not ours and (self.workload.precision, self.plan.param_dtype) != ("bf16", "bf16")):
+            return self
+        return replace(
+            self,
+            workload=self.workload.but(precision=dtype),
+            plan=self.plan.but(param_dtype=dtype),
+            origins={**self.origins, "workload.precision": CHOSEN_BY_DEVICE},
+        )
+
+    @property
+    def precision_note(self) -> str:
+        """Says that the device decided; '' if the user did, or if nothing had to be decided."""
+        if self.origin("workload.precision") != CHOSEN_BY_DEVICE:
+            return ""
+        dtype = self.workload.precision
+        return f"precision {dtype}: the plan names none, and the device computes it (workload.precision and plan.param_dtype choose one)"
 
     def _with_plan_size(self) -> Self:
         """Give a cluster without `gpus` the size of the plan, if its levels reach that far."""
         world = self.plan.world
         reaches = len(self.cluster.levels) > 1 or world <= self.cluster.node_size
-        if self.cluster.gpus or not any(path.startswith("plan.") for path in self.origins) or not reaches:
+        planned = any(path.startswith("plan.") for path in self.origins if path not in PRECISIONS)
+        if self.cluster.gpus or not planned or not reaches:
             return self
         origins = {**self.origins, "cluster.gpus": "the plan's world size"}
         return replace(self, cluster=self.cluster.with_gpus(world), origins=origins)

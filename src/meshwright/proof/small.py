@@ -24,7 +24,6 @@ from meshwright.describe.variants import SMALL_HEAD as HEAD
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.proof.fold import axis_sizes, folds
-from meshwright.training.machine import CHOSEN_BY_DEVICE, PRECISION_NOTE
 
 MOST_BUCKETS = 8
 MOST_MICROBATCHES = 3  # without a pipeline
@@ -112,8 +111,8 @@ def changes_of(
     if tiny != config.model:
         out.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
     out += [f"not exercised: {part}" for part in config.model.not_run]
-    if config.origins.get("workload.precision") == CHOSEN_BY_DEVICE:
-        out.append(PRECISION_NOTE)
+    if config.precision_note:
+        out.append(config.precision_note)
     if config.model.resnet.stages:
         out.append("batch norm by the statistics of a rank's micro-batch, on one device too")
     if config.model.dropout:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from meshwright.describe.config import Config
@@ -30,10 +29,6 @@ BACKENDS = ("auto", "gloo", "meshwright", "nccl")
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, Windows subsystem for Linux
 PROCESS_BYTES = 64 * 2**20  # private memory of one rank besides its tensors; the libraries are shared by all ranks
 LOG_BYTES, STEP_BYTES = 2**16, 256  # per rank; per step
-CHOSEN_BY_DEVICE = "the device"  # origin of a precision that no file names
-PRECISION_NOTE = (
-    "precision fp32: the plan names none, and CPUs compute (workload.precision and plan.param_dtype choose one)"
-)
 NOT_FIT = 3  # exit code
 
 
@@ -67,18 +62,9 @@ def resolve_device(device: str, ranks: int) -> str:
 
 
 def with_precision(config: Config, on_cpu: bool) -> tuple[Config, str]:
-    """The configuration in a precision that the device computes, and a note; both unchanged (the note empty) if the user chose a precision,
-    or if the default, bf16, is computed. A CPU without instructions for bf16 takes many times as long in it as in fp32."""
-    chosen = {"workload.precision", "plan.param_dtype", "plan.grad_dtype"} & config.origins.keys()
-    if chosen or not on_cpu or (config.workload.precision, config.plan.param_dtype) != ("bf16", "bf16"):
-        return config, ""
-    own = replace(
-        config,
-        workload=config.workload.but(precision="fp32"),
-        plan=config.plan.but(param_dtype="fp32"),
-        origins={**config.origins, "workload.precision": CHOSEN_BY_DEVICE},
-    )
-    return own, PRECISION_NOTE
+    """On CPUs the configuration in fp32, and a note, if the user chose no precision: many have no instructions for bf16 and take far longer."""
+    own = config.in_precision("fp32") if on_cpu else config
+    return own, own.precision_note
 
 
 def shared_device(device: str, share: bool) -> str:
