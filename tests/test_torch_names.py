@@ -12,7 +12,6 @@ import torch
 
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 SCHEDULES, C10D = "torch.distributed.pipelining.schedules", "torch.distributed.distributed_c10d"
-ELASTIC = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 ATEN, FAKE = "torch.ops.aten", "torch._subclasses.fake_tensor"
 DISPATCH = "torch.utils._python_dispatch.TorchDispatchMode"  # torch's documentation imports it from here
 
@@ -92,10 +91,6 @@ PRIVATE = {
     "records of communication": (
         ["training/measure/record_comm.py"],
         ["torch.ops._c10d_functional", "torch.distributed.ProcessGroup._allgather_base"],
-    ),
-    "local ranks that restart": (
-        ["training/launch/elastic.py"],
-        [f"{ELASTIC}._start_workers", f"{ELASTIC}._monitor_workers", f"{ELASTIC}._shutdown"],
     ),
     "tensors changed in place": (
         ["parallel/tensor/regather.py", "parallel/data/offload.py"],

@@ -121,7 +121,7 @@ def resume_and_count(context, made, folder):
     from dataclasses import replace
 
     from meshwright.models.initialise import DrawnWeights
-    from meshwright.training.job import Attempt
+    from meshwright.training.launch.rank import Attempt
     from meshwright.training.run import make_job
     from meshwright.training.worker import train
 
@@ -141,10 +141,10 @@ def resume_and_count(context, made, folder):
             files = ("steps.jsonl", "run.json", "measurement.json", "events.jsonl", "plan.toml")
             before = [(folder / name).read_bytes() for name in files]
             with pytest.raises(MeshwrightError, match="MW-CKPT-019"):
-                train(context, replace(one, from_scratch=False, steps=9), Attempt())
+                train(context, Attempt(), replace(one, from_scratch=False, steps=9))
             assert [(folder / name).read_bytes() for name in files] == before  # a refused resume changes nothing
         drawn.clear()
-        train(context, one, Attempt())
+        train(context, Attempt(), one)
         counts.append(len(drawn))
     return counts
 
@@ -168,19 +168,19 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(tmp_path):
 
 
 def lose_checkpoints(context, made, folder):
-    from meshwright.training.job import Attempt
+    from meshwright.training.launch.rank import Attempt
     from meshwright.training.run import make_job
     from meshwright.training.worker import train
 
     job = replace(make_job(made, 3, 0, "cpu", "gloo", folder, 1, None), resume=True)
     folder.joinpath("run.json").write_text("{}")
-    train(context, job, Attempt())
+    train(context, Attempt(), job)
     assert any("begins again at step 0" in text for kind, text in kinds_of(folder) if kind == "resumed")
     shutil.rmtree(folder / "checkpoints")
     rows = read_steps(folder)
     for attempt in (Attempt(), Attempt(1, "rank 0 died")):
         with pytest.raises(MeshwrightError, match=r"MW-CKPT-019.* missing"):
-            train(context, replace(job, steps=6), attempt)
+            train(context, attempt, replace(job, steps=6))
     assert read_steps(folder) == rows
 
 

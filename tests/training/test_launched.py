@@ -294,8 +294,6 @@ def test_two_agents_of_torchrun_restart_their_ranks(tmp_path):
     """Both agents start their rank again in a new group, in the store that the agents keep."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from meshwright.training.launch.elastic import quiet
-
     port, results = free_port(), {}
 
     def agent(number):
@@ -314,12 +312,11 @@ def test_two_agents_of_torchrun_restart_their_ranks(tmp_path):
         results[number] = elastic_launch(settings, rank_of_agent)(tmp_path, config(replicate=2))
 
     local.ensure_forkserver(__name__)
-    with quiet():
-        threads = [threading.Thread(target=agent, args=(number,), daemon=True) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(100)
+    threads = [threading.Thread(target=agent, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
     assert {rank: value for found in results.values() for rank, value in found.items()} == {0: 200, 1: False}
     first, second = read_about(tmp_path)["attempts"]
     assert first["cause"].startswith("rank 0 raised")  # it lost rank 1, which could not say why

@@ -278,13 +278,11 @@ def test_a_run_of_no_steps_is_refused():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(SystemExit, marks=pytest.mark.slow)])
 def test_steps_until_an_interruption_are_kept(tmp_path, error, monkeypatch):
     """Ctrl-C and SIGTERM (which raises SystemExit) in the middle of a run. The ranks end by themselves: none waits until it is killed."""
-    from meshwright.training.launch import elastic
+    from meshwright.training.launch import local
 
-    agents, start = [], elastic.Agent._start_workers
-    monkeypatch.setattr(elastic, "STUCK_S", 25.0)  # on a busy machine a step may take seconds
-    monkeypatch.setattr(
-        elastic.Agent, "_start_workers", lambda agent, group: agents.append(agent) or start(agent, group)
-    )
+    processes, start = [], local._start
+    monkeypatch.setattr(local, "STUCK_S", 25.0)  # on a busy machine a step may take seconds
+    monkeypatch.setattr(local, "_start", lambda *args: processes.append(start(*args)) or processes[-1])
 
     def interrupt(record):
         if record.step == 5:
@@ -293,7 +291,7 @@ def test_steps_until_an_interruption_are_kept(tmp_path, error, monkeypatch):
     (tmp_path / "difference.json").write_text("[]")  # of an earlier run
     with pytest.raises(error):
         run_training(config(), 10_000, folder=tmp_path, listen=interrupt)
-    assert {process.exitcode for process in agents[0].processes} == {0}
+    assert {rank.process.exitcode for rank in processes} == {0}
     steps = len(read_steps(tmp_path))
     assert steps >= 6  # rank 0 writes on until it is ended
     assert state(tmp_path) == "stopped"

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from meshwright.describe.config import Config
 from meshwright.training.measure.measurement import LoadWatch
-
-
-class Attempt(NamedTuple):
-    """One start of all ranks. After a failure follows the next one, which knows why."""
-
-    number: int = 0
-    cause: str = ""
-    failed_at: float = 0.0  # when the failure was noticed
-    files: Path | None = (
-        None  # a folder in memory of the process that started local ranks: it takes failures if the disk is full
-    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A training run, as its user starts it: check, predict, start ranks on this machine or join those of a launcher, return the result.
 
-    no launcher in the environment       `elastic` starts the ranks here, and restarts them after a failure
+    no launcher in the environment       `launch.local` starts the ranks here, and restarts them after a failure
     torchrun, Slurm, Open MPI, env://    this process is one rank (`launched`)
 
 Ranks do the work (`worker`), and rank 0 writes the run folder (`describe.run_folder` lists its files). All that watch a run read the
@@ -28,13 +28,12 @@ from meshwright.training.folder import check_free, check_unused
 from meshwright.training.hooks import StepRecord
 from meshwright.training.job import Job
 from meshwright.training.launch import local
-from meshwright.training.launch.local import main_hidden
 from meshwright.training.launch.rank import placement
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
 from meshwright.training.measure.measurement import LoadWatch, Training, conclude_interrupted
 from meshwright.training.start import has_checkpoint
 
-TARGET = "meshwright.training.worker:local_rank"
+TARGET = "meshwright.training.worker:train"
 Listen = Callable[[StepRecord], None]
 
 
@@ -181,18 +180,17 @@ def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
 
 def run_here(job: Job, listen: Listen | None, restarts: int) -> Training:
     """Train on ranks of this machine. The steps until an interruption or a failure are measured too."""
-    with main_hidden():
-        local.ensure_forkserver(TARGET.partition(":")[0])  # it imports torch while this process does
-    from meshwright.training.launch import elastic
-
     reader = StepReader(job.folder, listen)
     job.folder.mkdir(parents=True, exist_ok=True)
     try:
-        training: Training = elastic.run(
+        training: Training = local.run_restarting(
             TARGET,
             job.config.plan.world,
             job,
             folder=job.folder,
+            device=job.device,
+            backend=job.backend,
+            append=job.resume,
             restarts=restarts,
             poll=reader.poll,
             restarting=lambda cause: reader.next_attempt(),

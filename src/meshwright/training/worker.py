@@ -1,6 +1,6 @@
 """One rank of a training run, from joining the others to its report. The same code runs on one machine and on many.
 
-    join      the process group of all ranks (`join`): local ranks of `elastic`, or ranks of torchrun, Slurm, Open MPI
+    join      the process group of all ranks (`join`): local ranks of `launch.local`, or ranks of torchrun, Slurm, Open MPI
     plan      for this number of ranks
     apply     the plan on the model, and the trainer with its hooks
     resume    from the last good checkpoint of the run folder, if there is one
@@ -28,12 +28,9 @@ and the seconds of a step do not include it.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,7 +40,7 @@ import torch
 from torch import distributed
 
 from meshwright.describe.config import Config
-from meshwright.describe.run_folder import CHECKPOINTS, rank_log
+from meshwright.describe.run_folder import CHECKPOINTS
 from meshwright.errors import MeshwrightError
 from meshwright.models.initialise import UnsetWeights
 from meshwright.parallel.apply import apply
@@ -57,16 +54,8 @@ from meshwright.training.data.samples import Loader, ValidationSamples, training
 from meshwright.training.faults.guard import Guard, await_agent
 from meshwright.training.folder import FULL, RunFolder, StepWriter, not_written, saved_before
 from meshwright.training.hooks import Hook, StepRecord
-from meshwright.training.job import Attempt, Job
-from meshwright.training.launch.join import GROUP_TIMEOUT_S, Meeting, join
-from meshwright.training.launch.rank import (
-    RankContext,
-    failure_of,
-    placement,
-    prepare_local_rank,
-    redirect_output,
-    write_failure,
-)
+from meshwright.training.job import Job
+from meshwright.training.launch.rank import Attempt, RankContext
 from meshwright.training.loggers import Logging
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.measurement import Training, conclude
@@ -137,26 +126,7 @@ AHEAD = 2  # steps whose batches are prepared in advance
 Listen = Callable[[StepRecord], None]
 
 
-def local_rank(attempt: Attempt, job: Job) -> Training | None:
-    """A rank that `elastic` started on this machine. A failure is written to the run folder before the connections close."""
-    place = placement(os.environ)
-    assert place is not None, "the agent sets RANK and WORLD_SIZE"
-    try:
-        stream = redirect_output(str(job.folder / rank_log(place.rank)), append=attempt.number > 0 or job.resume)
-        faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
-        prepare_local_rank()
-        torch.set_num_threads(1)
-        context = join(place, job.device, job.backend, GROUP_TIMEOUT_S, Meeting(place))
-        return train(context, job, attempt)
-    except BaseException as error:  # also SystemExit: every rank that does not return has failed
-        write_failure(job.folder, failure_of(place.rank, error), attempt.files)
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(1)
-
-
-def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | None = None) -> Training | None:
+def train(context: RankContext, attempt: Attempt, job: Job, listen: Listen | None = None) -> Training | None:
     """Train on this rank; rank 0 returns the result of the run. `listen` is called on rank 0 with every finished step."""
     config = job.config
     from_scratch = job.from_scratch and attempt.number == 0

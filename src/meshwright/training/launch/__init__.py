@@ -1,1 +1,1 @@
-"""Ranks start and meet: local processes of a forkserver or of torch elastic, or the processes of torchrun, Slurm, Open MPI, Kubernetes, Ray."""
+"""Ranks start and meet: local processes of a forkserver, or the processes of torchrun, Slurm, Open MPI, Kubernetes, Ray."""

@@ -30,11 +30,10 @@ from torch import distributed
 
 from meshwright.comm.bench.backends import host_name
 from meshwright.errors import MeshwrightError, listed
-from meshwright.training.launch.rank import INTERNAL_ERROR, FailedElsewhere, Placement, RankContext
+from meshwright.training.launch.rank import GROUP_TIMEOUT_S, INTERNAL_ERROR, FailedElsewhere, Placement, RankContext
 from meshwright.training.machine import SHARED, gpu_count, resolve_backend, resolve_device
 
 JOIN_TIMEOUT_S = 60.0
-GROUP_TIMEOUT_S = 600.0
 LEAVE_S = 5.0  # rank 0 serves the store this long after a failure
 POLL_S = 0.02
 Result = TypeVar("Result")

@@ -29,10 +29,12 @@ from torch import distributed
 from meshwright.describe.run_folder import rank_log, read_about
 from meshwright.errors import MeshwrightError
 from meshwright.host import process_start
-from meshwright.training.job import Attempt, Job
-from meshwright.training.launch.join import GROUP_TIMEOUT_S, Meeting, join
+from meshwright.training.job import Job
+from meshwright.training.launch.join import Meeting, join
 from meshwright.training.launch.rank import (
+    GROUP_TIMEOUT_S,
     INTERNAL_ERROR,
+    Attempt,
     FailedElsewhere,
     Failure,
     Placement,
@@ -71,7 +73,7 @@ def train_launched(
             end_with_agent(place.rank, folder)
         try:
             context = join(place, job.device, job.backend, GROUP_TIMEOUT_S, None if exists else meeting)
-            return train(context, job, attempt, listen)
+            return train(context, attempt, job, listen)
         except (FailedElsewhere, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Start local ranks, receive their messages, and end all of them in every case.
+"""Start ranks on this machine, receive their messages, end all of them in every case, and start them again after a failure.
 
 Processes are forked from a *forkserver* that has already imported torch, so a set of new ranks starts in a quarter of a
 second instead of ten. They rendezvous through a file (no port to collide on) and are scheduled as batch work, which
@@ -9,15 +9,18 @@ What can go wrong with a rank, and what is reported:
     it raises      its traceback, sent before its sockets close: the earliest one is the root cause, whatever the other
                    ranks report afterwards about closed connections
     it dies        the signal and the Python stack that `faulthandler` left in its log
-    it hangs       no rank sent a message for `silence` seconds, or its peers timed out: it prints its stack and is killed
+    it hangs       `run`: no rank sent a message for `silence` seconds, or its peers timed out: it prints its stack and is killed.
+                   In a training the watchdog of the other ranks finds it, and writes its failure to the run folder
 
 The first root cause is raised; all other output is in `rank-N.log` of the run folder, if there is one. A rank whose parent has
 ended exits too: it reads a pipe that closes with the parent.
 
-Start processes from a user's script that has no `if __name__ == "__main__":` guard.
+**A training** (`run_restarting`) is started again after a failure. Each attempt has new processes and a new rendezvous. SIGTERM is passed
+on to the ranks, which have `STOP_S` to save and to end. Ranks are ended with SIGTERM, and killed if they still run after `STUCK_S`.
 
-`multiprocessing` also runs the script in every process that it starts, so that functions of the script can be called there. A script
-without the guard would then start processes in every process. Ours import what they call from a module, so the script is hidden from them.
+**The user's script.** `multiprocessing` also runs the script in every process that it starts, so that functions of the script can be
+called there. A script without an `if __name__ == "__main__":` guard would then start processes in every process. Ours import what they call
+from a module, so the script is hidden from them (`main_hidden`).
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -39,8 +43,20 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.describe import plugins
-from meshwright.errors import MeshwrightError
-from meshwright.training.launch.rank import INTERNAL_ERROR, Failure, error_of
+from meshwright.describe.run_folder import rank_log
+from meshwright.errors import IO_ERROR, MeshwrightError
+from meshwright.training.launch.rank import (
+    GROUP_TIMEOUT_S,
+    INTERNAL_ERROR,
+    Attempt,
+    Failure,
+    Start,
+    error_of,
+    main,
+    read_failures,
+    remove_failures,
+    root_cause,
+)
 from meshwright.training.machine import resolve_backend, resolve_device
 
 
@@ -64,6 +80,10 @@ RENDEZVOUS_BYTES = 2**24  # the store and the logs of a rendezvous fit into this
 PREFIX = "meshwright-"  # of a temporary folder; the number of its process follows
 STALE_S = 3600.0
 GRACE_S = 1.0  # after the first failure, the time the other ranks have to report theirs
+STUCK_S = 5.0  # for ranks that were told to end
+STOP_S = 30.0  # for ranks that save after SIGTERM
+REPEAT_S = 1.0  # signals within this time are one
+POLL_S = 0.1
 
 
 @dataclass
@@ -74,11 +94,12 @@ class Rank:
     process: Any
     pipe: Connection
     log: Path
-    state: str = "running"  # running | done | raised | died | hung
+    state: str = "running"  # running | done | failed
     result: Any = None
-    text: str = ""
-    at: float = 0.0
-    error: dict[str, Any] | None = None
+    failure: Failure | None = None
+
+    def fail(self, state: str, text: str) -> None:
+        self.state, self.failure = "failed", Failure(self.index, state, text, time.time())
 
 
 def run(
@@ -88,7 +109,7 @@ def run(
     silence: float = 300.0,
     group_timeout: float = 120.0,
     folder: Path | None = None,
-    listen: Callable[[int, Any], None] | None = None,
+    listen: Callable[[int, Any], None] = lambda rank, message: None,
     device: str = "cpu",
     backend: str = "auto",
 ) -> list[Any]:
@@ -97,6 +118,101 @@ def run(
     `listen(rank, message)` is called with each message that a rank sends while it runs. No process and no temporary
     folder is left behind, however the run ends.
     """
+    device = resolve_device(device, world)
+    backend = resolve_backend(backend, device)
+    with started(target, world, args, folder, False, group_timeout, device, backend) as ranks:
+        _receive_until_done(ranks, silence, listen)
+        _collect_stacks([r for r in ranks if r.state == "running"])
+        failures = [r.failure for r in ranks if r.failure is not None]
+        if failures:
+            raise error_of(failures, folder)
+        return [r.result for r in ranks]
+
+
+def run_restarting(
+    target: str,
+    world: int,
+    *args: Any,
+    folder: Path,
+    device: str = "cpu",
+    backend: str = "gloo",
+    append: bool = False,
+    restarts: int = 0,
+    poll: Callable[[], None] = lambda: None,
+    restarting: Callable[[Failure], bool] = lambda cause: True,
+) -> Any:
+    """Run `module:function(context, attempt, *args)` on `world` new ranks, and return the result of rank 0.
+
+    If a rank fails, all ranks are ended and started again, at most `restarts` times, unless the input is wrong or `restarting`, which
+    receives the root cause, returns false. The error of the root cause is raised in the end. `poll` is called about ten times per second;
+    what it raises ends the ranks. After SIGTERM, `SystemExit` is raised when the ranks have ended.
+    """
+    attempt = Attempt()
+    while True:
+        remove_failures(folder)
+        again = append or attempt.number > 0
+        with (
+            started(target, world, (attempt, *args), folder, again, GROUP_TIMEOUT_S, device, backend) as ranks,
+            SigtermToRanks(ranks) as stop,
+        ):
+            _receive_until_done(ranks, float("inf"), polls=(poll, stop.check))
+        poll()
+        failures = [r.failure for r in ranks if r.failure is not None]
+        if stop.requested:
+            unsaved = [f for f in failures if f.error is not None and f.error["exit_code"] == IO_ERROR]
+            raise error_of(unsaved[:1], folder) if unsaved else SystemExit(128 + signal.SIGTERM)
+        if not failures:
+            return ranks[0].result
+        failures = list({f.rank: f for f in (*failures, *read_failures(folder))}.values())
+        cause = root_cause(failures)
+        wrong_input = cause.error is not None and cause.error["exit_code"] != INTERNAL_ERROR
+        if attempt.number == restarts or wrong_input or not restarting(cause):
+            raise error_of(failures, folder)
+        attempt = Attempt(attempt.number + 1, cause.summary, cause.at)
+
+
+class SigtermToRanks:
+    """Inside the `with` block SIGTERM is passed on to the ranks; `check` raises when they have not ended `STOP_S` later.
+
+    `timeout` and schedulers signal the process and its group: the two signals arrive together and count once. A later one ends at once."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks, self.requested, self.since = ranks, False, 0.0
+        self.before: Any = None
+
+    def __enter__(self) -> SigtermToRanks:
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGTERM, self.receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)
+
+    def receive(self, number: int, frame: object) -> None:
+        if self.requested and time.monotonic() > self.since + REPEAT_S:
+            raise SystemExit(128 + number)
+        if not self.requested:
+            self.requested, self.since = True, time.monotonic()
+            _terminate(self.ranks)
+
+    def check(self) -> None:
+        if self.requested and time.monotonic() > self.since + STOP_S:
+            raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def started(
+    target: str,
+    world: int,
+    args: tuple,
+    folder: Path | None,
+    append: bool,
+    group_timeout: float,
+    device: str,
+    backend: str,
+) -> Iterator[list[Rank]]:
+    """New ranks, which end with the block: those that still run get SIGTERM, and are killed after `STUCK_S`."""
     if multiprocessing.current_process().daemon:
         raise MeshwrightError(
             "MW-RANK-013",
@@ -104,21 +220,18 @@ def run(
             why="The script runs again in every rank, and starts a proof or a training when it is imported",
             fix='put that call under if __name__ == "__main__":',
         )
-    device = resolve_device(device, world)
-    backend = resolve_backend(backend, device)
     rendezvous = temporary_folder()
     logs = folder or rendezvous
     logs.mkdir(parents=True, exist_ok=True)
+    start = Start(target, args, world, rendezvous, logs, append, group_timeout, device, backend, plugins.LOADED)
     ranks: list[Rank] = []
     try:
         for index in range(world):
-            ranks.append(_start(target, index, world, args, rendezvous, logs, group_timeout, device, backend))
-        _receive_until_done(ranks, silence, listen or (lambda rank, message: None))
-        failed = [r for r in ranks if r.state != "done"]
-        if failed:
-            raise error_of([Failure(r.index, r.state, r.text, r.at, r.error) for r in failed], folder)
-        return [r.result for r in ranks]
+            ranks.append(_start(start, index))
+        yield ranks
     finally:
+        _terminate(ranks)
+        _receive_until_done(ranks, STUCK_S)
         for r in ranks:
             r.pipe.close()  # a finished rank exits when its pipe closes
         for r in ranks:
@@ -128,6 +241,12 @@ def run(
                 r.process.kill()
             r.process.join()
         shutil.rmtree(rendezvous, ignore_errors=True)
+
+
+def _terminate(ranks: list[Rank]) -> None:
+    for r in ranks:
+        if r.state == "running" and r.process.is_alive():
+            r.process.terminate()
 
 
 def temporary_folder(shared: str = "/dev/shm") -> Path:
@@ -170,47 +289,18 @@ def memory_folder(shared: str = "/dev/shm") -> str | None:
     return shared if roomy and os.access(shared, os.W_OK) else None
 
 
-def _start(
-    target: str,
-    index: int,
-    world: int,
-    args: tuple,
-    rendezvous: Path,
-    logs: Path,
-    group_timeout: float,
-    device: str,
-    backend: str,
-) -> Rank:
+def _start(start: Start, index: int) -> Rank:
     context = multiprocessing.get_context("forkserver")
-    from meshwright.training.launch.rank import main
-
     ours, theirs = context.Pipe()
-    log = logs / f"rank-{index}.log"
-    process = context.Process(
-        target=main,
-        args=(
-            target,
-            index,
-            world,
-            args,
-            str(rendezvous / "store"),
-            str(log),
-            group_timeout,
-            device,
-            backend,
-            plugins.LOADED,
-            theirs,
-        ),
-        daemon=True,
-    )
-    with main_hidden(unless=target.startswith("__main__:")):
-        ensure_forkserver(target.partition(":")[0])
+    process = context.Process(target=main, args=(start, index, theirs), daemon=True)
+    with main_hidden(unless=start.target.startswith("__main__:")):
+        ensure_forkserver(start.target.partition(":")[0])
         try:
             process.start()
         except (EOFError, OSError) as error:
             raise not_started(error) from error
     theirs.close()
-    return Rank(index, process, ours, log)
+    return Rank(index, process, ours, start.logs / rank_log(index))
 
 
 def not_started(error: EOFError | OSError) -> MeshwrightError:
@@ -242,49 +332,54 @@ def ensure_forkserver(module: str) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _receive_until_done(ranks: list[Rank], silence: float, listen: Callable[[int, Any], None]) -> None:
-    """Receive messages until every rank is done, or until `GRACE_S` after the first failure."""
+def _receive_until_done(
+    ranks: list[Rank],
+    silence: float,
+    listen: Callable[[int, Any], None] = lambda rank, message: None,
+    polls: Sequence[Callable[[], None]] = (),
+) -> None:
+    """Receive messages until every rank has returned or failed, until `GRACE_S` after the first failure, or until no rank sent a
+    message for `silence` seconds."""
     last = time.monotonic()
     deadline = float("inf")
     while running := [r for r in ranks if r.state == "running"]:
         left = min(last + silence, deadline) - time.monotonic()
         if left <= 0:
-            _collect_stacks(running)
             return
-        for ready in wait([r.pipe for r in running], timeout=left):
+        for ready in wait([r.pipe for r in running], timeout=min(left, POLL_S) if polls else left):
             rank = next(r for r in running if r.pipe is ready)
             last = time.monotonic()
             _receive(rank, listen)
-            if rank.state in ("raised", "died") and deadline == float("inf"):
-                deadline = last + GRACE_S
+            if rank.state == "failed":
+                deadline = min(deadline, last + GRACE_S)
+        for poll in polls:
+            poll()
 
 
 def _receive(rank: Rank, listen: Callable[[int, Any], None]) -> None:
     try:
-        kind, *message = rank.pipe.recv()
+        kind, message = rank.pipe.recv()
     except (EOFError, ConnectionResetError):
         rank.process.join(timeout=5)
-        code = rank.process.exitcode
-        rank.state, rank.at = "died", time.monotonic()
-        rank.text = f"{exit_name(code)}\n{last_lines(rank.log)}"
+        rank.fail("died", f"{exit_name(rank.process.exitcode)}\n{last_lines(rank.log)}")
         return
     if kind == "message":
-        listen(rank.index, message[0])
+        listen(rank.index, message)
     elif kind == "done":
-        rank.state, rank.result = "done", message[0]
+        rank.state, rank.result = "done", message
     else:
-        rank.state = "raised"
-        rank.at, rank.text, rank.error = message
+        rank.state, rank.failure = "failed", message
 
 
 def _collect_stacks(running: list[Rank]) -> None:
     """Make hung ranks write their Python stacks to their logs."""
     for r in running:
         if r.process.is_alive():
-            os.kill(r.process.pid, signal.SIGUSR1)
-    time.sleep(0.3)
+            os.kill(r.process.pid, signal.SIGUSR2)
+    if running:
+        time.sleep(0.3)
     for r in running:
-        r.state, r.at, r.text = "hung", time.monotonic(), last_lines(r.log)
+        r.fail("hung", last_lines(r.log))
 
 
 def exit_name(code: int | None) -> str:

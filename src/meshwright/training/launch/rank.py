@@ -1,22 +1,19 @@
-"""The life of one rank of the local launcher: join the process group, call the target, send the result to the parent, exit.
+"""One rank: where a launcher placed it, its life under the local launcher, and its failure.
 
-Parent and rank exchange plain data over their pipe. What the rank prints goes to its log, and so does its Python stack
-when a signal kills it or when the parent requests it (SIGUSR1).
+**Placement.** Every launcher numbers its ranks by variables of the environment:
 
-Failures of ranks: which one is the root cause, and the error that is shown for it.
+    env://      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: torchrun, a PyTorchJob of Kubernetes, Ray, `emulate run`
+    srun        SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST: the first host of the list is the rendezvous address, the
+                port follows from the job's number, so that two jobs do not meet
+    mpirun      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; MASTER_ADDR on several hosts
 
-When one rank fails, the others lose their connections a moment later and fail too. The root cause is the earliest failure that is
-not such a consequence. Only this one is shown; the logs of the ranks have all of them.
+**A local rank** (`main`) joins the process group, calls the target, sends the result to its parent through a pipe, and exits. What it
+prints goes to its log, and so does its Python stack when a signal kills it or when the parent requests it (SIGUSR2).
 
-A rank of a training writes its failure to `rank-N.failure.json` in the run folder before its connections close. There the process
-that started it, or rank 0 of the next attempt, finds the root cause, on one host and on several that share the folder.
-
-Where a launcher placed this process: its rank among all ranks, its number on this host, and the address where the ranks meet.
-
-env://      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: torchrun, a PyTorchJob of Kubernetes, Ray, `emulate run`
-srun        SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST: the first host of the list is the rendezvous address, the
-            port follows from the job's number, so that two jobs do not meet
-mpirun      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; MASTER_ADDR on several hosts
+**Root cause.** When one rank fails, the others lose their connections a moment later and fail too. The root cause is the earliest
+failure that is not such a consequence. Only this one is shown; the logs of the ranks have all of them. A local rank sends its failure
+to its parent before its connections close. Under another launcher, and for a rank that hangs, it is written to `rank-N.failure.json` in
+the run folder, where rank 0 of the next attempt finds it, on one host and on several that share the folder.
 """
 
 from __future__ import annotations
@@ -43,12 +40,14 @@ from typing import Any, NamedTuple
 
 from meshwright.describe import plugins
 from meshwright.describe.run import PORT
+from meshwright.describe.run_folder import rank_log
 from meshwright.errors import MeshwrightError
 from meshwright.host import end_with_parent
 from meshwright.units import counted
 
 SUFFIX = ".failure.json"
 INTERNAL_ERROR = 70  # exit code: the input is not the cause
+GROUP_TIMEOUT_S = 600.0  # of the collectives of a training
 CONSEQUENCES = (
     "MW-COMM-004",
     "Connection closed by peer",
@@ -87,6 +86,14 @@ class Failure:
             return f"rank {self.rank}: {self.error['code']}: {self.error['what']}"
         lines = [line for line in self.text.splitlines() if line.strip()] or [""]
         return f"rank {self.rank} {self.state}: {lines[-1] if self.state == 'raised' else lines[0]}"
+
+
+class Attempt(NamedTuple):
+    """One start of all ranks. After a failure follows the next one, which knows why."""
+
+    number: int = 0
+    cause: str = ""
+    failed_at: float = 0.0  # when the failure was noticed
 
 
 class FailedElsewhere(MeshwrightError):
@@ -129,12 +136,10 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     return Failure(rank, "raised", "".join(traceback.format_exception(error)), time.time(), fields)
 
 
-def write_failure(folder: Path, failure: Failure, spare: Path | None = None) -> None:
-    """Write the failure of a rank to the run folder, or to the `spare` folder: a full or lost disk must not hide the failure itself."""
-    for target in (folder, spare) if spare is not None else (folder,):
-        with suppress(OSError):
-            (target / f"rank-{failure.rank}{SUFFIX}").write_text(json.dumps(asdict(failure)), "utf-8")
-            return
+def write_failure(folder: Path, failure: Failure) -> None:
+    """Write the failure of a rank to the run folder. A full or lost disk must not hide the failure itself."""
+    with suppress(OSError):
+        (folder / f"rank-{failure.rank}{SUFFIX}").write_text(json.dumps(asdict(failure)), "utf-8")
 
 
 def read_failures(folder: Path) -> list[Failure]:
@@ -259,69 +264,68 @@ def function_of(name: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def main(
-    target: str,
-    rank: int,
-    world: int,
-    args: tuple,
-    store: str,
-    log: str,
-    group_timeout: float,
-    device: str,
-    backend: str,
-    plugin_names: list[str],
-    pipe: Connection,
-) -> None:
-    parent = _prepare_process(log, pipe, Path(store).parent)
+@dataclass(frozen=True)
+class Start:
+    """What the ranks of one start have in common: the target "module:function" and its arguments, and how they meet."""
+
+    target: str
+    args: tuple
+    world: int
+    folder: Path  # temporary: the store of the rendezvous
+    logs: Path
+    append: bool  # to the logs, those of an earlier start
+    group_timeout: float
+    device: str
+    backend: str
+    plugin_names: list[str]
+
+
+def main(start: Start, rank: int, pipe: Connection) -> None:
+    """Run the target on this rank, and send its result or its failure to the parent."""
+    parent = _prepare_process(start, rank, pipe)
     try:
-        plugins.load(plugin_names)
-        device = _join(rank, world, store, group_timeout, device, backend)
-        context = RankContext(rank, world, device, lambda message: pipe.send(("message", message)))
-        result = function_of(target)(context, *args)
-        pipe.send(("done", result))
+        plugins.load(start.plugin_names)
+        device = _join(start, rank)
+        context = RankContext(rank, start.world, device, lambda message: pipe.send(("message", message)))
+        pipe.send(("done", function_of(start.target)(context, *start.args)))
     except BaseException as error:  # the parent must learn of every failure
-        fields = {**error.as_dict(), "exit_code": error.exit_code} if isinstance(error, MeshwrightError) else None
-        pipe.send(("failed", time.monotonic(), traceback.format_exc(), fields))
-        traceback.print_exc()
-        sys.stderr.flush()
+        pipe.send(("failed", failure_of(rank, error)))
+        with contextlib.suppress(OSError):  # the disk of the log may be full
+            traceback.print_exc()
+            sys.stderr.flush()
         os._exit(1)
     sys.stdout.flush()
     parent.join()  # stay until the parent closes the pipe: other ranks may still be connecting to this one
 
 
-def _prepare_process(log: str, pipe: Connection, folder: Path) -> threading.Thread:
+def _prepare_process(start: Start, rank: int, pipe: Connection) -> threading.Thread:
     """Redirect output to the log, and return the thread that ends this process when the parent closes the pipe."""
     gc.freeze()  # what was imported before the fork stays: a full collection over it would take 0.3 s, and copy its memory
     try:
-        stream = redirect_output(log)
+        stream = redirect_output(start.logs / rank_log(rank), start.append)
     except FileNotFoundError:  # the parent ended before this rank began, and removed the folder
         os._exit(1)
-    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
-    prepare_local_rank()
+    faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its ranks
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
     def parent_ended() -> None:
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
 
-    return end_with_parent(folder, parent_ended)
+    return end_with_parent(start.folder, parent_ended)
 
 
-def redirect_output(log: str, append: bool = False) -> int:
+def redirect_output(log: Path, append: bool) -> int:
     """Send what this process prints to its log, and its Python stack if a signal kills it; returns the file's descriptor."""
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC), 0o644)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     faulthandler.enable(file=stream)
     return stream
-
-
-def prepare_local_rank() -> None:
-    """Settings of a rank whose parent process is on this machine."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its ranks
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 
 def end_with_agent(rank: int, folder: Path) -> threading.Thread:
@@ -346,22 +350,23 @@ def end_with_agent(rank: int, folder: Path) -> threading.Thread:
     return thread
 
 
-def _join(rank: int, world: int, store: str, group_timeout: float, device: str, backend: str) -> str:
+def _join(start: Start, rank: int) -> str:
     """Join the process group and return this rank's device."""
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)
+    device = start.device
     if device.startswith("cuda"):
         device = f"cuda:{rank % torch.cuda.device_count()}"  # several ranks on one GPU only with --share-device
         torch.cuda.set_device(device)
-    if backend == "meshwright":
+    if start.backend == "meshwright":
         import meshwright.comm.backend  # noqa: F401  registers it
     distributed.init_process_group(
-        backend,
-        store=distributed.FileStore(store, world),
+        start.backend,
+        store=distributed.FileStore(str(start.folder / "store"), start.world),
         rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=group_timeout),
+        world_size=start.world,
+        timeout=timedelta(seconds=start.group_timeout),
     )
     return device

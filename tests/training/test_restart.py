@@ -1,4 +1,4 @@
-"""Ranks on this machine under torch elastic: restarts that form a new group, the root cause, signals, and nothing left behind."""
+"""Ranks of a training on this machine: restarts that form a new group, the root cause, signals, and nothing left behind."""
 
 import os
 import signal
@@ -14,24 +14,13 @@ import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import lock_of, read_about, read_events, read_steps
 from meshwright.errors import MeshwrightError
-from meshwright.training.launch import elastic
-from meshwright.training.launch.rank import RankFailure, failure_of, write_failure
+from meshwright.training.launch import local
+from meshwright.training.launch.rank import RankFailure
 from meshwright.training.run import run_training
 
 
-def enter(folder):
-    """Join as a rank of a run does, with its failures in the folder and short timeouts."""
-    import torch
-
-    from meshwright.training.launch.join import Meeting, join
-    from meshwright.training.launch.rank import placement, prepare_local_rank, redirect_output
-
-    place = placement(os.environ)
-    redirect_output(str(folder / f"rank-{place.rank}.log"), append=True)
-    prepare_local_rank()
-    torch.set_num_threads(1)
-    (folder / f"pid-{place.rank}").write_text(str(os.getpid()))
-    return join(place, "cpu", "gloo", 20.0, Meeting(place, 20.0))
+def enter(context, folder):
+    (folder / f"pid-{context.rank}").write_text(str(os.getpid()))
 
 
 def total_of_ranks(context):
@@ -43,20 +32,16 @@ def total_of_ranks(context):
     return int(total)
 
 
-def fail_once(attempt, folder, how):
+def fail_once(context, attempt, folder, how):
     """Rank 1 fails in the first attempt; the second one forms a new group of all ranks."""
-    context = enter(folder)
+    enter(context, folder)
     total = total_of_ranks(context)
     if attempt.number == 0:
-        try:
-            if context.rank == 1 and how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if context.rank == 1 and how == "raised":
-                raise ZeroDivisionError("first attempt")
-            total_of_ranks(context)
-        except BaseException as error:
-            write_failure(folder, failure_of(context.rank, error))
-            os._exit(1)
+        if context.rank == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if context.rank == 1 and how == "raised":
+            raise ZeroDivisionError("first attempt")
+        total_of_ranks(context)
     return context.world, total, attempt.cause
 
 
@@ -68,43 +53,41 @@ def test_a_restart_forms_a_new_group(tmp_path, how, cause):
     """The ranks of the second attempt exchange messages, and know the root cause, which is not that of the ranks that lost rank 1."""
     start = time.monotonic()
     causes = []
-    resize = {"resize": lambda world, failures: 2} if how == "raised" else {}
 
     def restarting(failure):
         causes.append(failure.summary)
         return True
 
-    run = elastic.run(
-        "test_elastic:fail_once", 3, tmp_path, how, folder=tmp_path, restarts=1, restarting=restarting, **resize
+    run = local.run_restarting(
+        "test_restart:fail_once", 3, tmp_path, how, folder=tmp_path, restarts=1, restarting=restarting
     )
-    assert run == ((2, 1, cause) if resize else (3, 3, cause))
+    assert run == (3, 3, cause)
     assert causes == [cause]
     assert time.monotonic() - start < 110  # a rank that waits for a lost one would take the timeout of the group
 
 
 def test_without_restarts_left_the_root_cause_is_raised(tmp_path):
     with pytest.raises(RankFailure, match="rank 1 died:\nSIGKILL") as failure:
-        elastic.run("test_elastic:fail_once", 2, tmp_path, "killed", folder=tmp_path)
+        local.run_restarting("test_restart:fail_once", 2, tmp_path, "killed", folder=tmp_path)
     assert (failure.value.rank, failure.value.state, failure.value.exit_code) == (1, "died", 70)
     assert all(gone(int((tmp_path / f"pid-{rank}").read_text())) for rank in range(2))
 
 
-def refuse(attempt, folder):
+def refuse(context, attempt, folder):
     (folder / f"attempt-{attempt.number}").touch()
-    write_failure(folder, failure_of(0, MeshwrightError("MW-TEST-001", "wrong input", exit_code=3)))
-    os._exit(1)
+    raise MeshwrightError("MW-TEST-001", "wrong input", exit_code=3)
 
 
 def test_wrong_input_is_not_tried_again(tmp_path):
     with pytest.raises(MeshwrightError, match="MW-TEST-001: wrong input") as error:
-        elastic.run("test_elastic:refuse", 1, tmp_path, folder=tmp_path, restarts=3)
+        local.run_restarting("test_restart:refuse", 1, tmp_path, folder=tmp_path, restarts=3)
     assert error.value.exit_code == 3
     assert [file.name for file in tmp_path.glob("attempt-*")] == ["attempt-0"]
 
 
-def stop_itself(attempt, folder):
+def stop_itself(context, attempt, folder):
     """Rank 0 stands still in a way that SIGTERM does not end; rank 1 fails."""
-    context = enter(folder)
+    enter(context, folder)
     if context.rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (folder / "deaf").touch()
@@ -115,15 +98,15 @@ def stop_itself(attempt, folder):
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(elastic, "STUCK_S", 0.5)
+    monkeypatch.setattr(local, "STUCK_S", 0.5)
     with pytest.raises(RankFailure, match="rank 1 died:\nexit code 3"):
-        elastic.run("test_elastic:stop_itself", 2, tmp_path, folder=tmp_path)
+        local.run_restarting("test_restart:stop_itself", 2, tmp_path, folder=tmp_path)
     assert gone(int((tmp_path / "pid-0").read_text()))
-    assert time.time() - (tmp_path / "deaf").stat().st_mtime < 30  # as long as torch's agent would wait
+    assert time.time() - (tmp_path / "deaf").stat().st_mtime < 30
 
 
-def save_on_signal(attempt, folder, reacts):
-    enter(folder)
+def save_on_signal(context, attempt, folder, reacts):
+    enter(context, folder)
     saved = threading.Event()
     signal.signal(signal.SIGTERM, (lambda *_: saved.set()) if reacts else signal.SIG_DFL)
     (folder / "ready").touch()
@@ -135,7 +118,7 @@ def save_on_signal(attempt, folder, reacts):
 @pytest.mark.parametrize("reacts", [True, False])
 def test_sigterm_reaches_the_ranks(tmp_path, reacts):
     """They may save and return, or end at once; the handlers of this process are the same afterwards."""
-    before = [signal.getsignal(number) for number in elastic.HANDLED]
+    before = signal.getsignal(signal.SIGTERM)
     sent = []
 
     def poll():
@@ -145,10 +128,10 @@ def test_sigterm_reaches_the_ranks(tmp_path, reacts):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(SystemExit) as leaving:
-        elastic.run("test_elastic:save_on_signal", 1, tmp_path, reacts, folder=tmp_path, poll=poll)
+        local.run_restarting("test_restart:save_on_signal", 1, tmp_path, reacts, folder=tmp_path, poll=poll)
     assert leaving.value.code == 143
     assert (tmp_path / "saved").exists() == reacts
-    assert [signal.getsignal(number) for number in elastic.HANDLED] == before
+    assert signal.getsignal(signal.SIGTERM) == before
     assert gone(int((tmp_path / "pid-0").read_text()))
 
 
@@ -183,13 +166,13 @@ def test_a_run_goes_on_after_its_first_rank_was_killed(tmp_path):
 
 
 def test_a_run_that_fails_before_its_first_step_is_not_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.training.run.TARGET", "test_elastic:broken")
+    monkeypatch.setattr("meshwright.training.run.TARGET", "test_restart:broken")
     with pytest.raises(RankFailure, match=r"rank \d died:\nexit code 5"):
         run_training(config(), 5, folder=tmp_path)
     assert [file.name for file in tmp_path.glob("attempt-*")] == ["attempt-0"]
 
 
-def broken(attempt, job):
+def broken(context, attempt, job):
     (job.folder / f"attempt-{attempt.number}").touch()
     os._exit(5)
 
@@ -197,9 +180,9 @@ def broken(attempt, job):
 SCRIPT = """
 import sys
 from pathlib import Path
-import test_elastic
+import test_restart
 from meshwright.training.run import run_training
-run_training(test_elastic.config(), 100_000, folder=Path(sys.argv[1]))
+run_training(test_restart.config(), 100_000, folder=Path(sys.argv[1]))
 """
 
 
@@ -222,14 +205,3 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
     while not gone(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_the_private_names_of_torch_are_there():
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
-    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-    from torch.multiprocessing import ProcessContext
-
-    for name in ("_start_workers", "_monitor_workers", "_shutdown"):
-        assert name in SimpleElasticAgent.__abstractmethods__, name
-    assert {"_worker_finished_event", "_pc"} <= set(MultiprocessContext.__init__.__code__.co_names)
-    assert "processes" in ProcessContext.__init__.__code__.co_names
