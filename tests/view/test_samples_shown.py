@@ -8,6 +8,7 @@ from meshwright import api
 from meshwright.cli import main
 from meshwright.describe.config import Config
 from meshwright.training.machine import with_precision
+from meshwright.view.page.choices import choices as page_choices
 
 
 @pytest.mark.parametrize("model", ["resnet-50", "lecture-mlp"])
@@ -67,3 +68,15 @@ def test_a_precision_is_chosen_by_the_device_only_where_none_is_named(workload, 
     assert bool(note) == (not workload and not plan)
     assert with_precision(chosen, on_cpu=True) == (chosen, note)
     assert with_precision(config, on_cpu=False) == (config, "")
+
+
+def test_the_page_has_no_sequence_for_a_residual_network_and_mends_the_plan_it_had():
+    plan = {"shard": 4, "zero": 1, "tp": 8, "sp": True, "pp": 2, "recompute": "selective"}
+    document = {"model": "resnet-50", "cluster": {"extends": "dgx-h100", "gpus": 64}, "workload": {"batch": 512}}
+    offered = page_choices({**document, "plan": plan})
+    assert "workload.seq" not in offered["sizes"]
+    assert offered["problem"]["code"] == "MW-PLAN-009"
+    assert offered["mend"] == {"plan.tp": 1, "plan.sp": False, "plan.pp": 1, "plan.shard": 64, "plan.recompute": "none"}
+    mended = plan | {path.removeprefix("plan."): value for path, value in offered["mend"].items()}
+    assert page_choices({**document, "plan": mended})["problem"] is None
+    assert "workload.seq" in page_choices({**document, "model": "llama3-8b", "plan": plan})["sizes"]

@@ -306,7 +306,13 @@ def mended(case: Case, legal: Callable[[Case], Flag]) -> dict[str, Any] | None:
 
 
 def _candidates(case: Case) -> Iterator[dict[str, Any]]:
-    """Settings to try: the plan as it is, then other degrees, the smallest total change first; at each, also the plain pipeline."""
+    """Settings to try: the plan as it is, then other degrees, the smallest total change first; at each, also the plain pipeline. A model that is not
+    divided takes data parallelism alone."""
+    if "model" in case.given and case.model.kind == "counts":
+        undivided = dict.fromkeys(("plan.tp", "plan.pp", "plan.cp", "plan.ep"), 1) | PLAIN | {"plan.sp": False}
+        yield undivided
+        yield undivided | {"plan.recompute": "none"}
+        return
     world = case.cluster.world if "cluster" in case.given else case.world
     cut = [d for d in divisors(world) if d <= MOST_DEGREE or d in (case.tp, case.pp, case.cp)]
     degrees = [(tp, pp, cp) for tp, pp, cp in product(cut, cut, {1, int(case.cp)}) if world % (tp * pp * cp) == 0]

@@ -43,12 +43,16 @@ class CountsTakeDataParallelism(Rule, code="MW-PLAN-009", needs=("model",)):
         )
         if p.model.resnet.stages:
             needed, why = NEEDED[axis], f"{p.model.name} is a residual network, which takes data parallelism and ZeRO"
+        alone = {**dict.fromkeys(("plan.tp", "plan.cp", "plan.pp", "plan.ep", "plan.virtual"), 1), "plan.sp": False}
+        sharded = {**alone, "plan.schedule": "1f1b", "plan.layers_per_stage": (), "plan.shard": p.world // p.replicate}
         return Problem(
             f"{axis}={shown(p.setting(f'plan.{axis}'))} needs {needed}",
             why=why,
             fixes=[
                 {f"plan.{axis}": 1 if axis != "sp" else False},
-                {**dict.fromkeys(("plan.tp", "plan.cp", "plan.pp", "plan.ep", "plan.virtual"), 1), "plan.sp": False},
+                alone,
+                sharded,
+                {**sharded, "plan.recompute": "none"},
             ],
         )
 

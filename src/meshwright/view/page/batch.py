@@ -27,7 +27,7 @@ def data(subject: Subject) -> dict[str, Any]:
     return {
         "batch": e.workload.batch,
         "unit": unit,
-        "seq": e.workload.seq,
+        "seq": e.workload.seq if e.model.unit == "tokens" else None,
         "critical": critical.sequences,
         "critical_reason": critical.reason,
         "rows": rows,

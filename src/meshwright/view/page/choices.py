@@ -63,6 +63,8 @@ def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:
         "optimizer": list(OPTIMIZERS),
         "scaling": list(get_args(Scaling)),
     }
+    if model.unit != "tokens":  # the page shows no field for a sequence
+        offered.pop("seq")
     for field, values in offered.items():
         cases = ((v, Case.of(plan, model, workload.but(**{field: v}), fixed, stack)) for v in values)
         out[f"workload.{field}"] = [_choice(case, value) for value, case in cases]

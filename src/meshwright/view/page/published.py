@@ -48,7 +48,8 @@ def plan_figures(subject: Subject) -> dict[str, Any]:
         "step_time_s": p.step_time_s,
         "low_s": p.step_time_low_s,
         "high_s": p.step_time_high_s,
-        "tokens_per_s_per_gpu": subject.workload.tokens_per_step / p.step_time_s / subject.plan.world,
+        "unit": subject.model.unit,
+        "tokens_per_s_per_gpu": (p.tokens_per_s or 0.0) / subject.plan.world,
     }
 
 

@@ -126,8 +126,12 @@ function workloadSection() {
   const choice = (path) => (c) => (fresh() ? apply({ ...c.changes, [path]: c.value }) : mendAfter({ [path]: c.value }));
   const of = (field, label) => follow(words(label, about("workload", field), choice(`workload.${field}`)), () => [choices?.sizes[`workload.${field}`] ?? ANY([workload(field)]), workload(field)]);
   const tokens = entry("Token budget, such as 15T", about("workload", "tokens"), (value) => apply({ "workload.tokens": value ?? 0 }), { type: "text", placeholder: "none" });
-  return section("Workload and stack", () => `${format.count(workload("batch") * workload("seq"))} tokens per step`, true,
-    sized("workload.batch", "Global batch, sequences", () => workload("batch")), sized("workload.seq", "Sequence length, tokens", () => workload("seq")),
+  const hasSequence = () => !choices || "workload.seq" in choices.sizes;
+  const sequence = sized("workload.seq", "Sequence length, tokens", () => workload("seq"));
+  widgets.push(() => { sequence.hidden = !hasSequence(); });
+  const perStep = () => (hasSequence() ? `${format.count(workload("batch") * workload("seq"))} tokens` : `${format.count(workload("batch"))} samples`);
+  return section("Workload and stack", () => `${perStep()} per step`, true,
+    sized("workload.batch", "Global batch, samples", () => workload("batch")), sequence,
     h("div", { class: "pair" }, of("precision", "Precision"), of("optimizer", "Optimizer"), of("scaling", "fp8 scales")),
     follow(stack, () => [ANY(catalog.stacks.map((s) => s.name)), nameOf(state.get().stack)]),
     h("div", { class: "pair" }, follow(tokens, () => [workload("tokens") || ""])));
@@ -166,7 +170,7 @@ function planSection() {
     degree("tp", "Tensor parallel, tp"), flag("sp", "Sequence parallel, sp", needs(() => plan("tp") > 1, "(needs tp above 1)")),
     degree("pp", "Pipeline stages, pp"), pipeline,
     degree("shard", "Data parallel, sharded"), degree("replicate", "Data parallel, replicated"), degree("zero", "ZeRO stage"),
-    degree("microbatch", "Micro-batch, sequences"), degree("cp", "Context parallel, cp"), experts, word("recompute", "Recompute"),
+    degree("microbatch", "Micro-batch, samples"), degree("cp", "Context parallel, cp"), experts, word("recompute", "Recompute"),
     h("details", null, h("summary", null, "Dtypes, overlap, and more"), h("div", { class: "fields-inner" },
       h("div", { class: "pair" }, word("param_dtype", "Parameters"), word("grad_dtype", "Gradients"), word("state_dtype", "Optimizer states"), word("gather_dtype", "Gathers")),
       where("comm_dtype", word("comm_dtype", "Gradient messages", (v) => v ?? "as the gradients")),

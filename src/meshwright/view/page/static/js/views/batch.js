@@ -11,15 +11,15 @@ export const view = {
   draw(element, data, context) {
     const now = data.rows.find((r) => r.batch === data.batch);
     element.append(h("div", { class: "stats" },
-      stat("This batch", format.whole(data.batch), { detail: `sequences of ${format.whole(data.seq)} tokens` }),
+      stat("This batch", format.whole(data.batch), { detail: data.seq === null ? "samples" : `sequences of ${format.whole(data.seq)} tokens` }),
       ...(now ? [stat("MFU", format.percent(now.mfu), { formula: now.formula, detail: `${format.percent(now.lost_share)} bubble and gradients` })] : []),
-      stat("Critical batch", data.critical === null ? "none" : format.whole(data.critical), { detail: data.critical === null ? "" : "sequences", formula: data.critical_reason, tone: data.critical !== null && data.batch < data.critical ? "warn" : "" })));
+      stat("Critical batch", data.critical === null ? "none" : format.whole(data.critical), { detail: data.critical === null ? "" : "samples", formula: data.critical_reason, tone: data.critical !== null && data.batch < data.critical ? "warn" : "" })));
     const box = panel("MFU by batch", data.note);
     element.append(box);
     const c = figure(box, { height: 320, left: 56, right: 20, bottom: 42, label: data.note });
     const sizes = [...data.rows, ...(context.compare?.rows ?? [])].map((r) => r.batch), all = [...sizes, ...(data.critical ? [data.critical] : [])];
     const x = log([Math.min(...all), Math.max(...all, Math.min(...all) * 2)], [8, c.width - 8], { base: 2 }), y = linear([0, Math.max(...data.rows.map((r) => Math.max(r.mfu, r.lost_share)), ...(context.compare?.rows ?? []).map((r) => r.mfu)) * 1.08], [c.height, 0]);
-    axis(c, x, "bottom", { label: "batch, sequences", format: (v) => format.count(v) });
+    axis(c, x, "bottom", { label: "batch, samples", format: (v) => format.count(v) });
     axis(c, y, "left", { label: "MFU and share of the step", format: (v) => format.percent(v, 0) });
     const series = (rows, colour, key, dash, focus) => {
       const points = rows.map((r) => ({ x: r.batch, y: r[key], formula: r.formula }));

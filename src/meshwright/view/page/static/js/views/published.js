@@ -35,7 +35,7 @@ export const view = {
 
 /** Well-known runs, predicted and measured, with this plan's prediction (and that of plan 2) in the same units. */
 function runs(data, compare) {
-  const figures = (name, p) => stat(name, `${format.count(p.tokens_per_s_per_gpu)} tokens/s per GPU`, { detail: `predicted: step ${format.seconds(p.step_time_s)}, ${format.seconds(p.low_s)} to ${format.seconds(p.high_s)}`, formula: p.title });
+  const figures = (name, p) => stat(name, `${format.count(p.tokens_per_s_per_gpu)} ${p.unit}/s per GPU`, { detail: `predicted: step ${format.seconds(p.step_time_s)}, ${format.seconds(p.low_s)} to ${format.seconds(p.high_s)}`, formula: p.title });
   const near = data.runs.filter((r) => r.like);
   const words = near.length ? `${near.length} of them share the model or the GPU (${data.model}, ${data.accelerator}) and come first.` : `None of them is of ${data.model} or on ${data.accelerator}.`;
   return panel("Well-known runs and this plan", `Measured step times of published runs, and what we predict for them. ${words}`,

@@ -7,7 +7,7 @@ export const view = {
   title: "Scaling over GPUs",
   short: "Scaling",
   group: "all plans",
-  sentence: "More data-parallel replicas of this plan. Strong scaling keeps the batch, weak scaling lets it grow with the GPUs; 100% means that every GPU trains as many tokens as on the fewest.",
+  sentence: "More data-parallel replicas of this plan. Strong scaling keeps the batch, weak scaling lets it grow with the GPUs; 100% means that every GPU trains as many samples as on the fewest.",
   draw(element, data, context) {
     if (!data.strong.length && !data.weak.length) return element.append(h("p", { class: "empty" }, data.note));
     const box = panel("Throughput", data.note), columns = h("div", { class: "columns" });
@@ -33,7 +33,7 @@ function throughput(element, data, compare) {
   const c = figure(element, { height: 300, left: 66, right: 20, bottom: 42, label: data.note });
   const rows = [...data.strong, ...data.weak, ...data.best, ...data.others], x = xOf(c, data), y = log([Math.min(...rows.map((r) => r.tokens_per_s)) * 0.8, Math.max(...rows.map((r) => r.tokens_per_s)) * 1.25], [c.height, 0]);
   axis(c, x, "bottom", { label: "GPUs", ticks: ticksOf(c, data), format: (v) => format.whole(v) });
-  axis(c, y, "left", { label: "tokens per second", format: (v) => format.count(v) });
+  axis(c, y, "left", { label: `${data.unit} per second`, format: (v) => format.count(v) });
   const series = (list, colour, dash) => (line(c, list.map((r) => ({ x: r.gpus, y: r.tokens_per_s })), { x, y, colour, dash }), scatter(c, list.map((r) => ({ x: r.gpus, y: r.tokens_per_s, formula: r.formula, shape: r.fits === false ? "cross" : "circle" })), { x, y, colour, radius: 4.5 }));
   const first = data.strong[0] ?? data.weak[0], last = gpus(data).at(-1);
   line(c, [{ x: first.gpus, y: first.tokens_per_s }, { x: last, y: (first.tokens_per_s * last) / first.gpus }], { x, y, colour: "quiet", dash: "2 4", width: 1.3 });
