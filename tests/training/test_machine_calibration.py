@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def test_a_calibration_is_kept_for_its_user_only_and_found_again(cache: Path) ->
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert calibration.read_cached(made.key) == made
     assert calibration.machine_measurement(4) == made  # nothing is measured
+
+
+def test_an_old_calibration_is_made_anew(cache: Path) -> None:
+    made = kept()
+    (file,) = cache.iterdir()
+    os.utime(file, (file.stat().st_atime, file.stat().st_mtime - calibration.LONGEST_S - 60))
+    assert calibration.read_cached(made.key) is None
 
 
 CHANGED = [

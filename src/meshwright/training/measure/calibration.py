@@ -3,8 +3,8 @@
 A calibration holds for a processor, a number of usable cores, the versions of Python and torch, a number of ranks at once, the dtype in
 which they compute (many CPUs multiply bf16 more slowly than fp32), the dtype that their collectives add up (gloo adds bf16 more slowly than
 fp32), and the backend of the collectives: they are its key. A change of any
-of them starts a new measurement, and so does `--recalibrate`. One that was measured on a busy machine is used once and measured again by the
-next run.
+of them starts a new measurement, and so do `--recalibrate` and an hour: the speed of a virtual or a warm machine drifts by tens of percent. One that
+was measured on a busy machine is used once and measured again by the next run.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from meshwright.units import format_seconds
 TARGET = "meshwright.comm.bench.contention:calibrate_rank"
 LARGEST_FILE = 2**20
 SILENCE_S = 60.0
+LONGEST_S = 3600.0  # that a calibration is used
 
 
 def cache_folder() -> Path:
@@ -80,10 +81,11 @@ def cache_file(key: dict[str, str]) -> Path:
 
 
 def read_cached(key: dict[str, str]) -> MachineMeasurement | None:
-    """The cached calibration with this key; None if there is none, or it is damaged, or the machine was busy."""
+    """The cached calibration with this key; None if there is none, or it is old or damaged, or the machine was busy."""
     path = cache_file(key)
     try:
-        if path.stat().st_size > LARGEST_FILE:
+        file = path.stat()
+        if file.st_size > LARGEST_FILE or time.time() - file.st_mtime > LONGEST_S:
             return None
         found = MachineMeasurement(**json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, TypeError, MeshwrightError):
