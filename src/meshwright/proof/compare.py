@@ -63,6 +63,11 @@ class Agreement:
     errors: dict[str, float]
     breaks: list[Break]
     losses: list[float] = field(default_factory=list)  # of the ranks, step by step
+    oracle: str = ""  # plain formulas that one device was compared with; empty: ranks were compared with one device
+
+    @property
+    def label(self) -> str:
+        return self.oracle or self.dtype
 
 
 def compare(

@@ -21,6 +21,7 @@ def page(proof: Proof) -> RenderableType:
     parts: list[RenderableType] = [verdict(proof), *notes(proof), agreement(proof), *convergence(proof)]
     if not proof.parity:
         parts.append(breaks(shown))
+    parts += oracles(proof.copies[0])
     if not shown.traces:
         return Group(*parts, Text("  Collectives and memory are not compared: your module has no step program", "dim"))
     warnings = [Text(f"! {warning}", "bold yellow") for warning in proof.warnings]
@@ -61,10 +62,16 @@ def agreement(proof: Proof) -> RenderableType:
         for a in copy.agreements:
             bad = {b.what for b in a.breaks}
             cells = [Text(f"{a.errors[k]:.1e}", "bold red" if k in bad else "") for k in KINDS]
-            rows.append([*([str(i + 1)] if len(proof.copies) > 1 else []), a.dtype, *cells])
-    columns = ["dtype", ">loss", ">gradient norm", ">gradients", ">parameters"]
+            label = f"one device from {a.oracle}" if a.oracle else f"{a.dtype} from one device"
+            rows.append([*([str(i + 1)] if len(proof.copies) > 1 else []), label, *cells])
+    columns = ["difference of", ">loss", ">gradient norm", ">gradients", ">parameters"]
     columns = ["copy", *columns] if len(proof.copies) > 1 else columns
-    return filled(columns, rows, title="Largest relative difference from one device in float64")
+    return filled(columns, rows, title="Largest relative differences")
+
+
+def oracles(copy: CopyProof) -> list[Text]:
+    """What each part was compared with, one line for each."""
+    return [Text(f"  {part}: compared with {oracle}", "dim") for part, oracle in copy.oracles.items()]
 
 
 def convergence(proof: Proof) -> list[Text]:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.errors import MeshwrightError
 from meshwright.proof.compare import Agreement, bounds_from_rounding, compare
 from meshwright.proof.emulation.update import replay
@@ -32,6 +33,7 @@ from meshwright.training.launch import local
 from meshwright.training.machine import with_precision
 
 TARGET = "meshwright.proof.trace:record"
+FORMULAS = "formulas"
 SILENCE_S = 120.0
 
 
@@ -99,22 +101,34 @@ def prove_copy(
         backend=backend,
         documents=documents,
         compile=compile,
+        updates=all_dtypes and small.narrow is None and OPTIMIZERS[small.workload.optimizer].replay is not None,
+        optimizer=small.optimizer,
+        schedule=small.schedule,
     )
     many = run(job, device)
-    alone = one_device(job, many)
+    alone = replace(one_device(job, many), oracle=all_dtypes and not loses(job))
     one = run(alone, device)[0]
+    exactly = run(replace(exact(job), oracle=True), device)[0]["fp64"] if all_dtypes and loses(job) else one["fp64"]
     agreements = [compare_doubles(alone, one["fp64"], [rank["fp64"] for rank in many], device)]
     # Where float32 rounds, fp8 and lossy sums may round to a neighbour: there float64 alone is judged.
     if all_dtypes and not (small.workload.precision == "fp8" or small.plan.lossy):
         bounds = bounds_from_rounding(one["fp32"], one["fp64"])
         agreements.append(compare(one["fp64"], [rank["fp32"] for rank in many], bounds))
+    if job.updates:
+        agreements[-1].breaks += replay([rank[dtypes[-1]] for rank in many], job, small.plan)
     broken = any(agreement.breaks for agreement in agreements)
     if all_dtypes and small.narrow is not None and not broken:
         agreements.append(prove_narrow(job, small.narrow, one["fp64"], device))
-    proof = CopyProof(small, steps, agreements, [rank[dtypes[-1]] for rank in many])
+    by_formulas = compare_with_formulas(exactly)
+    agreements += by_formulas
+    proof = CopyProof(
+        small, steps, agreements, [rank[dtypes[-1]] for rank in many], oracles=oracles_of(job, small, exactly)
+    )
     if all_dtypes and loses(job):
-        proof.exact_losses = tuple(run(exact(job), device)[0]["fp64"].losses)
-    if not proof.parity:
+        proof.exact_losses = tuple(exactly.losses)
+    if any(agreement.breaks for agreement in by_formulas):
+        proof.blamed = "none: one device itself"
+    elif not proof.parity:
         # Ranks lose different parts of their gradients, so a trial of a lossy plan is compared with an emulation of itself.
         expected = None if loses(job) else one["fp64"]
         proof.blamed = blame(job.plan, lambda plan: differs(replace(job, plan=plan), expected, device))
@@ -133,7 +147,7 @@ def prove_narrow(job: Job, plan: Plan, double: Trace, device: str) -> Agreement:
         own = alone.plan.but(param_dtype=dtype, master=plan.master, grad_dtype=plan.grad_dtype)
         single = run(replace(alone, plan=own), device)[0][dtype]
         agreement = compare(double, many, bounds_from_rounding(single, double))
-    agreement.breaks += replay(many, plan, job.workload)
+    agreement.breaks += replay(many, job, plan)
     return agreement
 
 
@@ -144,6 +158,35 @@ def compare_doubles(alone: Job, one: Trace, many: list[Trace], device: str) -> A
         return compare(one, many)
     other = run(replace(alone, backwards=True, dtypes=("fp64",)), device)[0]["fp64"]
     return compare(one, many, bounds_from_rounding(other, one, plan.wire), plan.wire)
+
+
+def compare_with_formulas(one: Trace) -> list[Agreement]:
+    """Compare one device in float64 with plain formulas: its losses, gradients and updates, and the learning rates of the run."""
+    if one.oracle is None:
+        return []
+    agreement = compare(one.oracle, [one])
+    agreement.oracle = FORMULAS
+    agreement.breaks += one.wrong_rates
+    return [agreement]
+
+
+def oracles_of(job: Job, small: SmallCopy, one: Trace) -> dict[str, str]:
+    """What each part of a copy was compared with."""
+    optimizer = job.workload.optimizer
+    out = {"ranks": "one device in float64", "collectives": "the step program"}
+    if loses(job):
+        out["ranks"] = "one device in float64, which repeats lossy arithmetic with separate code"
+    if job.updates:
+        out["fp32 updates"] = f"the formula of {optimizer}, from the gradients of each rank"
+    if small.narrow is not None:
+        out[f"{small.narrow.param_dtype} updates"] = f"the formula of {optimizer}, rounded step by step"
+    if one.oracle is not None:
+        network = "plain float64 formulas of attention, positions, masks, norms, experts and losses"
+        rates = f"the closed formula of {job.schedule.schedule} and of every other schedule"
+        out |= {"network": network, "optimizer": f"the float64 formula of {optimizer}", "learning rate": rates}
+    elif one.plug_in:
+        out["network"] = f"none: {one.plug_in} is a plug-in, for which there is no second formula"
+    return out
 
 
 def run(job: Job, device: str) -> list[dict[str, Trace]]:

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe.model import Model
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.training.hooks import Observed
 
 Amount = tuple[float, float]  # count, bytes
+# A plan whose gradients are not finite must be compared, not stopped.
+SETTINGS = Optimizer(on_nan="skip", most_skips=10**9)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,10 @@ class Job:
     backwards: bool = False  # those sums in the other order
     kv_copies: int = 1  # how often one device computes each KV head: as often as ranks do, where parts are rounded
     reference: bool = False  # one device, the reference of the ranks: it emulates fp8 with separate code
-    updates: bool = False  # record every update, for its replay
+    updates: bool = False  # record every update of the last dtype, for its replay
+    oracle: bool = False  # repeat the float64 steps with plain formulas (`oracle`)
+    optimizer: Optimizer = SETTINGS  # that the copy trains with
+    schedule: Optimizer = SETTINGS  # of the run, whose learning rates are compared with their closed formula
     backend: str = "auto"  # of torch.distributed
     compile: str = "off"  # how layers are compiled (`parallel.compile`)
     documents: bool = False  # sequences are packed from documents, and attention does not cross them
@@ -60,7 +66,7 @@ class PieceTrace:
     start: tuple[int, ...]
     gradients: list[np.ndarray] = field(default_factory=list)
     parameters: list[np.ndarray] = field(default_factory=list)
-    decays: bool = True  # whether weight decay applies: to matrices that are not biases
+    role: str = "matrix"  # how an optimizer treats it (`emulation.update`)
     orthogonal: bool = False  # Muon updates it: a matrix of a layer
     updates: list[Update | None] = field(default_factory=list)  # None: frozen, or a step that was skipped
 
@@ -102,4 +108,9 @@ class Trace:
     compiled: str = "off"  # what `compile` became under this plan
     graphs: int = 0  # compiled graphs of this process until now
     graph_breaks: int = 0  # places until now at which a function fell into several graphs
+    oracle: Trace | None = None  # the same steps by plain formulas
+    plug_in: str = ""  # the part of the model without a formula, if there is one
+    wrong_rates: list[Any] = field(
+        default_factory=list
+    )  # a `Break` for each learning rate that is not its closed formula's
     replicas: list[Trace] = field(default_factory=list)  # of one device that emulates local SGD: one for each replica

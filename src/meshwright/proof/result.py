@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -28,6 +28,7 @@ class CopyProof:
     agreements: list[Agreement]
     traces: list[Trace]  # of the ranks, in the dtype that was watched
     blamed: str = ""
+    oracles: dict[str, str] = field(default_factory=dict)  # what each part was compared with
     exact_losses: tuple[float, ...] = ()  # of one device without the plan's loss of precision, where it has one
 
     @property
@@ -94,7 +95,8 @@ class CopyProof:
             "microbatches": dict(zip(("plan", "proved"), self.small.microbatches, strict=False)),
             "changes": list(self.small.changes),
             "steps": self.steps,
-            "errors": {a.dtype: finite(a.errors) for a in self.agreements},
+            "oracles": self.oracles,
+            "errors": {a.label: finite(a.errors) for a in self.agreements},
             "first_break": self.first_break,
             "convergence": finite(self.convergence),
             "collectives_compared": self.collectives,
@@ -177,8 +179,8 @@ class Proof(Shown):
         """The numbers of the first copy, the largest differences of all copies, and the numbers of each copy under `copies`."""
         errors: dict[str, dict[str, float]] = {}
         for agreement in (a for copy in self.copies for a in copy.agreements):
-            worst = errors.setdefault(agreement.dtype, dict.fromkeys(agreement.errors, 0.0))
-            errors[agreement.dtype] = {what: max(worst[what], error) for what, error in agreement.errors.items()}
+            worst = errors.setdefault(agreement.label, dict.fromkeys(agreement.errors, 0.0))
+            errors[agreement.label] = {what: max(worst[what], error) for what, error in agreement.errors.items()}
         copies = [copy.as_dict() for copy in self.copies]
         return {
             **copies[0],

@@ -18,16 +18,19 @@ from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model, Published
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.variants import SMALL_HEAD as HEAD
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.proof.fold import axis_sizes, folds
+from meshwright.proof.records import SETTINGS
 
 MOST_BUCKETS = 8
 MOST_MICROBATCHES = 3  # without a pipeline
 NARROW = ("bf16", "fp16")
+OWN_SETTINGS = ("betas", "epsilon", "weight_decay", "decay_embeddings", "momentum")  # of the run, in the copy too
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class SmallCopy(ProvedCopy):
     workload: Workload
     order: tuple[str, ...]
     narrow: Plan | None = None
+    optimizer: Optimizer = SETTINGS
+    schedule: Optimizer = SETTINGS  # of the run
 
 
 def small_copy(config: Config, ranks: int) -> SmallCopy:
@@ -95,6 +100,8 @@ def copy_of(config: Config, original: Plan, folded: Plan) -> SmallCopy:
         workload=workload,
         order=config.plan.order or config.stack.order,
         narrow=own if own.param_dtype in NARROW else None,
+        optimizer=small_optimizer(config.optimizer, tiny, workload),
+        schedule=config.optimizer.with_steps(config.run.steps),
     )
 
 
@@ -241,6 +248,14 @@ def shrink_workload(config: Config, plan: Plan) -> Workload:
         tokens=0,
         ema=False,
     )
+
+
+def small_optimizer(settings: Optimizer, tiny: Model, workload: Workload) -> Optimizer:
+    """The moments, decays and scalings of the run, at the rates of the first steps of a default run, which keep rounding errors small."""
+    own = {name: getattr(settings, name) for name in OWN_SETTINGS}
+    own |= {"scale_with_batch": 2 * workload.batch} if settings.scale_with_batch else {}
+    own |= {"scale_with_width": -(-tiny.hidden // 2)} if settings.scale_with_width else {}
+    return SETTINGS.but(**own)
 
 
 def small_bucket(config: Config, tiny: Model, plan: Plan) -> float:

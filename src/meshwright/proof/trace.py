@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from meshwright.describe.layout import Layout
-from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
@@ -22,6 +21,8 @@ from meshwright.parallel.pieces import Piece
 from meshwright.proof.emulation.fp8_products import emulate_fp8
 from meshwright.proof.emulation.lossy_sum import Emulated, lossy_sums
 from meshwright.proof.emulation.per_rank import copy_heads
+from meshwright.proof.emulation.update import role_of
+from meshwright.proof.oracle.step import Oracle, lacks_oracle, wrong_rates
 from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
 from meshwright.training.data.samples import RandomSamples
@@ -29,10 +30,7 @@ from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.launch.rank import RankContext, function_of
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.observe import Observer
-from meshwright.training.optimizer.groups import role_of
 
-# A plan whose gradients are not finite must be compared, not stopped.
-SETTINGS = Optimizer(on_nan="skip", most_skips=10**9)
 LOSS_SCALE = 2.0**10  # of fp16: the gradients of a small model overflow at the scale that large ones start with
 
 
@@ -47,7 +45,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.emulated is not None and job.emulated.average_every:
         return record_replicas(context, job, dtype, job.emulated)
     parallel = build_parallel(context, job, dtype)
-    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed, job.documents), SETTINGS)
+    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed, job.documents), job.optimizer)
     if job.emulated is not None:
         trainer.indices = in_flight_together(job.emulated, job.workload)
         scaled = job.workload.precision == "fp8" and job.emulated.dp > 1
@@ -56,8 +54,10 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
             emulated = Emulated(parallel, layout, job.summed.get(dtype, []), job.backwards)
             parallel.reductions = [emulated]  # type: ignore[list-item]
     trace = recorded(trainer, context.rank, dtype)
-    if job.updates:
+    if job.updates and dtype == job.dtypes[-1]:
         record_updates(trainer, trace)
+    if job.oracle and dtype == "fp64":
+        repeat_by_formulas(trainer, trace, job)
     if job.plan.lossy:
         trace.summed = lossy_sums(parallel)
     watch = job.watch and dtype == job.dtypes[-1]
@@ -105,13 +105,21 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
     if trainer.scale.dynamic:
         trainer.scale.value = LOSS_SCALE
     by_matrix = OPTIMIZERS[parallel.workload.optimizer].by_matrix
-    pieces = [
-        PieceTrace(p.name, p.start, decays=role_of(p) != "vector", orthogonal=by_matrix and role_of(p) == "matrix")
-        for p in parallel.pieces
-    ]
+    roles = [(p, role_of(p.name, len(p.full_shape))) for p in parallel.pieces]
+    pieces = [PieceTrace(p.name, p.start, role=role, orthogonal=by_matrix and role == "matrix") for p, role in roles]
     trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
     trainer.hooks.append(TraceRecorder(trace))
     return trace
+
+
+def repeat_by_formulas(trainer: Trainer, trace: Trace, job: Job) -> None:
+    """Compare the learning rates of the run, and let plain formulas repeat the following steps."""
+    trace.plug_in = lacks_oracle(job.model, job.workload)
+    if trace.plug_in:
+        return
+    oracle = Oracle(job.model, job.workload, job.optimizer, job.seed, job.plan.microbatch)
+    trainer.hooks.append(oracle)
+    trace.oracle, trace.wrong_rates = oracle.trace, list(wrong_rates(trainer, job.schedule))
 
 
 class TraceRecorder(Hook):
@@ -175,7 +183,7 @@ def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> T
         Trainer(
             build_parallel(context, job, dtype),
             RandomSamples(job.model, job.workload.seq, job.seed, job.documents),
-            SETTINGS,
+            job.optimizer,
         )
         for _ in range(plan.replicate)
     ]

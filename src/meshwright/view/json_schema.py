@@ -121,6 +121,7 @@ def verify() -> Schema:
         steps=COUNT,
         seconds=NUMBER,
         errors={"type": "object", "additionalProperties": errors},
+        oracles={"type": "object", "additionalProperties": TEXT},
         first_break=optional(TABLE),
         collectives_compared=keys(equal=COUNT, explained=COUNT, unexplained=COUNT),
         collectives=listed(keys(rank=COUNT, axis=TEXT, operation=TEXT)),

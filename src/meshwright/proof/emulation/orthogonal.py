@@ -1,4 +1,4 @@
-"""Replay of Muon's updates in 16-bit runs, by another way than the run's: from a singular value decomposition of the whole matrix.
+"""Replay of Muon's updates, by another way than the run's: from a singular value decomposition of the whole matrix.
 
 The pieces of all ranks are put together to the whole gradient that the optimizer was given. Momentum and the look-ahead are recomputed, and
 the iteration X ← a·X + (b·X·Xᵀ + c·(X·Xᵀ)²)·X is applied to each singular value σ of X = U·Σ·Vᵀ: it maps σ to a·σ + b·σ³ + c·σ⁵.
@@ -33,7 +33,7 @@ def orthogonal(matrices: np.ndarray) -> np.ndarray:
     return (u * sigma[..., None, :]) @ v
 
 
-def replay_matrices(ranks: list[Trace], plan: Plan, rates: list[float]) -> list[Break]:
+def replay_matrices(ranks: list[Trace], plan: Plan, rates: list[float], settings: Optimizer) -> list[Break]:
     """The updates of matrices that differ from the replay; `rates` are the learning rates of the steps."""
     found = []
     for trace, pieces in by_matrix(ranks, plan):
@@ -44,18 +44,17 @@ def replay_matrices(ranks: list[Trace], plan: Plan, rates: list[float]) -> list[
             if len(made) < len(pieces):  # a step that overflowed
                 continue
             gradient, before, after = (assembled(made, what) for what in ("gradient", "before", "after"))
-            momentum, expected = next_update(momentum, gradient)
+            momentum, expected = next_update(momentum, gradient, settings.momentum)
             size = rate * 0.2 * sqrt(max(gradient.shape[-2:]))
-            moved = (before * (1 - rate * Optimizer().weight_decay) - after) / size
+            moved = (before * (1 - rate * settings.weight_decay) - after) / size
             error = float(np.sqrt(((moved - expected) ** 2).sum() / max((expected**2).sum(), 1e-300)))
             if not error <= BOUND:
                 found.append(Break(step, "updated matrix", pieces[0].name, trace.rank, error, BOUND, made[0][1].dtype))
     return found
 
 
-def next_update(momentum: np.ndarray | None, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def next_update(momentum: np.ndarray | None, gradient: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     """The momentum after this gradient, and the orthogonal update."""
-    share = Optimizer().momentum
     momentum = (1 - share) * gradient + (0.0 if momentum is None else share * momentum)
     return momentum, orthogonal((1 - share) * gradient + share * momentum)
 

@@ -1,4 +1,4 @@
-"""Replay of 16-bit updates: recompute the optimizer, the masters and the rounding from the gradients of a rank.
+"""Replay of updates: recompute the optimizer, the masters and the rounding from the gradients of a rank.
 
 All operations after the gradient reduction work element by element, so one device can repeat them exactly for any shard of a
 tensor (Muon's update of a matrix needs all shards: `orthogonal`). In each step a rank records the reduced gradient g, the gradient
@@ -11,6 +11,8 @@ given to the optimizer, the value before and after the update, and the parameter
 This finds bugs that a comparison of training runs cannot: Adam divides a gradient by its magnitude, so a loss scale that is left in
 the gradient of a vector changes nothing, and a bf16 weight near 1 that is never updated from its master stays within a rounding error.
 
+Which parameters decay, and the learning rate of each step in closed form, stand here too: the formulas of docs/optimizers.md.
+
 This file shares no code with `parallel.numerics` or `training.optimizer`: it uses numpy and explicit rounding.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import cos, pi
 from typing import Any
 
 import numpy as np
@@ -28,12 +31,48 @@ from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 from meshwright.proof.compare import Break, tensor_error
 from meshwright.proof.emulation.orthogonal import replay_matrices
-from meshwright.proof.records import PieceTrace, Trace, Update
+from meshwright.proof.records import Job, PieceTrace, Trace, Update
 
 BITS = {"fp32": 23, "bf16": 7, "fp16": 10}  # of the mantissa
 SMALLEST = {"fp32": 2.0**-126, "bf16": 2.0**-126, "fp16": 2.0**-14}  # below it steps are of equal size
 # How far a replay may be off, in steps of the dtype: fp32 is replayed in float64, 16 bits with every rounding.
 STEPS = {"fp32": 8, "bf16": 2, "fp16": 2}
+
+
+# How the learning rate grows with the batch, as a power: that of SGD in proportion, because its step is the gradient.
+BATCH_POWER = {"sgd": 1.0, "momentum": 1.0, "adam": 0.5, "adamw": 0.5, "muon": 0.5}
+
+
+def role_of(name: str, dims: int) -> str:
+    """How an optimizer treats a parameter, by its name: vector, embedding, head, router or matrix."""
+    if dims < 2 or name.endswith("bias"):
+        return "vector"
+    if "moe.router" in name or "moe.shared_scale" in name:
+        return "router"
+    return next((end for end in ("embedding", "head") if name.startswith(end)), "matrix")
+
+
+def decays(role: str, settings: Optimizer) -> bool:
+    """Whether weight decay applies: to matrices, and to embeddings unless `decay_embeddings` is false."""
+    return role != "vector" and (role != "embedding" or settings.decay_embeddings)
+
+
+def learning_rate(settings: Optimizer, workload: Workload, step: int, role: str = "vector", hidden: int = 1) -> float:
+    """The learning rate of a step in closed form: it grows for `warmup` steps, then decays to the share `min_learning_rate`."""
+    s, kind, rate = settings, workload.optimizer, settings.learning_rate
+    if s.scale_with_batch:
+        power = BATCH_POWER.get(kind, 1.0 if OPTIMIZERS[kind].scales_linearly else 0.5)
+        rate *= (workload.batch / s.scale_with_batch) ** power
+    if s.scale_with_width and role not in ("vector", "embedding"):
+        rate *= (s.scale_with_width / hidden) ** (0.5 if kind == "muon" and role == "matrix" else 1.0)
+    if step + 1 < s.warmup:
+        rate *= (step + 1) / s.warmup
+    if s.schedule == "constant":
+        return rate
+    begin = s.decay_start if s.schedule == "wsd" else s.warmup
+    done = min(max(step - begin, 0) / max(s.decay_steps, 1), 1.0)
+    left = 0.5 + 0.5 * cos(pi * done) if s.schedule == "cosine" else 1.0 - done
+    return rate * (s.min_learning_rate + (1 - s.min_learning_rate) * left)
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -45,21 +84,26 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(np.abs(out) > 65504.0, np.copysign(np.inf, wide), out) if dtype == "fp16" else out
 
 
-def replay(ranks: list[Trace], plan: Plan, workload: Workload) -> list[Break]:
-    """The values that differ from the replay, the earliest step first."""
+def replay(ranks: list[Trace], job: Job, plan: Plan) -> list[Break]:
+    """The values that differ from the replay, the earliest step first. `plan` has the dtypes of the run."""
+    rates = [rate_of(job, step, "matrix") for step in range(len(ranks[0].losses))]
     with np.errstate(all="ignore"):  # a run that diverged is replayed as it was
-        found = [b for trace in ranks for piece in trace.pieces for b in replay_piece(trace, piece, plan, workload)]
-        found += replay_matrices(ranks, plan, [learning_rate(step) for step in range(len(ranks[0].losses))])
-    return sorted(found, key=lambda b: (b.step, b.rank))
+        breaks = [b for trace in ranks for piece in trace.pieces for b in replay_piece(trace, piece, job, plan)]
+        breaks += replay_matrices(ranks, plan, rates, job.optimizer)
+    return sorted(breaks, key=lambda b: (b.step, b.rank))
 
 
-def replay_piece(trace: Trace, piece: PieceTrace, plan: Plan, workload: Workload) -> list[Break]:
-    settings, found = Optimizer(), list[Break]()
-    optimizer = ReplayedOptimizer(workload.optimizer, settings, piece.decays)
+def rate_of(job: Job, step: int, role: str) -> float:
+    return learning_rate(job.optimizer, job.workload, step, role, job.model.hidden)
+
+
+def replay_piece(trace: Trace, piece: PieceTrace, job: Job, plan: Plan) -> list[Break]:
+    settings, workload, found = job.optimizer, job.workload, list[Break]()
+    optimizer = ReplayedOptimizer(workload.optimizer, settings, decays(piece.role, settings))
     for step, update in enumerate(piece.updates):
         if update is None:  # frozen, or a step that overflowed
             continue
-        rate = learning_rate(step)
+        rate = rate_of(job, step, piece.role)
         factor = min(1.0, settings.clip / (trace.norms[step] + 1e-6)) if workload.clip else 1.0
         given = piece.gradients[step].astype(np.float64) * factor
         after = None if piece.orthogonal else optimizer.step(update.before, update.gradient, rate, update.dtype)
@@ -74,10 +118,6 @@ def replay_piece(trace: Trace, piece: PieceTrace, plan: Plan, workload: Workload
             if not error <= bound:
                 found.append(Break(step, what, piece.name, trace.rank, error, bound, trace.dtype, ratio))
     return found
-
-
-def learning_rate(step: int) -> float:
-    return Optimizer().learning_rate * min(1.0, (step + 1) / max(1, Optimizer().warmup))
 
 
 def model_values(piece: PieceTrace, step: int, update: Update) -> list[tuple]:
@@ -117,7 +157,7 @@ class ReplayedOptimizer:
 
     def step(self, value: np.ndarray, gradient: np.ndarray, rate: float, dtype: str) -> np.ndarray:
         def r(x: np.ndarray) -> np.ndarray:
-            return x if dtype == "fp32" else rounded(x, dtype)
+            return x if dtype in ("fp32", "fp64") else rounded(x, dtype)
 
         self.memory.steps += 1
         wide = value.astype(np.float64), gradient.astype(np.float64)
