@@ -1,17 +1,21 @@
-"""One device against plain formulas: every model, router, rope, mask and optimizer agrees to the last digits, and the formulas share no code with it."""
+"""One device against plain formulas: every kind of model and optimizer agrees to the last digits; bugs of shared code are found."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
+import bugs_shared
 import layouts
 import pytest
 
 import meshwright.proof.oracle as oracle
 import ranks
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model, Published
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.proof import prove as proofs
 from meshwright.proof import records
 from meshwright.proof.prove import compare_with_formulas
 
@@ -28,7 +32,9 @@ ROUTERS = [{**router} for _, _, router in layouts.ROUTED] + [{"groups": 2, "grou
 SETTINGS = records.SETTINGS.but(
     betas=(0.8, 0.93), epsilon=1e-6, weight_decay=0.3, decay_embeddings=False, scale_with_batch=24, scale_with_width=12
 )
-RESNET = catalog.load("models", "resnet-50").but(layers=3, resnet={"stages": (1, 2), "width": 4, "image": 16, "classes": 10}, published=Published())
+RESNET = catalog.load("models", "resnet-50").but(
+    layers=3, resnet={"stages": (1, 2), "width": 4, "image": 16, "classes": 10}, published=Published()
+)
 CASES = {
     **{f"model {name}": (model, {}) for name, model in M.items()},
     **{f"rope {rope['kind']}": (Model(**SHAPE, rope=rope, max_positions=16), {}) for rope in ROPES},
@@ -49,7 +55,7 @@ def job_of(model, size=8, documents=False, optimizer="adamw", settings=records.S
     workload = Workload(batch=8, seq=8, precision="fp32", optimizer=optimizer)
     plan = Plan(microbatch=size, param_dtype="fp32", master=False)
     more = {"documents": documents, "optimizer": settings, "reference": True, "oracle": True}
-    return records.Job(model, plan, workload, steps=3, dtypes=("fp64",), **more)
+    return records.Job(model, plan, workload, steps=2, dtypes=("fp64",), **more)
 
 
 def test_every_kind_of_model_router_rope_and_optimizer_agrees_with_its_formulas():
@@ -76,3 +82,28 @@ def test_a_plug_in_without_a_formula_is_named(kind, monkeypatch):
 
     monkeypatch.delitem(network.ACTIVATIONS, kind)
     assert network.missing(Model(**SHAPE, activation=kind)) == f"activation {kind}"
+
+
+def test_bugs_that_ranks_and_one_device_share_are_caught():
+    traces = ranks.run(1, bugs_shared.traces_of_all, [job_of(bug.model, **bug.how) for bug in bugs_shared.SHARED])[0]
+    first = {}
+    for bug, trace in zip(bugs_shared.SHARED, traces, strict=True):
+        breaks = compare_with_formulas(trace)[0].breaks
+        first[bug.name] = breaks[0].what if breaks else "not seen"
+    assert first == {bug.name: bug.what for bug in bugs_shared.SHARED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", bugs_shared.SHARED, ids=lambda bug: bug.name)
+def test_verify_catches_a_shared_bug_on_a_plan_that_shows_it(bug, monkeypatch):
+    """The bug is in the ranks and in the reference process, as it would be in the source."""
+    plain = proofs.one_device
+    monkeypatch.setattr(proofs, "one_device", lambda job, many=(): replace(plain(job, many), prepare=job.prepare))
+    how = {**bug.how}
+    work = {"batch": 8, "seq": 8, "precision": "fp32", "optimizer": how.get("optimizer", "adamw")}
+    plan = {"replicate": 2, "microbatch": how.get("size", 4), "param_dtype": "fp32", "master": False}
+    data = {"document_mask": True} if how.get("documents") else {}
+    config = Config.from_parts(bug.model.as_dict(), "laptop", workload=work, plan=plan, data=data)
+    proof = proofs.prove(config, ranks=2, steps=2, prepare=f"bugs_shared:{bug.name}")
+    assert (proof.passed, proof.blamed) == (False, "none: one device itself")
+    assert proof.agreements[-1].breaks[0].what == bug.what

@@ -42,11 +42,11 @@ def traces(fault=""):
 def test_the_replay_agrees_with_the_iteration():
     u = np.random.default_rng(1).normal(size=(3, 5, 8))
     np.testing.assert_allclose(orthogonal(u), orthogonalise(torch.tensor(u)).numpy(), atol=1e-10)
-    assert replay_matrices(traces(), Plan(), RATES) == []
+    assert replay_matrices(traces(), Plan(), RATES, Optimizer()) == []
 
 
 @pytest.mark.parametrize("fault", ["factor", "place", "decay"])
 def test_the_replay_finds_a_fault(fault):
-    found = replay_matrices(traces(fault), Plan(), RATES)
+    found = replay_matrices(traces(fault), Plan(), RATES, Optimizer())
     assert [b.step for b in found] == [0, 1]
     assert found[0].what == "updated matrix"

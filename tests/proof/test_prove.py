@@ -44,7 +44,7 @@ def test_a_large_plan_is_folded_and_proved(axes, ranks, folded):
     assert proof.communication
     for copy in proof.copies:
         assert all(error < 1e-11 for error in copy.agreements[0].errors.values())
-    assert [a.dtype for a in proof.agreements] == ["fp64", "fp32", "bf16"]
+    assert [a.label for a in proof.agreements] == ["fp64", "fp32", "bf16", "formulas"]
     assert 1e-9 < proof.agreements[1].errors["gradient"] < 1e-4
     assert 1e-4 < proof.agreements[2].errors["gradient"] < 0.5
     found = proof.as_dict()
@@ -162,7 +162,11 @@ def test_a_residual_network_trains_what_one_device_trains():
     )
     proof = prove(config, ranks=2, steps=2)
     assert proof.passed
-    assert [a.dtype for a in proof.agreements] == ["fp64", "fp32"]  # no precision is named, and CPUs compute
+    assert [a.label for a in proof.agreements] == [
+        "fp64",
+        "fp32",
+        "formulas",
+    ]  # no precision is named, and CPUs compute
     assert all(error < 1e-11 for error in proof.agreements[0].errors.values())
     assert proof.small.microbatches == (2, 2)
     assert any("batch norm" in change for change in proof.small.changes)

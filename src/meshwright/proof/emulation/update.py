@@ -100,7 +100,7 @@ def rate_of(job: Job, step: int, role: str) -> float:
 def replay_piece(trace: Trace, piece: PieceTrace, job: Job, plan: Plan) -> list[Break]:
     settings, workload, found = job.optimizer, job.workload, list[Break]()
     optimizer = ReplayedOptimizer(workload.optimizer, settings, decays(piece.role, settings))
-    for step, update in enumerate(piece.updates):
+    for step, update in enumerate(piece.updates[: len(trace.losses)]):  # not of a step that is only observed
         if update is None:  # frozen, or a step that overflowed
             continue
         rate = rate_of(job, step, piece.role)

@@ -168,7 +168,8 @@ class Network:
     def attention(self, x_BSH: torch.Tensor, i: int) -> torch.Tensor:
         m, at = self.model, f"layers.{i}.attention"
         turns = m.positions == "rope" and i not in m.nope_layers and not (m.nope_every and (i + 1) % m.nope_every == 0)
-        q, k, v, at = self.latent(x_BSH, i, at, turns) if m.attention == "mla" else self.grouped(x_BSH, i, at, turns)
+        q, k, v = (self.latent if m.attention == "mla" else self.grouped)(x_BSH, i, at, turns)
+        at = f"{at}.heads" if m.attention == "mla" else at
         if m.temperature_scale and not turns:
             position_S = torch.arange(1, q.shape[-2] + 1)
             q = q * (1 + m.temperature_scale * torch.log1p((position_S // m.temperature_floor).double()))[:, None]
@@ -185,7 +186,7 @@ class Network:
         return self.linear((share @ v).transpose(1, 2).flatten(2), f"{at}.o")
 
     def grouped(self, x_BSH: torch.Tensor, i: int, at: str, turns: bool) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values [B, N, S, D] of grouped-query attention, and where its output projection is."""
+        """Queries, keys and values [B, N, S, D] of grouped-query attention."""
         m = self.model
         width = m.head_dim or m.hidden // m.heads
 
@@ -200,7 +201,7 @@ class Network:
                 x_BNSD = x_BNSD if learned or not m.qk_norm else self.norm(x_BNSD, "", rms=True)
             return x_BNSD.repeat_interleave(m.heads // x_BNSD.shape[1], dim=1)
 
-        return heads("q"), heads("k"), heads("v"), at  # type: ignore[return-value]
+        return heads("q"), heads("k"), heads("v")
 
     def latent(self, x_BSH: torch.Tensor, i: int, at: str, turns: bool) -> tuple[torch.Tensor, ...]:
         """The same of latent attention: keys and values of all heads from one vector c of each token, and one rotated key for all heads."""
@@ -216,7 +217,7 @@ class Network:
         key_BNSD = turn(key[:, None]).expand(-1, m.heads, -1, -1)
         k_BNSD = torch.cat((kv_BNSD[..., : m.nope_dim], key_BNSD), dim=-1)
         q_BNSD = torch.cat((q_BNSD[..., : m.nope_dim], turn(q_BNSD[..., m.nope_dim :])), dim=-1)
-        return q_BNSD, k_BNSD, kv_BNSD[..., m.nope_dim :], f"{at}.heads"  # type: ignore[return-value]
+        return q_BNSD, k_BNSD, kv_BNSD[..., m.nope_dim :]
 
     def ffn(self, x: torch.Tensor, name: str, expert: int | None = None) -> torch.Tensor:
         """σ(W₁x)·W₂, or gated; of one of a stack of experts if its number is given."""
