@@ -1,5 +1,7 @@
 """Small copies: legal, small, and with every flag and axis of the original."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.models.rotary import frequencies
 from meshwright.proof.fold import AXES, axis_sizes, folds
-from meshwright.proof.small import shrink, small_copies, small_copy, small_seq
+from meshwright.proof.small import UNSAID, shrink, small_copies, small_copy, small_seq
 
 FLAGS = (
     "kind",
@@ -70,7 +72,61 @@ def test_a_small_copy_is_legal_and_faithful(name, tp, pp, dp, zero, sp, accumula
     assert (small.plan.virtual > 1) == (config.plan.virtual > 1)
     assert small.model.total < 1_000_000
     if pp == 1:
-        assert small.plan.microbatches(small.workload) == min(3, config.plan.microbatches(config.workload))
+        assert small.plan.microbatches(small.workload) == min(6, config.plan.microbatches(config.workload))
+    else:
+        count = small.plan.microbatches(small.workload)
+        assert count >= max(6, 2 * small.plan.pp)
+        assert count % small.plan.pp
+    check_changes(config, small)
+
+
+def check_changes(config, small):
+    """Every field of a section is equal, or the changes name it."""
+    words = set(re.findall(r"[\w.]+", " ".join(small.changes)))
+    for section in ("model", "workload", "plan", "optimizer"):
+        before, after = getattr(config, section), getattr(small, section)
+        for name in type(before).model_fields:
+            listed = any(word.split(".")[0] == name for word in words)
+            if getattr(before, name) != getattr(after, name) and name not in UNSAID:
+                assert listed, (section, name, getattr(before, name), getattr(after, name))
+
+
+LARGE = {
+    "tp": 16,
+    "sp": True,
+    "cp": 8,
+    "pp": 4,
+    "virtual": 4,
+    "schedule": "interleaved",
+    "replicate": 2,
+    "microbatch": 4,
+}
+LOCAL = {"replicate": 8, "average_every": 7, "recompute": "full", "recompute_layers": 3, "bucket": 1e6}
+EXPERTS = {"shard": 64, "zero": 3, "ep": 8, "recompute": "selective", "comm_dtype": "bf16", "overlap": ("dp",)}
+SCHEDULE = {"schedule": "cosine", "betas": (0.9, 0.99), "scale_with_width": 256, "ema": 0.99}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "optimizer"),
+    [
+        ("llama3-8b", LARGE, SCHEDULE),
+        ("qwen3-8b", LOCAL, {}),
+        ("deepseek-v3", EXPERTS, {}),
+        ("gemma2-9b", {"cp": 16}, {}),
+    ],
+)
+def test_the_changes_of_a_copy_are_complete(model, plan, optimizer):
+    work = {"batch": 1024, "seq": 4096}
+    config = Config.from_parts(model, "dgx-h100", workload=work, plan=plan, optimizer=optimizer)
+    copies = small_copies(config, 32 if plan is LARGE else 8)
+    for small in copies:
+        check_changes(config, small)
+    assert max(copy.plan.virtual for copy in copies) == min(3, config.plan.virtual)
+    assert max(copy.plan.average_every for copy in copies) == min(4, config.plan.average_every)
+    assert max(copy.plan.cp for copy in copies) == min(8, config.plan.cp)
+    for copy in copies:
+        if copy.plan.cp > 1:
+            assert copy.workload.seq >= 4 * 2 * copy.plan.cp
 
 
 def sizes(plan, ranks):
@@ -91,8 +147,9 @@ def test_too_many_axes_need_more_ranks():
 
 
 def test_each_axis_is_folded_to_four_in_a_separate_copy():
-    assert sizes({"cp": 16}, 8) == [{"cp": 4}]
-    assert sizes({"cp": 16, "replicate": 2}, 8) == [{"replicate": 2, "cp": 4}]
+    assert sizes({"cp": 16}, 8) == [{"cp": 8}]
+    assert sizes({"cp": 16, "replicate": 2}, 8) == [{"replicate": 2, "cp": 4}, {"cp": 8}]
+    assert sizes({"cp": 16}, 4) == [{"cp": 4}]
     assert sizes({"tp": 8, "pp": 16}, 8) == [{"tp": 4, "pp": 2}, {"tp": 2, "pp": 4}]
     assert sizes({"tp": 8, "pp": 16}, 4) == [{"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 4}]
     assert sizes({"tp": 8, "pp": 4, "replicate": 16}, 8) == [
@@ -116,11 +173,11 @@ def test_copies_report_folded_axes_and_micro_batches():
     assert first.folded == {"cp": (4, 2)}
     assert second.folded == {"replicate": (4, 2)}
     assert first.changes[0] == "folded: cp 4 → 2"
-    assert first.microbatches == (8, 3)
-    assert "3 micro-batches instead of 8" in first.changes
+    assert first.microbatches == (8, 6)
+    assert "6 micro-batches instead of 8" in first.changes
 
 
-@pytest.mark.parametrize(("asked", "folded", "kv_heads"), [(16, 2, 1), (16, 4, 2), (64, 4, 1), (8, 2, 4)])
+@pytest.mark.parametrize(("asked", "folded", "kv_heads"), [(16, 2, 1), (16, 4, 2), (64, 4, 2), (8, 2, 4)])
 def test_fewer_kv_heads_than_ranks_stay_fewer(asked, folded, kv_heads):
     model = Model(hidden=512, layers=2, heads=64, kv_heads=8, ffn=512, vocab=64)
     assert shrink(model, Plan(tp=folded), Plan(tp=asked)).kv_heads == kv_heads

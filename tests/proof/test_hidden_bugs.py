@@ -118,7 +118,8 @@ TINY = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32, "out_bias
 
 
 def test_a_ring_of_sixteen_is_proved_with_four_ranks():
-    proof = proof_of("ring_takes_blocks_from_the_wrong_rank", "llama3-8b", {"batch": 1, "seq": 64}, {"cp": 16})
+    workload = {"batch": 1, "seq": 64}
+    proof = proof_of("ring_takes_blocks_from_the_wrong_rank", "llama3-8b", workload, {"cp": 16}, most=4)
     assert (proof.passed, proof.blamed, proof.agreements[0].breaks[0].what) == (False, "cp", "loss")
 
 
@@ -129,11 +130,11 @@ def test_a_pipeline_of_sixteen_stages_is_proved_with_four():
     assert proof.agreements[0].breaks[0].name == "embedding.tokens.weight"
 
 
-def test_eight_micro_batches_are_proved_with_three():
+def test_eight_micro_batches_are_proved_with_six():
     workload = {"batch": 16, "seq": 8, "precision": "fp32"}
     proof = proof_of("loss_of_the_last_two_microbatches_only", TINY, workload, {"replicate": 2}, steps=1)
     assert (proof.passed, proof.blamed, proof.agreements[0].breaks[0].what) == (False, "micro-batches", "loss")
-    assert proof.small.microbatches == (8, 3)
+    assert proof.small.microbatches == (8, 6)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ A plan that fits is proved unchanged. A larger plan is proved by several folded 
                    the wrong rank, a group of the first two stages instead of the first and the last, and an all-to-all
                    that swaps two peers are correct with 2 ranks and wrong with 4
     experts        ep at 4 on a data axis of 4
+    a long ring    cp at 8, without other axes, where the plan has more than 4: later steps of a ring
 
-A plan that another one covers is left out: `tp 4 · dp 2` covers `tp 2 · dp 2`. Virtual stages are at most 2.
+A plan that another one covers is left out: `tp 4 · dp 2` covers `tp 2 · dp 2`. Virtual stages are at most 3: a first, a middle and a last one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from meshwright.errors import MeshwrightError
 
 AXES = ("replicate", "shard", "tp", "cp", "pp")
 DATA_AXES = ("shard", "replicate", "cp")  # expert parallelism lies on these, the first that is long enough
-SMALL, LARGE = 2, 4
+SMALL, LARGE, LONG = 2, 4, 8
+MOST_VIRTUAL = 3
 Sizes = dict[str, int]
 
 
@@ -34,7 +36,7 @@ def axis_sizes(plan: Plan) -> Sizes:
 def folds(plan: Plan, ranks: int) -> list[Plan]:
     """Return the plans to prove in place of this one, each on at most this many ranks; the first keeps every axis."""
     if plan.world <= ranks:
-        return [plan if plan.virtual <= 2 else plan.but(virtual=2, layers_per_stage=())]
+        return [plan if plan.virtual <= MOST_VIRTUAL else plan.but(virtual=MOST_VIRTUAL, layers_per_stage=())]
     used = [axis for axis in AXES if getattr(plan, axis) > 1]
     smallest = dict.fromkeys(used, SMALL)
     if math.prod(smallest.values()) > ranks:
@@ -47,6 +49,8 @@ def folds(plan: Plan, ranks: int) -> list[Plan]:
     all_axes = resized(plan, smallest | fold_experts(plan, smallest, ranks))
     single = [with_one_large(plan, axis, used, ranks) for axis in used if getattr(plan, axis) > SMALL]
     candidates = [all_axes, *(p for p in (*single, with_large_ep(plan, used, ranks)) if p is not None)]
+    if plan.cp > LARGE and ranks > LARGE:
+        candidates.append(single_axis(plan.but(cp=min(plan.cp, LONG, ranks)), "cp"))
     kept = [p for p in candidates if not any(covers(other, p) for other in candidates if other != p)]
     kept.sort(key=lambda p: -sum(size > 1 for size in axis_sizes(p).values()))  # stable: most axes first
     return list(dict.fromkeys(kept))
@@ -116,8 +120,8 @@ def resized(plan: Plan, sizes: Sizes) -> Plan:
         "sp": plan.sp and full["tp"] > 1,
         "zero": plan.zero if full["shard"] > 1 or (plan.shard == 1 and full["cp"] > 1) else 0,
         "average_every": plan.average_every if full["replicate"] > 1 else 0,
-        "virtual": min(plan.virtual, 2) if full["pp"] > 1 else 1,
-        "layers_per_stage": plan.layers_per_stage if full["pp"] == plan.pp and plan.virtual <= 2 else (),
+        "virtual": min(plan.virtual, MOST_VIRTUAL) if full["pp"] > 1 else 1,
+        "layers_per_stage": plan.layers_per_stage if full["pp"] == plan.pp and plan.virtual <= MOST_VIRTUAL else (),
     }
     if full["pp"] == 1:
         changed["schedule"] = "1f1b"

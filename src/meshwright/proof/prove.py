@@ -87,6 +87,7 @@ def prove_copy(
     """The proof of one small copy; without `all_dtypes` in float64 only, with `documents` on packed sequences with document masks."""
     if order_matters(small.plan) and (small.model.experts or small.workload.precision == "fp8"):
         steps = 1  # what the order of the sum has moved, a router or fp8 may take for its neighbour in the next
+    steps = max(steps, small.plan.average_every + 1) if small.plan.average_every else steps
     dtypes = ("fp64", "fp32") if all_dtypes else ("fp64",)
     job = Job(
         small.model,

@@ -1,21 +1,31 @@
 """A small copy of a configuration: the same flags and axes at the smallest sizes that still show every kind of division.
 
 Heads, KV heads and FFN become small multiples of tp; grouped queries stay grouped, an uneven vocabulary stays uneven, uneven
-stages stay uneven, and every flag (norms, biases, tying, positions, windows) stays as it is. Without a pipeline three micro-batches
-run if the plan has that many: a first, a middle and a last one. A pipeline of P stages has 2P, enough for its steady state.
+stages stay uneven, and every flag (norms, biases, tying, positions, windows) stays as it is.
 
-Each copy lists its changes as text (`changes`), the folded axes as numbers (`folded`), and its number of micro-batches.
+A copy must reach the code that the plan runs, and that code changes with sizes:
+
+    micro-batches   six if the plan has that many. A pipeline of P stages has at least six and at least 2P, enough for its steady state,
+                    and one more where P divides them: a last round that is not full
+    tokens          at least four in every run of a context-parallel rank, so that masks of blocks are computed; a window of two runs, so
+                    that blocks are seen whole, in part and not at all
+    KV heads        two on four tensor-parallel ranks, if the plan has fewer than ranks: then the ranks with copies of a head are a part of them
+    local SGD       averages as often as the plan, at most every four steps
+
+Each copy lists every field that differs from the configuration as text (`changes`), the folded axes as numbers (`folded`), and its number of
+micro-batches.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe import legality
+from meshwright.describe.base import Described
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model, Published
 from meshwright.describe.optimizer import Optimizer
@@ -24,11 +34,14 @@ from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.variants import SMALL_HEAD as HEAD
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.proof.fold import axis_sizes, folds
+from meshwright.proof.fold import AXES, axis_sizes, folds
 from meshwright.proof.records import SETTINGS
 
 MOST_BUCKETS = 8
-MOST_MICROBATCHES = 3  # without a pipeline
+MOST_MICROBATCHES = 6  # without a pipeline
+MOST_STEPS_APART = 4  # averages of local SGD
+RUN = 4  # tokens of a run of a context-parallel rank, at least
+UNSAID = ("name", "published", "notes", "on_nan", "most_skips")  # of a description, not of what is computed
 NARROW = ("bf16", "fp16")
 OWN_SETTINGS = ("betas", "epsilon", "weight_decay", "decay_embeddings", "momentum")  # of the run, in the copy too
 
@@ -79,7 +92,7 @@ def copy_of(config: Config, original: Plan, folded: Plan) -> SmallCopy:
     own = folded.but(
         microbatch=min(folded.microbatch, 2),
         recompute_layers=min(folded.recompute_layers, 1),
-        average_every=min(folded.average_every, 2),
+        average_every=min(folded.average_every, MOST_STEPS_APART),
         layers_per_stage=tuple(1 + (n > min(folded.layers_per_stage)) for n in folded.layers_per_stage),
     )
     if not own.lossy:
@@ -91,23 +104,26 @@ def copy_of(config: Config, original: Plan, folded: Plan) -> SmallCopy:
     sizes, before = axis_sizes(plan), axis_sizes(original)
     original_count, count = original.microbatches(config.workload), plan.microbatches(workload)
     changed = {axis: (size, sizes.get(axis, 1)) for axis, size in before.items() if sizes.get(axis, 1) != size}
+    model, optimizer = tiny.but(dropout=False), small_optimizer(config.optimizer, tiny, workload)
+    copy = replace(config, model=model, plan=plan, workload=workload, optimizer=optimizer)
     return SmallCopy(
         plan,
-        tuple(changes_of(config, original, tiny, changed, (original_count, count))),
+        tuple(changes_of(config, original, copy, changed, (original_count, count))),
         changed,
         (original_count, count),
-        model=tiny.but(dropout=False),
+        model=model,
         workload=workload,
         order=config.plan.order or config.stack.order,
         narrow=own if own.param_dtype in NARROW else None,
-        optimizer=small_optimizer(config.optimizer, tiny, workload),
+        optimizer=optimizer,
         schedule=config.optimizer.with_steps(config.run.steps),
     )
 
 
 def changes_of(
-    config: Config, original: Plan, tiny: Model, folded: dict[str, tuple[int, int]], microbatches: tuple[int, int]
+    config: Config, original: Plan, copy: Config, folded: dict[str, tuple[int, int]], microbatches: tuple[int, int]
 ) -> list[str]:
+    """Every difference between a configuration and its copy."""
     out = []
     if folded:
         out.append("folded: " + ", ".join(f"{axis} {before} → {now}" for axis, (before, now) in folded.items()))
@@ -115,8 +131,11 @@ def changes_of(
         out.append(f"{microbatches[1]} micro-batches instead of {microbatches[0]}")
     if config.plan.recompute != original.recompute:
         out.append(f"recompute {config.plan.recompute} is {original.recompute} in the memory available")
-    if tiny != config.model:
-        out.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
+    if copy.model != config.model:
+        out.append(f"model of {config.model.total:,.0f} parameters shrunk to {copy.model.total:,.0f}, same flags")
+    for section in ("model", "workload", "plan", "optimizer"):
+        fields = differences(getattr(config, section), getattr(copy, section))
+        out += [f"{section}: {', '.join(fields)}"] if fields else []
     out += [f"not exercised: {part}" for part in config.model.not_run]
     if config.precision_note:
         out.append(config.precision_note)
@@ -127,6 +146,33 @@ def changes_of(
     if config.workload.precision == "fp8":
         out.append("products in fp8, on one device too")
     return out
+
+
+def differences(before: Described, after: Described, prefix: str = "") -> list[str]:
+    """The fields in which two values differ, as `field before → after`; folded axes are listed elsewhere."""
+    out = []
+    for name in type(before).model_fields:
+        a, b = getattr(before, name), getattr(after, name)
+        if a == b or name in (*UNSAID, *AXES, "ep"):
+            continue
+        if isinstance(a, Described):
+            out += differences(a, b, f"{prefix}{name}.")
+        else:
+            out.append(f"{prefix}{name} {shown(a)} → {shown(b)}")
+    return out
+
+
+def shown(value: Any) -> str:
+    """A value of a field in few characters."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shown, value[:4]))}{', …' if len(value) > 4 else ''})"
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else str(value).lower()
+        if isinstance(value, bool | None)
+        else str(value)
+    )
 
 
 def widened(plan: Plan) -> Plan:
@@ -146,7 +192,7 @@ def shrink(model: Model, plan: Plan, original: Plan) -> Model:
     most = max(2 if tp < 4 else 1, whole)  # KV heads of a rank: two while that keeps the copy small
     kv = tp * min(max(1, model.kv_groups // tp), most)
     if original.tp > model.kv_groups:  # fewer KV heads than ranks stay fewer
-        kv = max(1, tp * model.kv_groups // original.tp)
+        kv = max(min(2, model.kv_groups) if tp >= 4 else 1, tp * model.kv_groups // original.tp)
     heads = kv * min(model.heads // model.kv_groups, 2)
     heads = math.lcm(heads, kv, tp * whole)
     own_width = bool(model.head_dim) and model.head_dim * model.heads != model.hidden
@@ -161,7 +207,7 @@ def shrink(model: Model, plan: Plan, original: Plan) -> Model:
         layers=layers,
         vocab=32 * tp + uneven,
         vocab_multiple=1,
-        window=3 if model.window else 0,
+        window=small_window(model, plan) if model.window else 0,
         full_layers=(0,) if model.full_layers else (),
         nope_layers=(0,) if model.nope_layers else (),
         temperature_floor=2 if model.temperature_scale else model.temperature_floor,
@@ -226,17 +272,26 @@ def small_layers(model: Model, plan: Plan, original: Plan) -> int:
 
 
 def small_seq(plan: Plan) -> int:
-    """At least eight tokens per rank: a number that every axis, and both runs of a zigzag, divide."""
-    unit = plan.tp * plan.cp * (2 if plan.cp > 1 else 1)
-    return -(-8 * max(1, plan.tp * plan.cp // 4) // unit) * unit
+    """At least eight tokens per rank, and `RUN` in both runs of a zigzag: a number that every axis divides."""
+    runs = 2 * plan.cp if plan.cp > 1 else 1
+    unit = plan.tp * runs
+    return -(-max(8 * max(1, plan.tp * plan.cp // 4), RUN * runs) // unit) * unit
+
+
+def small_window(model: Model, plan: Plan) -> int:
+    """A window of three positions; under context parallelism of two runs, chunks of one and a half."""
+    if plan.cp == 1:
+        return 3
+    run = small_seq(plan) // (2 * plan.cp)
+    return run * 3 // 2 if model.window_kind == "chunk" else 2 * run
 
 
 def shrink_workload(config: Config, plan: Plan) -> Workload:
-    """Enough micro-batches for a pipeline to reach its steady state; without a pipeline those of the plan, at most three."""
+    """Enough micro-batches for a pipeline to reach its steady state, with a remainder; without a pipeline those of the plan, at most six."""
+    count = min(config.plan.microbatches(config.workload), MOST_MICROBATCHES)
     if plan.pp > 1:
-        count = 2 * plan.pp * max(1, plan.virtual // 2)
-    else:
-        count = min(config.plan.microbatches(config.workload), MOST_MICROBATCHES)
+        count = max(MOST_MICROBATCHES, 2 * plan.pp)
+        count += count % plan.pp == 0
     precision = "fp8" if config.workload.precision == "fp8" else "fp32"
     # The emulation of lossy reductions on one device scales whole tensors.
     scaling = "tensor" if plan.lossy else config.workload.scaling
