@@ -45,10 +45,11 @@ def groups_of_kv_copies_strided():
     Mesh.new_groups = strided
 
 
-def layers_swapped_on_the_third_virtual_stage():
-    """From stage 2P on, a stage has the weights of the layer before its own."""
+def other_weights_on_the_third_virtual_stage():
+    """From stage 2P on, layers do not have the weights of their position in the model."""
     plain = apply.initialise
 
+    @torch.no_grad()
     def shifted(pieces, weights):
         plain(pieces, weights)
         late = [
@@ -81,9 +82,9 @@ def fifth_and_sixth_micro_batch_swapped():
 
     def swapped(self, inputs, targets):
         if self.microbatches > 5:
-            parts = list(targets.chunk(self.microbatches))
+            parts = list(inputs.chunk(self.microbatches))
             parts[4], parts[5] = parts[5], parts[4]
-            targets = torch.cat(parts)
+            inputs = torch.cat(parts)
         return run(self, inputs, targets)
 
     pipeline.Pipeline.run = swapped
@@ -97,7 +98,7 @@ def remainder_of_the_micro_batches_repeated():
         rest = self.microbatches % self.stages[0].group_size
         if rest:
             size = len(inputs) // self.microbatches * rest
-            targets = torch.cat((targets[:-size], targets[-2 * size : -size]))
+            inputs = torch.cat((inputs[:-size], inputs[-2 * size : -size]))
         return run(self, inputs, targets)
 
     pipeline.Pipeline.run = repeated
@@ -125,7 +126,7 @@ DAILY = [
 OTHERS = [
     ("whole_blocks_of_a_ring_without_a_window", WINDOW, {"batch": 1, "seq": 512}, {"cp": 4}, "loss"),
     ("groups_of_kv_copies_strided", COPIES, {"batch": 1, "seq": 64}, {"tp": 16}, "gradient"),
-    ("layers_swapped_on_the_third_virtual_stage", DEEP, {"batch": 12, "seq": 8}, INTERLEAVED, "loss"),
+    ("other_weights_on_the_third_virtual_stage", DEEP, {"batch": 12, "seq": 8}, INTERLEAVED, "loss"),
     (
         "averages_every_second_step",
         TINY,

@@ -70,8 +70,9 @@ def agreement(proof: Proof) -> RenderableType:
 
 
 def oracles(copy: CopyProof) -> list[Text]:
-    """What each part was compared with, one line for each."""
-    return [Text(f"  {part}: compared with {oracle}", "dim") for part, oracle in copy.oracles.items()]
+    """What each part was compared with."""
+    pairs = [f"{part} with {oracle}" for part, oracle in copy.oracles.items()]
+    return [Text(f"  Compared: {'; '.join(pairs)}", "dim")] if pairs else []
 
 
 def convergence(proof: Proof) -> list[Text]:

@@ -182,9 +182,9 @@ def oracles_of(job: Job, small: SmallCopy, one: Trace) -> dict[str, str]:
     if small.narrow is not None:
         out[f"{small.narrow.param_dtype} updates"] = f"the formula of {optimizer}, rounded step by step"
     if one.oracle is not None:
-        network = "plain float64 formulas of attention, positions, masks, norms, experts and losses"
-        rates = f"the closed formula of {job.schedule.schedule} and of every other schedule"
-        out |= {"network": network, "optimizer": f"the float64 formula of {optimizer}", "learning rate": rates}
+        network = "plain formulas of attention, positions, masks, norms, experts and losses"
+        rates = "the closed formula of every schedule"
+        out |= {"network": network, "optimizer": f"the formula of {optimizer}", "learning rate": rates}
     elif one.plug_in:
         out["network"] = f"none: {one.plug_in} is a plug-in, for which there is no second formula"
     return out

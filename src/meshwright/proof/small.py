@@ -41,6 +41,7 @@ MOST_BUCKETS = 8
 MOST_MICROBATCHES = 6  # without a pipeline
 MOST_STEPS_APART = 4  # averages of local SGD
 RUN = 4  # tokens of a run of a context-parallel rank, at least
+SECTIONS = ("workload", "plan", "optimizer")
 UNSAID = ("name", "published", "notes", "on_nan", "most_skips")  # of a description, not of what is computed
 NARROW = ("bf16", "fp16")
 OWN_SETTINGS = ("betas", "epsilon", "weight_decay", "decay_embeddings", "momentum")  # of the run, in the copy too
@@ -131,11 +132,11 @@ def changes_of(
         out.append(f"{microbatches[1]} micro-batches instead of {microbatches[0]}")
     if config.plan.recompute != original.recompute:
         out.append(f"recompute {config.plan.recompute} is {original.recompute} in the memory available")
-    if copy.model != config.model:
-        out.append(f"model of {config.model.total:,.0f} parameters shrunk to {copy.model.total:,.0f}, same flags")
-    for section in ("model", "workload", "plan", "optimizer"):
-        fields = differences(getattr(config, section), getattr(copy, section))
-        out += [f"{section}: {', '.join(fields)}"] if fields else []
+    if fields := differences(config.model, copy.model):
+        sizes = f"model of {config.model.total:,.0f} parameters shrunk to {copy.model.total:,.0f}, same flags"
+        out.append(f"{sizes}: {', '.join(fields)}")
+    if fields := [d for s in SECTIONS for d in differences(getattr(config, s), getattr(copy, s), f"{s}.")]:
+        out.append(", ".join(fields))
     out += [f"not exercised: {part}" for part in config.model.not_run]
     if config.precision_note:
         out.append(config.precision_note)
