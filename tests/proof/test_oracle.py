@@ -6,17 +6,21 @@ from pathlib import Path
 
 import bugs_shared
 import layouts
+import numpy as np
 import pytest
+import torch
 
 import meshwright.proof.oracle as oracle
 import ranks
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model, Published
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.proof import prove as proofs
 from meshwright.proof import records
+from meshwright.proof.emulation import update
 from meshwright.proof.prove import compare_with_formulas
 
 M, SHAPE = layouts.MODELS, {**layouts.SHAPE, "layers": 2}
@@ -101,8 +105,62 @@ def test_verify_catches_a_shared_bug_on_a_plan_that_shows_it(bug, monkeypatch):
     how = {**bug.how}
     work = {"batch": 8, "seq": 8, "precision": "fp32", "optimizer": how.get("optimizer", "adamw")}
     plan = {"replicate": 2, "microbatch": how.get("size", 4), "param_dtype": "fp32", "master": False}
-    data = {"document_mask": True} if how.get("documents") else {}
-    config = Config.from_parts(bug.model.as_dict(), "laptop", workload=work, plan=plan, data=data)
+    config = Config.from_parts(bug.model.as_dict(), "laptop", workload=work, plan=plan)
+    masked = config.data.model_copy(update={"document_mask": bool(how.get("documents"))})  # without a token file
+    config = replace(config, data=masked)
     proof = proofs.prove(config, ranks=2, steps=2, prepare=f"bugs_shared:{bug.name}")
     assert (proof.passed, proof.blamed) == (False, "none: one device itself")
     assert proof.agreements[-1].breaks[0].what == bug.what
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "momentum", "sgd"])
+def test_the_formula_of_an_update_is_that_of_torch(kind):
+    settings, random = SETTINGS.but(scale_with_batch=0, scale_with_width=0), np.random.default_rng(0)
+    decay = settings.weight_decay if kind == "adamw" else 0.0
+    weight = torch.nn.Parameter(torch.from_numpy(random.standard_normal((3, 4))))
+    if kind.startswith("adam"):
+        theirs = torch.optim.AdamW([weight], lr=0.01, betas=settings.betas, eps=settings.epsilon, weight_decay=decay)
+    else:
+        theirs = torch.optim.SGD([weight], lr=0.01, momentum=settings.momentum if kind == "momentum" else 0.0)
+    ours, value = update.ReplayedOptimizer(kind, settings, decays=True), weight.detach().numpy().copy()
+    for _ in range(4):
+        gradient = random.standard_normal((3, 4))
+        weight.grad = torch.from_numpy(gradient)
+        theirs.step()
+        value = ours.step(value, gradient, 0.01, "fp64")
+        assert np.abs(value - weight.detach().numpy()).max() < 1e-14
+
+
+def test_the_formula_of_a_schedule_is_that_of_torch():
+    parameter = [torch.nn.Parameter(torch.zeros(1))]
+    for kind in ("cosine", "linear"):
+        settings = Optimizer(learning_rate=1.0, schedule=kind, warmup=4, decay_steps=16, min_learning_rate=0.25)
+        optimizer = torch.optim.SGD(parameter, lr=1.0)
+        decay = (
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16, eta_min=0.25)
+            if kind == "cosine"
+            else torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.25, total_iters=16)
+        )
+        assert [update.learning_rate(settings, Workload(batch=8), step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+        for step in range(4, 21):
+            theirs = optimizer.param_groups[0]["lr"]
+            assert update.learning_rate(settings, Workload(batch=8), step) == pytest.approx(theirs, rel=1e-12)
+            optimizer.step()
+            decay.step()
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [("", ""), ("decayed", "updated parameter"), ("clipped twice", "gradient given to the optimizer")],
+)
+def test_an_update_in_fp32_is_replayed(fault, what):
+    job = job_of(M["llama"])
+    gradient, before = np.float32([[3.0, 4.0], [0.0, 0.0]]), np.float32([[1.0, -2.0], [0.5, 0.25]])
+    clipped = gradient * np.float32(1.0 / (5.0 + 1e-6)) ** (2 if fault == "clipped twice" else 1)
+    role = "vector"  # no decay
+    optimizer = update.ReplayedOptimizer("adamw", job.optimizer, decays=fault == "decayed")
+    after = optimizer.step(before, clipped, job.optimizer.learning_rate / 10, "fp32").astype(np.float32)
+    made = records.Update("fp32", "fp32", before, clipped, after)
+    piece = records.PieceTrace("head.norm.weight", (0, 0), [gradient], [after], role=role, updates=[made])
+    breaks = update.replay([records.Trace(0, "fp32", losses=[1.0], norms=[5.0], pieces=[piece])], job, job.plan)
+    assert [b.what for b in breaks] == ([what] if what else [])
