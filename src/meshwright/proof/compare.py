@@ -35,7 +35,7 @@ ORDER = ("loss", "gradient", "norm", "parameter")
 
 @dataclass(frozen=True)
 class Break:
-    """One value that differs from one device. `ratio` is the least-squares factor between the two."""
+    """One value that differs from one device, or from `than`. `ratio` is the least-squares factor between the two."""
 
     step: int
     what: str
@@ -45,10 +45,11 @@ class Break:
     bound: float
     dtype: str
     ratio: float = float("nan")
+    than: str = "one device's"
 
     def __str__(self) -> str:
         where = f"{self.what} of {self.name}" if self.name else self.what
-        factor = f", {self.ratio:.4g} times one device's" if np.isfinite(self.ratio) else ""
+        factor = f", {self.ratio:.4g} times {self.than}" if np.isfinite(self.ratio) else ""
         return (
             f"step {self.step}: {where} on rank {self.rank} is off by {self.error:.1e} (bound {self.bound:.0e}, "
             f"{self.dtype}){factor}"

@@ -5,7 +5,8 @@
     2  train     both sides through the step of `train`, in float64 and float32, from the same weights on the same batches; a
                  16-bit plan also in its dtypes
     3  compare   losses, norms, every gradient, every parameter; then collectives and memory of one observed step
-    4  replay    for a 16-bit plan every update: unscale, clip, optimizer, masters, rounding (`emulation.update`)
+    4  formulas  one device with plain formulas, which share no code with it (`oracle`): bugs that it has in common with the ranks
+       replay    every update in the plan's dtype: unscale, clip, optimizer, masters, rounding (`emulation.update`)
     5  converge  if gradients or products are lossy: the loss after the steps, compared with an exact run
     6  blame     if they differ: train with each axis separately; an axis that differs on its own is the broken one
 
@@ -167,7 +168,7 @@ def compare_with_formulas(one: Trace) -> list[Agreement]:
         return []
     agreement = compare(one.oracle, [one])
     agreement.oracle = FORMULAS
-    agreement.breaks += one.wrong_rates
+    agreement.breaks = [replace(b, than="the formula's") for b in (*agreement.breaks, *one.wrong_rates)]
     return [agreement]
 
 

@@ -92,6 +92,7 @@ def small_copies(config: Config, ranks: int) -> list[SmallCopy]:
 def copy_of(config: Config, original: Plan, folded: Plan) -> SmallCopy:
     own = folded.but(
         microbatch=min(folded.microbatch, 2),
+        wrap=min(folded.wrap, 2),
         recompute_layers=min(folded.recompute_layers, 1),
         average_every=min(folded.average_every, MOST_STEPS_APART),
         layers_per_stage=tuple(1 + (n > min(folded.layers_per_stage)) for n in folded.layers_per_stage),
@@ -227,7 +228,7 @@ def small_experts(model: Model, plan: Plan) -> dict[str, Any]:
     as a token visits."""
     if not model.experts:
         return {}
-    k, router = min(model.top_k, 2), model.router
+    k, router = min(model.top_k, 3), model.router
     each = min(model.experts // plan.ep, max(2, -(-(k + 1) // plan.ep)))
     if router.groups > 1:
         each = max(each, -(-2 * k // plan.ep))
@@ -264,6 +265,9 @@ def small_layers(model: Model, plan: Plan, original: Plan) -> int:
         return sum(plan.layers_per_stage)
     chosen = plan.recompute_every > 1 or plan.recompute_layers  # then some layers are recomputed and some are not
     per_stage = 2 if plan.stages == 1 or chosen else 1
+    per_stage = (
+        max(per_stage, plan.wrap + 1) if plan.wrap > 1 else per_stage
+    )  # ZeRO gathers more than one group of layers
     uneven = 1 if model.layers % original.stages else 0
     both = min(model.dense_layers, 1) + min(model.moe_every, 2) if model.experts else 0  # one with experts at least
     # one layer with a window or without rotary positions, and one that is not so

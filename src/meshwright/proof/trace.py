@@ -146,9 +146,11 @@ def record_updates(trainer: Trainer, trace: Trace) -> None:
     name_of = {dtype: name for name, dtype in DTYPES.items()}
 
     def before(*_: object) -> None:
+        clips = getattr(trainer.optimizer, "gradient_factor", None)  # of an optimizer that clips inside its update
         for i, piece in trained:
             dtypes = name_of[piece.local.dtype], name_of[trainer.parallel.pieces[i].local.dtype]
-            kept = Update(*dtypes, as_array(piece.local), as_array(piece.gradient), np.empty(0))
+            gradient = as_array(piece.gradient if clips is None else piece.gradient * clips)
+            kept = Update(*dtypes, as_array(piece.local), gradient, np.empty(0))
             trace.pieces[i].updates.append(kept)
 
     def after(*_: object) -> None:
