@@ -164,3 +164,17 @@ def test_an_update_in_fp32_is_replayed(fault, what):
     piece = records.PieceTrace("head.norm.weight", (0, 0), [gradient], [after], role=role, updates=[made])
     breaks = update.replay([records.Trace(0, "fp32", losses=[1.0], norms=[5.0], pieces=[piece])], job, job.plan)
     assert [b.what for b in breaks] == ([what] if what else [])
+
+
+@pytest.mark.slow
+def test_one_device_agrees_with_the_formulas_under_every_layout_of_the_matrix():
+    """The reference of a layout has its batch, its micro-batches and its order of samples."""
+    exact = [layout for layout in layouts.all_layouts() if not (layout.plan.lossy or layout.plan.average_every)]
+    references = dict.fromkeys(
+        layout.reference for layout in exact if (layout.precision, layout.dtype) == ("bf16", "fp64")
+    )
+    jobs = [replace(reference.job(), oracle=True, prepare="") for reference in references]
+    traces = ranks.run(1, layouts.train_all, jobs)[0]
+    breaks = {ref.title: compare_with_formulas(trace)[0].breaks for ref, trace in zip(references, traces, strict=True)}
+    assert len(breaks) > 60
+    assert not {title: str(found[0]) for title, found in breaks.items() if found}

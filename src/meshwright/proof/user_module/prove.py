@@ -122,7 +122,8 @@ def prove_copy(job: ModuleJob, whole: Plan, one: Reference, device: str, backend
     if "microbatch" not in whole.model_fields_set and job.plan.pp == 1:
         changes.append("the share of a rank is one micro-batch: the plan sets none")
     copy = ProvedCopy(job.plan, (*changes, *one.notes), folded)
-    proof = CopyProof(copy, job.steps, [agreement(job.plan)], [])
+    oracles = {"ranks": "your module on one device in float64"}
+    proof = CopyProof(copy, job.steps, [agreement(job.plan)], [], oracles=oracles)
     if not proof.parity:
         proof.blamed = blame(job.plan, lambda trial: bool(agreement(in_double(trial, whole)).breaks))
     return proof
