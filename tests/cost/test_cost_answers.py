@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from meshwright import api
+from meshwright.cost.critical import critical_batch
+from meshwright.cost.estimate import Simulation, estimate, level_bytes
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
@@ -13,8 +15,6 @@ from meshwright.describe.result import COMMUNICATION
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.explain import grouped
-from meshwright.predict.critical import critical_batch
-from meshwright.predict.estimate import Simulation, estimate, level_bytes
 from meshwright.view.estimate import page
 from meshwright.view.explain import explain_bubble
 from meshwright.view.tables import console
@@ -73,7 +73,7 @@ def test_bound_by_and_roofline_regime_agree(model, plan, batch):
 
 
 def hidden(model, cluster, plan, workload):
-    cost = step_cost(step_program(model, plan, workload, STACK, every_rank=True), cluster)
+    cost = step_cost(step_program(model, plan, workload, STACK), cluster, every_rank=True)
     return float(np.broadcast_to(cost.unhidden, 1)[0]) <= 1e-9 * float(cost.time[0])
 
 
@@ -146,7 +146,7 @@ def test_no_pipeline_has_no_bubble():
 
 def step_of(plan, seq=131072, batch=8, gpus=16, model="llama3-8b", precision="bf16"):
     parts = catalog.load("models", model), Plan(**plan), Workload(batch=batch, seq=seq, precision=precision), STACK
-    return step_cost(step_program(*parts, every_rank=True), catalog.load("clusters", "dgx-h100").with_gpus(gpus))
+    return step_cost(step_program(*parts), catalog.load("clusters", "dgx-h100").with_gpus(gpus), every_rank=True)
 
 
 def test_only_ring_attention_overlaps_by_default():
@@ -162,7 +162,7 @@ def test_an_fp32_optimizer_has_no_master_to_read_and_write():
     narrow, wide = (
         next(
             op
-            for op in step_of({"replicate": 8, "param_dtype": dtype}, 1024, 64, 8, "gpt2-xl").program.closing
+            for op in step_of({"replicate": 8, "param_dtype": dtype}, 1024, 64, 8, "gpt2-xl").syncs
             if op.name == "update"
         )
         for dtype in ("bf16", "fp32")

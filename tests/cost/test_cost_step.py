@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from lower.cases import ALL, COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, plans, stack
 from meshwright.cost.band import band
 from meshwright.cost.collective import choose
+from meshwright.cost.estimate import estimate
 from meshwright.cost.phase import AXIS_OF
+from meshwright.cost.predict import bound_by, cost_of, predict
 from meshwright.cost.step import ramp, step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
@@ -19,8 +21,6 @@ from meshwright.describe.workload import Workload
 from meshwright.lower.batch import Batch
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic
-from meshwright.predict.estimate import estimate
-from meshwright.predict.prediction import bound_by, cost_of, predict
 from meshwright.programs.pipelines import Durations, bubble_fraction, build, walk
 
 DGX = catalog.load("clusters", "dgx-h100")
@@ -110,8 +110,9 @@ def test_sampled_ranks_bound_all_ranks(data, name):
     """A search evaluates four ranks of a pipeline, an estimate all ranks: the slowest and the fullest are among the four."""
     model = MODELS[name]
     plan = data.draw(plans(model))
+    program = step_program(model, plan, WORK)
     cluster = DGX.with_gpus(plan.world)
-    few, every = (step_cost(step_program(model, plan, WORK, every_rank=e), cluster) for e in (False, True))
+    few, every = step_cost(program, cluster), step_cost(program, cluster, every_rank=True)
     assert one(few.time) == pytest.approx(one(every.time), rel=0.02)
     assert one(few.peak_memory) == pytest.approx(one(every.peak_memory), rel=0.02)
 
@@ -248,7 +249,7 @@ def test_traffic_by_axis():
     assert one(result.traffic["tp"]) == pytest.approx(tp)
     held = sum(
         one(n)
-        for h in result.program.ranks
+        for h in result.stage_blocks
         for n in [sum(lowered(tp=4, replicate=8).parameters["dense"].values()) * h.counts["dense"]]
     )
     dp = one(result.traffic["dp"]) / (2 * 7 / 8 * 4)
@@ -280,8 +281,7 @@ def test_pipeline_messages_are_those_of_the_program(schedule, pp):
         found = sum(r.bytes for r in traffic(program, rank) if r.axis == "pp")
         assert found == pytest.approx(m * sends[rank] * activation)
     for every_rank in (True, False):
-        program = step_program(model, plan, work, every_rank=every_rank)
-        busiest = step_cost(program, DGX.with_gpus(pp)).traffic["pp"]
+        busiest = step_cost(program, DGX.with_gpus(pp), every_rank).traffic["pp"]
         assert one(busiest) == pytest.approx(m * sends.max() * activation)
 
 
@@ -351,8 +351,8 @@ def test_a_batch_finds_the_fullest_rank_of_uneven_stages(model, pp, virtual, sch
     """The search evaluates few ranks, but it must find the rank that does not fit."""
     shape = catalog.load("models", model)
     plan = Plan(pp=pp, virtual=virtual, schedule=schedule)
-    programs = (step_program(shape, plan, Workload(batch=8 * pp, seq=4096), every_rank=e) for e in (False, True))
-    few, every = (step_cost(program, DGX.with_gpus(pp)) for program in programs)
+    program = step_program(shape, plan, Workload(batch=8 * pp, seq=4096))
+    few, every = (step_cost(program, DGX.with_gpus(pp), every_rank=e) for e in (False, True))
     assert one(few.peak_memory) == pytest.approx(one(every.peak_memory), rel=0.01)
 
 

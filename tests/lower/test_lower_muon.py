@@ -7,6 +7,7 @@ import pytest
 
 from lower.cases import GQA, MLA, MOE, WORK, lowered, one
 from meshwright.cost.collective import Network
+from meshwright.cost.estimate import estimate
 from meshwright.cost.memory import state_memory
 from meshwright.describe import catalog
 from meshwright.describe.layout import Layout
@@ -14,9 +15,8 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import boxes, degrees_of, matrices
 from meshwright.describe.stack import Stack
 from meshwright.lower import muon, sync
-from meshwright.lower.rank import OURS, traffic_of_rank
-from meshwright.lower.step import step_program
-from meshwright.predict.estimate import estimate
+from meshwright.lower.rank import traffic_of_rank
+from meshwright.lower.stages import bounding_ranks
 
 MUON = WORK.but(optimizer="muon")
 WIRE = 2  # bf16
@@ -24,7 +24,7 @@ WIRE = 2  # bf16
 
 def step_ops(model, **plan):
     program = lowered(model, MUON, **plan)
-    held = program.ranks[0]
+    held = bounding_ranks(program.batch)[0]
     return program, {
         (op.name, op.axis): op for op in sync.step_ops(program, held) if op.name in (muon.EXCHANGE, "orthogonalise")
     }
@@ -59,8 +59,7 @@ def test_an_exchange_moves_each_matrix_once_there_and_once_back():
     assert (one(exchange.count), one(exchange.message_bytes)) == (2.0, pytest.approx(quarter))
     assert exchange.collective == "all_to_all"
     plan = Plan(shard=4, zero=1)
-    exact = step_program(GQA, plan, MUON, OURS)
-    found = [r for rank in range(4) for r in traffic_of_rank(exact, plan, rank) if r.collective == "all_to_all"]
+    found = [r for rank in range(4) for r in traffic_of_rank(GQA, plan, MUON, rank) if r.collective == "all_to_all"]
     assert sum(r.bytes for r in found) == pytest.approx(2 * 4 * quarter)
     assert {r.count for r in found} == {2.0}
     assert one(program.batch.size("shard_cp")) == 4
@@ -80,14 +79,13 @@ def test_the_batch_is_a_lower_bound_of_the_busiest_rank(model, plan):
     """max(total / ranks, largest) bounds every division from below; the real one is at most twice as uneven."""
     _, ops = step_ops(model, **plan)
     made = Plan(**plan)
-    exact = step_program(model, made, MUON, OURS)
     for (name, axis), op in ops.items():
         if name != muon.EXCHANGE:
             continue
         mine = [
             r.bytes
             for rank in range(made.world)
-            for r in traffic_of_rank(exact, made, rank)
+            for r in traffic_of_rank(model, made, MUON, rank)
             if (r.axis, r.collective) == (axis, "all_to_all") and muon.EXCHANGE in r.names
         ]
         assert len(mine) == made.world
@@ -147,7 +145,7 @@ def test_matrices_have_one_moment_and_the_average_is_one_more():
         "average": MUON.but(ema=True),
     }.items():
         program = lowered(GQA, workload, **plan)
-        sizes[name] = one(state_memory(program, program.ranks[0])["optimizer"])
+        sizes[name] = one(state_memory(program, bounding_ranks(program.batch)[0])["optimizer"])
     fp32 = 4
     assert sizes["adamw"] - sizes["muon"] == pytest.approx(matrix_elements(GQA) / 4 * fp32)
     whole = sum(one(n) for n in muon_free_elements())
@@ -155,7 +153,10 @@ def test_matrices_have_one_moment_and_the_average_is_one_more():
 
 
 def muon_free_elements():
-    return lowered(GQA, MUON, shard=4, zero=1).ranks[0].padded.values()
+    from meshwright.lower.footprint import padded_elements
+
+    program = lowered(GQA, MUON, shard=4, zero=1)
+    return padded_elements(program, bounding_ranks(program.batch)[0]).values()
 
 
 def test_muon_costs_more_without_zero_than_with_it():

@@ -6,8 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from meshwright.cost.estimate import estimate
 from meshwright.cost.step import step_cost
-from meshwright.cost.walked import walk_step
+from meshwright.cost.walked import walked_time
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -23,7 +24,6 @@ from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
 from meshwright.planner.search.table import join
-from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MODELS, MOE, TIED, space
 from ranks import soak
 
@@ -93,8 +93,7 @@ def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, fields):
     rows = rows.take(np.argsort(rows.time, kind="stable")[:160])  # far beyond what the closed forms may be wrong by
     plans = [where.plan(rows, i) for i in range(len(rows))]
     times = [
-        walk_step(step_cost(step_program(*parts, every_rank=True, stages=True), where.cluster), parts[1]).time
-        for parts in ((where.model, plan, where.workload, where.stack) for plan in plans)
+        walked_time(step_program(where.model, plan, where.workload, where.stack), where.cluster, plan) for plan in plans
     ]
     _, ranking = solve(where)
     # The plans of the space have the usual stages; other divisions are compared in test_stage_lengths.

@@ -5,11 +5,11 @@ from collections import defaultdict
 
 import pytest
 
+from meshwright.cost.estimate import estimate
 from meshwright.cost.walked import walk_step
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.predict.estimate import estimate
 from meshwright.view.simulate import closing_spans, spans
 from meshwright.view.trace import trace_events
 
@@ -24,7 +24,7 @@ PLANS = [
 def simulated(plan, stack="default", detail=""):
     model, cluster = catalog.load("models", "llama3-8b"), catalog.load("clusters", "dgx-h100").with_gpus(plan.world)
     e = estimate(model, cluster, plan, Workload(batch=128, seq=2048), catalog.load("stacks", stack))
-    walked = walk_step(e.cost, plan)
+    walked = walk_step(e.program, e.cost, plan)
     return e, walked, spans(e, walked, detail)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.files import read_text
@@ -27,8 +28,7 @@ from meshwright.interop.frameworks import find
 from meshwright.interop.keys import Facts, SettingsProblem
 from meshwright.interop.reading import SettingsReading, understand
 from meshwright.interop.shapes import catalog_cluster
-from meshwright.lower.program import StepProgram
-from meshwright.predict.estimate import estimate
+from meshwright.lower.op import StepProgram
 
 # --- Whether the memory of a reading fits: its peak against that of its hardware, where GPUs, hardware and shape are given.
 #

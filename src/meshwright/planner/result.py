@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.cost.band import indistinguishable
+from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
@@ -28,7 +29,6 @@ from meshwright.planner.search.leaders import Ranking
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
 from meshwright.planner.sites import LATENCY, Crossing, crossing
-from meshwright.predict.estimate import Estimate, estimate
 from meshwright.units import format_seconds
 
 RIVALS = 10  # leaders whose worst cases are compared
@@ -198,7 +198,7 @@ class Result(Shown):
         except MeshwrightError as refused:
             return Comparison(None, self.estimate, str(refused))
         if plan.pp > 1:
-            walked = why.as_walked(user.prediction, walk_step(user.cost, plan).time)
+            walked = why.as_walked(user.prediction, walk_step(user.program, user.cost, plan).time)
             user = why.replace(user, prediction=walked)
         return Comparison(user, self.estimate)
 

@@ -64,6 +64,8 @@ class Agreement:
     errors: dict[str, float]
     breaks: list[Break]
     losses: list[float] = field(default_factory=list)  # of the ranks, step by step
+    one: Trace | None = field(default=None, repr=False)  # what was compared
+    many: list[Trace] = field(default_factory=list, repr=False)
     oracle: str = ""  # plain formulas that one device was compared with; empty: ranks were compared with one device
 
     @property
@@ -83,7 +85,7 @@ def compare(
         parts = [compare(*pair, bounds, rounded) for pair in zip(one.replicas, by_replica, strict=True)]
         worst = {what: max(part.errors[what] for part in parts) for what in ORDER}
         losses = np.mean([part.losses for part in parts], axis=0).tolist()
-        return Agreement(many[0].dtype, worst, [b for part in parts for b in part.breaks], losses)
+        return Agreement(many[0].dtype, worst, [b for part in parts for b in part.breaks], losses, one, many)
     dtype = many[0].dtype
     position = {piece.name: i for i, piece in enumerate(one.pieces)}
     whole = {piece.name: piece for piece in one.pieces}
@@ -116,7 +118,8 @@ def compare(
                         beyond = np.maximum(np.abs(got - expected[here]) - moved, 0.0)
                         error = tensor_error(beyond, np.zeros_like(beyond), expected, floors[what][step])[0]
                     judge(step, what, piece.name, trace.rank, error, ratio)
-    return Agreement(dtype, errors, [b for _, b in sorted(breaks, key=lambda pair: pair[0])], many[0].losses)
+    ordered = [b for _, b in sorted(breaks, key=lambda pair: pair[0])]
+    return Agreement(dtype, errors, ordered, many[0].losses, one, many)
 
 
 def number_error(got: float, expected: float) -> tuple[float, float]:

@@ -93,6 +93,9 @@ def breaks(copy: CopyProof) -> RenderableType:
     lines += [Text(f"  {b}", "red" if i == 0 else "dim") for i, b in enumerate(found[:SHOWN_BREAKS])]
     if len(found) > SHOWN_BREAKS:
         lines.append(Text(f"  … and {len(found) - SHOWN_BREAKS} more", "dim"))
+    if copy.diagnosis is not None:
+        lines.append(Text.assemble("  ", ("What it means  ", "dim"), str(copy.diagnosis)))
+        lines += [Text(f"  usual cause: {cause}", "dim") for cause in copy.diagnosis.causes]
     return Group(*lines)
 
 

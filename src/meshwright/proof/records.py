@@ -69,6 +69,12 @@ class PieceTrace:
     role: str = "matrix"  # how an optimizer treats it (`emulation.update`)
     orthogonal: bool = False  # Muon updates it: a matrix of a layer
     updates: list[Update | None] = field(default_factory=list)  # None: frozen, or a step that was skipped
+    initial: np.ndarray | None = None
+
+    @property
+    def values(self) -> list[np.ndarray]:
+        """The parameter before the first step, and after each."""
+        return [*([] if self.initial is None else [self.initial]), *self.parameters]
 
 
 @dataclass

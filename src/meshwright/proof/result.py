@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from math import isfinite
 from typing import Any
 
 from meshwright.describe.shown import Shown
 from meshwright.errors import MeshwrightError
 from meshwright.proof.compare import Agreement
+from meshwright.proof.diagnosis import Diagnosis, diagnose
 from meshwright.proof.records import Row, Trace
 from meshwright.proof.small import ProvedCopy
 
@@ -86,6 +88,13 @@ class CopyProof:
         first = next((b for a in self.agreements for b in a.breaks), None)
         return None if first is None else finite(asdict(first)) | {"axis": self.blamed}
 
+    @cached_property
+    def diagnosis(self) -> Diagnosis | None:
+        """What the first difference means."""
+        plan = self.small.plan
+        axes = {axis: getattr(plan, axis) for axis in ("dp", "tp", "cp", "pp", "ep", "replicate", "shard")}
+        return diagnose(self.agreements, {**axes, "micro-batches": (1, *self.small.microbatches)[-1]})
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
@@ -98,6 +107,7 @@ class CopyProof:
             "oracles": self.oracles,
             "errors": {a.label: finite(a.errors) for a in self.agreements},
             "first_break": self.first_break,
+            "diagnosis": self.diagnosis and self.diagnosis.as_dict(),
             "convergence": finite(self.convergence),
             "collectives_compared": self.collectives,
             "collectives": [{"rank": rank, **asdict(row)} for rank, row in self.rows],
@@ -189,6 +199,7 @@ class Proof(Shown):
             "ranks": max(copy["ranks"] for copy in copies),
             "errors": {dtype: finite(worst) for dtype, worst in errors.items()},
             "first_break": self.decisive.first_break,
+            "diagnosis": self.decisive.diagnosis and self.decisive.diagnosis.as_dict(),
             "collectives_compared": self.collectives,
             "warnings": [warning.as_dict() for warning in self.warnings],
             "copies": copies,

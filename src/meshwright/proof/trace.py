@@ -107,6 +107,8 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
     by_matrix = OPTIMIZERS[parallel.workload.optimizer].by_matrix
     roles = [(p, role_of(p.name, len(p.full_shape))) for p in parallel.pieces]
     pieces = [PieceTrace(p.name, p.start, role=role, orthogonal=by_matrix and role == "matrix") for p, role in roles]
+    for traced, piece in zip(pieces, parallel.pieces, strict=True):
+        traced.initial = as_array(piece.local)
     trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
     trainer.hooks.append(TraceRecorder(trace))
     return trace

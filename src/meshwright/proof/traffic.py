@@ -1,7 +1,7 @@
 """Compare the issued collectives of a rank with the lowered ones; if they differ, the proof fails.
 
-Both are given by (axis, operation): their number in a step, and their bytes n. The lowered ones are the step program of
-(model, plan, workload), read for this rank by `lower.rank`; no sizes or messages come from the run, only the facts that it decides:
+Both are given by (axis, operation): their number in a step, and their bytes n. The lowered ones come from `lower.rank`, a function
+of (model, plan, workload, rank); it reads no sizes or messages from the run. It receives only the facts that a run decides:
 
     the step       its number: replicas under local SGD average in some steps
     the user       parameters that are not trained
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from meshwright.cost.memory import memory
@@ -22,8 +23,9 @@ from meshwright.describe.config import own_stack
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import OVERHEAD
 from meshwright.describe.variants import COMPRESSIONS
-from meshwright.lower.program import scalar
-from meshwright.lower.rank import OURS, Given, traffic_of_rank
+from meshwright.lower.op import scalar
+from meshwright.lower.rank import Given, traffic_of_rank
+from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.data.buckets import Buckets
@@ -67,8 +69,9 @@ def lowered(parallel: Parallel, given: Given) -> dict[Key, Amount]:
     """Lowered collectives by axis and operation; axes with the same ranks are merged."""
     mesh, out = parallel.mesh, dict[Key, Amount]()
     element = WIDE[parallel.dtype][1] if parallel.dtype in WIDE else 0.0
-    program = step_program(parallel.model, as_run(parallel), parallel.workload, OURS, element)
-    for record in traffic_of_rank(program, as_run(parallel), mesh.rank, mesh.layout.order, given):
+    for record in traffic_of_rank(
+        parallel.model, as_run(parallel), parallel.workload, mesh.rank, mesh.layout.order, given, element=element
+    ):
         key = canonical(mesh, {"ends": "pp", "kv_copies": "tp"}.get(record.axis, record.axis)), record.collective
         count, total = out.get(key, (0.0, 0.0))
         out[key] = count + record.count, total + record.bytes
@@ -122,6 +125,6 @@ def predicted_memory(parallel: Parallel) -> float:
     if parallel.dtype in WIDE:
         workload = workload.but(precision=WIDE[parallel.dtype][0])
     stack = own_stack(torch.device(parallel.mesh.device).type, compiled=False).but(workspace=0)
-    program = step_program(parallel.model, plan, workload, stack, every_rank=True)
-    parts = memory(program, program.ranks[parallel.mesh.index("pp")])
+    program = step_program(parallel.model, plan, workload, stack)
+    parts = memory(program, rank_blocks(program.batch, np.full(1, float(parallel.mesh.index("pp")))))
     return sum(scalar(size) for part, size in parts.items() if part not in OVERHEAD)

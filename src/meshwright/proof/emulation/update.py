@@ -33,10 +33,15 @@ from meshwright.proof.compare import Break, tensor_error
 from meshwright.proof.emulation.orthogonal import replay_matrices
 from meshwright.proof.records import Job, PieceTrace, Trace, Update
 
-BITS = {"fp32": 23, "bf16": 7, "fp16": 10}  # of the mantissa
-SMALLEST = {"fp32": 2.0**-126, "bf16": 2.0**-126, "fp16": 2.0**-14}  # below it steps are of equal size
-# How far a replay may be off, in steps of the dtype: fp32 is replayed in float64, 16 bits with every rounding.
-STEPS = {"fp32": 8, "bf16": 2, "fp16": 2}
+BITS = {"fp64": 52, "fp32": 23, "bf16": 7, "fp16": 10}  # of the mantissa
+SMALLEST = {
+    "fp64": 2.0**-1022,
+    "fp32": 2.0**-126,
+    "bf16": 2.0**-126,
+    "fp16": 2.0**-14,
+}  # below it steps are of equal size
+# How far a replay may be off, in steps of the dtype: wide ones are replayed in float64, 16 bits with every rounding.
+STEPS = {"fp64": 64, "fp32": 8, "bf16": 2, "fp16": 2}
 
 
 # How the learning rate grows with the batch, as a power: that of SGD in proportion, because its step is the gradient.

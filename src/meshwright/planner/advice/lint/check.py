@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from meshwright.cost.estimate import Estimate
+from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.walked import walk_step
 from meshwright.describe import legality
 from meshwright.describe.config import Config
@@ -27,8 +29,6 @@ from meshwright.planner.advice.alternatives import Trial, fits, step
 from meshwright.planner.advice.lint.finding import SAVES, Finding, Seen
 from meshwright.planner.advice.lint.illegal import illegal
 from meshwright.planner.advice.lint.rules import BY_CODE, RULES
-from meshwright.predict.estimate import Estimate
-from meshwright.predict.recompute import resolve_recompute
 from meshwright.units import format_seconds
 
 MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan
@@ -100,7 +100,7 @@ def reason(f: Finding, winner: Estimate, alternatives: Sequence[Estimate]) -> st
 def simulated(e: Estimate) -> float:
     """Return the seconds of a step with its pipeline simulated; by closed form without a pipeline, or if the walk would be too long."""
     actions = 3 * e.plan.stages * e.plan.microbatches(e.workload)
-    return walk_step(e.cost, e.plan).time if e.plan.pp > 1 and actions <= MOST_ACTIONS else step(e)
+    return walk_step(e.program, e.cost, e.plan).time if e.plan.pp > 1 and actions <= MOST_ACTIONS else step(e)
 
 
 def shows(code: str, e: Estimate) -> bool:

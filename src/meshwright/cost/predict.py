@@ -9,6 +9,7 @@ import numpy as np
 from meshwright.cost.band import band
 from meshwright.cost.checkpoint import checkpoint_memory
 from meshwright.cost.collective import Network
+from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
@@ -17,14 +18,13 @@ from meshwright.describe.result import COMMUNICATION, GIB, Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
-from meshwright.predict.recompute import resolve_recompute
 from meshwright.units import format_flops
 
 
 def cost_of(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack) -> StepCost:
     """Cost one plan on every pipeline rank."""
     plan = resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
-    return step_cost(step_program(model, plan, workload, stack, every_rank=True), cluster)
+    return step_cost(step_program(model, plan, workload, stack), cluster, every_rank=True)
 
 
 def predict(
