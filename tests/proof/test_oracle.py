@@ -151,17 +151,26 @@ def test_the_formula_of_a_schedule_is_that_of_torch():
 
 @pytest.mark.parametrize(
     ("fault", "what"),
-    [("", ""), ("decayed", "updated parameter"), ("clipped twice", "gradient given to the optimizer")],
+    [
+        ("", ""),
+        ("decayed", "updated parameter"),
+        ("clipped twice", "gradient given to the optimizer"),
+        ("averaged too slowly", "moving average"),
+    ],
 )
 def test_an_update_in_fp32_is_replayed(fault, what):
-    job = job_of(M["llama"])
+    job = job_of(M["llama"], settings=records.SETTINGS.but(ema=0.9))
     gradient, before = np.float32([[3.0, 4.0], [0.0, 0.0]]), np.float32([[1.0, -2.0], [0.5, 0.25]])
     clipped = gradient * np.float32(1.0 / (5.0 + 1e-6)) ** (2 if fault == "clipped twice" else 1)
     role = "vector"  # no decay
     optimizer = update.ReplayedOptimizer("adamw", job.optimizer, decays=fault == "decayed")
     after = optimizer.step(before, clipped, job.optimizer.learning_rate / 10, "fp32").astype(np.float32)
     made = records.Update("fp32", "fp32", before, clipped, after)
-    piece = records.PieceTrace("head.norm.weight", (0, 0), [gradient], [after], role=role, updates=[made])
+    share = 0.99 if fault == "averaged too slowly" else 0.9
+    average = share * before + (1 - share) * after
+    piece = records.PieceTrace(
+        "head.norm.weight", (0, 0), [gradient], [after], role, averages=[average], updates=[made]
+    )
     breaks = update.replay([records.Trace(0, "fp32", losses=[1.0], norms=[5.0], pieces=[piece])], job, job.plan)
     assert [b.what for b in breaks] == ([what] if what else [])
 

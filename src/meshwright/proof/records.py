@@ -68,6 +68,7 @@ class PieceTrace:
     parameters: list[np.ndarray] = field(default_factory=list)
     role: str = "matrix"  # how an optimizer treats it (`emulation.update`)
     orthogonal: bool = False  # Muon updates it: a matrix of a layer
+    averages: list[np.ndarray] = field(default_factory=list)  # its moving average after each step, if there is one
     updates: list[Update | None] = field(default_factory=list)  # None: frozen, or a step that was skipped
     initial: np.ndarray | None = None
 

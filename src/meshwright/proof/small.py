@@ -44,7 +44,15 @@ RUN = 4  # tokens of a run of a context-parallel rank, at least
 SECTIONS = ("workload", "plan", "optimizer")
 UNSAID = ("name", "published", "notes", "on_nan", "most_skips")  # of a description, not of what is computed
 NARROW = ("bf16", "fp16")
-OWN_SETTINGS = ("betas", "epsilon", "weight_decay", "decay_embeddings", "momentum")  # of the run, in the copy too
+OWN_SETTINGS = (
+    "betas",
+    "epsilon",
+    "weight_decay",
+    "decay_embeddings",
+    "momentum",
+    "clip",
+    "ema",
+)  # of the run, in the copy too
 
 
 @dataclass(frozen=True)
@@ -306,7 +314,6 @@ def shrink_workload(config: Config, plan: Plan) -> Workload:
         precision=precision,
         scaling=scaling,
         tokens=0,
-        ema=False,
     )
 
 

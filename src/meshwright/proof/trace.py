@@ -173,6 +173,9 @@ class UpdateRecorder(Hook):
         self.updated, self.trace = updated, trace
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        averages = trainer.average.values if trainer.average is not None else []
+        for kept, average in zip(self.trace.pieces, averages, strict=False):
+            kept.averages.append(as_array(average))
         for piece, kept in zip(self.updated, self.trace.pieces, strict=True):
             if len(kept.updates) <= record.step:
                 kept.updates.append(None)

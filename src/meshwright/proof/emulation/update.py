@@ -117,11 +117,13 @@ def replay_piece(trace: Trace, piece: PieceTrace, job: Job, plan: Plan) -> list[
             ("gradient given to the optimizer", update.gradient, given, allowed(narrowest)),
             *([("updated parameter", update.after, after, allowed(update.dtype))] if after is not None else []),
             *model_values(piece, step, update),
+            *average_values(piece, step, update, settings.ema),
         ):
             scale = SMALLEST[narrowest] if what.startswith("gradient") else 0.0
             error, ratio = tensor_error(got, expected, expected, scale)
             if not error <= bound:
-                found.append(Break(step, what, piece.name, trace.rank, error, bound, trace.dtype, ratio))
+                where = (step, what, piece.name, trace.rank)
+                found.append(Break(*where, error, bound, trace.dtype, ratio, "the formula's"))
     return found
 
 
@@ -131,6 +133,14 @@ def model_values(piece: PieceTrace, step: int, update: Update) -> list[tuple]:
         return []
     expected = rounded(update.master, update.model_dtype)
     return [("parameter (its master, rounded)", piece.parameters[step], expected, 0.0)]
+
+
+def average_values(piece: PieceTrace, step: int, update: Update, decay: float) -> list[tuple]:
+    """The moving average a ← d·a + (1 − d)·w, which starts as the initial weight."""
+    if not piece.averages:
+        return []
+    expected = decay * (piece.averages[step - 1] if step else update.before) + (1 - decay) * update.after
+    return [("moving average", piece.averages[step], expected, allowed("fp32"))]
 
 
 def allowed(dtype: str) -> float:
