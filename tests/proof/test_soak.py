@@ -66,7 +66,9 @@ def drawn(i):
     plan = space.plan(rows, 0)
     if random.integers(2):
         plan = plan.but(**WIRES[random.integers(len(WIRES))])
-    workload = config.workload.but(precision=PRECISIONS[random.integers(len(PRECISIONS))])
+    precision = PRECISIONS[random.integers(len(PRECISIONS))]
+    workload = config.workload.but(precision=precision)
+    plan = plan.but(param_dtype="fp16") if precision == "fp16" else plan
     return replace(config, plan=plan, workload=workload)
 
 
