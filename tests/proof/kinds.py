@@ -23,7 +23,6 @@ OPTIONS = (
     *("prefetch", "average_every", "order", "overlap", "offload", "wire", "master", "grad_dtype", "gather_dtype"),
 )
 AXES = ("data", "tensor", "context", "pipeline", "expert", "recompute")
-COST = {1: 1, 2: 2, 4: 4, 8: 12}  # by ranks, on two cores
 
 
 def features(layout: Any) -> dict[str, Any]:
@@ -77,17 +76,26 @@ def lossy_kinds(layout: Any) -> set[tuple[Any, ...]]:
     return set(found.items()) | {(loss, axis) for loss in losses for axis in AXES if axis in found}
 
 
+def seconds(layout: Any) -> float:
+    """About how many seconds of a core a layout takes, in tenths: fitted to the measured times of the daily layouts."""
+    plan, job = layout.plan, layout.job()
+    layers = plan.microbatches(job.workload) * job.model.layers / plan.pp
+    slow = (3, job.model.experts), (2, plan.cp > 1), (2, plan.tp > 1), (2, layout.precision == "fp8"), (3, plan.lossy)
+    return plan.world * (1 + (plan.zero > 0) + 0.15 * layers * (1 + sum(weight for weight, is_so in slow if is_so)))
+
+
 def covering(layouts: Sequence[Any], kinds_of: Callable[[Any], set[tuple[Any, ...]]]) -> list[Any]:
     """Layouts, in their order, that together cover every kind of all layouts."""
     shown = {layout: kinds_of(layout) for layout in layouts}
     missing: set[tuple[Any, ...]] = set().union(*shown.values())
+    cost = {layout: seconds(layout) for layout in layouts}
     chosen: set[Any] = set()
     while missing:
-        best = max(layouts, key=lambda layout: len(shown[layout] & missing) / COST[layout.plan.world])
+        best = max(layouts, key=lambda layout: len(shown[layout] & missing) / cost[layout])
         chosen.add(best)
         missing -= shown[best]
     times = Counter(kind for layout in chosen for kind in shown[layout])
-    for layout in sorted(layouts, key=lambda layout: -COST[layout.plan.world]):
+    for layout in sorted(layouts, key=cost.__getitem__, reverse=True):
         if layout in chosen and all(times[kind] > 1 for kind in shown[layout]):
             chosen.remove(layout)
             times.subtract(shown[layout])

@@ -22,7 +22,6 @@ from meshwright.proof.records import Job
 
 WORKLOAD = Workload(batch=8, seq=8)
 STEPS = 2
-MOST_MICROBATCHES = {1: 3, 2: 3, 4: 2, 8: 2}  # by ranks; a pipeline of P stages has 2P
 SHAPE: dict[str, Any] = {"hidden": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 33}
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True}
 EXPERTS = {**SHAPE, "layers": 3, "experts": 4, "top_k": 2, "expert_ffn": 12}
@@ -370,8 +369,12 @@ def layers_of(model: str, plan: Plan) -> int:
 
 
 def workload_of(plan: Plan, whole: bool = False) -> Workload:
-    """The batch for a plan: only as many micro-batches as needed to test accumulation, unless `whole` asks for the full batch."""
-    most = 2 * plan.pp if plan.pp > 1 else MOST_MICROBATCHES[plan.world]
+    """The batch for a plan: only as many micro-batches as needed to test accumulation, unless `whole` asks for the full batch.
+
+    Three are a first, a middle and a last one, which data parallelism may reduce at different times; a pipeline of P stages has 2P."""
+    most = 3 if plan.world == plan.dp <= 2 else 2
+    if plan.pp > 1:
+        most = 2 * plan.pp if plan.world <= 4 else plan.pp
     most = WORKLOAD.batch if whole else most
     return WORKLOAD.but(batch=plan.dp * plan.microbatch * min(plan.microbatches(WORKLOAD), most))
 
