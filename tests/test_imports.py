@@ -30,7 +30,7 @@ NOT_IMPORTS = {"files", "getLogger"}  # calls whose text names a folder of data 
 def module_named(text: str) -> set[str]:
     """The module that a text names: "meshwright.view.plan", or "meshwright.proof.trace:record"."""
     name = text.partition(":")[0]
-    return {name} & set(MODULES) - {"meshwright"}
+    return {name} if name in MODULES and name != "meshwright" else set()
 
 
 def imports_in(code: str, name: str, package: str) -> set[str]:

@@ -12,7 +12,7 @@ import ranks
 from meshwright.errors import MeshwrightError
 from meshwright.training.user_module.parallelize import parallelize
 
-WIDTH, ROWS, STEPS, BOUND = 6, 8, 3, 1e-12
+WIDTH, ROWS, STEPS, BOUND = 6, 8, 2, 1e-12
 
 
 class Layer(nn.Module):
@@ -131,7 +131,7 @@ TWO = [(name, {"pp": 2, "microbatch": 2}) for name in MODULES] + [
     (name, {"pp": 2, "virtual": 2, "schedule": "interleaved", "microbatch": 2}) for name in ("UNet", "EncoderDecoder")
 ]
 FOUR = [
-    *((name, {"pp": 4, "microbatch": 1}) for name in ("UNet", "EncoderDecoder", "Dictionaries")),
+    *((name, {"pp": 4, "microbatch": 2}) for name in ("UNet", "Dictionaries")),
     ("UNet", {"pp": 2, "shard": 2, "zero": 3, "microbatch": 1}),
     ("Conditioned", {"pp": 2, "shard": 2, "zero": 1, "virtual": 2, "schedule": "interleaved", "microbatch": 1}),
     ("LateSkip", {"pp": 2, "replicate": 2, "microbatch": 2, "recompute": "full"}),

@@ -37,7 +37,7 @@ def with_rate(made, learning_rate):
 
 def test_training_learns_and_is_measured(tmp_path):
     with progress_display(24, tmp_path) as display:
-        made = replace(with_rate(config(tp=2), 5e-3), run=Run(profile_steps=2))
+        made = replace(with_rate(config(tp=2, microbatch=4), 5e-3), run=Run(profile_steps=2))
         training = run_training(made, 24, folder=tmp_path)
     m = training.measurement
     assert len(display.run.rows) == m.steps == 24
