@@ -67,7 +67,7 @@ def test_every_program_computes_what_numpy_computes(operation, name):
         for program in programs(operation, name, elements):
             inputs = inputs_of(program)
             expected = run_on_arrays(program, [x.numpy() for x in inputs])
-            for arrays in (True, False):
+            for arrays in (True, False) if elements > 1 else (True,):
                 found = run_in_threads(program, inputs, lanes, arrays=arrays)
                 for rank, (a, b) in enumerate(zip(found, expected, strict=True)):
                     assert a.tolist() == b.tolist(), (program, rank, lanes, arrays)

@@ -250,7 +250,7 @@ def test_the_winner_is_within_one_percent_of_the_fastest_and_the_leanest_or_simp
         assert not (as_lean and rival.complexity < best.complexity)
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "llama3-8b", "gpt2-xl"])
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2-xl", *soak(["mixtral-8x7b"])])
 def test_the_best_common_plan_is_near_the_best_of_all(name):
     where, ranking = solved(name)
     parts = (where.model, where.cluster, where.workload, where.stack)
