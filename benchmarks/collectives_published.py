@@ -19,7 +19,7 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Op, sent
+from meshwright.lower.program import Op, sent
 
 # (start of the source, part of the GPU's name) → catalog cluster
 MACHINES = (

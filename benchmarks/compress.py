@@ -24,7 +24,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
-from meshwright.lower.op import sent
+from meshwright.lower.program import sent
 from meshwright.training.launch import local
 from meshwright.units import format_decimal_bytes
 

@@ -19,7 +19,7 @@ from meshwright.describe import catalog
 from meshwright.describe.cluster import Factors
 from meshwright.describe.config import load_cluster
 from meshwright.errors import MeshwrightError
-from meshwright.lower.op import Op
+from meshwright.lower.program import Op
 from meshwright.view.bench import header
 from meshwright.view.tables import console
 

@@ -15,7 +15,7 @@ from meshwright.cli.show import command
 from meshwright.cost.collective import Network
 from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError
-from meshwright.lower.op import Op
+from meshwright.lower.program import Op
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.units import format_seconds

@@ -73,7 +73,7 @@ def test_bound_by_and_roofline_regime_agree(model, plan, batch):
 
 
 def hidden(model, cluster, plan, workload):
-    cost = step_cost(step_program(model, plan, workload, STACK), cluster, every_rank=True)
+    cost = step_cost(step_program(model, plan, workload, STACK, every_rank=True), cluster)
     return float(np.broadcast_to(cost.unhidden, 1)[0]) <= 1e-9 * float(cost.time[0])
 
 
@@ -146,7 +146,7 @@ def test_no_pipeline_has_no_bubble():
 
 def step_of(plan, seq=131072, batch=8, gpus=16, model="llama3-8b", precision="bf16"):
     parts = catalog.load("models", model), Plan(**plan), Workload(batch=batch, seq=seq, precision=precision), STACK
-    return step_cost(step_program(*parts), catalog.load("clusters", "dgx-h100").with_gpus(gpus), every_rank=True)
+    return step_cost(step_program(*parts, every_rank=True), catalog.load("clusters", "dgx-h100").with_gpus(gpus))
 
 
 def test_only_ring_attention_overlaps_by_default():
@@ -162,7 +162,7 @@ def test_an_fp32_optimizer_has_no_master_to_read_and_write():
     narrow, wide = (
         next(
             op
-            for op in step_of({"replicate": 8, "param_dtype": dtype}, 1024, 64, 8, "gpt2-xl").syncs
+            for op in step_of({"replicate": 8, "param_dtype": dtype}, 1024, 64, 8, "gpt2-xl").program.closing
             if op.name == "update"
         )
         for dtype in ("bf16", "fp32")

@@ -15,7 +15,7 @@ from meshwright.cost.group import Group
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Link
 from meshwright.errors import MeshwrightError
-from meshwright.lower.op import Op, sent
+from meshwright.lower.program import Op, sent
 from meshwright.programs.collectives import accepts, build, check, groups_of, walk
 
 # What a library runs

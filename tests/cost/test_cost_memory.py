@@ -12,7 +12,6 @@ from meshwright.cost.memory import (
     memory,
     minimum_gpus,
     state_memory,
-    working_memory,
     zero_state_bytes,
 )
 from meshwright.cost.predict import predict
@@ -22,8 +21,6 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.attention_dropout import working_bytes
-from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic
 from meshwright.programs.pipelines import build, walk
@@ -35,7 +32,7 @@ DGX = catalog.load("clusters", "dgx-h100")
 
 def of(program, rank=0):
     """Memory by part of one pipeline rank."""
-    parts = memory(program, bounding_ranks(program.batch, every_rank=True)[rank])
+    parts = memory(program, program.ranks[rank])
     return {part: one(size) for part, size in parts.items()}
 
 
@@ -45,7 +42,7 @@ def test_zero_table_of_seven_billion_on_eight(stage, total, parameters, gradient
     assert zero_state_bytes(7e9, 8, stage) == total * 1e9
     plan = {"zero": stage, "shard": 8} if stage else {"replicate": 8}
     program = lowered(SEVEN, Workload(batch=8, seq=1), grad_dtype="bf16", **plan)
-    states = state_memory(program, bounding_ranks(program.batch)[0])
+    states = state_memory(program, program.ranks[0])
     found = {part: one(size) / 1e9 for part, size in states.items()}
     assert found == pytest.approx({"parameters": parameters, "gradients": gradients, "optimizer": optimizer})
     assert sum(found.values()) == pytest.approx(total)
@@ -54,7 +51,7 @@ def test_zero_table_of_seven_billion_on_eight(stage, total, parameters, gradient
 def test_states_follow_dtypes_and_optimizer():
     def bytes_per_parameter(workload=None, **plan):
         program = lowered(SEVEN, workload or Workload(batch=8, seq=1), **plan)
-        return sum(map(one, state_memory(program, bounding_ranks(program.batch)[0]).values())) / 7e9
+        return sum(map(one, state_memory(program, program.ranks[0]).values())) / 7e9
 
     assert bytes_per_parameter() == 18  # fp32 gradients: 2 + 4 + 12
     assert bytes_per_parameter(grad_dtype="bf16") == 16
@@ -79,7 +76,7 @@ def test_gradients_are_sharded_only_if_every_micro_batch_reduces(zero, reduce, s
     """Accumulation without reduction needs unsharded gradients; sharded gradients are reduced M times. No plan has both savings."""
     model, m = SEVEN, 4
     program = lowered(model, Workload(batch=8 * m, seq=1), zero=zero, shard=8, reduce=reduce, grad_dtype="bf16")
-    kept = one(state_memory(program, bounding_ranks(program.batch)[0])["gradients"])
+    kept = one(state_memory(program, program.ranks[0])["gradients"])
     assert kept == pytest.approx(14e9 / (8 if shards else 1))
     reduced = sum(r.bytes for r in traffic(program) if r.collective == "reduce_scatter")
     assert reduced == pytest.approx(14e9 * (m if shards or reduce == "microbatch" else 1))
@@ -137,9 +134,8 @@ def test_full_recompute_keeps_inputs_and_one_layer():
 
     def layers(recompute):
         program = lowered(model, work, microbatch=8, recompute=recompute)
-        holding = bounding_ranks(program.batch)[0]
         embedding = one(sum(program.saved["embedding"].values()))
-        return (one(room.activation_memory(program, holding)) - embedding) / 1e9
+        return (one(memory(program, program.ranks[0])["activations"]) - embedding) / 1e9
 
     assert layers("none") == pytest.approx(73.0, abs=0.1)
     assert layers("full") == pytest.approx(4.29 + 2.28, abs=0.02)
@@ -177,7 +173,8 @@ def test_buckets_of_a_flat_gradient_buffer_take_no_memory():
     flat, separate = (
         of(lowered(GPT, stack=Stack(flat_shards=flat, workspace=0), replicate=8))["working"] for flat in (True, False)
     )
-    buckets = one(room.bucket_memory(lowered(GPT, replicate=8), bounding_ranks(lowered(GPT).batch)[0]))
+    program = lowered(GPT, replicate=8)
+    buckets = one(room.bucket_memory(program, program.ranks[0]))
     assert separate - flat == pytest.approx(buckets)
     assert buckets > 0
 
@@ -239,7 +236,7 @@ def test_a_larger_model_never_needs_less_memory(data, name):
     grown = model.but(
         **{field: 2 * getattr(model, field), **({"head_dim": model.head_width} if field == "hidden" else {})}
     )
-    small, large = (step_cost(step_program(m, plan, WORK), DGX, every_rank=True).peak_memory for m in (model, grown))
+    small, large = (step_cost(step_program(m, plan, WORK, every_rank=True), DGX).peak_memory for m in (model, grown))
     assert one(large) >= one(small)
 
 
@@ -251,7 +248,7 @@ def test_more_sharding_or_recompute_never_needs_more_memory(data, name):
     by_stage = []
     for zero in range(1 if plan.shard > 1 else 0, 4):
         program = step_program(model, plan.but(zero=zero), WORK)
-        by_stage.append(sum(map(one, state_memory(program, bounding_ranks(program.batch)[0]).values())))
+        by_stage.append(sum(map(one, state_memory(program, program.ranks[0]).values())))
     assert by_stage == sorted(by_stage, reverse=True)
     kept = []
     for recompute in ("none", "selective", "full"):
@@ -299,10 +296,10 @@ def test_attention_dropout_costs_time_and_a_tile_but_saves_no_probabilities():
     assert kept[3] - kept[2] == WORK.seq * GPT.heads * WORK.seq * (1 + 2)
     tile = 5 * 4 * GPT.heads * WORK.seq**2
     inner = [lowered(m, pp=4) for m in (plain, drops)]  # a stage without logits, which are larger than the tile
-    middle = [one(working_memory(p, bounding_ranks(p.batch, every_rank=True)[1])) for p in inner]
-    assert middle[1] - middle[0] == one(working_bytes(after.batch))
-    assert one(working_bytes(after.batch)) == tile + 4 * WORK.seq * GPT.hidden * (1 + 2 * 2)
-    assert not one(working_bytes(before.batch))
+    middle = [of(p, 1)["working"] for p in inner]
+    assert middle[1] - middle[0] == one(after.tile)
+    assert one(after.tile) == tile + 4 * WORK.seq * GPT.hidden * (1 + 2 * 2)
+    assert not one(before.tile)
     whole = flops(before, "dense", "FI", "attention")
     assert flops(after, "dense", "FI") - flops(before, "dense", "FI") == pytest.approx(
         whole
@@ -324,7 +321,7 @@ def test_the_fullest_rank_holds_the_rows_that_zero_pads():
     """Four of eight experts over three ranks: one rank has two."""
     work = Workload(batch=6, seq=64)
     flat, rows = (lowered(MOE, work, shard=6, ep=2, zero=1, stack=Stack(flat_shards=f)) for f in (True, False))
-    held = [one(state_memory(p, bounding_ranks(p.batch)[0])["optimizer"]) for p in (flat, rows)]
+    held = [one(state_memory(p, p.ranks[0])["optimizer"]) for p in (flat, rows)]
     experts = one(rows.parameters["moe"]["expert"]) * MOE.layers
     added = {block: one(rows.loads[block]["dense"].held) - one(rows.parameters[block]["dense"]) for block in rows.loads}
     dense = added["moe"] * MOE.layers + added["embedding"] + added["head"]

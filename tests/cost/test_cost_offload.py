@@ -18,10 +18,9 @@ WORK = Workload(batch=8, seq=4096)
 def costed(rate=25e9, **fields):
     plan = Plan(**{"tp": 8, "sp": True, **fields})
     cluster = CLUSTER.but(accelerator=CLUSTER.accelerator.but(host_bandwidth=rate))
-    program = step_program(
-        MODEL, plan, WORK, catalog.load("stacks", "default").but(launch=1e-9, collective_launch=1e-9)
-    )
-    return program, step_cost(program, cluster, every_rank=True)
+    stack = catalog.load("stacks", "default").but(launch=1e-9, collective_launch=1e-9)
+    program = step_program(MODEL, plan, WORK, stack, every_rank=True)
+    return program, step_cost(program, cluster)
 
 
 def saved_bytes(program) -> float:

@@ -19,7 +19,6 @@ from meshwright.describe.cluster import Efficiency
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 
 DENSE, MOE = catalog.load("models", "llama3-8b"), catalog.load("models", "qwen3-30b-a3b")
@@ -77,7 +76,7 @@ def test_a_message_in_parts_takes_a_shorter_send_and_a_gather():
         32 * one(gather.message_bytes) * 3 / 4
     )  # by an end of the model, the busiest in tp: 32 micro-batches, one way
     assert one(parts.traffic["tp"]) == pytest.approx(one(whole.traffic["tp"]) + received)
-    listed = {m.name: m.count for m in messages(parts.program, parts, cluster)}
+    listed = {m.name: m.count for m in messages(parts, cluster)}
     assert listed["parts"] in (32, 64)
 
 
@@ -161,14 +160,14 @@ def test_zero_1_with_one_all_reduce_after_backward_hides_nothing():
         cost(plan, **fields, **more)
         for more in ({}, {"zero_reduction": "whole"}, {"zero_reduction": "whole", "shard_copy": 1e-3})
     )
-    (op,) = (op for op in whole.syncs if op.name == "reduce-gradients")
+    (op,) = (op for op in whole.program.closing if op.name == "reduce-gradients")
     assert op.collective == "all_reduce"
     assert one(op.count) == 1
     assert one(op.message_bytes) == pytest.approx(4.0 * DENSE.total)
     assert one(whole.exposed["dp"]) == pytest.approx(one(whole.reduce))
     assert one(buckets.exposed["dp"]) < one(buckets.reduce)
     tensors = 32 * (4 + 2) + 4  # fused matrices and norms of a layer; the ends of the model
-    gather = next(op for op in whole.syncs if op.name == "gather-parameters")
+    gather = next(op for op in whole.program.closing if op.name == "gather-parameters")
     device, host = one(Network(DGX, whole.program.batch).time(gather)), 1e-3 * 16 * tensors
     more = one(copied.exposed["dp"]) - one(whole.exposed["dp"])
     assert more == pytest.approx((device**3 + host**3) ** (1 / 3) - device)
@@ -212,7 +211,7 @@ def test_a_stack_that_saves_more_needs_more_memory():
     parts = []
     for factor in (1.0, 1.5):
         program = step_program(DENSE, plan, WORK, Stack(saved=factor))
-        parts.append(memory(program, bounding_ranks(program.batch)[0]))
+        parts.append(memory(program, program.ranks[0]))
     head = one(sum(step_program(DENSE, plan, WORK, Stack()).saved["head"].values()))
     layers = [one(p["activations"]) - head for p in parts]
     assert layers[1] == pytest.approx(1.5 * layers[0], rel=1e-6)

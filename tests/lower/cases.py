@@ -16,7 +16,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.tensors import CompressedOptions, LinearOptions
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.op import Op, StepProgram, sent
+from meshwright.lower.program import Op, StepProgram, sent
 from meshwright.lower.step import step_program
 
 GPT = Model(
@@ -89,8 +89,8 @@ WORK = Workload(batch=64, seq=512)
 
 
 def lowered(model: Model = GPT, workload: Workload = WORK, stack: Stack | None = None, **plan: Any) -> StepProgram:
-    """Check and lower one plan."""
-    return step_program(model, Plan(**plan).check(model, workload), workload, stack)
+    """Check and lower one plan, on all of its ranks."""
+    return step_program(model, Plan(**plan).check(model, workload), workload, stack, every_rank=True)
 
 
 def one(value: Any) -> float:

@@ -5,7 +5,7 @@ import pytest
 
 from lower.cases import GPT, GQA, MLA, MODELS, MOE, WORK, lowered, one
 from meshwright.describe.plan import Plan
-from meshwright.lower.op import StepProgram
+from meshwright.lower.program import StepProgram
 from meshwright.lower.rank import OURS, traffic_of_rank
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lower.cases import ALL, MODELS, WORK, one, plans, stack
-from meshwright.cost.memory import elements
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.stages import average_blocks, bounding_ranks, rank_blocks, stages_of_rank
+from meshwright.lower.stages import average_blocks, rank_blocks, stages_of_rank
 from meshwright.lower.step import step_program
 
 FIELDS = ("count", "flops", "bytes", "message_bytes", "launches")
@@ -44,8 +43,8 @@ def numbers(program, i):
         for block, parts in getattr(program, what).items():
             out |= {(what, block, part): at(size) for part, size in parts.items()}
     out |= {("gathered", block): at(size) for block, size in program.gathered.items()}
-    for h in bounding_ranks(program.batch)[:1]:
-        out |= {("elements", group): at(count) for group, count in elements(program, h).items()}
+    for h in program.ranks[:1]:
+        out |= {("elements", group): at(count) for group, count in h.elements.items()}
         add(("step",), sync.step_ops(program, h, zero_3=True))
     return {key: value for key, value in out.items() if value}
 

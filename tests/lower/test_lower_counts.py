@@ -5,11 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lower.cases import ALL, COUNTS, GPT, GQA, MLA, MOE, STORED, WORK, flops, lowered, one, plans
-from meshwright.cost.memory import elements
 from meshwright.describe import catalog
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 
 NAMES = sorted(ALL)
@@ -25,14 +23,9 @@ CATALOG = [
 ]
 
 
-def held(program):
-    """(holding, program) of every pipeline rank."""
-    return bounding_ranks(program.batch, every_rank=True)
-
-
 def total_flops(program, phases, kind="gemm"):
     return sum(
-        one(h.counts[block]) * flops(program, block, phases, kind) for h in held(program) for block in program.kinds()
+        one(h.counts[block]) * flops(program, block, phases, kind) for h in program.ranks for block in program.kinds()
     )
 
 
@@ -72,7 +65,7 @@ def test_splitting_preserves_the_total_flops(data, name):
     """The tp · cp · dp shares of a micro-batch sum to its total, except operations that every tp rank repeats (latents)."""
     model = ALL[name]
     plan = data.draw(plans(model))
-    program = step_program(model, plan, WORK)
+    program = step_program(model, plan, WORK, every_rank=True)
     tokens = plan.microbatch * (WORK.seq if model.kind == "transformer" else 1)
     whole = total_flops(program, "FIW") * plan.tp * plan.cp
     expected = 3 * tokens * products(model, WORK.seq)
@@ -89,7 +82,7 @@ def test_saved_bytes_of_one_rank_equal_those_of_the_model(model, attention):
     saved: dict[str, float] = {}
     for block, parts in program.saved.items():
         for part, size in parts.items():
-            saved[part] = saved.get(part, 0) + one(held(program)[0].counts[block]) * one(size)
+            saved[part] = saved.get(part, 0) + one(program.ranks[0].counts[block]) * one(size)
     assert {p: n for p, n in saved.items() if n} == pytest.approx(model.activations(seq, flash=attention == "flash"))
 
 
@@ -142,9 +135,9 @@ def test_kv_heads_are_copied_not_cut():
 def test_parameters_of_all_ranks_sum_to_the_model_plus_copies(data, name):
     model = ALL[name]
     plan = data.draw(plans(model))
-    program = step_program(model, plan, WORK)
-    dense = sum(one(elements(program, h)["dense"]) for h in held(program)) * plan.tp
-    experts = sum(one(elements(program, h)["expert"]) for h in held(program)) * plan.etp * plan.ep
+    program = step_program(model, plan, WORK, every_rank=True)
+    dense = sum(one(h.elements["dense"]) for h in program.ranks) * plan.tp
+    experts = sum(one(h.elements["expert"]) for h in program.ranks) * plan.etp * plan.ep
     parts = model.parameters()
     assert experts == pytest.approx(parts.get("experts", 0))
     whole_dense = model.total - parts.get("experts", 0)
@@ -162,8 +155,8 @@ def test_parameters_of_all_ranks_sum_to_the_model_plus_copies(data, name):
 def test_stages_hold_every_layer_once(data, name):
     model = ALL[name]
     plan = data.draw(plans(model))
-    program = step_program(model, plan, WORK)
-    ranks = held(program)
+    program = step_program(model, plan, WORK, every_rank=True)
+    ranks = program.ranks
     for kind in model.kinds:
         assert sum(one(h.counts[kind]) for h in ranks) == model.layer_count(kind)
     assert sum(one(h.counts["embedding"]) for h in ranks) == sum(one(h.counts["head"]) for h in ranks) == 1
@@ -179,4 +172,4 @@ def test_stages_hold_every_layer_once(data, name):
 
 def test_explicit_layers_per_stage():
     program = lowered(pp=4, layers_per_stage=(1, 3, 3, 1))
-    assert [one(h.counts["dense"]) for h in held(program)] == [1, 3, 3, 1]
+    assert [one(h.counts["dense"]) for h in program.ranks] == [1, 3, 3, 1]

@@ -16,7 +16,6 @@ from meshwright.describe.sharding import boxes, degrees_of, matrices
 from meshwright.describe.stack import Stack
 from meshwright.lower import muon, sync
 from meshwright.lower.rank import traffic_of_rank
-from meshwright.lower.stages import bounding_ranks
 
 MUON = WORK.but(optimizer="muon")
 WIRE = 2  # bf16
@@ -24,7 +23,7 @@ WIRE = 2  # bf16
 
 def step_ops(model, **plan):
     program = lowered(model, MUON, **plan)
-    held = bounding_ranks(program.batch)[0]
+    held = program.ranks[0]
     return program, {
         (op.name, op.axis): op for op in sync.step_ops(program, held) if op.name in (muon.EXCHANGE, "orthogonalise")
     }
@@ -145,7 +144,7 @@ def test_matrices_have_one_moment_and_the_average_is_one_more():
         "average": MUON.but(ema=True),
     }.items():
         program = lowered(GQA, workload, **plan)
-        sizes[name] = one(state_memory(program, bounding_ranks(program.batch)[0])["optimizer"])
+        sizes[name] = one(state_memory(program, program.ranks[0])["optimizer"])
     fp32 = 4
     assert sizes["adamw"] - sizes["muon"] == pytest.approx(matrix_elements(GQA) / 4 * fp32)
     whole = sum(one(n) for n in muon_free_elements())
@@ -153,10 +152,7 @@ def test_matrices_have_one_moment_and_the_average_is_one_more():
 
 
 def muon_free_elements():
-    from meshwright.lower.footprint import padded_elements
-
-    program = lowered(GQA, MUON, shard=4, zero=1)
-    return padded_elements(program, bounding_ranks(program.batch)[0]).values()
+    return lowered(GQA, MUON, shard=4, zero=1).ranks[0].padded.values()
 
 
 def test_muon_costs_more_without_zero_than_with_it():

@@ -7,7 +7,7 @@ from lower.cases import GPT, GQA, MLA, MLP, MOE, STORED, WORK, block_bytes, call
 from meshwright.describe import catalog
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.op import sent
+from meshwright.lower.program import sent
 from meshwright.lower.traffic import boundary_calls
 
 TOKENS = WORK.seq  # of one micro-batch of one sequence

@@ -7,9 +7,7 @@ from lower.cases import COUNTS, GPT, MOE, WORK, bytes_sent, lowered, one
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
-from meshwright.lower.footprint import elements
 from meshwright.lower.gradients import Load, Message, cut, data_parallel_ops
-from meshwright.lower.stages import bounding_ranks
 
 P = 8
 ONCE = Workload(batch=P, seq=512)  # one micro-batch per rank, so that "per step" and "per micro-batch" agree
@@ -18,7 +16,7 @@ ONCE = Workload(batch=P, seq=512)  # one micro-batch per rank, so that "per step
 def data_parallel(program, rank=0):
     """All data-parallel operations of a rank with their number per step: once per step, or per block under ZeRO-3."""
     b = program.batch
-    holding = bounding_ranks(b, every_rank=True)[rank]
+    holding = program.ranks[rank]
     names = ("reduce-gradients", "reduce-shards", "gather-parameters")
     out = [(1.0, op) for op in sync.step_ops(program, holding) if op.name in names]
     for block, times in holding.counts.items():
@@ -41,7 +39,7 @@ def volume(program, rank=0):
     for times, op in data_parallel(program, rank):
         width = one(b.param_bytes if op.name in ("gather-weights", "gather-parameters") else b.comm_bytes)
         total += times * bytes_sent(program, [op]) / width
-    return total / one(sum(elements(program, bounding_ranks(b, every_rank=True)[rank]).values()))
+    return total / one(sum(program.ranks[rank].elements.values()))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,7 @@ def test_how_often_gradients_are_reduced(plan, rounds):
         for times, op in data_parallel(program)
         if op.name == "reduce-gradients"
     )
-    held = one(sum(elements(program, bounding_ranks(program.batch)[0]).values())) * one(program.batch.comm_bytes)
+    held = one(sum(program.ranks[0].elements.values())) * one(program.batch.comm_bytes)
     assert bytes_ / held == pytest.approx(rounds)
 
 
@@ -237,7 +235,7 @@ def test_zero_3_without_a_shard_group_still_reduces():
 def small(model=GPT, work=ONCE, rank=0, **plan):
     """Small reductions once per step besides the gradients: (name, axis) → bytes."""
     program = lowered(model, work, **plan)
-    held = bounding_ranks(program.batch, every_rank=True)[rank]
+    held = program.ranks[rank]
     ops = sync.small_sums(program.batch, sync.summed(program, held))
     return {(op.name, op.axis): one(op.message_bytes) for op in ops if one(op.count)}
 

@@ -10,7 +10,6 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 
 LAYERS = 6
@@ -193,10 +192,10 @@ def test_wider_units_are_fewer_messages_and_more_memory():
         assert (gather.count * gather.message_bytes).tolist() == pytest.approx([gather.message_bytes[0]] * 3)
     messages = sum(gather.count * (4 if kind == "dense" else 1) for kind, gather in gathers.items())
     assert messages.tolist() == pytest.approx([6, 4, 1])
-    memory = gathered_memory(program, rank_blocks(program.batch, plans_zero(plans)))
+    memory = gathered_memory(program, program.ranks[0])
     assert memory[0] < memory[1] <= memory[2]
     many = step_program(MODEL, [Plan(replicate=2), Plan(replicate=2, reduce="microbatch")], Workload(batch=8, seq=8))
-    once, each = state_memory(many, rank_blocks(many.batch, plans_zero([1, 2])))["gradients"]
+    once, each = state_memory(many, many.ranks[0])["gradients"]
     assert each > once
 
 

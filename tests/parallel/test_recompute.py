@@ -3,14 +3,13 @@
 import os
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ranks
 from meshwright.cost.estimate import estimate
-from meshwright.cost.memory import activation_memory, kept_activations
+from meshwright.cost.memory import memory
 from meshwright.cost.predict import predict
 from meshwright.cost.recompute import USABLE_MEMORY, peak, resolve_recompute
 from meshwright.cost.step import step_cost
@@ -22,7 +21,6 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.recompute import layers_to_recompute, resolve_recompute_budget
-from meshwright.lower.stages import bounding_ranks, rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.models import build
 from meshwright.parallel.recompute import memory_of, recompute, recompute_plan
@@ -95,12 +93,12 @@ def test_recompute_of_some_layers_has_proportional_memory_and_work(fields, again
     """Eight layers in two stages: saved, recomputed, and the mean of both."""
     model, workload = MODEL.but(layers=8), Workload(batch=8, seq=8, precision="fp32")
     plans = [Plan(pp=2, recompute="none"), Plan(pp=2, recompute="full", **fields), Plan(pp=2, recompute="full")]
-    cost = step_cost(step_program(model, plans, workload, Stack()), catalog.load("clusters", "laptop"), every_rank=True)
-    ranks = bounding_ranks(cost.program.batch, every_rank=True)
-    kept = sum(kept_activations(cost.program, rank) for rank in ranks)
+    laptop = catalog.load("clusters", "laptop")
+    cost = step_cost(step_program(model, plans, workload, Stack(), every_rank=True), laptop)
+    kept = sum(rank.kept for rank in cost.program.ranks)
     assert kept[1] == pytest.approx(kept[0] + again / 8 * (kept[2] - kept[0]))
     assert cost.exposed["recompute"][1] == pytest.approx(again / 8 * cost.exposed["recompute"][2])
-    single = step_cost(step_program(model, plans[1], workload, Stack()), catalog.load("clusters", "laptop"), True)
+    single = step_cost(step_program(model, plans[1], workload, Stack(), every_rank=True), laptop)
     assert single.time[0] == pytest.approx(cost.time[1])
 
 
@@ -114,7 +112,7 @@ def test_auto_recomputes_the_fewest_layers_that_fit():
     )
     assert 0 < chosen.recompute_layers < MODEL.layers
     auto = step_program(MODEL, plan.but(recompute_budget=half), batch)
-    assert activation_memory(auto, rank_blocks(auto.batch, np.zeros(1)))[0] <= half + auto.saved["head"]["head"][0] * 2
+    assert memory(auto, auto.ranks[0])["activations"][0] <= half + auto.saved["head"]["head"][0] * 2
     net = network(chosen)
     assert [layer.forward.__qualname__.startswith("recomputed") for layer in net.layers.values()] == [
         i < chosen.recompute_layers for i in range(MODEL.layers)

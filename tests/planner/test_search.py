@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.cost.estimate import estimate
 from meshwright.cost.step import step_cost
-from meshwright.cost.walked import walked_time
+from meshwright.cost.walked import walk_step
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -93,7 +93,8 @@ def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, fields):
     rows = rows.take(np.argsort(rows.time, kind="stable")[:100])  # far beyond what the closed forms may be wrong by
     plans = [where.plan(rows, i) for i in range(len(rows))]
     times = [
-        walked_time(step_program(where.model, plan, where.workload, where.stack), where.cluster, plan) for plan in plans
+        walk_step(step_cost(step_program(*parts, every_rank=True, stages=True), where.cluster), parts[1]).time
+        for parts in ((where.model, plan, where.workload, where.stack) for plan in plans)
     ]
     _, ranking = solve(where)
     # The plans of the space have the usual stages; other divisions are compared in test_stage_lengths.

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from meshwright.cost.compute import attention_time, gemm_time
-from meshwright.lower.op import Op
+from meshwright.lower.program import Op
 from meshwright.training.measure.sleeping import SleepingDevice, device_of
 
 

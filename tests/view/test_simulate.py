@@ -24,7 +24,7 @@ PLANS = [
 def simulated(plan, stack="default", detail=""):
     model, cluster = catalog.load("models", "llama3-8b"), catalog.load("clusters", "dgx-h100").with_gpus(plan.world)
     e = estimate(model, cluster, plan, Workload(batch=128, seq=2048), catalog.load("stacks", stack))
-    walked = walk_step(e.program, e.cost, plan)
+    walked = walk_step(e.cost, plan)
     return e, walked, spans(e, walked, detail)
 
 

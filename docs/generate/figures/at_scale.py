@@ -9,7 +9,7 @@ from figures.figure import Figure, rows
 from meshwright.cost.memory import zero_state_bytes
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.plan import Plan
-from meshwright.lower.op import sent
+from meshwright.lower.program import sent
 from meshwright.programs.pipelines import bubble_fraction, build, walk
 from meshwright.units import parse_rate
 

@@ -9,7 +9,7 @@ from meshwright.cost.memory import largest_model, zero_state_bytes
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.lower.op import sent
+from meshwright.lower.program import sent
 from meshwright.programs.pipelines import bubble_overhead
 from meshwright.units import parse_rate
 

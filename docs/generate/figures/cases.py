@@ -16,7 +16,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
-from meshwright.lower.op import StepProgram, sent
+from meshwright.lower.program import StepProgram, sent
 from meshwright.lower.step import step_program
 from meshwright.programs.collectives import Program, Walk, build, walk
 

@@ -7,7 +7,7 @@ from figures.figure import Figure, rows
 from meshwright.cost import advice
 from meshwright.cost.memory import largest_model, zero_state_bytes
 from meshwright.describe.plan import Plan
-from meshwright.lower.op import sent
+from meshwright.lower.program import sent
 
 holds, bound, convention, wrong = rows("guide")
 NOMINAL = {

@@ -8,7 +8,7 @@ from figures.cases import GB, KB, MB, MIB, TB, TERA, device, link, lowered, mode
 from figures.figure import Figure, rows
 from meshwright.cost import roofline
 from meshwright.cost.link import crossover, message_time
-from meshwright.lower.op import scalar
+from meshwright.lower.program import scalar
 
 holds, bound, convention, wrong = rows("guide")
 BATCHES = {1: "3072.0", 4: "12288.0", 16: "49152.0", 64: "196608.0", 256: "786432.0"}

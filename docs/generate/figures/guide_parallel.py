@@ -6,7 +6,7 @@ from figures.cases import GB, MB, boundary, calls, layer_bytes, lowered, model, 
 from figures.figure import Figure, rows
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
-from meshwright.lower.op import StepProgram
+from meshwright.lower.program import StepProgram
 from meshwright.programs.pipelines import bubble_fraction, bubble_overhead, build, looped, walk
 
 holds, _, convention, wrong = rows("guide")

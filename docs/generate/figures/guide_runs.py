@@ -5,7 +5,7 @@ from __future__ import annotations
 from figures.cases import GB, MB, boundary, calls, layer_bytes, lowered, model, traffic, volume
 from figures.figure import Figure, rows
 from meshwright.describe.plan import Plan
-from meshwright.lower.op import scalar
+from meshwright.lower.program import scalar
 
 holds, _, convention, wrong = rows("guide")
 PRINTED = {"llama-65b": 65.2, "llama2-70b": 70.0}  # billions, as in the tables of the papers

@@ -8,7 +8,7 @@ from figures.cases import GB, TB, device, link, lowered, model, one, walked
 from figures.figure import Figure, rows
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.lower.op import sent
+from meshwright.lower.program import sent
 from meshwright.programs.collectives import build
 from meshwright.programs.collectives.arrays import run_on_arrays
 

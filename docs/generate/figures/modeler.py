@@ -11,7 +11,7 @@ from meshwright.cost.link import message_time
 from meshwright.cost.memory import zero_state_bytes
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.plan import Plan
-from meshwright.lower.op import scalar, sent
+from meshwright.lower.program import scalar, sent
 from meshwright.programs.collectives.formulas import terms
 from meshwright.programs.pipelines import bubble_fraction, bubble_overhead, build, in_flight, makespan, walk
 

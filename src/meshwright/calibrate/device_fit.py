@@ -49,7 +49,7 @@ from meshwright.describe.workload import Workload
 from meshwright.lower import attention_tiles, ends, sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.layer import LayerLowering
-from meshwright.lower.op import Op
+from meshwright.lower.program import Op
 from meshwright.lower.step import step_program
 from meshwright.units import format_rate
 

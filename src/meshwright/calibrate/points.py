@@ -23,7 +23,7 @@ from meshwright.cost.collective import OPERATIONS as PRICED
 from meshwright.describe.base import Described, Seconds
 from meshwright.describe.files import check_depth, read_text, write_text
 from meshwright.errors import MeshwrightError
-from meshwright.lower.op import sent
+from meshwright.lower.program import sent
 
 VERSION = 1
 IDLE_SHARE = 0.10  # a machine is idle if other processes use less than this share of its cores

@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
-from meshwright.lower.op import Array
+from meshwright.lower.program import Array
 from meshwright.programs.pipelines.formulas import bubble_fraction
 
 BUCKETS = (25e6, 4e9)  # bytes: from PyTorch's default to the size that a ring of thousands of ranks needs

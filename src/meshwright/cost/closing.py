@@ -9,28 +9,29 @@ from meshwright.cost.collective import Network
 from meshwright.cost.phase import AXIS_OF, RankTime, in_units, together, unit_overlap
 from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.describe.sharding import DATA_AXES
-from meshwright.describe.sharding.boxes import axes_of
+from meshwright.describe.sharding.boxes import TENSOR_AXES, axes_of
 from meshwright.describe.stack import Stack
-from meshwright.lower import muon, sync
-from meshwright.lower.batch import Batch
-from meshwright.lower.footprint import padded_elements
-from meshwright.lower.gradients import reduced_whole
-from meshwright.lower.op import Array, Op, StepProgram, present
-from meshwright.lower.stages import StageBlocks, rank_blocks
-from meshwright.lower.traffic import DATA_PARALLEL
+from meshwright.lower.program import (
+    DATA_PARALLEL,
+    EXCHANGE,
+    ORTHOGONALISE,
+    Array,
+    Batch,
+    Op,
+    StepProgram,
+    present,
+)
 
 HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
 
 
-def closing_time(
-    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], slow: RankTime
-) -> dict[str, Array]:
+def closing_time(program: StepProgram, cluster: Cluster, network: Network, slow: RankTime) -> dict[str, Array]:
     """Seconds of the gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
     b, device = program.batch, cluster.accelerator
     reduce, gather, compress, update, last, hooks = (np.zeros(b.n) for _ in range(6))
     matrices = MuonTime()
     after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # reductions that wait for the data-parallel ones
-    for op in ops:
+    for op in program.closing:
         seconds = network.time(op) if op.axis else compute.memory_time(device, op) * b.stack.elementwise
         if b.stack.unit_launch and op.part in DATA_PARALLEL and op.axis:
             hooks = hooks + op.count * np.where(in_units(b, op.part), b.stack.unit_launch, 0.0)
@@ -55,7 +56,7 @@ def closing_time(
     blocks = present(b.zero >= 1) and not unit_overlap(b.stack)
     overlaps = b.overlap["dp"] * np.where(in_units(b, "dense"), 0.0, 1.0) if blocks else b.overlap["dp"]
     if b.stack.zero_reduction == "whole":
-        overlaps = overlaps * ~reduced_whole(b)
+        overlaps = overlaps * ~b.reduced_whole
     window = b.stack.hides * (slow.i + slow.w) * overlaps * rounds
     hidden = np.minimum(reduce, window)
     tail = np.maximum(last - (reduce - hidden), 0.0)
@@ -86,9 +87,9 @@ class MuonTime:
         self.products: Array = 0.0
 
     def add(self, op: Op, seconds: Array) -> None:
-        if op.name == muon.EXCHANGE:
+        if op.name == EXCHANGE:
             self.messages[op.axis], self.rounds[op.axis] = seconds, op.count / 2  # there and back
-        elif op.name == muon.ORTHOGONALISE:
+        elif op.name == ORTHOGONALISE:
             self.products = self.products + seconds
 
     def hidden(self, b: Batch) -> Array:
@@ -98,9 +99,15 @@ class MuonTime:
             by_tensor = self.rounds.get(tensor, np.zeros(b.n)) > 0
             for axis in {shard, tensor} & {*self.messages}:
                 rounds = np.maximum(self.rounds[axis], 1.0)
-                share = np.maximum(1 - muon.turns_ahead(axis, by_tensor) / rounds, 0.0)
+                share = np.maximum(1 - turns_ahead(axis, by_tensor) / rounds, 0.0)
                 behind = behind + self.messages[axis] * share
         return np.minimum(behind, b.stack.hides * self.products) * b.overlap["dp"]
+
+
+def turns_ahead(axis: str, by_tensor: Array) -> Array:
+    """Return how many rounds before its products a round's boxes leave over an axis, and how many rounds later they are back. ZeRO's boxes then still
+    have to cross the tensor-parallel axis, if the matrix is cut there too."""
+    return 1.0 if axis in TENSOR_AXES.values() else np.where(by_tensor, 2.0, 1.0)
 
 
 def _on_device(b: Batch, device: Accelerator, op: Op) -> Array:
@@ -124,24 +131,7 @@ def _compress_time(stack: Stack, device: Accelerator, op: Op) -> Array:
     return host + op.selected_from * device.efficiency.selection
 
 
-def host_update_time(b: Batch, device: Accelerator, elements: Array) -> Array:
-    """Seconds in which the host updates `elements`, with the copies of their gradients and parameters."""
-    copied = sum(op.bytes for op in sync.state_copies(b, elements))
-    return sync.update_bytes(b, elements) / HOST_RATE + copied / device.host_bandwidth
-
-
-def fullest_rank(program: StepProgram, held: list[StageBlocks]) -> StageBlocks:
-    """The rank of each plan with the most elements to reduce and update: it finishes last."""
-    if len(held) == 1:
-        return held[0]
-    b = program.batch
-    sizes = [b.full(sum(padded_elements(program, h).values())) for h in held]
-    ranks = np.stack([b.full(h.rank) for h in held])
-    return rank_blocks(b, np.take_along_axis(ranks, np.stack(sizes).argmax(axis=0)[None, :], 0)[0])
-
-
-def largest_sums(program: StepProgram, held: list[StageBlocks]) -> dict[str, Array]:
-    """Elements reduced after the data-parallel reduction, on the rank that has the most. The gradient norm, and so the update of every
-    rank, waits for all of these reductions."""
-    sums, n = [sync.summed(program, h) for h in held], program.batch.n
-    return {axis: np.maximum.reduce([np.broadcast_to(found[axis], n) for found in sums]) for axis in sums[0]}
+def host_update_time(device: Accelerator, ops: list[Op]) -> Array:
+    """Seconds of an update that the host runs: the update itself, and the copies of gradients and parameters."""
+    copied = sum(op.bytes for op in ops if op.kind == "host")
+    return sum(op.bytes for op in ops if op.name == "update") / HOST_RATE + copied / device.host_bandwidth

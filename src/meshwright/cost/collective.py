@@ -14,8 +14,7 @@ import numpy as np
 from meshwright.cost.curve import Curve, SwitchCurve, TreeCurve, curves
 from meshwright.cost.group import Group, ring_rates
 from meshwright.describe.cluster import Cluster
-from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Column, Op
+from meshwright.lower.program import Array, Batch, Column, Op
 
 OPERATIONS = {
     "all_reduce": "all-reduce",

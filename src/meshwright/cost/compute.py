@@ -25,7 +25,7 @@ import numpy as np
 
 from meshwright.describe.cluster import Accelerator
 from meshwright.describe.stack import Stack
-from meshwright.lower.op import Array, Op
+from meshwright.lower.program import Array, Op
 
 
 def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:

@@ -48,7 +48,7 @@ def critical_batch(model: Model, cluster: Cluster, plan: Plan, workload: Workloa
     def hidden(microbatch: int) -> bool:
         trial = plan.but(microbatch=microbatch, recompute_layers=plan.recompute_layers)
         work = workload.but(batch=batch(microbatch))
-        cost = step_cost(step_program(model, trial, work, stack), cluster, every_rank=True)
+        cost = step_cost(step_program(model, trial, work, stack, every_rank=True), cluster)
         return float(np.broadcast_to(cost.unhidden, 1)[0]) <= 1e-9 * float(cost.time[0])
 
     if hidden(1):

@@ -18,7 +18,7 @@ from meshwright.cost import library
 from meshwright.cost.group import Group
 from meshwright.describe.cluster import Cluster
 from meshwright.errors import unknown
-from meshwright.lower.op import Array, Column, present
+from meshwright.lower.program import Array, Column, present
 from meshwright.programs.collectives.formulas import (
     FORMULAS,
     Rates,

@@ -31,7 +31,7 @@ from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.op import StepProgram, scalar
+from meshwright.lower.program import StepProgram, scalar
 from meshwright.lower.step import step_program
 from meshwright.units import format_seconds
 
@@ -111,7 +111,7 @@ class Estimate(Shown):
     @cached_property
     def walked(self) -> WalkedStep:
         """The step simulated action by action, as `simulate` draws it."""
-        return walk_step(self.program, self.cost, self.plan)
+        return walk_step(self.cost, self.plan)
 
     @property
     def bubble_fraction(self) -> float:
@@ -133,7 +133,7 @@ class Estimate(Shown):
     @cached_property
     def messages(self) -> list[Message]:
         """The collectives of the step, those that take longest first."""
-        return messages(self.program, self.cost, self.cluster)
+        return messages(self.cost, self.cluster)
 
     def __repr__(self) -> str:
         p = self.prediction
@@ -204,8 +204,8 @@ def estimate(
     plan.check(model, workload, cluster, stack)
     plan = in_framework(plan, model, stack)
     given, plan = plan, resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
-    program = step_program(model, plan, workload, stack)
-    cost = step_cost(program, cluster, every_rank=True)
+    program = step_program(model, plan, workload, stack, every_rank=True, stages=True)
+    cost = step_cost(program, cluster)
     result = prediction(cost, model, cluster, plan, workload, stack, assumed)
     shown = axis_levels(program, cluster), inference(model, cluster)
     return Estimate(model, cluster, plan, workload, stack, program, cost, result, *shown, given, compiled)
@@ -264,7 +264,7 @@ def level_bytes(e: Estimate) -> list[float]:
     """Bytes that one device of the slowest rank sends through each level in a step; the cards of a node share its outgoing traffic."""
     network = Network(e.cluster, e.program.batch)
     out = [0.0] * len(e.cluster.levels)
-    for op, times in step_calls(e.program, e.cost):
+    for op, times in step_calls(e.cost):
         if times and float(e.program.batch.size(op.axis)[0]) > 1:
             for level, size in network.bytes_by_level(op).items():
                 out[level] += times * size

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
-from meshwright.lower.op import Column
+from meshwright.lower.program import Column
 
 LARGEST_TABLE = 2**20  # entries of the lookup table of shapes; with more keys, sorting finds the shapes
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
-from meshwright.lower.op import Array, Column
+from meshwright.lower.program import Array, Column
 from meshwright.programs.collectives.comparison import SWITCHED, runs_on
 
 RINGS = {

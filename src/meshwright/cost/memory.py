@@ -16,6 +16,7 @@ DDP 112 GB, ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 (docs/figures.md lists publishe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -23,21 +24,12 @@ import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
-from meshwright.lower import muon
-from meshwright.lower.attention_dropout import working_bytes
-from meshwright.lower.compression_memory import compression_buffers
-from meshwright.lower.footprint import GROUPS, elements, padded_elements
-from meshwright.lower.gradients import batch_messages, gathered_weights, sharded
-from meshwright.lower.op import Array, Column, StepProgram, present
-from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
-from meshwright.lower.sync import average_bytes
-from meshwright.lower.traffic import boundary_messages, boundary_ops
+from meshwright.lower.program import AFTER_LAYERS, Array, Column, RankProgram, StepProgram, present
 
-AFTER_LAYERS = ("head", "mtp")  # blocks that run backward directly after forward
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
 
-def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
+def state_memory(program: StepProgram, held: RankProgram) -> dict[str, Array]:
     """Parameters, gradients and optimizer states on this rank, in bytes."""
     b = program.batch
     out: dict[str, Array] = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
@@ -55,19 +47,18 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     )
     # Compression keeps the unsent part of the gradient (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
     error_feedback = COMPRESSIONS.column("keeps_error")[b.compression] * b.grad_bytes
-    padded, by_muon = padded_elements(program, held), muon.updated_elements(program, held)
-    for group, count in elements(program, held).items():
+    for group, count in held.elements.items():
         shard = b.size(DATA_AXES[group].shard)
-        share = padded[group] / shard  # elements on the fullest rank
+        share = held.padded[group] / shard  # elements on the fullest rank
         out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
         out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
         out["gradients"] += count * (unfused + (error_feedback + twice) * (b.size("dp_cp") > 1))
-        states = master + b.workload.state_copies * b.state_bytes + (average_bytes(b) if b.workload.ema else 0.0)
+        states = master + b.workload.state_copies * b.state_bytes + (b.average_bytes if b.workload.ema else 0.0)
         out["optimizer"] += on_device * states * np.where(b.zero >= 1, share, count)
-        if group in by_muon:  # other parameters have Adam's second moment as well
-            before, after = by_muon[group]
+        if group in held.by_muon:  # other parameters have Adam's second moment as well
+            before, after = held.by_muon[group]
             out["optimizer"] += on_device * b.state_bytes * np.where(b.zero >= 1, share - after, count - before)
     if b.stack.fp8_passes and b.workload.precision == "fp8":
         layers = [kind for kind in program.parameters if kind in b.model.kinds]
@@ -82,31 +73,8 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
 
 def largest_state(program: StepProgram) -> Column:
     """Bytes of parameters, gradients and optimizer states on the fullest rank of each plan."""
-    found = [sum(state_memory(program, held).values()) for held in bounding_ranks(program.batch)]
-    return np.maximum.reduce([program.batch.full(total) for total in found])
-
-
-def kept_activations(program: StepProgram, held: StageBlocks) -> Array:
-    """Bytes that the layers save for backward, of all micro-batches in flight."""
-    b = program.batch
-    one = np.zeros(b.n)
-    for block, parts in program.saved.items():
-        if block not in AFTER_LAYERS:
-            one = one + held.counts[block] * sum(parts.values())
-    if held.recomputed is not None:  # the layers that are not recomputed save everything
-        for block, saving in program.recompute_savings.items():
-            one = one + (held.counts[block] - held.recomputed[block]) * saving
-    gradients: Array = 0.0
-    if b.stack.torch_pipeline and present(
-        b.splits
-    ):  # the first half recomputes layers, and the second half needs their tensors again
-        gradients = sum(
-            held.counts[block] * (bytes_ + np.where(b.reruns_layers, program.recompute_savings.get(block, 0.0), 0.0))
-            for block, bytes_ in program.output_gradients.items()
-        )
-        gradients = gradients / np.maximum(one, 1.0)
-    two_layers = one * 2 / np.maximum(sum(held.counts.values()), 1)  # offloaded: the running and the transferred layer
-    return np.where(b.offload_activations, np.minimum(one, two_layers), one * in_flight(b, held.rank, gradients))
+    totals = [sum(state_memory(program, rank).values()) for rank in program.ranks]
+    return np.maximum.reduce([program.batch.full(total) for total in totals])
 
 
 class Moment(NamedTuple):
@@ -131,7 +99,7 @@ def fullest(moments: list[Moment]) -> Moment:
     return reduce(fuller, moments)
 
 
-def loss_moment(program: StepProgram, held: StageBlocks) -> Moment:
+def loss_moment(program: StepProgram, held: RankProgram) -> Moment:
     """Memory of the loss alone. The head's backward directly follows its forward, so its logits are freed after each micro-batch and before any
     layer runs backward."""
     head = sum(
@@ -153,17 +121,17 @@ def layer_moment(program: StepProgram) -> Moment:
     if b.stack.reuses_saved:  # routed experts are not compiled
         once, each = (max(m.ffn * copies, experts, m.linear.projected) for copies in (1, 1 + columns))
         widest = np.where(b.reruns_layers, each, once)
-    flow = b.tokens * (2 * m.hidden + widest / b.tp) * e + working_bytes(b)
+    flow = b.tokens * (2 * m.hidden + widest / b.tp) * e + program.tile
     return Moment(np.where(b.reruns_layers, program.transient, 0.0), flow)
 
 
-def reduction_moments(program: StepProgram, held: StageBlocks) -> list[Moment]:
+def reduction_moments(program: StepProgram, held: RankProgram) -> list[Moment]:
     """Memory of reductions of ZeRO units, where each micro-batch is reduced: at the end of a layer the gradients of the unit and the copy that is
     sent, and in the next layer still that copy. The tensors that the reduced layer saved are freed by then."""
     b = program.batch
     on = (b.zero >= 2) & b.reduce_each & (b.size("shard_cp") > 1)
     unit = _largest(program, held, {block: groups["dense"].held for block, groups in program.loads.items()}) * b.wrap
-    freed = kept_activations(program, held) / np.maximum(sum(held.counts[kind] for kind in b.model.kinds), 1.0)
+    freed = held.kept / np.maximum(sum(held.counts[kind] for kind in b.model.kinds), 1.0)
     layer, flow = layer_moment(program), 2 * b.tokens * b.model.hidden * program.element
     moments = [
         Moment(-freed, flow + unit * (b.param_bytes + b.comm_bytes)),
@@ -172,13 +140,13 @@ def reduction_moments(program: StepProgram, held: StageBlocks) -> list[Moment]:
     return [Moment(np.where(on, m.saved, 0.0), np.where(on, m.working, 0.0)) for m in moments]
 
 
-def _largest(program: StepProgram, held: StageBlocks, sizes: dict[str, Array]) -> Array:
+def _largest(program: StepProgram, held: RankProgram, sizes: dict[str, Array]) -> Array:
     """The largest of some sizes by block, among the blocks of a rank."""
     here = (np.minimum(held.counts[block], 1.0) * size for block, size in sizes.items())
     return np.maximum.reduce([program.batch.full(size) for size in here])
 
 
-def temporary_memory(program: StepProgram, held: StageBlocks) -> tuple[Array, Array]:
+def temporary_memory(program: StepProgram, held: RankProgram) -> tuple[Array, Array]:
     """Return saved and working bytes that only one part of backward needs: the larger of the loss and of one layer."""
     b = program.batch
     if b.model.kind == "counts":
@@ -190,7 +158,7 @@ def temporary_memory(program: StepProgram, held: StageBlocks) -> tuple[Array, Ar
     return found.saved, found.working
 
 
-def lazy_moment(program: StepProgram, held: StageBlocks, gradients: Array) -> Moment:
+def lazy_moment(program: StepProgram, held: RankProgram, gradients: Array) -> Moment:
     """The fullest moment of a backward that allocates gradients when they are computed.
 
     From layer to layer activations shrink and gradients grow, both linearly, so the fullest layer is the last one or the first one of the model:
@@ -201,7 +169,7 @@ def lazy_moment(program: StepProgram, held: StageBlocks, gradients: Array) -> Mo
         update        no activations, all gradients
     """
     b = program.batch
-    kept, loss, layer = kept_activations(program, held), loss_moment(program, held), layer_moment(program)
+    kept, loss, layer = held.kept, loss_moment(program, held), layer_moment(program)
     counts = {block: held.counts[block] for block in program.parameters}
     sizes = {block: counts[block] * sum(program.parameters[block].values()) for block in counts}
     share = {block: gradients * size / sum(sizes.values()) for block, size in sizes.items()}
@@ -237,49 +205,35 @@ def _loss_bytes(program: StepProgram) -> Array:
     return loss
 
 
-def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """Bytes saved for backward by all micro-batches in flight, plus the logits or those of the layer in recomputation."""
-    return kept_activations(program, held) + temporary_memory(program, held)[0]
-
-
-def working_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """Bytes of the temporary tensors of one layer's backward or of the loss, of gradient buckets, and of the workspace of matrix products."""
-    return temporary_memory(program, held)[1] + bucket_memory(program, held) + program.batch.stack.workspace
-
-
-def bucket_memory(program: StepProgram, held: StageBlocks) -> Array:
+def bucket_memory(program: StepProgram, held: RankProgram) -> Array:
     """Two communication buckets, together no larger than all gradients. The buckets of a flat gradient buffer are parts of it."""
     b = program.batch
     if b.stack.flat_shards or b.stack.gradient_views:
         return np.zeros(b.n)
-    gradients = sum(elements(program, held).values()) * b.comm_bytes
+    gradients = sum(held.elements.values()) * b.comm_bytes
     return np.where(b.dp > 1, np.minimum(2 * np.minimum(b.bucket, 1e9), gradients), 0.0)
 
 
-def message_memory(program: StepProgram, held: StageBlocks) -> Array:
+def message_memory(program: StepProgram, held: RankProgram) -> Array:
     """Memory of the messages of a step in torch's pipeline: a receive buffer for each of them, and what was sent until the step has ended. The
     received inputs of micro-batches in flight are among the tensors saved for backward."""
     b = program.batch
     if not (b.stack.torch_pipeline and present(b.pp > 1)):
         return np.zeros(b.n)
-    on, back = boundary_messages(b, held.rank)
-    size = sum((op.message_bytes for _, op in boundary_ops(program)[:1]), 0.0)
-    return size * np.maximum(2 * b.rounds * (on + back) - in_flight(b, held.rank) * back, 0.0)
+    (activations, on), (_, back), *_ = held.sends
+    return activations.message_bytes * np.maximum(2 * b.rounds * (on + back) - held.in_flight * back, 0.0)
 
 
-def _add_compression(program: StepProgram, held: StageBlocks, out: dict[str, Array]) -> None:
+def _add_compression(program: StepProgram, held: RankProgram, out: dict[str, Array]) -> None:
     """Raise the working memory to what compressors need: the buffers of one message during backward, those of all messages when
     backward has freed its activations."""
-    b = program.batch
-    groups = GROUPS if b.model.experts else GROUPS[:1]
-    found = [compression_buffers(b, group, batch_messages(program, held, group)) for group in groups]
-    together, largest = sum(total for total, _ in found), np.maximum.reduce([b.full(one) for _, one in found])
+    together, largest = held.compression
     out["working"] = out["working"] + np.maximum(largest - bucket_memory(program, held), 0.0)
     live = out["activations"] + out["gathered"] + out["working"]
     out["working"] = out["working"] + np.maximum(together - live, 0.0)
 
 
-def gathered_memory(program: StepProgram, held: StageBlocks) -> Array:
+def gathered_memory(program: StepProgram, held: RankProgram) -> Array:
     """ZeRO-3: the gathered weights of the running layer and the prefetched one (of all layers if forward does not free them), and the
     unsharded gradient of one layer before its reduce-scatter."""
     b = program.batch
@@ -289,32 +243,28 @@ def gathered_memory(program: StepProgram, held: StageBlocks) -> Array:
     largest, copies = _largest(program, held, program.gathered), np.where(b.prefetch, 2.0, 1.0)
     grads = _largest(program, held, program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes)
     grads = 0.0 if b.stack.gradient_views else grads  # `reduction_moments` have them
-    whole = sum(np.where(sharded(b, g), n, 0.0) for g, n in elements(program, held).items()) * b.param_bytes
-    for block, groups in program.loads.items() if b.gathers_fp8 else ():
-        for group, load in groups.items():  # bytes that fp8 saves
-            whole = whole - held.counts[block] * (load.held * b.param_bytes - gathered_weights(b, group, load))
     units = copies * largest
     if (
         b.stack.gradient_views and b.model.tied
     ):  # the ends of the model are one unit, which stays gathered in the whole backward
         both = held.counts["embedding"] * held.counts["head"] * program.gathered["embedding"]
         units = units + np.where(both < largest, both, 0.0)
-    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(units, whole), whole) + grads, 0.0)
+    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(units, held.gathered), held.gathered) + grads, 0.0)
 
 
-def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
+def memory(program: StepProgram, held: RankProgram) -> dict[str, Array]:
     """Peak bytes of one rank by part; they sum to the peak."""
     b = program.batch
     out = state_memory(program, held)
     saved, working = temporary_memory(program, held)
-    out["activations"] = kept_activations(program, held) + saved
+    out["activations"] = held.kept + saved
     out["gathered"] = gathered_memory(program, held)
     out["working"] = working + bucket_memory(program, held) + message_memory(program, held) + b.stack.workspace
     if b.compresses:
         _add_compression(program, held, out)
-    if muon.is_used(b):  # its buffers take the place of activations, which are freed by then
+    if program.matrices:  # Muon: its buffers take the place of activations, which are freed by then
         live = out["activations"] + out["gathered"] + out["working"]
-        out["working"] = out["working"] + np.maximum(muon.buffer_bytes(program, held) - live, 0.0)
+        out["working"] = out["working"] + np.maximum(held.matrix_buffers - live, 0.0)
     if b.stack.lazy_gradients and b.model.kind != "counts":
         lazy, found = (b.microbatches == 1) & (b.size("dp_cp") == 1), lazy_moment(program, held, out["gradients"])
         for part, size in (("activations", found.saved), ("gradients", found.gradients)):
@@ -325,6 +275,12 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     out["slack"] = b.stack.allocator_slack * live
     out["context"] = b.stack.context - b.stack.workspace + b.stack.communicator * groups
     return out
+
+
+def rank_peaks(program: StepProgram, ranks: Sequence[RankProgram] | None = None) -> Column:
+    """Peak bytes of some ranks of each plan, by default those of the program: (ranks, plans)."""
+    totals = [sum(memory(program, rank).values()) for rank in ranks or program.ranks]
+    return np.stack([program.batch.full(total) for total in totals])
 
 
 def zero_state_bytes(

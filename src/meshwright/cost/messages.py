@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshwright.cost.collective import OPERATIONS, Network
 from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.step import StepCost
 from meshwright.describe.cluster import Cluster
-from meshwright.lower.op import Op, StepProgram, scalar
-from meshwright.lower.traffic import boundary_calls
+from meshwright.lower.program import Op, scalar
 
 
 @dataclass(frozen=True)
@@ -40,32 +37,32 @@ class Message:
         return self.sent / self.seconds
 
 
-def step_calls(program: StepProgram, cost: StepCost) -> Iterator[tuple[Op, float]]:
+def step_calls(cost: StepCost) -> Iterator[tuple[Op, float]]:
     """Every collective of the slowest rank with the number of calls in a step; sends between stages are not among them."""
-    held = cost.stage_blocks[int(cost.slowest[0])]
+    program = cost.program
+    held = program.ranks[int(cost.slowest[0])]
     rounds = max(1.0, float(program.batch.microbatches[0]))
     for key, ops in program.blocks.items():
         for op in ops:
             if op.axis:
                 yield op, rounds * scalar(op.count) * scalar(held.times(*key))
-    for op in cost.syncs:
+    for op in program.closing:
         if op.axis and op.axis != "ends":
             yield op, scalar(op.count)
 
 
-def messages(program: StepProgram, cost: StepCost, cluster: Cluster) -> list[Message]:
+def messages(cost: StepCost, cluster: Cluster) -> list[Message]:
     """All collectives and sends of one plan's step, those that take longest first. Equal calls of several blocks are one entry."""
+    program = cost.program
     network = Network(cluster, program.batch)
-    calls = [(op, times) for op, times in step_calls(program, cost) if times > 0]
-    rank = np.array([scalar(cost.stage_blocks[int(cost.slowest[0])].rank)])
     rounds = max(1.0, float(program.batch.microbatches[0]))
-    between = [(op, rounds * scalar(op.count) * scalar(times)) for op, times in boundary_calls(program, rank)]
-    calls += [(op, times) for op, times in between if times > 0]
+    sends = program.ranks[int(cost.slowest[0])].sends
+    calls = [*step_calls(cost), *((op, rounds * scalar(op.count) * scalar(times)) for op, times in sends)]
     found: dict[tuple[str, str, str, float], Message] = {}
     for op, times in calls:
         size = scalar(op.message_bytes)
         ranks = int(scalar(program.batch.size(op.axis)))
-        if ranks < 2 or size <= 0:
+        if times <= 0 or ranks < 2 or size <= 0:
             continue
         key = (op.name, op.axis, op.collective, size)
         before = found[key].count if key in found else 0.0

@@ -24,11 +24,7 @@ from meshwright.cost import compute
 from meshwright.cost.collective import Network
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.stack import Stack
-from meshwright.lower.batch import Batch
-from meshwright.lower.gradients import sharded
-from meshwright.lower.op import Array, Op, StepProgram
-from meshwright.lower.stages import StageBlocks
-from meshwright.lower.traffic import DATA_PARALLEL
+from meshwright.lower.program import DATA_PARALLEL, Array, Batch, Op, StageBlocks, StepProgram
 
 AXIS_OF = {  # group of an operation → axis under which its time is reported
     **dict.fromkeys(("tp", "expert_tp", "kv_copies"), "tp"),
@@ -219,7 +215,7 @@ def launch_time(stack: Stack, op: Op) -> float:
 
 def in_units(b: Batch, group: str) -> Array:
     """Mark the plans of the batch that shard the parameters of a group in units (`fully_shard`)."""
-    return sharded(b, group) & b.units
+    return b.sharded(group) & b.units
 
 
 def unit_hooks(b: Batch, phase: str) -> Array:

@@ -24,7 +24,7 @@ from meshwright.units import format_flops
 def cost_of(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack) -> StepCost:
     """Cost one plan on every pipeline rank."""
     plan = resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
-    return step_cost(step_program(model, plan, workload, stack), cluster, every_rank=True)
+    return step_cost(step_program(model, plan, workload, stack, every_rank=True), cluster)
 
 
 def predict(

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-import numpy as np
-
-from meshwright.cost.memory import memory
+from meshwright.cost.memory import rank_peaks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import USABLE_MEMORY
@@ -21,7 +19,6 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.recompute import resolve_recompute_budget
-from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.units import format_bytes
 
@@ -56,6 +53,4 @@ def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack
 
 def peak(model: Model, plan: Plan, workload: Workload, stack: Stack) -> float:
     """Peak bytes on the fullest rank."""
-    program = step_program(model, plan, workload, stack)
-    parts = [memory(program, rank_blocks(program.batch, np.full(1, float(rank)))) for rank in range(plan.pp)]
-    return max(sum(float(np.broadcast_to(size, 1)[0]) for size in rank.values()) for rank in parts)
+    return float(rank_peaks(step_program(model, plan, workload, stack, every_rank=True)).max())

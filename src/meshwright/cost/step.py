@@ -23,17 +23,12 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.cost.closing import closing_time, fullest_rank, largest_sums
+from meshwright.cost.closing import closing_time
 from meshwright.cost.collective import Network
 from meshwright.cost.memory import memory
 from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, PhaseTime, RankTime, phase_times, rank_time
 from meshwright.describe.cluster import Cluster
-from meshwright.lower import sync
-from meshwright.lower.batch import Batch
-from meshwright.lower.muon import EXCHANGE
-from meshwright.lower.op import Array, Column, Op, StepProgram, present, sent
-from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks
-from meshwright.lower.traffic import boundary_calls
+from meshwright.lower.program import EXCHANGE, Array, Batch, Column, Op, StepProgram, present, sent
 from meshwright.programs.pipelines import formulas
 
 TRAFFIC_AXIS = {"stage": "dp"}  # bytes between all ranks of a stage count as dp traffic; their time counts as ep
@@ -47,9 +42,8 @@ class StepCost:
     exposed: dict[str, Array]
     busy: dict[str, Array]
     flops: Array  # of the hardware, per device and step
-    slowest: Column  # index into `ranks`
+    slowest: Column  # index into `ranks`, which are those of the program
     ranks: list[RankTime]
-    stage_blocks: list[StageBlocks]
     times: dict[tuple[str, str], PhaseTime]  # by block and phase
     boundary: Column  # seconds of one pipeline message, with the gather of its parts
     after: Array  # seconds of reductions that follow the data-parallel ones: over tp, tied embeddings, and a stage
@@ -57,24 +51,22 @@ class StepCost:
     tail: Array  # seconds by which the last gradient message exceeds the other exposed gradient reduction
     unhidden: Array  # seconds of data-parallel communication that may overlap, but not enough compute hides it
     program: StepProgram
-    syncs: list[Op]
     sharing: float = 1.0  # processes per core (`Cluster.sharing`)
 
     @cached_property
     def memory(self) -> list[dict[str, Array]]:
         """Peak bytes by part, for each evaluated rank."""
-        return [memory(self.program, h) for h in self.stage_blocks]
+        return [memory(self.program, rank) for rank in self.program.ranks]
 
     @cached_property
     def peak_memory(self) -> Column:
         """Peak bytes on the fullest rank."""
-        totals = [self.program.batch.full(sum(parts.values())) for parts in self.memory]
-        return np.maximum.reduce(totals)
+        return np.maximum.reduce([self.program.batch.full(sum(parts.values())) for parts in self.memory])
 
     @cached_property
     def traffic_by_group(self) -> dict[tuple[str, str], Array]:
         """Bytes sent per device and step, by axis and group of ranks, on the busiest rank of each axis."""
-        return _traffic(self.program, self.stage_blocks, self.syncs)
+        return _traffic(self.program)
 
     @cached_property
     def traffic(self) -> dict[str, Array]:
@@ -88,18 +80,18 @@ class StepCost:
         return self.peak_memory <= cluster.accelerator.memory
 
 
-def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) -> StepCost:
+def step_cost(program: StepProgram, cluster: Cluster) -> StepCost:
     """Time, memory and traffic of every plan of the batch."""
     b = program.batch
     network = Network(cluster, b)
     times = phase_times(program, cluster, network)
     message_ops = program.sync.get("boundary-F", []) + program.sync.get("boundary-gather", [])
     boundary = b.full(sum((op.count * network.time(op) for op in message_ops), np.zeros(b.n)))
-    held = bounding_ranks(b, every_rank)
+    held = program.ranks
     ranks = [rank_time(program, times, h, boundary) for h in held]
     m = np.maximum(b.microbatches, 1.0)
 
-    slowest, of_slowest = _slowest_rank(b, held, ranks, cluster.sharing if every_rank else 1.0)
+    slowest, of_slowest = _slowest_rank(b, ranks, cluster.sharing if program.every_rank else 1.0)
     counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
     # phases that only some blocks of a rank run
     partial_phases = {"R": b.some_recomputed, **dict.fromkeys(SPLIT_ONLY, b.splits_twice)}
@@ -114,14 +106,12 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     exposed["host"] = m * of_slowest([r.waits for r in ranks])
     if b.stack.blocking_p2p:
         exposed["pp"] = np.where(b.pp > 1, 2 * m * b.virtual * boundary, 0.0)
-    f, i, w = _mean(program, times, held, ranks, boundary, every_rank)
+    f, i, w = _mean(program, times, ranks, boundary)
     message = np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0)
     exposed["bubble"] = ramp(b, f, i, w, message, cluster.sharing)
 
-    fullest = fullest_rank(program, held)
-    syncs = sync.step_ops(program, fullest, sums=largest_sums(program, held))
     slow = RankTime(*(of_slowest([getattr(r, name) for r in ranks]) for name in ("f", "i", "w", "waits")))
-    closing = closing_time(program, cluster, network, syncs, slow)
+    closing = closing_time(program, cluster, network, slow)
     gathers = sum(
         (
             some.get(phase, counts)[block] * t.parts["dp"]
@@ -140,7 +130,6 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         flops,
         slowest,
         ranks,
-        held,
         times,
         boundary,
         closing["after"],
@@ -148,7 +137,6 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         closing["tail"],
         closing["unhidden"] + gathers,
         program,
-        syncs,
         cluster.sharing,
     )
 
@@ -193,9 +181,7 @@ def _by_part(
     return exposed, busy, flops
 
 
-def _slowest_rank(
-    b: Batch, held: list[StageBlocks], ranks: list[RankTime], sharing: float
-) -> tuple[Column, Callable[[list[Array]], Array]]:
+def _slowest_rank(b: Batch, ranks: list[RankTime], sharing: float) -> tuple[Column, Callable[[list[Array]], Array]]:
     """Return the index of the slowest rank of each plan, and a function that picks its value out of those of all ranks."""
     slowest = np.stack([b.full(r.total) for r in ranks]).argmax(axis=0)
     flat_index = slowest * b.n + np.arange(b.n)  # of the slowest rank in the concatenated values of all ranks
@@ -206,66 +192,59 @@ def _slowest_rank(
         return np.concatenate([b.full(v) for v in values])[flat_index]
 
     if sharing > 1 and len(ranks) > 1:
-        return slowest, _shared_pace(b, sharing, held, ranks, at_slowest)
+        return slowest, _shared_pace(b, sharing, ranks, at_slowest)
     return slowest, at_slowest
 
 
 def _shared_pace(
-    b: Batch, sharing: float, held: list[StageBlocks], ranks: list[RankTime], at_slowest: Callable[[list[Array]], Array]
+    b: Batch, sharing: float, ranks: list[RankTime], at_slowest: Callable[[list[Array]], Array]
 ) -> Callable[[list[Array]], Array]:
     """The rank that sets the pace where ranks share cores. A rank that waits gives its core to the others, so the step takes what all
     ranks need together (their mean), or what the slowest needs with a core to itself: the longer of the two.
 
     Returned is a function of the values of all ranks, like `at_slowest`: λ · slowest + (1 − λ) · mean.
     """
-    exists = [(h.rank < b.pp) * 1.0 for h in held]
-
-    def mean(values: list[Array]) -> Array:
-        return sum(w * b.full(v) for w, v in zip(exists, values, strict=True)) / b.pp
-
     totals = [r.total for r in ranks]
-    slowest, average = at_slowest(totals), mean(totals)
+    slowest, average = at_slowest(totals), mean_of_ranks(b, totals)
     gap = np.maximum(slowest - average, 1e-30)
     share = np.clip((slowest / sharing - average) / gap, 0.0, 1.0)
-    return lambda values: share * at_slowest(values) + (1 - share) * mean(values)
+    return lambda values: share * at_slowest(values) + (1 - share) * mean_of_ranks(b, values)
 
 
 def _mean(
-    program: StepProgram,
-    times: dict[tuple[str, str], PhaseTime],
-    held: list[StageBlocks],
-    ranks: list[RankTime],
-    boundary: Array,
-    every_rank: bool,
+    program: StepProgram, times: dict[tuple[str, str], PhaseTime], ranks: list[RankTime], boundary: Array
 ) -> list[Array]:
     """Mean f, i, w over the ranks. A batch evaluates only a few ranks, so it uses a rank that holds the mean of all blocks."""
-    b = program.batch
-    if not every_rank:
-        mean = rank_time(program, times, average_blocks(b), boundary) if len(ranks) > 1 else ranks[0]
-        return [mean.f, mean.i, mean.w]
-    weights = [(h.rank < b.pp) * 1.0 for h in held]
-    return [sum(w * getattr(r, name) for w, r in zip(weights, ranks, strict=True)) / b.pp for name in ("f", "i", "w")]
+    if program.every_rank:
+        return [mean_of_ranks(program.batch, [getattr(rank, name) for rank in ranks]) for name in ("f", "i", "w")]
+    mean = rank_time(program, times, program.mean, boundary) if len(ranks) > 1 else ranks[0]
+    return [mean.f, mean.i, mean.w]
 
 
-def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> dict[tuple[str, str], Array]:
+def mean_of_ranks(b: Batch, values: list[Array]) -> Array:
+    """The mean of a value over all ranks of each plan; the values of a plan with fewer ranks than others end with repeated ones."""
+    return sum((at < b.pp) * b.full(value) for at, value in enumerate(values)) / b.pp
+
+
+def _traffic(program: StepProgram) -> dict[tuple[str, str], Array]:
     """Bytes sent per device and step by (axis, group of ranks), of the rank that sends the most over the axis."""
     b = program.batch
     m = np.maximum(b.microbatches, 1.0)
-    by_rank: list[dict[tuple[str, str], Array]] = [{} for _ in held]
+    by_rank: list[dict[tuple[str, str], Array]] = [{} for _ in program.ranks]
 
     def add(rank: int, op: Op, times: Array) -> None:
         key = TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis]), op.axis
         size = times * op.count * sent(op.collective, op.message_bytes, b.size(op.axis))
         by_rank[rank][key] = by_rank[rank].get(key, 0.0) + size
 
-    for rank, h in enumerate(held):
+    for rank, h in enumerate(program.ranks):
         for key, ops in program.blocks.items():
             for op in ops:
                 if op.axis:
                     add(rank, op, m * h.times(*key))
-        for op, times in boundary_calls(program, h.rank):
+        for op, times in h.sends:
             add(rank, op, m * times)
-        for op in syncs:
+        for op in program.closing:
             if op.axis == "ends":
                 add(rank, op, np.abs(h.counts["embedding"] - h.counts["head"]))
             elif op.axis and (op.part != "optimizer" or op.name == EXCHANGE):

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.cost.phase import RankTime, rank_time
-from meshwright.cost.step import StepCost, step_cost
-from meshwright.describe.cluster import Cluster
+from meshwright.cost.step import StepCost
 from meshwright.describe.plan import Plan
-from meshwright.lower.op import StepProgram
-from meshwright.lower.stages import stage_blocks
 from meshwright.programs import pipelines
 
 ONCE_PER_STEP = ("dp", "optimizer", "overhead")
@@ -35,23 +32,16 @@ class WalkedStep:
         return self.walk.makespan + sum(self.closing.values())
 
 
-def stage_times(program: StepProgram, cost: StepCost) -> list[RankTime]:
+def stage_times(cost: StepCost) -> list[RankTime]:
     """Forward, input-gradient and weight-gradient seconds of every stage; arrays over the plans, 0 if a plan has fewer stages."""
-    b = program.batch
-    stages = b.pp * b.virtual
-    out = []
-    for stage in range(int(stages.max())):
-        held = stage_blocks(b, np.where(stage < stages, float(stage), -1.0), stage % b.pp)
-        out.append(rank_time(program, cost.times, held, np.zeros(b.n)))
-    return out
+    no_message = np.zeros(cost.program.batch.n)
+    return [rank_time(cost.program, cost.times, stage, no_message) for stage in cost.program.stages]
 
 
-def walk_step(
-    program: StepProgram, cost: StepCost, plan: Plan, at: int = 0, times: list[RankTime] | None = None
-) -> WalkedStep:
+def walk_step(cost: StepCost, plan: Plan, at: int = 0, times: list[RankTime] | None = None) -> WalkedStep:
     """Build the schedule of the plan at index `at` of the batch, and walk it with the times of each stage."""
-    b = program.batch
-    times = stage_times(program, cost) if times is None else times
+    b = cost.program.batch
+    times = stage_times(cost) if times is None else times
     stages = [RankTime(*(b.full(x)[at : at + 1] for x in (t.f, t.i, t.w, t.waits))) for t in times[: plan.stages]]
     durations = pipelines.Durations.of(
         len(stages), *(np.array([float(getattr(s, k)[0]) for s in stages]) for k in ("f", "i", "w"))
@@ -93,12 +83,7 @@ def _mean_speed(
 
 def _exposed_gathers(cost: StepCost, n: int, at: int) -> float:
     """Exposed seconds of ZeRO-3's weight gathers in one micro-batch of the slowest rank. The stage times already include them."""
-    held = cost.stage_blocks[int(cost.slowest[at])]
+    held = cost.program.ranks[int(cost.slowest[at])]
     return sum(
         float(np.broadcast_to(t.parts.get("dp", 0.0) * held.times(*key), n)[at]) for key, t in cost.times.items()
     )
-
-
-def walked_time(program: StepProgram, cluster: Cluster, plan: Plan) -> float:
-    """Seconds of the walked step of one plan."""
-    return walk_step(program, step_cost(program, cluster, every_rank=True), plan).time

@@ -28,7 +28,7 @@ from meshwright.interop.frameworks import find
 from meshwright.interop.keys import Facts, SettingsProblem
 from meshwright.interop.reading import SettingsReading, understand
 from meshwright.interop.shapes import catalog_cluster
-from meshwright.lower.op import StepProgram
+from meshwright.lower.program import StepProgram
 
 # --- Whether the memory of a reading fits: its peak against that of its hardware, where GPUs, hardware and shape are given.
 #

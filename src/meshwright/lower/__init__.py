@@ -1,7 +1,7 @@
 """Lowering: from (model, plan, workload, stack) to the operations of one training step, for a batch of plans or for one rank."""
 
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Op, StepProgram
+from meshwright.lower.program import Op, StepProgram
 from meshwright.lower.rank import Given, traffic_of_rank
 from meshwright.lower.step import lower, step_program
 from meshwright.lower.traffic import Record, batch_traffic, traffic

@@ -23,7 +23,7 @@ import numpy as np
 from meshwright.describe.tensors import AttentionCore
 from meshwright.lower.attention_tiles import PRODUCTS, TILE, WIDE
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import NARROW, Array, Op
+from meshwright.lower.program import NARROW, Array, Op
 
 ACCESSES = {"F": 32.5, "I": 36.5}  # reads and writes of a score
 LAUNCHES = {"F": 45.0, "I": 60.0}  # kernels for each tile

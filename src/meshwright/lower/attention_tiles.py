@@ -24,7 +24,7 @@ import numpy as np
 from meshwright.describe.plan_fields import CP_KINDS
 from meshwright.describe.tensors import AttentionCore
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Column, Op
+from meshwright.lower.program import Array, Column, Op
 
 TILE = 2.0**24  # scores of one tile
 WIDE = 4.0  # bytes of a float32

@@ -250,6 +250,20 @@ class Batch(PlanArrays):
         by_row = self.workload.scaling == "row" and group == "dense"
         return np.asarray(self.gather_fp8) & (self.zero == 3) & shards & (not by_row)
 
+    def sharded(self, group: str) -> Column:
+        """Mark plans in which ZeRO shards parameters of a group: experts only where a shard group holds several copies of one."""
+        return (self.zero >= 1) & (self.size(DATA_AXES[group].shard) > 1)
+
+    @property
+    def reduced_whole(self) -> Column | np.bool:
+        """Mark plans in which ZeRO-1 and 2 all-reduce the gradients in one call after backward, as the stack does it."""
+        return (self.zero >= 1) & (self.zero < 3) if self.stack.zero_reduction == "whole" else np.False_
+
+    @property
+    def average_bytes(self) -> Column:
+        """Bytes of an element of the moving average of the weights: at least fp32."""
+        return np.maximum(self.kept_bytes, 4.0)
+
     @property
     def experts_scaled_forward(self) -> Any:
         """Experts of a rank whose weights get their scales in each forward: weights that ZeRO-3 gathers in fp8 have them already."""

@@ -25,7 +25,7 @@ import numpy as np
 from meshwright.describe.tensors import Block
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
-from meshwright.lower.op import NARROW, Array, Op
+from meshwright.lower.program import NARROW, Array, Op
 
 
 class BlockBuilder:

@@ -14,15 +14,15 @@ from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import Request
-from meshwright.lower.gradients import Message, sharded
-from meshwright.lower.op import Array
+from meshwright.lower.gradients import Message
+from meshwright.lower.program import Array
 
 
 def compression_buffers(b: Batch, group: str, messages: Sequence[Message]) -> tuple[Array, Array]:
     """Return the bytes of the compressors' buffers while all messages are in transit and one is compressed or expanded, and of
     that one message alone."""
     whole, shard, _ = DATA_AXES[group]
-    scattered, on = sharded(b, group), (b.size(whole) > 1) & np.equal(b.average_every, 0)
+    scattered, on = b.sharded(group), (b.size(whole) > 1) & np.equal(b.average_every, 0)
     in_units, running, largest = scattered & b.units, np.zeros(b.n), np.zeros(b.n)
     one_at_a_time = in_units | (not b.units)
     for message in messages:

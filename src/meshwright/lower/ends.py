@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.layer_kinds import parts
-from meshwright.lower.op import Op
+from meshwright.lower.program import Op
 
 SPLIT_LOSS_LAUNCHES = (
     25.0  # more launches where ranks hold parts of the vocabulary: masks, the maximum, the target's logit

@@ -31,13 +31,10 @@ from meshwright.describe.tensors import Block, Linear, Saved
 from meshwright.lower import attention_dropout
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import factor_size
-from meshwright.lower.gradients import Load, sharded
-from meshwright.lower.op import Array, StepProgram, present
-from meshwright.lower.stages import StageBlocks
+from meshwright.lower.program import DATA_PARALLEL, Array, Load, present
 
 CORE = ("softmax", "softmax-mask", "softmax-dropped", "logsumexp")
 QUANTISED = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16}  # bytes of an element, with the scale of its block
-GROUPS = ("dense", "expert")  # reduced over dp·cp, and over expert_dp
 
 
 class Tensor(NamedTuple):
@@ -82,12 +79,12 @@ def tensors(b: Batch, block: Block) -> list[Tensor]:
 
 def parameters(b: Batch, held: list[Tensor]) -> dict[str, Array]:
     """Elements on one rank by group: dense ones are reduced over dp·cp, experts over expert_dp."""
-    return {group: sum((t.size for t in held if t.group == group), np.zeros(b.n)) for group in GROUPS}
+    return {group: sum((t.size for t in held if t.group == group), np.zeros(b.n)) for group in DATA_PARALLEL}
 
 
 def loads(b: Batch, held: list[Tensor]) -> dict[str, Load]:
     """Elements of a block that data parallelism gathers and reduces, by group."""
-    return {group: _load(b, [t for t in held if t.group == group]) for group in GROUPS}
+    return {group: _load(b, [t for t in held if t.group == group]) for group in DATA_PARALLEL}
 
 
 def _load(b: Batch, held: list[Tensor]) -> Load:
@@ -116,7 +113,7 @@ def compressed(b: Batch, held: list[Tensor]) -> list[tuple[Array, Array, Array]]
     for t in held:
         ranks = b.size(DATA_AXES[t.group].shard)
         stacked = np.where(
-            sharded(b, t.group) & (shard_dim(t.shape, ranks) == 1), ranks, 1.0
+            b.sharded(t.group) & (shard_dim(t.shape, ranks) == 1), ranks, 1.0
         )  # parts stacked along rows
         shape = [t.shape[0] * stacked, math.prod(t.shape[1:]) / stacked] if len(t.shape) > 1 else t.shape
         on = compressible(t.style, d) * (t.size > 0) * t.learns
@@ -146,7 +143,7 @@ def own_elements(b: Batch, t: Tensor) -> Array:
 def _padding(b: Batch, style: str, shape: list[Array]) -> Array:
     group = RULES[style].group
     more = padding(shape, b.size(DATA_AXES[group].shard))
-    return np.where(sharded(b, group), more, 0.0) if present(more) else 0.0
+    return np.where(b.sharded(group), more, 0.0) if present(more) else 0.0
 
 
 def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dict[str, Array]:
@@ -239,17 +236,3 @@ def _width(b: Batch, s: Saved, element: float) -> Array:
     if s.name == "logits" and "loss" in b.stack.fused:
         size = element
     return (s.width + s.per_position * b.workload.seq) * size
-
-
-def elements(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
-    """Parameters on this rank by group, before ZeRO."""
-    return {group: _sum(held, {k: p[group] for k, p in program.parameters.items()}) for group in GROUPS}
-
-
-def padded_elements(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
-    """Parameters on this rank by group, before ZeRO, with the rows that ZeRO adds."""
-    return {group: _sum(held, {k: p[group].held for k, p in program.loads.items()}) for group in GROUPS}
-
-
-def _sum(held: StageBlocks, by_block: dict[str, Array]) -> Array:
-    return sum((held.counts[block] * x for block, x in by_block.items() if present(x)), 0.0 * held.counts["embedding"])

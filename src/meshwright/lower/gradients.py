@@ -35,22 +35,10 @@ from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import on_the_wire
-from meshwright.lower.op import Array, Column, Op, StepProgram, present
-from meshwright.lower.stages import StageBlocks, blocks_by_stage, stage_ranges
+from meshwright.lower.program import Array, Load, Op, StageBlocks, StepProgram, present
+from meshwright.lower.stages import blocks_by_stage, stage_ranges
 
 ENDS = ("embedding", "head")
-
-
-class Load(NamedTuple):
-    """Elements of some parameters on one rank, as ZeRO pads them: all of them, and of their gradients those sent as the plan
-    compresses them, those sent exactly, and PowerSGD's two sums; and the elements held that fp8 products multiply by."""
-
-    held: Array = 0.0
-    sent: Array = 0.0
-    exact: Array = 0.0
-    first: Array = 0.0
-    second: Array = 0.0
-    fp8: Array = 0.0
 
 
 class Message(NamedTuple):
@@ -81,16 +69,6 @@ def combined(parts: Iterable[tuple[Array, Load]]) -> Load:
     return Load(*out)
 
 
-def sharded(b: Batch, group: str) -> Column:
-    """Mark plans in which ZeRO shards parameters of a group: experts only where a shard group holds several copies of one."""
-    return (b.zero >= 1) & (b.size(DATA_AXES[group].shard) > 1)
-
-
-def reduced_whole(b: Batch) -> Column | np.bool:
-    """Mark plans in which ZeRO-1 and 2 all-reduce the gradients in one call after backward, as the stack does it."""
-    return (b.zero >= 1) & (b.zero < 3) if b.stack.zero_reduction == "whole" else np.False_
-
-
 def reduce_once(b: Batch, group: str, load: Load, scattered: bool, passed: float | None = None) -> Iterator[Exchange]:
     """The collectives that reduce one message once."""
     whole, shard, replicas = DATA_AXES[group]
@@ -112,7 +90,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
     """Return the operations of these messages in a step. Messages of ZeRO-3 belong to the blocks they overlap with (`unit_ops`); `zero_3`
     lists them here as well."""
     whole, shard, _ = DATA_AXES[group]
-    scattered, m = sharded(b, group) & ~reduced_whole(b), np.maximum(b.microbatches, 1.0)
+    scattered, m = b.sharded(group) & ~b.reduced_whole, np.maximum(b.microbatches, 1.0)
     on = (b.size(whole) > 1) & np.equal(b.average_every, 0) & (zero_3 | ~(scattered & (b.zero == 3)))
     in_units, rounds = scattered & b.units, {True: b.reduce_each, False: b.reduce_whole}
     total: dict[tuple[str, str, str], list[Array]] = {}
@@ -176,7 +154,7 @@ def gathered_weights(b: Batch, group: str, load: Load) -> Array:
 def flat_gather(b: Batch, group: str, held: Array) -> list[Op]:
     """ZeRO-1 and 2 of a stack that shards flat buffers: updated parameters are gathered in buckets where the next forward hides them, in one
     call otherwise. Its `launches` copy the shard of each parameter of each rank, in stacks that do so (`Stack.shard_copy`)."""
-    n = held * b.param_bytes * (sharded(b, group) & (b.zero < 3))
+    n = held * b.param_bytes * (b.sharded(group) & (b.zero < 3))
     ahead = b.overlap["dp"] * b.prefetch * b.stack.gathers_ahead > 0
     count = np.where(ahead, np.ceil(n / b.bucket), n > 0)
     if not present(count):
@@ -242,7 +220,7 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array | None) -> dict[str,
 
 def batch_messages(program: StepProgram, held: StageBlocks, group: str) -> list[Message]:
     """The messages of the ranks that hold these blocks, of each plan of the batch."""
-    units = sharded(program.batch, group) & program.batch.units
+    units = program.batch.sharded(group) & program.batch.units
     out = list(_units(program, held, group)) if units.any() else []
     return out if units.all() else [*out, *_buckets(program, held, group)]
 
@@ -315,7 +293,7 @@ def _plain(field: str, elements: Array) -> Load:
 def cut(b: Batch, elements: Array) -> tuple[Array, Array]:
     """Cut a flat gradient buffer into ⌈bytes/bucket⌉ equal messages: their number, and the elements of all but the last."""
     width = b.grad_bytes
-    bucket = np.where(reduced_whole(b), np.inf, b.bucket) if b.stack.zero_reduction == "whole" else b.bucket
+    bucket = np.where(b.reduced_whole, np.inf, b.bucket) if b.stack.zero_reduction == "whole" else b.bucket
     count = np.ceil(elements * width / np.maximum(np.floor(bucket), width))
     each = np.ceil(elements / np.maximum(count, 1.0))
     return np.ceil(elements / np.maximum(each, 1.0)), each

@@ -22,7 +22,7 @@ from meshwright.describe.tensors import Linear
 from meshwright.describe.variants import ACTIVATIONS
 from meshwright.lower import attention_dropout, attention_tiles, sparse_attention
 from meshwright.lower.builder import BlockBuilder
-from meshwright.lower.op import Array, Op, present
+from meshwright.lower.program import Array, Op, present
 
 ULYSSES_LAUNCHES = 23.0  # of the copies that bring heads of whole sequences together for two all-to-alls, and back
 

@@ -9,7 +9,7 @@ from meshwright.lower.compressed_attention import compressed_attention
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.linear import linear_mixer
 from meshwright.lower.moe import experts
-from meshwright.lower.op import Op
+from meshwright.lower.program import Op
 
 
 def layer(low: LayerLowering) -> dict[str, list[Op]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from meshwright.describe.tensors import LinearCore
 from meshwright.lower.layer import LayerLowering
-from meshwright.lower.op import Array, Op
+from meshwright.lower.program import Array, Op
 
 STATE_BYTES = 4.0
 PRODUCTS = {"F": 1.0, "I": 3.0}  # over those of forward

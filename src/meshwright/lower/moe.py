@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.lower.layer import LayerLowering
-from meshwright.lower.op import Array
+from meshwright.lower.program import Array
 
 COUNT_BYTES = 8.0
 ROUTE_LAUNCHES, PERMUTE_LAUNCHES = 20.0, 8.0

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -37,38 +36,24 @@ from meshwright.describe.sharding import (
     padding,
     shard_dim,
 )
-from meshwright.describe.sharding.boxes import NEWTON_SCHULZ_STEPS, ROUND, TENSOR_AXES
+from meshwright.describe.sharding.boxes import NEWTON_SCHULZ_STEPS, TENSOR_AXES
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
-from meshwright.lower.gradients import sharded
-from meshwright.lower.op import NARROW, Array, Op, StepProgram, present
-from meshwright.lower.stages import StageBlocks
+from meshwright.lower.program import (
+    EXCHANGE,
+    NARROW,
+    ORTHOGONALISE,
+    Array,
+    MatrixShare,
+    Op,
+    StageBlocks,
+    StepProgram,
+    present,
+)
 
-EXCHANGE, ORTHOGONALISE = "exchange-matrices", "orthogonalise"
 PASSES = 4.0 * NEWTON_SCHULZ_STEPS  # over a matrix in device memory: each step reads it three times and writes it once
 LAUNCHES = 6.0 * NEWTON_SCHULZ_STEPS  # kernels for one matrix or stack: three products and three sums in each step
-
-
-class MatrixShare(NamedTuple):
-    """One kind of matrix on the fullest rank, of each plan: elements of its box, of its shard, of the whole matrix (of a stack: of the
-    experts on one rank), the FLOPs of its update, over which axes it is cut, and the number of ranks that divide such matrices among them."""
-
-    group: str
-    size: Array  # elements of the box before ZeRO
-    box: Array  # those that are brought together on one rank of the ZeRO axis
-    own: Array
-    whole: Array
-    flops: Array
-    by_zero: Array
-    by_tensor: Array
-    owners: Array
-    copies: Array  # ranks of the tensor-parallel axis that hold the same part
-
-    @property
-    def together(self) -> Array:
-        """Number of matrices that a rank updates in one round."""
-        return np.maximum(np.floor(ROUND / np.maximum(self.whole, 1.0)), 1.0)
 
 
 def is_used(b: Batch) -> bool:
@@ -90,11 +75,11 @@ def share_of(b: Batch, p: Parameter) -> MatrixShare:
     shard, tensor = DATA_AXES[rule.group].shard, TENSOR_AXES[rule.group]
     shape, parts, first = local_shape(p.style, p.shape, degrees(b)), b.size(shard), len(p.shape) - 2
     size = math.prod(shape) * np.ones(b.n)
-    by_zero = sharded(b, rule.group) & (shard_dim(shape, parts) >= first)
+    by_zero = b.sharded(rule.group) & (shard_dim(shape, parts) >= first)
     copies = b.size(KV_COPIES) if rule.partial == KV_COPIES else 1.0
     is_cut = any(axis == tensor and dim >= first for dim, axis in rule.cuts)
     by_tensor = is_cut & (b.size(tensor) / copies > 1)
-    own = np.where(sharded(b, rule.group), (size + padding(shape, parts)) / parts, size)
+    own = np.where(b.sharded(rule.group), (size + padding(shape, parts)) / parts, size)
     kept = np.where(
         by_zero, 1.0, own / np.maximum(size, 1.0)
     )  # ZeRO that cuts between experts leaves each rank some of them, whole
@@ -166,12 +151,6 @@ def busiest(parts: Iterable[tuple[Array, Array, Array]]) -> Array:
 def number_of_rounds(parts: Iterable[tuple[Array, MatrixShare]]) -> Array:
     """Number of rounds in which the owners update (count, matrices): each has as many as fit together, at least one."""
     return np.maximum(np.ceil(sum(count / m.owners / m.together for count, m in parts)), 1.0)
-
-
-def turns_ahead(axis: str, by_tensor: Array) -> Array:
-    """Return how many rounds before its products a round's boxes leave over an axis, and how many rounds later they are back. ZeRO's boxes then still
-    have to cross the tensor-parallel axis, if the matrix is cut there too."""
-    return 1.0 if axis in TENSOR_AXES.values() else np.where(by_tensor, 2.0, 1.0)
 
 
 def exchange(b: Batch, axis: str, sent: Array, returned: Array, rounds: Array, on: Array = True) -> Op:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Op, StepProgram, present
+from meshwright.lower.program import Array, Op, StepProgram, present
 
 TO_HOST, FROM_HOST = "to-host", "from-host"
 

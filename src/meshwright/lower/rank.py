@@ -31,11 +31,11 @@ from meshwright.describe.workload import Workload
 from meshwright.lower import muon, sync
 from meshwright.lower.compressed import factor_size
 from meshwright.lower.frozen import BackwardReach
-from meshwright.lower.gradients import Load, Message, data_parallel_ops, flat_messages
-from meshwright.lower.op import Op, StepProgram, scalar
+from meshwright.lower.gradients import Message, data_parallel_ops, flat_messages
+from meshwright.lower.program import DATA_PARALLEL, Load, Op, StepProgram, scalar
 from meshwright.lower.recompute import resolve_recompute_budget
 from meshwright.lower.step import step_program
-from meshwright.lower.traffic import DATA_PARALLEL, Record, boundary_ops, records
+from meshwright.lower.traffic import Record, boundary_ops, records
 from meshwright.programs.pipelines import build
 from meshwright.programs.pipelines.program import PipelineProgram
 

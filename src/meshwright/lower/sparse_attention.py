@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from meshwright.describe.tensors import AttentionCore
 from meshwright.lower.builder import BlockBuilder
-from meshwright.lower.op import Op
+from meshwright.lower.program import Op
 
 SCORE_BYTES = 4.0
 

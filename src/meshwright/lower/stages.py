@@ -13,7 +13,6 @@ micro-batches of the stage on the way down and P − ⌈(r+1)/2⌉ of the stage 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,7 +23,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Column, present
+from meshwright.lower.program import Array, Column, StageBlocks, present
 from meshwright.programs.pipelines import build, formulas
 from meshwright.programs.pipelines.walk import held_memory
 
@@ -32,35 +31,11 @@ MOST_ROUNDS = 4  # micro-batches per stage after which a split schedule repeats 
 MOST_RANKS = 16  # of a pipeline of a hybrid model that are all evaluated
 
 
-@dataclass
-class StageBlocks:
-    """Numbers of blocks of each kind on a pipeline rank, or in one of its stages."""
-
-    rank: Array
-    counts: dict[str, Array]
-    recomputed: dict[str, Column] | None = (
-        None  # of these, recomputed in backward; None: all, where the plan recomputes
-    )
-    split: dict[str, Array] | None = None  # the number of these per micro-batch that run I and W separately; None: none
-    regathered: dict[str, Column] | None = (
-        None  # of the split ones, those that are not recomputed; None: as the plan recomputes
-    )
-
-    def times(self, block: str, phase: str) -> Array:
-        """Number of times a phase of a block runs here per micro-batch."""
-        if phase == "S":
-            return 0.0 if self.split is None else self.split[block]
-        if phase == "G":
-            return 0.0 if self.regathered is None else self.regathered[block]
-        return self.counts[block] if phase != "R" or self.recomputed is None else self.recomputed[block]
-
-
 def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
-    """The ranks that can be the slowest or the fullest of each plan, from the first to the last one; `every_rank`: all of them."""
+    """The ranks that can be the slowest or the fullest of each plan, from the first to the last one; `every_rank`: all of them,
+    the last one repeated in plans that have fewer than others."""
     most, last = int(batch.pp.max()), batch.pp - 1
-    if every_rank:
-        return [rank_blocks(batch, np.full(batch.n, float(r))) for r in range(most)]
-    if batch.model.pattern and most <= MOST_RANKS:  # any rank of a hybrid can be the slowest
+    if every_rank or (batch.model.pattern and most <= MOST_RANKS):  # any rank of a hybrid can be the slowest
         return [rank_blocks(batch, np.minimum(float(r), last)) for r in range(most)]
     if not present(last):
         return [rank_blocks(batch, np.zeros(batch.n))]

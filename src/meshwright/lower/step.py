@@ -1,6 +1,6 @@
-"""Model and plans → step program: the operations of each block of the model, and what data parallelism moves of it.
+"""Model and plans → step program: the operations of each block of the model, its pipeline ranks, and the end of the step.
 
-`step_program` is the only lowering. `estimate`, the planner, the simulator and `verify` all start from its result.
+`step_program` is the only lowering. `estimate`, the planner, the simulator and `verify` all start from its result, and read nothing else.
 """
 
 from __future__ import annotations
@@ -15,30 +15,44 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import ends, footprint, gradients, muon, offload
+from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.batch import Batch
 from meshwright.lower.gradients import ENDS
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.layer_kinds import layer
-from meshwright.lower.op import Array, Op, StepProgram, present
+from meshwright.lower.pipeline_ranks import add_ranks
+from meshwright.lower.program import DATA_PARALLEL, Array, Load, Op, StepProgram, present
 from meshwright.lower.recompute import activation_bytes, resolve_recompute_budget
+from meshwright.lower.stages import average_blocks
 
 
 def step_program(
-    model: Model, plans: Plan | Sequence[Plan], workload: Workload, stack: Stack | None = None, element: float = 0.0
+    model: Model,
+    plans: Plan | Sequence[Plan],
+    workload: Workload,
+    stack: Stack | None = None,
+    element: float = 0.0,
+    every_rank: bool = False,
+    stages: bool = False,
 ) -> StepProgram:
-    """The step program of one plan or many, which must be legal (`Plan.check`). An activation has `element` bytes, by default those of
-    the workload's precision."""
+    """The step program of one plan or many, which must be legal (`Plan.check`), as `lower` makes it."""
     plans = [plans] if isinstance(plans, Plan) else plans
     plans = [
         resolve_recompute_budget(model, plan, workload, stack) if plan.recompute == "auto" else plan for plan in plans
     ]
-    return lower(Batch.of(plans, model, workload, stack or Stack()), element)
+    return lower(Batch.of(plans, model, workload, stack or Stack()), element, every_rank, stages)
 
 
-def lower(batch: Batch, element: float = 0.0) -> StepProgram:
-    """The step program of a batch of plans."""
+def lower(batch: Batch, element: float = 0.0, every_rank: bool = False, stages: bool = False) -> StepProgram:
+    """The step program of a batch of plans. An activation has `element` bytes, by default those of the workload's precision. It has the pipeline
+    ranks that can be the slowest or the fullest (or `every_rank`), and the blocks of the `stages` if the pipeline is to be walked."""
+    return add_ranks(lower_blocks(batch, element), every_rank, stages)
+
+
+def lower_blocks(batch: Batch, element: float = 0.0) -> StepProgram:
+    """A step program without its ranks: the operations of each block in one micro-batch, what it saves, and what data parallelism moves of it."""
     element = element or activation_bytes(batch.workload)
-    program = StepProgram(batch, element=element)
+    program = StepProgram(batch, element, mean=average_blocks(batch))
     model = batch.model
     if model.kind == "counts":
         _counts_only(program)
@@ -62,9 +76,10 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         if muon.is_used(batch):
             program.matrices[kind] = muon.shares(batch, kind)
         if present(batch.sends_factors):
-            groups = {group: [t for t in held if t.group == group] for group in footprint.GROUPS}
+            groups = {group: [t for t in held if t.group == group] for group in DATA_PARALLEL}
             program.compressed[kind] = {group: footprint.compressed(batch, mine) for group, mine in groups.items()}
     _add_boundary(program, element)
+    program.tile = working_bytes(batch)
     if (model.tied or model.mtp_layers) and present(batch.pp > 1):
         program.tied = footprint.own_elements(batch, footprint.tensors(batch, model.blocks["head"])[-1])
     _add_weight_gathers(program)
@@ -85,10 +100,10 @@ def _add_weight_gathers(program: StepProgram) -> None:
         program.gathered[kind] = np.zeros(batch.n)
         for group, load in groups.items():
             share = _share_of_unit(program, kind, load) if group == "dense" and batch.wraps else None
-            unit = load if share is None else gradients.Load(*(x / np.where(share > 0, share, 1.0) for x in load))
+            unit = load if share is None else Load(*(x / np.where(share > 0, share, 1.0) for x in load))
             size, on = (
                 gradients.gathered_weights(batch, group, unit),
-                (batch.zero == 3) & gradients.sharded(batch, group),
+                (batch.zero == 3) & batch.sharded(group),
             )
             program.gathered[kind] = program.gathered[kind] + np.where(on, size, 0.0)
             program.unit_elements[kind] = program.unit_elements.get(kind, 0.0) + np.where(on, unit.held, 0.0)
@@ -96,7 +111,7 @@ def _add_weight_gathers(program: StepProgram) -> None:
                 program.blocks[kind, phase] = ops + program.blocks[kind, phase]
 
 
-def _with_other_end(program: StepProgram, kind: str) -> dict[str, gradients.Load]:
+def _with_other_end(program: StepProgram, kind: str) -> dict[str, Load]:
     """Two ends that share a weight on one stage are one unit: the embedding's."""
     loads, (first, last) = program.loads, ENDS
     if not program.batch.model.tied or kind not in ENDS:
@@ -107,7 +122,7 @@ def _with_other_end(program: StepProgram, kind: str) -> dict[str, gradients.Load
     return {g: gradients.combined([(1.0, load), (~has_pipeline, loads[last][g])]) for g, load in loads[first].items()}
 
 
-def _share_of_unit(program: StepProgram, kind: str, load: gradients.Load) -> Array:
+def _share_of_unit(program: StepProgram, kind: str, load: Load) -> Array:
     """Share of a block in its ZeRO unit of several layers, or in its stage; taken in the longest stage, which bounds the step."""
     batch, model = program.batch, program.batch.model
     stages = np.where(batch.pp > 1, batch.pp * batch.virtual, 1.0)
@@ -169,7 +184,7 @@ def _counts_only(program: StepProgram) -> None:
         program.blocks["dense", "R"] = [again]
     n = model.total * np.ones(batch.n)
     program.parameters["dense"] = {"dense": n, "expert": np.zeros(batch.n)}
-    program.loads["dense"] = {"dense": gradients.Load(held=n, sent=n, first=n), "expert": gradients.Load()}
+    program.loads["dense"] = {"dense": Load(held=n, sent=n, first=n), "expert": Load()}
     _add_weight_gathers(program)
     offload.add_activation_copies(program)
 

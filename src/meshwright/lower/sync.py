@@ -19,11 +19,10 @@ from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.lower import muon
 from meshwright.lower.batch import Batch
-from meshwright.lower.footprint import fp8_weights, padded_elements
+from meshwright.lower.footprint import fp8_weights
 from meshwright.lower.gradients import batch_messages, data_parallel_ops, flat_gather
 from meshwright.lower.offload import state_copies
-from meshwright.lower.op import Array, Column, Op, StepProgram, present
-from meshwright.lower.stages import StageBlocks
+from meshwright.lower.program import Array, Column, Op, StageBlocks, StepProgram, present
 
 FP8_SCALES = {"dense": "fp8-weight-scales", "expert": "fp8-expert-scales"}  # of the weights that ZeRO-3 gathers in fp8
 ROUTER_LOADS = 2.0  # numbers per expert that a layer sums: copies sent to it, copies kept
@@ -37,7 +36,7 @@ def step_ops(
     """Return the operations once per step of the ranks that hold these blocks, in order: reduce, clip, update, gather. `zero_3` adds the messages of
     ZeRO-3, which overlap with the blocks and are listed there (`gradients.unit_ops`); `sums` replaces what `summed` says of the rank."""
     b = program.batch
-    elements = padded_elements(program, held)
+    elements = program.padded_elements(held)
     groups = ["dense", "expert"] if b.model.experts else ["dense"]
     exchanges = [
         op
@@ -161,10 +160,5 @@ def update_bytes(b: Batch, elements: Array, by_muon: Array = 0.0) -> Array:
     if kind.by_matrix:
         total = total + (elements - by_muon) * 2 * (len(kind.states) - kind.moments) * b.state_bytes
     if b.workload.ema:
-        total = total + elements * 2 * average_bytes(b)
+        total = total + elements * 2 * b.average_bytes
     return total * (1 if "optimizer" in b.stack.fused else 2.5)
-
-
-def average_bytes(b: Batch) -> Array:
-    """Bytes of an element of the moving average of the weights: at least fp32."""
-    return np.maximum(b.kept_bytes, 4.0)

@@ -20,11 +20,10 @@ import numpy as np
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Op, StepProgram, scalar
-from meshwright.lower.stages import StageBlocks, rank_blocks
+from meshwright.lower.program import DATA_PARALLEL, Array, Op, StageBlocks, StepProgram, scalar
+from meshwright.lower.stages import rank_blocks
 
 Key = tuple[str, str]  # axis, collective
-DATA_PARALLEL = ("dense", "expert")  # parts of ZeRO-3's operations in the blocks: counted unit by unit instead
 
 
 @dataclass(frozen=True)

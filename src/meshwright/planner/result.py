@@ -198,7 +198,7 @@ class Result(Shown):
         except MeshwrightError as refused:
             return Comparison(None, self.estimate, str(refused))
         if plan.pp > 1:
-            walked = why.as_walked(user.prediction, walk_step(user.program, user.cost, plan).time)
+            walked = why.as_walked(user.prediction, walk_step(user.cost, plan).time)
             user = why.replace(user, prediction=walked)
         return Comparison(user, self.estimate)
 

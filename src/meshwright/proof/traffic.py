@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from meshwright.cost.memory import memory
@@ -23,9 +22,8 @@ from meshwright.describe.config import own_stack
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import OVERHEAD
 from meshwright.describe.variants import COMPRESSIONS
-from meshwright.lower.op import scalar
+from meshwright.lower.program import scalar
 from meshwright.lower.rank import Given, traffic_of_rank
-from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.data.buckets import Buckets
@@ -125,6 +123,6 @@ def predicted_memory(parallel: Parallel) -> float:
     if parallel.dtype in WIDE:
         workload = workload.but(precision=WIDE[parallel.dtype][0])
     stack = own_stack(torch.device(parallel.mesh.device).type, compiled=False).but(workspace=0)
-    program = step_program(parallel.model, plan, workload, stack)
-    parts = memory(program, rank_blocks(program.batch, np.full(1, float(parallel.mesh.index("pp")))))
+    program = step_program(parallel.model, plan, workload, stack, every_rank=True)
+    parts = memory(program, program.ranks[parallel.mesh.index("pp")])
     return sum(scalar(size) for part, size in parts.items() if part not in OVERHEAD)

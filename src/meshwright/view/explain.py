@@ -14,7 +14,7 @@ from meshwright.cost.estimate import Estimate
 from meshwright.cost.library import library_of
 from meshwright.cost.phase import AXIS_OF
 from meshwright.errors import unknown
-from meshwright.lower.op import PHASES, Op, scalar
+from meshwright.lower.program import PHASES, Op, scalar
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.units import format_decimal_bytes, format_flops, format_seconds
 from meshwright.view.tables import titled
@@ -71,7 +71,7 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
 
 def operations_of(e: Estimate, part: str, rank: int) -> Iterator[tuple[str, float, str, Op]]:
     """(block, number of such blocks, phase, operation) of one part on one pipeline rank."""
-    held = e.cost.stage_blocks[rank]
+    held = e.program.ranks[rank]
     for block in e.program.kinds():
         for phase in PHASES:
             if times := scalar(held.times(block, phase)):
@@ -105,7 +105,7 @@ def seconds_of(op: Op, e: Estimate, network: Network) -> float:
 def once_per_step(e: Estimate, part: str, network: Network) -> Table:
     """Return the collectives of a part that run once per step (gradient reductions, parameter gathers), each with its algorithm."""
     rows = []
-    for op in e.cost.syncs:
+    for op in e.program.closing:
         if op.axis and scalar(op.count) and AXIS_OF[op.axis] == part and scalar(e.program.batch.size(op.axis)) > 1:
             seconds, count = scalar(network.time(op)), scalar(op.count)
             shape = shape_of(op, network)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from meshwright.cost import compute
@@ -19,8 +18,7 @@ from meshwright.cost.estimate import Estimate, Simulation
 from meshwright.cost.phase import AXIS_OF, axis_overlap
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
-from meshwright.lower.op import Op, scalar
-from meshwright.lower.stages import stage_blocks
+from meshwright.lower.program import Op, scalar
 from meshwright.programs.pipelines import KINDS
 from meshwright.units import format_seconds
 from meshwright.view.pipelines import explained_timeline
@@ -84,8 +82,7 @@ class Filler:
         return self._pieces[key]
 
     def _operations(self, stage: int, kind: str) -> list[ActionPiece]:
-        batch = self.e.program.batch
-        held = stage_blocks(batch, np.array([float(stage)]), np.array([float(stage % self.e.plan.pp)]))
+        held = self.e.program.stages[stage]
         blocks = [b for b in ORDER if b in held.counts for _ in range(round(scalar(held.counts[b])))]
         if kind != "F":
             blocks.reverse()

@@ -30,13 +30,12 @@ import numpy as np
 
 from meshwright.calibrate.runs.rows import Case, apply_readings, case, number
 from meshwright.calibrate.runs.stack_fit import grid, varied_stack
-from meshwright.cost.memory import memory
+from meshwright.cost.memory import rank_peaks
 from meshwright.cost.predict import prediction
 from meshwright.cost.step import step_cost
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.describe.workload import Workload
-from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 
 SHARES = (0.25, 0.5, 0.75)  # of the layers of a stage that a partial recompute may recompute
@@ -201,9 +200,7 @@ def _least_that_fits(runs: list[Outcome]) -> list[Plan | None]:
     choices = [_recompute_choices(o.case.plan, first.model.layers) for o in runs if o.case.plan is not None]
     plans = [plan for some in choices for plan in some]
     workload = _varied_workload([o for o, some in zip(runs, choices, strict=True) for _ in some])
-    program = step_program(first.model, plans, workload, first.stack)
-    ranks = bounding_ranks(program.batch)
-    peak = np.maximum.reduce([np.broadcast_to(sum(memory(program, h).values()), len(plans)) for h in ranks])
+    peak = rank_peaks(step_program(first.model, plans, workload, first.stack)).max(axis=0)
     fits = iter((peak <= first.cluster.accelerator.memory).tolist())
     return [next((plan for plan, fit in [(plan, next(fits)) for plan in some] if fit), None) for some in choices]
 

@@ -33,15 +33,14 @@ import numpy as np
 
 from meshwright.cost.closing import host_update_time
 from meshwright.cost.collective import Network
-from meshwright.cost.memory import AFTER_LAYERS
 from meshwright.cost.phase import phase_times, rank_time
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
+from meshwright.lower import sync
 from meshwright.lower.batch import BYTES, distinct_codes
-from meshwright.lower.op import StepProgram
-from meshwright.lower.stages import average_blocks
-from meshwright.lower.step import lower
+from meshwright.lower.program import AFTER_LAYERS
+from meshwright.lower.step import lower, lower_blocks
 from meshwright.planner.search import intervals
 from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.space import Space
@@ -79,11 +78,10 @@ def kernel(space: Space, rows: PlanArrays) -> PlanArrays:
     """Cost rows without sharding or pipeline. The columns are f, i, w of the whole model; dense and expert elements of a tensor-parallel rank;
     bytes saved for backward by the model (`saved`) and by its largest layer (`layer`); the sum over layers of how much less than the largest
     they save (`lighter`); bytes that recomputing one layer needs (`recompute_bytes`)."""
-    program = lower(space.batch(rows))
+    program = lower_blocks(space.batch(rows))
     b = program.batch
     times = phase_times(program, space.cluster, Network(space.cluster, b))
-    average = average_blocks(b)
-    mean, counts = rank_time(program, times, average, np.zeros(b.n)), average.counts
+    mean, counts = rank_time(program, times, program.mean, np.zeros(b.n)), program.mean.counts
     slack = 1 + b.stack.allocator_slack
     dense, expert = (
         sum(counts[block] * groups[g] for block, groups in program.parameters.items()) * b.pp
@@ -216,7 +214,7 @@ def host_update(space: Space, rows: PlanArrays) -> np.ndarray:
     sharded = zero_stage(space, rows) >= 1
     owned = sum(elements / np.where(sharded, ranks, 1.0) for elements, ranks in sharded_elements(rows)) / rows.pp
     batch = space.batch(rows)
-    return batch.full(host_update_time(batch, space.cluster.accelerator, owned))
+    return batch.full(host_update_time(space.cluster.accelerator, sync.optimizer(batch, owned, 0.0)))
 
 
 def best_schedule(
@@ -276,13 +274,12 @@ def of_sharded(space: Space, rows: PlanArrays, limit: float = np.inf) -> PlanArr
     schedules, and looped schedules of models with two kinds of layers, divide the layers differently; for them only the mean is a bound.
     """
     program = lower(space.batch(rows))
-    cost = step_cost(program, space.cluster)
-    b, n = program.batch, len(rows)
+    cost, b, n = step_cost(program, space.cluster), program.batch, len(rows)
     slowest = np.choose(cost.slowest, [np.broadcast_to(r.total, n) for r in cost.ranks])
     pace = np.maximum(b.microbatches, 1.0) * slowest
     closing = cost.time - cost.exposed["bubble"] - pace
-    rank = rank_time(program, cost.times, average_blocks(b), np.zeros(n))
-    folded = rows.alone + overhead_bytes(program, cost)
+    rank = rank_time(program, cost.times, program.mean, np.zeros(n))
+    folded = rows.alone + overhead_bytes(cost)
     parts = (rows.dp * rows.cp > 1) & ((rows.zero == 0) | space.stack.flat_shards | bool(space.model.experts))
     twice = (rows.sp & (rows.tp > 1)) | (space.workload.precision == "fp8" and space.stack.shared_scales)
     tail = np.where(parts, cost.tail, 0.0)
@@ -297,8 +294,8 @@ def of_sharded(space: Space, rows: PlanArrays, limit: float = np.inf) -> PlanArr
         tail=tail,
         parts=parts,
         twice=twice,
-        **sampled_ranks(program, cost),
-        **intervals.ends(program, cost),
+        **sampled_ranks(cost),
+        **intervals.ends(cost),
     )
     work = rows.select(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing - tail, bytes=folded)
     work = work.but(folded=np.full(n, space.stack.step_overhead))
@@ -323,25 +320,26 @@ def in_flight_bytes(
     return rows.bytes + (np.minimum(*ends) - 1) * rows.saved / rows.pp
 
 
-def sampled_ranks(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
+def sampled_ranks(cost: StepCost) -> dict[str, np.ndarray]:
     """`RANKS` of the sampled ranks: their numbers, their bytes, and the bytes of one more micro-batch in flight."""
-    b, numbers, totals, more = program.batch, [], [], []
+    program, numbers, totals, more = cost.program, [], [], []
+    b = program.batch
     for k in range(SAMPLED):
-        at = min(k, len(cost.stage_blocks) - 1)
-        counts = cost.stage_blocks[at].counts
+        at = min(k, len(program.ranks) - 1)
+        counts = program.ranks[at].counts
         saved = sum(
             counts[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS
         )
-        numbers.append(b.full(cost.stage_blocks[at].rank).astype(np.int64))
+        numbers.append(b.full(program.ranks[at].rank).astype(np.int64))
         totals.append(np.add.reduce([b.full(x) for x in cost.memory[at].values()]))
         more.append(b.full((1 + b.stack.allocator_slack) * saved * ~b.offload_activations))
     return {name: np.stack(columns, axis=1) for name, columns in zip(RANKS, (numbers, totals, more), strict=True)}
 
 
-def overhead_bytes(program: StepProgram, cost: StepCost) -> np.ndarray:
+def overhead_bytes(cost: StepCost) -> np.ndarray:
     """Bytes of gathered weights, working memory and communicators: the minimum over the sampled ranks. With two ranks each holds the embedding or
     the head, so the bound is 0."""
-    b = program.batch
+    b = cost.program.batch
     parts = [
         (1 + b.stack.allocator_slack) * (m["gathered"] + m["working"]) + m["context"] - b.stack.context
         for m in cost.memory

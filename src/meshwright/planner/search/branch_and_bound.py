@@ -206,15 +206,14 @@ class Search:
 
     def cost(self, rows: PlanArrays) -> PlanArrays:
         """Whole plans with their exact seconds and bytes."""
-        program = lower(self.space.batch(rows))
-        cost = step_cost(program, self.space.cluster)
+        cost = step_cost(lower(self.space.batch(rows)), self.space.cluster)
         self.costed += len(rows)
         memory = np.array(np.broadcast_to(cost.peak_memory, len(rows)))
         # Where layers of two kinds fall on unequal stages, a rank that a batch does not look at may be the fullest.
         hidden = (memory <= self.best.limit) & self.space.mixed & (rows.virtual > 1) & self.space.uneven(rows)
         if hidden.any():
-            memory[hidden] = fullest(lower(self.space.batch(rows.take(hidden))))
-        found = intervals.of(self.space, program, cost)
+            memory[hidden] = fullest(lower(self.space.batch(rows.take(hidden)), every_rank=True))
+        found = intervals.of(self.space, cost)
         return rows.select(*PLAN).but(memory=memory, **found.columns)
 
     # Down the layers

@@ -33,19 +33,18 @@ from meshwright.cost.phase import rank_time
 from meshwright.cost.step import StepCost
 from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
-from meshwright.lower.op import Column, StepProgram
-from meshwright.lower.stages import StageBlocks, average_blocks
+from meshwright.lower.program import Column, StageBlocks
 from meshwright.planner.search.space import Space
 
 NAIVE, GPIPE, BREADTH_FIRST = (SCHEDULES.names.index(name) for name in ("naive", "gpipe", "looped-bfs"))
 
 
-def of(space: Space, program: StepProgram, cost: StepCost) -> PlanArrays:
+def of(space: Space, cost: StepCost) -> PlanArrays:
     """The interval of a costed batch: time, low, closed, high, estimate and balanced."""
-    b = program.batch
+    b = cost.program.batch
     slowest = np.choose(cost.slowest, [b.full(r.total) for r in cost.ranks])
     bubble, pace = cost.exposed["bubble"], np.maximum(b.microbatches, 1.0) * slowest
-    mean = rank_time(program, cost.times, average_blocks(b), cost.boundary).total
+    mean = rank_time(cost.program, cost.times, cost.program.mean, cost.boundary).total
     rows = PlanArrays(
         pp=b.pp,
         virtual=b.virtual,
@@ -56,7 +55,7 @@ def of(space: Space, program: StepProgram, cost: StepCost) -> PlanArrays:
         closing=cost.time - bubble - pace,
         mean=b.full(mean),
         leads=cost.slowest == 0,
-        **ends(program, cost),
+        **ends(cost),
     )
     return interval(space, rows)
 
@@ -108,13 +107,13 @@ def turns(space: Space, rows: PlanArrays) -> np.ndarray:
     return (rows.virtual * least + longer) * rows.longest + rows.ends
 
 
-def ends(program: StepProgram, cost: StepCost) -> dict[str, Column]:
+def ends(cost: StepCost) -> dict[str, Column]:
     """Seconds of a micro-batch in embedding and head together, and in the longest kind of layer."""
-    b, zero = program.batch, np.zeros(program.batch.n)
+    b, zero = cost.program.batch, np.zeros(cost.program.batch.n)
 
     def seconds(block: str) -> Column:
         times = {key: t for key, t in cost.times.items() if key[0] == block}
-        return b.full(rank_time(program, times, StageBlocks(zero, {block: np.ones(b.n)}), zero).total)
+        return b.full(rank_time(cost.program, times, StageBlocks(zero, {block: np.ones(b.n)}), zero).total)
 
     last = seconds("head") + sum((b.model.mtp_layers * seconds(kind) for kind in b.model.mtp_kinds), zero)
     return {"ends": seconds("embedding") + last, "longest": np.maximum.reduce([seconds(k) for k in b.model.kinds])}

@@ -10,14 +10,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.cost.memory import memory
+from meshwright.cost.memory import rank_peaks
 from meshwright.cost.phase import RankTime
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import stage_times, walk_step
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import PlanArrays
-from meshwright.lower.op import StepProgram
-from meshwright.lower.stages import rank_blocks
+from meshwright.lower.pipeline_ranks import pipeline_ranks
+from meshwright.lower.program import StepProgram
 from meshwright.lower.step import lower
 from meshwright.planner.search.space import Space
 from meshwright.programs import pipelines
@@ -27,27 +27,28 @@ ACTIONS = 2_000  # a longer walk is done at two lengths and continued
 
 def walk(space: Space, rows: PlanArrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return seconds by closed form, simulated seconds and peak bytes of plans: lowered and costed as one batch, simulated one by one."""
-    program = lower(space.batch(rows))
+    program = lower(space.batch(rows), stages=True)
     cost = step_cost(program, space.cluster)
-    stages = stage_times(program, cost)
+    stages = stage_times(cost)
     closed = np.broadcast_to(cost.time, len(rows))
     plans = [space.plan(rows, k) for k in range(len(rows))]
-    walked = [walked_time(program, cost, plan, k, stages) if plan.pp > 1 else closed[k] for k, plan in enumerate(plans)]
+    walked = [walked_time(cost, plan, k, stages) if plan.pp > 1 else closed[k] for k, plan in enumerate(plans)]
     return closed, np.array(walked), fullest(program)
 
 
-def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times: list[RankTime]) -> float:
+def walked_time(cost: StepCost, plan: Plan, at: int, times: list[RankTime]) -> float:
     """Seconds of one plan's step with its pipeline simulated, a long one at two lengths."""
-    n, m, pp = program.batch.n, int(program.batch.rounds[at]), plan.pp
+    b = cost.program.batch
+    n, m, pp = b.n, int(b.rounds[at]), plan.pp
     enough = max(6 * pp, ACTIONS // (3 * plan.stages) // pp * pp)
     if plan.schedule == "auto":
-        return walk_step(program, cost, plan, at, times).time
+        return walk_step(cost, plan, at, times).time
     durations = pipelines.Durations.of(
         plan.stages,
         *(np.array([np.broadcast_to(getattr(t, k), n)[at] for t in times[: plan.stages]]) for k in ("f", "i", "w")),
     )
 
-    overlap = not program.batch.stack.blocking_p2p
+    overlap = not b.stack.blocking_p2p
 
     def makespan(length: int) -> float:
         program_of_length = flow(plan.schedule, pp, length, plan.virtual)
@@ -65,14 +66,8 @@ def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times
 
 def fullest(program: StepProgram) -> np.ndarray:
     """Peak bytes of each plan's fullest rank, from all ranks."""
-    return rank_peaks(program).max(axis=0)
-
-
-def rank_peaks(program: StepProgram) -> np.ndarray:
-    """Peak bytes of all ranks of each plan: (ranks, plans). Of a plan with fewer ranks than another the last one is repeated."""
-    b = program.batch
-    ranks = (rank_blocks(b, np.minimum(float(r), b.pp - 1)) for r in range(int(b.pp.max())))
-    return np.stack([b.full(sum(memory(program, held).values())) for held in ranks])
+    ranks = program.ranks if program.every_rank else pipeline_ranks(program, every_rank=True)
+    return rank_peaks(program, ranks).max(axis=0)
 
 
 @lru_cache(maxsize=64)

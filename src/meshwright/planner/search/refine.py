@@ -52,9 +52,9 @@ def partial_recompute(space: Space, candidates: Sequence[Candidate], limit: floa
     if not variants:
         return []
     plans = [plan for _, plan in variants]
-    program = step_program(space.model, plans, space.workload, space.stack)
+    program = step_program(space.model, plans, space.workload, space.stack, stages=True)
     cost = step_cost(program, space.cluster)
-    stages, peaks = stage_times(program, cost), fullest(program)
+    stages, peaks = stage_times(cost), fullest(program)
     best: dict[int, int] = {}
     for at, (c, _) in enumerate(variants):
         if peaks[at] <= limit and cost.time[at] < min(c.closed, cost.time[best.get(id(c), at)] + 1e-12):
@@ -63,7 +63,7 @@ def partial_recompute(space: Space, candidates: Sequence[Candidate], limit: floa
     for at in best.values():
         c, plan = variants[at]
         closed = float(cost.time[at])
-        time = walked_time(program, cost, plan, at, stages) if plan.pp > 1 else closed
+        time = walked_time(cost, plan, at, stages) if plan.pp > 1 else closed
         memory, parts = float(peaks[at]), c.complexity + PART
         out.append(replace(c, plan=plan, time=time, closed=closed, memory=memory, complexity=parts))
     return out

@@ -31,15 +31,16 @@ from functools import lru_cache
 
 import numpy as np
 
+from meshwright.cost.memory import rank_peaks
 from meshwright.cost.phase import rank_time
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import stage_times
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import stages_of_rank
-from meshwright.lower.op import StepProgram
-from meshwright.lower.stages import StageBlocks, one_block
+from meshwright.lower.program import StageBlocks
+from meshwright.lower.stages import one_block
 from meshwright.lower.step import step_program
-from meshwright.planner.search.pipeline_walk import fullest, rank_peaks, walked_time
+from meshwright.planner.search.pipeline_walk import fullest, walked_time
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
 
@@ -67,12 +68,13 @@ def divided(space: Space, candidates: Sequence[Candidate], limit: float) -> list
 
 def simulated(space: Space, variants: Sequence[tuple[Candidate, Plan]], limit: float) -> list[Candidate]:
     """Simulate the variants of each candidate; keep the fastest that fits, if it is faster. All have the same number of ranks."""
-    program = step_program(space.model, [plan for _, plan in variants], space.workload, space.stack)
-    cost = step_cost(program, space.cluster, every_rank=True)
-    stages, peaks = stage_times(program, cost), fullest(program)
+    plans = [plan for _, plan in variants]
+    program = step_program(space.model, plans, space.workload, space.stack, every_rank=True, stages=True)
+    cost = step_cost(program, space.cluster)
+    stages, peaks = stage_times(cost), fullest(program)
     best: dict[int, Candidate] = {}
     for at, (c, plan) in enumerate(variants):
-        time = walked_time(program, cost, plan, at, stages) if peaks[at] <= limit else np.inf
+        time = walked_time(cost, plan, at, stages) if peaks[at] <= limit else np.inf
         if time < best.get(id(c), c).time * (1 - WORTH):
             closed, memory = float(cost.time[at]), float(peaks[at])
             parts = c.complexity + PART
@@ -106,11 +108,9 @@ def most_layers(space: Space, plans: Sequence[Plan], limit: float) -> list[tuple
     ranks = plans[0].pp
     even = plans[0].stage_layers(space.model.layers)
     lengths = [even, *(moved(even, range(first, ranks - 1, 2)) for first in (0, 1))]
+    divided = ([p.but(layers_per_stage=division) for p in plans] for division in lengths)
     peaks = [
-        rank_peaks(
-            step_program(space.model, [p.but(layers_per_stage=division) for p in plans], space.workload, space.stack)
-        )
-        for division in lengths
+        rank_peaks(step_program(space.model, some, space.workload, space.stack, every_rank=True)) for some in divided
     ]
     changes = [np.array(division) - np.array(even) for division in lengths[1:]]
     slopes = np.max(
@@ -132,26 +132,24 @@ def moved(lengths: Sequence[int], sources: Sequence[int]) -> tuple[int, ...]:
 
 def block_seconds(space: Space, plans: Sequence[Plan]) -> list[Seconds]:
     """For each plan, the seconds of a micro-batch in the embedding, in each layer and in the head (with multi-token prediction)."""
-    program = step_program(space.model, plans, space.workload, space.stack)
-    cost = step_cost(program, space.cluster)
+    cost = step_cost(step_program(space.model, plans, space.workload, space.stack), space.cluster)
     model = space.model
     kinds = ("embedding", *model.kinds, "head", *model.mtp_kinds)
-    each = {kind: seconds_of(program, cost, plans, kind) for kind in kinds}
+    each = {kind: seconds_of(cost, plans, kind) for kind in kinds}
     for kind in model.mtp_kinds:
         each["head"] = each["head"] + model.mtp_layers * each[kind]
     order = ("embedding", *model.layer_kinds, "head")
     return [tuple(float(each[kind][k]) for kind in order) for k in range(len(plans))]
 
 
-def seconds_of(program: StepProgram, cost: StepCost, plans: Sequence[Plan], block: str) -> np.ndarray:
+def seconds_of(cost: StepCost, plans: Sequence[Plan], block: str) -> np.ndarray:
     """Seconds of a micro-batch in one block; of a layer that only some stages recompute, the mean."""
-    n = program.batch.n
-    counts = one_block(program.batch.model, block, n)
-    layers = program.batch.model.layers
+    b = cost.program.batch
+    n, layers, counts = b.n, b.model.layers, one_block(b.model, block, b.n)
     share = np.array([min(1.0, p.recompute_layers * p.stages / layers) if p.recompute_layers else 1.0 for p in plans])
     recomputed = {kind: count * share for kind, count in counts.items()}
     held = StageBlocks(np.zeros(n), counts, recomputed)
-    return np.broadcast_to(rank_time(program, cost.times, held, np.zeros(n)).total, n)
+    return np.broadcast_to(rank_time(cost.program, cost.times, held, np.zeros(n)).total, n)
 
 
 def slowest_rank(plan: Plan, seconds: Seconds) -> float:

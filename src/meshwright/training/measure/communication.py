@@ -39,7 +39,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.result import Prediction
 from meshwright.lower import sync
-from meshwright.lower.op import Op, StepProgram, scalar
+from meshwright.lower.program import Op, StepProgram, scalar
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import boundary_ops

@@ -9,7 +9,7 @@ with its group and its tensors. It counts the operation, the group, and n, the f
 A group of the backend `meshwright` is called without the dispatcher: it notifies the observer itself.
 
 Bytes sent are those of the programs where the backend is ours. Other backends do not tell: there they are what a bandwidth-optimal algorithm
-sends in the group of the call (`lower.op.sent`), which may be a part of its axis (the two ends of a pipeline), and of an all-to-all with
+sends in the group of the call (`lower.program.sent`), which may be a part of its axis (the two ends of a pipeline), and of an all-to-all with
 splits the parts for other ranks.
 
 Memory is the bytes of all live storages: added when an operator allocates one, removed when it is freed or resized
@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.comm.backend.program_group import LISTENERS, ProgramGroup
 from meshwright.describe.sharding import KV_COPIES
-from meshwright.lower.op import sent
+from meshwright.lower.program import sent
 from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.mesh import ON_DEMAND, Mesh
 from meshwright.parallel.numerics.compress.powersgd import PowerSGD

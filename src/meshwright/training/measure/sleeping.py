@@ -26,7 +26,7 @@ import torch
 
 from meshwright.cost.compute import attention_time, gemm_time
 from meshwright.describe.cluster import Accelerator, Efficiency
-from meshwright.lower.op import Op
+from meshwright.lower.program import Op
 
 COMPUTED_BELOW = 16
 SLEPT_AT_ONCE_S = 2e-3

@@ -39,9 +39,7 @@ from meshwright.cost.compute import op_time
 from meshwright.cost.estimate import estimate
 from meshwright.cost.predict import cost_of
 from meshwright.describe.config import Config
-from meshwright.lower.op import Op
-from meshwright.lower.stages import rank_blocks
-from meshwright.lower.step import step_program
+from meshwright.lower.program import Op
 from meshwright.lower.sync import update_bytes
 from meshwright.programs.pipelines.program import Action
 from meshwright.training.hooks import CommEvent, Interval, RankReport, TracedStep
@@ -117,9 +115,8 @@ def group_of_op(op: Op) -> str:
 def expected(config: Config, rank: int = 0) -> dict[str, tuple[float, float]]:
     """Predicted seconds and the floor of each group, on a rank of the first data-parallel replica's pipeline."""
     device, precision, stack = config.cluster.accelerator, config.workload.precision, config.stack
-    program = step_program(config.model, config.plan, config.workload, stack)
-    batch, cost = program.batch, cost_of(config.model, config.cluster, config.plan, config.workload, stack)
-    counts = rank_blocks(batch, np.array([rank])).counts
+    cost = cost_of(config.model, config.cluster, config.plan, config.workload, stack)
+    program, batch, counts = cost.program, cost.program.batch, cost.program.ranks[rank].counts
     out = {group: [0.0, 0.0] for group in GROUPS}
     for (block, phase), ops in program.blocks.items():
         for op in ops if phase in PHASES else ():

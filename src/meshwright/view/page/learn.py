@@ -16,7 +16,7 @@ import numpy as np
 from meshwright.cost.advice import communication_share, microbatches_for, minimum_bucket, ring_buffer
 from meshwright.cost.memory import minimum_gpus, zero_state_bytes
 from meshwright.describe import catalog
-from meshwright.lower.op import sent
+from meshwright.lower.program import sent
 from meshwright.planner.goodput import young_interval
 from meshwright.programs.pipelines.formulas import bubble_fraction, bubble_overhead, in_flight
 from meshwright.view.page.subject import Subject

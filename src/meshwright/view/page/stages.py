@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.cost import advice
 from meshwright.cost.estimate import Estimate, communication, estimate
-from meshwright.lower.op import scalar
+from meshwright.lower.program import scalar
 from meshwright.units import format_decimal_bytes, format_rate, format_seconds
 from meshwright.view.page.subject import Subject
 

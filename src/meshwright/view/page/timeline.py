@@ -17,9 +17,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import values_of
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError
-from meshwright.lower.footprint import elements
-from meshwright.lower.op import scalar
-from meshwright.lower.stages import stage_blocks
+from meshwright.lower.program import scalar
 from meshwright.planner.advice.alternatives import Trial, changed
 from meshwright.programs.pipelines import KINDS, Walked
 from meshwright.programs.pipelines.program import KIND_NAMES
@@ -167,14 +165,14 @@ def formulas(e: Estimate) -> dict[str, str]:
 
 def stage_cards(e: Estimate) -> list[dict[str, Any]]:
     """Layers, parameters, times, memory and bytes per micro-batch of every stage."""
-    batch, walked = e.program.batch, e.walked
+    walked = e.walked
     layers = e.plan.stage_layers(e.model.layers) if e.model.layers else [0]
     sends = e.program.sync.get("boundary-F", [])
     size = scalar(sends[0].message_bytes) if sends and e.plan.pp > 1 else 0.0
     out = []
     for stage, times in enumerate(walked.stages):
         rank = int(walked.walk.program.rank_of[stage])
-        held = stage_blocks(batch, np.array([float(stage)]), np.array([float(rank)]))
+        held = e.program.stages[stage]
         ends = [name for name in ("embedding", "head") if scalar(held.counts.get(name, 0.0)) > 0]
         f, i, w = (scalar(x) for x in (times.f, times.i, times.w))
         memory = e.prediction.memory_by_stage[min(rank, len(e.prediction.memory_by_stage) - 1)]
@@ -184,7 +182,7 @@ def stage_cards(e: Estimate) -> list[dict[str, Any]]:
                 "rank": rank,
                 "layers": layers[stage],
                 "ends": ends,
-                "parameters": sum(scalar(x) for x in elements(e.program, held).values()),
+                "parameters": sum(scalar(x) for x in e.program.elements(held).values()),
                 "forward_s": f,
                 "backward_s": i + w,
                 "message_bytes": size,

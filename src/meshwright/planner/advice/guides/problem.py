@@ -13,17 +13,14 @@ from functools import cached_property, wraps
 from math import gcd
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from meshwright.cost.advice import bucket_for
-from meshwright.cost.memory import memory
+from meshwright.cost.memory import rank_peaks
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, divisors
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import USABLE_MEMORY, Trial, changed, fits
 
@@ -174,9 +171,7 @@ class Problem:
         """Peak bytes of each plan's fullest rank."""
         if not plans:
             return []
-        program = step_program(self.model, plans, self.workload, self.stack)
-        by_rank = [sum(memory(program, held).values()) for held in bounding_ranks(program.batch)]
-        return [float(x) for x in np.maximum.reduce([np.broadcast_to(total, len(plans)) for total in by_rank])]
+        return rank_peaks(step_program(self.model, plans, self.workload, self.stack)).max(axis=0).tolist()
 
     def _legal(self, plan: Plan) -> bool:
         return plan.is_legal(self.model, self.workload, self.cluster, self.stack)

@@ -100,7 +100,7 @@ def reason(f: Finding, winner: Estimate, alternatives: Sequence[Estimate]) -> st
 def simulated(e: Estimate) -> float:
     """Return the seconds of a step with its pipeline simulated; by closed form without a pipeline, or if the walk would be too long."""
     actions = 3 * e.plan.stages * e.plan.microbatches(e.workload)
-    return walk_step(e.program, e.cost, e.plan).time if e.plan.pp > 1 and actions <= MOST_ACTIONS else step(e)
+    return walk_step(e.cost, e.plan).time if e.plan.pp > 1 and actions <= MOST_ACTIONS else step(e)
 
 
 def shows(code: str, e: Estimate) -> bool:

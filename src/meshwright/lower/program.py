@@ -1,0 +1,220 @@
+"""The step program: what a training step does, as plain data. This file has its types; `lower.step` makes the value.
+
+    blocks    {(block, phase): [Op]}   one micro-batch through one embedding, layer of a kind, head or multi-token prediction
+    sync      {name: [Op]}             what a pipeline stage sends to the next one and back
+    ranks     [RankProgram]            the evaluated pipeline ranks: their blocks, elements, sends, bytes kept for backward
+    stages    [StageBlocks]            the blocks of every stage, where the pipeline is walked
+    closing   [Op]                     once per step: gradients reduced, clipped, the update, parameters gathered
+
+Phases: F forward, I gradient of the inputs, W gradient of the weights (B = I + W), R what backward recomputes, and where I and W run
+apart S what backward does once more, G what layers that are not recomputed gather once more.
+
+Numeric fields are arrays over a batch of plans; `count` is how often the operation happens in its block (0 where a plan does not have
+it). Traffic, memory, time, traces and proofs are all computed from this value: `cost` imports nothing else of `lower`.
+
+Streams: `compute`; `comm:<axis>` for communication that may overlap with compute; `host` for launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.describe.plan_fields import Array, Column
+from meshwright.describe.sharding.boxes import ROUND
+from meshwright.lower.batch import Batch, present
+
+__all__ = ["Array", "Batch", "Column", "Op", "RankProgram", "StageBlocks", "StepProgram", "present", "scalar", "sent"]
+
+PHASES = ("F", "I", "W", "R", "S", "G")
+DATA_PARALLEL = (
+    "dense",
+    "expert",
+)  # groups of parameters, and the parts of ZeRO's operations: reduced over dp·cp, and over expert_dp
+AFTER_LAYERS = ("head", "mtp")  # blocks that run backward directly after forward
+EXCHANGE, ORTHOGONALISE = "exchange-matrices", "orthogonalise"  # Muon's operations once per step
+NARROW = ("fp8", "mxfp8", "fp4")  # arithmetic narrower than the 16 bits in which activations are kept
+
+
+@dataclass(slots=True)
+class Op:
+    """One operation: compute, memory traffic or communication."""
+
+    name: str
+    part: (
+        str  # attention | linear | ffn | norm | head | mtp | embedding | router | latent | experts | shared | optimizer
+    )
+    kind: str  # gemm | attention | scan | tile | memory | collective | p2p | host
+    count: Array = 1.0
+    flops: Array = 0.0
+    bytes: Array = 0.0  # moved through device memory
+    shape: tuple[Array, ...] = ()  # gemm: (products, m, n, k); attention: (batch·heads, s_q, s_kv, d)
+    dtype: str = ""  # of the arithmetic; "" = the workload's
+    collective: str = ""  # all_reduce | all_gather | reduce_scatter | all_to_all | send
+    axis: str = ""
+    message_bytes: Array = 0.0  # n, the full unsharded buffer
+    stream: str = "compute"
+    launches: Array = 1.0
+    copies: float = 1.0  # of each token in the message of an expert dispatch: the experts of a token
+    selected_from: Array = 0.0  # elements of which a top-k keeps the largest
+    exponentials: Array = 0.0  # elements through exp, erf or tanh; those of attention follow from its shape
+    elementwise: str = ""  # norm | activation | residual | rotation | loss: what a calibration measures separately
+    product: str = ""  # the product of the same phase in a linear layer, behind which its collective may run (`Stack.async_linears`)
+    own_shard: bool = (
+        False  # the product reads what the collective gathers: only that of the rank's own shard can run meanwhile
+    )
+
+
+class Load(NamedTuple):
+    """Elements of some parameters on one rank, as ZeRO pads them: all of them, and of their gradients those sent as the plan
+    compresses them, those sent exactly, and PowerSGD's two sums; and the elements held that fp8 products multiply by."""
+
+    held: Array = 0.0
+    sent: Array = 0.0
+    exact: Array = 0.0
+    first: Array = 0.0
+    second: Array = 0.0
+    fp8: Array = 0.0
+
+
+class MatrixShare(NamedTuple):
+    """One kind of matrix on the fullest rank, of each plan: elements of its box, of its shard, of the whole matrix (of a stack: of the
+    experts on one rank), the FLOPs of its update, over which axes it is cut, and the number of ranks that divide such matrices among them."""
+
+    group: str
+    size: Array  # elements of the box before ZeRO
+    box: Array  # those that are brought together on one rank of the ZeRO axis
+    own: Array
+    whole: Array
+    flops: Array
+    by_zero: Array
+    by_tensor: Array
+    owners: Array
+    copies: Array  # ranks of the tensor-parallel axis that hold the same part
+
+    @property
+    def together(self) -> Array:
+        """Number of matrices that a rank updates in one round."""
+        return np.maximum(np.floor(ROUND / np.maximum(self.whole, 1.0)), 1.0)
+
+
+@dataclass
+class StageBlocks:
+    """Numbers of blocks of each kind on a pipeline rank, or in one of its stages."""
+
+    rank: Array
+    counts: dict[str, Array]
+    recomputed: dict[str, Column] | None = (
+        None  # of these, recomputed in backward; None: all, where the plan recomputes
+    )
+    split: dict[str, Array] | None = None  # the number of these per micro-batch that run I and W separately; None: none
+    regathered: dict[str, Column] | None = None  # of the split ones, those not recomputed; None: as the plan recomputes
+
+    def times(self, block: str, phase: str) -> Array:
+        """Number of times a phase of a block runs here per micro-batch."""
+        if phase == "S":
+            return 0.0 if self.split is None else self.split[block]
+        if phase == "G":
+            return 0.0 if self.regathered is None else self.regathered[block]
+        return self.counts[block] if phase != "R" or self.recomputed is None else self.recomputed[block]
+
+    def total(self, sizes: dict[str, Array]) -> Array:
+        """The sum over these blocks of a size of each."""
+        counted = (self.counts[block] * size for block, size in sizes.items() if present(size))
+        return sum(counted, 0.0 * self.counts["embedding"])
+
+
+@dataclass(kw_only=True)
+class RankProgram(StageBlocks):
+    """One pipeline rank of each plan: its blocks, and what follows from them once per step. Of the ranks that share its stages it is the
+    fullest, the first of its tensor-parallel and ZeRO groups. Groups of parameters are `DATA_PARALLEL`."""
+
+    elements: dict[str, Array]  # parameters by group, before ZeRO
+    padded: dict[str, Array]  # the same with the rows that ZeRO adds
+    by_muon: dict[str, tuple[Array, Array]]  # of these by group, what Muon updates: before ZeRO, and after it
+    sums: dict[str, Array]  # elements that it reduces besides its gradients, by axis
+    sends: list[
+        tuple[Op, Array]
+    ]  # messages to other stages, and gathers of their parts, with their number per micro-batch
+    in_flight: Array  # micro-batches whose activations it holds at its peak, in units of all its stages together
+    kept: Array  # bytes that its layers save for backward, of all micro-batches in flight
+    gathered: Array = 0.0  # bytes of all weights that ZeRO-3 gathers, if none were freed
+    compression: tuple[Array, Array] = (
+        0.0,
+        0.0,
+    )  # bytes of compressors' buffers: of all messages together, of the largest one
+    matrix_buffers: Array = 0.0  # bytes that Muon sends, receives and multiplies
+
+
+@dataclass
+class StepProgram:
+    """One training step of a batch of plans. The dictionaries have an entry for each kind of block."""
+
+    batch: Batch
+    element: float = 2.0  # bytes of an activation
+    blocks: dict[tuple[str, str], list[Op]] = field(default_factory=dict)
+    sync: dict[str, list[Op]] = field(default_factory=dict)
+    saved: dict[str, dict[str, Array]] = field(default_factory=dict)  # by part, bytes kept per micro-batch
+    parameters: dict[str, dict[str, Array]] = field(default_factory=dict)  # by group, elements on this rank
+    loads: dict[str, dict[str, Load]] = field(
+        default_factory=dict
+    )  # by group, what data parallelism gathers and reduces
+    # By group, (elements, PowerSGD's two sums) of each compressed parameter in order.
+    compressed: dict[str, dict[str, list[tuple[Array, Array, Array]]]] = field(default_factory=dict)
+    # By axis over which gradients are partial sums, elements of one rank after ZeRO.
+    partial: dict[str, dict[str, Array]] = field(default_factory=dict)
+    matrices: dict[str, list[MatrixShare]] = field(default_factory=dict)  # what Muon updates
+    tied: Array = 0.0  # elements of one rank, after ZeRO, of a tied embedding that two stages hold
+    gathered: dict[str, Array] = field(default_factory=dict)  # bytes of its gathered weights under ZeRO-3
+    unit_elements: dict[str, Array] = field(default_factory=dict)  # elements of these weights, and of their gradients
+    recompute_savings: dict[str, Array] = field(default_factory=dict)  # bytes recompute spares in one such layer
+    output_gradients: dict[str, Array] = field(default_factory=dict)  # bytes a split backward keeps between its halves
+    transient: Array = 0.0  # bytes one layer would save without recompute: alive while it is recomputed
+    tile: Array = 0.0  # bytes of the running tile of attention with dropout
+    mean: StageBlocks = field(
+        default_factory=lambda: StageBlocks(0.0, {})
+    )  # fractions of blocks: the mean of all ranks
+    ranks: list[RankProgram] = field(default_factory=list)  # those that can be the slowest or the fullest, or all
+    every_rank: bool = False  # whether `ranks` are all; of a plan with fewer than others the last one is repeated
+    stages: list[StageBlocks] = field(default_factory=list)
+    closing: list[Op] = field(default_factory=list)  # of the rank with the most elements: it finishes last
+
+    def ops(self, block: str) -> Iterator[tuple[str, Op]]:
+        for phase in PHASES:
+            for op in self.blocks.get((block, phase), ()):
+                yield phase, op
+
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(block for block, _ in self.blocks))
+
+    def elements(self, held: StageBlocks) -> dict[str, Array]:
+        """Parameters of some blocks by group, before ZeRO."""
+        return {
+            group: held.total({block: sizes[group] for block, sizes in self.parameters.items()})
+            for group in DATA_PARALLEL
+        }
+
+    def padded_elements(self, held: StageBlocks) -> dict[str, Array]:
+        """The same with the rows that ZeRO adds."""
+        return {
+            group: held.total({block: loads[group].held for block, loads in self.loads.items()})
+            for group in DATA_PARALLEL
+        }
+
+
+def scalar(value: object) -> float:
+    """The value of a batch of one plan."""
+    return float(np.broadcast_to(value, 1)[0])  # type: ignore[call-overload]
+
+
+def sent(collective: str, n: Array, size: Array) -> Array:
+    """Bytes one rank **sends** for a collective over `size` ranks of a full buffer of n bytes, bandwidth-optimally.
+
+    all-reduce 2(P−1)/P·n; all-gather, reduce-scatter and all-to-all (P−1)/P·n; send n.
+    """
+    if collective == "send":
+        return n * np.minimum(size - 1, 1)
+    return (2.0 if collective == "all_reduce" else 1.0) * (size - 1) / np.maximum(size, 1) * n
