@@ -223,7 +223,7 @@ def predicted(config: Any, machine: Any, compute: str) -> tuple[float, dict[str,
     and 26% more where both are equal (as host and device in `cost.phase`).
     """
     from meshwright.calibrate.machine import calibrated
-    from meshwright.cost.predict import predict
+    from meshwright.predict.prediction import predict
 
     def found(machine: Any, peak: float) -> Any:
         cluster, stack = calibrated(config.cluster, config.stack, machine)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "meshwright"
 LEVELS = (
-    ("units", "errors", "version", "host"), ("describe",), ("programs",), ("lower",), ("cost",), ("calibrate",), ("interop",), ("planner",),
-    ("view",), ("models",), ("comm",), ("parallel",), ("training",), ("proof",), ("api", "doctor", "pages"), ("cli", "web"),
+    ("units", "errors", "version", "host"), ("describe",), ("programs",), ("lower",), ("cost",), ("predict",), ("calibrate",), ("interop",),
+    ("planner",), ("view",), ("models",), ("comm",), ("parallel",), ("training",), ("proof",), ("api", "doctor", "pages"), ("cli", "web"),
 )  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 TORCH_FROM = HEIGHT["models"]
@@ -121,6 +121,12 @@ def test_imports_point_downward() -> None:
     assert is_upward("meshwright.parallel.mesh", "meshwright.parallel.apply")
     assert is_upward("meshwright.models.moe", "meshwright.cost.step")
     assert not [f"{name} imports {target}" for name in MODULES for target in imported(name) if is_upward(name, target)]
+
+
+def test_cost_reads_the_step_program_and_never_lowers() -> None:
+    """Of `lower`, `cost` imports the types of its result alone: what it prices is plain data."""
+    of_lower = {t for name in MODULES if room(name) == "cost" for t in imported(name) if room(t) == "lower"}
+    assert of_lower == {"meshwright.lower.program"}
 
 
 def import_cycles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:

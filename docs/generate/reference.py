@@ -150,10 +150,10 @@ def shown_default(value: Any) -> str:
 def python() -> str:
     """The functions of `import meshwright` and the classes that they return."""
     from meshwright import api
-    from meshwright.cost.estimate import Estimate, Simulation
     from meshwright.describe.config import Config
     from meshwright.describe.result import Measurement, Prediction
     from meshwright.planner.result import Result
+    from meshwright.predict.estimate import Estimate, Simulation
 
     lines = ["# Python", NOTE, "", "```python", "import meshwright as mw", "```", ""]
     lines += [plain((api.__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]), "", "## Functions", ""]

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.cost.estimate import Estimate, Simulation
     from meshwright.describe.config import Config
     from meshwright.describe.plan import Plan
     from meshwright.planner.result import Result
+    from meshwright.predict.estimate import Estimate, Simulation
     from meshwright.proof.prove import Proof
     from meshwright.training.hooks import StepRecord
     from meshwright.training.measure.measurement import Training
@@ -63,9 +63,9 @@ def estimate(
 
     `model` is a plan file, or a model with a `cluster` and a `plan`. Without a plan the planner's best common plan is taken; `assumed` says so.
     """
-    from meshwright.cost.estimate import estimate as estimate_plan
     from meshwright.describe.config import Config, is_plan_file
     from meshwright.interop.files import configure, is_settings_file
+    from meshwright.predict.estimate import estimate as estimate_plan
 
     config = configure(
         model,
@@ -119,7 +119,7 @@ def plan(model: Any, cluster: Any = "", *, set: Sequence[str] = (), **question: 
 
 def simulate(model: Any = "", *, set: Sequence[str] = (), **parts: Any) -> Simulation:
     """Simulate the step of a plan action by action on every rank; the arguments are those of `estimate`."""
-    from meshwright.cost.estimate import Simulation
+    from meshwright.predict.estimate import Simulation
 
     result = estimate(model, set=set, **parts)
     return Simulation(result, result.walked)

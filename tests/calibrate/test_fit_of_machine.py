@@ -10,8 +10,8 @@ from meshwright import api
 from meshwright.calibrate import device_fit, machine
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.cost.collective import choose
-from meshwright.cost.predict import predict
 from meshwright.describe.config import Config
+from meshwright.predict.prediction import predict
 from synthetic_machine import SIZES, TRUE, measurement, point, synthetic
 
 DEMO = "examples/demo-dp2-tp2.toml"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.cost.predict import predict
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
 from meshwright.describe.workload import Workload
+from meshwright.predict.prediction import predict
 
 MODEL, DGX = catalog.load("models", "llama3-8b"), catalog.load("clusters", "dgx-h100")
 N = MODEL.total

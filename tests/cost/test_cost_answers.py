@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from meshwright import api
-from meshwright.cost.critical import critical_batch
-from meshwright.cost.estimate import Simulation, estimate, level_bytes
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
@@ -15,6 +13,8 @@ from meshwright.describe.result import COMMUNICATION
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.explain import grouped
+from meshwright.predict.critical import critical_batch
+from meshwright.predict.estimate import Simulation, estimate, level_bytes
 from meshwright.view.estimate import page
 from meshwright.view.explain import explain_bubble
 from meshwright.view.tables import console

@@ -14,7 +14,6 @@ from meshwright.cost.memory import (
     state_memory,
     zero_state_bytes,
 )
-from meshwright.cost.predict import predict
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
@@ -23,6 +22,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic
+from meshwright.predict.prediction import predict
 from meshwright.programs.pipelines import build, walk
 
 SEVEN = COUNTS.but(name="7b", given_parameters=7e9)

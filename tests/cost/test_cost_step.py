@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from lower.cases import ALL, COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, plans, stack
 from meshwright.cost.band import band
 from meshwright.cost.collective import choose
-from meshwright.cost.estimate import estimate
 from meshwright.cost.phase import AXIS_OF
-from meshwright.cost.predict import bound_by, cost_of, predict
 from meshwright.cost.step import ramp, step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
@@ -21,6 +19,8 @@ from meshwright.describe.workload import Workload
 from meshwright.lower.batch import Batch
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic
+from meshwright.predict.estimate import estimate
+from meshwright.predict.prediction import bound_by, cost_of, predict
 from meshwright.programs.pipelines import Durations, bubble_fraction, build, walk
 
 DGX = catalog.load("clusters", "dgx-h100")

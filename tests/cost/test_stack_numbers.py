@@ -12,7 +12,6 @@ from meshwright.cost.collective import Network
 from meshwright.cost.compute import device_time
 from meshwright.cost.memory import memory
 from meshwright.cost.messages import messages
-from meshwright.cost.predict import predict
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Efficiency
@@ -20,6 +19,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
+from meshwright.predict.prediction import predict
 
 DENSE, MOE = catalog.load("models", "llama3-8b"), catalog.load("models", "qwen3-30b-a3b")
 DGX = catalog.load("clusters", "dgx-h100").with_gpus(16)

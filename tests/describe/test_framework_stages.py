@@ -8,7 +8,6 @@ import pytest
 from meshwright.calibrate.runs import accuracy
 from meshwright.calibrate.runs.validate import predict_rows
 from meshwright.cli import run_command
-from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
 from meshwright.describe.config import configure
 from meshwright.describe.plan import Plan, framework_stages, in_framework
@@ -19,6 +18,7 @@ from meshwright.interop.frameworks.nanotron import NANOTRON
 from meshwright.interop.write import settings_of, write_file
 from meshwright.lower.step import step_program
 from meshwright.planner.search.space import Space
+from meshwright.predict.estimate import estimate
 
 LLAMA = catalog.load("models", "llama3-8b")
 STACK = catalog.load("stacks", "nanotron")

@@ -610,9 +610,9 @@ def test_any_bytes(raw):
 
 def test_a_proof_and_an_estimate_list_ignored_features(tmp_path):
     """A run without a part of the model needs its name, and a proof must report it."""
-    from meshwright.cost.predict import predict
     from meshwright.describe.config import load as load_config
     from meshwright.models import build
+    from meshwright.predict.prediction import predict
     from meshwright.proof.small import small_copy
 
     config = {"model_type": "mixtral", **ORACLE["mixtral"][0], "router_jitter_noise": 0.1, "odd_key": 3}

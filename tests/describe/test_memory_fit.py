@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from meshwright.calibrate.runs import accuracy, validate
-from meshwright.cost.estimate import verdicts_of
 from meshwright.describe.result import QUANTILES, chance_to_fit, fit_word, fit_words
 from meshwright.interop.files import configure
 from meshwright.planner.advice.alternatives import Trial
 from meshwright.planner.advice.explain import memory_words
 from meshwright.planner.advice.lint.finding import Seen
 from meshwright.planner.advice.lint.rules import thin_memory
+from meshwright.predict.estimate import verdicts_of
 from meshwright.view.page.verdict import headline
 from meshwright.view.tables import as_text
 

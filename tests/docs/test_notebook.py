@@ -97,7 +97,7 @@ def test_every_result_has_a_page() -> None:
     from meshwright.describe.shown import Shown
     from meshwright.pages import PAGES
 
-    for name in ("doctor", "proof.result", "training.measure.measurement", "planner.result", "cost.estimate"):
+    for name in ("doctor", "proof.result", "training.measure.measurement", "planner.result", "predict.estimate"):
         import_module(f"meshwright.{name}")
     assert {cls.__name__ for cls in Shown.__subclasses__()} == set(PAGES)
     assert all(callable(import_module(module).page) for module in PAGES.values())

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from test_interop_roundtrip import random_config
 
-from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
@@ -21,6 +20,7 @@ from meshwright.interop.keys import Table
 from meshwright.interop.reading import SettingsReading, understand
 from meshwright.interop.recipes import check, rows
 from meshwright.interop.write import settings_of
+from meshwright.predict.estimate import estimate
 
 NODE, GPUS = 8, 64
 MEGATRON = {

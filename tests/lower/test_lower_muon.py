@@ -7,7 +7,6 @@ import pytest
 
 from lower.cases import GQA, MLA, MOE, WORK, lowered, one
 from meshwright.cost.collective import Network
-from meshwright.cost.estimate import estimate
 from meshwright.cost.memory import state_memory
 from meshwright.describe import catalog
 from meshwright.describe.layout import Layout
@@ -16,6 +15,7 @@ from meshwright.describe.sharding import boxes, degrees_of, matrices
 from meshwright.describe.stack import Stack
 from meshwright.lower import muon, sync
 from meshwright.lower.rank import traffic_of_rank
+from meshwright.predict.estimate import estimate
 
 MUON = WORK.but(optimizer="muon")
 WIRE = 2  # bf16

@@ -8,10 +8,7 @@ import torch
 from torch import nn
 
 import ranks
-from meshwright.cost.estimate import estimate
 from meshwright.cost.memory import memory
-from meshwright.cost.predict import predict
-from meshwright.cost.recompute import USABLE_MEMORY, peak, resolve_recompute
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
@@ -25,6 +22,9 @@ from meshwright.lower.step import step_program
 from meshwright.models import build
 from meshwright.parallel.recompute import memory_of, recompute, recompute_plan
 from meshwright.planner.advice.lint import check as lint
+from meshwright.predict.estimate import estimate
+from meshwright.predict.prediction import predict
+from meshwright.predict.recompute import USABLE_MEMORY, peak, resolve_recompute
 from meshwright.proof.small import small_copy
 
 MODEL = Model(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=50)

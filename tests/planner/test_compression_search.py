@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from meshwright import planner
-from meshwright.cost.estimate import estimate
 from meshwright.describe import legality
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
@@ -13,6 +12,7 @@ from meshwright.planner.search.branch_and_bound import Search, search
 from meshwright.planner.search.choices import read
 from meshwright.planner.search.solve import compressions, solve
 from meshwright.planner.search.table import join
+from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MOE, space
 from ranks import soak
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.advice import bucket_for
-from meshwright.cost.estimate import estimate
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.infeasible import no_plan, none_fits
 from meshwright.planner.search.choices import read
 from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space
+from meshwright.predict.estimate import estimate
 from planner.spaces import MODELS, space
 
 NUMBERS = ("dp", "replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "zero")

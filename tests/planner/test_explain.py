@@ -7,7 +7,6 @@ import pytest
 import meshwright as mw
 from meshwright import planner
 from meshwright.cost.band import band
-from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
@@ -18,6 +17,7 @@ from meshwright.planner.advice.reasons import reasons
 from meshwright.planner.advice.sensitivity import changed, links, resized
 from meshwright.planner.api import run
 from meshwright.planner.question import Question, read, read_headroom, split_settings, words
+from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MOE, cluster, space
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from meshwright import api, planner
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import Trial
 from meshwright.planner.advice.reasons import fp8_gathers, reasons
+from meshwright.predict.estimate import Estimate, estimate
 from meshwright.view.estimate import fp8_traffic
 
 TENSOR = {"tp": 4, "sp": True}

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.planner import goodput as g
 from meshwright.planner import sites
+from meshwright.predict.estimate import Estimate, estimate
 
 save_times = st.floats(0.1, 600)
 mtbfs = st.floats(600, 1e6)

@@ -8,13 +8,13 @@ from functools import cache
 
 import pytest
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import data_parallel, moved, orders, settings
 from meshwright.planner.advice.lint import check as lint
 from meshwright.planner.advice.lint.illegal import padded
+from meshwright.predict.estimate import Estimate, estimate
 
 
 def config(

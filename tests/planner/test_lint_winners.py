@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
 from meshwright.planner.advice.lint import check as lint
 from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space
+from meshwright.predict.estimate import Estimate, estimate
 
 CLUSTERS = {"dgx-h100": 16, "dgx-a100": 32, "ethernet-cluster": 16, "gcp-a3-high": 16, "gb200-nvl72": 72}
 MODELS = {

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from meshwright import planner
-from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog, legality
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
@@ -18,6 +17,7 @@ from meshwright.planner.search.leaders import candidates
 from meshwright.planner.search.solve import OFFLOAD_WORTH, memory_slows, offloads, solve
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import join
+from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MOE, space
 
 KINDS = ("states", "activations", "both")

@@ -6,7 +6,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from meshwright.cost.estimate import estimate
 from meshwright.cost.step import step_cost
 from meshwright.cost.walked import walk_step
 from meshwright.describe import catalog
@@ -24,6 +23,7 @@ from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
 from meshwright.planner.search.table import join
+from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MODELS, MOE, TIED, space
 from ranks import soak
 

@@ -5,12 +5,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from meshwright.cost.estimate import estimate
 from meshwright.describe import legality
 from meshwright.describe.plan import Plan
 from meshwright.planner.search.leaders import TIE
 from meshwright.planner.search.solve import solve
 from meshwright.planner.search.stage_lengths import balanced, block_seconds, filled, simulated, slowest_rank
+from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MOE, space
 
 SIZES = {"hidden": 2048, "heads": 16, "vocab": 131072}  # large enough that kernels outlast their launches

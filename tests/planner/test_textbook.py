@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.planner.advice.guides import axes, general, textbook
 from meshwright.planner.advice.guides.problem import Problem
+from meshwright.predict.estimate import Estimate, estimate
 from meshwright.view import textbook as view
 
 NAMES = {

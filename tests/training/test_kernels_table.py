@@ -40,7 +40,7 @@ def test_time_is_counted_once_per_kernel_and_idle_where_none_runs():
 
 
 def test_groups_are_expected_to_take_the_predicted_step_and_no_less_than_their_floor():
-    from meshwright.cost.predict import predict
+    from meshwright.predict.prediction import predict
 
     expected = timeline.expected(CONFIG)
     step = predict(CONFIG.model, CONFIG.cluster, CONFIG.plan, CONFIG.workload, CONFIG.stack).step_time_s

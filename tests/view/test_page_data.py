@@ -9,11 +9,11 @@ import pytest
 import meshwright as mw
 from meshwright.calibrate.runs.rows import read
 from meshwright.calibrate.runs.validate import predict_rows
-from meshwright.cost.estimate import estimate
 from meshwright.describe.layout import Layout
 from meshwright.describe.legality.choices import free_values, word_values
 from meshwright.describe.plan import Plan
 from meshwright.planner.cases import studies
+from meshwright.predict.estimate import estimate
 from meshwright.view.page.registry import SEARCH, VIEWS
 from meshwright.view.page.subject import COMMON_LEADERS, Shared, Subject
 from ranks import soak

@@ -5,11 +5,11 @@ from collections import defaultdict
 
 import pytest
 
-from meshwright.cost.estimate import estimate
 from meshwright.cost.walked import walk_step
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.predict.estimate import estimate
 from meshwright.view.simulate import closing_spans, spans
 from meshwright.view.trace import trace_events
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.cost.estimate import estimate
 from meshwright.describe.config import load
+from meshwright.predict.estimate import estimate
 from meshwright.view.estimate import memory, traffic
 from meshwright.view.tables import console
 

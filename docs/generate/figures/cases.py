@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.predict import cost_of
 from meshwright.cost.step import StepCost
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Accelerator, Cluster, Link, uniform
@@ -18,6 +17,7 @@ from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
 from meshwright.lower.program import StepProgram, sent
 from meshwright.lower.step import step_program
+from meshwright.predict.prediction import cost_of
 from meshwright.programs.collectives import Program, Walk, build, walk
 
 GB, MB, KB, TB = 1e9, 1e6, 1e3, 1e12

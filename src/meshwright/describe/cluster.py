@@ -55,7 +55,7 @@ class Efficiency(Described):
     """The share of its peak rates that a device sustains, from measured matrix products and copies (`calibrate`).
 
     The defaults are for a device that was never measured: the median of the measured devices. Its predictions have a wider band
-    (`cost.predict`).
+    (`predict.prediction`).
     """
 
     gemm: float = Field(default=0.66, gt=0, le=1, description="large matrix products, sustained")

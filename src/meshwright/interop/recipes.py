@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.files import read_text
@@ -29,6 +28,7 @@ from meshwright.interop.keys import Facts, SettingsProblem
 from meshwright.interop.reading import SettingsReading, understand
 from meshwright.interop.shapes import catalog_cluster
 from meshwright.lower.program import StepProgram
+from meshwright.predict.estimate import estimate
 
 # --- Whether the memory of a reading fits: its peak against that of its hardware, where GPUs, hardware and shape are given.
 #

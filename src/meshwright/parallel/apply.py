@@ -29,7 +29,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe import legality
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
@@ -54,6 +53,7 @@ from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_prod
 from meshwright.parallel.recompute import memory_of
 from meshwright.parallel.sharded import Sharded
 from meshwright.parallel.stages import frozen_in, program_of, shard_stage, stages_of, wrap_layers
+from meshwright.predict.recompute import resolve_recompute
 from meshwright.programs.pipelines.program import PipelineProgram
 
 

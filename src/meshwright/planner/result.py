@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.cost.band import indistinguishable
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
@@ -29,6 +28,7 @@ from meshwright.planner.search.leaders import Ranking
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
 from meshwright.planner.sites import LATENCY, Crossing, crossing
+from meshwright.predict.estimate import Estimate, estimate
 from meshwright.units import format_seconds
 
 RIVALS = 10  # leaders whose worst cases are compared

@@ -20,11 +20,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.goodput import GPU_MTBF, Reliability, reliability
+from meshwright.predict.estimate import Estimate, estimate
 
 LATENCY = 0.02  # seconds: some 2,000 km and back
 OVERLAP = 0.85  # share of a step behind which a transfer between sites can hide

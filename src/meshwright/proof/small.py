@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
-from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe import legality
 from meshwright.describe.base import Described
 from meshwright.describe.config import Config
@@ -34,6 +33,7 @@ from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.variants import SMALL_HEAD as HEAD
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
+from meshwright.predict.recompute import resolve_recompute
 from meshwright.proof.fold import AXES, axis_sizes, folds
 from meshwright.proof.records import SETTINGS
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.calibrate.machine import MachineMeasurement
-from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config, with_own_stack
 from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, is_run
 from meshwright.errors import MeshwrightError
 from meshwright.planner.resize import plan_for_world
+from meshwright.predict.recompute import resolve_recompute
 from meshwright.training.data.sources import check_data
 from meshwright.training.faults.inject import VARIABLE
 from meshwright.training.folder import check_free, check_unused

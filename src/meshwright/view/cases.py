@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.markdown import Markdown
 
-from meshwright.cost.estimate import Estimate
 from meshwright.describe.result import part_name
 from meshwright.planner.advice.alternatives import step
 from meshwright.planner.advice.guides.textbook import differences
 from meshwright.planner.cases import studies
 from meshwright.planner.cases.studies import Evaluated, Row
+from meshwright.predict.estimate import Estimate
 from meshwright.units import format_count, format_seconds
 from meshwright.view.tables import markdown_table
 

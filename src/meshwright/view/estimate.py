@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cost.checkpoint import checkpoint_words
-from meshwright.cost.estimate import Estimate
 from meshwright.describe import legality
 from meshwright.describe.result import COMMUNICATION, part_name
 from meshwright.describe.workload import FP8
+from meshwright.predict.estimate import Estimate
 from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
 from meshwright.view.tables import titled
 

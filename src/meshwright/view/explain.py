@@ -10,11 +10,11 @@ from rich.text import Text
 
 from meshwright.cost import compute
 from meshwright.cost.collective import OPERATIONS, Network
-from meshwright.cost.estimate import Estimate
 from meshwright.cost.library import library_of
 from meshwright.cost.phase import AXIS_OF
 from meshwright.errors import unknown
 from meshwright.lower.program import PHASES, Op, scalar
+from meshwright.predict.estimate import Estimate
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.units import format_decimal_bytes, format_flops, format_seconds
 from meshwright.view.tables import titled

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.planner import goodput, sites
 from meshwright.planner.cases import studies
 from meshwright.planner.goodput import RESTART, SAVE
 from meshwright.planner.result import Result
+from meshwright.predict.estimate import Estimate, estimate
 from meshwright.units import format_bytes, format_count, format_rate, format_seconds
 from meshwright.view.tables import markdown_table
 

@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from meshwright.cost.estimate import Estimate
 from meshwright.describe.config import Config
 from meshwright.planner.advice.lint.check import Finding
+from meshwright.predict.estimate import Estimate
 from meshwright.units import counted, format_seconds
 
 SIGNS = {"error": ("✗", "bold red"), "warning": ("!", "bold yellow"), "note": ("·", "cyan")}

@@ -14,11 +14,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
-from meshwright.cost.estimate import Estimate, Simulation
 from meshwright.cost.phase import AXIS_OF, axis_overlap
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
 from meshwright.lower.program import Op, scalar
+from meshwright.predict.estimate import Estimate, Simulation
 from meshwright.programs.pipelines import KINDS
 from meshwright.units import format_seconds
 from meshwright.view.pipelines import explained_timeline

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cost.estimate import Estimate
 from meshwright.planner.advice.guides.textbook import Compared
+from meshwright.predict.estimate import Estimate
 from meshwright.units import format_seconds
 from meshwright.view.tables import filled
 

@@ -46,7 +46,7 @@ def estimate(body: dict[str, Any]) -> Lines:
 
 
 def simulate(body: dict[str, Any]) -> Lines:
-    from meshwright.cost.estimate import Simulation
+    from meshwright.predict.estimate import Simulation
     from meshwright.view.simulate import choose_detail
 
     subject = subject_of(body)

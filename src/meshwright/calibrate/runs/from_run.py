@@ -37,13 +37,13 @@ from meshwright.calibrate.runs.stack_fit import (
     posterior,
     step_times,
 )
-from meshwright.cost.predict import predict, seconds_at_peak
 from meshwright.describe import catalog
 from meshwright.describe.config import Config, configure, load
 from meshwright.describe.result import GIB, OVERHEAD
 from meshwright.describe.run_folder import is_run, present_plan, read_about, read_json
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
+from meshwright.predict.prediction import predict, seconds_at_peak
 from meshwright.units import format_bytes, parse_bytes
 
 LEAST_SLACK, MOST_SLACK = 0.0, 0.5

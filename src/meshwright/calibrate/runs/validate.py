@@ -31,12 +31,12 @@ import numpy as np
 from meshwright.calibrate.runs.rows import Case, apply_readings, case, number
 from meshwright.calibrate.runs.stack_fit import grid, varied_stack
 from meshwright.cost.memory import rank_peaks
-from meshwright.cost.predict import prediction
 from meshwright.cost.step import step_cost
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
+from meshwright.predict.prediction import prediction
 
 SHARES = (0.25, 0.5, 0.75)  # of the layers of a stage that a partial recompute may recompute
 

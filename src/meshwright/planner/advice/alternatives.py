@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
@@ -31,6 +30,7 @@ from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
+from meshwright.predict.estimate import Estimate, estimate
 
 
 @dataclass

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, GROUPED_PARTS, MEMORY_BAND, Prediction, part_name
@@ -21,6 +20,7 @@ from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import Found
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
+from meshwright.predict.estimate import Estimate, estimate
 from meshwright.units import format_bytes, format_seconds
 
 

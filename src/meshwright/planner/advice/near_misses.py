@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.cost.estimate import Estimate
 from meshwright.describe.base import MOST, MOST_DEVICES
 from meshwright.describe.plan import Plan
 from meshwright.planner.advice.alternatives import Trial, step
 from meshwright.planner.advice.infeasible import other
 from meshwright.planner.search.common_plans import best_common_plan
 from meshwright.planner.search.space import Space
+from meshwright.predict.estimate import Estimate
 
 NEAR = {"batch": 0.125, "GPUs": 0.15, "sequence": 0.0625}
 MOST_TRIED = 2  # sizes of each kind

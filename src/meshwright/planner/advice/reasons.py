@@ -11,11 +11,11 @@ Two choices look wrong to a reader who knows the usual lessons, so they are comp
 
 from __future__ import annotations
 
-from meshwright.cost.estimate import Estimate
 from meshwright.describe import legality
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import FP8
 from meshwright.planner.advice.alternatives import USABLE_MEMORY, Trial, changed, fits, moved, settings, step
+from meshwright.predict.estimate import Estimate
 from meshwright.units import format_decimal_bytes, format_seconds
 
 LONG_CONTEXT = 32_768  # tokens from which one expects context parallelism

@@ -23,13 +23,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import unknown
 from meshwright.planner.advice.alternatives import USABLE_MEMORY, exposed, fits, step
 from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space
+from meshwright.predict.estimate import Estimate, estimate
 
 DAY, HOUR = 86400.0, 3600.0
 UNITS = {

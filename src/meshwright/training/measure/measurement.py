@@ -19,11 +19,11 @@ import numpy as np
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.calibrate.points import IDLE_SHARE
 from meshwright.comm.bench.timing import Moment, busy_cores
-from meshwright.cost.predict import predict, samples_per_step, seconds_at_peak
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.describe.run_folder import PROFILE, RUN, read_steps
 from meshwright.describe.shown import Shown
+from meshwright.predict.prediction import predict, samples_per_step, seconds_at_peak
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import RankReport, StepRecord
 from meshwright.training.measure import communication, timeline

@@ -37,12 +37,12 @@ import torch
 from torch import distributed
 
 from meshwright.comm.bench.backends import host_name
-from meshwright.cost.predict import seconds_at_peak
 from meshwright.cost.step import TRAFFIC_AXIS
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB
 from meshwright.parallel.compile import compile_seconds
 from meshwright.parallel.expert.balance import copies_sent
+from meshwright.predict.prediction import seconds_at_peak
 from meshwright.training.hooks import (
     CommEvent,
     Hook,

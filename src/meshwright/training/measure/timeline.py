@@ -36,11 +36,11 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.compute import op_time
-from meshwright.cost.estimate import estimate
-from meshwright.cost.predict import cost_of
 from meshwright.describe.config import Config
 from meshwright.lower.program import Op
 from meshwright.lower.sync import update_bytes
+from meshwright.predict.estimate import estimate
+from meshwright.predict.prediction import cost_of
 from meshwright.programs.pipelines.program import Action
 from meshwright.training.hooks import CommEvent, Interval, RankReport, TracedStep
 from meshwright.training.measure.communication import ONCE, Lowered, LoweredNames, Others, narrowed

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.cost.predict import predict
 from meshwright.describe.config import Config
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
+from meshwright.predict.prediction import predict
 from meshwright.units import format_seconds
 from meshwright.view.launch_files.frameworks import for_framework, framework_of, program_of
 from meshwright.view.launch_files.program import TrainingProgram

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.cost.estimate import Estimate
 from meshwright.describe.legality import batch_unit
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.alternatives import Trial
+from meshwright.predict.estimate import Estimate
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 

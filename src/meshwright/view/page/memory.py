@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.checkpoint import checkpoint_words
-from meshwright.cost.estimate import Estimate
 from meshwright.cost.memory import PARTS
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
+from meshwright.predict.estimate import Estimate
 from meshwright.programs.pipelines.walk import held_changes
 from meshwright.view.page.subject import Subject
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.collective import Network
-from meshwright.cost.estimate import Estimate
 from meshwright.cost.overlap import Layer, Span, bucket_timeline, prefetch_timeline
 from meshwright.lower.program import Op, scalar
 from meshwright.planner.advice.alternatives import Trial, changed
+from meshwright.predict.estimate import Estimate
 from meshwright.units import format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 

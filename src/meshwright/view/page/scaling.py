@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.result import values_of
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.sensitivity import resized
 from meshwright.planner.search.common_plans import best_common_plan
+from meshwright.predict.estimate import Estimate, estimate
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.cost import advice
-from meshwright.cost.estimate import Estimate, communication, estimate
 from meshwright.lower.program import scalar
+from meshwright.predict.estimate import Estimate, communication, estimate
 from meshwright.units import format_decimal_bytes, format_rate, format_seconds
 from meshwright.view.page.subject import Subject
 

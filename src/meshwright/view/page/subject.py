@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.walked import WalkedStep
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
@@ -30,6 +29,7 @@ from meshwright.planner.result import Result
 from meshwright.planner.search.cells import Cell, cells
 from meshwright.planner.search.space import Space
 from meshwright.planner.sizing import OPTIONS
+from meshwright.predict.estimate import Estimate, estimate
 
 COMMON_LEADERS = 3
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.estimate import Estimate
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import values_of
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError
 from meshwright.lower.program import scalar
 from meshwright.planner.advice.alternatives import Trial, changed
+from meshwright.predict.estimate import Estimate
 from meshwright.programs.pipelines import KINDS, Walked
 from meshwright.programs.pipelines.program import KIND_NAMES
 from meshwright.units import format_decimal_bytes, format_seconds

@@ -6,10 +6,10 @@ from bisect import bisect_left
 from typing import Any
 
 from meshwright.cost.advice import microbatches_for, stages_for
-from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.legality import Case, legal
 from meshwright.describe.legality.case import completed
 from meshwright.describe.result import values_of
+from meshwright.predict.estimate import Estimate, estimate
 from meshwright.programs import pipelines
 from meshwright.programs.pipelines.formulas import bubble_fraction
 from meshwright.units import format_seconds

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.estimate import Estimate, communication
 from meshwright.describe.result import COMMUNICATION, part_name
 from meshwright.planner.advice.alternatives import Trial, changed
+from meshwright.predict.estimate import Estimate, communication
 from meshwright.units import format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 

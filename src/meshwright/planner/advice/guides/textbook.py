@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.cost.estimate import Estimate
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -25,6 +24,7 @@ from meshwright.describe.workload import Workload
 from meshwright.planner.advice.alternatives import Trial, fits, step
 from meshwright.planner.advice.guides import axes, general
 from meshwright.planner.advice.guides.problem import Guide, Problem, Recommendation
+from meshwright.predict.estimate import Estimate
 
 GUIDES: tuple[Guide, ...] = (
     general.size_against_memory,

@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from meshwright.cost.estimate import Estimate
-from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.walked import walk_step
 from meshwright.describe import legality
 from meshwright.describe.config import Config
@@ -29,6 +27,8 @@ from meshwright.planner.advice.alternatives import Trial, fits, step
 from meshwright.planner.advice.lint.finding import SAVES, Finding, Seen
 from meshwright.planner.advice.lint.illegal import illegal
 from meshwright.planner.advice.lint.rules import BY_CODE, RULES
+from meshwright.predict.estimate import Estimate
+from meshwright.predict.recompute import resolve_recompute
 from meshwright.units import format_seconds
 
 MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.cost.estimate import Estimate
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.alternatives import Trial, fits, settings, step
+from meshwright.predict.estimate import Estimate
 
 Severity = Literal["error", "warning", "note"]
 SAVES = 0.01  # share of the step a fix must save to be a warning

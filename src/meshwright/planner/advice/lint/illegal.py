@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.cost.estimate import Estimate
 from meshwright.describe.config import Config
 from meshwright.describe.legality import batch_unit
 from meshwright.describe.model import Model
@@ -28,6 +27,7 @@ from meshwright.planner.advice.alternatives import (
     step,
 )
 from meshwright.planner.advice.lint.finding import Finding
+from meshwright.predict.estimate import Estimate
 
 HEADS, BATCH = ("MW-PLAN-004",), ("MW-PLAN-011", "MW-PLAN-012")
 

@@ -14,10 +14,7 @@ import numpy as np
 
 from meshwright.cost import advice
 from meshwright.cost.collective import Network
-from meshwright.cost.critical import CriticalBatch, critical_batch
 from meshwright.cost.messages import Message, messages, step_calls
-from meshwright.cost.predict import predict, prediction
-from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.roofline import Position, position
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
@@ -33,6 +30,9 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.program import StepProgram, scalar
 from meshwright.lower.step import step_program
+from meshwright.predict.critical import CriticalBatch, critical_batch
+from meshwright.predict.prediction import predict, prediction
+from meshwright.predict.recompute import resolve_recompute
 from meshwright.units import format_seconds
 
 

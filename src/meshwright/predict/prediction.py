@@ -9,7 +9,6 @@ import numpy as np
 from meshwright.cost.band import band
 from meshwright.cost.checkpoint import checkpoint_memory
 from meshwright.cost.collective import Network
-from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
@@ -18,6 +17,7 @@ from meshwright.describe.result import COMMUNICATION, GIB, Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
+from meshwright.predict.recompute import resolve_recompute
 from meshwright.units import format_flops
 
 
