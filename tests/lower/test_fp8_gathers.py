@@ -132,7 +132,7 @@ def test_both_evaluations_of_a_program_agree(model, plan) -> None:
     chosen = Plan(**plan, gather_dtype="fp8").check(model, FP8)
     program = lowered(model, FP8, OURS, **plan, gather_dtype="fp8")
     mine = {(r.axis, r.collective): r.bytes for r in traffic(program)}
-    exact = {(r.axis, r.collective): r.bytes for r in traffic_of_rank(model, chosen, FP8, 0)}
+    exact = {(r.axis, r.collective): r.bytes for r in traffic_of_rank(program, chosen, 0)}
     compared = ("all_gather", "all_reduce")  # weights, and their scales
     assert {k: v for k, v in mine.items() if k[1] in compared} == {
         k: pytest.approx(v, rel=1e-9) for k, v in exact.items() if k[1] in compared

@@ -8,17 +8,17 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import parameters
 from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
-from meshwright.lower.rank import Given, Routed, traffic_of_rank
+from meshwright.lower.rank import OURS, Given, Routed, traffic_of_rank
+from meshwright.lower.step import step_program
 
 ODD = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=33)
 WORK = Workload(batch=16, seq=32)
 LAYER = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16  # q and o, k and v, the gated network, two norms
 
 
-def messages(plan, rank=0, model=ODD, work=WORK, **more):
-    found = traffic_of_rank(
-        model, Plan(param_dtype="fp32", master=False, **plan).check(model, work), work, rank, **more
-    )
+def messages(plan, rank=0, model=ODD, work=WORK, element=0.0, **more):
+    plan = Plan(param_dtype="fp32", master=False, **plan).check(model, work)
+    found = traffic_of_rank(step_program(model, plan, work, OURS, element), plan, rank, **more)
     return {(r.axis, r.collective): (r.count, r.bytes) for r in found}
 
 

@@ -14,7 +14,8 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import boxes, degrees_of, matrices
 from meshwright.describe.stack import Stack
 from meshwright.lower import muon, sync
-from meshwright.lower.rank import traffic_of_rank
+from meshwright.lower.rank import OURS, traffic_of_rank
+from meshwright.lower.step import step_program
 from meshwright.predict.estimate import estimate
 
 MUON = WORK.but(optimizer="muon")
@@ -58,7 +59,8 @@ def test_an_exchange_moves_each_matrix_once_there_and_once_back():
     assert (one(exchange.count), one(exchange.message_bytes)) == (2.0, pytest.approx(quarter))
     assert exchange.collective == "all_to_all"
     plan = Plan(shard=4, zero=1)
-    found = [r for rank in range(4) for r in traffic_of_rank(GQA, plan, MUON, rank) if r.collective == "all_to_all"]
+    exact = step_program(GQA, plan, MUON, OURS)
+    found = [r for rank in range(4) for r in traffic_of_rank(exact, plan, rank) if r.collective == "all_to_all"]
     assert sum(r.bytes for r in found) == pytest.approx(2 * 4 * quarter)
     assert {r.count for r in found} == {2.0}
     assert one(program.batch.size("shard_cp")) == 4
@@ -78,13 +80,14 @@ def test_the_batch_is_a_lower_bound_of_the_busiest_rank(model, plan):
     """max(total / ranks, largest) bounds every division from below; the real one is at most twice as uneven."""
     _, ops = step_ops(model, **plan)
     made = Plan(**plan)
+    exact = step_program(model, made, MUON, OURS)
     for (name, axis), op in ops.items():
         if name != muon.EXCHANGE:
             continue
         mine = [
             r.bytes
             for rank in range(made.world)
-            for r in traffic_of_rank(model, made, MUON, rank)
+            for r in traffic_of_rank(exact, made, rank)
             if (r.axis, r.collective) == (axis, "all_to_all") and muon.EXCHANGE in r.names
         ]
         assert len(mine) == made.world

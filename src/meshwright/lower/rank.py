@@ -15,7 +15,8 @@ tokens the routers sent, how many values a threshold let pass. Without it routin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import or_
 from typing import NamedTuple
@@ -27,14 +28,12 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import Box, boxes, degrees_of
 from meshwright.describe.stack import Stack
 from meshwright.describe.variants import COMPRESSIONS
-from meshwright.describe.workload import Workload
 from meshwright.lower import muon, sync
 from meshwright.lower.compressed import factor_size
 from meshwright.lower.frozen import BackwardReach
 from meshwright.lower.gradients import Message, data_parallel_ops, flat_messages
 from meshwright.lower.program import DATA_PARALLEL, Load, Op, StepProgram, scalar
 from meshwright.lower.recompute import resolve_recompute_budget
-from meshwright.lower.step import step_program
 from meshwright.lower.traffic import Record, boundary_ops, records
 from meshwright.programs.pipelines import build
 from meshwright.programs.pipelines.program import PipelineProgram
@@ -85,20 +84,19 @@ Sent = tuple[str, str, str, float, float]  # name, axis, collective, count, tota
 
 
 def traffic_of_rank(
-    model: Model,
+    program: StepProgram,
     plan: Plan,
-    workload: Workload,
     rank: int,
     order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
     given: Given | None = None,
-    stack: Stack | None = None,
-    element: float = 0.0,
 ) -> list[Record]:
-    """All messages of this rank in the step; activations have `element` bytes, by default those of the workload's precision."""
-    given, plan = given or Given(), resolve_recompute_budget(model, plan, workload, stack)
-    layout, m = Layout(plan, order), plan.microbatches(workload)
-    program = step_program(model, plan, workload, stack or OURS, element)
-    program.batch.units |= bool(model.resnet.stages)  # its parameters are known one by one here
+    """All messages of this rank in the step of a program of one plan."""
+    b = program.batch
+    model, given, plan = b.model, given or Given(), resolve_recompute_budget(b.model, plan, b.workload, b.stack)
+    layout, m = Layout(plan, order), plan.microbatches(b.workload)
+    if model.resnet.stages:  # its parameters are known one by one here
+        program = replace(program, batch=copy(b))
+        program.batch.units = True
     pipeline = build(plan.schedule, plan.pp, m, plan.virtual) if plan.pp > 1 else None
     at = layout.coordinates(rank)["pp"]
     stages = stages_of(model, plan, pipeline, at)

@@ -1,7 +1,7 @@
 """Compare the issued collectives of a rank with the lowered ones; if they differ, the proof fails.
 
-Both are given by (axis, operation): their number in a step, and their bytes n. The lowered ones come from `lower.rank`, a function
-of (model, plan, workload, rank); it reads no sizes or messages from the run. It receives only the facts that a run decides:
+Both are given by (axis, operation): their number in a step, and their bytes n. The lowered ones are the step program of
+(model, plan, workload), read for this rank by `lower.rank`; no sizes or messages come from the run, only the facts that it decides:
 
     the step       its number: replicas under local SGD average in some steps
     the user       parameters that are not trained
@@ -23,7 +23,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import OVERHEAD
 from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.program import scalar
-from meshwright.lower.rank import Given, traffic_of_rank
+from meshwright.lower.rank import OURS, Given, traffic_of_rank
 from meshwright.lower.step import step_program
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.data.buckets import Buckets
@@ -67,9 +67,8 @@ def lowered(parallel: Parallel, given: Given) -> dict[Key, Amount]:
     """Lowered collectives by axis and operation; axes with the same ranks are merged."""
     mesh, out = parallel.mesh, dict[Key, Amount]()
     element = WIDE[parallel.dtype][1] if parallel.dtype in WIDE else 0.0
-    for record in traffic_of_rank(
-        parallel.model, as_run(parallel), parallel.workload, mesh.rank, mesh.layout.order, given, element=element
-    ):
+    program = step_program(parallel.model, as_run(parallel), parallel.workload, OURS, element)
+    for record in traffic_of_rank(program, as_run(parallel), mesh.rank, mesh.layout.order, given):
         key = canonical(mesh, {"ends": "pp", "kv_copies": "tp"}.get(record.axis, record.axis)), record.collective
         count, total = out.get(key, (0.0, 0.0))
         out[key] = count + record.count, total + record.bytes
