@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import typer
 from typer.testing import CliRunner
 
 from lower.cases import GPT, WORK, lowered
+from meshwright import api
 from meshwright.cli.show import command
 from meshwright.cost.collective import Network
 from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError
-from meshwright.lower.program import Op
+from meshwright.lower.program import Op, scalar
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.units import format_seconds
@@ -253,3 +255,26 @@ def test_formats_are_those_of_the_libraries():
         assert float(torch.tensor(known[name].smallest / 4, dtype=dtype)) == 0  # and none is smaller
     assert known["fp4 e2m1"].largest == 6
     assert known["tf32"].digits == known["fp16"].digits
+
+
+PLAN = str(Path(__file__).parents[2] / "examples" / "demo-dp2-tp2.toml")
+
+
+def test_the_step_of_a_plan_is_shown_as_tables_and_as_data():
+    """The data has every number that the cost model reads, for one plan; operations that the plan does not run are left out."""
+    text, data = show("step", PLAN), json.loads(show("step", PLAN, "--json"))["step"]
+    e = api.estimate(plan=PLAN)
+    assert {op["name"] for op in data["blocks"]["dense F"]} == {op.name for op in e.program.blocks["dense", "F"]}
+    assert {op["name"] for op in data["closing"]} == {op.name for op in e.program.closing if scalar(op.count)}
+    assert data["groups"]["tp"] == 2
+    assert data["microbatches"] == e.plan.microbatches(e.workload)
+    assert [rank["elements"] for rank in data["ranks"]] == [
+        {group: scalar(size) for group, size in rank.elements.items()} for rank in e.program.ranks
+    ]
+    (reduced,) = (op for op in data["closing"] if op["name"] == "reduce-gradients")
+    assert reduced["count"] * reduced["message_bytes"] == 4 * sum(data["ranks"][0]["elements"].values())  # in fp32
+    assert all(name in text for name in ("attention-out", "update", "Pipeline ranks", "2 tp"))
+    with pytest.raises(MeshwrightError, match="MW-SHOW-003"):
+        show("step")
+    with pytest.raises(MeshwrightError, match="--ranks has no effect"):
+        show("step", PLAN, "--ranks", "4")

@@ -3,6 +3,7 @@
     meshwright show                                        the list of all topics
     meshwright show all-reduce --ranks 4 --values          the ring, with the values on every rank
     meshwright show all-reduce --compare --ranks 64 --cluster dgx-h100
+    meshwright show step plan.toml                         the operations of a plan's training step
     meshwright show 1f1b --stages 4 --microbatches 8 --compare gpipe,zbv
 
 `--compare` is a flag; the names after it are a second positional argument, so that they can be omitted.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import typer
 
 from meshwright.cli.options import described
-from meshwright.view.show.options import LESSON, PIPELINES
+from meshwright.view.show.options import LESSON, PIPELINES, STEP
 from meshwright.view.show.topics import kind_of, list_topics, module_of, sort_arguments
 
 
@@ -39,13 +40,18 @@ def command(
     html: str = "",
     as_json: bool = False,
 ) -> None:
-    """Show a collective, a pipeline schedule or a reference table. Without a topic: list all topics."""
+    """Show a collective, a pipeline schedule, the step of a plan or a reference table. Without a topic: list all topics."""
     if not topic:
         return list_topics(as_json)
     from meshwright.cli.output import writable
     from meshwright.view.show.options import refuse_unused, refuse_zero
 
     writable(html, trace)
+    if topic.lower() == "step":
+        from meshwright.view.show.step import show_step
+
+        refuse_unused(topic, STEP, explicit_options(context))
+        return show_step(names, as_json)
     topic, names, compare = sort_arguments(topic.lower(), names, compare)
     kind = kind_of(topic)
     refuse_unused(topic, kind, explicit_options(context))

@@ -18,8 +18,8 @@ Streams: `compute`; `comm:<axis>` for communication that may overlap with comput
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -182,6 +182,13 @@ class StepProgram:
     stages: list[StageBlocks] = field(default_factory=list)
     closing: list[Op] = field(default_factory=list)  # of the rank with the most elements: it finishes last
 
+    def as_dict(self, at: int = 0) -> dict[str, Any]:
+        """The program of the plan at index `at` as words and numbers: what `show step --json` prints. Operations that the plan does not run are
+        left out; `groups` has the ranks of each group that an operation names."""
+        ops = [op for some in (*self.blocks.values(), *self.sync.values(), self.closing) for op in some if op.axis]
+        groups = {op.axis: number_at(self.batch.size(op.axis), at) for op in ops}
+        return {"microbatches": int(self.batch.rounds[at]), "groups": groups, **plain(self, at)}
+
     def ops(self, block: str) -> Iterator[tuple[str, Op]]:
         for phase in PHASES:
             for op in self.blocks.get((block, phase), ()):
@@ -203,6 +210,23 @@ class StepProgram:
             group: held.total({block: loads[group].held for block, loads in self.loads.items()})
             for group in DATA_PARALLEL
         }
+
+
+def plain(value: Any, at: int) -> Any:
+    """A part of a program as words, numbers, lists and tables, for the plan at index `at`."""
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name), at) for f in fields(value) if f.name != "batch"}
+    if isinstance(value, dict):
+        return {" ".join(key) if isinstance(key, tuple) else key: plain(x, at) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x, at) for x in value if not isinstance(x, Op) or number_at(x.count, at)]
+    return value if value is None or isinstance(value, str | bool) else number_at(value, at)
+
+
+def number_at(value: Array, at: int) -> float:
+    """The number of the plan at index `at`; a number that all plans share is not an array over them."""
+    numbers = np.ravel(value)
+    return float(numbers[at if len(numbers) > 1 else 0])
 
 
 def scalar(value: object) -> float:

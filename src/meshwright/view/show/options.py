@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from meshwright.errors import MeshwrightError
 
-COLLECTIVES, PIPELINES, LESSON = "collective", "pipeline schedule", "lesson"
+COLLECTIVES, PIPELINES, LESSON, STEP = "collective", "pipeline schedule", "lesson", "step program"
 USED = {
     COLLECTIVES: {"names", "compare", "algorithm", "ranks", "size", "cluster", "elements", "root", "segments", "node", "values", "html"},
     PIPELINES: {"names", "compare", "stages", "microbatches", "virtual", "trace", "html"},
     LESSON: set(),
+    STEP: {"names"},
 }  # fmt: skip
 EXAMPLES = {"ranks": 4, "segments": 4, "node": 2, "virtual": 2}  # offered in the place of 0
 INSTEAD = {

@@ -46,7 +46,7 @@ def kind_of(topic: str) -> str:
         return COLLECTIVES
     if any(topic in (name, *known.aliases) for name, known in SCHEDULES.items()):
         return PIPELINES
-    raise unknown("MW-SHOW-001", "topic", topic, [*OPERATIONS, *SCHEDULES, *LESSONS], "meshwright show {}")
+    raise unknown("MW-SHOW-001", "topic", topic, ["step", *OPERATIONS, *SCHEDULES, *LESSONS], "meshwright show {}")
 
 
 def module_of(lesson: str) -> Any:
@@ -126,6 +126,11 @@ def list_topics(as_json: bool = False) -> None:
             "Pipeline schedules", "meshwright show 1f1b --stages 4 --microbatches 8 [--compare gpipe,zbv] [--html F]"
         ),
         schedules,
+        heading("Step program", "meshwright show step PLAN"),
+        Text(
+            "every operation of one training step of a plan file; with --json the value that `verify` compares with a run\n",
+            "dim",
+        ),
         heading("Lessons", "meshwright show strategies"),
         table,
     )
