@@ -22,7 +22,8 @@ from meshwright.describe import catalog
 from meshwright.describe.plan import Plan, divisors
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower import Batch, lower
+from meshwright.lower.batch import Batch
+from meshwright.lower.step import lower
 
 LIST = Path(__file__).with_name("plans-100k.npz")
 CHOICES = {"schedule": ("1f1b", "gpipe", "interleaved", "zb-h1"), "recompute": ("none", "selective", "full")}

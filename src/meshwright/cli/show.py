@@ -48,10 +48,11 @@ def command(
 
     writable(html, trace)
     if topic.lower() == "step":
-        from meshwright.view.show.step import show_step
+        from meshwright import api
+        from meshwright.view.show.step import plan_file, show_step
 
         refuse_unused(topic, STEP, explicit_options(context))
-        return show_step(names, as_json)
+        return show_step(api.estimate(plan=plan_file(names)), as_json)
     topic, names, compare = sort_arguments(topic.lower(), names, compare)
     kind = kind_of(topic)
     refuse_unused(topic, kind, explicit_options(context))

@@ -13,6 +13,7 @@ from rich.text import Text
 from meshwright.cost.collective import Network
 from meshwright.errors import MeshwrightError
 from meshwright.lower.program import Op, RankProgram, scalar
+from meshwright.predict.estimate import Estimate
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_flops
 from meshwright.view.tables import filled, heading, show, show_json
 
@@ -20,13 +21,15 @@ PHASES = "F forward, I gradients of inputs, W of weights, R recomputed, S and G 
 COLUMNS = ("operation", "kind", ">times", ">FLOPs", ">memory", ">message", "between")
 
 
-def show_step(plan: str, as_json: bool = False) -> None:
-    """Print the step program of a plan file."""
-    from meshwright import api
-
-    if not plan:
+def plan_file(path: str) -> str:
+    """The plan file on the command line; without one an error."""
+    if not path:
         raise MeshwrightError("MW-SHOW-003", "show step needs a plan file", fix="meshwright show step plan.toml")
-    e = api.estimate(plan=plan)
+    return path
+
+
+def show_step(e: Estimate, as_json: bool = False) -> None:
+    """Print the step program of an estimate."""
     if as_json:
         return show_json({"model": e.model.name, "plan": e.plan.as_dict(), "step": e.program.as_dict()})
     program, network = e.program, Network(e.cluster, e.program.batch)
