@@ -52,6 +52,16 @@ class Net(nn.Module):
         return self.head(self.hidden(ids))
 
 
+class Skipping(Net):
+    """The head, in the last pipeline stage, reads the embedding of the first."""
+
+    def forward(self, ids):
+        first = x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * first.tanh())
+
+
 class BatchNormed(Net):
     def __init__(self):
         super().__init__()
@@ -161,9 +171,9 @@ def test_a_script_is_proved_from_the_command_line(tmp_path, capsys):
     ("make", "plan", "given"),
     [
         (OwnLoss, {"shard": 2, "zero": 3, "microbatch": 1}, {"example": labelled, "loss": None}),
-        (f"{HERE}:Net", {"pp": 2, "microbatch": 1}, {"layers": "blocks"}),
+        (f"{HERE}:Skipping", {"pp": 2, "microbatch": 1}, {"layers": "blocks"}),
     ],
-    ids=["zero3", "pipeline"],
+    ids=["zero3", "pipeline with a skip"],
 )
 def test_two_ranks_equal_one_device(make, plan, given):
     proof = proof_of(make, plan, **given)
