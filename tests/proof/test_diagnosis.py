@@ -80,7 +80,7 @@ def at(what, name=""):
 
 
 def diagnose(one, many, first, factors, *others):
-    return diagnosis.diagnose([Agreement("fp64", {}, [first, *others], [], one, many)], factors)
+    return diagnosis.diagnose([Agreement("fp64", {}, [first, *others], one=one, many=many)], factors)
 
 
 def half(tensor, rank):

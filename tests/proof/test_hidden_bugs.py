@@ -21,9 +21,10 @@ from meshwright.parallel.data import local_sgd
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import precision
 from meshwright.parallel.numerics.compress import base
+from meshwright.parallel.tensor import vocabulary
 from meshwright.proof import prove as proofs
 from meshwright.training import loop
-from meshwright.training.optimizer import whole_matrices
+from meshwright.training.optimizer import norm, whole_matrices
 
 
 def ring_takes_blocks_from_the_wrong_rank():
@@ -86,6 +87,14 @@ def loss_scale_left_in_vectors():
     loop.unscale = lambda pieces, scale: plain([p for p in pieces if p.local.ndim > 1], scale)
 
 
+def loss_in_the_dtype_of_the_logits():
+    vocabulary.at_least_single = lambda dtype: dtype
+
+
+def norm_in_the_dtype_of_the_gradients():
+    norm.at_least_single = lambda dtype: dtype
+
+
 def rounding_not_fed_back():
     base.Feedback.keep = lambda self, index, error: None
 
@@ -138,20 +147,22 @@ def test_eight_micro_batches_are_proved_with_six():
 
 
 @pytest.mark.parametrize(
-    ("bug", "dtype", "what"),
+    ("bug", "dtype", "plan", "what"),
     [
-        ("masters_update_matrices_only", "bf16", "parameter (its master, rounded)"),
-        ("loss_scale_left_in_vectors", "fp16", "gradient given to the optimizer"),
+        ("masters_update_matrices_only", "bf16", {"replicate": 2}, "parameter (its master, rounded)"),
+        ("loss_scale_left_in_vectors", "fp16", {"replicate": 2}, "gradient given to the optimizer"),
+        ("loss_in_the_dtype_of_the_logits", "bf16", {"tp": 2}, "narrow operation"),
+        ("norm_in_the_dtype_of_the_gradients", "bf16", {"replicate": 2, "grad_dtype": "bf16"}, "narrow operation"),
     ],
 )
-def test_a_plan_is_proved_in_its_own_16_bits(bug, dtype, what):
+def test_a_plan_is_proved_in_its_own_16_bits(bug, dtype, plan, what):
     workload = {"batch": 4, "seq": 8, "precision": dtype}
-    proof = proof_of(bug, TINY, workload, {"replicate": 2, "param_dtype": dtype}, most=2)
+    proof = proof_of(bug, TINY, workload, {**plan, "param_dtype": dtype}, most=2)
     assert not proof.passed
     assert [bool(a.breaks) for a in proof.agreements] == [False, False, True, False]
     first = proof.agreements[2].breaks[0]
     assert (first.dtype, first.what) == (dtype, what)
-    assert "norm" in first.name or "bias" in first.name
+    assert "norm" in first.name or "bias" in first.name or first.name == "exp"
 
 
 def test_muon_on_shards_is_not_muon():

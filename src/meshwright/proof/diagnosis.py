@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.proof.compare import ORDER, Agreement, Break
+from meshwright.proof.compare import NARROWER, Agreement, Break
 from meshwright.proof.records import Trace
+from meshwright.proof.tolerance import KINDS
 
 SAME = 1e-6  # relative: two tensors that agree to this are the same numbers
 NARROW = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}  # relative rounding of one operation
@@ -271,7 +272,7 @@ def diagnose(agreements: list[Agreement], factors: Mapping[str, int]) -> Diagnos
     if broken is None:
         return None
     first = broken.breaks[0]
-    if first.what not in ORDER:
+    if first.what not in KINDS:
         return of_replay(first)
     one, many = broken.one, broken.many
     assert one is not None
@@ -303,7 +304,10 @@ def of_replay(first: Break) -> Diagnosis:
     """A difference from the replayed update, or from the closed formula of the learning rate."""
     scaled = np.isfinite(first.ratio) and first.what in (GIVEN, "learning rate")
     pattern = Pattern("factor", f"{first.what} × {first.ratio:.4g}") if scaled else Pattern("other", first.what)
-    return Diagnosis("clipping" if first.what == GIVEN else "update", first.name, pattern)
+    if first.what == NARROWER or (first.what == "gradient norm" and first.error < MOST_NOISE):
+        pattern = Pattern("noise", f"{first.name or first.what} in a narrower dtype")
+    phase = {NARROWER: "forward", GIVEN: "clipping", "gradient norm": "clipping"}.get(first.what, "update")
+    return Diagnosis(phase, first.name, pattern)
 
 
 def of_loss(one: Trace, many: list[Trace], step: int, factors: Mapping[str, int], axes: Mapping[str, int]) -> Diagnosis:

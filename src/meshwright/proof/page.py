@@ -70,9 +70,11 @@ def agreement(proof: Proof) -> RenderableType:
 
 
 def oracles(copy: CopyProof) -> list[Text]:
-    """What each part was compared with."""
+    """What each part was compared with, and what could not be compared."""
     pairs = [f"{part} with {oracle}" for part, oracle in copy.oracles.items()]
-    return [Text(f"  Compared: {'; '.join(pairs)}", "dim")] if pairs else []
+    lines = [Text(f"  Compared: {'; '.join(pairs)}", "dim")] if pairs else []
+    reasons = [f"{a.dtype} gradients and parameters, because {a.untold}" for a in copy.agreements if a.untold]
+    return lines + [Text(f"  Cannot be told: {reason}", "yellow") for reason in reasons]
 
 
 def convergence(proof: Proof) -> list[Text]:

@@ -24,12 +24,13 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.errors import MeshwrightError
-from meshwright.proof.compare import Agreement, bounds_from_rounding, compare
+from meshwright.proof.compare import NARROWER, Agreement, Break, compare
 from meshwright.proof.emulation.update import replay
 from meshwright.proof.fold import AXES, order_matters, single_axis
 from meshwright.proof.records import Job, Trace
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import SmallCopy, small_copies
+from meshwright.proof.tolerance import KINDS, Tolerance
 from meshwright.training.launch import local
 from meshwright.training.machine import with_precision
 
@@ -114,8 +115,8 @@ def prove_copy(
     agreements = [compare_doubles(alone, one["fp64"], [rank["fp64"] for rank in many], device)]
     # Where float32 rounds, fp8 and lossy sums may round to a neighbour: there float64 alone is judged.
     if all_dtypes and not (small.workload.precision == "fp8" or small.plan.lossy):
-        bounds = bounds_from_rounding(one["fp32"], one["fp64"])
-        agreements.append(compare(one["fp64"], [rank["fp32"] for rank in many], bounds))
+        tolerance = Tolerance.of(one["fp64"], one["fp32"])
+        agreements.append(compare(one["fp64"], [rank["fp32"] for rank in many], tolerance))
     if job.updates:
         agreements[-1].breaks += replay([rank[dtypes[-1]] for rank in many], job, small.plan)
     broken = any(agreement.breaks for agreement in agreements)
@@ -143,14 +144,36 @@ def prove_narrow(job: Job, plan: Plan, double: Trace, device: str) -> Agreement:
     dtype = plan.param_dtype
     narrow = replace(job, plan=plan, dtypes=(dtype,), watch=False, updates=True)
     many = [rank[dtype] for rank in run(narrow, device)]
-    agreement = Agreement(dtype, dict.fromkeys(("loss", "gradient", "norm", "parameter"), 0.0), [], many[0].losses)
-    if not (job.model.experts or plan.lossy or job.workload.precision == "fp8"):
+    agreement = Agreement(dtype, dict.fromkeys(KINDS, 0.0), [], many[0].losses, untold=untold(job, plan))
+    if not agreement.untold:
         alone = one_device(narrow)
         own = alone.plan.but(param_dtype=dtype, master=plan.master, grad_dtype=plan.grad_dtype)
         single = run(replace(alone, plan=own), device)[0][dtype]
-        agreement = compare(double, many, bounds_from_rounding(single, double))
+        other = replace(alone, plan=own if job.model.resnet.stages else own.but(microbatch=1), perturbed=True)
+        agreement = compare(double, many, Tolerance.of(double, single, run(other, device)[0][dtype]))
+        agreement.breaks += narrow_operations(single, many)
     agreement.breaks += replay(many, job, plan)
     return agreement
+
+
+def untold(job: Job, plan: Plan) -> str:
+    """Why gradients in 16 bits cannot be compared; '' if they can."""
+    reasons = {
+        "a router may choose another expert after rounding": bool(job.model.experts),
+        "a lossy sum may send other elements after rounding": plan.lossy,
+        "fp8 may round to the next code after rounding in 16 bits": job.workload.precision == "fp8",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def narrow_operations(single: Trace, many: list[Trace]) -> list[Break]:
+    """Operations that a rank computes in 16 bits, and one device in wide numbers."""
+    return [
+        Break(0, NARROWER, name, trace.rank, 1.0, 0.0, trace.dtype)
+        for trace in many
+        for name in trace.narrow
+        if name not in single.narrow
+    ]
 
 
 def compare_doubles(alone: Job, one: Trace, many: list[Trace], device: str) -> Agreement:
@@ -159,7 +182,7 @@ def compare_doubles(alone: Job, one: Trace, many: list[Trace], device: str) -> A
     if plan is None or not order_matters(plan):
         return compare(one, many)
     other = run(replace(alone, backwards=True, dtypes=("fp64",)), device)[0]["fp64"]
-    return compare(one, many, bounds_from_rounding(other, one, plan.wire), plan.wire)
+    return compare(one, many, Tolerance.of(one, other, rounded=plan.wire), plan.wire)
 
 
 def compare_with_formulas(one: Trace) -> list[Agreement]:

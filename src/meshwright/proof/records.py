@@ -37,6 +37,7 @@ class Job:
     kv_copies: int = 1  # how often one device computes each KV head: as often as ranks do, where parts are rounded
     reference: bool = False  # one device, the reference of the ranks: it emulates fp8 with separate code
     updates: bool = False  # record every update of the last dtype, for its replay
+    perturbed: bool = False  # start with every weight moved by one unit in its last place
     oracle: bool = False  # repeat the float64 steps with plain formulas (`oracle`)
     optimizer: Optimizer = SETTINGS  # that the copy trains with
     schedule: Optimizer = SETTINGS  # of the run, whose learning rates are compared with their closed formula
@@ -115,6 +116,7 @@ class Trace:
     compiled: str = "off"  # what `compile` became under this plan
     graphs: int = 0  # compiled graphs of this process until now
     graph_breaks: int = 0  # places until now at which a function fell into several graphs
+    narrow: list[str] = field(default_factory=list)  # operations with 16-bit results that should be wide
     oracle: Trace | None = None  # the same steps by plain formulas
     plug_in: str = ""  # the part of the model without a formula, if there is one
     wrong_rates: list[Any] = field(

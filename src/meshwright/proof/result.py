@@ -106,6 +106,7 @@ class CopyProof:
             "steps": self.steps,
             "oracles": self.oracles,
             "errors": {a.label: finite(a.errors) for a in self.agreements},
+            "verdicts": {a.label: {"verdict": a.verdict, "reason": a.untold} for a in self.agreements},
             "first_break": self.first_break,
             "diagnosis": self.diagnosis and self.diagnosis.as_dict(),
             "convergence": finite(self.convergence),

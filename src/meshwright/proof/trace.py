@@ -7,8 +7,12 @@ allocates optimizer states and connects pipeline stages), so a proof of one step
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
@@ -31,6 +35,11 @@ from meshwright.training.launch.rank import RankContext, function_of
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.observe import Observer
 
+NARROW = ("bf16", "fp16")
+SENSITIVE = {
+    *("exp", "log", "logsumexp", "log_softmax", "softmax", "rsqrt", "sqrt", "pow", "cos", "sin"),
+    *("norm", "linalg_vector_norm", "foreach_norm", "mean", "var", "cumsum"),
+}
 LOSS_SCALE = 2.0**10  # of fp16: the gradients of a small model overflow at the scale that large ones start with
 
 
@@ -53,6 +62,8 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
             layout = Layout(job.emulated, job.order)
             emulated = Emulated(parallel, layout, job.summed.get(dtype, []), job.backwards)
             parallel.reductions = [emulated]  # type: ignore[list-item]
+    if job.perturbed:
+        perturb(parallel)
     trace = recorded(trainer, context.rank, dtype)
     if job.updates and dtype == job.dtypes[-1]:
         record_updates(trainer, trace)
@@ -61,7 +72,10 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.plan.lossy:
         trace.summed = lossy_sums(parallel)
     watch = job.watch and dtype == job.dtypes[-1]
-    trainer.train(max(job.steps - watch, 1))
+    narrow = NarrowOperations() if dtype in NARROW and parallel.compilation.mode == "off" else nullcontext()
+    with narrow:
+        trainer.train(max(job.steps - watch, 1))
+    trace.narrow = sorted(narrow.seen) if isinstance(narrow, NarrowOperations) else []
     if watch:
         if job.steps == 1:
             trainer.hooks.clear()
@@ -74,6 +88,31 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if trace.compiled != "off":
         trace.graphs, trace.graph_breaks = graph_counts()
     return trace
+
+
+@torch.no_grad()
+def perturb(parallel: Parallel) -> None:
+    """Move every weight by one unit in its last place, up and down in turn."""
+    for piece in parallel.pieces:
+        signs = 1.0 - 2.0 * (torch.arange(piece.local.numel(), device=piece.local.device) % 2)
+        piece.local.mul_(1 + signs.view_as(piece.local).to(piece.local) * torch.finfo(piece.local.dtype).eps)
+    for source, master in zip(*((m.sources, m.pieces) if (m := parallel.masters) else ((), ())), strict=True):
+        master.local.copy_(source.local)
+
+
+class NarrowOperations(TorchDispatchMode):
+    """Notes which operations give 16-bit results that should be wide: sums of many terms and functions that enlarge rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.strip("_")
+        if name in SENSITIVE and isinstance(output, torch.Tensor) and output.dtype in (torch.bfloat16, torch.float16):
+            self.seen.add(name)
+        return output
 
 
 def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:

@@ -18,7 +18,7 @@ This file shares no code with `parallel.numerics` or `training.optimizer`: it us
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
@@ -29,9 +29,10 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
-from meshwright.proof.compare import Break, tensor_error
+from meshwright.proof.compare import Break
 from meshwright.proof.emulation.orthogonal import replay_matrices
 from meshwright.proof.records import Job, PieceTrace, Trace, Update
+from meshwright.proof.tolerance import tensor_error
 
 BITS = {"fp64": 52, "fp32": 23, "bf16": 7, "fp16": 10}  # of the mantissa
 SMALLEST = {
@@ -41,6 +42,7 @@ SMALLEST = {
     "fp16": 2.0**-14,
 }  # below it steps are of equal size
 # How far a replay may be off, in steps of the dtype: wide ones are replayed in float64, 16 bits with every rounding.
+NORM_BOUND = 1e-5  # relative: squares are summed in fp32
 STEPS = {"fp64": 64, "fp32": 8, "bf16": 2, "fp16": 2}
 
 
@@ -95,7 +97,25 @@ def replay(ranks: list[Trace], job: Job, plan: Plan) -> list[Break]:
     with np.errstate(all="ignore"):  # a run that diverged is replayed as it was
         breaks = [b for trace in ranks for piece in trace.pieces for b in replay_piece(trace, piece, job, plan)]
         breaks += replay_matrices(ranks, plan, rates, job.optimizer)
+        breaks += [] if plan.average_every else replay_norms(ranks)
     return sorted(breaks, key=lambda b: (b.step, b.rank))
+
+
+def replay_norms(ranks: list[Trace]) -> Iterator[Break]:
+    """The norm of every step, from the gradients of the ranks: each part of a tensor once."""
+    for step in range(len(ranks[0].losses)):
+        parts = {
+            (piece.name, piece.start): piece.gradients[step].astype(np.float64)
+            for trace in ranks
+            for piece in trace.pieces
+            if step < len(piece.updates) and piece.updates[step] is not None
+        }
+        norm = float(np.sqrt(sum(float((part**2).sum()) for part in parts.values())))
+        for trace in ranks if norm > 0 else ():
+            error = abs(trace.norms[step] - norm) / norm
+            if not error <= NORM_BOUND:
+                ratio = trace.norms[step] / norm
+                yield Break(step, "gradient norm", "", trace.rank, error, NORM_BOUND, trace.dtype, ratio)
 
 
 def rate_of(job: Job, step: int, role: str) -> float:

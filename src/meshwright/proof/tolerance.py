@@ -1,0 +1,141 @@
+"""How far two trainings may differ by rounding alone: the one place that decides, for every comparison.
+
+float64. Both do the same arithmetic in another order, so they agree to about 1e-15. The bound is 1e-9 of each tensor's largest
+element. For a tensor that is nearly zero (the gradient of a key's bias) it is relative to 1e-4 of the largest element of the model.
+
+float32 and 16 bits. The bound of a tensor comes from one device, tensor by tensor. Its run in the dtype differs from its float64 run by a
+rounding error e; a run that starts with weights moved by one unit in their last place, and sums micro-batches in the other order, differs by the
+amplification a of such a unit through the layers. A parallel run rounds at other places, not more often: it may be off by a small multiple of
+the larger of the two, `MARGIN`. A tensor that happened to round well has the usual error of all tensors. Rounding only accumulates: a step's bound
+is never below an earlier one's.
+
+Parameters. AdamW divides a gradient by its magnitude, so noise δ in a gradient g moves its parameter by up to min(2, δ/|g|) of a step. This is
+added to the bound, element by element, with the δ of the bound of the gradient. Muon makes a matrix orthogonal, which enlarges noise in its
+small singular values: the bound has that too.
+
+What cannot be judged this way is said: a router, fp8 or a lossy sum may round to another expert or another code, after which nothing is near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.describe.optimizer import Optimizer
+from meshwright.proof.records import PieceTrace, Trace
+
+FP64_BOUND = 1e-9
+# A tensor below this share of the model's largest is measured against that share: smaller values are rounding noise.
+NEARLY_ZERO = {"fp64": 1e-4, "fp32": 0.1, "fp16": 0.1, "bf16": 0.1}
+# How much more than one device's spread. Of 16 bits the moved weights are in it, and ranks were off by at most 0.52 of it in tensors, and by 1.7 in
+# losses and norms, which are means and may come near by chance; of fp32 they are not.
+MARGIN = {"fp32": 30.0, "fp16": 2.0, "bf16": 2.0}
+NUMBER_MARGIN = {"fp32": 30.0, "fp16": 6.0, "bf16": 6.0}
+FLOOR = {"fp32": 32 * 2.0**-24, "fp16": 4 * 2.0**-11, "bf16": 4 * 2.0**-8}
+NUMBER_FLOOR = {"fp32": 32 * 2.0**-24, "fp16": 2.0**-14, "bf16": 2.0**-11}
+SLOPE = 3.4445**5  # how much Muon's iteration enlarges a small change of its matrix, at most
+KINDS = ("loss", "gradient", "norm", "parameter")
+
+
+@dataclass
+class Tolerance:
+    """The bound of every loss, norm, gradient and parameter, by step. Without `spread` that of float64."""
+
+    dtype: str = "fp64"
+    spread: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # by kind and tensor: of one device
+
+    def bound(self, what: str, step: int, name: str = "") -> float:
+        if not self.spread:
+            return FP64_BOUND
+        margin, floor = (MARGIN, FLOOR) if name else (NUMBER_MARGIN, NUMBER_FLOOR)
+        return margin[self.dtype] * max(self.spread[what, name][: step + 1]) + floor[self.dtype]
+
+    @classmethod
+    def of(cls, exact: Trace, *others: Trace, rounded: str = "") -> Tolerance:
+        """From runs of one device against an exact one: in a narrower dtype, or `rounded` to it when gradients are sent, in another order."""
+        dtype = rounded or others[0].dtype
+        spread: dict[tuple[str, str], list[float]] = {}
+        pairs = [pair for other in others for pair in replicas(exact, other)]
+        for double, single in pairs:
+            for key, errors in errors_of(double, single, dtype):
+                known = spread.setdefault(key, [0.0] * len(errors))
+                spread[key] = [max(pair) for pair in zip(known, errors, strict=True)]
+        for what in ("gradient", "parameter"):
+            of_kind = [spread[key] for key in spread if key[0] == what]
+            usual = np.median(of_kind, axis=0).tolist() if of_kind else []
+            spread |= {key: [*map(max, spread[key], usual)] for key in spread if key[0] == what}
+        return cls(dtype, spread)
+
+
+def replicas(exact: Trace, other: Trace) -> list[tuple[Trace, Trace]]:
+    return list(zip(exact.replicas, other.replicas, strict=True)) if exact.replicas else [(exact, other)]
+
+
+def errors_of(double: Trace, single: Trace, dtype: str) -> Iterator[tuple[tuple[str, str], list[float]]]:
+    """The relative error of every number and tensor, step by step."""
+    yield ("loss", ""), [number_error(s, d)[0] for s, d in zip(single.losses, double.losses, strict=True)]
+    yield ("norm", ""), [number_error(s, d)[0] for s, d in zip(single.norms, double.norms, strict=True)]
+    for what in ("gradient", "parameter"):
+        floors = floor_of(double, what, dtype)
+        for s, d in zip(single.pieces, double.pieces, strict=True):
+            values = zip(values_of(s, what), values_of(d, what), floors, strict=True)
+            yield (what, d.name), [tensor_error(got, full, full, floor)[0] for got, full, floor in values]
+
+
+def values_of(piece: PieceTrace, what: str) -> list[np.ndarray]:
+    return piece.gradients if what == "gradient" else piece.parameters
+
+
+def number_error(got: float, expected: float) -> tuple[float, float]:
+    return abs(got - expected) / max(abs(expected), 1e-300), got / expected if expected else float("nan")
+
+
+def tensor_error(got: np.ndarray, box: np.ndarray, expected: np.ndarray, floor: float) -> tuple[float, float]:
+    """The largest difference over the tensor's largest element (at least `floor`), and the factor between the two."""
+    if got.size == 0:
+        return 0.0, float("nan")
+    scale = max(float(np.abs(expected).max()), floor, 1e-300)
+    error = float(np.abs(got - box).max()) / scale
+    square = float((box.astype(np.float64) ** 2).sum())
+    ratio = float((got * box).sum()) / square if square > 0 else float("nan")
+    return (error if np.isfinite(error) else float("inf")), ratio
+
+
+def floor_of(one: Trace, what: str, dtype: str) -> list[float]:
+    """The smallest scale a tensor is measured against at each step: a share of the model's largest gradient or parameter."""
+    lists = [values_of(piece, what) for piece in one.pieces]
+    largest = [max(float(np.abs(values[step]).max()) for values in lists) for step in range(len(one.losses))]
+    return [NEARLY_ZERO[dtype] * size for size in largest]
+
+
+def moved(piece: PieceTrace, step: int, floors: list[float], tolerance: Tolerance) -> np.ndarray:
+    """Bound how far noise in the gradients may have moved each element of a parameter until this step."""
+    noises = [
+        tolerance.bound("gradient", s, piece.name) * max(float(np.abs(g).max(initial=0.0)), floors[s])
+        for s, g in enumerate(piece.gradients[: step + 1])
+    ]
+    return (moved_matrix if piece.orthogonal else moved_elements)(piece.gradients[: step + 1], noises)
+
+
+def moved_elements(gradients: list[np.ndarray], noises: list[float]) -> np.ndarray:
+    out = np.zeros(gradients[0].shape)
+    for gradient, noise in zip(gradients, noises, strict=True):
+        size = np.abs(gradient.astype(np.float64))
+        out += Optimizer().learning_rate * np.minimum(2.0, noise / np.maximum(size, 1e-300))
+    return out
+
+
+def moved_matrix(gradients: list[np.ndarray], noises: list[float]) -> np.ndarray:
+    """The same for a matrix that Muon updates: noise in the matrix u = (1−μ)g + μm, as a share of its norm, is enlarged by at most `SLOPE`, and
+    the update of no element by more than 2."""
+    share, out, momentum = Optimizer().momentum, np.zeros(gradients[0].shape), np.zeros(gradients[0].shape)
+    for gradient, noise in zip(gradients, noises, strict=True):
+        momentum = (1 - share) * gradient + share * momentum
+        ahead = (1 - share) * gradient + share * momentum
+        elements = gradient.shape[-2] * gradient.shape[-1]
+        norms = np.sqrt((ahead.astype(np.float64) ** 2).sum(axis=(-2, -1), keepdims=True))
+        change = np.minimum(2.0, SLOPE * noise * np.sqrt(elements) / np.maximum(norms, 1e-300))
+        out += Optimizer().learning_rate * 0.2 * np.sqrt(max(gradient.shape[-2:])) * change
+    return out
