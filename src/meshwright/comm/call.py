@@ -1,8 +1,8 @@
 """The description of a collective that travels with its messages, so that ranks which disagree raise an error.
 
 gloo checks nothing: it accepts a message that is shorter than the receive buffer, and ends the process at one that is
-longer. Here every first message of a pair (and with shared memory every message) has a header with the call's number,
-operation, algorithm, dtype, reduction, root and elements, and with the bytes of the message. A rank compares the header
+longer. Here every pair of ranks exchanges a header (with shared memory every message has one) with the call's number,
+operation, algorithm, dtype, reduction, root and elements, and with the bytes. A rank compares the header
 with the call it executes.
 """
 
@@ -17,7 +17,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 
 LAYOUT = struct.Struct("<IIQHHBBBx")
-NUMBER = struct.Struct("<I")  # the first field: the call's number
 NAMES = ("", *OPERATIONS)
 PROGRAMS = ("", *sorted({name for programs in ALGORITHMS.values() for name in programs}))
 DTYPES = (
@@ -55,16 +54,6 @@ class Call:
             index(DTYPES, self.dtype),
             index(REDUCTIONS, self.reduction),
         )
-
-    def numbered(self, sequence: int) -> Call:
-        """The same call with another number; a quick copy, because every collective needs one."""
-        found = Call.__new__(Call)
-        found.__dict__.update(self.__dict__, sequence=sequence, packed=self.packed_as(sequence))
-        return found
-
-    def packed_as(self, sequence: int) -> bytes:
-        """The packed form of the same call with another number."""
-        return NUMBER.pack(sequence & 0xFFFFFFFF) + self.packed[NUMBER.size :]
 
     @classmethod
     def unpack(cls, data: bytes) -> Call:

@@ -1,16 +1,14 @@
-"""A group of ranks that runs collective programs: one after the other, in the caller's thread or in the background.
+"""A group of ranks that runs collective programs, one after the other, in a thread of its own.
 
     communicator = Communicator.of_group(group)                 # the ranks of a torch.distributed group
     work = communicator.run(program, tensor, async_op=True)     # returns at once
     work.wait()
 
-A collective that is called synchronously while nothing is in the background runs in the calling thread: that saves two
-thread switches. The first failure breaks the group: connections are closed, the error is published, and every later
-call raises it. A group whose ranks disagree about what they have sent cannot be used further.
+The ranks of one host exchange data through shared memory; a group on several hosts sends point-to-point messages.
 
-Shared memory to the ranks of this host, point-to-point messages to all others, in a group on several hosts.
-
-One rank's failure, published to the group's store, so that every rank reports the first cause and not its consequence.
+The first failure breaks the group: connections are closed, the error is published to the group's store, so that every rank reports the
+first cause and not its consequence, and every later call raises it. A group whose ranks disagree about what they have sent cannot be
+used further.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -29,57 +28,17 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from meshwright.comm.call import Call, Lost, Place
+from meshwright.comm.call import Call, Lost
 from meshwright.comm.run import Prepared, execute, prepare
-from meshwright.comm.schedule import largest_message, schedule
+from meshwright.comm.schedule import schedule
 from meshwright.comm.transport import handshake
-from meshwright.comm.transport.base import Begin, Destination, Pending, PendingGroup, Transport, name_of
+from meshwright.comm.transport.base import Transport, name_of
 from meshwright.comm.transport.point_to_point import PointToPoint
-from meshwright.comm.transport.shared_memory import TRIES, TRIES_OF_MANY, SharedMemory
+from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.work import Work
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.contract import SHARDED
 from meshwright.programs.collectives.program import Program
-
-
-class Mixed:
-    """Chooses the transport by peer. Before it blocks in point-to-point messages it sends what shared memory has queued."""
-
-    def __init__(self, near: SharedMemory, far: PointToPoint) -> None:
-        self.near, self.far = near, far
-        self.rank, self.size = far.rank, far.size
-        self.posts_early, self.arrays = True, False
-        far.before_wait = near.drain
-
-    def by_peer(self, peer: int) -> Transport:
-        return self.near if peer in self.near.links else self.far
-
-    def begin(self, begin: Begin) -> None:
-        self.near.begin(begin)
-        sent, received = (
-            {peer: size for peer, size in table.items() if peer not in self.near.links}
-            for table in (begin.sent, begin.received)
-        )
-        self.far.begin(begin._replace(sent=sent, received=received))
-
-    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
-        near = [peer for peer in peers if peer in self.near.links]
-        if len(near) == len(peers):
-            return self.near.send(peers, pieces, place)
-        far = self.far.send([peer for peer in peers if peer not in near], pieces, place)
-        both = (self.near.send(near, pieces, place) if near else None, far)
-        return PendingGroup([pending for pending in both if pending is not None])
-
-    def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
-        return self.by_peer(peer).receive(peer, pieces, place, direct)
-
-    def end(self) -> None:
-        self.far.end()
-
-    def close(self) -> None:
-        self.near.close()
-        self.far.close()
-
 
 KEY = "failure"
 PAUSE_S = 0.2  # a consequence waits this long for the cause to be published
@@ -157,11 +116,7 @@ def refusal(store: Any, peer: int) -> str:
 
 
 REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
-MOST_LANES = 32
-LANE_BYTES = (
-    2**23
-)  # of a lane's part of a chunk, about: small lanes overlap more, but each message costs about 0.1 ms of CPU time
-MOST_SHARED_LANES = 256  # over shared memory, where a lane's part of a chunk fits a slot
+MOST_LANES = 256
 TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
 NUMBERS = itertools.count()  # of the communicators of this process; all ranks create them in the same order
 
@@ -180,11 +135,7 @@ class Communicator:
         self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
         self.group: Any = None  # the gloo group, where this communicator created it
         self.sequence = 0
-        self.finished = Work().finish()  # the handle of all synchronous collectives: a new one costs up to 30 µs
-        self.finished.finished_at = float("nan")  # when the call returned: one handle cannot say it for all calls
-        self.lock = threading.Lock()  # held while a thread executes a collective
         self.tasks: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
-        self.waiting = 0  # tasks in the queue or being executed by the thread
         self.thread: threading.Thread | None = None
         self.prepared = lru_cache(maxsize=256)(self._prepared)
 
@@ -215,13 +166,12 @@ class Communicator:
         return cls.over(PointToPoint(group, rank, size, timeout), near, Failure(store, rank))
 
     @classmethod
-    def over(cls, far: PointToPoint, near: handshake.Neighbours, failure: Failure) -> Communicator:
-        """Point-to-point messages, and shared memory where ranks are on one host."""
-        if not near.connections:
+    def over(cls, far: PointToPoint, near: dict[int, handshake.Connection], failure: Failure) -> Communicator:
+        """Shared memory if all ranks are on one host, else point-to-point messages."""
+        if not near:
             return cls(far, failure, far.timeout)
-        seconds, tries = far.timeout.total_seconds(), TRIES_OF_MANY if near.share_cores else TRIES
-        memory = SharedMemory(far.rank, far.size, near.connections, seconds, failure.check, near.all_near, tries)
-        communicator = cls(memory if near.all_near else Mixed(memory, far), failure, far.timeout)
+        memory = SharedMemory(far.rank, far.size, near, far.timeout.total_seconds(), failure.check)
+        communicator = cls(memory, failure, far.timeout)
         communicator.far = far
         return communicator
 
@@ -236,49 +186,31 @@ class Communicator:
         splits: bool = False,
         after: Callable[[], None] | None = None,
         result: Any = None,
-        background: bool = False,
     ) -> Work:
         """Execute a program. Without an output the result replaces the tensor, which must have as many elements.
 
         The tensor holds the chunks the rank starts with, the output those it ends with, each in chunk order: the
         conventions of torch.distributed. Tensors need not be contiguous. `splits`: ranks may have different numbers of
         elements (all-to-all with splits), so that the number is not compared. `after` is called when the output is
-        complete; `result` is what the handle of an asynchronous collective returns (default: the output). `background`: never
-        in the calling thread, whose dispatch modes would see the additions.
+        complete; `result` is what the handle of an asynchronous collective returns (default: the output).
         """
         prepared = self.prepared(program, tensor.dtype, reduction, splits)
         output = tensor if output is None else output
-        return self.start(prepared, tensor, output, async_op, after, result, background)
-
-    def start(
-        self,
-        prepared: Prepared,
-        tensor: torch.Tensor,
-        output: torch.Tensor,
-        async_op: bool,
-        after: Callable[[], None] | None = None,
-        result: Any = None,
-        background: bool = False,
-    ) -> Work:
-        """Execute a program that is prepared: now, or by the background thread if it is asynchronous or others are waiting."""
-        wait = async_op or background or self.waiting or self.failure.error is not None
-        if wait or not self.lock.acquire(blocking=False):
-            task = partial(self.execute, prepared, tensor, output, after)
-            return self.enqueue(task, Work([output] if result is None else result), async_op)
-        try:
-            self.execute(prepared, tensor, output, after)
-        except Exception as found:
-            raise self.failed(found) from None
-        finally:
-            self.lock.release()
-        return self.finished
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.work_off, name="meshwright-comm", daemon=True)
+            self.thread.start()
+        work = Work([output] if result is None else result)
+        self.tasks.put((partial(self.execute, prepared, tensor, output, after), work))
+        if not async_op:
+            work.wait()
+        return work
 
     def execute(
         self, prepared: Prepared, tensor: torch.Tensor, output: torch.Tensor, after: Callable[[], None] | None
     ) -> None:
         """Execute a program on flat tensors: copies of those that are not contiguous, or that overlap."""
         self.sequence += 1
-        plan, call = prepared.schedule, prepared.begin.call.numbered(self.sequence)
+        plan, call = prepared.schedule, replace(prepared.call, sequence=self.sequence)
         source = flat(tensor)
         result = source if output is tensor else flat(output)
         if plan.inputs == 0:
@@ -298,33 +230,18 @@ class Communicator:
         if after is not None:
             after()
 
-    def enqueue(self, task: Callable[[], None], work: Work, async_op: bool) -> Work:
-        """Give a task to the background thread; wait for it unless it is asynchronous."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.work_off, name="meshwright-comm", daemon=True)
-            self.thread.start()
-        self.waiting += 1
-        self.tasks.put((task, work))
-        if not async_op:
-            work.wait()
-        return work
-
+    @torch.inference_mode()  # nothing here is differentiated, and the caller's tensors may be those of inference mode
     def work_off(self) -> None:
-        """The background thread: execute tasks in order."""
+        """The thread: execute tasks in order, and complete their handles. After a failure every task fails with the first error."""
         while (item := self.tasks.get()) is not None:
-            with self.lock:
-                self.waiting -= 1
-                self.perform(*item)
-
-    def perform(self, task: Callable[[], None], work: Work) -> None:
-        """Execute a task and complete its handle; after a failure every task fails with the first error."""
-        error: BaseException | None = self.failure.error
-        if error is None:
-            try:
-                task()
-            except Exception as found:
-                error = self.failed(found)
-        work.finish(error)
+            task, work = item
+            error: BaseException | None = self.failure.error
+            if error is None:
+                try:
+                    task()
+                except Exception as raised:
+                    error = self.failed(raised)
+            work.finish(error)
 
     def failed(self, error: Exception) -> Exception:
         """The error to raise after a task has failed: the first of any rank, if it breaks the group."""
@@ -343,20 +260,16 @@ class Communicator:
         return first
 
     def close(self) -> None:
-        """End the background thread."""
+        """End the thread."""
         if self.thread is not None:
             self.tasks.put(None)
             self.thread.join(timeout=5)
             self.thread = None
 
     def lanes(self, program: Program, element_bytes: int) -> int:
-        """Return how many lanes to run: enough that a lane's part of a chunk has about LANE_BYTES, or fits a slot of shared memory."""
+        """Return how many lanes to run: enough that a lane's part of a chunk is one slice of the transport."""
         largest = int(program.sizes.max(initial=0)) * element_bytes
-        if self.transport.arrays:
-            return max(1, min(MOST_SHARED_LANES, -(-largest // handshake.SLOT)))
-        if not self.transport.posts_early:
-            return 1
-        return max(1, min(MOST_LANES, largest // LANE_BYTES))
+        return max(1, min(MOST_LANES, -(-largest // self.transport.slice_bytes)))
 
     def _prepared(self, program: Program, dtype: torch.dtype, reduction: str, splits: bool) -> Prepared:
         """Return the parts that do not change between calls; stored in the attribute `prepared`."""
@@ -369,8 +282,7 @@ class Communicator:
         lanes = 1 if splits else self.lanes(program, dtype.itemsize)
         elements = 0 if splits else program.elements
         call = Call(0, program.operation, program.algorithm, name_of(dtype), reduction, program.root, elements)
-        largest = -1 if splits else largest_message(program)
-        return prepare(schedule(program, self.rank, lanes), self.transport, dtype, call, largest)
+        return prepare(schedule(program, self.rank, lanes), self.transport, dtype, call)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

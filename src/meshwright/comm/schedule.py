@@ -14,10 +14,9 @@ beforehand. A chunk that ends where it started and was never written is copied f
 **Lanes.** With K lanes every chunk is cut into K slices, and lane j runs the whole program on slice j of every chunk.
 The lanes are independent, so a rank reduces a slice of one lane while a slice of the next lane is in transfer.
 
-**What a receive may overwrite.** A receive that is posted early may be written at any time from then on. `last_send` and
-`last_write` are the last steps before it that send from its target and that write into it: it may be posted when those sends
-are complete and that step is finished. `after_sends` marks a receive that reduces into a chunk which this rank sends in the same step: that
-send must be complete before the received data is applied.
+**What a step may overwrite.** Receives are posted when their step begins, after all earlier steps of the lane are finished and their
+sends complete. So a receive that stores may be written at any time from then on (`direct`). `sends_first` marks a step that writes into a
+chunk which it also sends: those sends must be complete before anything is applied.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from meshwright.programs.collectives.arrays import chunks_of
 from meshwright.programs.collectives.program import Program, take
 
 INPUT, OUTPUT, SCRATCH = range(3)
-WAIT, POST, SEND, FINISH = range(4)  # wait for the sends of a step, post a receive, post the sends, apply the receives
 
 
 class Span(NamedTuple):
@@ -63,11 +61,7 @@ class Send(NamedTuple):
 class Receive(NamedTuple):
     peer: int
     targets: tuple[Target, ...]
-    last_send: int  # −1: none
-    last_write: int
-    after_sends: bool
-    stores: bool  # nothing is reduced
-    elements: int
+    direct: bool  # nothing is reduced, and the step sends nothing of it
 
 
 class Step(NamedTuple):
@@ -77,16 +71,7 @@ class Step(NamedTuple):
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
     copies: tuple[tuple[Span, Target], ...]
-
-
-class Operation(NamedTuple):
-    """One operation of the interpreter on step `step` of a lane."""
-
-    kind: int  # WAIT, POST, SEND or FINISH
-    step: int
-    lane: int
-    receive: int = 0  # POST: the number of the receive in its step
-    direct: bool = False  # POST: its target is free, so the data may be written there at any time from now on
+    sends_first: bool
 
 
 @dataclass(frozen=True)
@@ -102,8 +87,8 @@ class Schedule:
     received: dict[int, int] = field(default_factory=dict)
 
     @cached_property
-    def lane_order(self) -> list[Operation]:
-        """Sends and finish of every step in the order of shared memory.
+    def order(self) -> list[tuple[bool, int, int]]:
+        """(begins or finishes, step, lane) of every step, in the order of execution.
 
         At time t lane t begins step 0, and lane t − 1 − s finishes step s and begins step s + 1. Time counts the
         program's steps, which are common to all ranks: so messages are sent in the order in which they are expected.
@@ -113,11 +98,7 @@ class Schedule:
             for index, step in enumerate(steps):
                 now = lane + step.number
                 events += [((now, step.number, True), index, lane), ((now + 1, step.number + 1, False), index, lane)]
-        return [Operation(SEND if key[2] else FINISH, index, lane) for key, index, lane in sorted(events)]
-
-    def network_order(self, window: int, staged: int) -> list[Operation]:
-        """The operations over a network: step by step, and lane by lane within a step. See `NetworkOrder`."""
-        return NetworkOrder(self, window, staged).operations
+        return [(key[2], index, lane) for key, index, lane in sorted(events)]
 
     @property
     def peers(self) -> list[int]:
@@ -154,78 +135,15 @@ def schedule(program: Program, rank: int, lanes: int = 1) -> Schedule:
     )
 
 
-class NetworkOrder:
-    """The operations of a schedule over a network, in order; found once for a schedule, not by every execution.
-
-    Receives are posted up to `window` (step, lane) pairs early. One that stores is posted when its target is free, or goes through a
-    staging buffer if it has at most `staged` elements; one that reduces always goes through a staging buffer.
-    """
-
-    def __init__(self, schedule: Schedule, window: int, staged: int) -> None:
-        self.lanes, self.staged = schedule.lanes, staged
-        self.begun = [-1] * len(self.lanes)  # the step that each lane has begun
-        self.sending: set[tuple[int, int]] = set()  # (step, lane) whose sends may not be complete
-        self.posted: set[tuple[int, int, int]] = set()  # (step, lane, receive)
-        self.operations: list[Operation] = []
-        count, steps = len(self.lanes), len(self.lanes[0]) if self.lanes else 0
-        for lane in range(count if steps else 0):
-            self.begin(0, lane)
-        for pair in range(steps * count):
-            for ahead in range(pair, min(pair + window + 1, steps * count)):
-                self.post_receives(*divmod(ahead, count))
-            step, lane = divmod(pair, count)
-            self.finish(step, lane)
-            if step + 1 < steps:
-                self.begin(step + 1, lane)
-        for step, lane in sorted(self.sending):
-            self.wait_for_sends(step, lane)
-
-    def begin(self, step: int, lane: int) -> None:
-        self.begun[lane] = step
-        self.post_receives(step, lane)
-        if self.lanes[lane][step].sends:
-            self.operations.append(Operation(SEND, step, lane))
-            self.sending.add((step, lane))
-
-    def finish(self, step: int, lane: int) -> None:
-        now = self.lanes[lane][step]
-        self.wait_for_sends(step - 1, lane)
-        self.post_receives(step, lane)  # those whose targets are free now
-        if now.copies or any(receive.after_sends for receive in now.receives):
-            self.wait_for_sends(step, lane)
-        if now.copies or now.receives:
-            self.operations.append(Operation(FINISH, step, lane))
-
-    def post_receives(self, step: int, lane: int) -> None:
-        """Post the receives of a step that are not posted yet and can be. No step stores what it sends."""
-        for k, receive in enumerate(self.lanes[lane][step].receives):
-            free = receive.last_write < self.begun[lane] >= receive.last_send
-            direct = receive.stores and free and (receive.last_send, lane) not in self.sending
-            can_post = direct or not receive.stores or receive.elements <= self.staged
-            if can_post and (step, lane, k) not in self.posted:
-                self.posted.add((step, lane, k))
-                self.operations.append(Operation(POST, step, lane, k, direct))
-
-    def wait_for_sends(self, step: int, lane: int) -> None:
-        if (step, lane) in self.sending:
-            self.sending.remove((step, lane))
-            self.operations.append(Operation(WAIT, step, lane))
-
-
-def largest_message(program: Program, hosts: Sequence[int] | None = None) -> int:
-    """Return the elements of the largest message between any two ranks, with `hosts` (the host of each rank) between ranks of different
-    hosts: the same number on every rank."""
-    table = program.moves
-    key = (table.step.astype(np.int64) * program.ranks + table.source) * program.ranks + table.target
-    elements = np.asarray(program.moved)
-    if hosts is not None:
-        host = np.asarray(hosts)
-        between = host[table.source] != host[table.target]
-        key, elements = key[between], elements[between]
-    if len(key) == 0:
+def largest_message(program: Program, hosts: Sequence[int]) -> int:
+    """Return the elements of the largest message between ranks of different hosts; `hosts` has the host of each rank."""
+    table, host = program.moves, np.asarray(hosts)
+    between = host[table.source] != host[table.target]
+    if not between.any():
         return 0
-    _, message = np.unique(key, return_inverse=True)
-    return int(np.bincount(message.ravel(), weights=elements).max())
+    key = (table.step.astype(np.int64) * program.ranks + table.source) * program.ranks + table.target
+    _, message = np.unique(key[between], return_inverse=True)
+    return int(np.bincount(message.ravel(), weights=np.asarray(program.moved)[between]).max())
 
 
 def length(spans: Iterable[Span]) -> int:
@@ -251,8 +169,6 @@ class Lane:
             passing |= set(range(into, into + width)) - self.home.keys()
         self.scratch = self.place(sorted(passing), SCRATCH, self.home)
         self.ends = ends
-        self.last_send: dict[int, int] = {}
-        self.last_write: dict[int, int] = {}
         self.steps: list[Step] = []
         columns = [column.tolist() for column in rows]
         for number, group in groupby(zip(*columns, strict=True), key=lambda row: row[0]):
@@ -268,43 +184,36 @@ class Lane:
 
     def add_step(self, number: int, rows: list[tuple]) -> None:
         """Add one step. Its sends read the values before the step, so they are translated first."""
-        index, rank = len(self.steps), self.rank
+        rank = self.rank
+        sent: set[int] = set()
         outgoing = [row for row in rows if row[1] == rank and row[2] != rank]
         sends: dict[tuple[Span, ...], list[int]] = {}
         for peer, group in groupby(outgoing, key=lambda row: row[2]):
             chunks = [chunk for row in group for chunk in range(row[3], row[3] + row[4])]
             spans = tuple(joined(self.cut(self.located(chunk)) for chunk in chunks))
             sends.setdefault(spans, []).append(peer)
-            self.last_send |= dict.fromkeys(chunks, index)
+            sent |= set(chunks)
         copies = []
         for _, _, _, chunk, width, adds, into in (row for row in rows if row[1] == row[2] == rank):
             for k in range(width):
                 source = self.cut(self.located(chunk + k))
-                copies.append((source, self.write(into + k, adds, index)))
+                copies.append((source, self.write(into + k, adds)))
         incoming = [row for row in rows if row[2] == rank and row[1] != rank]  # by step, then by peer
-        receives = []
+        receives, sends_first = [], bool(copies)
         for peer, group in groupby(incoming, key=lambda row: row[1]):
-            receives.append(self.receive(peer, list(group), index))
+            writes = [(row[6] + k, row[5]) for row in group for k in range(row[4])]  # chunk, whether it is reduced
+            overwrites = any(chunk in sent for chunk, _ in writes)
+            targets = joined_targets(self.write(chunk, adds) for chunk, adds in writes)
+            direct = not overwrites and not any(adds for _, adds in writes)
+            receives.append(Receive(peer, tuple(targets), direct))
+            sends_first |= overwrites
         messages = tuple(Send(tuple(peers), spans) for spans, peers in sends.items())
-        self.steps.append(Step(number, messages, tuple(receives), tuple(copies)))
+        self.steps.append(Step(number, messages, tuple(receives), tuple(copies), sends_first))
 
-    def receive(self, peer: int, rows: list[tuple], index: int) -> Receive:
-        targets, last_send, last_write, after_sends = [], -1, -1, False
-        for _, _, _, _, width, adds, into in rows:
-            for chunk in range(into, into + width):
-                sent = self.last_send.get(chunk, -1)
-                last_send, last_write = max(last_send, sent), max(last_write, self.last_write.get(chunk, -1))
-                after_sends |= sent == index
-                targets.append(self.write(chunk, adds, index))
-        stores = not any(adds for _, _, _, _, _, adds, _ in rows)
-        elements = length(target.into for target in targets)
-        return Receive(peer, tuple(joined_targets(targets)), last_send, last_write, after_sends, stores, elements)
-
-    def write(self, chunk: int, adds: bool, index: int) -> Target:
+    def write(self, chunk: int, adds: bool) -> Target:
         """Record that a step writes a chunk into its home."""
         base = self.cut(self.located(chunk)) if adds else None
         self.current[chunk] = self.home[chunk]
-        self.last_write[chunk] = index
         return Target(self.cut(self.home[chunk]), base)
 
     def located(self, chunk: int) -> Span:

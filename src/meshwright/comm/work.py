@@ -13,8 +13,6 @@ from torch.distributed.distributed_c10d import Work as TorchWork
 
 from meshwright.errors import MeshwrightError
 
-LOCK = threading.Lock()  # of all handles: it is held for a few instructions
-
 
 class Work(TorchWork):
     """`wait` returns True when the collective is complete on this rank, and raises its error if it failed."""
@@ -24,17 +22,15 @@ class Work(TorchWork):
         self.value = result
         self.error: BaseException | None = None
         self.finished_at = float("nan")  # of time.perf_counter
-        self.completed = False
-        self.event: threading.Event | None = None  # only for a thread that waits: most collectives complete before
+        self.event, self.lock = threading.Event(), threading.Lock()
         self.future: torch.futures.Future | None = None
 
     def finish(self, error: BaseException | None = None) -> Work:
         """Mark the collective as complete or failed."""
-        with LOCK:
-            self.error, self.completed, self.finished_at = error, True, time.perf_counter()
-            future, event = self.future, self.event
-        if event is not None:
-            event.set()
+        with self.lock:
+            self.error, self.finished_at = error, time.perf_counter()
+            self.event.set()
+            future = self.future
         if future is not None:
             self.resolve(future)
         return self
@@ -46,25 +42,19 @@ class Work(TorchWork):
             future.set_exception(self.error if isinstance(self.error, Exception) else RuntimeError(str(self.error)))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self.completed:
-            with LOCK:
-                self.event = self.event or threading.Event()
-                if self.completed:
-                    self.event.set()
-            limit = timeout.total_seconds() or None
-            if not self.event.wait(limit):
-                raise MeshwrightError(
-                    "MW-COMM-004", f"the collective did not complete within {limit:g} s (Timed out waiting)"
-                )
+        limit = timeout.total_seconds() or None
+        if not self.event.wait(limit):
+            what = f"the collective did not complete within {limit:g} s (Timed out waiting)"
+            raise MeshwrightError("MW-COMM-004", what)
         if self.error is not None:
             raise self.error
         return True
 
     def is_completed(self) -> bool:
-        return self.completed
+        return self.event.is_set()
 
     def is_success(self) -> bool:
-        return self.completed and self.error is None
+        return self.event.is_set() and self.error is None
 
     def exception(self) -> BaseException | None:
         return self.error
@@ -77,13 +67,12 @@ class Work(TorchWork):
         return self.value
 
     def get_future(self) -> torch.futures.Future:
-        with LOCK:
-            new = self.future is None
-            future = self.future = self.future or torch.futures.Future()
-            resolve = new and self.completed
-        if resolve:
-            self.resolve(future)
-        return future
+        with self.lock:
+            new, self.future = self.future is None, self.future or torch.futures.Future()
+            complete = self.event.is_set()
+        if new and complete:
+            self.resolve(self.future)
+        return self.future
 
 
 class Deferred(Work):
@@ -98,7 +87,7 @@ class Deferred(Work):
         return self.source
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self.completed:
+        if not self.event.is_set():
             try:
                 self.complete()
             except BaseException as error:

@@ -1,13 +1,9 @@
-"""The methods of a process group that torch calls for each collective, from Python and from C++ (DDP, functional collectives, DTensor).
+"""The backend "meshwright": the methods of a process group that torch calls for each collective, from Python and from C++ (DDP, functional
+collectives, DTensor), and its registration.
 
 torch 2.13 renamed some methods (`_allgather_base` → `all_gather_single`, …); both names are here. Each method brings the
-tensors into the form of a program (one flat input, one flat output) and submits it (`program_group`).
-
-Arguments of a process group's methods, brought into the form of a program: one tensor, one name of a reduction, sizes of blocks.
-
-A wrong argument raises an error that names the method and both sizes, before anything is sent.
-
-Make `init_process_group("meshwright")` available, and hold the settings of the groups that are created afterwards.
+tensors into the form of a program (one flat input, one flat output) and runs it (`program_group`). A wrong argument raises an error that
+names the method and both sizes, before anything is sent.
 
     MESHWRIGHT_CLUSTER=FILE        the calibration (`meshwright calibrate`) by which programs are chosen
     MESHWRIGHT_SHARED_MEMORY=0     messages between ranks of one host use gloo too
@@ -144,8 +140,8 @@ class MeshwrightGroup(ProgramGroup):
         if len(sizes) != self.ranks or sizes[self.me] != tensor.numel():
             raise sizes_differ("all_gather", sizes[self.me] if self.me < len(sizes) else 0, tensor.numel())
         merged = torch.empty(sum(sizes), dtype=tensor.dtype)
-        prepared, after = self.prepare_sizes("all-gather", sizes, tensor.dtype), copies(into, merged)
-        return self.run("all-gather", tensor, merged, prepared=prepared, after=after, result=into, opts=opts)
+        program, after = self.program_of_sizes("all-gather", sizes, tensor.dtype), copies(into, merged)
+        return self.run("all-gather", tensor, merged, program=program, after=after, result=into, opts=opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
         """outputs[r][k] is tensor k of rank r."""
@@ -176,8 +172,8 @@ class MeshwrightGroup(ProgramGroup):
         if len(sizes) != self.ranks or sizes[self.me] != output.numel():
             raise sizes_differ("reduce_scatter", output.numel(), sizes[self.me] if self.me < len(sizes) else 0)
         merged = torch.cat([flat(shard) for shard in shards])
-        prepared = self.prepare_sizes("reduce-scatter", sizes, merged.dtype, reduction_of(opts))
-        return self.run("reduce-scatter", merged, output, prepared=prepared, opts=opts)
+        program = self.program_of_sizes("reduce-scatter", sizes, merged.dtype)
+        return self.run("reduce-scatter", merged, output, program=program, reduction=reduction_of(opts), opts=opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return last([self._reduce_scatter_base(out, t, opts) for out, t in zip(outputs, inputs, strict=True)])
@@ -235,7 +231,9 @@ class MeshwrightGroup(ProgramGroup):
         table = np.zeros((self.ranks, self.ranks), dtype=np.int64)
         table[self.me, :], table[:, self.me] = sent, received
         program = build("all-to-all", "direct", self.ranks, 0).but(sizes=table.ravel(), elements=int(sum(sent)))
-        return self.submit(program, tensor, output, after=after, result=result, opts=opts)
+        return self.run(
+            "all-to-all", tensor, output, program=program, splits=True, after=after, result=result, opts=opts
+        )
 
     # Gather and scatter: only the root knows all sizes
 
@@ -246,7 +244,8 @@ class MeshwrightGroup(ProgramGroup):
         merged = torch.empty(sum(out.numel() for out in into), dtype=tensor.dtype)
         sizes = [out.numel() for out in into] or [tensor.numel() if r == self.me else 0 for r in range(self.ranks)]
         program = with_sizes(build("gather", "naive", self.ranks, 0, root=opts.rootRank), sizes)
-        return self.submit(program, tensor, merged, after=copies(into, merged), result=into, opts=opts)
+        after = copies(into, merged)
+        return self.run("gather", tensor, merged, program=program, splits=True, after=after, result=into, opts=opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
         opts = opts or distributed.ScatterOptions()
@@ -257,7 +256,7 @@ class MeshwrightGroup(ProgramGroup):
         if sizes[self.me] != output.numel():
             raise sizes_differ("scatter", output.numel(), sizes[self.me])
         program = with_sizes(build("scatter", "naive", self.ranks, 0, root=opts.rootRank), sizes)
-        return self.submit(program, merged, output, opts=opts)
+        return self.run("scatter", merged, output, program=program, splits=True, opts=opts)
 
     # Point to point
 

@@ -1,14 +1,12 @@
 """A process group that runs programs: its connections, its names, and the way of one call from a flat tensor to a handle.
 
-`run` lets the cost model choose the program, and keeps what it prepared for the sizes that return every step; `submit` runs a
-program whose sizes differ from rank to rank. The methods that torch calls are in `group`.
+The methods that torch calls are in `group`.
 
-Which program a call runs: the one with the smallest simulated time, for its size, on the hosts of its ranks.
-
-Rank 0 of the group walks every program that `cost.library` lists for the backend over a cluster with the group's shape
-(its ranks by host) and the links of the calibration, or of the catalog if there is none. It publishes the choice in the
-group's store, so that all ranks run the same program also where their floating point differs. Sizes are rounded up to
-powers of two, and a choice is made once for each; a log line says which and why.
+**Which program a call runs**: the one with the smallest simulated time, for its size, on the hosts of its ranks. Rank 0 of the group
+walks every program that `cost.library` lists for the backend over a cluster with the group's shape (its ranks by host) and the links of
+the calibration, or of the catalog if there is none. It publishes the choice in the group's store, so that all ranks run the same program
+also where their floating point differs. Sizes are rounded up to powers of two, and a choice is made once for each; a log line says
+which and why.
 
 Programs whose times are equal within TIE are chosen by what the walk does not count: first the smallest messages between hosts (the walk
 gives the flows over one link equal shares; in fact one may get more, and the ranks behind the others wait for a whole message), then
@@ -21,6 +19,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from torch import distributed
 from meshwright.comm.backend import messages
 from meshwright.comm.backend.messages import Messages
 from meshwright.comm.communicator import Communicator, with_sizes
-from meshwright.comm.run import Prepared
 from meshwright.comm.schedule import largest_message
 from meshwright.comm.transport.handshake import hosts
 from meshwright.comm.work import Deferred, Work
@@ -54,7 +52,7 @@ class Choice(NamedTuple):
 
 
 class Chooser:
-    """Chooses programs for one group, and keeps them."""
+    """Chooses programs for one group, and keeps them: the same sizes return every step."""
 
     def __init__(self, store: Any, rank: int, hosts: list[tuple[int, ...]], cluster: Cluster | None) -> None:
         self.store, self.rank, self.size = store, rank, sum(map(len, hosts))
@@ -62,18 +60,13 @@ class Chooser:
         self.cluster = shaped(cluster, hosts)
         self.placement = placement_of(hosts)
         self.choices: dict[tuple[str, int], Choice] = {}
-        self.programs: dict[tuple, Program] = {}
+        self.program = lru_cache(maxsize=256)(self._program)
 
-    def program(self, operation: str, elements: int, element_bytes: int, root: int = 0) -> Program:
-        """The program of a call; programs are kept, because the same sizes return every step."""
+    def _program(self, operation: str, elements: int, element_bytes: int, root: int = 0) -> Program:
+        """The program of a call; stored in the attribute `program`."""
         choice = self.choose(operation, elements * element_bytes)
-        key = (operation, choice.algorithm, elements, root, tuple(sorted(choice.options.items())))
-        if key not in self.programs:
-            if len(self.programs) >= 256:
-                self.programs.clear()
-            options = {**choice.options, "root": root} if root else choice.options
-            self.programs[key] = build(operation, choice.algorithm, self.size, elements, **options)
-        return self.programs[key]
+        options = {**choice.options, "root": root} if root else choice.options
+        return build(operation, choice.algorithm, self.size, elements, **options)
 
     def choose(self, operation: str, size: int) -> Choice:
         rounded = max(SMALLEST, 1 << max(0, size - 1).bit_length())
@@ -144,8 +137,6 @@ def shaped(cluster: Cluster | None, hosts: list[tuple[int, ...]]) -> Cluster:
     return base.but(levels=tuple(levels), gpus=width * len(hosts))
 
 
-MOST_PREPARED = 256
-Key = tuple[str, int, torch.dtype, str, int]  # operation, elements, dtype, reduction, root
 Listener = Callable[
     [str, torch.Tensor, str, int], None
 ]  # operation, full buffer, name of the group, bytes that this rank sends
@@ -167,7 +158,6 @@ class ProgramGroup(TorchGroup):
         self.ranks, self.me, self.timeout = size, rank, timeout
         self.names = {"name": "", "desc": ""}
         self.calls = 0
-        self.prepared: dict[Key, Prepared] = {}
 
     # The C++ class keeps these in a backend object, which a group in Python does not have.
 
@@ -219,72 +209,40 @@ class ProgramGroup(TorchGroup):
         root: int = 0,
         reduction: str = "sum",
         opts: Any = None,
-        prepared: Prepared | None = None,
+        program: Program | None = None,
+        splits: bool = False,
         after: Callable[[], None] | None = None,
         result: Any = None,
     ) -> Work:
-        """Run a prepared program, or the program that the cost model chooses. Few functions are called on the usual way: after a pause each
-        has to be fetched from memory again, which takes microseconds."""
-        into = tensor if output is None else output
-        whole = into if operation == "all-gather" else tensor
-        if prepared is None:
-            key = (operation, whole.numel(), whole.dtype, reduction, root)
-            prepared = self.prepared.get(key) or self.prepare(key)
+        """Run a program, or the one that the cost model chooses. `splits`: each rank knows only its own sizes."""
         if tensor.layout != torch.strided:
             raise MeshwrightError(
                 "MW-COMM-001", "the backend meshwright moves dense tensors only", fix="tensor.to_dense()"
             )
+        into = tensor if output is None else output
+        buffer = into if operation == "all-gather" else tensor
+        if program is None:
+            program = self.chooser.program(operation, buffer.numel(), buffer.dtype.itemsize, root)
         self.calls += 1
         if LISTENERS:
-            self.notify(operation, whole, sum(prepared.begin.sent.values()))
-        async_op, background = bool(getattr(opts, "asyncOp", True)), bool(LISTENERS)
-        if messages.is_staged(tensor) or (output is not None and messages.is_staged(output)):
-            return self.start_staged(prepared, tensor, output, async_op, after, result)
-        return self.communicator.start(prepared, tensor, into, async_op, after, result, background)
-
-    def prepare(self, key: Key) -> Prepared:
-        """Prepare the program that the cost model chooses, and keep it."""
-        operation, elements, dtype, reduction, root = key
-        program = self.chooser.program(operation, elements, dtype.itemsize, root)
-        if len(self.prepared) >= MOST_PREPARED:
-            self.prepared.clear()
-        found = self.prepared[key] = self.communicator.prepared(program, dtype, reduction, False)
-        return found
-
-    def prepare_sizes(
-        self, operation: str, sizes: Sequence[int], dtype: torch.dtype, reduction: str = "sum"
-    ) -> Prepared:
-        """Prepare a program for shards whose sizes may differ."""
-        program = self.chooser.program(operation, sum(sizes), dtype.itemsize)
-        if len(set(sizes)) > 1:
-            program = with_sizes(program, sizes)
-        return self.communicator.prepared(program, dtype, reduction, False)
-
-    def submit(
-        self, program: Program, tensor: torch.Tensor, output: torch.Tensor | None = None, **options: Any
-    ) -> Work:
-        """Run a program whose sizes differ from rank to rank, each of which knows only its own."""
-        prepared = self.communicator.prepared(program, tensor.dtype, "sum", True)
-        return self.run(program.operation, tensor, output, prepared=prepared, **options)
-
-    def start_staged(
-        self,
-        prepared: Prepared,
-        tensor: torch.Tensor,
-        output: torch.Tensor | None,
-        async_op: bool,
-        after: Callable[[], None] | None,
-        result: Any,
-    ) -> Work:
-        """Run a program on host copies of tensors of a device."""
-        source = messages.to_host(tensor)
-        into = source if output is None else messages.host_buffer(output)
-        work = self.communicator.start(prepared, source, into, async_op, background=bool(LISTENERS))
+            prepared = self.communicator.prepared(program, tensor.dtype, reduction, splits)
+            self.notify(operation, buffer, sum(prepared.sent.values()))
+        options = {"reduction": reduction, "async_op": bool(getattr(opts, "asyncOp", True)), "splits": splits}
+        if not messages.is_staged(tensor) and not messages.is_staged(into):
+            return self.communicator.run(program, tensor, into, after=after, result=result, **options)
+        source = messages.to_host(tensor)  # of a device: the program runs on host copies
+        target = source if output is None else messages.host_buffer(output)
+        work = self.communicator.run(program, source, target, **options)
 
         def complete() -> None:
             work.wait()
-            (tensor if output is None else output).detach().copy_(into)
+            into.detach().copy_(target)
             if after is not None:
                 after()
 
-        return Deferred(complete, result if result is not None else [tensor if output is None else output])
+        return Deferred(complete, result if result is not None else [into])
+
+    def program_of_sizes(self, operation: str, sizes: Sequence[int], dtype: torch.dtype) -> Program:
+        """The chosen program, for shards whose sizes may differ."""
+        program = self.chooser.program(operation, sum(sizes), dtype.itemsize)
+        return with_sizes(program, sizes) if len(set(sizes)) > 1 else program

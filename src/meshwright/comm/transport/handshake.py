@@ -1,29 +1,26 @@
-"""Find the ranks of a group that are on this host, and connect to them.
+"""Connect the ranks of a group that are all on one host: sockets, and memory that all of them read.
 
-Two ranks may share memory only if they are on the same host (kernel boot id), in the same network namespace (an emulated
+Ranks may share memory only if they are on the same host (kernel boot id), in the same network namespace (an emulated
 node must use its emulated network) and of the same user. Each rank publishes these three and the address of its socket to
-the group's store. Then each pair of such ranks opens one Unix socket and exchanges anonymous memory files through it: each
-rank gives the file of its area (`area`) to all others. The socket stays open: it closes with its process, which
-peers notice.
+the group's store. Then each pair of ranks opens one Unix socket and exchanges anonymous memory files through it: each
+rank gives the file of its area to all others. The socket stays open: it closes with its process, which
+peers notice. A group uses shared memory only if all its ranks report that they are connected; otherwise it uses messages of gloo.
 
 **Nothing to clean up.** The sockets have names in the kernel's abstract namespace, which belongs to the network namespace and
 is empty after the process ends. The memory files (`memfd_create`) have no name at all: they are not in /dev/shm, no other
 user can open them, and the kernel frees them when the last process that has mapped them ends, however it ends. A full
 /dev/shm does not matter.
 
-A pair uses shared memory only if both ranks report that they are connected; otherwise it uses messages of gloo.
+**An area** is the memory in which a rank places its messages, with one block of semaphores and entries for each reader:
 
-The memory in which a rank places its messages to the other ranks of its host, and the semaphores in it.
+    [data ready | slots returned | ring of SLOTS entries] × ranks    [SLOT bytes] × SLOTS
 
-    semaphores and entries, one block for each rank of the host      slots
-    [data ready | slots returned | ring of SLOTS entries] × members  [SLOT bytes] × SLOTS
-
-A rank writes only its area (except for the semaphore by which a reader returns a slot), and all ranks of the host
+A rank writes only its area (except for the semaphore by which a reader returns a slot), and all ranks
 read it. So data for several ranks is copied once: each of them gets an entry that names the same slot.
 
 **POSIX semaphores**, called through ctypes, order the memory accesses also on processors with a weak memory model: what was written
 before `sem_post` is visible after the `sem_wait` that it allows. They need no system call while no rank sleeps, and a rank
-that waits longer sleeps in the kernel and leaves its core to the others (ranks may outnumber cores).
+that waits sleeps in the kernel and leaves its core to the others (ranks may outnumber cores).
 """
 
 from __future__ import annotations
@@ -39,17 +36,15 @@ import socket
 import struct
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.comm.call import LAYOUT
-from meshwright.host import usable_cores
 
-SLOT = 2**19  # bytes: larger slots leave the caches, smaller ones cost more Python code
-SLOTS = 32
+SLOT = 2**21  # bytes: larger slots leave the caches, smaller ones cost more Python code
+SLOTS = 16
 SEMAPHORE = 64  # bytes, one cache line; a sem_t has 32 or fewer
 ENTRY = 64
 HEADER = struct.Struct(f"<{LAYOUT.size}sQII")  # the call, bytes of the message, bytes in the slot, number of the slot
@@ -140,35 +135,23 @@ log = logging.getLogger("meshwright.comm")
 
 
 class Connection(NamedTuple):
-    """A connected peer: the socket that closes when it ends, and the areas of this rank and of the peer.
-
-    `member` and `me` are the places of the peer and of this rank among the ranks of the host.
-    """
+    """A connected peer: the socket that closes when it ends, and the areas of this rank and of the peer."""
 
     socket: socket.socket
     outgoing: mmap.mmap
     incoming: mmap.mmap
-    member: int
-    me: int
-
-
-class Neighbours(NamedTuple):
-    """The connected ranks of this host, whether all ranks of the group are connected to all, and whether some host has more ranks than cores."""
-
-    connections: dict[int, Connection]
-    all_near: bool
-    share_cores: bool
+    peer: int
+    rank: int
 
 
 class Identity(NamedTuple):
-    """Facts that ranks compare before they share memory: host, listening address, and usable cores."""
+    """Facts that ranks compare before they share memory."""
 
     host: str
     namespace: int
     user: int
     address: str
     token: str
-    cores: float
 
     def shares_memory_with(self, other: Identity) -> bool:
         return bool(self.address and other.address) and self[:3] == other[:3]
@@ -191,14 +174,8 @@ def network_namespace() -> int:
     return 0
 
 
-def fewest_cores(everyone: Sequence[Identity]) -> float:
-    """The cores of a host divided by its ranks, of the host with the fewest."""
-    ranks = Counter(one.host for one in everyone)
-    return min(one.cores / ranks[one.host] for one in everyone)
-
-
-def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = True) -> Neighbours:
-    """Connect to all ranks of the group on this host.
+def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = True) -> dict[int, Connection]:
+    """Connect to all other ranks of the group; nothing if some rank is on another host or cannot share memory.
 
     All ranks of the group must call it; one that does not want shared memory only publishes where it is.
     """
@@ -210,24 +187,24 @@ def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = Tru
             os.close(new_memory(1))  # a rank without memory must not be waited for
             listener, address = listen(size)
         except OSError as error:
-            log.warning("rank %d: no shared memory (%s); its messages on this host use gloo", rank, error)
-    me = Identity(host_id(), network_namespace(), os.getuid(), address, token.hex(), usable_cores())
+            log.warning("rank %d: no shared memory (%s); the group uses gloo", rank, error)
+    me = Identity(host_id(), network_namespace(), os.getuid(), address, token.hex())
     store.set(f"identity/{rank}", json.dumps(me))
     everyone = [Identity(*json.loads(store.get(f"identity/{r}"))) for r in range(size)]
-    near = [r for r in range(size) if r != rank and me.shares_memory_with(everyone[r])]
     if listener is not None:
         try:
-            connections = connect_peers(rank, everyone, near, listener, time.monotonic() + timeout)
+            if all(me.shares_memory_with(one) for one in everyone):
+                connections = connect_peers(rank, everyone, listener, time.monotonic() + timeout)
         except OSError as error:
-            log.warning("rank %d: no shared memory (%s); messages on this host use gloo", rank, error)
+            log.warning("rank %d: no shared memory (%s); the group uses gloo", rank, error)
         finally:
             listener.close()
-    store.set(f"connected/{rank}", json.dumps(sorted(connections)))
-    connected = {peer: json.loads(store.get(f"connected/{peer}")) for peer in connections}
-    for peer in [peer for peer, peers in connected.items() if rank not in peers]:
-        connections.pop(peer).socket.close()
-    all_near = bool(connections) and all(len(peers) == size - 1 for peers in (connections, *connected.values()))
-    return Neighbours(connections, all_near, fewest_cores(everyone) < 1)
+    store.set(f"connected/{rank}", str(len(connections)))
+    if any(int(store.get(f"connected/{r}")) < size - 1 for r in range(size)):
+        for connection in connections.values():
+            connection.socket.close()
+        return {}
+    return connections
 
 
 def hosts(store: Any, size: int) -> list[tuple[int, ...]]:
@@ -253,29 +230,28 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
 
 
 def connect_peers(
-    rank: int, everyone: list[Identity], near: list[int], listener: socket.socket, deadline: float
+    rank: int, everyone: list[Identity], listener: socket.socket, deadline: float
 ) -> dict[int, Connection]:
     """Connect to the lower ranks, accept the higher ones, and exchange memory with each."""
     links: dict[int, socket.socket] = {}
     incoming: dict[int, mmap.mmap] = {}
-    left = partial(time_left, deadline)
-    members = sorted([*near, rank])
-    file, outgoing = new_area(len(members))
+    left, size = partial(time_left, deadline), len(everyone)
+    file, outgoing = new_area(size)
     try:
-        for peer in (p for p in near if p < rank):
+        for peer in range(rank):
             links[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             links[peer].settimeout(left())
             links[peer].connect(f"\0{everyone[peer].address}")
             socket.send_fds(links[peer], [HELLO.pack(rank, bytes.fromhex(everyone[peer].token))], [file])
-        while len(links) < len(near):
+        while len(links) < size - 1:
             listener.settimeout(left())
             token = bytes.fromhex(everyone[rank].token)
-            peer, link, memory = accept(listener, token, len(members), left())
+            peer, link, memory = accept(listener, token, size, left())
             links[peer], incoming[peer] = link, memory
             socket.send_fds(link, [HELLO.pack(rank, bytes(16))], [file])
-        for peer in (p for p in near if p < rank):
+        for peer in range(rank):
             links[peer].settimeout(left())
-            _, incoming[peer] = receive_memory(links[peer], len(members))
+            _, incoming[peer] = receive_memory(links[peer], size)
     except OSError:
         for link in links.values():
             link.close()
@@ -284,8 +260,7 @@ def connect_peers(
         os.close(file)
     for link in links.values():
         link.setblocking(False)
-    me = members.index(rank)
-    return {p: Connection(links[p], outgoing, incoming[p], members.index(p), me) for p in near}
+    return {peer: Connection(link, outgoing, incoming[peer], peer, rank) for peer, link in links.items()}
 
 
 def time_left(deadline: float) -> float:

@@ -12,8 +12,8 @@ A rank never blocks in a send: slices wait in a queue until slots are free, and 
 something else. Slots are used in turn. Messages are sent and received in one order that is common to all ranks
 (`run`), so the oldest message that waits for a slot always gets one: nothing can deadlock.
 
-A rank that waits tries some microseconds, giving its core to others in between, then it sleeps. It wakes regularly to look
-whether its peer has ended (its socket is closed) or another rank has published an error.
+A rank that waits sleeps. It wakes regularly to look whether its peer has ended (its socket is closed) or another rank has published
+an error.
 """
 
 from __future__ import annotations
@@ -25,37 +25,28 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from meshwright.comm.call import LAYOUT, Lost, Place, check_bytes, check_header
+from meshwright.comm.call import LAYOUT, Call, Lost, Place, check_bytes, check_header
 from meshwright.comm.transport import handshake
-from meshwright.comm.transport.base import Begin, Destination, Pending, apply
+from meshwright.comm.transport.base import Destination, Pending, bytes_of
 from meshwright.comm.transport.handshake import Block, Connection
 
-TRIES = 100  # before a rank that waits sleeps; one takes about a microsecond if the core is not shared
-TRIES_OF_MANY = 5  # if there are more ranks than cores: a rank that sleeps leaves its core to the others
+TRIES = 20  # before a rank that waits sleeps, each with its core left to the others
 SLEEP_S = 0.02  # a sleeping rank looks this often whether its peer has ended
 SHORT_SLEEP_S = 2e-4  # or, if messages wait for slots, whether slots were returned
 LOOK_S = 0.5  # a waiting rank looks this often whether another rank has failed
 TOTAL, SIZES = struct.Struct("<Q"), struct.Struct("<II")
-NOTHING = Destination(np.empty(0, np.uint8), None)
 
 Readers = list[tuple["Link", int]]  # who reads a slot: link, number of the slice
-
-
-def check_entry(place: Place, peer: int, entry: bytes, total: int) -> None:
-    """Raise if a peer's message belongs to another collective, or has another number of bytes."""
-    check_header(place, peer, entry[: LAYOUT.size])
-    check_bytes(place, peer, TOTAL.unpack_from(entry, LAYOUT.size)[0], total)
 
 
 class Outgoing:
     """A message in the queue: its pieces as bytes, and how much of it has been copied."""
 
-    def __init__(self, memory: SharedMemory, links: list[Link], pieces: list[Any], place: Place) -> None:
+    def __init__(self, memory: SharedMemory, links: list[Link], pieces: list[torch.Tensor], place: Place) -> None:
         self.memory, self.links, self.pieces, self.place = memory, links, pieces, place
-        self.total = sum(map(len, pieces))
+        self.total = sum(piece.numel() for piece in pieces)
         self.at = 0  # bytes copied
         self.done = False
 
@@ -63,22 +54,17 @@ class Outgoing:
         """Wait until the message is copied, so that its tensors may be overwritten."""
         self.memory.drain(self.place, self)
 
-    def copy_slice(self, slot: Any, store: Callable[[Any, Any], Any]) -> int:
+    def copy_slice(self, slot: torch.Tensor) -> int:
         """Copy the next bytes into a slot, as many as fit."""
-        room, filled, at = len(slot), 0, 0
-        if self.total <= room and len(self.pieces) == 1:
-            store(slot[: self.total], self.pieces[0])
-            self.at = self.total
-            return self.total
+        room, filled, at = slot.numel(), 0, 0
         for piece in self.pieces:
-            skip = max(0, self.at - at)
-            size = min(len(piece) - skip, room - filled)
+            skip, length = max(0, self.at - at), piece.numel()
+            size = min(length - skip, room - filled)
             if size > 0:
-                store(slot[filled : filled + size], piece[skip : skip + size])
+                target = slot if size == room else slot[filled : filled + size]
+                target.copy_(piece if size == length else piece[skip : skip + size])
                 filled += size
-            at += len(piece)
-            if filled == room:
-                break
+            at += length
         self.at += filled
         return filled
 
@@ -88,30 +74,21 @@ class Incoming(NamedTuple):
 
     memory: SharedMemory
     link: Link
-    pieces: Sequence[Destination]
+    to: Destination
     place: Place
 
     def wait(self) -> None:
-        memory, link, pieces, place = self
-        begin = memory.begun
-        assert begin is not None
-        into, base = pieces[0] if pieces else NOTHING
-        total = into.nbytes if len(pieces) == 1 else sum(piece.into.nbytes for piece in pieces)
-        expected = place.call.packed + TOTAL.pack(total)
-        at = 0
+        total, at = self.to.nbytes, 0
         while True:
-            entry, data, in_slot = link.next_slice(place)
-            if not entry.startswith(expected):
-                check_entry(place, link.peer, entry, total)
-            size = len(data)
-            if size == total and len(pieces) == 1:
-                received = data.view(into.dtype)
-                begin.store(into, received) if base is None else begin.combine(base, received, into)  # type: ignore[misc]
-            elif size:
-                apply(data.view(into.dtype), pieces, begin.combine, begin.store, at // into.itemsize)
+            entry, data, in_slot = self.link.next_slice(self.place)
+            check_header(self.place, self.link.peer, entry[: LAYOUT.size])
+            check_bytes(self.place, self.link.peer, TOTAL.unpack_from(entry, LAYOUT.size)[0], total)
+            if data.numel():
+                dtype = self.to.parts[0].into.dtype
+                self.to.apply(data.view(dtype), at // dtype.itemsize)
             if in_slot:
-                memory.post(link.reading.returned)
-            at += size
+                self.memory.post(self.link.reading.returned)
+            at += data.numel()
             if at >= total:
                 return
 
@@ -121,17 +98,17 @@ class Link:
 
     def __init__(self, memory: SharedMemory, peer: int, connection: Connection) -> None:
         self.memory, self.peer, self.socket = memory, peer, connection.socket
-        self.writing = Block.of(connection.outgoing, connection.member)
-        self.reading = Block.of(connection.incoming, connection.me)
+        self.writing = Block.of(connection.outgoing, connection.peer)
+        self.reading = Block.of(connection.incoming, connection.rank)
         self.slots = memory.slots_of(connection.incoming)
         self.sent = self.returned = self.received = 0
-        self.kept: deque[tuple[bytes, Any]] = deque()  # slices that were copied out of their slots early
+        self.copied: deque[tuple[bytes, torch.Tensor]] = deque()  # slices that were copied out of their slots early
         self.closed = False
 
-    def next_slice(self, place: Place) -> tuple[bytes, Any, bool]:
+    def next_slice(self, place: Place) -> tuple[bytes, torch.Tensor, bool]:
         """The entry and the data of the next slice, and whether it is still in its slot."""
-        if self.kept:
-            return *self.kept.popleft(), False
+        if self.copied:
+            return *self.copied.popleft(), False
         if self.memory.try_wait(self.reading.data):
             self.memory.wait_for_data(self, place)
         entry, size, slot = self.read()
@@ -145,22 +122,16 @@ class Link:
         entry = block.memory[at : at + handshake.HEADER.size]
         return entry, *SIZES.unpack_from(entry, LAYOUT.size + TOTAL.size)
 
-    def keep_arrived(self) -> None:
+    def copy_arrived(self) -> None:
         """Copy what has arrived out of its slots, and return them."""
         while self.memory.try_wait(self.reading.data) == 0:
             entry, size, slot = self.read()
-            data = self.slots[slot][:size]
-            self.kept.append((entry, data.clone() if isinstance(data, torch.Tensor) else data.copy()))
+            self.copied.append((entry, self.slots[slot][:size].clone()))
             self.memory.post(self.reading.returned)
 
 
 class SharedMemory:
-    """The transport to the ranks of one host. `check_failure` raises if another rank has published an error.
-
-    `arrays`: the pieces of messages are numpy arrays, else tensors.
-    """
-
-    posts_early = False
+    """The transport to the ranks of one host. `check_failure` raises if another rank has published an error."""
 
     def __init__(
         self,
@@ -169,52 +140,34 @@ class SharedMemory:
         connections: dict[int, Connection],
         timeout: float,
         check_failure: Callable[[], None] = lambda: None,
-        arrays: bool = True,
-        tries: int = TRIES,
     ) -> None:
         self.rank, self.size, self.timeout, self.check_failure = rank, size, timeout, check_failure
-        self.arrays, self.byte = arrays, np.uint8 if arrays else torch.uint8
-        self.tries = tries
+        self.slice_bytes = handshake.SLOT
         functions = handshake.load()
         assert functions is not None
         self.functions, self.post, self.try_wait = functions, functions.post, functions.try_wait
-        self.members = len(connections) + 1
         self.slots = self.slots_of(next(iter(connections.values())).outgoing)
         self.links = {peer: Link(self, peer, connection) for peer, connection in connections.items()}
         self.unused = list(range(handshake.SLOTS))  # slots that were never used
         self.in_use: deque[tuple[int, Readers]] = deque()  # slots in the order of their use
         self.queue: deque[Outgoing] = deque()
-        self.begun: Begin | None = None
 
-    def slots_of(self, memory: Any) -> list[Any]:
+    def slots_of(self, memory: Any) -> list[torch.Tensor]:
         """The slots of an area, as bytes."""
-        whole: Any = np.frombuffer(memory, dtype=np.uint8)[handshake.first_slot(self.members) :]
-        if not self.arrays:
-            whole = torch.from_numpy(whole)
-        return [whole[k * handshake.SLOT : (k + 1) * handshake.SLOT] for k in range(handshake.SLOTS)]
+        area = torch.frombuffer(memory, dtype=torch.uint8, offset=handshake.first_slot(self.size))
+        return list(area.split(handshake.SLOT))
 
-    def begin(self, begin: Begin) -> None:
-        self.begun = begin
+    def begin(self, call: Call, sent: dict[int, int], received: dict[int, int]) -> None:
+        """Every message has a header: nothing is exchanged beforehand."""
 
-    def send(self, peers: Sequence[int], pieces: Sequence[Any], place: Place) -> Pending | None:
-        if not self.queue and len(pieces) == 1 and pieces[0].nbytes <= handshake.SLOT:
-            slot = self.free_slot()
-            if slot >= 0:  # the usual case: one piece, and a free slot that holds it
-                size = pieces[0].nbytes
-                self.begun.store(self.slots[slot][:size], pieces[0].view(self.byte))  # type: ignore[union-attr]
-                self.deliver(slot, [self.links[peer] for peer in peers], place.call.packed, size, size)
-                return None
-        links = [self.links[peer] for peer in peers]
-        message = Outgoing(self, links, [piece.view(self.byte) for piece in pieces], place)
-        if not self.queue:
-            self.copy(message)
-        if message.done:
-            return None
+    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Sequence[Pending]:
+        message = Outgoing(self, [self.links[peer] for peer in peers], [bytes_of(piece) for piece in pieces], place)
         self.queue.append(message)
-        return message
+        self.try_queue()
+        return [] if message.done else [message]
 
-    def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
-        return Incoming(self, self.links[peer], pieces, place)
+    def receive(self, peer: int, to: Destination, place: Place) -> Pending:
+        return Incoming(self, self.links[peer], to, place)
 
     def end(self) -> None:
         """All sends were waited for, so nothing is queued."""
@@ -229,12 +182,11 @@ class SharedMemory:
 
     def copy(self, message: Outgoing) -> None:
         """Copy a message into slots, as far as there are free ones, and tell the receivers."""
-        assert self.begun is not None
         while not message.done:
             slot = self.free_slot()
             if slot < 0:
                 return
-            size = message.copy_slice(self.slots[slot], self.begun.store)
+            size = message.copy_slice(self.slots[slot])
             self.deliver(slot, message.links, message.place.call.packed, message.total, size)
             message.done = message.at == message.total
 
@@ -283,7 +235,7 @@ class SharedMemory:
         watch = Watch(self, place)
         while not (self.try_queue() or (last is not None and last.done)):
             for link in self.links.values():
-                link.keep_arrived()
+                link.copy_arrived()
             reader = self.blocking_reader() if self.in_use else None
             if reader is None:
                 continue
@@ -298,9 +250,8 @@ class SharedMemory:
     def wait_for_data(self, link: Link, place: Place) -> None:
         """Wait for the next slice of a peer, and send what is queued meanwhile."""
         semaphore = link.reading.data
-        for _ in range(self.tries):
-            if self.queue:
-                self.try_queue()
+        for _ in range(TRIES):
+            self.try_queue()
             os.sched_yield()
             if not self.try_wait(semaphore):
                 return
@@ -309,7 +260,7 @@ class SharedMemory:
             if self.queue and not self.try_queue():
                 for other in self.links.values():
                     if other is not link:
-                        other.keep_arrived()
+                        other.copy_arrived()
             if self.is_closed(link) and self.try_wait(semaphore) == 0:  # posted before the peer ended
                 return
             watch.check(link)
