@@ -45,8 +45,8 @@ def writer(root: str, pipe: Connection) -> None:
     from torch import distributed
 
     from meshwright.parallel.apply import apply
-    from meshwright.training.checkpoint.background import Saver
-    from meshwright.training.checkpoint.resume import resume
+    from meshwright.training.checkpoint.load import resume
+    from meshwright.training.checkpoint.save import Saver
     from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 
@@ -170,8 +170,8 @@ def main() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         [
             "meshwright.training.launch.preload",
-            "meshwright.training.checkpoint.resume",
-            "meshwright.training.checkpoint.background",
+            "meshwright.training.checkpoint.load",
+            "meshwright.training.checkpoint.save",
         ]
     )
     share = -(-options.kills // options.workers)

@@ -141,7 +141,7 @@ def saving(context: Any, trainer: Any, config: Config, pairs: int, every: int, f
     """Seconds of a step in blocks of `every` steps without and with a save after the first one, and what a save costs the loop."""
     from torch import distributed
 
-    from meshwright.training.checkpoint.background import Saver, checkpoint_group
+    from meshwright.training.checkpoint.save import Saver, checkpoint_group
 
     saver = Saver(trainer, folder / "checkpoints", checkpoint_group())
     saver.check()

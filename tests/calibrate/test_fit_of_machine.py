@@ -101,7 +101,7 @@ def test_each_elementwise_operation_has_its_own_factors() -> None:
     fit = device_fit.fit_device(points)
     names = ("launch", "byte", "exponential", "product_launch", "flop", "attention_launch", "attention_flop")
     factors = {part: (fit.elementwise_launch[part], fit.elementwise[part]) for part in device_fit.PARTS}
-    single = device_fit.Single(*(getattr(fit, name) for name in names), factors)
+    single = device_fit.SingleOperation(*(getattr(fit, name) for name in names), factors)
     for p in points:
         if p.kind in device_fit.PARTS:
             assert sum(sum(single.seconds(op)) for op in device_fit.lowered(p)) == pytest.approx(p.median_s, rel=0.15)
@@ -137,7 +137,7 @@ def test_points_without_one_of_the_kinds_of_units_are_fitted_without_units() -> 
 def test_whole_layers_raise_the_constants() -> None:
     """Twice the host's seconds in whole layers are twice the host's seconds in a prediction."""
     plain = device_fit.fit_device(synthetic())
-    constants = device_fit.Single(**{name: TRUE[field] for name, field in (
+    constants = device_fit.SingleOperation(**{name: TRUE[field] for name, field in (
         ("launch", "launch"), ("byte", "byte"), ("exponential", "exponential"), ("product", "product_launch"), ("flop", "flop"),
         ("attention", "attention_launch"), ("attention_flop", "attention_flop"))})  # fmt: skip
     chains = []

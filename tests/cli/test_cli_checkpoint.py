@@ -10,8 +10,8 @@ import torch
 
 from meshwright.cli import exit_code_of, run_command
 from meshwright.training.checkpoint.save import save
-from meshwright.training.checkpoint.state import State
-from meshwright.training.checkpoint.store import Entry
+from meshwright.training.checkpoint.state import TrainerState
+from meshwright.training.checkpoint.store import BoxEntry
 
 ABOUT = {"model": {}, "plan": {"tp": 2}, "workload": {}, "order": ("tp",)}
 
@@ -19,7 +19,7 @@ ABOUT = {"model": {}, "plan": {"tp": 2}, "workload": {}, "order": ("tp",)}
 @pytest.fixture
 def run(tmp_path):
     for step in (1, 2, 3):
-        state = State(step, [Entry("weight/a", (40,), (0,), torch.ones(40))], {})
+        state = TrainerState(step, [BoxEntry("weight/a", (40,), (0,), torch.ones(40))], {})
         save(tmp_path / "checkpoints", state, ABOUT, None)
     return tmp_path
 

@@ -41,8 +41,8 @@ class Threads:
 class Sending:
     def __init__(self, transport, peer, pieces):
         self.transport, self.peer, self.pieces, self.sent = transport, peer, pieces, False
-        transport.queues[transport.rank, peer].put(self)
         self.lock = threading.Lock()
+        transport.queues[transport.rank, peer].put(self)
 
     def data(self):
         with self.lock:

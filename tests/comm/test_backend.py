@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 import ranks
-from meshwright.comm.communicator import Failure
+from meshwright.comm.communicator import GroupFailure
 from meshwright.errors import MeshwrightError
 
 WORLD = 3
@@ -440,7 +440,7 @@ def test_a_store_that_has_ended_is_not_asked_again() -> None:
 
         set = check
 
-    failure = Failure(Ended(), 1)
+    failure = GroupFailure(Ended(), 1)
     for _ in range(3):
         failure.check()
     own = MeshwrightError("MW-COMM-003", "sizes differ")

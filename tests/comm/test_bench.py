@@ -26,8 +26,8 @@ from meshwright.comm.bench.backends import OPERATIONS, named_hosts, session
 from meshwright.comm.bench.collectives import (
     DEVICE,
     PAIR,
-    Progress,
     Sweep,
+    SweepProgress,
     Task,
     concurrent_pairs,
     groups_of,
@@ -149,9 +149,9 @@ def test_pairs_leave_time_for_collectives() -> None:
         name, ranks = "gloo", (0, 1, 2, 3)
 
     pair, whole = Task(Library(), PAIR, "", 1024, ((0, 1),)), Task(Library(), "all-reduce", "", 1024)
-    state = Progress(100, 60.0, 0.0)
+    state = SweepProgress(100, 60.0, 0.0)
     assert [bool(state.reason_to_skip(task, left)) for left in (21.0, 19.0) for task in (pair, whole)] == [0, 0, 1, 0]
-    assert not Progress(100, 60.0, 0.0, only_pairs=True).reason_to_skip(pair, 19.0)
+    assert not SweepProgress(100, 60.0, 0.0, only_pairs=True).reason_to_skip(pair, 19.0)
 
 
 def test_coarse_sizes_come_first() -> None:

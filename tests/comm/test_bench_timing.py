@@ -9,7 +9,7 @@ import torch
 
 from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo, bus_factor
 from meshwright.comm.bench import contention, device
-from meshwright.comm.bench.operations import Case
+from meshwright.comm.bench.operations import MeasuredCase
 from meshwright.comm.bench.timing import MOST_SAMPLES, SAMPLE_S, Synchronization, counts, measure, timed
 from meshwright.errors import MeshwrightError
 from meshwright.view.page.sheet import bench_sheet
@@ -114,9 +114,9 @@ def test_sizes_that_would_take_minutes_are_left_out(monkeypatch) -> None:
     monkeypatch.setattr(device.time, "thread_time", clock)
     seconds = {("linear", 1): 0.1, ("linear", 2): 0.4, ("linear", 3): 9.0, ("tile", 1): 0.1, ("tile", 2): 0.2}
 
-    def case(kind: str, m: int) -> Case:
+    def case(kind: str, m: int) -> MeasuredCase:
         call = clock.call_of(seconds[kind, m])
-        return Case(kind, {"m": m}, 1, lambda: (seen.append((kind, m)), call()))
+        return MeasuredCase(kind, {"m": m}, 1, lambda: (seen.append((kind, m)), call()))
 
     cases = [case(*key) for key in seconds]
     slower_rank = Synchronization(agree=lambda values: [2 * x for x in values])

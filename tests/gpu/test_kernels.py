@@ -46,7 +46,7 @@ def test_a_wide_product_is_added_in_place():
 
 
 def test_fused_adamw_updates_as_torch_does_and_rounds_the_masters():
-    from meshwright.training.optimizer.fused import FusedAdamW
+    from meshwright.training.optimizer.make import FusedAdamW
 
     start, options = drawn(1000, 33), {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))

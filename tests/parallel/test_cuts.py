@@ -9,7 +9,7 @@ from torch import nn
 import ranks
 from meshwright.describe.sharding import even_range
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor.cuts import Cut, cut_out, fused_cuts, parts_of
+from meshwright.parallel.tensor.cutting import ParameterCut, cut_out, fused_cuts, parts_of
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_split_fused_projections_equal_one_device(case):
 
 
 def test_a_replicated_parameter_has_no_cut():
-    from meshwright.parallel.tensor.cuts import Split
+    from meshwright.parallel.tensor.cutting import Split
 
-    done = Split(None, cuts={"a": Cut(0, 2, 2, 4)}, fused={"b": fused_cuts("b", 0, 8, "column", "1,1", 2, 1)})
+    done = Split(None, cuts={"a": ParameterCut(0, 2, 2, 4)}, fused={"b": fused_cuts("b", 0, 8, "column", "1,1", 2, 1)})
     assert [len(done.cuts_of(n)) for n in "abc"] == [1, 2, 0]
     local = torch.arange(4.0)
     assert [part.tolist() for part in done.parts("b", local)] == [[0.0, 1.0], [2.0, 3.0]]

@@ -174,7 +174,7 @@ def microbatch_loss_not_divided():
 
 def padding_counted():
     """Tokens counted by shape, padding included."""
-    samples.Batch.valid = property(lambda self: torch.tensor(self.targets.numel()))
+    samples.TokenBatch.valid = property(lambda self: torch.tensor(self.targets.numel()))
 
 
 # The update

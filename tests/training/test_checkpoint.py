@@ -61,8 +61,8 @@ def bits(trainer):
 
 def stop_and_resume(context, cases, folder):
     """For each case: train, save in between, resume from it in a new trainer. Returns what differs, and the steps' losses."""
-    from meshwright.training.checkpoint.background import Saver, checkpoint_group
-    from meshwright.training.checkpoint.resume import resume
+    from meshwright.training.checkpoint.load import resume
+    from meshwright.training.checkpoint.save import Saver, checkpoint_group
 
     out = []
     for number, case in enumerate(cases):
@@ -116,7 +116,7 @@ def test_a_resumed_training_continues_bit_for_bit(world, cases, tmp_path):
 
 def save_after(context, case, steps, folder):
     """Train and save. Returns the losses of later steps."""
-    from meshwright.training.checkpoint.background import Saver, checkpoint_group
+    from meshwright.training.checkpoint.save import Saver, checkpoint_group
 
     trainer = trainer_of(context, case)
     trainer.train(steps)
@@ -128,8 +128,8 @@ def resume_under(context, cases, folder):
     """Resume under each plan. Returns the losses, the messages, and the keys whose boxes are not those of the checkpoint."""
     from dataclasses import replace
 
-    from meshwright.training.checkpoint.background import checkpoint_group
-    from meshwright.training.checkpoint.resume import open_checkpoint, resume
+    from meshwright.training.checkpoint.load import open_checkpoint, resume
+    from meshwright.training.checkpoint.save import checkpoint_group
     from meshwright.training.checkpoint.state import state_of
     from meshwright.training.checkpoint.store import read
 
@@ -180,9 +180,8 @@ def save_on_a_full_disk(context, folder):
     """Save; save where rank 1 cannot write; save again. Returns the events of rank 0, the error of each rank, and the steps on the disk."""
     import resource
 
-    from meshwright.training.checkpoint.background import Saver, checkpoint_group
     from meshwright.training.checkpoint.folder import complete
-    from meshwright.training.checkpoint.hook import Checkpoints
+    from meshwright.training.checkpoint.save import Checkpoints, Saver, checkpoint_group
 
     events, errors = [], []
     trainer = trainer_of(context, ("dense", {"replicate": 2}))
@@ -216,8 +215,8 @@ def test_a_full_disk_on_one_rank_is_an_event_and_training_goes_on(tmp_path):
 
 def change_the_plan(context, folder):
     """Save with compression and with local SGD, and resume each without. Returns messages, and a weight of each."""
-    from meshwright.training.checkpoint.background import Saver, checkpoint_group
-    from meshwright.training.checkpoint.resume import resume
+    from meshwright.training.checkpoint.load import resume
+    from meshwright.training.checkpoint.save import Saver, checkpoint_group
 
     out = []
     for number, fields in enumerate(({"compression": "top-k"}, {"average_every": 3})):
@@ -255,8 +254,8 @@ def test_what_belongs_to_one_plan_is_given_up_on_another_with_a_message(tmp_path
 def resume_another(context, folder):
     """Save, then resume with another model and another optimizer. Returns the codes, and whether the weights were left as they were."""
     from meshwright.errors import MeshwrightError
-    from meshwright.training.checkpoint.background import Saver, checkpoint_group
-    from meshwright.training.checkpoint.resume import resume
+    from meshwright.training.checkpoint.load import resume
+    from meshwright.training.checkpoint.save import Saver, checkpoint_group
 
     trainer, group = trainer_of(context, ("dense", {"tp": 2})), checkpoint_group()
     trainer.train_step()

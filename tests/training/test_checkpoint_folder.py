@@ -16,20 +16,20 @@ from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint import folder
 from meshwright.training.checkpoint.convert import read_full, write_checkpoint
 from meshwright.training.checkpoint.fit import check_model
+from meshwright.training.checkpoint.load import open_checkpoint
 from meshwright.training.checkpoint.manifest import MANIFEST, check_files, read_manifest, with_digest
 from meshwright.training.checkpoint.page import summary
-from meshwright.training.checkpoint.resume import open_checkpoint
 from meshwright.training.checkpoint.save import save
-from meshwright.training.checkpoint.state import State
-from meshwright.training.checkpoint.store import Entry
+from meshwright.training.checkpoint.state import TrainerState
+from meshwright.training.checkpoint.store import BoxEntry
 
 ABOUT = {"model": {"hidden": 4}, "plan": {}, "workload": {}, "order": ("tp",)}
 
 
 def state_at(step, size=64):
     values = torch.arange(size, dtype=torch.float64) + step
-    return State(
-        step, [Entry("weight/a", (size,), (0,), values), Entry("weight/b", (2, 3), (0, 0), torch.ones(2, 3))], {}
+    return TrainerState(
+        step, [BoxEntry("weight/a", (size,), (0,), values), BoxEntry("weight/b", (2, 3), (0, 0), torch.ones(2, 3))], {}
     )
 
 

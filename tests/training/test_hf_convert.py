@@ -30,7 +30,7 @@ def work(context, folders, out):
     from meshwright.models.hf.weights import FolderWeights
     from meshwright.parallel.apply import apply
     from meshwright.parallel.numerics.precision import DTYPES
-    from meshwright.training.checkpoint.background import Saver, checkpoint_group
+    from meshwright.training.checkpoint.save import Saver, checkpoint_group
     from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
 

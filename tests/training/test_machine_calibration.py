@@ -14,7 +14,7 @@ from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.comm.bench import timing
 from meshwright.comm.bench.device import DTYPES
 from meshwright.comm.bench.operations import cpu_cases
-from meshwright.comm.bench.timing import Moment, busy_seconds
+from meshwright.comm.bench.timing import ClockReading, busy_seconds
 from meshwright.describe.run_folder import read_events
 from meshwright.errors import MeshwrightError
 from meshwright.training.launch.rank import RankFailure
@@ -129,7 +129,7 @@ def test_only_cpu_processes_without_measured_constants_are_calibrated() -> None:
 def test_load_of_other_processes_is_what_the_cores_ran_without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing.os, "sysconf", lambda name: 100)
     assert busy_seconds(STAT) == 15.0
-    start, end = Moment(0.0, 100.0), Moment(10.0, 118.0)
+    start, end = ClockReading(0.0, 100.0), ClockReading(10.0, 118.0)
     assert end.busy_cores_since(start, 5.0) == pytest.approx(1.3)
     assert end.busy_cores_since(start, 30.0) == 0.0
 

@@ -19,9 +19,9 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.numerics.precision import LossScale
 from meshwright.parallel.pieces import Piece
-from meshwright.training.optimizer.finite import FinitePolicy, Rollback
-from meshwright.training.optimizer.groups import parameter_groups
+from meshwright.training.optimizer.make import parameter_groups
 from meshwright.training.optimizer.muon import orthogonalise
+from meshwright.training.optimizer.norm import FinitePolicy, Rollback
 from meshwright.training.optimizer.schedule import base_rate, share_at
 from meshwright.training.worker import deterministic_kernels
 

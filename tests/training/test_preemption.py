@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,7 @@ import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.training.faults.guard import StopFile, StopKey, StopOnSignal, next_common_step
+from meshwright.training.faults.guard import StopOnSignal, StopRequest, next_common_step
 from meshwright.training.hooks import Hook, StepRecord
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=33)
@@ -34,53 +33,48 @@ class SignalOneself(Hook):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def signalled(context, folder, plan, store):
+def signalled(context, plan):
     from torch import distributed
 
+    from meshwright.comm.communicator import group_store
     from meshwright.parallel.apply import apply
     from meshwright.training.loop import Trainer
 
     trainer = Trainer(apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.float64), Tokens())
-    requests = StopFile(Path(folder) / "stop")
-    if store:
-        requests = StopKey(distributed.TCPStore("127.0.0.1", store, is_master=False))
-    stop = StopOnSignal(requests)
+    stop = StopOnSignal(StopRequest(group_store(distributed.group.WORLD)))
     trainer.hooks += [stop, *([SignalOneself(5)] if context.rank == 1 else [])]
     records = trainer.train(100)
     return len(records), trainer.step, stop.stop_step, stop.received, signal.getsignal(signal.SIGTERM)
 
 
-def test_all_ranks_stop_after_the_same_step(tmp_path):
-    first, second = ranks.run(2, signalled, str(tmp_path), Plan(replicate=2), 0)
+def test_all_ranks_stop_after_the_same_step():
+    first, second = ranks.run(2, signalled, Plan(replicate=2))
     assert first == (7, 7, 6, None, signal.SIG_DFL)  # signalled in step 5: step 6 is the last one
     assert second == (7, 7, 6, signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_replicas_of_local_sgd_stop_where_they_average(tmp_path):
-    found = ranks.run(2, signalled, str(tmp_path), Plan(replicate=2, average_every=4), 0)
-    assert [f[:3] for f in found] == [(8, 8, 7)] * 2
+def test_replicas_of_local_sgd_stop_where_they_average():
+    results = ranks.run(2, signalled, Plan(replicate=2, average_every=4))
+    assert [result[:3] for result in results] == [(8, 8, 7)] * 2
 
 
-def test_hosts_agree_over_a_store(tmp_path):
+def request_of_one_process(path):
     from torch import distributed
 
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = ranks.run(2, signalled, str(tmp_path), Plan(replicate=2), store.port)
-    assert [f[:3] for f in found] == [(7, 7, 6)] * 2
+    return StopRequest(distributed.FileStore(str(path / "store"), 1))
 
 
 def test_the_first_request_stays(tmp_path):
-    requests = StopFile(tmp_path / "stop")
-    assert requests.requested() is None
-    requests.request(7)
-    requests.request(5)
-    assert requests.requested() == 7
-    assert [p.name for p in tmp_path.iterdir()] == ["stop"]
+    request = request_of_one_process(tmp_path)
+    assert request.step() is None
+    request.make(7)
+    request.make(5)
+    assert request.step() == 7
 
 
 def test_an_early_reader_waits_for_the_step(tmp_path):
-    stop = StopOnSignal(StopFile(tmp_path / "stop"))
-    stop.requests.request(4)
+    stop = StopOnSignal(request_of_one_process(tmp_path))
+    stop.request.make(4)
     trainer = SimpleNamespace(stopped=False)
     stop.after_step(trainer, StepRecord(3, 1.0, 1.0, 1, 0.1))
     assert not trainer.stopped
@@ -95,7 +89,7 @@ def test_local_sgd_meets_at_its_average():
 
 
 def test_a_signal_is_seen_by_another_thread_before_its_handler_runs(tmp_path):
-    stop = StopOnSignal(StopFile(tmp_path / "stop"), (signal.SIGUSR1,))
+    stop = StopOnSignal(request_of_one_process(tmp_path), (signal.SIGUSR1,))
     assert not stop.arrived()
     stop.start(None)
     try:

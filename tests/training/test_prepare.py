@@ -102,7 +102,7 @@ def test_an_interrupted_preparation_continues(tmp_path, monkeypatch, stop):
     with pytest.raises(MeshwrightError, match="not finished"):
         open_tokens(tmp_path / "out")
     partial = tmp_path / "out" / "partial"
-    with (partial / "tokens.bin").open("ab") as file:  # bytes beyond the recorded progress are dropped
+    with (partial / "tokens.bin").open("ab") as file:  # of an interruption while the chunks were joined
         file.write(b"torn")
     (partial / "000009.ends").write_bytes(np.array([5], "<i8").tobytes())  # a crash cut these tokens short
     (partial / "000009.tokens").write_bytes(b"xy")
@@ -151,7 +151,7 @@ def test_nothing_is_overwritten(tmp_path):
 def test_changed_sources_or_a_second_process_are_refused(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl")
     monkeypatch.setattr(
-        preparation.Run, "tokenize", lambda *a: refused("MW-DATA-015", [source], tmp_path / "out") and 1 / 0
+        preparation.Preparation, "tokenize", lambda *a: refused("MW-DATA-015", [source], tmp_path / "out") and 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
         prepare([source], tmp_path / "out", workers=1)

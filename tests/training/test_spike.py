@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.training.faults.guard import LEAST, LossSpikes, Spike, train_with_rollback
 from meshwright.training.hooks import StepRecord
-from meshwright.training.optimizer.finite import Rollback
+from meshwright.training.optimizer.norm import Rollback
 
 TRAINER = SimpleNamespace(parallel=SimpleNamespace(local=None))
 

@@ -18,7 +18,7 @@ import tomli_w
 from meshwright.calibrate.device_fit import gpu_accelerator
 from meshwright.calibrate.fit import (
     SPARE_POINTS,
-    Crossover,
+    FittedCrossover,
     FittedFactors,
     Series,
     additions,
@@ -30,7 +30,7 @@ from meshwright.calibrate.fit import (
 from meshwright.calibrate.levels import FoundLevel, find_levels
 from meshwright.calibrate.nccl_tests import TOOL as NCCL_TESTS
 from meshwright.calibrate.points import Bench
-from meshwright.calibrate.verdict import NORMAL, Verdict, call_seconds, verdicts
+from meshwright.calibrate.verdict import NORMAL, NetworkVerdict, call_seconds, verdicts
 from meshwright.cost.collective import OPERATIONS
 from meshwright.describe import catalog
 from meshwright.describe.cluster import MOST_MEASURED, Accelerator, Cluster, Collectives, Level, Link, MeasuredCall
@@ -55,10 +55,10 @@ class Calibration:
     levels: list[FoundLevel]
     factors: list[FittedFactors]
     series: list[Series]
-    crossovers: list[Crossover]
+    crossovers: list[FittedCrossover]
     gamma: dict[str, float]
     expected: Cluster
-    verdicts: list[Verdict]
+    verdicts: list[NetworkVerdict]
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:

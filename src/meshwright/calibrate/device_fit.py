@@ -186,7 +186,7 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
     attention, attention_flop = solve(
         ("attention",), ("launches", "flops"), {"bytes": byte, "exponentials": exponential}
     )
-    single = Single(launch, byte, exponential, product, flop, attention, attention_flop)
+    single = SingleOperation(launch, byte, exponential, product, flop, attention, attention_flop)
     factors = {part: two_factors(by_kind.get(part, []), single) for part in PARTS}
     single = single._replace(factors=factors)
     host, device = two_factors(by_kind.get("layer", []), single)
@@ -221,7 +221,7 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
     )
 
 
-class Single(NamedTuple):
+class SingleOperation(NamedTuple):
     """Constants fitted to chains of one operation: seconds of a unit of each."""
 
     launch: float
@@ -245,7 +245,7 @@ class Single(NamedTuple):
         return float(np.sum(op.count * host)) * of_host, float(np.sum(op.count * work)) * of_work
 
 
-def two_factors(points: Sequence[DevicePoint], single: Single) -> tuple[float, float]:
+def two_factors(points: Sequence[DevicePoint], single: SingleOperation) -> tuple[float, float]:
     """Return how much longer than `single` says the host, and arithmetic and memory, take in these points: 1 without points. Of whole
     layers it is what caches cost (a chain of one operation keeps its code and its data there, a training step does not), and what modules and
     views cost.

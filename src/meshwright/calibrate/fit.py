@@ -303,7 +303,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Crossover:
+class FittedCrossover:
     """From `bytes` on, `after` is faster than `before`."""
 
     operation: str
@@ -326,7 +326,7 @@ def series_of(points: Iterable[Point]) -> list[Series]:
     ]
 
 
-def crossovers(series: Iterable[Series]) -> list[Crossover]:
+def crossovers(series: Iterable[Series]) -> list[FittedCrossover]:
     """The sizes, as measured, from which another algorithm is the fastest, by more than `CLEARLY` against the one that led before: two
     algorithms of equal speed would otherwise take turns."""
     groups: dict[tuple, list[Series]] = {}
@@ -342,7 +342,7 @@ def crossovers(series: Iterable[Series]) -> list[Crossover]:
             if leader is None:
                 leader = fastest
             elif fastest.seconds[n] < CLEARLY * leader.seconds[n]:
-                found.append(Crossover(operation, len(ranks), n, leader.name, fastest.name))
+                found.append(FittedCrossover(operation, len(ranks), n, leader.name, fastest.name))
                 leader = fastest
     return found
 

@@ -50,7 +50,7 @@ VERSION = re.compile(r"# nccl-tests version (\S+)")
 
 
 @dataclass(frozen=True)
-class Row:
+class NcclRow:
     """One size: n in bytes, microseconds, and the two bandwidths in GB/s."""
 
     size: int
@@ -91,7 +91,7 @@ def read_nccl_tests(text: str, name: str) -> Bench:
     return bench_of(rows, ranks, PROGRAM.findall(text), int(wrong[0]), name, version[0] if version else "")
 
 
-def text_row(found: re.Match[str], columns: list[str], name: str) -> Row:
+def text_row(found: re.Match[str], columns: list[str], name: str) -> NcclRow:
     """A line of the table. Values are counted from the right: old versions leave the columns redop and root empty."""
     if "time" not in columns:
         raise unreadable(
@@ -108,7 +108,7 @@ def text_row(found: re.Match[str], columns: list[str], name: str) -> Row:
         root = int(labels[1]) if len(labels) > 1 else ANY_ROOT
     except ValueError:
         raise unreadable(name, f"The line of {found[1]} bytes is incomplete", "run the test again to its end") from None
-    return Row(int(found[1]), found[3], labels[0] if labels else "", root, time, algbw, busbw)
+    return NcclRow(int(found[1]), found[3], labels[0] if labels else "", root, time, algbw, busbw)
 
 
 def from_json(text: str, name: str) -> Bench:
@@ -135,9 +135,9 @@ def from_json(text: str, name: str) -> Bench:
     return bench_of(rows, ranks, program, wrong, name, f"(JSON version {version})", str(document.get("start_time", "")))
 
 
-def json_row(row: dict[str, Any]) -> Row:
+def json_row(row: dict[str, Any]) -> NcclRow:
     shown = row["out_of_place"] or row["in_place"]
-    return Row(
+    return NcclRow(
         int(row["size"]),
         str(row["type"]),
         str(row["redop"]),
@@ -149,7 +149,7 @@ def json_row(row: dict[str, Any]) -> Row:
 
 
 def bench_of(
-    rows: Sequence[Row],
+    rows: Sequence[NcclRow],
     ranks: Sequence[RankInfo],
     programs: Sequence[str],
     wrong: int,
@@ -191,7 +191,7 @@ def bench_of(
     return Bench(tool=TOOL, made=made, ranks=tuple(ranks), points=points, libraries={f"{TOOL} {program}_perf": version})
 
 
-def program_of(rows: Sequence[Row], count: int, named: Sequence[str], name: str) -> str:
+def program_of(rows: Sequence[NcclRow], count: int, named: Sequence[str], name: str) -> str:
     """The test that ran: what the file says, else what its name says, else the only one with these columns. It must agree with the columns."""
     row = max(rows, key=lambda row: row.algbw)
     candidates = [program for program in PROGRAMS if agrees(program, row, count)]
@@ -212,7 +212,7 @@ def program_of(rows: Sequence[Row], count: int, named: Sequence[str], name: str)
     raise unreadable(name, why, fix, tuple(f"{program}_perf" for program in valid))
 
 
-def agrees(program: str, row: Row, count: int) -> bool:
+def agrees(program: str, row: NcclRow, count: int) -> bool:
     """Whether a row has the columns of a program: its bandwidths (within their rounding), its reduction and its root."""
     operation, reduces, rooted = PROGRAMS[program]
     rounding = 3 * max(ROUNDING, 1e-4 * row.busbw)  # of both numbers; from 1000 GB/s on with one digit less

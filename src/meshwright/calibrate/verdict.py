@@ -24,7 +24,7 @@ TCP_LATENCY = 15e-6  # RDMA takes less, kernel sockets take more
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NetworkVerdict:
     """A measured level and the expected one. `factor`: expected over measured rate; above 1 is slow. `expected` is empty where the
     expected cluster has no such level: then there is nothing to compare with."""
 
@@ -59,20 +59,24 @@ class Verdict:
         return ", ".join(words) or "normal but for the causes"
 
 
-def verdicts(levels: list[FoundLevel], expected: Cluster, bench: Bench) -> list[Verdict]:
+def verdicts(levels: list[FoundLevel], expected: Cluster, bench: Bench) -> list[NetworkVerdict]:
     """One verdict for each measured level that the expected cluster has a link for."""
     found = []
     for k, level in enumerate(levels):
         link = matching_level(level, k, levels, expected, len(bench.hosts))
         if link is None:
             found.append(
-                Verdict(level.name, "", level.line.bandwidth, 0.0, level.line.alpha, 0.0, tuple(slow_causes(level)))
+                NetworkVerdict(
+                    level.name, "", level.line.bandwidth, 0.0, level.line.alpha, 0.0, tuple(slow_causes(level))
+                )
             )
             continue
         rate, expected_rate = level.line.bandwidth, link.link.bandwidth * link.link.efficiency
         inside = is_inside(level, bench)
         call = call_seconds(expected, inside)
-        one = Verdict(level.name, link.link.name, rate, expected_rate, level.line.alpha, link.link.library_hop + call)
+        one = NetworkVerdict(
+            level.name, link.link.name, rate, expected_rate, level.line.alpha, link.link.library_hop + call
+        )
         causes = (*slow_causes(level), *causes_of(one, level, link, bench, inside, call))
         found.append(replace(one, causes=causes))
     return found
@@ -104,7 +108,7 @@ def slow_causes(level: FoundLevel) -> Iterable[str]:
 
 
 def causes_of(
-    verdict: Verdict, level: FoundLevel, link: Level, bench: Bench, inside: bool, call: float
+    verdict: NetworkVerdict, level: FoundLevel, link: Level, bench: Bench, inside: bool, call: float
 ) -> Iterable[str]:
     """Likely causes of a slow level, the most specific first."""
     slow = verdict.factor > NORMAL
@@ -125,7 +129,7 @@ def causes_of(
         )
 
 
-def network_causes(verdict: Verdict, bench: Bench, call: float) -> Iterable[str]:
+def network_causes(verdict: NetworkVerdict, bench: Bench, call: float) -> Iterable[str]:
     reports = [report for report in bench.topology.values() if isinstance(report, dict)]
     rdma = any(report.get("rdma") for report in reports)
     found = False

@@ -71,7 +71,7 @@ class Call:
         return " ".join(filter(None, parts)) + (f" root {self.root}" if self.root else "")
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
     """The position of a rank in a collective: for errors, and to compare with the sender's place."""
 
     rank: int
@@ -83,19 +83,19 @@ class Place(NamedTuple):
         return f"rank {self.rank}, step {self.step} of {self.call}"
 
 
-def check_header(place: Place, peer: int, theirs: bytes) -> None:
+def check_header(place: CallPlace, peer: int, theirs: bytes) -> None:
     """Raise if a peer's message belongs to another collective than ours."""
     if theirs != place.call.packed:
         raise disagreement(place, f"rank {peer} runs {Call.unpack(theirs)}")
 
 
-def check_bytes(place: Place, peer: int, sent: int, expected: int) -> None:
+def check_bytes(place: CallPlace, peer: int, sent: int, expected: int) -> None:
     """Raise if a peer sends another number of bytes than this rank expects."""
     if sent != expected:
         raise disagreement(place, f"rank {peer} sends {sent} bytes, and rank {place.rank} expects {expected}")
 
 
-def disagreement(place: Place, what: str) -> MeshwrightError:
+def disagreement(place: CallPlace, what: str) -> MeshwrightError:
     return MeshwrightError(
         "MW-COMM-003",
         f"{place}: {what}",
@@ -106,6 +106,6 @@ def disagreement(place: Place, what: str) -> MeshwrightError:
 class Lost(MeshwrightError):
     """The error for a peer that ended or does not answer."""
 
-    def __init__(self, place: Place, peer: int, what: str) -> None:
+    def __init__(self, place: CallPlace, peer: int, what: str) -> None:
         super().__init__("MW-COMM-004", f"{place}: rank {peer} {what}", exit_code=70)
         self.place, self.peer, self.cause = place, peer, what

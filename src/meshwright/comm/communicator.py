@@ -45,7 +45,7 @@ PAUSE_S = 0.2  # a consequence waits this long for the cause to be published
 Result = TypeVar("Result")
 
 
-class Failure:
+class GroupFailure:
     """The failure of a group. The first one that is published stays."""
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -129,7 +129,7 @@ def group_store(group: Any) -> distributed.Store:
 class Communicator:
     """Runs programs over a transport, in the order of the calls."""
 
-    def __init__(self, transport: Transport, failure: Failure, timeout: timedelta) -> None:
+    def __init__(self, transport: Transport, failure: GroupFailure, timeout: timedelta) -> None:
         self.transport, self.failure, self.timeout = transport, failure, timeout
         self.rank, self.size = transport.rank, transport.size
         self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
@@ -145,7 +145,7 @@ class Communicator:
         near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
         gloo: Any = distributed.ProcessGroupGloo
         group = gloo(distributed.PrefixStore("gloo", store), rank, size, timeout)
-        communicator = cls.over(PointToPoint(group, rank, size, timeout), near, Failure(store, rank))
+        communicator = cls.over(PointToPoint(group, rank, size, timeout), near, GroupFailure(store, rank))
         communicator.group = group
         return communicator
 
@@ -161,12 +161,12 @@ class Communicator:
         store = distributed.PrefixStore(f"meshwright-{next(NUMBERS)}", group_store(group))
         if distributed.get_backend(group) == "nccl":
             transport = PointToPoint(group, rank, size, timeout, check=False, device="cuda")
-            return cls(transport, Failure(store, rank), timeout)
+            return cls(transport, GroupFailure(store, rank), timeout)
         near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
-        return cls.over(PointToPoint(group, rank, size, timeout), near, Failure(store, rank))
+        return cls.over(PointToPoint(group, rank, size, timeout), near, GroupFailure(store, rank))
 
     @classmethod
-    def over(cls, far: PointToPoint, near: dict[int, handshake.Connection], failure: Failure) -> Communicator:
+    def over(cls, far: PointToPoint, near: dict[int, handshake.Connection], failure: GroupFailure) -> Communicator:
         """Shared memory if all ranks are on one host, else point-to-point messages."""
         if not near:
             return cls(far, failure, far.timeout)

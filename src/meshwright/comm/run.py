@@ -17,16 +17,25 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.comm.call import Call, Place
-from meshwright.comm.schedule import Schedule, Span
-from meshwright.comm.transport.base import Combine, Destination, Part, Pending, Transport, combiner, divide, name_of
+from meshwright.comm.call import Call, CallPlace
+from meshwright.comm.schedule import BufferSpan, RankSchedule
+from meshwright.comm.transport.base import (
+    Combine,
+    Destination,
+    Pending,
+    TargetPart,
+    Transport,
+    combiner,
+    divide,
+    name_of,
+)
 from meshwright.errors import MeshwrightError
 
 
 class Prepared(NamedTuple):
     """A schedule for one dtype, reduction and transport: everything that does not change from call to call."""
 
-    schedule: Schedule
+    schedule: RankSchedule
     transport: Transport
     call: Call  # with the number 0
     combine: Combine | None
@@ -34,7 +43,7 @@ class Prepared(NamedTuple):
     received: dict[int, int]
 
 
-def prepare(schedule: Schedule, transport: Transport, dtype: torch.dtype, call: Call) -> Prepared:
+def prepare(schedule: RankSchedule, transport: Transport, dtype: torch.dtype, call: Call) -> Prepared:
     """Prepare the executions of a schedule."""
     combine = combiner(call.reduction, dtype) if call.reduction else None
     size = dtype.itemsize
@@ -48,7 +57,7 @@ def execute(prepared: Prepared, source: torch.Tensor, result: torch.Tensor, call
     check_sizes(schedule, source, result, call)
     transport.begin(call, prepared.sent, prepared.received)
     scratch = torch.empty(schedule.scratch, dtype=source.dtype, device=source.device)
-    Run(prepared, (source, result, scratch), call).run()
+    Execution(prepared, (source, result, scratch), call).run()
     transport.end()
     if source is not result:
         for at, to in schedule.unmoved:
@@ -57,7 +66,7 @@ def execute(prepared: Prepared, source: torch.Tensor, result: torch.Tensor, call
         divide(result, transport.size)
 
 
-def check_sizes(schedule: Schedule, source: torch.Tensor, result: torch.Tensor, call: Call) -> None:
+def check_sizes(schedule: RankSchedule, source: torch.Tensor, result: torch.Tensor, call: Call) -> None:
     for tensor, elements, name in ((source, schedule.inputs, "input"), (result, schedule.outputs, "output")):
         if elements and (tensor.numel() != elements or tensor.dim() != 1 or not tensor.is_contiguous()):
             raise MeshwrightError(
@@ -71,7 +80,7 @@ def check_sizes(schedule: Schedule, source: torch.Tensor, result: torch.Tensor, 
         )
 
 
-class Run:
+class Execution:
     """One execution: what is posted and not complete."""
 
     def __init__(self, prepared: Prepared, buffers: tuple[torch.Tensor, ...], call: Call) -> None:
@@ -86,7 +95,7 @@ class Run:
     def begin(self, step: int, lane: int) -> None:
         """Post the sends and the receives of a step."""
         now = self.schedule.lanes[lane][step]
-        place = Place(self.transport.rank, self.call, now.number, lane)
+        place = CallPlace(self.transport.rank, self.call, now.number, lane)
         sends = [
             pending
             for peers, spans in now.sends
@@ -94,7 +103,7 @@ class Run:
         ]
         receives = []
         for peer, targets, direct in now.receives:
-            parts = [Part(self.view(into), None if base is None else self.view(base)) for into, base in targets]
+            parts = [TargetPart(self.view(into), None if base is None else self.view(base)) for into, base in targets]
             receives.append(self.transport.receive(peer, Destination(parts, self.combine, direct), place))
         self.posted[step, lane] = sends, receives
 
@@ -105,13 +114,13 @@ class Run:
         if now.sends_first:
             wait_for(sends)
         for source, (into, base) in now.copies:
-            part = Part(self.view(into), None if base is None else self.view(base))
+            part = TargetPart(self.view(into), None if base is None else self.view(base))
             Destination([part], self.combine, False).apply(self.view(source))
         wait_for(receives)
         if not now.sends_first:
             wait_for(sends)
 
-    def view(self, span: Span) -> torch.Tensor:
+    def view(self, span: BufferSpan) -> torch.Tensor:
         return self.buffers[span.buffer][span.start : span.stop]
 
 

@@ -36,7 +36,7 @@ from meshwright.programs.collectives.program import Program, take
 INPUT, OUTPUT, SCRATCH = range(3)
 
 
-class Span(NamedTuple):
+class BufferSpan(NamedTuple):
     """The elements [start, stop) of one of the rank's three buffers."""
 
     buffer: int
@@ -47,15 +47,15 @@ class Span(NamedTuple):
 class Target(NamedTuple):
     """The destination of received elements. With a `base` they are combined with it: into = base ∘ received."""
 
-    into: Span
-    base: Span | None
+    into: BufferSpan
+    base: BufferSpan | None
 
 
 class Send(NamedTuple):
     """One message, to one rank or the same data to several."""
 
     peers: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[BufferSpan, ...]
 
 
 class Receive(NamedTuple):
@@ -70,19 +70,19 @@ class Step(NamedTuple):
     number: int
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
-    copies: tuple[tuple[Span, Target], ...]
+    copies: tuple[tuple[BufferSpan, Target], ...]
     sends_first: bool
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RankSchedule:
     """One rank's steps, by lane, and the sizes of its buffers in elements."""
 
     lanes: tuple[tuple[Step, ...], ...]
     inputs: int
     outputs: int
     scratch: int
-    unmoved: tuple[tuple[Span, Span], ...]  # input → output, for chunks that no step writes
+    unmoved: tuple[tuple[BufferSpan, BufferSpan], ...]  # input → output, for chunks that no step writes
     sent: dict[int, int] = field(default_factory=dict)  # elements sent to each peer
     received: dict[int, int] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class Schedule:
         return sorted(set(self.sent) | set(self.received))
 
 
-def schedule(program: Program, rank: int, lanes: int = 1) -> Schedule:
+def schedule(program: Program, rank: int, lanes: int = 1) -> RankSchedule:
     """Return the schedule of one rank; raise if the program needs a switch that reduces."""
     if program.switches:
         raise MeshwrightError(
@@ -124,7 +124,7 @@ def schedule(program: Program, rank: int, lanes: int = 1) -> Schedule:
         for receive in step.receives:
             received[receive.peer] = received.get(receive.peer, 0) + length(t.into for t in receive.targets)
     first = found[0]
-    return Schedule(
+    return RankSchedule(
         tuple(tuple(lane.steps) for lane in found),
         first.inputs,
         first.outputs,
@@ -146,7 +146,7 @@ def largest_message(program: Program, hosts: Sequence[int]) -> int:
     return int(np.bincount(message.ravel(), weights=np.asarray(program.moved)[between]).max())
 
 
-def length(spans: Iterable[Span]) -> int:
+def length(spans: Iterable[BufferSpan]) -> int:
     return sum(span.stop - span.start for span in spans)
 
 
@@ -157,8 +157,8 @@ class Lane:
         self.program, self.rank, self.lane, self.lanes = program, rank, lane, lanes
         self.sizes = program.sizes.tolist()
         starts, ends = (chunks_of(program, slots, rank) for slots in (program.starts, program.ends))
-        self.home: dict[int, Span] = {}
-        self.current: dict[int, Span] = {}
+        self.home: dict[int, BufferSpan] = {}
+        self.current: dict[int, BufferSpan] = {}
         self.inputs = self.place(starts, INPUT, self.current)
         self.outputs = self.place(ends, OUTPUT, self.home)
         table = program.moves
@@ -174,11 +174,11 @@ class Lane:
         for number, group in groupby(zip(*columns, strict=True), key=lambda row: row[0]):
             self.add_step(number, list(group))
 
-    def place(self, chunks: Iterable[int], buffer: int, table: dict[int, Span]) -> int:
+    def place(self, chunks: Iterable[int], buffer: int, table: dict[int, BufferSpan]) -> int:
         """Lay chunks one after the other into a buffer; return its elements."""
         at = 0
         for chunk in chunks:
-            table[chunk] = Span(buffer, at, at + self.sizes[chunk])
+            table[chunk] = BufferSpan(buffer, at, at + self.sizes[chunk])
             at += self.sizes[chunk]
         return at
 
@@ -187,7 +187,7 @@ class Lane:
         rank = self.rank
         sent: set[int] = set()
         outgoing = [row for row in rows if row[1] == rank and row[2] != rank]
-        sends: dict[tuple[Span, ...], list[int]] = {}
+        sends: dict[tuple[BufferSpan, ...], list[int]] = {}
         for peer, group in groupby(outgoing, key=lambda row: row[2]):
             chunks = [chunk for row in group for chunk in range(row[3], row[3] + row[4])]
             spans = tuple(joined(self.cut(self.located(chunk)) for chunk in chunks))
@@ -216,7 +216,7 @@ class Lane:
         self.current[chunk] = self.home[chunk]
         return Target(self.cut(self.home[chunk]), base)
 
-    def located(self, chunk: int) -> Span:
+    def located(self, chunk: int) -> BufferSpan:
         if chunk not in self.current:
             raise MeshwrightError(
                 "MW-COMM-001",
@@ -225,34 +225,34 @@ class Lane:
             )
         return self.current[chunk]
 
-    def cut(self, span: Span) -> Span:
+    def cut(self, span: BufferSpan) -> BufferSpan:
         """The lane's slice of a chunk."""
         if self.lanes == 1:
             return span
         size = span.stop - span.start
         low, high = (size * k // self.lanes for k in (self.lane, self.lane + 1))
-        return Span(span.buffer, span.start + low, span.start + high)
+        return BufferSpan(span.buffer, span.start + low, span.start + high)
 
-    def unmoved(self) -> list[tuple[Span, Span]]:
+    def unmoved(self) -> list[tuple[BufferSpan, BufferSpan]]:
         """Chunks that end here and were never written: they are still in the input."""
         kept = [(self.located(chunk), self.home[chunk]) for chunk in self.ends]
         return [(self.cut(at), self.cut(home)) for at, home in kept if at.buffer == INPUT and at.stop > at.start]
 
 
-def follows(a: Span | None, b: Span | None) -> bool:
+def follows(a: BufferSpan | None, b: BufferSpan | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.buffer == b.buffer and a.stop == b.start
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
+def joined(spans: Iterable[BufferSpan]) -> list[BufferSpan]:
     """Join neighbouring ranges; empty ones are left out."""
-    found: list[Span] = []
+    found: list[BufferSpan] = []
     for span in spans:
         if span.stop == span.start:
             continue
         if found and follows(found[-1], span):
-            found[-1] = Span(span.buffer, found[-1].start, span.stop)
+            found[-1] = BufferSpan(span.buffer, found[-1].start, span.stop)
         else:
             found.append(span)
     return found
@@ -266,8 +266,8 @@ def joined_targets(targets: Iterable[Target]) -> list[Target]:
             continue
         last = found[-1] if found else None
         if last is not None and follows(last.into, into) and follows(last.base, base):
-            merged = None if base is None or last.base is None else Span(base.buffer, last.base.start, base.stop)
-            found[-1] = Target(Span(into.buffer, last.into.start, into.stop), merged)
+            merged = None if base is None or last.base is None else BufferSpan(base.buffer, last.base.start, base.stop)
+            found[-1] = Target(BufferSpan(into.buffer, last.into.start, into.stop), merged)
         else:
             found.append(Target(into, base))
     return found

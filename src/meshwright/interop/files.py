@@ -164,15 +164,10 @@ def configure(
     plan: Any = None,
     stack: Any = "",
     workload: Any = None,
-    nodes: int = 0,
-    gpus: int = 0,
-    batch: int = 0,
-    seq: int = 0,
-    tokens: str | float = "",
     overrides: Sequence[str] = (),
+    **sizes: Any,
 ) -> Config:
     """As `describe.config.configure`; `model` or `plan` may be a settings file too, whose keys then give model, plan, workload and stack."""
-    sizes: dict[str, Any] = {"nodes": nodes, "gpus": gpus, "batch": batch, "seq": seq, "tokens": tokens}
     source = plan if is_settings_file(plan) else model if is_settings_file(model) else None
     if source is None:
         refuse_folder(model)
@@ -180,6 +175,7 @@ def configure(
             model, cluster, plan=plan, stack=stack, workload=workload, overrides=overrides, **sizes
         )
     named = "" if model is source else model
+    gpus, nodes = sizes.get("gpus", 0), sizes.get("nodes", 0)
     reading = read_settings(source, gpus=gpus or nodes * _node(cluster) or _gpus_of(cluster))
     raise_first(reading)
     cluster = cluster or catalog_cluster(reading.hardware)

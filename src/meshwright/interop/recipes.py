@@ -233,7 +233,7 @@ DOUBLINGS = 6  # of the smallest number of GPUs, where a recipe may be meant for
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """Whether it fits (None: unknown), the peak memory, and what is to say about it."""
 
     fits: bool | None = None
@@ -241,28 +241,28 @@ class Fit:
     problems: list[SettingsProblem] = field(default_factory=list)
 
 
-def fit(reading: SettingsReading) -> Fit:
+def fit(reading: SettingsReading) -> MemoryFit:
     """The memory of a reading against that of its hardware."""
     entry = catalog_cluster(reading.hardware)
     if not reading.gpus or not entry or not _is_known(reading):
-        return Fit()
+        return MemoryFit()
     cluster: Cluster = catalog.load("clusters", entry)
     try:
         peak, limit = peak_memory(reading, cluster)
         if peak <= USABLE_MEMORY * limit:
-            return Fit(None if reading.shape.partial else True, peak)
+            return MemoryFit(None if reading.shape.partial else True, peak)
         what = f"{peak:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB"
         if reading.gpus_are_least:
             for larger in _with_more_gpus(reading):
                 least, limit = peak_memory(larger, cluster)
                 if least <= USABLE_MEMORY * limit:
-                    return Fit(None, peak, [_needs_more(what, reading.gpus, larger.gpus, least)])
+                    return MemoryFit(None, peak, [_needs_more(what, reading.gpus, larger.gpus, least)])
                 what = f"{least:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB, on {larger.gpus} GPUs"
                 peak = least
     except MeshwrightError as error:
-        return Fit(problems=[SettingsProblem(error.code, error.what, error.why, error.fix, "note")])
+        return MemoryFit(problems=[SettingsProblem(error.code, error.what, error.why, error.fix, "note")])
     why = f"It {fit_words(peak, limit)}: fragments and peaks come on top"
-    return Fit(False, peak, [SettingsProblem("MW-LINT-013", what, why=why)])
+    return MemoryFit(False, peak, [SettingsProblem("MW-LINT-013", what, why=why)])
 
 
 def _needs_more(what: str, gpus: int, enough: int, peak: float) -> SettingsProblem:
@@ -374,7 +374,7 @@ def check(row: dict[str, Any]) -> RecipeVerdict:
     reading.gpus_are_least = reading.assembled.has_least_gpus and framework.names_least_gpus(
         str(row.get("path") or row.get("source") or "")
     )
-    memory = fit(reading) if not reading.errors else Fit()
+    memory = fit(reading) if not reading.errors else MemoryFit()
     problems = [*reading.problems, *memory.problems]
     return RecipeVerdict(
         identity,

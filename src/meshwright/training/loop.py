@@ -5,7 +5,7 @@
     3  run        forward and backward of every micro-batch, through the pipeline if there is one
     4  finish     sum gradients over the data-parallel ranks, and over every other axis that holds partial sums
     5  norm       the global gradient norm and loss, in one small all-reduce
-    6  update     clip, step, zero; not if a gradient is NaN or infinite (`optimizer.finite`)
+    6  update     clip, step, zero; not if a gradient is NaN or infinite (`optimizer.norm`)
 
 Everything else is a hook (`hooks`): metrics, evaluation, checkpoints, profiling, faults, proofs.
 """
@@ -25,9 +25,8 @@ from meshwright.parallel.numerics.precision import LossScale, at_least_single, u
 from meshwright.training.data.samples import Loader, Samples
 from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.optimizer.average import WeightAverage
-from meshwright.training.optimizer.finite import FinitePolicy
 from meshwright.training.optimizer.make import make_optimizer
-from meshwright.training.optimizer.norm import clip, counted_squares
+from meshwright.training.optimizer.norm import FinitePolicy, clip, counted_squares
 from meshwright.training.optimizer.schedule import base_rate, set_learning_rate, share_at
 
 

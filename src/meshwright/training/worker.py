@@ -45,11 +45,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.initialise import UnsetWeights
 from meshwright.parallel.apply import apply
 from meshwright.parallel.numerics.precision import DTYPES
-from meshwright.training.checkpoint.background import Saver, checkpoint_group
-from meshwright.training.checkpoint.folder import set_all_aside
-from meshwright.training.checkpoint.hook import Checkpoints
-from meshwright.training.checkpoint.resume import none_intact, resume
-from meshwright.training.checkpoint.together import on_first
+from meshwright.training.checkpoint.folder import on_first, set_all_aside
+from meshwright.training.checkpoint.load import none_intact, resume
+from meshwright.training.checkpoint.save import Checkpoints, Saver, checkpoint_group
 from meshwright.training.data.samples import Loader, ValidationSamples, training_samples, validation_samples
 from meshwright.training.faults.guard import Guard, await_agent
 from meshwright.training.folder import FULL, RunFolder, StepWriter, not_written, saved_before

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.calibrate.runs.accuracy import Accuracy
 from meshwright.calibrate.runs.left_out import LeftOut
-from meshwright.calibrate.runs.validate import Choice, Configuration, choices, off_the_line
+from meshwright.calibrate.runs.validate import Configuration, PlannerChoice, choices, off_the_line
 from meshwright.view.tables import markdown_table
 from meshwright.view.validate import percent
 
@@ -48,7 +48,7 @@ def regrets(found: Accuracy) -> str:
     return text + "\nThe largest regrets:\n\n" + table(head, [_choice_cells(c) for c in largest])
 
 
-def _choice_cells(c: Choice) -> tuple[str, ...]:
+def _choice_cells(c: PlannerChoice) -> tuple[str, ...]:
     """One row of the table of regrets. A part counts as a share of the predicted step of the measured fastest plan."""
     plans = [f"{_plan_title(x)} ({percent(x.predicted / x.measured - 1, True)})" for x in (c.chosen, c.fastest)]
     row, cluster = c.chosen.run.case.row, c.chosen.run.case.cluster

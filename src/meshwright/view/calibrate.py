@@ -7,7 +7,7 @@ from rich.text import Text
 
 from meshwright.calibrate.calibration import GROUPS, Calibration
 from meshwright.calibrate.runs.from_run import ENOUGH, FAR, Adjusted
-from meshwright.calibrate.verdict import NORMAL, Verdict
+from meshwright.calibrate.verdict import NORMAL, NetworkVerdict
 from meshwright.describe.result import GIB
 from meshwright.units import format_bytes, format_rate, format_seconds
 from meshwright.view.tables import filled, heading
@@ -59,7 +59,7 @@ def levels(result: Calibration) -> RenderableType:
     return filled(columns, rows)
 
 
-def expectation(verdict: Verdict) -> str:
+def expectation(verdict: NetworkVerdict) -> str:
     if not verdict.expected:
         return ""
     return f"{verdict.expected} {format_rate(verdict.expected_rate)}, {format_seconds(verdict.expected_latency)}"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshwright.calibrate.runs.accuracy import Accuracy, Band
 from meshwright.calibrate.runs.left_out import SEEN, SourceScore
-from meshwright.calibrate.runs.stack_fit import NUMBERS, Fit, fields_of
+from meshwright.calibrate.runs.stack_fit import NUMBERS, StackFit, fields_of
 from meshwright.calibrate.runs.validate import Outcome, Score, by, score
 from meshwright.cost.band import base
 from meshwright.describe.stack import Stack
@@ -133,7 +133,7 @@ def bands_table(bands: dict[str, Band]) -> Table:
     return titled("Bands (90%)", columns, rows)
 
 
-def stacks_table(fit: Fit) -> Table:
+def stacks_table(fit: StackFit) -> Table:
     """The fitted numbers of each stack, each with its standard deviation."""
     names = sorted({leaf.family for leaf in fit.leaves if not leaf.family.startswith("unknown")})
     rows = []

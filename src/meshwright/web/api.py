@@ -9,12 +9,15 @@ POST /api/cluster       the lines of a TOML file to a [cluster] table
 POST /api/settings      the lines of a settings file of another framework to the sections of a plan file
 GET  /api/catalog       what the inputs offer
 GET  /api/runs          run folders (`web.runs`)
+
+`Cache` keeps the newest answers by their requests, up to a number of bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -26,10 +29,33 @@ from meshwright.errors import MeshwrightError
 from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.runs import RunFolders
 from meshwright.web.bodies import MOST_BYTES, ViewsBody, parse
-from meshwright.web.cache import Cache
 from meshwright.web.jobs import Refused, WorkerPool
 from meshwright.web.safety import answer_error, read_body
 from meshwright.web.worker import to_line
+
+
+class Cache:
+    """A least-recently-used cache of byte strings. Answers depend on nothing but the request, so they never expire."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.bytes = most_bytes, 0
+        self.entries: OrderedDict[str, bytes] = OrderedDict()
+
+    def get(self, key: str) -> bytes | None:
+        if key in self.entries:
+            self.entries.move_to_end(key)
+        return self.entries.get(key)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep an answer; the oldest ones are dropped to make room for it."""
+        if key in self.entries or len(value) + len(key) > self.most_bytes // 4:
+            return
+        self.entries[key] = value
+        self.bytes += len(key) + len(value)
+        while self.bytes > self.most_bytes:
+            old, dropped = self.entries.popitem(last=False)
+            self.bytes -= len(old) + len(dropped)
+
 
 QUICK, SEARCHED = "quick", "search"
 POOL_OF = {"plan": SEARCHED}  # tasks that search; all others are quick

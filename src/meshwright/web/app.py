@@ -18,8 +18,7 @@ from meshwright.host import usable_processes
 from meshwright.view.page.frame import TYPES, live_page, static_file, static_names
 from meshwright.view.page.runs import RunFolders
 from meshwright.web import schema
-from meshwright.web.api import QUICK, SEARCHED, Api
-from meshwright.web.cache import Cache
+from meshwright.web.api import QUICK, SEARCHED, Api, Cache
 from meshwright.web.jobs import WorkerPool
 from meshwright.web.safety import RequestGuard
 from meshwright.web.tasks import TASKS

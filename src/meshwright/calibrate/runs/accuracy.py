@@ -48,7 +48,7 @@ from meshwright.calibrate.runs.left_out import (
     usable,
     without_stacks,
 )
-from meshwright.calibrate.runs.stack_fit import Fit, fields_of
+from meshwright.calibrate.runs.stack_fit import StackFit, fields_of
 from meshwright.calibrate.runs.validate import Outcome, predict_rows
 from meshwright.cost.band import inside_nodes, width
 from meshwright.describe import catalog
@@ -195,7 +195,7 @@ NOTE = "# Written by `meshwright calibrate --runs`: do not edit by hand.\n"
 MEASURED = ("gloo-cpu", "meshwright")  # our trainer: its rates are those that `bench` measures, on CPUs and on GPUs
 
 
-def stack_numbers(fit: Fit) -> dict[str, dict[str, float | str]]:
+def stack_numbers(fit: StackFit) -> dict[str, dict[str, float | str]]:
     """The fitted fields of every stack of the catalog that is not measured."""
     runs = Counter[str]()
     for leaf in fit.leaves:
@@ -216,7 +216,7 @@ def rounded(x: np.ndarray, stack: Stack) -> dict[str, float]:
     return {name: float(f"{float(value):.3g}") for name, value in fields_of(x, stack).items()}
 
 
-def to_toml(fit: Fit, bands: dict[str, Band]) -> str:
+def to_toml(fit: StackFit, bands: dict[str, Band]) -> str:
     missing = [level for level in LEVELS if level not in bands]
     if missing:
         raise MeshwrightError(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibrate.runs.rows import UNNAMED, Case, number
-from meshwright.calibrate.runs.stack_fit import Fit, Leaf, Normal, Response, doubt_of, evidence, fit, posterior
+from meshwright.calibrate.runs.stack_fit import Leaf, Normal, Response, StackFit, doubt_of, evidence, fit, posterior
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, Outcome, predict_rows, ranking, stalled
 from meshwright.describe import catalog
 from meshwright.describe.files import base_of
@@ -33,7 +33,7 @@ class LeftOut:
     """ln predicted − ln measured of every run, by what was known; the runs are those of `runs`."""
 
     runs: list[Outcome]
-    fit: Fit
+    fit: StackFit
     source: np.ndarray
     model: np.ndarray
     fitted: np.ndarray

@@ -93,7 +93,7 @@ WIDTHS = {"fp32": 4.0}
 
 
 @dataclass(frozen=True)
-class Degrees:
+class RowDegrees:
     tp: int
     cp: int
     pp: int
@@ -116,7 +116,7 @@ def read_plan(c: Case) -> None:
         c.assumed.append("recompute: the least that fits")
 
 
-def _degrees(c: Case, gpus: int) -> Degrees:
+def _degrees(c: Case, gpus: int) -> RowDegrees:
     r = c.row
     tp, pp, cp = integer(r["tp"], 0), integer(r["pp"], 0), integer(r["cp"], 1) or 1
     if not tp or not pp:
@@ -126,7 +126,7 @@ def _degrees(c: Case, gpus: int) -> Degrees:
     dp = gpus // (tp * pp * cp)
     if r["dp"] and integer(r["dp"]) != dp:
         c.assumed.append(f"dp: {dp} by arithmetic (the table says {r['dp']})")
-    return Degrees(tp, cp, pp, dp)
+    return RowDegrees(tp, cp, pp, dp)
 
 
 def _workload(c: Case) -> Workload:
@@ -143,7 +143,7 @@ def _assumption(what: str, value: str, published: str) -> str:
     return f"{what}: {value} ({published!r} is not known)" if published else f"{what}: {value}"
 
 
-def _microbatch(c: Case, d: Degrees, batch: int) -> int:
+def _microbatch(c: Case, d: RowDegrees, batch: int) -> int:
     """The published micro-batch; else by gradient accumulation, one in a pipeline, or up to eight. It must divide the batch."""
     r = c.row
     micro = integer(r["micro_batch"])
@@ -183,7 +183,7 @@ def _sequence_parallel(c: Case, tp: int) -> dict[str, bool]:
     return {"sp": tp > 1}
 
 
-def _sharding(c: Case, d: Degrees) -> dict[str, Any]:
+def _sharding(c: Case, d: RowDegrees) -> dict[str, Any]:
     """ZeRO, and the dtypes and buckets of gradients, which follow from the stack."""
     r, stack = c.row, c.stack
     zero = integer(r["zero"]) if r["zero"] else 1
@@ -210,7 +210,7 @@ def _sharding(c: Case, d: Degrees) -> dict[str, Any]:
     return fields
 
 
-def _experts(c: Case, d: Degrees) -> dict[str, int]:
+def _experts(c: Case, d: RowDegrees) -> dict[str, int]:
     """Expert parallelism; tensor parallelism inside experts only where the ranks divide."""
     ep, etp = max(1, integer(c.row["ep"], 1)), integer(c.row["etp"])
     etp = etp or (1 if ep > 1 else 0)
@@ -219,7 +219,7 @@ def _experts(c: Case, d: Degrees) -> dict[str, int]:
     return {"ep": ep, "expert_tp": etp}
 
 
-def _bucket(c: Case, d: Degrees) -> float:
+def _bucket(c: Case, d: RowDegrees) -> float:
     """The bucket size: Megatron reduces in large buckets (at least 40M elements). DDP adds whole tensors, the last one first, until a bucket has
     25 MiB of 16-bit parameters; its gradients may be wider than its parameters. The mean of these buckets, on a stage with an end of the model."""
     if c.stack.name.startswith(("megatron", "nemo")):

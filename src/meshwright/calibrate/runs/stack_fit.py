@@ -265,7 +265,7 @@ class Leaf:
 
 
 @dataclass
-class Fit:
+class StackFit:
     """The distributions of the numbers: of each family, and of the typical stack."""
 
     leaves: list[Leaf]
@@ -360,17 +360,17 @@ def weights(response: Response, error: np.ndarray, slope: np.ndarray, noise: flo
     return (FREEDOM + 1) / (FREEDOM + error**2 / spread) / spread
 
 
-def fit(response: Response, measured: np.ndarray, leaves: list[Leaf]) -> Fit:
+def fit(response: Response, measured: np.ndarray, leaves: list[Leaf]) -> StackFit:
     """The fit of all leaves. `measured`: ln seconds of every run."""
     typical = Normal.of(TYPICAL, UNCERTAIN)
-    found = Fit(leaves, {k: Normal.flat() for k in range(len(leaves))}, typical)
+    found = StackFit(leaves, {k: Normal.flat() for k in range(len(leaves))}, typical)
     parts = [(response.take(leaf.runs), measured[leaf.runs]) for leaf in leaves]
     for _ in range(ROUNDS):
         messages = {}
         for k, leaf in enumerate(leaves):
-            others = Fit(leaves, {**found.messages, k: Normal.flat()}, typical)
+            others = StackFit(leaves, {**found.messages, k: Normal.flat()}, typical)
             messages[k] = evidence(*parts[k], others.family(leaf.family).through(BETWEEN_SOURCES))
-        found = Fit(leaves, messages, typical)
+        found = StackFit(leaves, messages, typical)
     return found
 
 

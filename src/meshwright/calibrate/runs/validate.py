@@ -296,7 +296,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlannerChoice:
     """The plans of one problem, the predicted fastest first."""
 
     plans: tuple[Configuration, ...]
@@ -314,14 +314,16 @@ class Choice:
         return self.chosen.measured / self.fastest.measured - 1
 
 
-def choices(outcomes: list[Outcome], predicted: np.ndarray) -> list[Choice]:
+def choices(outcomes: list[Outcome], predicted: np.ndarray) -> list[PlannerChoice]:
     """The choice between the plans of every problem with at least three. Repeated runs of one plan count once, by their median."""
     groups: dict[tuple, dict[tuple, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
     for o, seconds in zip(outcomes, predicted, strict=True):
         configuration = float(f"{seconds:.9g}"), o.case.plan.title()  # type: ignore[union-attr]
         groups[group_key(o)][configuration].append(o)
     return [
-        Choice(tuple(sorted((_configuration(runs, key[0]) for key, runs in group.items()), key=lambda c: c.predicted)))
+        PlannerChoice(
+            tuple(sorted((_configuration(runs, key[0]) for key, runs in group.items()), key=lambda c: c.predicted))
+        )
         for group in groups.values()
         if len(group) >= 3
     ]

@@ -51,7 +51,7 @@ FITS = ENVELOPE - HEAD.size
 TAGS, TAG_SPACE, SIZE_SPACE = 2**27, 2**20, 2**29
 
 
-class Messages:
+class PeerMessages:
     """The point-to-point operations of a group. `fail` publishes an error and returns the one to raise."""
 
     def __init__(self, gloo: Any, rank: int, timeout: Any, fail: Callable[[MeshwrightError], MeshwrightError]) -> None:

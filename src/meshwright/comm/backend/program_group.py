@@ -26,7 +26,7 @@ import torch
 from torch import distributed
 
 from meshwright.comm.backend import messages
-from meshwright.comm.backend.messages import Messages
+from meshwright.comm.backend.messages import PeerMessages
 from meshwright.comm.communicator import Communicator, with_sizes
 from meshwright.comm.schedule import largest_message
 from meshwright.comm.transport.handshake import hosts
@@ -46,7 +46,7 @@ SMALLEST = 1024  # bytes; smaller calls use the same program
 TIE = 0.01
 
 
-class Choice(NamedTuple):
+class ProgramChoice(NamedTuple):
     algorithm: str
     options: dict[str, Any]
 
@@ -59,7 +59,7 @@ class Chooser:
         self.hosts, self.calibrated = hosts, cluster is not None
         self.cluster = shaped(cluster, hosts)
         self.placement = placement_of(hosts)
-        self.choices: dict[tuple[str, int], Choice] = {}
+        self.choices: dict[tuple[str, int], ProgramChoice] = {}
         self.program = lru_cache(maxsize=256)(self._program)
 
     def _program(self, operation: str, elements: int, element_bytes: int, root: int = 0) -> Program:
@@ -68,14 +68,14 @@ class Chooser:
         options = {**choice.options, "root": root} if root else choice.options
         return build(operation, choice.algorithm, self.size, elements, **options)
 
-    def choose(self, operation: str, size: int) -> Choice:
+    def choose(self, operation: str, size: int) -> ProgramChoice:
         rounded = max(SMALLEST, 1 << max(0, size - 1).bit_length())
         key = (operation, rounded)
         if key not in self.choices:
             self.choices[key] = self.agree(operation, rounded)
         return self.choices[key]
 
-    def agree(self, operation: str, size: int) -> Choice:
+    def agree(self, operation: str, size: int) -> ProgramChoice:
         """The algorithm that rank 0 publishes; the options follow from it."""
         names = LIBRARIES["meshwright"].get(operation, ())
         name = names[0] if len(names) == 1 else ""
@@ -84,7 +84,7 @@ class Chooser:
             self.store.set(f"choice/{operation}/{size}", json.dumps(name))
         elif not name:
             name = json.loads(self.store.get(f"choice/{operation}/{size}"))
-        return Choice(name, options_for(operation, name, self.cluster, self.size, size, self.placement))
+        return ProgramChoice(name, options_for(operation, name, self.cluster, self.size, size, self.placement))
 
     def fastest(self, operation: str, size: int, names: tuple[str, ...]) -> str:
         times = compare(operation, self.cluster, self.size, (float(size),), names, self.placement).times
@@ -154,7 +154,7 @@ class ProgramGroup(TorchGroup):
         super().__init__(rank, size)
         self.communicator = Communicator.create(store, rank, size, timeout, shared_memory)
         self.chooser = Chooser(store, rank, hosts(store, size), cluster)
-        self.messages = Messages(self.communicator.group, rank, timeout, self.communicator.fail)
+        self.messages = PeerMessages(self.communicator.group, rank, timeout, self.communicator.fail)
         self.ranks, self.me, self.timeout = size, rank, timeout
         self.names = {"name": "", "desc": ""}
         self.calls = 0
@@ -227,7 +227,11 @@ class ProgramGroup(TorchGroup):
         if LISTENERS:
             prepared = self.communicator.prepared(program, tensor.dtype, reduction, splits)
             self.notify(operation, buffer, sum(prepared.sent.values()))
-        options = {"reduction": reduction, "async_op": bool(getattr(opts, "asyncOp", True)), "splits": splits}
+        options: dict[str, Any] = {
+            "reduction": reduction,
+            "async_op": bool(getattr(opts, "asyncOp", True)),
+            "splits": splits,
+        }
         if not messages.is_staged(tensor) and not messages.is_staged(into):
             return self.communicator.run(program, tensor, into, after=after, result=result, **options)
         source = messages.to_host(tensor)  # of a device: the program runs on host copies

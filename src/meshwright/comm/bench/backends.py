@@ -52,6 +52,22 @@ def gather_texts(text: str, group: ProcessGroup | None) -> list[str]:
     return [bytes(part[: int(size)].numpy()).decode() for part, size in zip(found, sizes, strict=True)]
 
 
+class BenchContext(Protocol):
+    """The interface of `training.rank.RankContext` that a rank uses."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def send(self) -> Callable[[Any], None]: ...
+
+
 @dataclass(frozen=True)
 class Session:
     """One rank of a bench: where it runs, and how it acts together with the other ranks."""

@@ -83,7 +83,7 @@ def run(session: Session, sweep: Sweep, emit: Emit) -> None:
     """Measure, and emit {"point": …}, {"skipped": …} and {"left_s": …, "doing": …} on rank 0."""
     tell = emit if session.rank == 0 else (lambda message: None)
     tasks = tasks_of(session, sweep)
-    state = Progress(len(tasks), sweep.budget_s, time.monotonic(), all(task.pairs for task in tasks))
+    state = SweepProgress(len(tasks), sweep.budget_s, time.monotonic(), all(task.pairs for task in tasks))
     for task in tasks:
         left = -session.agree([state.elapsed() - sweep.budget_s])[0]
         tell({"left_s": max(left, 0.0), "doing": str(task)})
@@ -103,7 +103,7 @@ def run(session: Session, sweep: Sweep, emit: Emit) -> None:
 
 
 @dataclass
-class Progress:
+class SweepProgress:
     """Measurements so far; the same on all ranks."""
 
     total: int

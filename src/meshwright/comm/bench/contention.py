@@ -27,17 +27,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed
 from torch.autograd.function import once_differentiable
 
 from meshwright.calibrate.machine import SIZES, AddedTime
-from meshwright.comm.bench.backends import DTYPE, Torch, do_nothing, rounded
+from meshwright.comm.bench.backends import DTYPE, BenchContext, Torch, do_nothing, rounded
 from meshwright.comm.bench.device import DTYPES, measure_device
 from meshwright.comm.bench.operations import CALLS_PER_LAYER, layers_call, unchanged
-from meshwright.comm.bench.timing import Moment, Synchronization
+from meshwright.comm.bench.timing import ClockReading, Synchronization
 
 TOKENS, WIDTH, SEQUENCES = 128, 96, 2  # of a layer: about a millisecond of a slow core between two collectives
 PASSES = 2  # of the layer, in one loop
@@ -180,23 +180,7 @@ def measure_overlap(reduced: torch.dtype) -> float:
 BUDGET_S = 2.0  # seconds that a rank computes for the device part
 
 
-class Context(Protocol):
-    """The interface of `training.rank.RankContext` that a rank uses."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def send(self) -> Callable[[Any], None]: ...
-
-
-def calibrate_rank(context: Context, dtype: str, reduced_dtype: str) -> dict[str, Any]:
+def calibrate_rank(context: BenchContext, dtype: str, reduced_dtype: str) -> dict[str, Any]:
     """Return what this rank measured, as plain data; the parent reads rank 0's. Operations are timed in `dtype`, all-reduce and reduce-scatter
     in `reduced_dtype`."""
 
@@ -209,7 +193,7 @@ def calibrate_rank(context: Context, dtype: str, reduced_dtype: str) -> dict[str
         if context.rank == 0:
             context.send(text)
 
-    start, own = Moment.read(), time.process_time()
+    start, own = ClockReading.read(), time.process_time()
     report("timing operations")
     ranks = Synchronization(barrier=distributed.barrier, agree=mean)
     points = measure_device(context.device, ranks, dtype, BUDGET_S, context.rank)
@@ -226,6 +210,6 @@ def calibrate_rank(context: Context, dtype: str, reduced_dtype: str) -> dict[str
         "collectives": collectives,
         "function_s": function,
         "overlap_cost": mean([overlap])[0],
-        "busy_cores": Moment.read().busy_cores_since(start, context.world * mean([time.process_time() - own])[0]),
+        "busy_cores": ClockReading.read().busy_cores_since(start, context.world * mean([time.process_time() - own])[0]),
         "seconds": time.monotonic() - start.wall,
     }

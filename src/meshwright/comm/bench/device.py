@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.calibrate.points import DevicePoint, Timed
-from meshwright.comm.bench.operations import Call, Case, attention_call, cpu_cases, update_call
+from meshwright.comm.bench.operations import Call, MeasuredCase, attention_call, cpu_cases, update_call
 from meshwright.comm.bench.timing import LEAST_SAMPLES, MOST_SAMPLES, Synchronization, measure, timed
 from meshwright.models.wide_products import scaled_product
 
@@ -41,41 +41,41 @@ GPU_COPIES = (2**20, 2**26, 2**30)
 HOST_COPY = 2**28
 
 
-def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[MeasuredCase]:
     """What a GPU sustains: products, attention (torch's own kernel, and the vendor's), copies on the device and to the host, the fused optimizer;
     and the host's time per launch."""
     for m, n, k in GPU_PRODUCTS:
         a, b = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
         out = torch.empty(m, n, dtype=dtype, device=device)
-        yield Case("gemm", {"m": m, "n": n, "k": k}, 1, partial(torch.mm, a, b.t(), out=out))
+        yield MeasuredCase("gemm", {"m": m, "n": n, "k": k}, 1, partial(torch.mm, a, b.t(), out=out))
     for m, n, k, fast in FP8_PRODUCTS:
         product = fp8_product_call(device, m, n, k, fast)
         if works(product):
-            yield Case("fp8-gemm", {"m": m, "n": n, "k": k}, 1, product, "fp8")
+            yield MeasuredCase("fp8-gemm", {"m": m, "n": n, "k": k}, 1, product, "fp8")
     for experts, m, n, k in GROUPED_PRODUCTS:
         product = grouped_product_call(device, dtype, experts, m, n, k)
         if works(product):
-            yield Case("grouped-gemm", {"experts": experts, "m": m, "n": n, "k": k}, 1, product)
+            yield MeasuredCase("grouped-gemm", {"experts": experts, "m": m, "n": n, "k": k}, 1, product)
     for batch, heads, seq, width in GPU_ATTENTIONS:
         shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
         attention = attention_call(dtype, batch, heads, seq, width, device)
-        yield Case("attention", shape, 2, partial(with_kernel, attention, SDPBackend.FLASH_ATTENTION))
+        yield MeasuredCase("attention", shape, 2, partial(with_kernel, attention, SDPBackend.FLASH_ATTENTION))
         fused = partial(with_kernel, attention, SDPBackend.CUDNN_ATTENTION)
         if works(fused):
-            yield Case("fused-attention", shape, 2, fused)
+            yield MeasuredCase("fused-attention", shape, 2, fused)
     for size in GPU_COPIES:
         source = torch.empty(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        yield Case("copy", {"bytes": float(size)}, 1, partial(target.copy_, source))
+        yield MeasuredCase("copy", {"bytes": float(size)}, 1, partial(target.copy_, source))
         del source, target
     pinned = torch.empty(HOST_COPY, dtype=torch.uint8, pin_memory=True)
     held = torch.empty(HOST_COPY, dtype=torch.uint8, device=device)
-    yield Case("host-copy", {"bytes": float(HOST_COPY)}, 1, partial(pinned.copy_, held, non_blocking=True))
+    yield MeasuredCase("host-copy", {"bytes": float(HOST_COPY)}, 1, partial(pinned.copy_, held, non_blocking=True))
     for tensors, elements in GPU_UPDATES:
         values = [torch.randn(elements, device=device) for _ in range(tensors)]
-        yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(values, fused=True))
+        yield MeasuredCase("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(values, fused=True))
     little = torch.zeros(16, device=device)
-    yield Case("launch", {}, 1, lambda: little.add_(1.0))
+    yield MeasuredCase("launch", {}, 1, lambda: little.add_(1.0))
 
 
 def fp8_product_call(device: str, m: int, n: int, k: int, fast: bool) -> Call:
@@ -120,7 +120,7 @@ def measure_device(
     rank: int = 0,
     so_far: Callable[[list[DevicePoint]], object] = lambda points: None,
     wall_s: float = math.inf,
-    others: Sequence[Case] = (),
+    others: Sequence[MeasuredCase] = (),
 ) -> list[DevicePoint]:
     """Time all operations on this rank, and `others`, while the other ranks time theirs. `so_far` gets what an interrupted bench would keep:
     on a GPU after each operation, on a CPU after each round. A CPU computes for `budget_s`, or less where `wall_s` have passed on the clock."""
@@ -142,7 +142,7 @@ def measure_device(
     return points(times)
 
 
-def point_of(case: Case, took: Timed, dtype: str, rank: int) -> DevicePoint:
+def point_of(case: MeasuredCase, took: Timed, dtype: str, rank: int) -> DevicePoint:
     seconds = {k: v / case.repeats for k, v in took.as_dict().items() if k.endswith("_s")}
     work, unit = amount_of_work(case)
     return DevicePoint(
@@ -158,11 +158,11 @@ def point_of(case: Case, took: Timed, dtype: str, rank: int) -> DevicePoint:
     )
 
 
-def affordable(cases: Sequence[Case], ranks: Synchronization, limit_s: float) -> list[Case]:
+def affordable(cases: Sequence[MeasuredCase], ranks: Synchronization, limit_s: float) -> list[MeasuredCase]:
     """Run each case once, as a warm-up, and return those that were run. Cases of one kind go from small to large: after one that takes longer
     than `limit_s` its larger ones are left out. A CPU without instructions for bf16 multiplies it a hundred times more slowly than fp32; all
     sizes would take minutes, and the small ones give its rate as well."""
-    out: list[Case] = []
+    out: list[MeasuredCase] = []
     slow: set[str] = set()
     for case in cases:
         if case.kind in slow:
@@ -220,7 +220,7 @@ def measure_in_turn(
     return found
 
 
-def amount_of_work(case: Case) -> tuple[float, str]:
+def amount_of_work(case: MeasuredCase) -> tuple[float, str]:
     """FLOPs, bytes or launches of one operation, for its rate."""
     s = case.shape
     if case.kind == "linear":

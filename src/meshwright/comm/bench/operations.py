@@ -41,7 +41,7 @@ CHAIN = 4  # operations of one kind in a row
 Call = Callable[[], object]
 
 
-class Case(NamedTuple):
+class MeasuredCase(NamedTuple):
     """One operation to time: its kind, its sizes, how many of them one call runs, and the call."""
 
     kind: str
@@ -248,44 +248,44 @@ PRODUCT, COPIED, LAUNCHES = (512, 512, 512), 2**26, 1000  # of `rate_cases`: m, 
 SELECTED_FROM = 2**20  # elements, of which a top-k keeps one in a hundred
 
 
-def cpu_cases(dtype: torch.dtype) -> Iterator[Case]:
+def cpu_cases(dtype: torch.dtype) -> Iterator[MeasuredCase]:
     for part in PARTS:
         for size in (SMALL, MIDDLE, LARGE):
             repeats = 1 if part == "loss" else CHAIN
-            yield Case(part, {k: float(v) for k, v in size.items()}, repeats, part_call(part, dtype, **size))
+            yield MeasuredCase(part, {k: float(v) for k, v in size.items()}, repeats, part_call(part, dtype, **size))
     for m, n, k in LINEARS:
-        yield Case("linear", {"m": m, "n": n, "k": k}, CHAIN, linear_call(dtype, m, n, k))
+        yield MeasuredCase("linear", {"m": m, "n": n, "k": k}, CHAIN, linear_call(dtype, m, n, k))
     for batch, heads, seq, width in ATTENTIONS:
         shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
-        yield Case("attention", shape, 2, attention_call(dtype, batch, heads, seq, width))
+        yield MeasuredCase("attention", shape, 2, attention_call(dtype, batch, heads, seq, width))
     for tokens, width, sequences in LAYERS:
         layers = partial(layers_call(dtype, tokens, width, sequences, CHAIN), unchanged)
         sizes = {"tokens": float(tokens), "width": float(width), "sequences": float(sequences)}
-        yield Case("layer", sizes, CHAIN, layers)
+        yield MeasuredCase("layer", sizes, CHAIN, layers)
     for batch, heads, seq, width in TILES:
         tile = tile_call(dtype, batch, heads, seq, width)
         sizes = {"batch": float(batch), "heads": float(heads), "seq": float(seq), "width": float(width)}
-        yield Case("tile", {**sizes, "operators": count_operators(tile)}, 1, tile)
+        yield MeasuredCase("tile", {**sizes, "operators": count_operators(tile)}, 1, tile)
     state, name = (dtype, "") if dtype.itemsize > 2 else (torch.float32, "fp32")  # masters and summed gradients
     values = torch.randn(SELECTED_FROM, dtype=state)
     kept = SELECTED_FROM // 100
-    yield Case("top-k", {"elements": SELECTED_FROM}, 1, lambda: values.abs().topk(kept, sorted=False), name)
+    yield MeasuredCase("top-k", {"elements": SELECTED_FROM}, 1, lambda: values.abs().topk(kept, sorted=False), name)
     for tensors, elements in UPDATES:
         plain = [torch.randn(elements, dtype=state) for _ in range(tensors)]
-        yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(plain), name)
+        yield MeasuredCase("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(plain), name)
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         yield from sharded_cases(dtype)
 
 
-def rate_cases(dtype: torch.dtype) -> Iterator[Case]:
+def rate_cases(dtype: torch.dtype) -> Iterator[MeasuredCase]:
     """Rates that `bench` shows and no fit uses: a matrix product, a copy beyond the caches, and the host's time for a single operator."""
     m, n, k = PRODUCT
     a, b, out = (torch.randn(*shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
-    yield Case("gemm", {"m": m, "n": n, "k": k}, 1, partial(torch.mm, a, b, out=out))
+    yield MeasuredCase("gemm", {"m": m, "n": n, "k": k}, 1, partial(torch.mm, a, b, out=out))
     source = torch.zeros(COPIED, dtype=torch.uint8)
-    yield Case("copy", {"bytes": float(COPIED)}, 1, partial(torch.empty_like(source).copy_, source))
+    yield MeasuredCase("copy", {"bytes": float(COPIED)}, 1, partial(torch.empty_like(source).copy_, source))
     little = torch.zeros(16, dtype=dtype)
-    yield Case("launch", {}, LAUNCHES, partial(repeated, partial(little.add_, 1.0), LAUNCHES))
+    yield MeasuredCase("launch", {}, LAUNCHES, partial(repeated, partial(little.add_, 1.0), LAUNCHES))
 
 
 def repeated(call: Callable[[], object], times: int) -> None:
@@ -293,7 +293,7 @@ def repeated(call: Callable[[], object], times: int) -> None:
         call()
 
 
-def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
+def sharded_cases(dtype: torch.dtype) -> Iterator[MeasuredCase]:
     """ZeRO units of a few parameters each: with their gathers and reductions, with hooks alone, and the same modules without ZeRO."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -310,7 +310,7 @@ def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
     kept.set_reshard_after_backward(False)  # a micro-batch that neither gathers nor reduces
     kept.set_requires_gradient_sync(False)
     for kind, module in (("sharded-units", units), ("held-units", held), ("plain-units", plain)):
-        yield Case(kind, {"units": CHAIN}, 1, partial(forward_backward, module, x, start))
+        yield MeasuredCase(kind, {"units": CHAIN}, 1, partial(forward_backward, module, x, start))
 
 
 def small_unit(dtype: torch.dtype) -> nn.Module:

@@ -29,14 +29,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed
 
 from meshwright.calibrate.points import IDLE_SHARE, Bench, DevicePoint, Point, RankInfo, Timed
 from meshwright.comm.bench import collectives
-from meshwright.comm.bench.backends import BACKENDS, OPERATIONS, Session, session, usable
+from meshwright.comm.bench.backends import BACKENDS, OPERATIONS, BenchContext, Session, session, usable
 from meshwright.comm.bench.collectives import DEVICE, LARGEST, PAIR, SMALLEST, Emit, Sweep
 from meshwright.comm.bench.device import measure_device
 from meshwright.comm.bench.operations import rate_cases
@@ -243,17 +243,7 @@ LOOK_S, LOOKS = 0.25, 2  # how long and how often a bench looks whether its mach
 DEVICE_PART, MOST_DEVICE_S = 0.25, 20.0  # of the budget, for the device
 
 
-class Context(Protocol):
-    """The interface of `training.rank.RankContext` that a rank uses."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def send(self) -> Callable[[Any], None]: ...
-
-
-def bench_rank(context: Context, sweep: Sweep) -> None:
+def bench_rank(context: BenchContext, sweep: Sweep) -> None:
     """Measure on this rank; rank 0 sends the messages."""
     measure_all(session(context.device), sweep, context.send)
 

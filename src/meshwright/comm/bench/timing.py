@@ -113,20 +113,20 @@ def busy_seconds(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class Moment:
+class ClockReading:
     """The clocks at one moment: wall, and busy seconds of all cores (None where the system does not count them)."""
 
     wall: float
     busy: float | None
 
     @classmethod
-    def read(cls) -> Moment:
+    def read(cls) -> ClockReading:
         try:
             return cls(time.monotonic(), busy_seconds(STAT.read_text("ascii")))
         except (OSError, ValueError, IndexError):
             return cls(time.monotonic(), None)
 
-    def busy_cores_since(self, start: Moment, own_seconds: float) -> float:
+    def busy_cores_since(self, start: ClockReading, own_seconds: float) -> float:
         """Cores that other processes used since `start`, where ours computed for `own_seconds`."""
         wall = self.wall - start.wall
         if self.busy is None or start.busy is None:
@@ -147,6 +147,6 @@ def busy_cores(idle: float, seconds: float = LOOK_S, looks: int = LOOKS) -> floa
 
 def look(seconds: float) -> float:
     """Cores that other processes use during these seconds."""
-    start, own = Moment.read(), time.process_time()
+    start, own = ClockReading.read(), time.process_time()
     time.sleep(seconds)
-    return Moment.read().busy_cores_since(start, time.process_time() - own)
+    return ClockReading.read().busy_cores_since(start, time.process_time() - own)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from meshwright.comm.emulate import system
-from meshwright.comm.emulate.topology import INTERFACE, Place, Topology, address, check_range, namespace, places
+from meshwright.comm.emulate.topology import INTERFACE, RankPlace, Topology, address, check_range, namespace, places
 from meshwright.errors import MeshwrightError
 
 GRACE_S = 5.0
@@ -90,7 +90,7 @@ def run(name: str, topology: Topology, command: Sequence[str], settings: RunSett
         end(members)
 
 
-def environment(place: Place, nodes: int, per_node: int, port: int, settings: RunSettings) -> dict[str, str]:
+def environment(place: RankPlace, nodes: int, per_node: int, port: int, settings: RunSettings) -> dict[str, str]:
     """The variables of one process, on top of those of this one."""
     master = {"MASTER_ADDR": address(0), "MASTER_PORT": str(port)}
     common = {

@@ -167,7 +167,7 @@ def address(node: int) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The node and the index of one rank."""
 
     rank: int
@@ -175,12 +175,12 @@ class Place:
     local_rank: int
 
 
-def places(nodes: int, ranks_per_node: int, placement: str) -> Iterator[Place]:
+def places(nodes: int, ranks_per_node: int, placement: str) -> Iterator[RankPlace]:
     """The ranks in order. In blocks, ranks 0, 1, … fill node 0 first; round-robin, they go to nodes 0, 1, 2, … in turn."""
     if placement not in PLACEMENTS:
         raise unknown("MW-EMU-002", "placement", placement, PLACEMENTS, "--placement {}")
     for rank in range(nodes * ranks_per_node):
         if placement == "blocks":
-            yield Place(rank, rank // ranks_per_node, rank % ranks_per_node)
+            yield RankPlace(rank, rank // ranks_per_node, rank % ranks_per_node)
         else:
-            yield Place(rank, rank % nodes, rank // nodes)
+            yield RankPlace(rank, rank % nodes, rank // nodes)

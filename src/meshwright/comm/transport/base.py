@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from meshwright.comm.call import Call, Place
+from meshwright.comm.call import Call, CallPlace
 from meshwright.errors import MeshwrightError, unknown
 
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # (base, received, into)
@@ -75,7 +75,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Part(NamedTuple):
+class TargetPart(NamedTuple):
     """A range of received elements: stored into `into`, or with a base combined: into = base ∘ received."""
 
     into: torch.Tensor
@@ -85,7 +85,7 @@ class Part(NamedTuple):
 class Destination(NamedTuple):
     """Where the elements of a message go, in order. `direct`: nothing is reduced, and the targets may be written from now on."""
 
-    parts: Sequence[Part]
+    parts: Sequence[TargetPart]
     combine: Combine | None
     direct: bool
 
@@ -131,9 +131,9 @@ class Transport(Protocol):
 
     def begin(self, call: Call, sent: dict[int, int], received: dict[int, int]) -> None: ...
 
-    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Sequence[Pending]: ...
+    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: CallPlace) -> Sequence[Pending]: ...
 
-    def receive(self, peer: int, to: Destination, place: Place) -> Pending: ...
+    def receive(self, peer: int, to: Destination, place: CallPlace) -> Pending: ...
 
     def end(self) -> None: ...
 

@@ -114,7 +114,7 @@ def prepare(memory: mmap.mmap, members: int) -> None:
             functions.create(base + member * block_bytes() + k * SEMAPHORE, 1, 0)
 
 
-class Block(NamedTuple):
+class ReaderBlock(NamedTuple):
     """One reader's part of an area: the addresses of its semaphores, and where its entries begin."""
 
     memory: mmap.mmap
@@ -123,7 +123,7 @@ class Block(NamedTuple):
     entries: int
 
     @classmethod
-    def of(cls, memory: mmap.mmap, member: int) -> Block:
+    def of(cls, memory: mmap.mmap, member: int) -> ReaderBlock:
         at = member * block_bytes()
         base = address(memory) + at
         return cls(memory, base, base + SEMAPHORE, at + 2 * SEMAPHORE)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.comm.call import LAYOUT, Call, Lost, Place, check_bytes, check_header
+from meshwright.comm.call import LAYOUT, Call, CallPlace, Lost, check_bytes, check_header
 from meshwright.comm.transport.base import Destination, Pending, bytes_of
 
 SLICE_BYTES = 2**23  # small slices overlap more, but each message costs about 0.1 ms of CPU time
@@ -46,12 +46,12 @@ class PointToPoint:
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
         self.headers: dict[int, tuple[Any, torch.Tensor]] = {}  # peer → receive of its header, not yet compared
-        self.unfinished: list[Message] = []  # sends of headers
+        self.unfinished: list[PostedMessage] = []  # sends of headers
 
     def begin(self, call: Call, sent: dict[int, int], received: dict[int, int]) -> None:
         """Exchange headers with all peers."""
         self.sent, self.received = sent, received
-        place, peers = Place(self.rank, call), sorted({*sent, *received}) if self.check else []
+        place, peers = CallPlace(self.rank, call), sorted({*sent, *received}) if self.check else []
         for peer in peers:
             header = torch.empty(LAYOUT.size + SIZES.size, dtype=torch.uint8)
             self.headers[peer] = (self.post(peer, header, HEADER_TAG, place), header)
@@ -59,15 +59,15 @@ class PointToPoint:
             text = call.packed + SIZES.pack(sent.get(peer, 0), received.get(peer, 0))
             header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             self.unfinished.append(
-                Message(self, self.start(peer, header, HEADER_TAG, place), header, None, peer, place)
+                PostedMessage(self, self.start(peer, header, HEADER_TAG, place), header, None, peer, place)
             )
 
-    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Sequence[Pending]:
+    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: CallPlace) -> Sequence[Pending]:
         data = self.payload(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)) if pieces else None)
         tag = data_tag(place, data.nbytes)
-        return [Message(self, self.start(peer, data, tag, place), data, None, peer, place) for peer in peers]
+        return [PostedMessage(self, self.start(peer, data, tag, place), data, None, peer, place) for peer in peers]
 
-    def receive(self, peer: int, to: Destination, place: Place) -> Pending:
+    def receive(self, peer: int, to: Destination, place: CallPlace) -> Pending:
         parts, staged = to.parts, None
         if to.direct and len(parts) == 1:
             data = self.payload(parts[0].into)
@@ -76,7 +76,7 @@ class PointToPoint:
             staged = torch.empty(elements, dtype=parts[0].into.dtype, device=self.device) if parts else None
             data = self.payload(staged)
         work = self.post(peer, data, data_tag(place, data.nbytes), place)
-        return Message(self, work, data, None if staged is None else (to, staged), peer, place)
+        return PostedMessage(self, work, data, None if staged is None else (to, staged), peer, place)
 
     def payload(self, data: torch.Tensor | None) -> torch.Tensor:
         """The bytes of a message; one byte for a message without elements, which tells that its sender has come so far."""
@@ -95,7 +95,7 @@ class PointToPoint:
             with contextlib.suppress(RuntimeError, ValueError):
                 self.group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
 
-    def compare(self, peer: int, place: Place) -> None:
+    def compare(self, peer: int, place: CallPlace) -> None:
         """Wait for a peer's header and compare it with this rank's call."""
         if peer not in self.headers:
             return
@@ -107,26 +107,26 @@ class PointToPoint:
         check_bytes(place, peer, sent, self.received.get(peer, 0))
         check_bytes(place, peer, self.sent.get(peer, 0), expected)
 
-    def start(self, peer: int, data: torch.Tensor, tag: int, place: Place) -> Any:
+    def start(self, peer: int, data: torch.Tensor, tag: int, place: CallPlace) -> Any:
         try:
             return self.group.send([data], peer, tag)
         except RuntimeError as error:
             raise Lost(place, peer, reason(error)) from error
 
-    def post(self, peer: int, data: torch.Tensor, tag: int, place: Place) -> Any:
+    def post(self, peer: int, data: torch.Tensor, tag: int, place: CallPlace) -> Any:
         try:
             return self.group.recv([data], peer, tag)
         except RuntimeError as error:
             raise Lost(place, peer, reason(error)) from error
 
-    def wait(self, work: Any, peer: int, place: Place) -> None:
+    def wait(self, work: Any, peer: int, place: CallPlace) -> None:
         try:
             work.wait(self.timeout)
         except RuntimeError as error:
             raise Lost(place, peer, reason(error)) from error
 
 
-class Message(NamedTuple):
+class PostedMessage(NamedTuple):
     """A message under way. `staged`: received data that is applied when it has arrived."""
 
     transport: PointToPoint
@@ -134,7 +134,7 @@ class Message(NamedTuple):
     data: torch.Tensor  # gloo reads or writes it until the end
     staged: tuple[Destination, torch.Tensor] | None
     peer: int
-    place: Place
+    place: CallPlace
 
     def wait(self) -> None:
         self.transport.compare(self.peer, self.place)
@@ -144,7 +144,7 @@ class Message(NamedTuple):
             destination.apply(data)
 
 
-def data_tag(place: Place, size: int) -> int:
+def data_tag(place: CallPlace, size: int) -> int:
     """A tag for each kind of message: calls that differ, or messages of other sizes, never match.
 
     The number of the call is not part of it: equal messages arrive in order, and gloo keeps an entry for every tag.

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.comm.call import LAYOUT, Call, Lost, Place, check_bytes, check_header
+from meshwright.comm.call import LAYOUT, Call, CallPlace, Lost, check_bytes, check_header
 from meshwright.comm.transport import handshake
 from meshwright.comm.transport.base import Destination, Pending, bytes_of
-from meshwright.comm.transport.handshake import Block, Connection
+from meshwright.comm.transport.handshake import Connection, ReaderBlock
 
 TRIES = 20  # before a rank that waits sleeps, each with its core left to the others
 SLEEP_S = 0.02  # a sleeping rank looks this often whether its peer has ended
@@ -38,13 +38,15 @@ SHORT_SLEEP_S = 2e-4  # or, if messages wait for slots, whether slots were retur
 LOOK_S = 0.5  # a waiting rank looks this often whether another rank has failed
 TOTAL, SIZES = struct.Struct("<Q"), struct.Struct("<II")
 
-Readers = list[tuple["Link", int]]  # who reads a slot: link, number of the slice
+Readers = list[tuple["PeerLink", int]]  # who reads a slot: link, number of the slice
 
 
 class Outgoing:
     """A message in the queue: its pieces as bytes, and how much of it has been copied."""
 
-    def __init__(self, memory: SharedMemory, links: list[Link], pieces: list[torch.Tensor], place: Place) -> None:
+    def __init__(
+        self, memory: SharedMemory, links: list[PeerLink], pieces: list[torch.Tensor], place: CallPlace
+    ) -> None:
         self.memory, self.links, self.pieces, self.place = memory, links, pieces, place
         self.total = sum(piece.numel() for piece in pieces)
         self.at = 0  # bytes copied
@@ -73,9 +75,9 @@ class Incoming(NamedTuple):
     """A message that a rank expects; it is applied slice by slice when it is waited for."""
 
     memory: SharedMemory
-    link: Link
+    link: PeerLink
     to: Destination
-    place: Place
+    place: CallPlace
 
     def wait(self) -> None:
         total, at = self.to.nbytes, 0
@@ -93,19 +95,19 @@ class Incoming(NamedTuple):
                 return
 
 
-class Link:
+class PeerLink:
     """One peer: the blocks of both areas, and the counts of messages."""
 
     def __init__(self, memory: SharedMemory, peer: int, connection: Connection) -> None:
         self.memory, self.peer, self.socket = memory, peer, connection.socket
-        self.writing = Block.of(connection.outgoing, connection.peer)
-        self.reading = Block.of(connection.incoming, connection.rank)
+        self.writing = ReaderBlock.of(connection.outgoing, connection.peer)
+        self.reading = ReaderBlock.of(connection.incoming, connection.rank)
         self.slots = memory.slots_of(connection.incoming)
         self.sent = self.returned = self.received = 0
         self.copied: deque[tuple[bytes, torch.Tensor]] = deque()  # slices that were copied out of their slots early
         self.closed = False
 
-    def next_slice(self, place: Place) -> tuple[bytes, torch.Tensor, bool]:
+    def next_slice(self, place: CallPlace) -> tuple[bytes, torch.Tensor, bool]:
         """The entry and the data of the next slice, and whether it is still in its slot."""
         if self.copied:
             return *self.copied.popleft(), False
@@ -147,7 +149,7 @@ class SharedMemory:
         assert functions is not None
         self.functions, self.post, self.try_wait = functions, functions.post, functions.try_wait
         self.slots = self.slots_of(next(iter(connections.values())).outgoing)
-        self.links = {peer: Link(self, peer, connection) for peer, connection in connections.items()}
+        self.links = {peer: PeerLink(self, peer, connection) for peer, connection in connections.items()}
         self.unused = list(range(handshake.SLOTS))  # slots that were never used
         self.in_use: deque[tuple[int, Readers]] = deque()  # slots in the order of their use
         self.queue: deque[Outgoing] = deque()
@@ -160,13 +162,13 @@ class SharedMemory:
     def begin(self, call: Call, sent: dict[int, int], received: dict[int, int]) -> None:
         """Every message has a header: nothing is exchanged beforehand."""
 
-    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Sequence[Pending]:
+    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: CallPlace) -> Sequence[Pending]:
         message = Outgoing(self, [self.links[peer] for peer in peers], [bytes_of(piece) for piece in pieces], place)
         self.queue.append(message)
         self.try_queue()
         return [] if message.done else [message]
 
-    def receive(self, peer: int, to: Destination, place: Place) -> Pending:
+    def receive(self, peer: int, to: Destination, place: CallPlace) -> Pending:
         return Incoming(self, self.links[peer], to, place)
 
     def end(self) -> None:
@@ -190,7 +192,7 @@ class SharedMemory:
             self.deliver(slot, message.links, message.place.call.packed, message.total, size)
             message.done = message.at == message.total
 
-    def deliver(self, slot: int, links: list[Link], packed: bytes, total: int, size: int) -> None:
+    def deliver(self, slot: int, links: list[PeerLink], packed: bytes, total: int, size: int) -> None:
         """Tell the receivers of a slot: it has `size` of a message's `total` bytes; `packed` describes the call."""
         readers: Readers = []
         for link in links:
@@ -208,7 +210,7 @@ class SharedMemory:
             return self.in_use.popleft()[0]
         return self.unused.pop() if self.unused else -1
 
-    def blocking_reader(self) -> Link | None:
+    def blocking_reader(self) -> PeerLink | None:
         """The peer that still reads the slot that was used first; None if all have returned it."""
         for link, number in self.in_use[0][1]:
             if link.returned <= number:
@@ -227,7 +229,7 @@ class SharedMemory:
             self.queue.popleft()
         return True
 
-    def drain(self, place: Place, last: Outgoing | None = None) -> None:
+    def drain(self, place: CallPlace, last: Outgoing | None = None) -> None:
         """Send everything that is queued, or all up to one message; sleep until slots are returned.
 
         Meanwhile it copies what has arrived out of the peers' slots: a peer may be waiting for free slots too.
@@ -247,7 +249,7 @@ class SharedMemory:
 
     # Waiting
 
-    def wait_for_data(self, link: Link, place: Place) -> None:
+    def wait_for_data(self, link: PeerLink, place: CallPlace) -> None:
         """Wait for the next slice of a peer, and send what is queued meanwhile."""
         semaphore = link.reading.data
         for _ in range(TRIES):
@@ -265,7 +267,7 @@ class SharedMemory:
                 return
             watch.check(link)
 
-    def is_closed(self, link: Link) -> bool:
+    def is_closed(self, link: PeerLink) -> bool:
         """Whether a peer has closed its socket; nothing is ever sent over it."""
         if not link.closed:
             try:
@@ -280,11 +282,11 @@ class SharedMemory:
 class Watch:
     """The time that a rank has waited for a peer."""
 
-    def __init__(self, memory: SharedMemory, place: Place) -> None:
+    def __init__(self, memory: SharedMemory, place: CallPlace) -> None:
         self.memory, self.place = memory, place
         self.start = self.looked = time.monotonic()
 
-    def check(self, link: Link) -> None:
+    def check(self, link: PeerLink) -> None:
         """Raise if the peer has ended, another rank has failed, or the timeout is over."""
         if self.memory.is_closed(link):
             raise Lost(self.place, link.peer, "has ended or left the group (Connection closed by peer)")

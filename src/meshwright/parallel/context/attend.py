@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from meshwright.models.dropout import Dropped
 from meshwright.models.parts import at_least_single
 from meshwright.parallel.context.blocks import AttentionPattern
-from meshwright.parallel.context.ring import TRANSPORTS, Context, Gradients, Saved
+from meshwright.parallel.context.ring import TRANSPORTS, Context, Gradients, SavedForward
 from meshwright.parallel.operators import group_named
 
 
@@ -91,7 +91,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        gradients = TRANSPORTS[ctx.kind].backward(Saved(*ctx.saved_tensors), grad_output, ctx.context)
+        gradients = TRANSPORTS[ctx.kind].backward(SavedForward(*ctx.saved_tensors), grad_output, ctx.context)
         return *gradients, None, None
 
 
@@ -176,7 +176,7 @@ def attend_blocks_backward(
     context = context_of(
         documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, chunked, softcap, group
     )
-    saved = Saved(q, k, v, output, lse_BNS, sinks)
+    saved = SavedForward(q, k, v, output, lse_BNS, sinks)
     dq, dk, dv, of_sinks = TRANSPORTS[kind].backward(saved, grad_output, context)
     of_sinks = q.new_empty(0) if of_sinks is None else of_sinks
     # The gradients of k and v may be views of one message; results of an operator may not share memory.

@@ -103,7 +103,7 @@ def gather_blocks(block: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return exchange.all_gather(block, group, 0).view(group.size(), -1)
 
 
-class Saved(NamedTuple):
+class SavedForward(NamedTuple):
     """Tensors that forward saves for backward: this rank's inputs and outputs, and the log-sum-exp of its queries."""
 
     q: torch.Tensor
@@ -134,12 +134,12 @@ def attend_blocks(
     return attended.output_BNSD.to(q.dtype), attended.lse_BNS
 
 
-def gradients_of(saved: Saved, grad_output: torch.Tensor, context: Context) -> BlockGradients:
+def gradients_of(saved: SavedForward, grad_output: torch.Tensor, context: Context) -> BlockGradients:
     runs = context.local_runs, context.pattern, context.dropped
     return BlockGradients(grad_output, saved.q, saved.output, saved.lse_BNS, *runs)
 
 
-class Transport(Protocol):
+class KeyTransport(Protocol):
     """Brings keys and values to this rank, in forward and in backward."""
 
     @staticmethod
@@ -148,7 +148,7 @@ class Transport(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @staticmethod
-    def backward(saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients: ...
+    def backward(saved: SavedForward, grad_output: torch.Tensor, context: Context) -> Gradients: ...
 
 
 class Ring:
@@ -164,7 +164,7 @@ class Ring:
         return attend_blocks(q, k, v, sinks, context, ring_blocks(pack(k, v), context.group, cls.overlaps))
 
     @classmethod
-    def backward(cls, saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients:
+    def backward(cls, saved: SavedForward, grad_output: torch.Tensor, context: Context) -> Gradients:
         q, k, v, group = saved.q, saved.k, saved.v, context.group
         assert group is not None
         gradients = gradients_of(saved, grad_output, context)
@@ -206,7 +206,7 @@ class Gathered:
         return attend_blocks(q, k, v, sinks, context, gathered_blocks(whole, context.group))
 
     @staticmethod
-    def backward(saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients:
+    def backward(saved: SavedForward, grad_output: torch.Tensor, context: Context) -> Gradients:
         q, k, v, group = saved.q, saved.k, saved.v, context.group
         assert group is not None
         gradients = gradients_of(saved, grad_output, context)
@@ -231,7 +231,7 @@ class Local:
         return attended.output_BNSD.to(q.dtype), attended.lse_BNS
 
     @staticmethod
-    def backward(saved: Saved, grad_output: torch.Tensor, context: Context) -> Gradients:
+    def backward(saved: SavedForward, grad_output: torch.Tensor, context: Context) -> Gradients:
         q, k, v = saved.q, saved.k, saved.v
         gradients = gradients_of(saved, grad_output, context)
         dk, dv = (torch.zeros_like(x, dtype=gradients.dq.dtype) for x in (k, v))
@@ -239,7 +239,7 @@ class Local:
         return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(saved.sinks_BNS)
 
 
-TRANSPORTS: dict[str, type[Transport]] = {
+TRANSPORTS: dict[str, type[KeyTransport]] = {
     "ring": Ring,
     "sequential-ring": SequentialRing,
     "all-gather": Gathered,

@@ -128,7 +128,7 @@ class GatheredWeight:
         return self.owner.placeholder, ()
 
 
-class Family:
+class GatherFamily:
     """Weights whose parts the same ranks hold: ZeRO's over the first of `axes`, those of tensor parallelism over the second."""
 
     def __init__(self, mesh: Mesh, axes: tuple[str, str], kind: type[Product]) -> None:
@@ -177,9 +177,9 @@ class Fp8Weights:
     def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
         """`dtype` is that of the gathered parameters."""
         self.dtype = dtype
-        self.families = [Family(mesh, (DATA_AXES["dense"].shard, "tp"), Fp8Product)]
+        self.families = [GatherFamily(mesh, (DATA_AXES["dense"].shard, "tp"), Fp8Product)]
         if mesh.size(DATA_AXES["expert"].shard) > 1:
-            self.families.append(Family(mesh, (DATA_AXES["expert"].shard, "expert_tp"), Fp8Grouped))
+            self.families.append(GatherFamily(mesh, (DATA_AXES["expert"].shard, "expert_tp"), Fp8Grouped))
         self.placeholder: torch.Tensor | None = None
 
     def add(self, stage: nn.Module) -> None:

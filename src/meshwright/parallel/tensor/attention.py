@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import exchange
-from meshwright.parallel.tensor.cuts import Split, cut_out, fused_cuts
+from meshwright.parallel.tensor.cutting import Split, cut_out, fused_cuts
 from meshwright.parallel.tensor.regather import regather
 
 PACKED = {"in_proj_weight": "1,1,1", "in_proj_bias": "1,1,1"}

@@ -28,7 +28,7 @@ On a module of another library (`parallel.user_module` builds on this):
     state = {n: done.whole(n, p) for n, p in model.named_parameters()}   # as one device would save it
 
 Its attention must read the number of heads off its tensors (`view(…, -1, head_dim)`), as Hugging Face's does, or from
-attributes that the table names ("counts"). Of projections fused into one weight the table gives the parts (`cuts`).
+attributes that the table names ("counts"). Of projections fused into one weight the table gives the parts (`cutting`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from meshwright.models.moe import GroupedLinear
 from meshwright.models.parts import ProjectionNorm
 from meshwright.parallel import exchange
 from meshwright.parallel.tensor.attention import switch_off_fast_paths
-from meshwright.parallel.tensor.cuts import Split
-from meshwright.parallel.tensor.cutting import cut_row
+from meshwright.parallel.tensor.cutting import Split, cut_row
 from meshwright.parallel.tensor.plain import check_dropout_seeds, is_transposed
 from meshwright.parallel.tensor.styles import CUT, DIVIDE_SEQUENCE, FUSED, HOLD_NOTHING, KINDS, STYLES
 from meshwright.parallel.tensor.tables import Table

@@ -3,7 +3,7 @@
     region      its input enters column-split products: `copy_in`, or `gather_in` with sequence parallelism
     enter       its output enters such products
     column      a linear layer whose weight and bias are split by output; no communication
-    column:1,1  the same for several parts in one weight, in this proportion, each split separately (`cuts`)
+    column:1,1  the same for several parts in one weight, in this proportion, each split separately (`cutting`)
     heads:4,2,2 several parts counted in heads, which are never cut; with fewer heads than ranks a head is on several ranks
     per-head    one number per head: each rank has those of its heads
     keys:64     column by whole heads of this width; with fewer heads than ranks a head is on several ranks

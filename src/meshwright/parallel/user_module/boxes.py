@@ -19,7 +19,7 @@ from meshwright.describe.sharding import KV_COPIES, Box, Parameter, rule_of
 from meshwright.describe.sharding.boxes import indices, place
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece
-from meshwright.parallel.tensor.cuts import Cut, Split
+from meshwright.parallel.tensor.cutting import ParameterCut, Split
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Cutting:
         fused: dict[str, Any] = {"fused": boxes, "fused_dim": cuts[0].dim} if len(boxes) > 1 else {}
         return Piece(boxes[0], parameter, tuple(names), **fused)
 
-    def boxes(self, parameter: nn.Parameter, source: str, expert: bool, cuts: tuple[Cut, ...]) -> list[Box]:
+    def boxes(self, parameter: nn.Parameter, source: str, expert: bool, cuts: tuple[ParameterCut, ...]) -> list[Box]:
         """One box for each cut; one for a parameter that tp does not cut."""
         entry, mesh, local, out, begin = self.entries[source], self.mesh, tuple(parameter.shape), [], 0
         start = [0] * len(local)
@@ -95,7 +95,7 @@ class Cutting:
         return KV_COPIES if copies > 1 and source in self.split.copied else ""
 
 
-def style_of(expert: bool, cut: Cut | None) -> str:
+def style_of(expert: bool, cut: ParameterCut | None) -> str:
     """The style (`describe.sharding.rules`) that cuts this dimension."""
     if expert:
         return "experts-row-bias" if cut is None else "experts" if cut.dim == 1 else "experts-row"
@@ -104,7 +104,7 @@ def style_of(expert: bool, cut: Cut | None) -> str:
     return "keys" if cut.copies > 1 else "logits" if cut.dim == 0 else "row"
 
 
-def part_of(box: Box, cut: Cut, begin: int) -> Box:
+def part_of(box: Box, cut: ParameterCut, begin: int) -> Box:
     """The box of one cut, of which the local tensor has `begin` rows of earlier cuts before it."""
 
     def at(values: tuple[int, ...], value: int) -> tuple[int, ...]:

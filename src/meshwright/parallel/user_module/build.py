@@ -22,7 +22,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import Pipeline, Stage
 from meshwright.parallel.recompute import recompute
-from meshwright.parallel.tensor.cuts import Split
+from meshwright.parallel.tensor.cutting import Split
 from meshwright.parallel.tensor.split import matches, split
 from meshwright.parallel.tensor.tables import Table
 from meshwright.parallel.user_module.boxes import Cutting, Entry

@@ -44,7 +44,7 @@ from meshwright.training.checkpoint.manifest import (
     read_manifest,
 )
 from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT
-from meshwright.training.checkpoint.store import Entry, read
+from meshwright.training.checkpoint.store import BoxEntry, read
 from meshwright.training.checkpoint.torch_import import METADATA, TorchCheckpoint
 from meshwright.version import VERSION
 
@@ -56,7 +56,7 @@ def read_full(path: Path, manifest: Manifest, key: str) -> torch.Tensor:
     """One full tensor of a checkpoint, in the dtype in which it was saved."""
     saved = manifest.tensors[key]
     tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-    read(path, manifest, [Entry(key, saved.shape, (0,) * len(saved.shape), tensor)])
+    read(path, manifest, [BoxEntry(key, saved.shape, (0,) * len(saved.shape), tensor)])
     return tensor
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError, listed
 from meshwright.training.checkpoint.manifest import Manifest
-from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT, Training, expected_states
+from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT, SavableTrainer, expected_states
 
 
-def check_fits(trainer: Training, manifest: Manifest) -> None:
+def check_fits(trainer: SavableTrainer, manifest: Manifest) -> None:
     """Raise if a checkpoint is not one of this model and optimizer: nothing has been changed yet."""
     parallel, workload = trainer.parallel, trainer.parallel.workload
     saved = {
@@ -85,7 +85,7 @@ def states_by_parameter(manifest: Manifest) -> dict[str, set[str]]:
     return out
 
 
-def same_layout(trainer: Training, manifest: Manifest) -> bool:
+def same_layout(trainer: SavableTrainer, manifest: Manifest) -> bool:
     """Whether every rank has the place and the messages that it had when the checkpoint was written."""
     parallel = trainer.parallel
     now = (parallel.plan.as_dict(), parallel.mesh.layout.axes, parallel.mesh.size("world"), parallel.workload.batch)
@@ -93,7 +93,7 @@ def same_layout(trainer: Training, manifest: Manifest) -> bool:
     return json.dumps(now) == json.dumps(saved)
 
 
-def behaviour_changes(trainer: Training, manifest: Manifest) -> Iterator[str]:
+def behaviour_changes(trainer: SavableTrainer, manifest: Manifest) -> Iterator[str]:
     """Differences that do not prevent a resume, but change what follows."""
     parallel = trainer.parallel
     for change in model_changes(manifest.model, json.loads(json.dumps(parallel.description))):

@@ -9,16 +9,26 @@
 The order of a save is: write the files, fsync each, write the manifest, fsync it and the folder, rename, fsync the parent. A rename is
 atomic, so that after a kill or a power failure at any point each name either has all of its content or does not exist.
 Nothing here imports torch.
+
+**Ranks together** (`together`): each does its part, all learn of every result, and if one failed all raise the same error.
+
+Without it a rank whose disk is full would raise while the other ranks wait for it in the next collective until a timeout.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from torch.distributed import ProcessGroup
+
+from meshwright.comm.bench.backends import gather_texts
 from meshwright.describe.run_folder import CHECKPOINTS
 from meshwright.errors import MeshwrightError, cannot_write, listed
 from meshwright.training.checkpoint.manifest import MANIFEST, Manifest, has_manifest, unreadable
@@ -196,3 +206,29 @@ def check_writable(root: Path) -> None:
         probe.rmdir()
     except OSError as error:
         raise cannot_write(root, error) from error
+
+
+def together(work: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
+    """Call `work` on every rank of a group and return all results, which must be JSON, on every rank."""
+    try:
+        result: dict[str, Any] = {"value": work()}
+    except MeshwrightError as error:
+        result = {"error": {**error.as_dict(), "exit_code": error.exit_code}}
+    except OSError as error:
+        failed = cannot_write(error.filename or "the checkpoint", error)
+        result = {"error": {**failed.as_dict(), "exit_code": failed.exit_code}}
+    found = [json.loads(text) for text in gather_texts(json.dumps(result), group)]
+    for each in found:
+        if "error" in each:
+            fields = each["error"]
+            raise MeshwrightError(fields.pop("code"), fields.pop("what"), **fields)
+    return [each["value"] for each in found]
+
+
+def on_first(work: Callable[[], Any], group: ProcessGroup | None) -> Any:
+    """Call `work` on the first rank of a group and return its result on every rank."""
+    return together(work if is_first(group) else lambda: None, group)[0]
+
+
+def is_first(group: ProcessGroup | None) -> bool:
+    return group is None or group.rank() == 0

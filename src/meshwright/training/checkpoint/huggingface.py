@@ -24,7 +24,7 @@ from meshwright.training.checkpoint.folder import checkpoints_in
 from meshwright.training.checkpoint.load import read_average
 from meshwright.training.checkpoint.manifest import Manifest, check_files, read_manifest
 from meshwright.training.checkpoint.state import AVERAGE, WEIGHT
-from meshwright.training.checkpoint.store import Entry, read
+from meshwright.training.checkpoint.store import BoxEntry, read
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # in a config.json
@@ -41,7 +41,7 @@ class CheckpointWeights:
     def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         key = f"{self.kind}/{name}"
         saved = self.manifest.tensors[f"replica-0/{key}" if self.manifest.replicas else key]
-        entry = Entry(key, tuple(full), tuple(start), torch.empty(tuple(shape), dtype=getattr(torch, saved.dtype)))
+        entry = BoxEntry(key, tuple(full), tuple(start), torch.empty(tuple(shape), dtype=getattr(torch, saved.dtype)))
         if self.manifest.replicas:
             read_average(self.path, self.manifest, [entry], "")
         else:

@@ -6,38 +6,51 @@ intersection, whatever plan wrote it. What cannot be carried over to another pla
     compression residuals    belong to the messages of one rank: they start empty, and what was not sent yet is lost
     local SGD                replicas are averaged, weighted by the tokens that each has seen since the last average
     random states            belong to one rank: kept where the number of ranks is the same
+
+**Resume** finds the last good checkpoint, checks that it is of this model, and fills a trainer with it. On the plan that wrote the
+checkpoint, training continues bit for bit as if it had not stopped. On another plan the same numbers are in other places, and sums are
+rounded in another order. Nothing of a trainer is changed before everything has been checked: the hash of every file, which the ranks share
+out, and that the tensors are those of the model (`fit`).
+
+A checkpoint that is damaged or has no manifest is set aside once an intact older one was found. If none is intact, the resume stops and nothing
+is renamed: the first weights are never used in their place. An error of the disk stops it too, since the checkpoint may be intact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
+from meshwright.errors import MeshwrightError
 from meshwright.parallel.data import zero
 from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.pieces import Piece
-from meshwright.training.checkpoint.fit import behaviour_changes, same_layout, states_by_parameter
-from meshwright.training.checkpoint.manifest import Manifest
+from meshwright.training.checkpoint import folder
+from meshwright.training.checkpoint.fit import behaviour_changes, check_fits, same_layout, states_by_parameter
+from meshwright.training.checkpoint.folder import checkpoints_of, is_first, on_first, together
+from meshwright.training.checkpoint.manifest import Manifest, check_files, has_manifest, read_manifest
 from meshwright.training.checkpoint.state import (
     AVERAGE,
     NUMBER,
     OPTIMIZER,
     WEIGHT,
-    Training,
+    SavableTrainer,
     expected_states,
     replica_prefix,
     restore_compression,
     restore_random,
     shared_entries,
 )
-from meshwright.training.checkpoint.store import Entry, read
+from meshwright.training.checkpoint.store import BoxEntry, read
 
 
 @torch.no_grad()
-def load(trainer: Training, path: Path, manifest: Manifest) -> list[str]:
+def load(trainer: SavableTrainer, path: Path, manifest: Manifest) -> list[str]:
     """Fill a trainer from a checkpoint that fits it. Returns messages about what could not be carried over."""
     messages = list(behaviour_changes(trainer, manifest))
     pieces, states = trainer.parallel.updated, make_states(trainer, manifest)
@@ -72,7 +85,7 @@ def load(trainer: Training, path: Path, manifest: Manifest) -> list[str]:
     return messages
 
 
-def make_states(trainer: Training, manifest: Manifest) -> dict[int, dict[str, torch.Tensor]]:
+def make_states(trainer: SavableTrainer, manifest: Manifest) -> dict[int, dict[str, torch.Tensor]]:
     """Empty states of the optimizer for each piece, of the kinds that the checkpoint has, as the optimizer itself makes them."""
     kinds, out = states_by_parameter(manifest), {}
     groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -100,11 +113,11 @@ def empty_state(kind: str, piece: Piece, dtype: str, on_device: bool) -> torch.T
     return torch.zeros((), dtype=getattr(torch, dtype), device=piece.local.device if on_device else "cpu")
 
 
-def with_prefix(entries: list[Entry], own: str, saved: str) -> list[Entry]:
+def with_prefix(entries: list[BoxEntry], own: str, saved: str) -> list[BoxEntry]:
     return [replace(entry, key=saved + entry.key.removeprefix(own)) for entry in entries]
 
 
-def read_average(path: Path, manifest: Manifest, entries: list[Entry], own: str) -> None:
+def read_average(path: Path, manifest: Manifest, entries: list[BoxEntry], own: str) -> None:
     """Fill the entries with the average of all replicas: weights by tokens since the last average, moments with equal weights."""
     tokens = [0.0] * manifest.replicas
     for numbers in manifest.ranks:
@@ -125,7 +138,7 @@ def read_average(path: Path, manifest: Manifest, entries: list[Entry], own: str)
         entry.tensor.copy_(total)
 
 
-def restore_numbers(trainer: Training, manifest: Manifest, same: bool) -> None:
+def restore_numbers(trainer: SavableTrainer, manifest: Manifest, same: bool) -> None:
     if not manifest.ranks:
         return
     parallel = trainer.parallel
@@ -139,7 +152,7 @@ def restore_numbers(trainer: Training, manifest: Manifest, same: bool) -> None:
         parallel.local.tokens.fill_(tokens)
 
 
-def restore_rank(trainer: Training, path: Path, manifest: Manifest, same: bool) -> Iterator[str]:
+def restore_rank(trainer: SavableTrainer, path: Path, manifest: Manifest, same: bool) -> Iterator[str]:
     """Restore what belongs to this rank alone; yields messages about what starts empty."""
     parallel = trainer.parallel
     rank, device = parallel.mesh.rank, parallel.mesh.device
@@ -165,7 +178,7 @@ def rank_tensors(path: Path, manifest: Manifest, rank: int, kind: str, device: s
     """The tensors of one rank whose names start with `kind`."""
     prefix = f"rank-{rank}/"
     entries = [
-        Entry(
+        BoxEntry(
             key,
             saved.shape,
             (0,) * len(saved.shape),
@@ -176,3 +189,101 @@ def rank_tensors(path: Path, manifest: Manifest, rank: int, kind: str, device: s
     ]
     read(path, manifest, entries)
     return {entry.key.removeprefix(prefix): entry.tensor for entry in entries}
+
+
+Notify = Callable[[str], None]
+
+
+@dataclass
+class Resumed:
+    """The loaded state, and what could not be carried over."""
+
+    path: Path
+    manifest: Manifest
+    messages: list[str] = field(default_factory=list)
+
+
+def resume(
+    trainer: SavableTrainer, source: Path, group: ProcessGroup | None = None, notify: Notify = lambda text: None
+) -> Resumed | None:
+    """Fill a trainer from `source`: one checkpoint, or a run folder, of which the last good checkpoint is used. None if a run folder
+    has no checkpoint; raises MW-CKPT-019 if it has some and none is intact. A collective of a group of all ranks on the CPU; `notify` gets
+    messages on the first rank.
+
+    A run folder must be that of this run: what a killed process of it left unfinished is cleaned up."""
+    on_first(lambda: folder.restore_replaced(checkpoints_of(source)), group)
+    found = open_checkpoint(source, group, notify)
+    if found is None:
+        return None
+    on_first(lambda: folder.recover(checkpoints_of(source)), group)
+    together(lambda: check_fits(trainer, found.manifest), group)
+    found.messages += load(trainer, found.path, found.manifest)
+    for text in found.messages if is_first(group) else ():
+        notify(text)
+    return found
+
+
+def open_checkpoint(
+    source: Path, group: ProcessGroup | None = None, notify: Notify = lambda text: None
+) -> Resumed | None:
+    """The checkpoint to load, with its files verified; the ranks share the work. A checkpoint that was named must be good; of a run
+    folder the last good one is used, and those after it are set aside."""
+    source = checkpoints_of(source)
+    if on_first(lambda: has_manifest(source), group):
+        verify_together(source, group)
+        return Resumed(source, read_manifest(source))
+    unusable: dict[str, str] = {}
+    for name in on_first(lambda: [path.name for _, path in reversed(folder.step_folders(source))], group):
+        try:
+            verify_together(source / name, group)
+        except MeshwrightError as error:
+            if error.code not in UNUSABLE:
+                raise
+            unusable[name] = f"{UNUSABLE[error.code]} ({error.why})"
+            continue
+        for other, reason in unusable.items():
+            aside = on_first(partial(set_aside, source / other), group)
+            if is_first(group):
+                notify(f"{other} is {reason}; it is now {aside}, and the checkpoint before it is used")
+        return Resumed(source / name, read_manifest(source / name))
+    unusable |= on_first(lambda: {path.name: reason for path, reason in never_used(source)}, group)
+    if any(not name.startswith(folder.WRITING) for name in unusable):
+        raise none_intact(source, unusable)
+    return None
+
+
+UNUSABLE = {"MW-CKPT-001": "incomplete", "MW-CKPT-002": "damaged"}
+
+
+def never_used(root: Path) -> Iterator[tuple[Path, str]]:
+    """List folders that cannot be resumed, with reasons: saves that were not completed, checkpoints set aside."""
+    yield from (
+        (path, "incomplete (its save was not completed)") for _, path in folder.step_folders(root, folder.WRITING)
+    )
+    yield from ((path, "set aside by an earlier resume") for _, path in folder.step_folders(root, folder.DAMAGED))
+
+
+def none_intact(source: Path, unusable: Mapping[str, str]) -> MeshwrightError:
+    """The error of a resume that found no intact checkpoint, although there are or were some; `unusable`: the reason by name."""
+    reasons = "; ".join(f"{name} is {reason}" for name, reason in unusable.items())
+    return MeshwrightError(
+        "MW-CKPT-019",
+        f"no checkpoint in '{source}' can be resumed",
+        why=f"{reasons[:2000]}. Nothing was changed",
+        fix="restore a checkpoint from a copy, or begin again at step 0 with --from-scratch, which keeps these files under other names",
+    )
+
+
+def set_aside(path: Path) -> str:
+    return folder.set_aside(path).name
+
+
+def verify_together(path: Path, group: ProcessGroup | None) -> None:
+    """Read and hash the files of a checkpoint, each on one rank of the group; all ranks raise if one is damaged."""
+    rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+
+    def check() -> None:
+        manifest = read_manifest(path)
+        check_files(path, manifest, sorted(manifest.files)[rank::ranks])
+
+    together(check, group)

@@ -32,14 +32,14 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import LossScale
 from meshwright.parallel.pieces import Piece, local_tensor
 from meshwright.parallel.sharded import Sharded
-from meshwright.training.checkpoint.store import Entry
+from meshwright.training.checkpoint.store import BoxEntry
 from meshwright.training.optimizer.average import WeightAverage
-from meshwright.training.optimizer.groups import role_of
+from meshwright.training.optimizer.make import role_of
 
 WEIGHT, AVERAGE, OPTIMIZER, NUMBER = "weight", "ema", "optimizer.", "optimizer-number."
 
 
-class Training(Protocol):
+class SavableTrainer(Protocol):
     """A training whose state is saved: `training.loop.Trainer`, or a user's module (`training.user_module`)."""
 
     @property
@@ -53,11 +53,11 @@ class Training(Protocol):
 
 
 @dataclass(frozen=True)
-class State:
+class TrainerState:
     """One rank's part of a checkpoint."""
 
     step: int
-    entries: list[Entry]
+    entries: list[BoxEntry]
     numbers: dict[str, Any]
 
     @property
@@ -66,23 +66,23 @@ class State:
         return sum(entry.tensor.nbytes for entry in self.entries if entry.written)
 
 
-def state_of(trainer: Training) -> State:
+def state_of(trainer: SavableTrainer) -> TrainerState:
     """The state of a trainer between two steps; its tensors are the trainer's own, not copies."""
     entries = [*shared_entries(trainer, optimizer_states(trainer)), *rank_entries(trainer)]
-    return State(trainer.step, entries, rank_numbers(trainer))
+    return TrainerState(trainer.step, entries, rank_numbers(trainer))
 
 
-def replicas_of(trainer: Training) -> int:
+def replicas_of(trainer: SavableTrainer) -> int:
     """The number of replicas whose tensors differ (local SGD); 0: none do."""
     return trainer.parallel.mesh.size("replicate") if trainer.parallel.local is not None else 0
 
 
-def replica_prefix(trainer: Training) -> str:
+def replica_prefix(trainer: SavableTrainer) -> str:
     """The beginning of the keys of this rank's replica."""
     return f"replica-{trainer.parallel.mesh.index('replicate')}/" if replicas_of(trainer) else ""
 
 
-def optimizer_states(trainer: Training) -> dict[int, dict[str, torch.Tensor]]:
+def optimizer_states(trainer: SavableTrainer) -> dict[int, dict[str, torch.Tensor]]:
     """The optimizer's tensors of each updated piece, by its place in the list."""
     state: Mapping[Any, Mapping[str, Any]] = trainer.optimizer.state
     return {
@@ -101,8 +101,8 @@ def expected_states(piece: Piece, optimizer: str) -> frozenset[str]:
 
 
 def shared_entries(
-    trainer: Training, states: Mapping[int, Mapping[str, torch.Tensor]], average: bool = True
-) -> Iterator[Entry]:
+    trainer: SavableTrainer, states: Mapping[int, Mapping[str, torch.Tensor]], average: bool = True
+) -> Iterator[BoxEntry]:
     """The boxes that a plan shares out: weights, their moving average, and the given states of the optimizer."""
     averages = trainer.average.values if average and trainer.average is not None else []
     parallel, prefix = trainer.parallel, replica_prefix(trainer)
@@ -117,7 +117,7 @@ def shared_entries(
                 yield from box_entries(f"{prefix}{OPTIMIZER}{name}/{piece.name}", piece, value, writes)
             elif not value.ndim:  # one number for the whole parameter: the rank with its first element writes it
                 first = writes[0] and not any(piece.start) and piece.local.numel() > 0
-                yield Entry(f"{prefix}{NUMBER}{name}/{piece.name}", (1,), (0,), value.reshape(1), first)
+                yield BoxEntry(f"{prefix}{NUMBER}{name}/{piece.name}", (1,), (0,), value.reshape(1), first)
             else:
                 raise MeshwrightError(
                     "MW-CKPT-005",
@@ -126,13 +126,13 @@ def shared_entries(
                     fix="an optimizer with one number per element: adamw, adam, muon, momentum, sgd",
                 )
     for name, buffer, first in parallel.buffers():
-        yield Entry(f"{prefix}{WEIGHT}/{name}", tuple(buffer.shape), (0,) * buffer.ndim, buffer, first)
+        yield BoxEntry(f"{prefix}{WEIGHT}/{name}", tuple(buffer.shape), (0,) * buffer.ndim, buffer, first)
 
 
-def box_entries(key: str, piece: Piece, local: torch.Tensor, writes: list[bool]) -> Iterator[Entry]:
+def box_entries(key: str, piece: Piece, local: torch.Tensor, writes: list[bool]) -> Iterator[BoxEntry]:
     """A tensor with the boxes of a piece."""
     for (box, view), written in zip(piece.views(local), writes, strict=True):
-        yield Entry(key, piece.full_shape, box.local_start, view, written and view.numel() > 0)
+        yield BoxEntry(key, piece.full_shape, box.local_start, view, written and view.numel() > 0)
 
 
 def is_writer(box: Box, number: int, mesh: Mesh, kv_copies: int) -> bool:
@@ -148,15 +148,15 @@ def is_writer(box: Box, number: int, mesh: Mesh, kv_copies: int) -> bool:
     return index == number % count
 
 
-def rank_entries(trainer: Training) -> Iterator[Entry]:
+def rank_entries(trainer: SavableTrainer) -> Iterator[BoxEntry]:
     """Tensors that belong to this rank alone."""
     prefix = f"rank-{trainer.parallel.mesh.rank}/"
     for name, tensor in (*random_states(trainer.parallel.mesh.device).items(), *compression_tensors(trainer).items()):
         if tensor.numel():
-            yield Entry(f"{prefix}{name}", tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+            yield BoxEntry(f"{prefix}{name}", tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
-def rank_numbers(trainer: Training) -> dict[str, Any]:
+def rank_numbers(trainer: SavableTrainer) -> dict[str, Any]:
     """Numbers that belong to this rank, ready for JSON."""
     parallel, scale = trainer.parallel, trainer.scale
     out: dict[str, Any] = {
@@ -175,7 +175,7 @@ def rank_numbers(trainer: Training) -> dict[str, Any]:
     return {**out, "compression_steps": steps} if steps else out
 
 
-def compression_tensors(trainer: Training) -> dict[str, torch.Tensor]:
+def compression_tensors(trainer: SavableTrainer) -> dict[str, torch.Tensor]:
     """Errors of each compressor by message, and PowerSGD's bases by message and offset."""
     out: dict[str, torch.Tensor] = {}
     for i, compressor in enumerate(compressors_in(trainer.parallel.reductions)):
@@ -185,7 +185,9 @@ def compression_tensors(trainer: Training) -> dict[str, torch.Tensor]:
     return out
 
 
-def restore_compression(trainer: Training, tensors: Mapping[str, torch.Tensor], steps: list[dict[str, int]]) -> None:
+def restore_compression(
+    trainer: SavableTrainer, tensors: Mapping[str, torch.Tensor], steps: list[dict[str, int]]
+) -> None:
     """Put back what `compression_tensors` and `rank_numbers` gave."""
     compressors = compressors_in(trainer.parallel.reductions)
     for name, tensor in tensors.items():

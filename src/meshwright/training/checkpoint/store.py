@@ -44,7 +44,7 @@ from meshwright.training.checkpoint.manifest import Manifest, SavedBox, SavedTen
 
 
 @dataclass(frozen=True)
-class Entry:
+class BoxEntry:
     """A box of a full tensor on this rank. `written`: this rank writes it; other ranks that hold the same elements do not."""
 
     key: str
@@ -66,7 +66,7 @@ class Written:
     tensors: dict[str, SavedTensor] | None
 
 
-def write(entries: Sequence[Entry], folder: Path, group: ProcessGroup | None) -> Written:
+def write(entries: Sequence[BoxEntry], folder: Path, group: ProcessGroup | None) -> Written:
     """Write the entries of all ranks of a group on the CPU; a collective. No group: this process alone. If a rank fails, all raise."""
     writer = _Writer(folder)
     with warnings.catch_warnings():
@@ -75,9 +75,9 @@ def write(entries: Sequence[Entry], folder: Path, group: ProcessGroup | None) ->
     return Written(writer.files, writer.saved_tensors())
 
 
-def read(folder: Path, manifest: Manifest, entries: Sequence[Entry]) -> None:
+def read(folder: Path, manifest: Manifest, entries: Sequence[BoxEntry]) -> None:
     """Fill the tensors of the entries from a checkpoint; values are converted to the dtype of each tensor. Not a collective."""
-    wanted: dict[str, list[Entry]] = {}
+    wanted: dict[str, list[BoxEntry]] = {}
     for entry in entries:
         if entry.tensor.numel():
             wanted.setdefault(entry.key, []).append(entry)
@@ -92,7 +92,7 @@ def read(folder: Path, manifest: Manifest, entries: Sequence[Entry]) -> None:
 class _SavePlanner(DefaultSavePlanner):
     """Offers boxes in place of DTensors."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[BoxEntry]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.entries = {entry.key: entry for entry in entries}
 
@@ -100,7 +100,7 @@ class _SavePlanner(DefaultSavePlanner):
         self.plan = SavePlan([self._item(entry) for entry in self.entries.values()])
         return self.plan
 
-    def _item(self, entry: Entry) -> WriteItem:
+    def _item(self, entry: BoxEntry) -> WriteItem:
         properties = TensorProperties(dtype=entry.tensor.dtype)
         data = TensorWriteData(chunk=entry.chunk, properties=properties, size=torch.Size(entry.full_shape))
         return WriteItem(index=MetadataIndex(entry.key, entry.start), type=WriteItemType.SHARD, tensor_data=data)
@@ -147,7 +147,7 @@ class _Writer(dcp.HuggingFaceStorageWriter):
 class _LoadPlanner(DefaultLoadPlanner):
     """Asks for boxes; several of one tensor, where this rank holds it twice (a tied embedding)."""
 
-    def __init__(self, wanted: Mapping[str, list[Entry]]) -> None:
+    def __init__(self, wanted: Mapping[str, list[BoxEntry]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.wanted = wanted
 

@@ -53,7 +53,7 @@ TENSOR_NAMES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The location of a box: the file, and its archive in it."""
 
     file: str
@@ -106,7 +106,7 @@ class TorchCheckpoint:
         return full
 
 
-def _read_metadata(root: Any) -> tuple[dict[str, SavedTensor], dict[tuple[str, tuple[int, ...]], Place]]:
+def _read_metadata(root: Any) -> tuple[dict[str, SavedTensor], dict[tuple[str, tuple[int, ...]], TensorPlace]]:
     """Tensors by key, and the place of each box by key and start."""
     try:
         places = {}
@@ -114,7 +114,7 @@ def _read_metadata(root: Any) -> tuple[dict[str, SavedTensor], dict[tuple[str, t
             found = _of(info, "_StorageInfo").state
             if found.get("transform_descriptors"):
                 raise ValueError("it was written with a transformation, such as a compression")
-            place = Place(_file(found["relative_path"]), _whole(found["offset"]), _whole(found["length"]))
+            place = TensorPlace(_file(found["relative_path"]), _whole(found["offset"]), _whole(found["length"]))
             start = index.state.get("offset") if isinstance(index.state, dict) else None
             places[_text(_of(index, "MetadataIndex").field("fqn")), () if start is None else _size(start)] = place
         tensors = {}

@@ -50,7 +50,7 @@ class Samples(Protocol):
     def sample(self, step: int, index: int) -> tuple[np.ndarray, ...]: ...
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
     documents_BS: torch.Tensor | None = None  # on the host: masks are built there, tile by tile
@@ -62,10 +62,10 @@ class Batch(NamedTuple):
             return (~self.targets[:, 0].isnan()).sum()
         return (self.targets != IGNORED).sum()
 
-    def to(self, device: str) -> Batch:
+    def to(self, device: str) -> TokenBatch:
         """The batch on a device; from pinned memory the copy does not wait."""
         inputs, targets = (side.to(device, non_blocking=side.is_pinned()) for side in self[:2])
-        return Batch(inputs, targets, self.documents_BS)
+        return TokenBatch(inputs, targets, self.documents_BS)
 
 
 def batch_of(
@@ -75,7 +75,7 @@ def batch_of(
     device: str,
     dtype: torch.dtype,
     positions: torch.Tensor | None = None,
-) -> Batch:
+) -> TokenBatch:
     """The samples of a step with these indices, and the tokens at these positions (None: all tokens)."""
     rows = [samples.sample(step, i) for i in indices]
     inputs, targets, *documents = (torch.from_numpy(np.stack(side)) for side in zip(*rows, strict=True))
@@ -88,7 +88,7 @@ def batch_of(
         inputs, targets = inputs.long(), targets.long()
     if positions is not None:
         inputs, targets = inputs[:, positions], targets[:, positions]
-    return Batch(inputs, targets, documents[0] if documents else None).to(device)
+    return TokenBatch(inputs, targets, documents[0] if documents else None).to(device)
 
 
 class RandomSamples:
@@ -231,9 +231,9 @@ class Loader:
         self.indices: Sequence[int] = ()
         self.steps = self.waits = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader") if ahead else None
-        self._ready: dict[int, Future[Batch]] = {}
+        self._ready: dict[int, Future[TokenBatch]] = {}
 
-    def batch(self, step: int, indices: Sequence[int]) -> Batch:
+    def batch(self, step: int, indices: Sequence[int]) -> TokenBatch:
         """The samples of a step with these indices, on the device; the following steps are prepared from now on. What the
         thread raised is raised here."""
         if self._thread is None:
@@ -249,11 +249,11 @@ class Loader:
         self.waits += not future.done()
         return future.result().to(self.device)
 
-    def _read(self, step: int, indices: Sequence[int]) -> Batch:
+    def _read(self, step: int, indices: Sequence[int]) -> TokenBatch:
         batch = batch_of(self.samples, step, indices, "cpu", self.dtype, self.positions)
         if not self.device.startswith("cuda"):
             return batch
-        return Batch(batch.inputs.pin_memory(), batch.targets.pin_memory(), batch.documents_BS)
+        return TokenBatch(batch.inputs.pin_memory(), batch.targets.pin_memory(), batch.documents_BS)
 
     def close(self) -> None:
         """End the thread."""

@@ -6,9 +6,8 @@
 Hooks, nearest to the step first: recorder of communication, watchdog, (evaluation), loss spikes, (checkpoints, rows of the run folder), stop on
 a signal, injected faults. A spike is found before its step is saved or written.
 
-A preemption signal (SIGTERM, SIGUSR1): finish the step, save, and exit cleanly, all ranks after the same step.
-
-The scheduler may signal only some ranks, and at different moments. They must agree on the last step, without a collective in every step:
+**A preemption signal** (SIGTERM, SIGUSR1): all ranks finish the same step, save, and exit cleanly. The scheduler may signal only some
+ranks, and at different moments. They must agree on the last step, without a collective in every step:
 
     before step s    a rank that was signalled writes the request "stop after step s" where all ranks can read it
     after step s     every rank reads it
@@ -17,28 +16,22 @@ This suffices: no rank can finish step s before the signalled rank has entered i
 rank looks after step s, the request is there. A rank that sees it earlier waits for step s. Replicas of local SGD
 meet only when they average, so there the request names the next step that averages.
 
-The request is a file where all ranks are on one host. Between hosts it is a key of the process group's store: a file system of
-a network may show a new file only seconds later.
+The request is a key of the process group's store: a file system of a network may show a new file only seconds later.
 
 A launcher also sends SIGTERM to end ranks whose peer has died. Such a rank is blocked in a collective and never reaches its next step: Python
 runs no handler there. The kernel's part of the handler writes a byte to a socket at once; the watchdog reads it (`arrived`), and ends a rank
 that makes no progress after a signal.
 
-Loss spikes: a loss far above the last ones. Training goes back to the last good checkpoint.
+**Loss spikes.** After a loss far above the last ones, training goes back to the last good checkpoint.
 
     spike    loss > factor × median of the last `WINDOW` losses
 
 Large models diverge this way without any NaN: a few batches push the weights somewhere from which the loss takes thousands of steps to recover,
 if it does. The remedy of published runs is to restart from an earlier checkpoint and to skip the batches. A spike may also
-come from a hardware fault, and then the same batches do no harm. So
+come from a hardware fault, and then the same batches do no harm. The loss is the sum over all ranks, so all ranks see the spike in the
+same step. Losses of replicas of local SGD differ: they agree when they average.
 
-    first spike at a step      go back, repeat the same batches (a transient fault does not come back)
-    second one at that step    go back, and skip the batches since the checkpoint up to this step
-
-The loss is the sum over all ranks, so all ranks see the spike in the same step. Losses of replicas of local SGD differ: they agree
-when they average.
-
-Go back to the last good checkpoint without a restart: after a loss spike, or a NaN with `optimizer.on_nan = "rollback"`.
+**Rollback** without a restart: after a spike, or a NaN with `optimizer.on_nan = "rollback"`.
 
     1st rollback at a step    restore, and repeat the same batches: a fault of the hardware does not come back
     2nd at the same step      restore, and leave out updates, since the batches are the cause: of the step with a NaN gradient; of all steps
@@ -49,28 +42,25 @@ All ranks see the same loss and norm, so they all raise `Rollback` in the same s
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import time
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from math import isfinite
-from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed
 
 from meshwright.comm.communicator import group_store
 from meshwright.errors import MeshwrightError
-from meshwright.training.checkpoint.background import Saver
-from meshwright.training.checkpoint.resume import resume
-from meshwright.training.faults.heartbeat import HeartbeatFolder, host_name
+from meshwright.training.checkpoint.load import resume
+from meshwright.training.checkpoint.save import Saver
+from meshwright.training.faults.heartbeat import HeartbeatFolder
 from meshwright.training.faults.inject import Injector, read_faults
 from meshwright.training.faults.watchdog import Watchdog
 from meshwright.training.folder import RunFolder
@@ -79,61 +69,30 @@ from meshwright.training.job import Job
 from meshwright.training.launch.rank import Failure, RankContext, write_failure
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.record_comm import CommRecorder
-from meshwright.training.optimizer.finite import Rollback
+from meshwright.training.optimizer.norm import Rollback
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 AGENT_S = 10.0  # for an agent of torchrun to notice that a node joins; it looks every few seconds at most
 
 
-class StopRequests(Protocol):
-    """A place for the step after which all ranks stop. The first request stays."""
-
-    def request(self, step: int) -> None: ...
-    def requested(self) -> int | None: ...
-
-
-class StopFile:
-    """The request as a file, for ranks of one host: reading it before it exists takes a microsecond."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def request(self, step: int) -> None:
-        new = f"{self.path}.{os.getpid()}"
-        Path(new).write_text(str(step), "ascii")
-        with contextlib.suppress(FileExistsError):
-            os.link(new, self.path)  # unlike a rename, this fails if the file exists
-        os.unlink(new)
-
-    def requested(self) -> int | None:
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        try:
-            return int(os.read(descriptor, 32))
-        finally:
-            os.close(descriptor)
-
-
-class StopKey:
-    """The request as a key of a torch.distributed store, for ranks of several hosts."""
+class StopRequest:
+    """The step after which all ranks stop: a key of a torch.distributed store. The first request stays."""
 
     def __init__(self, store: Any, key: str = "stop-after-step") -> None:
         self.store, self.key = store, key
 
-    def request(self, step: int) -> None:
+    def make(self, step: int) -> None:
         self.store.compare_set(self.key, "", str(step))
 
-    def requested(self) -> int | None:
+    def step(self) -> int | None:
         return int(self.store.get(self.key)) if self.store.check([self.key]) else None
 
 
 class StopOnSignal(Hook):
     """Stops the training after a signal. The checkpoint's `finish` saves the last step, as at the end of any training."""
 
-    def __init__(self, requests: StopRequests, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:
-        self.requests, self.signals = requests, signals
+    def __init__(self, request: StopRequest, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:
+        self.request, self.signals = request, signals
         self.received: signal.Signals | None = None
         self.stop_step: int | None = None
         self.previous: dict[signal.Signals, Any] = {}
@@ -159,10 +118,10 @@ class StopOnSignal(Hook):
     def before_step(self, trainer: Any) -> None:
         if self.received is not None and self.stop_step is None:
             self.stop_step = next_common_step(trainer)
-            self.requests.request(self.stop_step)
+            self.request.make(self.stop_step)
 
     def after_step(self, trainer: Any, record: StepRecord) -> None:
-        stop = self.requests.requested()
+        stop = self.request.step()
         if stop is not None and record.step >= stop:
             self.stop_step, trainer.stopped = stop, True
 
@@ -286,12 +245,9 @@ class Guard:
         config, folder = job.config, job.folder
         self.context, self.folder, self.trainer, self.rows = context, folder, trainer, rows
         self.most = config.optimizer.most_skips
-        identity, one_host = identify_run(context)
-        self.stop_path = folder / f".stop-{identity}"
-        requests: StopRequests = (
-            StopFile(self.stop_path) if one_host else StopKey(group_store(distributed.group.WORLD), f"stop-{identity}")
-        )
-        self.stop = StopOnSignal(requests) if config.checkpoint.on_signal else None
+        identity = identify_run(context)
+        request = StopRequest(group_store(distributed.group.WORLD), f"stop-{identity}")
+        self.stop = StopOnSignal(request) if config.checkpoint.on_signal else None
         self.watchdog = Watchdog(
             context.rank,
             context.world,
@@ -337,8 +293,6 @@ class Guard:
             yield from train_with_rollback(self.trainer, until, restore, self.rolled_back, self.most)
         finally:
             self.watchdog.stop()
-            if self.context.rank == 0:
-                self.stop_path.unlink(missing_ok=True)
         if self.trainer.stopped:
             self.note("signal", f"stopped after step {self.trainer.step - 1} by a signal")
 
@@ -369,11 +323,9 @@ class Guard:
         os._exit(code)
 
 
-def identify_run(context: RankContext) -> tuple[str, bool]:
-    """A name of this attempt that all ranks share, and whether all ranks are on one host; a collective of all ranks."""
-    here = zlib.crc32(host_name().encode())
-    own = torch.tensor([time.time_ns() if context.rank == 0 else 0, here, -here], device=context.device)
+def identify_run(context: RankContext) -> str:
+    """A name of this attempt that all ranks share; a collective of all ranks."""
+    started = torch.tensor([time.time_ns() if context.rank == 0 else 0], device=context.device)
     if context.world > 1:
-        distributed.all_reduce(own, distributed.ReduceOp.MAX)
-    identity, highest, lowest = own.tolist()
-    return f"{identity:x}", highest == -lowest
+        distributed.all_reduce(started, distributed.ReduceOp.MAX)
+    return f"{int(started):x}"

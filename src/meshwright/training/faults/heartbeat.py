@@ -151,7 +151,7 @@ Kind = Literal["silent", "computing", "device", "link", "circle"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """The ranks at the root of a hang, and the operation that others cannot finish because of them."""
 
     kind: Kind
@@ -216,7 +216,7 @@ def blockers(heartbeat: Heartbeat, heartbeats: Mapping[int, Heartbeat], silent: 
     return sorted(late, key=lambda rank: rank not in silent)
 
 
-def diagnose(heartbeats: Mapping[int, Heartbeat], silent: Collection[int]) -> Verdict:
+def diagnose(heartbeats: Mapping[int, Heartbeat], silent: Collection[int]) -> HangVerdict:
     """The root of a hang. `heartbeats`: the last ones, by rank; `silent`: ranks that no longer write any."""
     blocked = sorted(rank for rank, beat in heartbeats.items() if beat.operation is not None and rank not in silent)
     if silent:
@@ -238,7 +238,7 @@ def diagnose(heartbeats: Mapping[int, Heartbeat], silent: Collection[int]) -> Ve
     return verdict("circle", circle, heartbeats, heartbeats[rank].operation)
 
 
-def inside(operation: Operation, heartbeats: Mapping[int, Heartbeat]) -> Verdict:
+def inside(operation: Operation, heartbeats: Mapping[int, Heartbeat]) -> HangVerdict:
     """The verdict if all ranks of an operation have issued it."""
     open_at = {rank: heartbeats[rank].operation for rank in operation.ranks if rank in heartbeats}
     pending = tuple(rank for rank, found in open_at.items() if found is not None and not found.started)
@@ -260,7 +260,7 @@ def waited_for(
 
 def verdict(
     kind: Kind, ranks: tuple[int, ...], heartbeats: Mapping[int, Heartbeat], operation: Operation | None
-) -> Verdict:
+) -> HangVerdict:
     waiting: tuple[int, ...] = ()
     if operation is not None:
         same = [
@@ -272,7 +272,7 @@ def verdict(
         ]
         waiting = tuple(sorted(set(same) - set(ranks)))
     seen = [heartbeats[rank] for rank in ranks if rank in heartbeats] or list(heartbeats.values())
-    return Verdict(kind, ranks, moment_of(max(seen, key=lambda beat: beat.step)), operation, waiting)
+    return HangVerdict(kind, ranks, moment_of(max(seen, key=lambda beat: beat.step)), operation, waiting)
 
 
 def moment_of(heartbeat: Heartbeat) -> str:

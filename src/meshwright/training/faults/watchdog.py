@@ -52,10 +52,10 @@ from meshwright.host import process_start
 from meshwright.training.faults.heartbeat import (
     FAST_BEAT_S,
     SLOW_BEAT_S,
+    HangVerdict,
     Heartbeat,
     HeartbeatFolder,
     Operation,
-    Verdict,
     diagnose,
     host_name,
 )
@@ -64,14 +64,6 @@ from meshwright.training.measure.communication import length, union
 from meshwright.units import format_seconds
 
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # names of newer and older releases
-ENTRIES = 2000
-
-
-def enable() -> None:
-    """Give the recorder a buffer, unless the user has set its size; before the first process group is made."""
-    for name in SIZES:
-        os.environ.setdefault(name, str(ENTRIES))
 
 
 def recorded() -> dict[str, Any]:
@@ -319,7 +311,7 @@ class Watchdog(Hook):
         if not moving:  # a slow rank between two collectives is no hang
             self.conclude(verdict, after, silent)
 
-    def conclude(self, verdict: Verdict, heartbeats: dict[int, Heartbeat], silent: set[int]) -> None:
+    def conclude(self, verdict: HangVerdict, heartbeats: dict[int, Heartbeat], silent: set[int]) -> None:
         """Report the verdict once, and end this process."""
         hung = set(verdict.ranks) if verdict.kind in ("silent", "computing", "device") else set()
         judges = [rank for rank in range(self.world) if rank not in hung and rank not in silent] or [self.rank]
@@ -356,7 +348,7 @@ class Watchdog(Hook):
         self.named_slow = set(found)
 
 
-def hang_error(verdict: Verdict, heartbeats: dict[int, Heartbeat]) -> MeshwrightError:
+def hang_error(verdict: HangVerdict, heartbeats: dict[int, Heartbeat]) -> MeshwrightError:
     hosts = sorted({heartbeats[rank].host for rank in verdict.ranks if rank in heartbeats})
     where = f" (host {', '.join(hosts)})" if hosts else ""
     return MeshwrightError("MW-FAULT-001", verdict.what + where, why=verdict.why, exit_code=HUNG_EXIT)

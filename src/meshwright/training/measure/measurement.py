@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.calibrate.points import IDLE_SHARE
-from meshwright.comm.bench.timing import Moment, busy_cores
+from meshwright.comm.bench.timing import ClockReading, busy_cores
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.describe.run_folder import PROFILE, RUN, read_steps
@@ -136,8 +136,8 @@ class LoadWatch:
 
     def __init__(self, config: Config, machine: MachineMeasurement | None, uncalibrated: str = "") -> None:
         self.plain, self.machine, self.uncalibrated, self.before = config, machine, uncalibrated, 0.0
-        self.first: Moment | None = None
-        self.last: Moment | None = None
+        self.first: ClockReading | None = None
+        self.last: ClockReading | None = None
         given = has_given_links(config.cluster)
         if machine is None:
             self.config, self.prediction = config, predicted(config, [uncalibrated] if uncalibrated else None)
@@ -159,11 +159,11 @@ class LoadWatch:
 
     def begin(self) -> None:
         """The first step has ended: from now on the load is measured."""
-        self.first = self.last = Moment.read()
+        self.first = self.last = ClockReading.read()
 
     def end(self) -> None:
         """The last step has ended."""
-        self.last = Moment.read()
+        self.last = ClockReading.read()
 
     def interference(self, reports: list[RankReport]) -> Interference | None:
         """Return the load of other processes; the load during the run is known only once all ranks have reported."""

@@ -1,4 +1,4 @@
-"""The kernel of `fused`: one program updates a block of a parameter, in float32."""
+"""The kernel of fused AdamW (`make`): one program updates a block of a parameter, in float32."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The learning rate of each step: a base rate, a linear warm-up, and a decay.
 
-    base       learning_rate, scaled to the batch and (by group, `groups`) to the width of the model
+    base       learning_rate, scaled to the batch and (by group, `make`) to the width of the model
     warm-up    (step + 1) / warmup, up to 1
     constant   1
     cosine     m + (1 − m) · (1 + cos π·p) / 2        p = (step − warmup) / decay_steps, between 0 and 1
@@ -45,6 +45,6 @@ def share_at(settings: Optimizer, step: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of every group: `rate` times the factor of the group (`groups`)."""
+    """Set the rate of every group: `rate` times the factor of the group (`make.parameter_groups`)."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["rate_factor"]

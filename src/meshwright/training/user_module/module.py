@@ -47,7 +47,7 @@ from meshwright.parallel.user_module.samples import (
     mean_over,
     valid_targets,
 )
-from meshwright.training.checkpoint.resume import resume
+from meshwright.training.checkpoint.load import resume
 from meshwright.training.checkpoint.save import run_description, save
 from meshwright.training.checkpoint.state import state_of
 from meshwright.training.optimizer.average import WeightAverage
@@ -76,7 +76,7 @@ def loss_value(loss: Loss | None, output: Any, targets: Any) -> torch.Tensor:
 
 @dataclass
 class Progress:
-    """What a checkpoint saves (`checkpoint.state.Training`)."""
+    """What a checkpoint saves (`checkpoint.state.SavableTrainer`)."""
 
     parallel: Sharded
     optimizer: Any

@@ -37,7 +37,7 @@ PARTS = ("prediction", *RESULTS, "proof")
 MOST_RUNS, MOST_ROWS = 200, 4000
 
 
-class Seen(NamedTuple):
+class SeenFiles(NamedTuple):
     """The position of an earlier answer: offsets in the files of steps and events, the number of rows, the time of the newest
     file, and the number of attempts."""
 
@@ -51,7 +51,7 @@ class Seen(NamedTuple):
         return "-".join(map(str, self))
 
     @classmethod
-    def parse(cls, text: str) -> Seen:
+    def parse(cls, text: str) -> SeenFiles:
         """Of an earlier answer; nothing seen if it is anything else."""
         parts = text.split("-")
         good = len(parts) == len(cls._fields) and all(p.isascii() and p.isdecimal() and len(p) < 20 for p in parts)
@@ -95,11 +95,11 @@ def run_entry(folder: Path) -> dict[str, Any]:
 
 def run_data(folder: Path, seen: str = "") -> dict[str, Any]:
     """The rows, events and files of a run that are newer than `seen`."""
-    about, file, before = read_about(folder), steps_file(folder), Seen.parse(seen)
+    about, file, before = read_about(folder), steps_file(folder), SeenFiles.parse(seen)
     attempts = len(about.get("attempts") or [])
     size = file.stat().st_size if is_inside(file, folder) else 0
     if attempts != before.attempts or size < before.steps:
-        before = Seen()
+        before = SeenFiles()
     parts, newest = {}, before.newest
     for part in PARTS:
         result = folder / f"{part}.json"
@@ -118,8 +118,8 @@ def run_data(folder: Path, seen: str = "") -> dict[str, Any]:
         "rows": rows,
         "events": events[-MOST_ROWS:],
         "steps": count,
-        "fresh": before == Seen(),
-        "seen": str(Seen(offset, events_offset, count, newest, attempts)),
+        "fresh": before == SeenFiles(),
+        "seen": str(SeenFiles(offset, events_offset, count, newest, attempts)),
     }
 
 
@@ -131,7 +131,7 @@ def plan_facts(folder: Path) -> dict[str, Any]:
     return {"title": config.plan.title(), "model": config.model.name, "accelerator": config.cluster.accelerator.name}
 
 
-def rows_after(file: Path, seen: Seen) -> tuple[list[list[Any]], int, int]:
+def rows_after(file: Path, seen: SeenFiles) -> tuple[list[list[Any]], int, int]:
     """Rows after a position, each with the values of `STEP_KEYS`, evenly thinned if there are many; the position after them, and
     the number of all rows. The last row is always one of them."""
     if file.name == OLD_STEPS:

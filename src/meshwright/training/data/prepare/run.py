@@ -1,10 +1,8 @@
-"""Run a preparation: cut the sources into chunks, tokenize them in worker processes, append them in order.
+"""Run a preparation: cut the sources into chunks, tokenize them in worker processes, join them in order.
 
-The result does not depend on the number of workers: chunks are cut by their place in the files and appended in their order. At most
-a few chunks per worker wait for their turn, on disk. An interrupted run continues where it stopped when the same command is given
-again.
-
-One worker process: tokenizes chunks and writes each as two files, tokens and document ends, renamed when they are complete.
+The result does not depend on the number of workers: chunks are cut by their place in the files and joined in their order. A worker process
+tokenizes a chunk and writes it as two files, tokens and document ends, renamed when they are complete. An interrupted run continues
+where it stopped when the same command is given again.
 """
 
 from __future__ import annotations
@@ -119,7 +117,7 @@ def write(stem: Path, encoded: Encoded) -> None:
         os.replace(temporary, stem.with_suffix(suffix))
 
 
-AHEAD = 3  # chunks in work or waiting, per worker
+AHEAD = 3  # chunks that are handed to the pool, per worker
 Listen = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -158,13 +156,13 @@ def prepare(
     job = {**header, "files": [asdict(file) for file in files], "chunk_bytes": chunk_bytes}
     with OutputFolder(out, job, smallest_dtype(opened.vocabulary)) as folder:
         try:
-            Run(folder, chunks, reading, listen).tokenize(tokenizer, end_token, workers or usable_processes())
-            return folder.finish(tokenizer, header)
+            Preparation(folder, chunks, reading, listen).tokenize(tokenizer, end_token, workers or usable_processes())
+            return folder.finish(len(chunks), tokenizer, header)
         except OSError as error:
             raise cannot_write(error.filename or out, error) from error
 
 
-class Run:
+class Preparation:
     """The chunks of one preparation on their way into its folder."""
 
     def __init__(self, folder: OutputFolder, chunks: list[Chunk], reading: Reading, listen: Listen | None) -> None:
@@ -173,11 +171,10 @@ class Run:
         self.done = 0
 
     def tokenize(self, tokenizer: str, end_token: str, workers: int) -> None:
-        """Tokenize all chunks that are not finished, and append all."""
+        """Tokenize all chunks that are not finished."""
         left = [i for i in range(len(self.chunks)) if not self.folder.is_finished(i)]
         missing = set(left)
         self.finished(*(i for i in range(len(self.chunks)) if i not in missing))
-        self.append_ready()
         if not left:
             return
         if min(workers, len(left)) == 1:  # starting a process would take longer than many a chunk
@@ -185,7 +182,6 @@ class Run:
             for i in left:
                 raise_error(encode_to_files(self.chunks[i], self.reading, str(self.folder.stem(i))))
                 self.finished(i)
-                self.append_ready()
             return
         pool = ProcessPoolExecutor(min(workers, len(left)), get_context("forkserver"), begin, (tokenizer, end_token))
         try:
@@ -213,17 +209,11 @@ class Run:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 raise_error(future.result())
                 self.finished(running.pop(future))
-            self.append_ready()
 
     def finished(self, *chunks: int) -> None:
         self.done += sum(self.chunks[i].size for i in chunks)
         if self.listen is not None:
             self.listen(self.done, self.total)
-
-    def append_ready(self) -> None:
-        """Append every finished chunk whose predecessors are all appended."""
-        while (i := self.folder.progress.chunks) < len(self.chunks) and self.folder.is_finished(i):
-            self.folder.append(i)
 
 
 def raise_error(fields: dict[str, Any] | None) -> None:
