@@ -142,11 +142,12 @@ def verify(
     device: str = "auto",
     backend: str = "auto",
     share_device: bool = False,
+    whole: bool = False,
     allow_differences: str | Sequence[str] = (),
     set: Sequence[str] = (),
 ) -> Proof:
     """Train a plan on at most `ranks` local processes and on one device, and compare the two. With `share_device` several processes use
-    one GPU.
+    one GPU. `whole` adds a run on the data of the run file, which is evaluated, saved, and resumed on another layout.
 
     `source` is a plan file, whose model is trained in a small copy, or a function that returns a module of yours: itself, or its place
     ("script.py:make"). Then `plan` is a `Plan`, a dictionary of its fields or a plan file. `example` is the batch of all ranks together: a
@@ -156,6 +157,7 @@ def verify(
     """
     require_torch("`verify`")
     from meshwright.proof.prove import prove
+    from meshwright.proof.whole import prove_whole
     from meshwright.training.machine import shared_device
 
     device = shared_device(device, share_device)
@@ -166,7 +168,8 @@ def verify(
         own = {"example": example, "loss": loss, "table": table, "settings": list(set)}
         options: dict[str, Any] = {"layers": layers, "batch_first": batch_first, "reduction": reduction, "check": check}
         return prove_module(source, plan, **own, **options, **common)
-    return prove(load(source, set=[*set, *difference_settings(allow_differences)]), **common)
+    config = load(source, set=[*set, *difference_settings(allow_differences)])
+    return (prove_whole if whole else prove)(config, **common)
 
 
 def is_module(source: Any) -> bool:

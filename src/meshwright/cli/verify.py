@@ -24,6 +24,7 @@ def command(
     device: str = "auto",
     backend: str = "auto",
     share_device: bool = False,
+    whole: bool = False,
     allow_differences: str = "",
     check: bool = True,
     cluster: str = "",
@@ -63,7 +64,7 @@ def command(
         own, settings = {}, []
     else:
         refuse(
-            {"cluster": cluster, "nodes": nodes, "gpus": gpus, "allow-differences": allow_differences},
+            {"cluster": cluster, "nodes": nodes, "gpus": gpus, "allow-differences": allow_differences, "whole": whole},
             "a module is proved without a cluster",
             "",
         )
@@ -77,6 +78,7 @@ def command(
             device=device,
             backend=backend,
             share_device=share_device,
+            whole=whole,
             set=settings,
         )
     if out is not None:

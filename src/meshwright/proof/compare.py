@@ -53,6 +53,7 @@ class Agreement:
     one: Trace | None = field(default=None, repr=False)  # what was compared
     many: list[Trace] = field(default_factory=list, repr=False)
     oracle: str = ""  # plain formulas that one device was compared with; empty: ranks were compared with one device
+    phase: str = ""  # of a run that is evaluated, saved and resumed: what was compared with what
 
     @property
     def verdict(self) -> str:
@@ -60,7 +61,7 @@ class Agreement:
 
     @property
     def label(self) -> str:
-        return self.oracle or self.dtype
+        return self.phase or self.oracle or self.dtype
 
 
 def compare(one: Trace, many: list[Trace], tolerance: Tolerance | None = None, rounded: str = "") -> Agreement:

@@ -272,6 +272,8 @@ def diagnose(agreements: list[Agreement], factors: Mapping[str, int]) -> Diagnos
     if broken is None:
         return None
     first = broken.breaks[0]
+    if broken.phase:  # a run that is evaluated, saved and resumed: the agreement itself names what went wrong
+        return Diagnosis(broken.phase, first.name, Pattern("other", first.what))
     if first.what not in KINDS:
         return of_replay(first)
     one, many = broken.one, broken.many

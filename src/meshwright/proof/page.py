@@ -62,7 +62,7 @@ def agreement(proof: Proof) -> RenderableType:
         for a in copy.agreements:
             bad = {b.what for b in a.breaks}
             cells = [Text(f"{a.errors[k]:.1e}", "bold red" if k in bad else "") for k in KINDS]
-            label = f"one device from {a.oracle}" if a.oracle else f"{a.dtype} from one device"
+            label = a.phase or (f"one device from {a.oracle}" if a.oracle else f"{a.dtype} from one device")
             rows.append([*([str(i + 1)] if len(proof.copies) > 1 else []), label, *cells])
     columns = ["difference of", ">loss", ">gradient norm", ">gradients", ">parameters"]
     columns = ["copy", *columns] if len(proof.copies) > 1 else columns

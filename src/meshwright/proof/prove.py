@@ -7,8 +7,9 @@
     3  compare   losses, norms, every gradient, every parameter; then collectives and memory of one observed step
     4  formulas  one device with plain formulas, which share no code with it (`oracle`): bugs that it has in common with the ranks
        replay    every update in the plan's dtype: unscale, clip, optimizer, masters, rounding (`emulation.update`)
-    5  converge  if gradients or products are lossy: the loss after the steps, compared with an exact run
-    6  blame     if they differ: train with each axis separately; an axis that differs on its own is the broken one
+    5  phases    one evaluation, a save and a resume on the same layout (`phases`); `whole` has a run with the data of the run file
+    6  converge  if gradients or products are lossy: the loss after the steps, compared with an exact run
+    7  blame     if they differ: train with each axis separately; an axis that differs on its own is the broken one
 
 A proof should find as many bugs as possible: no initial bias is zero, padding differs between ranks, and gradients are large
 enough to be clipped.
@@ -27,6 +28,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.proof.compare import NARROWER, Agreement, Break, compare
 from meshwright.proof.emulation.update import replay
 from meshwright.proof.fold import AXES, order_matters, single_axis
+from meshwright.proof.phases import compare_phases, default_phases, run_folder
 from meshwright.proof.records import Job, Trace
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import SmallCopy, small_copies
@@ -55,20 +57,7 @@ def prove(
     config.check_trainable()
     proof = Proof(config.plan.title(), [])
     for i, small in enumerate(small_copies(config, ranks)):
-        documents = config.data.document_mask and small.model.kind == "transformer"
-        proof.copies.append(
-            prove_copy(
-                small,
-                steps,
-                seed,
-                device,
-                prepare,
-                all_dtypes=i == 0,
-                backend=backend,
-                documents=documents,
-                compile=config.run.compile,
-            )
-        )
+        proof.copies.append(prove_copy(config, small, steps, seed, device, prepare, all_dtypes=i == 0, backend=backend))
         if not proof.copies[-1].passed:
             break  # a difference was found; other copies would repeat it
     proof.seconds = time.perf_counter() - started
@@ -76,6 +65,7 @@ def prove(
 
 
 def prove_copy(
+    config: Config,
     small: SmallCopy,
     steps: int,
     seed: int,
@@ -83,10 +73,8 @@ def prove_copy(
     prepare: str = "",
     all_dtypes: bool = True,
     backend: str = "auto",
-    documents: bool = False,
-    compile: str = "off",
 ) -> CopyProof:
-    """The proof of one small copy; without `all_dtypes` in float64 only, with `documents` on packed sequences with document masks."""
+    """The proof of one small copy; without `all_dtypes` in float64 only and without an evaluation, a save and a resume."""
     if order_matters(small.plan) and (small.model.experts or small.workload.precision == "fp8"):
         steps = 1  # what the order of the sum has moved, a router or fp8 may take for its neighbour in the next
     steps = max(steps, small.plan.average_every + 1) if small.plan.average_every else steps
@@ -102,15 +90,19 @@ def prove_copy(
         watch=True,
         prepare=prepare,
         backend=backend,
-        documents=documents,
-        compile=compile,
+        documents=has_documents(config, small),
+        compile=config.run.compile,
         updates=all_dtypes and small.narrow is None and OPTIMIZERS[small.workload.optimizer].replay is not None,
         optimizer=small.optimizer,
         schedule=small.schedule,
     )
-    many = run(job, device)
-    alone = replace(one_device(job, many), oracle=all_dtypes and not loses(job))
-    one = run(alone, device)[0]
+    with run_folder() as folder:
+        if all_dtypes:
+            job = replace(job, phases=default_phases(config, small, steps, job.documents, folder))
+        many = run(job, device)
+        alone = replace(one_device(job, many), oracle=all_dtypes and not loses(job))
+        one = run(alone, device)[0]
+    phases, job, alone = job.phases, replace(job, phases=None), replace(alone, phases=None)
     exactly = run(replace(exact(job), oracle=True), device)[0]["fp64"] if all_dtypes and loses(job) else one["fp64"]
     agreements = [compare_doubles(alone, one["fp64"], [rank["fp64"] for rank in many], device)]
     # Where float32 rounds, fp8 and lossy sums may round to a neighbour: there float64 alone is judged.
@@ -124,6 +116,9 @@ def prove_copy(
         agreements.append(prove_narrow(job, small.narrow, one["fp64"], device))
     by_formulas = compare_with_formulas(exactly)
     agreements += by_formulas
+    if phases is not None:
+        evaluated = None if order_matters(job.plan) or job.workload.precision == "fp8" else one["fp64"]
+        agreements += compare_phases(evaluated, [rank["fp64"] for rank in many], phases)
     proof = CopyProof(
         small, steps, agreements, [rank[dtypes[-1]] for rank in many], oracles=oracles_of(job, small, exactly)
     )
@@ -131,6 +126,8 @@ def prove_copy(
         proof.exact_losses = tuple(exactly.losses)
     if any(agreement.breaks for agreement in by_formulas):
         proof.blamed = "none: one device itself"
+    elif all(agreement.phase for agreement in agreements if agreement.breaks):
+        proof.blamed = "" if proof.parity else "none: the steps are equal"
     elif not proof.parity:
         # Ranks lose different parts of their gradients, so a trial of a lossy plan is compared with an emulation of itself.
         expected = None if loses(job) else one["fp64"]
@@ -195,6 +192,11 @@ def compare_with_formulas(one: Trace) -> list[Agreement]:
     return [agreement]
 
 
+def has_documents(config: Config, small: SmallCopy) -> bool:
+    """Whether attention stays inside the documents of a sequence."""
+    return config.data.document_mask and small.model.kind == "transformer"
+
+
 def oracles_of(job: Job, small: SmallCopy, one: Trace) -> dict[str, str]:
     """What each part of a copy was compared with."""
     optimizer = job.workload.optimizer
@@ -209,6 +211,8 @@ def oracles_of(job: Job, small: SmallCopy, one: Trace) -> dict[str, str]:
         network = "plain formulas of attention, positions, masks, norms, experts and losses"
         rates = "the closed formula of every schedule"
         out |= {"network": network, "optimizer": f"the formula of {optimizer}", "learning rate": rates}
+        if one.evaluations:
+            out["evaluation"] = "plain formulas on the weights of one device"
     elif one.plug_in:
         out["network"] = f"none: {one.plug_in} is a plug-in, for which there is no second formula"
     return out
@@ -227,6 +231,8 @@ def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
     per_rank = job.workload.precision == "fp8" or bool(job.model.resnet.stages)
     copies = job.plan.tp // job.model.kv_groups if per_rank and job.model.kind == "transformer" else 1
     job = replace(job, watch=False, prepare="", kv_copies=max(1, copies), reference=True, compile="off")
+    if job.phases is not None:  # one device evaluates with plain formulas, and never stops
+        job = replace(job, phases=replace(job.phases, save_after=0, resumes=False))
     if job.plan.average_every:
         size = job.plan.microbatch if per_rank else job.workload.batch // job.plan.dp
         plan = Plan(microbatch=size, param_dtype="fp32", master=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
@@ -16,6 +18,19 @@ from meshwright.training.hooks import Observed
 Amount = tuple[float, float]  # count, bytes
 # A plan whose gradients are not finite must be compared, not stopped.
 SETTINGS = Optimizer(on_nan="skip", most_skips=10**9)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """What happens between the steps of a training: evaluations, a save, and a resume (`interruption`)."""
+
+    folder: Path  # of the run: its checkpoints
+    config: Config  # its [data], and the batch and sequence length of its samples
+    save_after: int  # steps; 0: no save
+    evaluate_every: int = 0  # steps; 0: no evaluation
+    trains_on_data: bool = False  # the steps read the token files of [data]; false: random samples
+    resumes: bool = False  # a second trainer resumes from the save, and trains the remaining steps once more
+    start: Path | None = None  # a checkpoint of another run, from which this one begins
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,7 @@ class Job:
     backend: str = "auto"  # of torch.distributed
     compile: str = "off"  # how layers are compiled (`parallel.compile`)
     documents: bool = False  # sequences are packed from documents, and attention does not cross them
+    phases: Phases | None = None  # of the float64 run, or of the only dtype
 
 
 @dataclass
@@ -122,4 +138,13 @@ class Trace:
     wrong_rates: list[Any] = field(
         default_factory=list
     )  # a `Break` for each learning rate that is not its closed formula's
+    first_step: int = 0  # of the lists above: not 0 after a resume
+    evaluations: dict[int, float] = field(default_factory=dict)  # validation losses by the steps that were done
+    reads: dict[tuple[str, int, int], np.ndarray] = field(
+        default_factory=dict
+    )  # samples by part (training, validation), step and index: inputs, targets and documents
+    state: dict[str, Any] = field(default_factory=dict)  # when it was saved; of a resumed training: after the resume
+    end_state: dict[str, Any] = field(default_factory=dict)  # after the last step
+    resumed: Trace | None = None  # the steps after the save, by a trainer that resumed from it
+    redrawn: bool = True  # a recomputed forward drew the random numbers of the original
     replicas: list[Trace] = field(default_factory=list)  # of one device that emulates local SGD: one for each replica

@@ -18,6 +18,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
+from meshwright.models.initialise import UnsetWeights
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.compile import graph_counts
 from meshwright.parallel.numerics.precision import DTYPES, at_least_single
@@ -26,6 +27,7 @@ from meshwright.proof.emulation.fp8_products import emulate_fp8
 from meshwright.proof.emulation.lossy_sum import Emulated, lossy_sums
 from meshwright.proof.emulation.per_rank import copy_heads
 from meshwright.proof.emulation.update import role_of
+from meshwright.proof.interruption import Reads, interrupt, samples_of, train_resumed
 from meshwright.proof.oracle.step import Oracle, lacks_oracle, wrong_rates
 from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
@@ -34,6 +36,7 @@ from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.launch.rank import RankContext, function_of
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.observe import Observer
+from meshwright.training.worker import AHEAD
 
 NARROW = ("bf16", "fp16")
 SENSITIVE = {
@@ -53,8 +56,10 @@ def record(context: RankContext, job: Job) -> dict[str, Trace]:
 def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.emulated is not None and job.emulated.average_every:
         return record_replicas(context, job, dtype, job.emulated)
-    parallel = build_parallel(context, job, dtype)
-    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed, job.documents), job.optimizer)
+    phases = job.phases if dtype == job.dtypes[0] else None
+    starts = phases is not None and phases.start is not None
+    trainer, trace = begin(context, job, dtype, UnsetWeights() if starts else None)
+    parallel = trainer.parallel
     if job.emulated is not None:
         trainer.indices = in_flight_together(job.emulated, job.workload)
         scaled = job.workload.precision == "fp8" and job.emulated.dp > 1
@@ -64,18 +69,26 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
             parallel.reductions = [emulated]  # type: ignore[list-item]
     if job.perturbed:
         perturb(parallel)
-    trace = recorded(trainer, context.rank, dtype)
     if job.updates and dtype == job.dtypes[-1]:
         record_updates(trainer, trace)
     if job.oracle and dtype == "fp64":
         repeat_by_formulas(trainer, trace, job)
     if job.plan.lossy:
         trace.summed = lossy_sums(parallel)
+    phases = phases if parallel.compilation.mode == "off" else None
+    if phases is not None:
+        interrupt(trainer, trace, job, phases)
     watch = job.watch and dtype == job.dtypes[-1]
     narrow = NarrowOperations() if dtype in NARROW and parallel.compilation.mode == "off" else nullcontext()
     with narrow:
-        trainer.train(max(job.steps - watch, 1))
+        list(trainer.until(max(job.steps - watch, 1)))
     trace.narrow = sorted(narrow.seen) if isinstance(narrow, NarrowOperations) else []
+    if phases is not None:
+        trainer.loader.close()
+    if phases is not None and phases.resumes:
+        second, trace.resumed = begin(context, job, dtype, UnsetWeights())
+        train_resumed(second, trace.resumed, job, phases)
+        second.loader.close()
     if watch:
         if job.steps == 1:
             trainer.hooks.clear()
@@ -115,7 +128,18 @@ class NarrowOperations(TorchDispatchMode):
         return output
 
 
-def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:
+def begin(context: RankContext, job: Job, dtype: str, weights: UnsetWeights | None = None) -> tuple[Trainer, Trace]:
+    """A trainer, and the trace that records its steps."""
+    reads: Reads = {}
+    ahead = AHEAD if job.phases is not None and job.phases.trains_on_data and not job.reference else 0
+    parallel = build_parallel(context, job, dtype, weights)
+    trainer = Trainer(parallel, samples_of(job, reads), job.optimizer, ahead)
+    trace = recorded(trainer, context.rank, dtype)
+    trace.reads = reads
+    return trainer, trace
+
+
+def build_parallel(context: RankContext, job: Job, dtype: str, weights: UnsetWeights | None = None) -> Parallel:
     """The plan on the model; a reference emulates fp8 products with separate code, if the device has none."""
     emulates = job.reference and job.workload.precision == "fp8" and context.device == "cpu"
     parallel = apply(
@@ -127,6 +151,7 @@ def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:
         dtype=DTYPES[dtype],
         seed=job.seed,
         scatter=True,
+        weights=weights,
         order=job.order,
         compile=job.compile,
     )
