@@ -10,6 +10,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.proof.page import page
+from meshwright.proof.phases import EVALUATION, RESUME
 from meshwright.proof.prove import prove
 from meshwright.proof.small import small_copy
 from meshwright.view.tables import console
@@ -44,7 +45,7 @@ def test_a_large_plan_is_folded_and_proved(axes, ranks, folded):
     assert proof.communication
     for copy in proof.copies:
         assert all(error < 1e-11 for error in copy.agreements[0].errors.values())
-    assert [a.label for a in proof.agreements] == ["fp64", "fp32", "bf16", "formulas"]
+    assert [a.label for a in proof.agreements] == ["fp64", "fp32", "bf16", "formulas", EVALUATION, RESUME]
     assert 1e-9 < proof.agreements[1].errors["gradient"] < 1e-4
     assert 1e-4 < proof.agreements[2].errors["gradient"] < 0.5
     found = proof.as_dict()
@@ -166,6 +167,7 @@ def test_a_residual_network_trains_what_one_device_trains():
         "fp64",
         "fp32",
         "formulas",
+        RESUME,
     ]  # no precision is named, and CPUs compute
     assert all(error < 1e-11 for error in proof.agreements[0].errors.values())
     assert proof.small.microbatches == (2, 2)

@@ -124,7 +124,7 @@ def state_of_training(trainer: Trainer) -> dict[str, Any]:
     for name, buffer, _ in parallel.buffers():
         out[f"buffer {name}"] = digest(buffer)
     out |= {name: digest(tensor) for name, tensor in compression_tensors(trainer).items()}
-    generators = torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state()[1:]
+    generators = torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state(legacy=True)
     return out | {"random generators": hashlib.sha256(repr(generators).encode()).hexdigest()[:16]}
 
 

@@ -220,7 +220,8 @@ def misplaced(one: Trace, ranks: list[Trace], batch: int, steps: int) -> Iterato
         for (part, step, index), row in trace.reads.items():
             if part == "training" and step < steps:
                 readers.setdefault((step, index), set()).add(place)
-                if not np.array_equal(row, one.reads.get((part, step, index))):
+                expected_row = one.reads.get((part, step, index))
+                if expected_row is None or not np.array_equal(row, expected_row):
                     yield event(step, "sample", str(index), trace.rank, trace.dtype)
     expected = {(step, i) for step in range(ranks[0].first_step, steps) for i in range(batch)}
     for step, index in sorted(expected ^ set(readers)):

@@ -153,7 +153,7 @@ def data_of(config: Config, small: SmallCopy, folder: Path) -> Config:
     data = config.data
     if not data.path:
         return replace(sized, model=small.model, data=random)
-    own = {"eval_every": 1, "eval_batches": min(data.eval_batches, EVALUATED_BATCHES)}
+    own: dict[str, Any] = {"eval_every": 1, "eval_batches": min(data.eval_batches, EVALUATED_BATCHES)}
     if not (data.validation or data.validation_path):
         own |= {"validation_path": random.validation_path}
     return replace(sized, data=data.but(**own))
