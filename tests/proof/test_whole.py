@@ -13,9 +13,9 @@ from meshwright.describe.config import Config
 from meshwright.proof import prove as proofs
 from meshwright.proof import whole
 from meshwright.proof.fold import order_matters
-from meshwright.proof.oracle.windows import windows
 from meshwright.proof.phases import compare_phases, default_phases, write_random_tokens
 from meshwright.proof.small import small_copy
+from meshwright.proof.windows import windows
 from meshwright.training.data.samples import Sequences
 from meshwright.training.data.sources import Documents
 from meshwright.training.data.token_file import open_tokens

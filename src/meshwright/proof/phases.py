@@ -4,7 +4,7 @@
     resume        on the layout that saved: every number equals, bit by bit, that of the run which went on. The step and the counts of the optimizer
                   equal the number of steps
     another       the steps after a resume on another layout, with one device that never stopped
-    samples       each data-parallel rank reads its share, together the global batch, each sample once (`oracle.windows`)
+    samples       each data-parallel rank reads its share, together the global batch, each sample once (`windows`)
     recompute     a recomputed forward draws the random numbers of the original
 
 Each becomes an `Agreement` of the proof.
@@ -26,10 +26,10 @@ from meshwright.describe.model import Model
 from meshwright.describe.run import Data
 from meshwright.describe.workload import Workload
 from meshwright.proof.compare import Agreement, Break, compare
-from meshwright.proof.oracle.windows import misread, shared_documents
 from meshwright.proof.records import Phases, PieceTrace, Trace
 from meshwright.proof.small import SmallCopy
 from meshwright.proof.tolerance import FP64_BOUND, KINDS, number_error, tensor_error
+from meshwright.proof.windows import misread, shared_documents
 from meshwright.training.data.token_file import DOCUMENTS, FORMAT, HEADER, TOKENS, VERSION
 from meshwright.training.launch.local import temporary_folder
 
