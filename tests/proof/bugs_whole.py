@@ -13,7 +13,7 @@ import torch
 
 from meshwright.parallel import apply, recompute
 from meshwright.training import loop, worker
-from meshwright.training.checkpoint import background, load, resume
+from meshwright.training.checkpoint import load, save
 from meshwright.training.data import samples, sources
 from meshwright.training.optimizer import average, schedule
 
@@ -134,7 +134,7 @@ def padding_of_the_last_batch_counts():
 
 
 def after_load(change):
-    plain = resume.load
+    plain = load.load
 
     def loaded(trainer, path, manifest):
         messages = plain(trainer, path, manifest)
@@ -142,7 +142,7 @@ def after_load(change):
             change(trainer)
         return messages
 
-    resume.load = loaded
+    load.load = loaded
 
 
 def resume_one_step_later():
@@ -187,8 +187,8 @@ def masters_rounded_at_the_resume():
 
 
 def save_of_tensors_that_later_steps_change():
-    background.Saver._copy = lambda self, entry: entry.tensor.detach()
-    plain = background.Saver._save
+    save.Saver._copy = lambda self, entry: entry.tensor.detach()
+    plain = save.Saver._save
 
     def late(self, state):
         import time
@@ -196,7 +196,7 @@ def save_of_tensors_that_later_steps_change():
         time.sleep(0.5)
         plain(self, state)
 
-    background.Saver._save = late
+    save.Saver._save = late
 
 
 # Samples

@@ -28,10 +28,9 @@ from meshwright.parallel.pieces import local_tensor
 from meshwright.parallel.recompute import recompute
 from meshwright.proof.oracle.network import Network, missing
 from meshwright.proof.records import Job, Phases, Trace
-from meshwright.training.checkpoint.background import Saver, checkpoint_group
 from meshwright.training.checkpoint.folder import step_name
-from meshwright.training.checkpoint.hook import Checkpoints
-from meshwright.training.checkpoint.resume import resume
+from meshwright.training.checkpoint.load import resume
+from meshwright.training.checkpoint.save import Checkpoints, Saver, checkpoint_group
 from meshwright.training.checkpoint.state import compression_tensors
 from meshwright.training.data.samples import RandomSamples, Samples, training_samples, validation_samples
 from meshwright.training.hooks import Hook, StepRecord
