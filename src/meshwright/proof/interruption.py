@@ -62,10 +62,10 @@ def samples_of(job: Job, reads: Reads) -> Samples:
 
 
 def interrupt(trainer: Trainer, trace: Trace, job: Job, phases: Phases) -> None:
-    """Evaluate and save the following steps; begin at the checkpoint `phases.start`, if it is set."""
+    """Evaluate and save the following steps; begin at the checkpoint of another run, `phases.start`, if it is set."""
     evaluate(trainer, trace, job, phases)
     if phases.start is not None:
-        resume(trainer, phases.start, checkpoint_group())
+        resume(trainer, phases.start / CHECKPOINTS / step_name(phases.save_after), checkpoint_group())
         trace.first_step, trace.state = trainer.step, state_of_training(trainer)
     elif phases.save_after:
         settings, group = phases.config.checkpoint, checkpoint_group()
@@ -78,8 +78,7 @@ def train_resumed(trainer: Trainer, trace: Trace, job: Job, phases: Phases) -> N
     """Train the steps after the save with a trainer that resumes from it; its model has no weights yet."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(job.seed + 1)
-    start = phases.folder / CHECKPOINTS / step_name(phases.save_after)
-    interrupt(trainer, trace, job, replace(phases, start=start))
+    interrupt(trainer, trace, job, replace(phases, start=phases.folder))
     list(trainer.until(job.steps))
     trace.end_state = state_of_training(trainer)
 

@@ -30,7 +30,7 @@ class Phases:
     evaluate_every: int = 0  # steps; 0: no evaluation
     trains_on_data: bool = False  # the steps read the token files of [data]; false: random samples
     resumes: bool = False  # a second trainer resumes from the save, and trains the remaining steps once more
-    start: Path | None = None  # a checkpoint of another run, from which this one begins
+    start: Path | None = None  # a run that was saved after as many steps: this one begins with its checkpoint
 
 
 @dataclass(frozen=True)

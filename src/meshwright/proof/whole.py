@@ -19,7 +19,6 @@ from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
-from meshwright.describe.run_folder import CHECKPOINTS
 from meshwright.errors import MeshwrightError
 from meshwright.proof.compare import Agreement
 from meshwright.proof.fold import order_matters
@@ -35,7 +34,6 @@ from meshwright.proof.prove import compare_doubles, compare_with_formulas, has_d
 from meshwright.proof.records import SETTINGS, Job, Phases, Trace
 from meshwright.proof.result import Proof
 from meshwright.proof.small import SmallCopy, small_copy
-from meshwright.training.checkpoint.folder import step_name
 from meshwright.training.data.sources import check_data
 
 STEPS, SAVE_AFTER, EVALUATE_EVERY = 8, 4, 2
@@ -119,8 +117,7 @@ def elsewhere(job: Job, alone: Job, one: Trace, device: str) -> list[Agreement]:
     trials = [(job.plan, alone.phases.folder)] if job.plan.world > 1 else []
     trials += [(plan, job.phases.folder) for plan in other_layouts(job)[:1]]
     for plan, folder in trials:
-        start = folder / CHECKPOINTS / step_name(SAVE_AFTER)
-        trial = replace(job, plan=plan, phases=replace(job.phases, start=start, resumes=False))
+        trial = replace(job, plan=plan, phases=replace(job.phases, start=folder, resumes=False))
         ranks = [rank["fp64"] for rank in run(trial, device)]
         source = "one device" if plan == job.plan else "another layout"
         phase = f"resumed from {source} on {plan.title()}"
