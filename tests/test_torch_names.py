@@ -66,6 +66,7 @@ PRIVATE = {
             "comm/bench/operations.py",
             "parallel/user_module/dataflow.py",
             "parallel/user_module/samples.py",
+            "proof/trace.py",
             "training/dry_run.py",
             "training/measure/observe.py",
         ],

@@ -17,7 +17,7 @@ from meshwright.parallel import apply
 from meshwright.parallel.context import blocks, sequence
 from meshwright.parallel.expert import balance
 from meshwright.training import loop
-from meshwright.training.optimizer import groups, make, muon, schedule
+from meshwright.training.optimizer import make, muon, schedule
 
 PATCHED: list[tuple[Any, str, Any]] = []
 
@@ -153,12 +153,12 @@ def balancing_bias_moves_towards_the_load():
 
 
 def weight_decay_on_norms_and_biases():
-    patch(groups, "weight_decay", lambda role, kind, settings: settings.weight_decay)
+    patch(make, "weight_decay", lambda role, kind, settings: settings.weight_decay)
 
 
 def no_decay_of_the_head():
-    plain = groups.weight_decay
-    patch(groups, "weight_decay", lambda role, *a: 0.0 if role == "head" else plain(role, *a))
+    plain = make.weight_decay
+    patch(make, "weight_decay", lambda role, *a: 0.0 if role == "head" else plain(role, *a))
 
 
 def epsilon_times_thousand():

@@ -10,7 +10,7 @@ import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.proof.compare import FP64_BOUND
+from meshwright.proof.tolerance import FP64_BOUND
 
 SHAPE = {"hidden": 8, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 12, "vocab": 17}
 MODELS = {

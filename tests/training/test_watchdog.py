@@ -131,15 +131,28 @@ def test_while_hooks_run_only_silence_is_a_fault(tmp_path, quick):
     assert "rank 1 does not respond" in str(errors[0])
 
 
-def test_a_blocked_rank_exits_after_a_signal(tmp_path):
-    signals = [True]
-    dog, errors = watched(tmp_path, signalled=lambda: bool(signals) and signals.pop())
-    train_steps(dog, 3)
-    for now in (100.0, 102.0, 102.9):
+@pytest.mark.parametrize(
+    ("seconds", "operation", "phase", "limit"),
+    [
+        (0.5, "all_reduce", "step", 3.0),
+        (5.0, "all_reduce", "step", 10.0),  # the others may need as long as a step
+        (0.5, None, "step", None),  # it computes
+        (0.5, "all_reduce", "end", None),  # it saves
+    ],
+)
+def test_a_rank_that_waits_for_others_exits_after_a_signal(tmp_path, seconds, operation, phase, limit):
+    """Another rank has failed. One that computes or saves is left alone: the job is to end."""
+    signals, activity = [True], Idle()
+    activity.operation = operation
+    dog, errors = watched(tmp_path, signalled=lambda: bool(signals) and signals.pop(), activity=activity)
+    train_steps(dog, 3, seconds)
+    dog.phase = phase
+    dog.beat = lambda now: None
+    for now in (100.0, 102.0, 102.9, 99.9 + (limit or 5.0)):
         dog.tick(now)
     assert errors == []
-    dog.tick(103.1)
-    assert errors == [128 + 15]
+    dog.tick(100.1 + (limit or 5.0))
+    assert errors == ([128 + 15] if limit else [])
 
 
 def test_own_work_is_the_step_without_blocked_time(tmp_path):

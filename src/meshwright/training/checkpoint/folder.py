@@ -24,15 +24,15 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed import ProcessGroup
-
-from meshwright.comm.bench.backends import gather_texts
 from meshwright.describe.run_folder import CHECKPOINTS
 from meshwright.errors import MeshwrightError, cannot_write, listed
 from meshwright.training.checkpoint.manifest import MANIFEST, Manifest, has_manifest, unreadable
 from meshwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 NAME = re.compile(r"step-(\d{8,})")
 WRITING, REPLACED, DAMAGED, UNUSED = ".writing-", ".replaced-", "damaged-", "unused-"
@@ -217,6 +217,8 @@ def together(work: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
     except OSError as error:
         failed = cannot_write(error.filename or "the checkpoint", error)
         result = {"error": {**failed.as_dict(), "exit_code": failed.exit_code}}
+    from meshwright.comm.bench.backends import gather_texts
+
     found = [json.loads(text) for text in gather_texts(json.dumps(result), group)]
     for each in found:
         if "error" in each:

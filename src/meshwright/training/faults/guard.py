@@ -102,7 +102,7 @@ class StopOnSignal(Hook):
 
     def start(self, trainer: Any) -> None:
         for number in self.signals:
-            self.previous[number] = signal.signal(number, self.receive)
+            self.previous.setdefault(number, signal.signal(number, self.receive))  # after a rollback it starts again
         signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
 
     def arrived(self) -> bool:

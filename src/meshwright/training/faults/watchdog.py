@@ -227,10 +227,17 @@ class Watchdog(Hook):
                 self.name_slow_ranks()
         if self.signalled():
             self.signal_at = now
-        if min(stalled, now - self.signal_at) > SIGNAL_S:  # the launcher ends this rank, because another one has failed
+        if min(stalled, now - self.signal_at) > self.signal_limit:
             self.leave(128 + signal.SIGTERM)
         if stalled > self.silence_limit:
             self.inspect(now)
+
+    @property
+    def signal_limit(self) -> float:
+        """How long this rank may stand still after a signal. If it waits for others for longer than their steps take, the launcher ends it because
+        another one has failed. Otherwise the job is to end, and this rank computes or saves: it is left alone."""
+        waits = self.phase == "step" and self.activity.open_operation() is not None
+        return max(SIGNAL_S, 2 * max(self.seconds, default=0.0)) if waits else float("inf")
 
     def beat(self, now: float) -> Heartbeat:
         self.next_beat = now + (FAST_BEAT_S if now - self.moved > FAST_AFTER_S else SLOW_BEAT_S)

@@ -15,8 +15,8 @@ What can go wrong with a rank, and what is reported:
 The first root cause is raised; all other output is in `rank-N.log` of the run folder, if there is one. A rank whose parent has
 ended exits too: it reads a pipe that closes with the parent.
 
-**A training** (`run_restarting`) is started again after a failure. Each attempt has new processes and a new rendezvous. SIGTERM is passed
-on to the ranks, which have `STOP_S` to save and to end. Ranks are ended with SIGTERM, and killed if they still run after `STUCK_S`.
+**A training** (`run_restarting`) is started again after a failure. Each attempt has new processes and a new rendezvous. SIGTERM and SIGUSR1
+are passed on to the ranks, which have `STOP_S` to save and to end. Ranks are ended with SIGTERM, and killed if they still run after `STUCK_S`.
 
 **The user's script.** `multiprocessing` also runs the script in every process that it starts, so that functions of the script can be
 called there. A script without an `if __name__ == "__main__":` guard would then start processes in every process. Ours import what they call
@@ -95,6 +95,7 @@ class Rank:
     pipe: Connection
     log: Path
     state: str = "running"  # running | done | failed
+    told: bool = False  # to end, by us
     result: Any = None
     failure: Failure | None = None
 
@@ -153,7 +154,7 @@ def run_restarting(
         again = append or attempt.number > 0
         with (
             started(target, world, (attempt, *args), folder, again, GROUP_TIMEOUT_S, device, backend) as ranks,
-            SigtermToRanks(ranks) as stop,
+            SignalsToRanks(ranks) as stop,
         ):
             _receive_until_done(ranks, float("inf"), polls=(poll, stop.check))
         poll()
@@ -171,23 +172,24 @@ def run_restarting(
         attempt = Attempt(attempt.number + 1, cause.summary, cause.at)
 
 
-class SigtermToRanks:
-    """Inside the `with` block SIGTERM is passed on to the ranks; `check` raises when they have not ended `STOP_S` later.
+class SignalsToRanks:
+    """Inside the `with` block SIGTERM and SIGUSR1, which schedulers send before they end a job, are passed on to the ranks as SIGTERM; `check` raises
+    when they have not ended `STOP_S` later.
 
     `timeout` and schedulers signal the process and its group: the two signals arrive together and count once. A later one ends at once."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks, self.requested, self.since = ranks, False, 0.0
-        self.before: Any = None
+        self.before: dict[int, Any] = {}
 
-    def __enter__(self) -> SigtermToRanks:
+    def __enter__(self) -> SignalsToRanks:
         if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGTERM, self.receive)
+            self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGUSR1)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGTERM, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def receive(self, number: int, frame: object) -> None:
         if self.requested and time.monotonic() > self.since + REPEAT_S:
@@ -220,9 +222,10 @@ def started(
             why="The script runs again in every rank, and starts a proof or a training when it is imported",
             fix='put that call under if __name__ == "__main__":',
         )
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     rendezvous = temporary_folder()
     logs = folder or rendezvous
-    logs.mkdir(parents=True, exist_ok=True)
     start = Start(target, args, world, rendezvous, logs, append, group_timeout, device, backend, plugins.LOADED)
     ranks: list[Rank] = []
     try:
@@ -230,23 +233,30 @@ def started(
             ranks.append(_start(start, index))
         yield ranks
     finally:
-        _terminate(ranks)
-        _receive_until_done(ranks, STUCK_S)
-        for r in ranks:
-            r.pipe.close()  # a finished rank exits when its pipe closes
-        for r in ranks:
-            if r.state == "done":
-                r.process.join(timeout=GRACE_S)
-            if r.process.is_alive():
-                r.process.kill()
-            r.process.join()
-        shutil.rmtree(rendezvous, ignore_errors=True)
+        try:
+            _terminate(ranks)
+            _receive_until_done(ranks, STUCK_S)
+        finally:  # also after a second signal
+            _end(ranks)
+            shutil.rmtree(rendezvous, ignore_errors=True)
 
 
 def _terminate(ranks: list[Rank]) -> None:
     for r in ranks:
         if r.state == "running" and r.process.is_alive():
+            r.told = True
             r.process.terminate()
+
+
+def _end(ranks: list[Rank]) -> None:
+    for r in ranks:
+        r.pipe.close()  # a finished rank exits when its pipe closes
+    for r in ranks:
+        if r.state == "done":
+            r.process.join(timeout=GRACE_S)
+        if r.process.is_alive():
+            r.process.kill()
+        r.process.join()
 
 
 def temporary_folder(shared: str = "/dev/shm") -> Path:
@@ -359,9 +369,10 @@ def _receive_until_done(
 def _receive(rank: Rank, listen: Callable[[int, Any], None]) -> None:
     try:
         kind, message = rank.pipe.recv()
-    except (EOFError, ConnectionResetError):
+    except (EOFError, OSError):  # between two messages, or within one
         rank.process.join(timeout=5)
-        rank.fail("died", f"{exit_name(rank.process.exitcode)}\n{last_lines(rank.log)}")
+        state = "ended" if rank.told else "died"  # what we ended is no cause
+        rank.fail(state, f"{exit_name(rank.process.exitcode)}\n{last_lines(rank.log)}")
         return
     if kind == "message":
         listen(rank.index, message)

@@ -9,6 +9,11 @@ import signal
 
 gc.disable()  # collections while objects are only being made would take a sixth of the time
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+for number in (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+):  # a scheduler signals the whole group: without the forkserver ranks cannot be waited for
+    signal.signal(number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 import numpy.ma  # the first call of np.unique loads it

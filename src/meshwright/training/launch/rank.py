@@ -306,6 +306,8 @@ def _prepare_process(start: Start, rank: int, pipe: Connection) -> threading.Thr
     except FileNotFoundError:  # the parent ended before this rank began, and removed the folder
         os._exit(1)
     faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the forkserver ignores them
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its ranks
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):

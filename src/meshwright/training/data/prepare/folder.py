@@ -87,8 +87,10 @@ class OutputFolder:
         tokens, ends = (self.stem(chunk).with_suffix(suffix) for suffix in (".tokens", ".ends"))
         if not (tokens.exists() and ends.exists()):
             return False
-        counted = np.fromfile(ends, "<i8", count=1)
-        return len(counted) == 1 and tokens.stat().st_size == counted[0] * self.dtype.itemsize
+        counted = np.fromfile(ends, "<i8")  # the number of tokens, then the ends, of which the last is that number
+        if not len(counted) or counted[-1] != counted[0]:
+            return False
+        return tokens.stat().st_size == int(counted[0]) * self.dtype.itemsize
 
     def finish(self, chunks: int, tokenizer: str, header: dict[str, Any]) -> Header:
         """Join the chunks, move the arrays into the folder and write the header."""

@@ -107,13 +107,15 @@ def batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]
 
 
 def write(stem: Path, encoded: Encoded) -> None:
-    """Write both files under temporary names and rename them. The ends begin with the number of tokens, so that a tokens file
-    that a crash of the machine cut short is found."""
+    """Write both files under temporary names and rename them. The ends begin with the number of tokens, so that a file that a crash of the
+    machine cut short is found."""
     counted = np.append(len(encoded.tokens), encoded.ends).astype("<i8")
     for suffix, array in ((".ends", counted), (".tokens", encoded.tokens)):
         temporary = stem.with_suffix(f"{suffix}.{os.getpid()}")
         with temporary.open("wb") as file:
             array.tofile(file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, stem.with_suffix(suffix))
 
 
