@@ -18,10 +18,13 @@ PLANS = [Plan(replicate=2, bucket=2000, **WIDE), Plan(shard=2, zero=3, **WIDE)]
 
 
 class Event:
-    """A CUDA event that is complete when it is recorded."""
+    """A CUDA event that is complete when it is waited for."""
 
     def __init__(self, enable_timing=False):
-        self.at = None
+        self.at, self.waited = None, False
+
+    def synchronize(self):
+        self.waited = True
 
     def record(self, stream=None):
         self.at = time.perf_counter()
@@ -30,6 +33,7 @@ class Event:
         return self.at is not None
 
     def elapsed_time(self, end):
+        assert end.waited, "Both events must be completed before calculating elapsed time."
         return 1e3 * (end.at - self.at)
 
 

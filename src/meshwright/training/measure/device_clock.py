@@ -88,7 +88,10 @@ class DeviceClock:
     def seconds(self, mark: Any) -> float:
         if isinstance(mark, float):  # of the host's clock, from a handle of our backend
             return mark
-        return float("nan") if mark is None else self.origin_s + self.origin.elapsed_time(mark) / 1e3
+        if mark is None:
+            return float("nan")
+        mark.synchronize()  # the host may have run ahead of the last one
+        return self.origin_s + self.origin.elapsed_time(mark) / 1e3
 
     def events(self, operations: list[Any]) -> list[CommEvent]:
         """The operations of a step, with seconds for their marks."""
