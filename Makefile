@@ -34,7 +34,7 @@ demo: setup
 	@echo "== 4/8  proof: data and tensor parallelism train what one device trains (4 processes, about 10 s)"
 	$(MW) verify examples/demo-dp2-tp2.toml --out $(DEMO)/dp2-tp2/proof.json
 	@echo "== 5/8  train it, and compare with the prediction (measures this machine first, about a minute)"
-	$(MW) train examples/demo-dp2-tp2.toml --steps 200 --out $(DEMO)/dp2-tp2
+	$(MW) train examples/demo-dp2-tp2.toml --recalibrate --steps 200 --out $(DEMO)/dp2-tp2
 	$(MW) estimate --plan $(DEMO)/dp2-tp2/plan.toml
 	@echo "== 6/8  proof: a pipeline with ZeRO-3"
 	$(MW) verify examples/demo-pp2-shard2.toml --out $(DEMO)/pp2-shard2/proof.json
