@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,23 @@ def test_a_written_file_is_read_back(name: str, tmp_path) -> None:
     assert read_settings(path, gpus=config.plan.world, model="llama3-8b").plan.tp == config.plan.tp
     if not args:
         assert settings == written.settings
+
+
+@pytest.mark.parametrize("stack", ["megatron-lm", "megatron-bridge"])
+@pytest.mark.parametrize("stages", [(), (3, 5, 5, 3, 4, 4, 4, 4)])
+def test_stages_of_different_length_become_a_layout_of_megatron(
+    stack: str, stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    """126 layers over pp 16 × 4, or lengths that the plan names: the text is shell-quoted, and the same lengths are read back."""
+    framework = FRAMEWORKS[stack]
+    model, fields = ("llama3-8b", {"pp": 4, "virtual": 2}) if stages else ("llama3.1-405b", {"pp": 16, "virtual": 4})
+    plan = Plan(schedule="interleaved", layers_per_stage=stages, replicate=8, **fields)
+    config = Config.from_parts(
+        model, {"extends": "dgx-h100", "gpus": plan.world}, framework.stack, {"batch": 512, "seq": 4096}, plan
+    ).check()
+    written = settings_of(config, framework)
+    assert not written.inexpressible
+    path = tmp_path / f"settings.{'sh' if framework.form == 'flags' else framework.form}"
+    path.write_text(written.text)
+    back = read_settings(path, gpus=plan.world).plan
+    assert back.stage_layers(config.model.layers) == plan.stage_layers(config.model.layers)

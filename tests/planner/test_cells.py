@@ -64,8 +64,8 @@ def test_heads_that_do_not_divide_are_the_reason():
 
 
 def test_what_a_framework_cannot_run_is_the_reason():
-    """Megatron divides layers evenly over stages: four stages of six layers have no plan, and no search is needed to say so."""
-    space = read("tiny", "dgx-h100", gpus=8, batch=64, seq=1024, stack="megatron-core").space()
+    """Megatron-LM of 2021 divides layers evenly over stages: four stages of six layers have no plan, and no search is needed to say so."""
+    space = read("tiny", "dgx-h100", gpus=8, batch=64, seq=1024, stack="megatron-lm").space()
     *_, last = cells(space)
     reasons = {(c.tp, c.pp): c.reason for c in last}
     assert "6 layers of tiny do not divide over pp" in reasons[1, 4]

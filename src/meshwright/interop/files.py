@@ -95,6 +95,10 @@ def read_settings(
     return understand(framework, settings, args, gpus=gpus, hardware=hardware, model=model)
 
 
+# A value of a flag: a number, or a word. Signs of the shell in it were quoted, as in a pipeline layout; a quoted command is no value.
+SHELL_VALUE = re.compile(r"-\d+(\.\d+)?|(?!-)([^<>$`=\s]+|[^()&|;<>$`=]+)")
+
+
 def script_flags(text: str) -> list[str]:
     """The flags of a shell script or of a file of arguments, with the script's own variables replaced."""
     values = {name: value.strip("\"'") for name, value in ASSIGNED.findall(text)}
@@ -105,21 +109,21 @@ def script_flags(text: str) -> list[str]:
 
     for _ in range(3):
         text = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", replaced, text)
+    signs = "();|&"
+    reader = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=signs)
+    reader.whitespace_split = True
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        words = list(reader)
     except ValueError:
         words = text.split()
     out: list[str] = []
     for word in words:
-        if word.endswith(".py") and out and not out[-1].startswith("--"):
-            out.append("--")  # the program that a launcher starts, after the launcher's flags
-        elif (word.startswith("--") and len(word) > 2 and word[2].isalpha()) or (
-            (out and re.fullmatch(r"[^()&|;<>$`=]+", word) and not word.startswith("-"))
-            or (out and re.fullmatch(r"-\d+(\.\d+)?", word))
-        ):
-            out.append(word)
-        elif word in (")", "&&", ";", "|"):
+        if not word.strip(signs):
             out.append("--")  # the end of a list of flags: what follows is no value of the last flag
+        elif word.endswith(".py") and out and not out[-1].startswith("--"):
+            out.append("--")  # the program that a launcher starts, after the launcher's flags
+        elif (word.startswith("--") and word[2:3].isalpha()) or (out and SHELL_VALUE.fullmatch(word)):
+            out.append(word)
     return out
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import groupby
 from typing import Any
 
 from meshwright.interop.keys import Facts, Framework, SettingsProblem
@@ -34,9 +35,11 @@ def layout_stages(layout: Any) -> list[int] | None:
 
 
 def layout_text(stage_layers: list[int]) -> str:
-    """Megatron's text of a layout: the embedding before the first stage, the loss after the last one."""
-    stages = [f"t*{count}" for count in stage_layers]
-    return f"E{'|'.join(stages)}L"
+    """Megatron's text of a layout: the embedding before the first stage, the loss after the last one, equal neighbours as one group."""
+    *others, last = stage_layers
+    runs = [(layers, len(list(equal))) for layers, equal in groupby(others)]
+    groups = [f"(t*{layers}|)*{count}" if count > 1 else f"t*{layers}|" for layers, count in runs]
+    return f"E{''.join(groups)}t*{last}L"
 
 
 def pattern_layers(pattern: str) -> int:

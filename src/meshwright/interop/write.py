@@ -6,6 +6,7 @@ What unknown fit is found by reading the settings back: a field of the plan that
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _pipeline(plan: Plan, model: Model) -> Facts:
         "virtual": plan.virtual,
         "schedule": plan.schedule,
         "layers_per_chunk": max(each) if len(set(each)) == 1 else None,
-        "stage_layers": list(plan.layers_per_stage) or None,
+        "stage_layers": list(each) if len(set(each)) > 1 else None,
     }
 
 
@@ -223,7 +224,7 @@ def text_of(settings: Settings, framework: Framework, form: Form, inexpressible:
         return comments + tomli_w.dumps(nested(settings))
     if form == "yaml":
         return comments + yaml_text(nested(settings))
-    flags = [" ".join(flag_words(framework, name, value)) for name, value in settings.items()]
+    flags = [shlex.join(flag_words(framework, name, value)) for name, value in settings.items()]
     return comments + " \\\n".join(flag for flag in flags if flag) + "\n"
 
 

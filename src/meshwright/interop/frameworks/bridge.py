@@ -87,7 +87,7 @@ TABLE = Table(
         flag("sp", M + "sequence_parallel", was=("sequence_parallel",)),
         Key(M + "pipeline_model_parallel_size", "pp", was=("pipeline_model_parallel_size", "pp_size"), default=1, always=True),
         Key(M + "virtual_pipeline_model_parallel_size", "virtual", was=("virtual_pipeline_model_parallel_size", "vp_size")),
-        Key(M + "pipeline_model_parallel_layout", "layout", was=("pp_layout", "pipeline_model_parallel_layout"), read_only=True),
+        Key(M + "pipeline_model_parallel_layout", "layout", was=("pp_layout", "pipeline_model_parallel_layout")),
         Key(M + "num_layers_in_first_pipeline_stage", "first_layers", was=("num_layers_in_first_pipeline_stage",), read_only=True),
         Key(M + "num_layers_in_last_pipeline_stage", "last_layers", was=("num_layers_in_last_pipeline_stage",), read_only=True),
         flag("counts_embedding", M + "account_for_embedding_in_pipeline_split", read_only=True),

@@ -75,9 +75,10 @@ def derive_schedule(facts: Facts) -> None:
 
 
 def restate_schedule(facts: Facts) -> None:
-    if (
-        facts.get("schedule") != "interleaved" or facts.get("pp", 1) == 1 or facts.get("stage_layers")
-    ):  # a layout implies it
+    """Stages of different length need a layout, which also tells the number of virtual stages."""
+    if facts.get("stage_layers"):
+        facts["layout"] = layout_text(facts["stage_layers"])
+    if facts.get("schedule") != "interleaved" or facts.get("pp", 1) == 1 or facts.get("layout"):
         facts.pop("virtual", None)
 
 
@@ -114,8 +115,6 @@ def _restate(facts: Facts) -> None:
     facts["grouped"] = bool(facts.get("model.kv_heads"))
     if dense := facts.get("model.dense_layers"):
         facts["moe_layout"] = f"([0]*{dense}+[1]*{facts['model.layers'] - dense})"
-    if facts.get("stage_layers"):
-        facts["layout"] = layout_text(facts["stage_layers"])
 
 
 TABLE = Table(
