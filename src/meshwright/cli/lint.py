@@ -85,12 +85,13 @@ def lint_settings(reading: Any, file: str, as_json: bool) -> bool:
 def lint_recipes(file: str, as_json: bool) -> None:
     """Print a verdict per recipe: a JSON object per line with --json, else a table."""
     from meshwright.cli.output import patient
-    from meshwright.interop.recipes import check, rows
+    from meshwright.interop.recipes import rows
+    from meshwright.planner.advice.lint.recipes import judge
 
     given, verdicts = list(rows(file)), []
     with patient("checking recipes") as progress:
         for row in given:
-            verdicts.append(check(row))
+            verdicts.append(judge(row))
             progress(len(verdicts) / len(given))
     if as_json:
         import json

@@ -11,9 +11,12 @@ cost model does not have, and unknown ones.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.interop.facts import FACTS, fact_value
@@ -98,6 +101,7 @@ class Table:
     not_modelled: tuple[str, ...] = ()  # time or memory may depend on them, in a way that the cost model does not have
     derive: Callable[[Facts], None] = lambda facts: None  # facts that follow from several keys
     restate: Callable[[Facts], None] = lambda facts: None  # its inverse, before writing
+    known_as: str = ""  # the framework in the table of known key names; "": it is not there
 
     def __post_init__(self) -> None:
         missing = {key.fact for key in self.keys} - set(FACTS)
@@ -111,9 +115,13 @@ class Table:
 
     def kind_of(self, name: str) -> str:
         """Classify an unlisted key: "no effect", "not modelled", "unknown" (it could matter) or "ignored"."""
-        if any(is_misspelling(name, known) for known in self.names()):
+        last = last_part(name)
+        known = known_keys(self.known_as)
+        if last not in known and any(is_misspelling(last, each, 2) for each in known):
             return "unknown"
-        if NO_EFFECT.fullmatch(re.split(r"[.]", name.lower().replace("-", "_"))[-1].lstrip("_")):
+        if any(is_misspelling(name, each) for each in self.names() if last not in known or last_part(each) == last):
+            return "unknown"
+        if NO_EFFECT.fullmatch(last):
             return "no effect"
         if any(re.search(pattern, name) for pattern in self.not_modelled):
             return "not modelled"
@@ -181,15 +189,36 @@ def write_settings(table: Table, facts: Facts) -> tuple[Settings, list[str]]:
     return out, inexpressible
 
 
-def is_misspelling(name: str, known: str) -> bool:
-    """Whether two names differ in one place only, by at most two letters: `context_parapllel_size`."""
-    if name == known or abs(len(name) - len(known)) > 1 or len(name) < LEAST_LETTERS:
+KNOWN_KEYS = Path(__file__).parent / "frameworks" / "known_keys.json"
+
+
+@cache
+def known_keys(framework: str) -> frozenset[str]:
+    """Last parts of the keys that a framework's packages define (`benchmarks/framework_keys.py` writes the table)."""
+    table = json.loads(KNOWN_KEYS.read_text("utf-8")) if framework else {}
+    return frozenset(table.get(framework, {}).get("keys", "").split())
+
+
+def last_part(name: str) -> str:
+    """The last part of a key, as the table of known keys has it: `--DDP-impl` is ddp_impl, `model._target_` is target_."""
+    return name.lstrip("-").rpartition(".")[2].replace("-", "_").lower().lstrip("_")
+
+
+def is_misspelling(name: str, known: str, least: int = LEAST_LETTERS) -> bool:
+    """Whether two names of at least so many letters differ in one place only, by at most two letters: `context_parapllel_size`.
+
+    A name that is shorter than six letters may differ by one."""
+    name, known = (
+        re.sub(r"\.\d+\.", ".0.", each) for each in (name, known)
+    )  # entries of a list differ in their number
+    if name == known or abs(len(name) - len(known)) > 1 or len(name) < least:
         return False
     shorter = min(len(name), len(known))
     start = next((i for i in range(shorter) if name[i] != known[i]), shorter)
     end = next((i for i in range(shorter - start) if name[-1 - i] != known[-1 - i]), shorter - start)
     parts = name[start : len(name) - end], known[start : len(known) - end]
-    return all(len(part) <= MOST_WRONG_LETTERS and not any(c.isdigit() for c in part) for part in parts)
+    most = MOST_WRONG_LETTERS if len(name) >= LEAST_LETTERS else 1
+    return all(len(part) <= most for part in parts)
 
 
 def plain(value: Any) -> Any:

@@ -238,7 +238,7 @@ def understand(
     shape: Mapping[str, Any] | None = None,
 ) -> SettingsReading:
     """The reading of settings and flags; flags win. `gpus`, `hardware`, `model` and `shape` are known from elsewhere."""
-    merged = {**_dashed(framework, settings), **_named(framework, flags(args))}
+    merged = merged_settings(framework, settings, args)
     understood = read_facts(framework.table, merged)
     facts = understood.facts
     name = str(facts.get("model") or model or "")
@@ -256,6 +256,11 @@ def understand(
     if not reading.errors:
         reading.problems += _illegal(reading)
     return reading
+
+
+def merged_settings(framework: Framework, settings: Mapping[str, Any], args: Sequence[str]) -> dict[str, Any]:
+    """Settings and flags under the names of the table's keys; flags win."""
+    return {**_dashed(framework, settings), **_named(framework, flags(args))}
 
 
 def _less_certain(problem: SettingsProblem) -> SettingsProblem:

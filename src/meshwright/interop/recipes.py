@@ -309,6 +309,7 @@ class RecipeVerdict:
     findings: list[dict[str, Any]] = field(default_factory=list)
     memory_gib: float | None = None
     reading: SettingsReading | None = None
+    slow: bool = False  # a finding names a pattern that costs time, with its seconds
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -317,6 +318,7 @@ class RecipeVerdict:
             "unknown": self.unknown,
             "legal": self.legal,
             "fits": self.fits,
+            "slow": self.slow,
             "findings": self.findings,
         }
 

@@ -62,6 +62,7 @@ def _restate(facts: Facts) -> None:
 
 
 TABLE = Table(
+    known_as="automodel",
     keys=(
         Key("model.pretrained_model_name_or_path", "model", read_only=True,
             was=("model.config.pretrained_model_name_or_path", "model.config.name_or_path")),

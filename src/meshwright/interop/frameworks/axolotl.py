@@ -81,6 +81,7 @@ def _derive_axolotl(facts: Facts) -> None:
 
 
 AXOLOTL_TABLE = Table(
+    known_as="axolotl",
     keys=(
         Key("base_model", "model", read_only=True),
         Key("tensor_parallel_size", "tp", default=1),
@@ -166,6 +167,7 @@ def _restate_accelerate(facts: Facts) -> None:
 
 
 ACCELERATE_TABLE = Table(
+    known_as="accelerate",
     keys=(
         Key("distributed_type", "adapter_kind", words={name: name for name in ("FSDP", "DEEPSPEED", "MULTI_GPU", "NO", "MULTI_CPU", "MEGATRON_LM", "XLA")},
             always=True),

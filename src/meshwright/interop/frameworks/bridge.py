@@ -75,6 +75,7 @@ def _restate(facts: Facts) -> None:
 
 M = "model."
 TABLE = Table(
+    known_as="megatron-bridge",
     keys=(
         Key(M + "num_layers", "model.layers"), Key(M + "hidden_size", "model.hidden"), Key(M + "ffn_hidden_size", "model.ffn"),
         Key(M + "num_attention_heads", "model.heads"), Key(M + "num_query_groups", "model.kv_heads"), Key(M + "kv_channels", "model.head_dim"),

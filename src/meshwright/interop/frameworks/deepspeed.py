@@ -102,6 +102,7 @@ MEGATRON_KEYS = tuple(
     )
 )
 TABLE = Table(
+    known_as="deepspeed",
     keys=(
         *MEGATRON_KEYS,
         Key("--model_name_or_path", "model", was=("--model_name", "--actor_model_name_or_path"), unset=("", True), read_only=True),

@@ -118,6 +118,7 @@ def _restate(facts: Facts) -> None:
 
 
 TABLE = Table(
+    known_as="megatron-lm",
     keys=(
         *SHAPE,
         Key("--decoder-num-layers", "model.layers", read_only=True),

@@ -29,6 +29,7 @@ def _restate_nanotron(facts: Facts) -> None:
 
 
 NANOTRON_TABLE = Table(
+    known_as="nanotron",
     keys=(
         Key(C + "num_hidden_layers", "model.layers"), Key(C + "hidden_size", "model.hidden", was=(C + "d_model",)),
         Key(C + "intermediate_size", "model.ffn"), Key(C + "num_attention_heads", "model.heads"), Key(C + "num_key_value_heads", "model.kv_heads"),
@@ -98,6 +99,7 @@ def _derive_olmo_core(facts: Facts) -> None:
 
 
 OLMO_CORE_TABLE = Table(
+    known_as="olmo-core",
     keys=(
         Key("model.d_model", "model.hidden"), Key("model.n_layers", "model.layers"), Key("model.n_heads", "model.heads"),
         Key("model.n_kv_heads", "model.kv_heads"), Key("model.vocab_size", "model.vocab"), Key("model.num_experts", "model.experts"),
@@ -151,6 +153,7 @@ def _derive_levanter(facts: Facts) -> None:
 
 
 LEVANTER_TABLE = Table(
+    known_as="levanter",
     keys=(
         Key("model.type", "flavor"),
         Key("initialize_from_hf", "model", unset=(True, False)),

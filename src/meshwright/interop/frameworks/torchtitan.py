@@ -76,6 +76,7 @@ def _restate(facts: Facts) -> None:
 
 
 TABLE = Table(
+    known_as="torchtitan",
     keys=(
         Key("model.name", "model", read_only=True),
         Key("model.flavor", "flavor", read_only=True),
