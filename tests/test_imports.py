@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -127,6 +128,21 @@ def test_cost_reads_the_step_program_and_never_lowers() -> None:
     """Of `lower`, `cost` imports the types of its result alone: what it prices is plain data."""
     of_lower = {t for name in MODULES if room(name) == "cost" for t in imported(name) if room(t) == "lower"}
     assert of_lower == {"meshwright.lower.program"}
+
+
+def has_hidden_state(code: str) -> bool:
+    """Whether code rebinds a variable of its module, or keeps values by context or thread."""
+    return bool(re.search(r"^ *global \w+$|\bcontextvars\b|\bthreading.local\b", code, re.MULTILINE))
+
+
+def test_values_pass_by_signatures_except_in_the_step_context() -> None:
+    """`models.step_context` is the one variable that carries values past signatures where torch runs; a pool of processes keeps its tokenizer."""
+    assert has_hidden_state("from contextvars import ContextVar\nnow = ContextVar('now')")
+    assert has_hidden_state("import threading\nnow = threading.local()")
+    assert not has_hidden_state("import threading\nthreading.Lock()")
+    wing = [name for name in MODULES if TORCH_FROM <= HEIGHT.get(room(name), 0) < HEIGHT["cli"]]
+    hidden = {name for name in wing if has_hidden_state(MODULES[name].read_text("utf-8"))}
+    assert hidden == {"meshwright.models.step_context", "meshwright.training.data.prepare.run"}
 
 
 def import_cycles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:

@@ -206,14 +206,14 @@ def test_training_on_a_gpu_in_16_bits():
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 256), (torch.bfloat16, 1030), (torch.float64, 33)])
 def test_dropout_is_the_same_on_any_device(dtype, width):
-    from meshwright.models.dropout import Dropout
-    from meshwright.models.step_context import StepSamples, within
+    from meshwright.models.dropout import Dropout, sample_hashes
+    from meshwright.models.step_context import within
 
     layer, x = Dropout(0.3, "layers.0.ffn"), torch.randn(4, 128, width).to(dtype)
     results = []
     for device in ("cpu", "cuda"):
         y = x.to(device, copy=True).requires_grad_()
-        with within(samples=StepSamples(1, 2, range(4, 8))):
+        with within(samples_B=sample_hashes(1, 2, range(4, 8), torch.device(device))):
             out = layer(y)
         out.backward(torch.ones_like(out))
         results.append((out.detach().cpu(), y.grad.cpu()))

@@ -6,15 +6,16 @@ import torch
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
-from meshwright.models.dropout import GOLDEN, Dropout, kept, mixed, multiples, samples, tokens
-from meshwright.models.step_context import StepSamples, within
+from meshwright.models.dropout import GOLDEN, Dropout, kept, key_of, mixed, multiples, sample_hashes, tokens
+from meshwright.models.step_context import within
 
-MOMENT = StepSamples(seed=5, step=3, samples=range(8))
+CPU = torch.device("cpu")
+MOMENT = sample_hashes(5, 3, range(8), CPU)
 PLACES = torch.arange(64)
 
 
-def mask(rate=0.3, site="layers.1.ffn", places=PLACES, width=64, **changes):
-    sample_B = samples(StepSamples(**{**vars(MOMENT), **changes}), site, places.device)
+def mask(rate=0.3, site="layers.1.ffn", places=PLACES, width=64, seed=5, step=3, samples=range(8)):
+    sample_B = mixed(sample_hashes(seed, step, samples, CPU) + key_of(site))
     return kept(tokens(sample_B, places * GOLDEN), rate, width)
 
 
@@ -60,16 +61,16 @@ def test_a_share_of_the_sequence_has_the_mask_of_the_whole_sequence():
     for i in range(4):
         part = Dropout(0.3, "a")
         part.share = (i, 4)
-        with within(samples=MOMENT):
+        with within(samples_B=MOMENT):
             shares.append(part(x[:, 16 * i : 16 * i + 16]))
-    with within(samples=MOMENT):
+    with within(samples_B=MOMENT):
         assert torch.equal(whole(x), torch.cat(shares, 1))
 
 
 def test_backward_uses_the_mask_of_forward_without_saving_it():
     layer, saved = Dropout(0.4, "a"), []
     x = torch.ones(8, 64, 16, dtype=torch.float64, requires_grad=True)
-    with within(samples=MOMENT), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+    with within(samples_B=MOMENT), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
         y = layer(x)
     assert y.grad_fn.token_BS.nbytes == 8 * 8 * 64
     y.backward(torch.ones_like(y))  # at no moment at all: it remembers its own
@@ -88,7 +89,10 @@ def test_dropout_is_off_in_evaluation_and_refused_without_a_moment():
     layer, x = Dropout(0.4, "a"), torch.ones(8, 4, 2)
     with pytest.raises(MeshwrightError, match="MW-BUILD-004"):
         layer(x)
-    with within(samples=MOMENT), pytest.raises(MeshwrightError, match="dropout at a with a batch of 3 samples"):
+    with (
+        within(samples_B=MOMENT),
+        pytest.raises(MeshwrightError, match="dropout at a has a batch of 3 samples, and the step names 8"),
+    ):
         layer(x[:3])
     assert torch.equal(layer.eval()(x), x)
 

@@ -10,8 +10,8 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.models.attention import AttentionRule, Geometry
-from meshwright.models.dropout import Dropped, Probabilities, runs_in
-from meshwright.models.step_context import StepSamples, within
+from meshwright.models.dropout import Dropped, Probabilities, runs_in, sample_hashes
+from meshwright.models.step_context import within
 from meshwright.parallel.context import blocks
 from meshwright.parallel.context import sequence as context
 from meshwright.parallel.context.attend import tiled_attention
@@ -86,7 +86,7 @@ def test_tiles_equal_the_formula(window, causal, rate, more, sinks, monkeypatch)
 
 def test_each_probability_has_a_different_random_number():
     module = Probabilities(0.25, "layers.0.probabilities")
-    with within(samples=StepSamples(3, 7, range(2, 5))):
+    with within(samples_B=sample_hashes(3, 7, range(2, 5), torch.device("cpu"))):
         whole = module(torch.empty(3, 4, 64, 8))
         module.share = (1, 2)
         half = module(torch.empty(3, 2, 64, 8))

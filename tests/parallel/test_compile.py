@@ -9,7 +9,6 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.run import Run
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.models.dropout import Dropout
 from meshwright.parallel import compile as compiling
 from meshwright.parallel.apply import apply
 from meshwright.parallel.compile import plan_compilation, resolve_compile
@@ -81,11 +80,3 @@ def test_all_layers_of_a_kind_share_one_graph_in_every_step(traced_only, model, 
     the sums of copies are three.    Dropout draws other elements in each step without another graph."""
     assert losses(model, mode) == losses(model, "off")
     assert compiling.graph_counts() == counts
-
-
-def test_dropout_in_a_graph_draws_for_the_current_step(traced_only, monkeypatch):
-    """Without `hold` the graph would repeat the elements of its first step."""
-    eager = losses(DENSE, "off")
-    held = Dropout.hold
-    monkeypatch.setattr(Dropout, "hold", lambda self, x: held(self, x) if self.held_B is None else None)
-    assert losses(DENSE, "blocks") != eager

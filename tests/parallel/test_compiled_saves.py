@@ -60,7 +60,6 @@ def saved_bytes(precision, monkeypatch):
         decompositions=select_decomp_table(),
     )
     net.geometry.prepare(TOKENS, torch.bfloat16, torch.device("cpu"))
-    net.geometry.hold()
     x = torch.randn(1, TOKENS, MODEL.hidden, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(net.layers["0"].forward, backend=backend, dynamic=False)(x)
     tensors = [t for t in found if isinstance(t, torch.Tensor) and TOKENS in t.shape and t.dtype != torch.float32]

@@ -149,9 +149,10 @@ def test_a_kernel_runs_only_inside_one_document():
 
 def forget_documents():
     """Ring attention does not see the document numbers."""
-    from meshwright.models.attention import Geometry
+    from meshwright.parallel.context import sequence
 
-    Geometry.documents = lambda geometry: None
+    plain = sequence.pattern_of
+    sequence.pattern_of = lambda *a: plain(*a)._replace(documents_BS=None)
 
 
 @pytest.mark.parametrize("prepare", ["", "test_documents:forget_documents"])

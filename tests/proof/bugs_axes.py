@@ -9,8 +9,8 @@ from torch import distributed
 from torch.nn import functional as F
 
 from meshwright.describe.sharding import RULES, Rule
+from meshwright.models.dropout import mixed, sample_hashes
 from meshwright.models.moe import routed_experts
-from meshwright.models.step_context import StepSamples, current, within
 from meshwright.parallel import apply, exchange, pipeline, recompute, stages
 from meshwright.parallel.context import blocks, sequence
 from meshwright.parallel.context import sequence as context
@@ -148,12 +148,12 @@ def same_dropout_on_every_tp_rank():
 
 def different_dropout_on_every_tp_rank():
     """One seed per rank: ranks with the same tensor drop different elements."""
-    apply.StepSamples = lambda seed, step, samples: StepSamples(seed + distributed.get_rank(), step, samples)
+    apply.sample_hashes = lambda seed, *a: sample_hashes(seed + distributed.get_rank(), *a)
 
 
 def same_dropout_on_every_data_rank():
     """Samples are numbered from the first sample of this rank."""
-    apply.StepSamples = lambda seed, step, samples: StepSamples(seed, step, range(len(samples)))
+    apply.sample_hashes = lambda seed, step, samples, *a: sample_hashes(seed, step, range(len(samples)), *a)
 
 
 def dropout_differs_when_recomputed():
@@ -161,9 +161,8 @@ def dropout_differs_when_recomputed():
     rerun = recompute._Call.rerun
 
     def later(self):
-        now = current().samples
-        with within(samples=replace(now, step=now.step + 1)):
-            rerun(self)
+        self.context = replace(self.context, samples_B=mixed(self.context.samples_B.clone()))
+        rerun(self)
 
     recompute._Call.rerun = later
 

@@ -85,7 +85,6 @@ class Geometry:
         self.length = 0  # 0: that of the input
         self.attend: Attend = self.attend_whole
         self._cache: dict[tuple, torch.Tensor] = {}
-        self.held_documents_BS: torch.Tensor | None = None
 
     def attend_whole(
         self,
@@ -176,16 +175,9 @@ class Geometry:
                 self.temperature(length, dtype, device)
             self._position_mask(length, rule, device)
 
-    def hold(self) -> None:
-        """Keep the documents for a compiled graph (`step_context`)."""
-        self.held_documents_BS = current().documents_BS
-
-    def documents(self) -> torch.Tensor | None:
-        return self.held_documents_BS if torch.compiler.is_compiling() else current().documents_BS
-
     def mask(self, x: torch.Tensor, rule: AttentionRule) -> torch.Tensor | None:
         """True where a query may attend; None if `is_causal` or no mask is sufficient."""
-        mask, documents_BS = self._position_mask(x.shape[-2], rule, x.device), self.documents()
+        mask, documents_BS = self._position_mask(x.shape[-2], rule, x.device), current().documents_BS
         if documents_BS is None:
             return mask
         position_ids = torch.arange(x.shape[-2], device=documents_BS.device)

@@ -31,6 +31,7 @@ Legend: B batch, S sequence, H hidden, N heads, R queries, C keys.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -39,7 +40,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.models.step_context import StepSamples, current
+from meshwright.models.step_context import current
 
 FEATURES_PER_NUMBER = 4  # features that share one 64-bit number, 16 bits each
 SMALLEST = -(2**15)  # the smallest value of a 16-bit part
@@ -68,21 +69,18 @@ def parts_of(rate: float) -> int:
     return min(round(rate * 2**16), 2**16 - 1)
 
 
-def sample_keys(moment: StepSamples, site: str, device: torch.device) -> torch.Tensor:
-    """[B]: a number for each sample of the moment at this site; `mixed`, it is the sample's hash."""
-    digest = hashlib.blake2b(f"{moment.seed}:{moment.step}:{site}".encode(), digest_size=8).digest()
-    key = int.from_bytes(digest, "little", signed=True)
-    s = moment.samples
-    if isinstance(s, range):  # the usual case: created on the device, without waiting for the host
-        samples_B = torch.arange(s.start, s.stop, s.step, device=device)
+def key_of(text: str) -> int:
+    """64 bits of the text's digest."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def sample_hashes(seed: int, step: int, samples: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[B]: a hash of each sample of the global batch in this step; every site mixes its own key into it."""
+    if isinstance(samples, range):  # the usual case: created on the device, without waiting for the host
+        samples_B = torch.arange(samples.start, samples.stop, samples.step, device=device)
     else:
-        samples_B = torch.tensor(list(s), device=device)
-    return samples_B * GOLDEN + key
-
-
-def samples(moment: StepSamples, site: str, device: torch.device) -> torch.Tensor:
-    """[B]: a hash for each sample, from which the hashes of its tokens are computed."""
-    return mixed(sample_keys(moment, site, device))
+        samples_B = torch.tensor(list(samples), device=device)
+    return mixed(samples_B * GOLDEN + key_of(f"{seed}:{step}"))
 
 
 def multiples(numbers: range, device: torch.device) -> torch.Tensor:
@@ -137,37 +135,30 @@ class _Drop(torch.autograd.Function):
         return drop(gradient, ctx.token_BS, ctx.rate), None, None
 
 
-def moment_of(x: torch.Tensor, site: str) -> StepSamples:
-    moment = current().samples
-    if moment is None or len(moment.samples) != len(x):
-        raise MeshwrightError(
-            "MW-BUILD-004",
-            f"dropout at {site} with a batch of {len(x)} samples does not know its step and samples ({moment})",
-            why="The dropped elements depend on the step and on the samples of the micro-batch",
-            fix="with within(samples=StepSamples(seed, step, samples)): model(x)",
-        )
-    return moment
-
-
 class DrawsForSamples(nn.Module):
-    """A module that drops elements by the samples of the current moment. `hold` reads them for a compiled graph
-    (`step_context`)."""
+    """A module that drops elements by the samples of the current step (`step_context`)."""
 
     def __init__(self, rate: float, site: str) -> None:
         super().__init__()
         self.rate, self.site = rate, site
-        self.held_B: torch.Tensor | None = None
+        self.key: int | torch.Tensor = key_of(site)
 
-    def hold(self, x: torch.Tensor) -> None:
-        """Keep the keys of the samples of a layer's input for the graph."""
-        drops = self.training and self.rate
-        self.held_B = sample_keys(moment_of(x, self.site), self.site, x.device) if drops else None
+    def prepare(self, device: torch.device) -> None:
+        """Make the key of the site an input of compiled graphs: as a number it would be a constant, and every layer another graph."""
+        self.key = torch.tensor(key_of(self.site), device=device)
 
     def sample_hashes(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            assert self.held_B is not None
-            return mixed(self.held_B.clone())
-        return samples(moment_of(x, self.site), self.site, x.device)
+        """[B]: a hash of each sample at this site, from which the hashes of its tokens are computed."""
+        samples_B = current().samples_B
+        if samples_B is None or len(samples_B) != len(x):
+            raise MeshwrightError(
+                "MW-BUILD-004",
+                f"dropout at {self.site} has a batch of {len(x)} samples, and the step names "
+                + ("none" if samples_B is None else str(len(samples_B))),
+                why="The dropped elements depend on the step and on the samples of the micro-batch",
+                fix="with within(samples_B=sample_hashes(seed, step, samples, device)): model(x)",
+            )
+        return mixed(samples_B + self.key)
 
 
 class Dropout(DrawsForSamples):

@@ -132,7 +132,7 @@ class Head(nn.Module):
         x_BSH = self.norm(x_BSH)
         if self.scale != 1:  # of the logits: the projection is linear, and this tensor is smaller
             x_BSH = x_BSH * self.scale
-        targets = current().targets if self.fuses_loss else None  # a compiled head cannot read the context
+        targets = current().targets if self.fuses_loss else None
         if targets is None:
             logits = self.project(x_BSH)
             return soft_cap(logits, self.softcap) if self.softcap else logits

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import DrawnWeights, Weights, build, width_of_output
-from meshwright.models.step_context import StepSamples, Targets, within
+from meshwright.models.dropout import sample_hashes
+from meshwright.models.step_context import Targets, within
 from meshwright.parallel.compile import Compilation, compile_stage, plan_compilation
 from meshwright.parallel.data import reduction, zero
 from meshwright.parallel.data.fp8_gather import Fp8Weights
@@ -66,7 +67,8 @@ class Parallel(Sharded):
     pipeline: Pipeline | None = None
     position_ids: torch.Tensor | None = None  # of this rank's tokens in the sequence; None: it has the whole sequence
     tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
-    moment: StepSamples | None = None  # the step, and this rank's samples of its global batch
+    step: int = -1  # the current one; -1 before the first
+    samples_B: torch.Tensor | None = None  # a hash of each of this rank's samples in this step: dropout draws from it
     documents_BS: torch.Tensor | None = (
         None  # the document of each token of these samples; None: attention is not limited
     )
@@ -129,7 +131,8 @@ class Parallel(Sharded):
 
     def begin_step(self, step: int, samples: Sequence[int], documents_BS: torch.Tensor | None = None) -> None:
         """Set the inputs of dropout and attention masks: the samples of this step, and the documents of their tokens."""
-        self.moment, self.documents_BS = StepSamples(self.seed, step, samples), documents_BS
+        self.step, self.samples_B = step, sample_hashes(self.seed, step, samples, torch.device(self.mesh.device))
+        self.documents_BS = documents_BS
         self.quantise_weights()
 
     def quantise_weights(self) -> None:
@@ -141,15 +144,11 @@ class Parallel(Sharded):
     def microbatch_scope(self, microbatch: int) -> AbstractContextManager[Any]:
         """A context in which dropout draws for the samples of this micro-batch, and attention stays in their documents."""
         rows = slice(microbatch * self.plan.microbatch, (microbatch + 1) * self.plan.microbatch)
-        values: dict[str, Any] = {}
-        if self.moment is not None:
-            values["samples"] = replace(self.moment, samples=self.moment.samples[rows])
-        if self.documents_BS is not None:
-            values["documents_BS"] = self.documents_BS[rows]
+        targets = None
         if self.fuses_loss and self.targets is not None:
-            factor = torch.as_tensor(1.0 / self.tokens, device=self.mesh.device)
-            values["targets"] = Targets(self.targets[rows], factor)
-        return within(**values)
+            targets = Targets(self.targets[rows], torch.as_tensor(1.0 / self.tokens, device=self.mesh.device))
+        samples_B, documents_BS = (x if x is None else x[rows] for x in (self.samples_B, self.documents_BS))
+        return within(samples_B=samples_B, documents_BS=documents_BS, targets=targets)
 
     def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output if self.fuses_loss else self.loss(output, target) / self.tokens

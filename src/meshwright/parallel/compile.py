@@ -20,8 +20,8 @@ ranks of the machine. Between layers there is little to fuse.
 So `apply` compiles after the strategies that change a layer from the inside, and before those that wrap it. (torch recommends recompute
 before compile, because torch's checkpoint is traced into the graph. Ours is not: it also serves split backwards.)
 
-**The step's context** (`models.step_context`: samples for dropout, documents, whether gathered tensors are kept) cannot be read in a graph. A
-part that needs it has a method `hold`, which the block calls before its graph: it keeps the value in an attribute, an input of the graph.
+**The step's context** (`models.step_context`: samples for dropout, documents, whether gathered tensors are kept) is an input of the graph: the
+tensors that it reads there change from step to step without another graph, and each value of a flag has its own.
 
 **What is not compiled**, with the reason in `Compilation.notes`: stages of split-backward schedules (torch computes the gradients of inputs
 and weights separately there, and a compiled graph has one backward), the dispatch of experts (its sizes are known only when the tokens
@@ -40,12 +40,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.models.copies import Sums
+from meshwright.models.dropout import DrawsForSamples
 from meshwright.programs.pipelines.program import PipelineProgram
 
 BACKEND = "inductor"
@@ -116,25 +116,27 @@ def compile_stage(module: Any, done: Compilation, tokens: Tokens) -> None:
     if done.mode == "off":
         return
     prepare_compiler(tokens[2])
-    geometry: Any = getattr(module, "geometry", None)
-    if geometry is not None:
-        geometry.prepare(*tokens)
+    if hasattr(module, "geometry"):
+        module.geometry.prepare(*tokens)
+    for part in module.modules():
+        if isinstance(part, DrawsForSamples):
+            part.prepare(tokens[2])
     if done.mode == "whole":
-        module.body = compiled_part(module, module.body, geometry)
+        module.body = compiled(module.body)
     else:
         for layer in module.layers.values():
-            compile_layer(layer, geometry)
+            compile_layer(layer)
     head: Any = getattr(module, "head", None)
     if head is not None and not head.fuses_loss:
-        head.forward = compiled_part(head, head.forward)
+        head.forward = compiled(head.forward)
 
 
-def compile_layer(layer: Any, geometry: Any) -> None:
+def compile_layer(layer: Any) -> None:
     """One graph; with experts two, before and after them, one for the shared experts, one for the activation of routed ones, of any
     number of rows, and three for the sums of their outputs and gradients."""
     if getattr(layer, "expert", False):
         compile_experts(layer.moe)
-    layer.forward = compiled_part(layer, layer.forward, geometry, one_graph=not getattr(layer, "expert", False))
+    layer.forward = compiled(layer.forward, one_graph=not getattr(layer, "expert", False))
 
 
 def compile_experts(moe: Any) -> None:
@@ -145,32 +147,13 @@ def compile_experts(moe: Any) -> None:
     setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, backend=BACKEND))
     moe.sums = Sums(*(torch.compile(f, fullgraph=True, backend=BACKEND) for f in Sums().functions))
     if moe.shared is not None:
-        moe.shared.forward = compiled_part(moe.shared, moe.shared.forward)
+        moe.shared.forward = compiled(moe.shared.forward)
     moe.forward = torch.compiler.disable(moe.forward)
 
 
-def compiled_part(
-    part: nn.Module, forward: Callable[..., torch.Tensor], geometry: Any = None, one_graph: bool = True
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The compiled form of a method of a module. Hooks on the module stay outside of the graph."""
-    graph = torch.compile(forward, fullgraph=one_graph, dynamic=False, backend=BACKEND)
-    holders: list[Any] = [child for child in part.modules() if hasattr(child, "hold")]
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        if geometry is not None:
-            geometry.hold()
-        for holder in holders:
-            holder.hold(x)
-        return graph(x)
-
-    return run
-
-
-def compile_function(function: Callable[..., torch.Tensor], done: Compilation) -> Callable[..., torch.Tensor]:
-    """The compiled form of a function of tensors, such as the loss."""
-    if done.mode == "off":
-        return function
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+def compiled(function: Callable[..., torch.Tensor], one_graph: bool = True) -> Callable[..., torch.Tensor]:
+    """The compiled form of a function of tensors, or of a method of a module. Hooks on the module stay outside of the graph."""
+    return torch.compile(function, fullgraph=one_graph, dynamic=False, backend=BACKEND)
 
 
 def graph_counts() -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from meshwright.models import loss_function
 from meshwright.models.attention_kernels import prefer_fastest
 from meshwright.models.router import Router
 from meshwright.models.wide_products import wide_linear
-from meshwright.parallel.compile import Compilation, compile_function
+from meshwright.parallel.compile import Compilation, compiled
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import Loss
 from meshwright.parallel.tensor import vocabulary
@@ -27,13 +28,12 @@ def choose_loss(model: Model, mesh: Mesh, compilation: Compilation) -> Loss:
     group = mesh.group("tp")
     if model.kind == "mlp":
         return loss_function(model)
+    maybe_compiled: Callable[[Loss], Loss] = compiled if compilation.mode != "off" else lambda function: function
     if group is None:
-        return compile_function(loss_function(model), compilation)
+        return maybe_compiled(loss_function(model))
     size = model.padded_vocab
     start, _ = even_range(size, group.size(), group.rank())
-    summed = compile_function(
-        lambda logits, target: vocabulary.sum_of_losses(logits, target, start, group), compilation
-    )
+    summed = maybe_compiled(lambda logits, target: vocabulary.sum_of_losses(logits, target, start, group))
 
     def loss(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
         vocabulary.check_targets(target_BS, size)

@@ -25,7 +25,6 @@ itself is saved through autograd, so that hooks outside, such as offload, see it
 
 from __future__ import annotations
 
-import contextvars
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -38,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.models.step_context import within
+from meshwright.models.step_context import current, within
 
 
 class _AllFilled(Exception):
@@ -92,7 +91,7 @@ class _Call:
             torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         )
         self.autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
-        self.context = contextvars.copy_context()  # dropout reads the current step from it
+        self.context = current()  # dropout reads the samples of the step from it
         self.handles: list[weakref.ref[_Handle]] = []
         self.values: weakref.WeakKeyDictionary[_Handle, torch.Tensor] = weakref.WeakKeyDictionary()
 
@@ -103,7 +102,7 @@ class _Call:
 
     def unpack(self, handle: _Handle) -> torch.Tensor:
         if handle not in self.values:
-            self.context.run(self.rerun)
+            self.rerun()
         if handle not in self.values:
             raise recomputation_differs("saved fewer tensors than the original")
         return self.values[handle]
@@ -137,7 +136,7 @@ class _Call:
 
         buffers = [(b, b.clone()) for b in self.module.buffers()] if self.module is not None else []
         cuda = [self.device] if self.device.type == "cuda" else []
-        scope = within(recomputing=True, keeps_gathered=True)
+        scope = within(self.context, recomputing=True, keeps_gathered=True)
         with torch.random.fork_rng(devices=cuda), torch.enable_grad(), scope:
             torch.set_rng_state(self.random[0])
             if self.random[1] is not None:

@@ -87,9 +87,8 @@ def as_run(parallel: Parallel) -> Plan:
 
 def given_of(parallel: Parallel) -> Given:
     """Collect the facts that the plan does not fix: the step number, frozen parameters, routing, thresholds."""
-    step = parallel.moment.step + 1 if parallel.moment is not None else 0
     frozen = frozenset(p.name for p in parallel.pieces if not p.parameter.requires_grad)
-    return Given(step, frozen, routed(parallel), values_sent(parallel))
+    return Given(parallel.step + 1, frozen, routed(parallel), values_sent(parallel))
 
 
 def values_sent(parallel: Parallel) -> list[list[int]] | None:

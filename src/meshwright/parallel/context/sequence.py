@@ -77,6 +77,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models.attention import AttentionRule, Geometry
+from meshwright.models.step_context import current
 from meshwright.parallel import operators
 from meshwright.parallel.context.attend import attend_over_gathered, attend_over_ring, tiled_attention
 from meshwright.parallel.context.blocks import AttentionPattern, Runs, position_ids
@@ -248,7 +249,7 @@ def shard_sequence(
 def pattern_of(geometry: Geometry, rule: AttentionRule, seq: int) -> AttentionPattern:
     window = 0 if rule.window >= seq else rule.window
     chunked = rule.chunked and bool(window)
-    return AttentionPattern(geometry.causal, window, geometry.documents(), rule.scale, chunked, rule.softcap)
+    return AttentionPattern(geometry.causal, window, current().documents_BS, rule.scale, chunked, rule.softcap)
 
 
 def use_tiled_attention(module: nn.Module) -> None:

@@ -66,17 +66,12 @@ def _region(done: Split, name: str, part: Any) -> None:
                 fix="sp=false",
             )
         if torch.compiler.is_compiling():
-            return call(done.enter(x) if part.held_gathered else checkpoint(done.enter, x, use_reentrant=False))
+            return call(done.enter(x) if current().keeps_gathered else checkpoint(done.enter, x, use_reentrant=False))
         whole = done.enter(x)
         with regather(whole, x, done.group, done.sequence_dim):
             return call(whole)
 
-    def hold(x: torch.Tensor) -> None:
-        part.held_gathered = current().keeps_gathered
-
     part.forward = gathered if done.sequence else copied
-    if done.sequence:
-        part.hold = hold  # called before a compiled graph
 
 
 def _enter(done: Split, name: str, part: Any) -> None:

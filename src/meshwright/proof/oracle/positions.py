@@ -121,10 +121,10 @@ def splitmix(x: np.ndarray) -> np.ndarray:
 def dropout_factor(seed: int, step: int, site: str, samples: Sequence[int], rate: float, *sizes: int) -> torch.Tensor:
     """[B, *sizes]: 0 for elements that are dropped, 1 / (1 − rate) for others. Each index is mixed into the hash in turn; the last one in groups
     of four, which share the 64 bits of a number."""
-    digest = hashlib.blake2b(f"{seed}:{step}:{site}".encode(), digest_size=8).digest()
     *outer, width = sizes
-    key = np.frombuffer(digest, "<u8").astype(np.uint64)
-    number = splitmix(np.array(samples, np.uint64) * GOLDEN + key)
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (f"{seed}:{step}", site)]
+    moment, place = (np.frombuffer(digest, "<u8").astype(np.uint64) for digest in digests)
+    number = splitmix(splitmix(np.array(samples, np.uint64) * GOLDEN + moment) + place)
     for size in (*outer, -(-width // 4)):
         number = splitmix(number[..., None] + np.arange(size, dtype=np.uint64) * GOLDEN)
     bits = np.stack([(number >> np.uint64(16 * i)) & np.uint64(0xFFFF) for i in range(4)], axis=-1)
