@@ -65,6 +65,8 @@ def random_config(framework: Framework, model: str, rng: random.Random) -> Confi
         plan = Plan(**fields)
     except MeshwrightError:
         return None
+    if framework.name == "axolotl" and plan.shard % plan.ep:  # its expert parallelism is a part of the shards
+        return None
     work = Workload(
         batch=plan.dp * plan.microbatch * plan.pp * rng.choice((2, 4)), seq=4096, precision=rng.choice(("bf16", "fp8"))
     )

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from meshwright.interop import rules_megatron, rules_torch
 from meshwright.interop.files import read_settings
 from meshwright.interop.recipes import check
+from meshwright.interop.rules import Options
+from meshwright.interop.rules_megatron import MEGATRON_RULES
+from meshwright.interop.rules_torch import TORCH_RULES
 
 MODEL = ["--num-layers", "8", "--hidden-size", "512", "--num-attention-heads", "8", "--vocab-size", "32000"]
 BATCH = ["--seq-length", "1024", "--micro-batch-size", "1", "--global-batch-size", "64", "--bf16"]
@@ -115,3 +123,68 @@ def test_axolotl_packs_one_sequence_with_context_parallelism_and_shards_once() -
     assert check(row).legal
     settings |= {"deepspeed": "zero3.json", "fsdp": ["full_shard"]}
     assert check(row).legal is False
+
+
+AXOLOTL = {"base_model": "meta-llama/Llama-3.1-8B", "micro_batch_size": 1, "sequence_len": 4096, "bf16": True}
+FSDP2 = AXOLOTL | {"fsdp_version": 2, "fsdp_config.reshard_after_forward": True}
+TITAN = {"training.local_batch_size": 8, "training.seq_len": 4096}
+AUTO = {"distributed.strategy": "fsdp2", "step_scheduler.local_batch_size": 1, "dataset.seq_len": 4096}
+MESH = {
+    "distributed_type": "FSDP", "num_processes": 8, "fsdp_config.fsdp_version": 2, "fsdp_config.fsdp_reshard_after_forward": True,
+    "parallelism_config.parallelism_config_dp_shard_size": 4, "parallelism_config.parallelism_config_tp_size": 2,
+}  # fmt: skip
+BRIDGE = {
+    "model.hf_model_id": "Qwen/Qwen3-235B-A22B",
+    "model.seq_length": 4096,
+    "model.pipeline_model_parallel_size": 8,
+    "train.micro_batch_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("framework", "legal", "added", "what"),
+    [
+        ("axolotl", FSDP2, {"optimizer": "adamw_bnb_8bit"}, "adamw_bnb_8bit with FSDP2"),
+        ("axolotl", FSDP2, {"optimizer": "paged_adamw_8bit"}, "paged_adamw_8bit with FSDP2"),
+        ("axolotl", AXOLOTL | {"fsdp_config.offload_params": True}, {"optimizer": "paged_adamw_8bit"}, "with FSDP offload"),
+        ("axolotl", FSDP2 | {"adapter": "qlora", "load_in_4bit": True}, {"fsdp_config.cpu_ram_efficient_loading": True}, "memory-efficient loading"),
+        ("axolotl", AXOLOTL | {"adapter": "qlora", "load_in_4bit": True}, {"load_in_4bit": False}, "QLoRA without 4-bit"),
+        ("axolotl", AXOLOTL | {"load_in_8bit": True, "adapter": "lora"}, {"adapter": None}, "without an adapter"),
+        ("axolotl", FSDP2 | {"dp_shard_size": 8}, {"fsdp_version": None, "fsdp_config.reshard_after_forward": None}, "without fsdp_config"),
+        ("axolotl", AXOLOTL | {"context_parallel_size": 2, "attn_implementation": "flash_attention_2"}, {"attn_implementation": "sdpa"}, "with sdpa"),
+        ("axolotl", AXOLOTL | {"cut_cross_entropy": True}, {"liger_fused_linear_cross_entropy": True}, "several fused losses"),
+        ("accelerate", MESH, {"parallelism_config.parallelism_config_dp_shard_size": 1, "parallelism_config.parallelism_config_tp_size": 8},
+         "no dimension"),
+        ("accelerate", MESH, {"fsdp_config.fsdp_forward_prefetch": True}, "forward prefetch"),
+        ("torchtitan", TITAN, {"parallelism.tensor_parallel_degree": 2, "parallelism.enable_async_tensor_parallel": True}, "without compiling"),
+        ("torchtitan", TITAN, {"parallelism.tensor_parallel_degree": 2, "training.seq_len": 4095}, "4,095 tokens"),
+        ("torchtitan", TITAN, {"parallelism.data_parallel_replicate_degree": 4, "parallelism.data_parallel_shard_degree": 1,
+                               "parallelism.tensor_parallel_degree": 2}, "That is DDP"),
+        ("Automodel", AUTO, {"distributed.strategy": "ddp", "distributed.tp_size": 2}, "DDP with tensor"),
+        ("Automodel", AUTO, {"distributed.dp_replicate_size": 8}, "left to shard over"),
+        ("Automodel", AUTO, {"distributed.pp_size": 2, "step_scheduler.local_batch_size": 2}, "without a section"),
+        ("LLaMA-Factory", {"finetuning_type": "lora", "quantization_bit": 4}, {"finetuning_type": "full"}, "full fine-tuning"),
+        ("DeepSpeed", {"zero_optimization.stage": 1, "optimizer.type": "OneBitAdam"}, {"zero_optimization.stage": 2}, "1-bit optimizer"),
+        ("Megatron-Bridge", BRIDGE | {"model.account_for_embedding_in_pipeline_split": True, "model.account_for_loss_in_pipeline_split": True,
+                                      "model.virtual_pipeline_model_parallel_size": 4},
+         {"model.account_for_embedding_in_pipeline_split": False, "model.account_for_loss_in_pipeline_split": False}, "94 layers do not divide"),
+        ("Megatron-Bridge", {"model.num_layers": 8, "model.seq_length": 1024}, {"model.num_layers_in_first_pipeline_stage": 3}, "without a pipeline"),
+    ],
+)  # fmt: skip
+def test_frameworks_refuse(framework: str, legal: dict[str, Any], added: dict[str, Any], what: str) -> None:
+    def errors(settings: dict[str, Any]) -> list[str]:
+        row = {"id": "one", "framework": framework, "settings": settings, "gpus": 8}
+        return [f"{f['what']}. {f['why']}" for f in check(row).findings if f["severity"] == "error"]
+
+    assert [e for e in errors(legal) if "GPUs" not in e] == []
+    assert any(what in error for error in errors(legal | added)), errors(legal | added)
+
+
+def test_no_option_of_any_type_raises_in_a_rule() -> None:
+    """Each rule reads options that a file may give as text, numbers, lists or nothing."""
+    sources = (Path(module.__file__ or "").read_text("utf-8") for module in (rules_torch, rules_megatron))
+    names = sorted({name for source in sources for name in re.findall(r'"([a-z_0-9]{4,})"', source)})
+    for value in (None, True, "x", -1, 1.5, [1], {"a": 1}):
+        options = Options.of(dict.fromkeys(names, value), {"tp": 2, "seq": 64, "microbatch": 2, "gpus": 2})
+        for rule in (*MEGATRON_RULES, *TORCH_RULES):
+            rule.when(options)

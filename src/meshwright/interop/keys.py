@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -208,10 +208,9 @@ def is_misspelling(name: str, known: str, least: int = LEAST_LETTERS) -> bool:
     """Whether two names of at least so many letters differ in one place only, by at most two letters: `context_parapllel_size`.
 
     A name that is shorter than six letters may differ by one."""
-    name, known = (
-        re.sub(r"\.\d+\.", ".0.", each) for each in (name, known)
-    )  # entries of a list differ in their number
     if name == known or abs(len(name) - len(known)) > 1 or len(name) < least:
+        return False
+    if "." in name and re.sub(r"\.\d+\.", ".0.", name) == re.sub(r"\.\d+\.", ".0.", known):  # two entries of a list
         return False
     shorter = min(len(name), len(known))
     start = next((i for i in range(shorter) if name[i] != known[i]), shorter)
@@ -329,6 +328,7 @@ class Framework:
     layout_in_code: bool = False  # settings are a program, which may set the pipeline's layout without a key
     ends_are_layers: bool = False  # the embedding and the head may fill a pipeline stage alone
     expert_tp: Literal["tp", "one"] = "one"  # inside experts where it is not set
+    old_paths: str = ""  # pattern of the paths of recipes from versions in which unset meant tensor parallelism
     trains_mtp: bool = (
         False  # multi-token prediction is trained where the model has it, unless the settings switch it off
     )
@@ -344,6 +344,10 @@ class Framework:
     program: Callable[..., Any] | None = (
         None  # of a plan, the paths of plan file and run folder, and the steps between checkpoints (`view.launch_files`)
     )
+
+    def at(self, path: str) -> Framework:
+        """The framework in the version that a recipe at this path of its repository belongs to."""
+        return replace(self, expert_tp="tp") if self.old_paths and re.search(self.old_paths, path) else self
 
     def names_least_gpus(self, path: str) -> bool:
         """Whether the number of GPUs of a recipe at this path of the framework's repository is the smallest that its degrees allow."""

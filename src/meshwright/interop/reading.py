@@ -14,8 +14,10 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.interop.assemble import Assembled, assemble
-from meshwright.interop.checks_megatron import check_megatron
 from meshwright.interop.keys import Facts, Framework, SettingsProblem, Understood, flags, read_facts
+from meshwright.interop.rules import check_rules
+from meshwright.interop.rules_megatron import MEGATRON_RULES
+from meshwright.interop.rules_torch import TORCH_RULES
 from meshwright.interop.shapes import ShapeKeys, shape_of
 from meshwright.interop.stages import stages
 
@@ -23,6 +25,8 @@ from meshwright.interop.stages import stages
 #
 # Each rule reads facts that settings state; a fact that is missing never breaks a rule.
 
+# Models whose code in Megatron-Bridge sets the layout of the pipeline.
+LAYOUT_IN_CODE = re.compile(r"deepseek|kimi|moonlight|sarvam|glm|step|exaone|nemotron")
 NODE = 8  # GPUs of one NVLink domain of a server
 BEYOND_NODE = re.compile(r"^b[23]00", re.IGNORECASE)  # servers whose expert dispatchers fail across nodes
 
@@ -36,11 +40,10 @@ def check_facts(
     yield from _sequence(facts, framework)
     yield from _local_batch(facts, framework)
     yield from _experts_on_nvlink(facts, made, hardware)
-    yield from _zero_in_pipeline(facts, framework)
+    yield from _nothing_to_shard(facts, framework, made)
     yield from _two_lengths(settings)
     yield from _stages_of_schedule(facts, framework, shape)
-    yield from check_megatron(facts, framework, settings)
-    yield from _axolotl(facts, framework, settings)
+    yield from check_rules((*MEGATRON_RULES, *TORCH_RULES), facts, framework, settings)
 
 
 def _precision(facts: Facts) -> Iterator[SettingsProblem]:
@@ -112,19 +115,15 @@ def _experts_on_nvlink(facts: Facts, made: Assembled, hardware: str) -> Iterator
         )
 
 
-def _zero_in_pipeline(facts: Facts, framework: Framework) -> Iterator[SettingsProblem]:
-    stage = facts.get("zero_config", facts.get("zero"))
-    if (
-        framework.name == "deepspeed"
-        and facts.get("pp", 1) > 1
-        and facts.get("pipeline_engine", True)
-        and stage in (2, 3)
-    ):
+def _nothing_to_shard(facts: Facts, framework: Framework, made: Assembled) -> Iterator[SettingsProblem]:
+    """Automodel's mesh (components/distributed/mesh_utils.py): FSDP2 with as many copies as data-parallel ranks."""
+    copies, plan = facts.get("replicate") or 1, made.plan
+    if framework.name == "automodel" and copies > 1 and plan["replicate"] * plan["shard"] == copies:
         yield SettingsProblem(
             "MW-SET-009",
-            f"ZeRO stage {stage} with a pipeline of {facts['pp']} stages",
-            why="The pipeline engine accumulates gradients over micro-batches and refuses to shard them",
-            fix="stage 1, or --no-pipeline-parallel",
+            f"{copies} replicas of {copies} data-parallel ranks",
+            why="FSDP2 has no ranks left to shard over",
+            fix="dp_replicate_size 1",
         )
 
 
@@ -158,26 +157,6 @@ def _stages_of_schedule(facts: Facts, framework: Framework, shape: ShapeKeys) ->
             f"{virtual} stage{'s' * (virtual > 1)} per rank with the schedule {schedule}",
             why=f"It needs {needs}; stages of {facts['layers_per_chunk']} layers make {virtual * facts['pp']}",
             fix=f"{-(-(shape.layers + 2) // (least * facts['pp']))} layers per stage",
-        )
-
-
-def _axolotl(facts: Facts, framework: Framework, settings: Mapping[str, Any]) -> Iterator[SettingsProblem]:
-    """axolotl's utils/schemas/validation.py (commit 6e30f2a321)."""
-    if framework.name != "axolotl":
-        return
-    if facts.get("cp", 1) > 1 and settings.get("sample_packing") is True and facts.get("microbatch", 1) > 1:
-        yield SettingsProblem(
-            "MW-SET-009",
-            f"a micro-batch of {facts['microbatch']} packed samples with context parallelism",
-            why="Its attention over several ranks takes one packed sequence",
-            fix="micro_batch_size 1",
-        )
-    if settings.get("deepspeed") and settings.get("fsdp"):
-        yield SettingsProblem(
-            "MW-SET-009",
-            "deepspeed and fsdp are both set",
-            why="Each of the two shards the model",
-            fix="drop one of the two",
         )
 
 
@@ -251,7 +230,7 @@ def understand(
         assembled.assumed.append(f"no overlap of {', '.join(unstated)}: the framework's default")
     reading = SettingsReading(framework, understood, assembled, found, hardware)
     reading.problems = [*assembled.problems, *check_facts(reading.facts, framework, assembled, found, hardware, merged)]
-    if framework.layout_in_code and not found.layers_stated:
+    if framework.layout_in_code and not found.layers_stated and LAYOUT_IN_CODE.search(name.lower() or model.lower()):
         reading.problems = [_less_certain(p) for p in reading.problems]
     if not reading.errors:
         reading.problems += _illegal(reading)

@@ -354,6 +354,8 @@ def check(row: dict[str, Any]) -> RecipeVerdict:
     if framework is None:
         problem = SettingsProblem("MW-SET-012", f"settings of {name or 'no framework'} are not read", severity="note")
         return RecipeVerdict(identity, name, False, findings=[problem.as_dict()])
+    path = str(row.get("path") or row.get("source") or "")
+    framework = framework.at(path)
     settings, args = row.get("settings") or {}, row.get("args") or []
     try:
         reading = understand(
@@ -373,9 +375,7 @@ def check(row: dict[str, Any]) -> RecipeVerdict:
             [error.what],
             findings=[SettingsProblem(error.code, error.what, error.why, error.fix).as_dict()],
         )
-    reading.gpus_are_least = reading.assembled.has_least_gpus and framework.names_least_gpus(
-        str(row.get("path") or row.get("source") or "")
-    )
+    reading.gpus_are_least = reading.assembled.has_least_gpus and framework.names_least_gpus(path)
     memory = fit(reading) if not reading.errors else MemoryFit()
     problems = [*reading.problems, *memory.problems]
     return RecipeVerdict(

@@ -45,6 +45,12 @@ def derive_fsdp(facts: Facts) -> None:
         facts.setdefault("loads", "every-rank" if first else "rank-0")
 
 
+def _restate_axolotl(facts: Facts) -> None:
+    if (facts.get("ep") or 1) > 1 and (facts.get("shard") or -1) > 0:
+        facts["shard"] = max(1, facts["shard"] // facts["ep"])
+    restate_fsdp(facts)
+
+
 def restate_fsdp(facts: Facts) -> None:
     zero = facts.pop("sharding", "none")
     facts["fsdp"] = 2 if zero != "none" else None
@@ -59,6 +65,10 @@ def restate_fsdp(facts: Facts) -> None:
 
 
 def _derive_axolotl(facts: Facts) -> None:
+    if (facts.get("ep") or 1) > 1 and (
+        facts.get("shard") or -1
+    ) > 0:  # ranks = expert_parallel_size × dp_shard_size × …
+        facts["shard"] *= facts["ep"]
     facts.setdefault("cp_kind", "all-gather")  # of packed samples
     if facts.get("sharding") and not facts.get(
         "fsdp"
@@ -127,7 +137,7 @@ AXOLOTL_TABLE = Table(
         r"liger|compile|tiled_mlp|activation_offloading|flex_attn|^xformers|^sdp|^flash",
     ),
     derive=_derive_axolotl,
-    restate=restate_fsdp,
+    restate=_restate_axolotl,
 )  # fmt: skip
 
 AXOLOTL = Framework(
@@ -145,6 +155,9 @@ A, P, Z = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_", "deepsp
 
 
 def _derive_accelerate(facts: Facts) -> None:
+    if facts.get("sequence_ranks", 1) > 1:  # Ulysses, by DeepSpeed, whose groups take the GPUs that are left
+        facts["cp"], facts["cp_kind"] = facts["sequence_ranks"], "ulysses"
+        facts.pop("shard", None)
     kind = facts.pop("adapter_kind", None)
     stage = facts.pop("zero", None)
     if kind == "DEEPSPEED" or stage is not None:
@@ -176,6 +189,7 @@ ACCELERATE_TABLE = Table(
         Key(P + "dp_shard_size", "shard", was=("parallelism_config_dp_shard_size",), always=True),
         Key(P + "tp_size", "tp", was=("parallelism_config_tp_size",), default=1, always=True),
         Key(P + "cp_size", "cp", was=("parallelism_config_cp_size",), default=1, always=True),
+        Key(P + "sp_size", "sequence_ranks", was=("parallelism_config_sp_size",), read_only=True),
         Key(P + "cp_comm_strategy", "cp_kind", words={"allgather": "all-gather", "alltoall": "ring"}, default="all-gather"),
         Key(A + "version", "fsdp", words={1: 1, 2: 2}),
         Key(A + "reshard_after_forward", "reshard", words={True: True, False: False}, always=True),

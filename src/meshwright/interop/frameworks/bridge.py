@@ -116,8 +116,8 @@ TABLE = Table(
         Key(M + "recompute_modules", "recompute_modules", was=("recompute_modules",), read_only=True),
         Key("mixed_precision", "eight", words=MIXED, match=(*PRECISIONS, (".", "none")), always=True),
         Key("compute_dtype", "eight", match=(*PRECISIONS, (".", "none")), was=("dtype",)),
-        Key("ddp.grad_reduce_in_fp32", "grad_dtype", words={True: "fp32", False: "bf16"}, default="fp32",
-            was=("mixed_precision.grad_reduce_in_fp32",)),
+        Key("ddp.grad_reduce_in_fp32", "grad_dtype", words={True: "fp32", False: "bf16"}, default="fp32"),
+        Key("mixed_precision.grad_reduce_in_fp32", "grad_dtype", words={True: "fp32", False: "bf16"}, read_only=True),  # overrides DDP's
         Key("optimizer.exp_avg_dtype", "state_dtype", words=DTYPES, default="fp32"),
         Key("optimizer.optimizer", "optimizer", match=OPTIMIZERS),
         Key("optimizer.optimizer", "zero", match=(("^dist_", 1), (".", None))),
@@ -173,7 +173,9 @@ BRIDGE = Framework(
     splits_evenly=True,
     layout_in_code=True,
     trains_mtp=True,
-    expert_tp="tp",
+    expert_tp="one",
+    # Since 0.6, whose recipes are in a folder for each GPU. Before, unset meant tensor parallelism, as in Megatron-Core.
+    old_paths=r"bridge/recipes/(?!.*/(h100|h200|b200|b300|gb200|gb300)/)|scripts/performance/configs",
     # A library recipe has TP·PP·CP, or the experts' grid, in its name (93 of 101); `gpt3_175b_pretrain_32gpu_…` "is expected to run on 64 nodes".
     # https://docs.nvidia.com/nemo/megatron-bridge/nightly/apidocs/bridge/bridge.recipes.gpt.h100.gpt3_175b.html
     least_gpus=r"bridge/recipes/",
