@@ -322,6 +322,32 @@ def test_mismatched_sizes_raise_on_every_rank(case):
         assert "rank" in text
 
 
+def out_of_memory(context):
+    """Rank 1 fails while it reduces; then all ranks call again."""
+    from torch import distributed as d
+
+    import meshwright.comm.backend  # noqa: F401
+    from meshwright.comm import run
+
+    ours, texts = d.new_group(backend="meshwright"), []  # the group's timeout is longer than that of the test
+    d.all_reduce(torch.ones(100), group=ours)
+    if context.rank == 1:
+        run.Execution.finish = lambda self, step, lane: torch.empty(2**60)
+    for _ in range(2):
+        try:
+            d.all_reduce(torch.ones(100), group=ours)
+        except MeshwrightError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_failure_inside_a_collective_is_raised_at_once_on_every_rank():
+    for texts in ranks.run(WORLD, out_of_memory):
+        assert len(texts) == 2, texts
+        for text in texts:
+            assert text.startswith("MW-COMM-005: rank 1 failed in collective 2 of its group: RuntimeError: "), text
+
+
 def rejected(context):
     """Rank 1 passes a wrong size; then all ranks call again, correctly, on a second group."""
     from datetime import timedelta

@@ -55,8 +55,8 @@ def execute(prepared: Prepared, source: torch.Tensor, result: torch.Tensor, call
     """Run a collective: `source` and `result` are contiguous, one-dimensional, of one dtype, and may be the same tensor."""
     schedule, transport = prepared.schedule, prepared.transport
     check_sizes(schedule, source, result, call)
-    transport.begin(call, prepared.sent, prepared.received)
     scratch = torch.empty(schedule.scratch, dtype=source.dtype, device=source.device)
+    transport.begin(call, prepared.sent, prepared.received)
     Execution(prepared, (source, result, scratch), call).run()
     transport.end()
     if source is not result:
