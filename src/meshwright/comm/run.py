@@ -103,7 +103,7 @@ class Execution:
         ]
         receives = []
         for peer, targets, direct in now.receives:
-            parts = [TargetPart(self.view(into), None if base is None else self.view(base)) for into, base in targets]
+            parts = [self.part(into, base) for into, base in targets]
             receives.append(self.transport.receive(peer, Destination(parts, self.combine, direct), place))
         self.posted[step, lane] = sends, receives
 
@@ -114,11 +114,14 @@ class Execution:
         if now.sends_first:
             wait_for(sends)
         for source, (into, base) in now.copies:
-            part = TargetPart(self.view(into), None if base is None else self.view(base))
-            Destination([part], self.combine, False).apply(self.view(source))
+            Destination([self.part(into, base)], self.combine, False).apply(self.view(source))
         wait_for(receives)
         if not now.sends_first:
             wait_for(sends)
+
+    def part(self, into: BufferSpan, base: BufferSpan | None) -> TargetPart:
+        target = self.view(into)
+        return TargetPart(target, target if base == into else None if base is None else self.view(base))
 
     def view(self, span: BufferSpan) -> torch.Tensor:
         return self.buffers[span.buffer][span.start : span.stop]

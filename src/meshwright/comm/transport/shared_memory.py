@@ -23,33 +23,36 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from mmap import mmap
+from typing import NamedTuple
 
 import torch
 
 from meshwright.comm.call import LAYOUT, Call, CallPlace, Lost, check_bytes, check_header
 from meshwright.comm.transport import handshake
-from meshwright.comm.transport.base import Destination, Pending, bytes_of
+from meshwright.comm.transport.base import Destination, Pending
 from meshwright.comm.transport.handshake import Connection, ReaderBlock
 
 TRIES = 20  # before a rank that waits sleeps, each with its core left to the others
 SLEEP_S = 0.02  # a sleeping rank looks this often whether its peer has ended
 SHORT_SLEEP_S = 2e-4  # or, if messages wait for slots, whether slots were returned
 LOOK_S = 0.5  # a waiting rank looks this often whether another rank has failed
-TOTAL, SIZES = struct.Struct("<Q"), struct.Struct("<II")
+SIZES = struct.Struct("<QII")  # bytes of the message, bytes in the slot, number of the slot
 
 Readers = list[tuple["PeerLink", int]]  # who reads a slot: link, number of the slice
 
 
 class Outgoing:
-    """A message in the queue: its pieces as bytes, and how much of it has been copied."""
+    """A message in the queue: its pieces, and how much of it has been copied."""
 
     def __init__(
         self, memory: SharedMemory, links: list[PeerLink], pieces: list[torch.Tensor], place: CallPlace
     ) -> None:
         self.memory, self.links, self.pieces, self.place = memory, links, pieces, place
-        self.total = sum(piece.numel() for piece in pieces)
-        self.at = 0  # bytes copied
+        self.dtype = pieces[0].dtype if pieces else torch.uint8
+        self.count = sum(piece.numel() for piece in pieces)
+        self.at = 0  # elements copied
         self.done = False
 
     def wait(self) -> None:
@@ -57,7 +60,7 @@ class Outgoing:
         self.memory.drain(self.place, self)
 
     def copy_slice(self, slot: torch.Tensor) -> int:
-        """Copy the next bytes into a slot, as many as fit."""
+        """Copy the next elements into a slot, as many as fit; return their bytes."""
         room, filled, at = slot.numel(), 0, 0
         for piece in self.pieces:
             skip, length = max(0, self.at - at), piece.numel()
@@ -68,7 +71,7 @@ class Outgoing:
                 filled += size
             at += length
         self.at += filled
-        return filled
+        return filled * self.dtype.itemsize
 
 
 class Incoming(NamedTuple):
@@ -81,16 +84,19 @@ class Incoming(NamedTuple):
 
     def wait(self) -> None:
         total, at = self.to.nbytes, 0
+        dtype = self.to.parts[0].into.dtype if self.to.parts else torch.uint8
         while True:
-            entry, data, in_slot = self.link.next_slice(self.place)
+            entry, slot = self.link.next_slice(self.place)
             check_header(self.place, self.link.peer, entry[: LAYOUT.size])
-            check_bytes(self.place, self.link.peer, TOTAL.unpack_from(entry, LAYOUT.size)[0], total)
-            if data.numel():
-                dtype = self.to.parts[0].into.dtype
-                self.to.apply(data.view(dtype), at // dtype.itemsize)
-            if in_slot:
+            sent, size, number = SIZES.unpack_from(entry, LAYOUT.size)
+            check_bytes(self.place, self.link.peer, sent, total)
+            if size:
+                data = self.link.slots(dtype)[number] if slot is None else slot.view(dtype)
+                count = size // dtype.itemsize
+                self.to.apply(data if count == data.numel() else data[:count], at // dtype.itemsize)
+            if slot is None:
                 self.memory.post(self.link.reading.returned)
-            at += data.numel()
+            at += size
             if at >= total:
                 return
 
@@ -107,28 +113,27 @@ class PeerLink:
         self.copied: deque[tuple[bytes, torch.Tensor]] = deque()  # slices that were copied out of their slots early
         self.closed = False
 
-    def next_slice(self, place: CallPlace) -> tuple[bytes, torch.Tensor, bool]:
-        """The entry and the data of the next slice, and whether it is still in its slot."""
+    def next_slice(self, place: CallPlace) -> tuple[bytes, torch.Tensor | None]:
+        """The entry of the next slice, and its bytes if they were copied out of their slot."""
         if self.copied:
-            return *self.copied.popleft(), False
+            return self.copied.popleft()
         if self.memory.try_wait(self.reading.data):
             self.memory.wait_for_data(self, place)
-        entry, size, slot = self.read()
-        return entry, self.slots[slot][:size], True
+        return self.read(), None
 
-    def read(self) -> tuple[bytes, int, int]:
-        """The entry of a slice that has arrived, its bytes and its slot."""
+    def read(self) -> bytes:
+        """The entry of a slice that has arrived."""
         block = self.reading
         at = block.entries + self.received % handshake.SLOTS * handshake.ENTRY
         self.received += 1
-        entry = block.memory[at : at + handshake.HEADER.size]
-        return entry, *SIZES.unpack_from(entry, LAYOUT.size + TOTAL.size)
+        return block.memory[at : at + handshake.HEADER.size]
 
     def copy_arrived(self) -> None:
         """Copy what has arrived out of its slots, and return them."""
         while self.memory.try_wait(self.reading.data) == 0:
-            entry, size, slot = self.read()
-            self.copied.append((entry, self.slots[slot][:size].clone()))
+            entry = self.read()
+            _, size, number = SIZES.unpack_from(entry, LAYOUT.size)
+            self.copied.append((entry, self.slots(torch.uint8)[number][:size].clone()))
             self.memory.post(self.reading.returned)
 
 
@@ -154,16 +159,16 @@ class SharedMemory:
         self.in_use: deque[tuple[int, Readers]] = deque()  # slots in the order of their use
         self.queue: deque[Outgoing] = deque()
 
-    def slots_of(self, memory: Any) -> list[torch.Tensor]:
-        """The slots of an area, as bytes."""
+    def slots_of(self, memory: mmap) -> Callable[[torch.dtype], list[torch.Tensor]]:
+        """The slots of an area, as tensors of any dtype."""
         area = torch.frombuffer(memory, dtype=torch.uint8, offset=handshake.first_slot(self.size))
-        return list(area.split(handshake.SLOT))
+        return cache(lambda dtype: list(area.view(dtype).split(handshake.SLOT // dtype.itemsize)))
 
     def begin(self, call: Call, sent: dict[int, int], received: dict[int, int]) -> None:
         """Every message has a header: nothing is exchanged beforehand."""
 
     def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: CallPlace) -> Sequence[Pending]:
-        message = Outgoing(self, [self.links[peer] for peer in peers], [bytes_of(piece) for piece in pieces], place)
+        message = Outgoing(self, [self.links[peer] for peer in peers], list(pieces), place)
         self.queue.append(message)
         self.try_queue()
         return [] if message.done else [message]
@@ -188,9 +193,10 @@ class SharedMemory:
             slot = self.free_slot()
             if slot < 0:
                 return
-            size = message.copy_slice(self.slots[slot])
-            self.deliver(slot, message.links, message.place.call.packed, message.total, size)
-            message.done = message.at == message.total
+            size = message.copy_slice(self.slots(message.dtype)[slot])
+            total = message.count * message.dtype.itemsize
+            self.deliver(slot, message.links, message.place.call.packed, total, size)
+            message.done = message.at == message.count
 
     def deliver(self, slot: int, links: list[PeerLink], packed: bytes, total: int, size: int) -> None:
         """Tell the receivers of a slot: it has `size` of a message's `total` bytes; `packed` describes the call."""
