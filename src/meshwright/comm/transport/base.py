@@ -138,3 +138,8 @@ class Transport(Protocol):
     def end(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous one-dimensional tensor, as a view."""
+    return tensor.view(torch.uint8) if tensor.dtype != torch.uint8 else tensor
