@@ -230,7 +230,7 @@ def predicted(config: Any, machine: Any, compute: str) -> tuple[float, dict[str,
         if peak:
             cluster = cluster.but(accelerator=sleeping_accelerator(cluster.accelerator, peak))
             stack = stack.but(compute_slowdown=0.0)
-        return predict(config.model, cluster, config.plan, config.workload, stack)
+        return predict(config.but(cluster=cluster, stack=stack))
 
     if compute == "real":
         whole = found(machine, 0.0)

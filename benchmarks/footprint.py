@@ -86,7 +86,7 @@ def traffic(predicted: dict[str, float], measured: dict[str, float]) -> str:
 
 
 def main(words: list[str]) -> None:
-    from meshwright.training.measure.measurement import predicted
+    from meshwright.predict.prediction import predict
 
     configs, errors = plans(words), []
     print(f"{'plan':<74}{'predicted':>11}{'measured':>11}{'error':>7}   traffic, predicted/measured")
@@ -96,7 +96,7 @@ def main(words: list[str]) -> None:
             titles = same[start : start + TOGETHER]
             by_rank = local.run("footprint:measure", world, [configs[title] for title in titles])
             for title, *ranks in zip(titles, *by_rank, strict=True):
-                result = predicted(configs[title])
+                result = predict(configs[title])
                 memory, peak = max(result.tensors_gib) * 2**30, max(peak for _, peak, _ in ranks)
                 axes = {axis for _, _, sent in ranks for axis in sent}
                 sent = {axis: max(sent.get(axis, 0.0) for _, _, sent in ranks) for axis in axes}

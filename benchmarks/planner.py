@@ -24,6 +24,7 @@ import numpy as np
 
 from meshwright import planner
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.workload import Workload
 from meshwright.planner.search.branch_and_bound import Found, Incumbents, Search
@@ -90,10 +91,12 @@ def costing(count: int = 100_000) -> float:
     """Plans per CPU-second if every plan is costed."""
     model, cluster, gpus, batch, seq, _ = CASES["GPT-3 175B on 512 A100"]
     space = Space(
-        catalog.load("models", model),
-        catalog.load("clusters", cluster).with_gpus(gpus),
-        Workload(batch=batch, seq=seq),
-        catalog.load("stacks", "default"),
+        Config(
+            catalog.load("models", model),
+            catalog.load("clusters", cluster).with_gpus(gpus),
+            workload=Workload(batch=batch, seq=seq),
+            stack=catalog.load("stacks", "default"),
+        )
     )
     parts, total = [], 0
     for part in space.plans(4096):
@@ -132,7 +135,10 @@ def ranking(cases: int = 60, plans: int = 160) -> None:
         cluster = catalog.load("clusters", str(rng.choice(clusters))).with_gpus(gpus)
         work = Workload(batch=int(rng.choice([256, 512, 1024])), seq=int(rng.choice([2048, 4096])))
         model, stack = str(rng.choice(models)), str(rng.choice(["default", "megatron-core"]))
-        space = Space(catalog.load("models", model), cluster, work, catalog.load("stacks", stack), bucket=25e6)
+        space = Space(
+            Config(catalog.load("models", model), cluster, workload=work, stack=catalog.load("stacks", stack)),
+            bucket=25e6,
+        )
         rows = sample(space, rng, plans)
         if rows is not None:
             seen.append((rows, walk(space, rows)[1], chosen(space, rows)))

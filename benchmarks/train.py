@@ -82,10 +82,10 @@ def work(context: Any, config: Config, pairs: int, block: int, every: int, folde
     from torch import distributed
 
     from meshwright.parallel.apply import apply
+    from meshwright.predict.prediction import predict
     from meshwright.training.data.samples import training_samples
     from meshwright.training.folder import RunFolder, StepWriter
     from meshwright.training.loop import Trainer
-    from meshwright.training.measure.measurement import predicted
     from meshwright.training.measure.record_comm import CommRecorder
     from meshwright.training.measure.reports import Metrics
 
@@ -95,7 +95,7 @@ def work(context: Any, config: Config, pairs: int, block: int, every: int, folde
     weights = {name: value.clone() for name, value in parallel.stages[0].state_dict().items()}
     bare, number = bare_loop(config, weights, samples, trainer.indices), iter(range(10**9))
     losses: dict[str, list[float]] = {"bare": [], "trainer": []}
-    written = RunFolder.create(Path(folder), config, predicted(config)) if context.rank == 0 else None
+    written = RunFolder.create(Path(folder), config, predict(config)) if context.rank == 0 else None
 
     def bare_steps() -> None:
         losses["bare"] += [bare(next(number)) for _ in range(block)]

@@ -81,28 +81,22 @@ def estimate(
     )
     file = is_plan_file(model) or is_settings_file(model)
     given = plan or file or isinstance(model, Config) or any(w.strip().startswith("plan.") for w in set)
-    config, assumed = (config, []) if given else with_best_plan(config)
-    return estimate_plan(
-        config.model, config.cluster, config.plan, config.workload, config.stack, assumed, config.run.compiled
-    )
+    return estimate_plan(config if given else with_best_plan(config))
 
 
-def with_best_plan(config: Config) -> tuple[Config, list[str]]:
-    """Add the best common plan to the configuration (if none fits, the one closest to fitting), and return this assumption as text."""
-    from dataclasses import replace
-
+def with_best_plan(config: Config) -> Config:
+    """Add the best common plan to the configuration (if none fits, the one closest to fitting), and note this assumption."""
     from meshwright.planner.question import base_plan
     from meshwright.planner.search.common_plans import best_common_plan
     from meshwright.planner.search.first_fit import first_that_fits
     from meshwright.planner.search.space import Space
 
-    parts = (config.model, config.cluster, config.workload, config.stack)
-    best, count = best_common_plan(Space(*parts, base=base_plan(config)))
+    best, count = best_common_plan(Space(config.but(plan=base_plan(config))))
     if best is None:
-        chosen = first_that_fits(*parts)
-        return replace(config, plan=chosen), [f"plan: no common plan fits; shown is {chosen.title()}"]
+        chosen = first_that_fits(config)
+        return config.but(plan=chosen, assumed=(f"plan: no common plan fits; shown is {chosen.title()}",))
     words = f"plan: the best of {count:,} common plans ({best.plan.title()}); `meshwright plan` searches all"
-    return replace(config, plan=best.plan), [words]
+    return config.but(plan=best.plan, assumed=(words,))
 
 
 def plan(model: Any, cluster: Any = "", *, set: Sequence[str] = (), **question: Any) -> Result:

@@ -24,7 +24,7 @@ def calibrated(measured: MachineMeasurement, busy: float = 0.0, **plan: object) 
 
 
 def seconds(config: Config) -> float:
-    return predict(config.model, config.cluster, config.plan, config.workload, config.stack).step_time_s
+    return predict(config).step_time_s
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
@@ -44,8 +44,7 @@ def test_a_measured_machine_has_the_band_of_a_calibrated_stack() -> None:
     plain, found = api.load(DEMO), calibrated(measurement())
     assert (plain.stack.evidence, found.stack.evidence) == ("typical", "calibrated")
     widths = [
-        p.step_time_high_s / p.step_time_low_s
-        for p in (predict(c.model, found.cluster, c.plan, c.workload, c.stack) for c in (plain, found))
+        p.step_time_high_s / p.step_time_low_s for p in (predict(c.but(cluster=found.cluster)) for c in (plain, found))
     ]
     assert widths[1] < widths[0]
 
@@ -155,7 +154,7 @@ def test_whole_layers_raise_the_constants() -> None:
 
 def test_zero_1_pays_for_its_updates_as_zero_3_does() -> None:
     parts = [
-        predict(c.model, c.cluster, c.plan, c.workload, c.stack).exposed_s["optimizer"]
+        predict(c).exposed_s["optimizer"]
         for c in (calibrated(measurement(), replicate=1, tp=1, shard=4, zero=zero) for zero in (1, 3))
     ]
     assert parts[0] == pytest.approx(parts[1], rel=0.01)
@@ -175,10 +174,7 @@ def test_ranks_that_share_cores_take_longer_and_idle_ones_give_theirs_away() -> 
     assert seconds(calibrated(few, replicate=4, tp=1)) > 1.5 * seconds(calibrated(many, replicate=4, tp=1))
     pipeline = {"replicate": 1, "tp": 1, "pp": 4, "schedule": "1f1b"}
     alone, shared = calibrated(many, **pipeline), calibrated(few, **pipeline)
-    bubbles = [
-        predict(c.model, c.cluster, c.plan, c.workload, c.stack).exposed_s.get("bubble", 0.0) / seconds(c)
-        for c in (alone, shared)
-    ]
+    bubbles = [predict(c).exposed_s.get("bubble", 0.0) / seconds(c) for c in (alone, shared)]
     assert bubbles[1] < bubbles[0] / 2  # on two cores two ranks work while two wait, and both cores are busy
     assert api.estimate(shared).walked.time == pytest.approx(seconds(shared), rel=0.12)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
 from meshwright.describe.workload import Workload
@@ -19,7 +20,7 @@ FSDP = {"shard": 16, "zero": 3}
 def prediction(stack: str = "default", plan: dict | None = None, **changes) -> Prediction:
     plan_object = Plan(**(plan or FSDP))
     changed = catalog.load("stacks", stack).but(**changes)
-    return predict(MODEL, DGX.with_gpus(plan_object.world), plan_object, Workload(batch=64, seq=2048), changed)
+    return predict(Config(MODEL, DGX.with_gpus(plan_object.world), plan_object, Workload(batch=64, seq=2048), changed))
 
 
 def between_steps(p: Prediction) -> float:

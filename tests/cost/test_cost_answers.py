@@ -8,6 +8,7 @@ import pytest
 from meshwright import api
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import COMMUNICATION
 from meshwright.describe.workload import Workload
@@ -24,7 +25,7 @@ STACK = catalog.load("stacks", "default")
 
 def estimated(model, gpus, batch, seq=1024, cluster="dgx-h100", **plan):
     parts = catalog.load("models", model), catalog.load("clusters", cluster).with_gpus(gpus)
-    return estimate(*parts, Plan(**plan), Workload(batch=batch, seq=seq), STACK)
+    return estimate(Config(*parts, Plan(**plan), Workload(batch=batch, seq=seq), STACK))
 
 
 def printed(e):
@@ -81,7 +82,7 @@ def hidden(model, cluster, plan, workload):
 def test_critical_batch_is_the_smallest_batch_that_hides_communication(plan):
     model, cluster = catalog.load("models", "gpt2-xl"), catalog.load("clusters", "dgx-h100").with_gpus(64)
     plan, workload = Plan(**plan), Workload(batch=64, seq=1024)
-    found = critical_batch(model, cluster, plan, workload, STACK)
+    found = critical_batch(Config(model, cluster, plan, workload, STACK))
     assert found.sequences is not None
     micro = found.sequences // 64
     assert hidden(model, cluster, plan.but(microbatch=micro), workload.but(batch=found.sequences))
@@ -101,7 +102,7 @@ def test_plan_and_estimate_print_the_same_critical_batch_and_bubble():
     result = api.plan("gpt2-xl", "dgx-h100", gpus=16, batch=128, seq=1024)
     data = result.as_dict()["explanation"]
     x = result.estimate
-    again = estimate(x.model, x.cluster, x.plan, x.workload, x.stack)
+    again = estimate(x.config)
     assert data["critical_batch"] == again.as_dict()["critical_batch"]
     assert data["critical_batch"] is None or (isinstance(data["critical_batch"], int) and data["critical_batch"] >= 1)
     assert data["bubble_fraction"] == again.bubble_fraction

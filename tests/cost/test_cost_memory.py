@@ -16,6 +16,7 @@ from meshwright.cost.memory import (
 )
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -261,10 +262,10 @@ def test_fits_compares_peak_memory_with_the_device():
     small, large = (catalog.load("models", n) for n in ("llama2-7b", "llama2-70b"))
     work, plan = Workload(batch=8, seq=2048), Plan(replicate=8, recompute="full")
     one_node = DGX.with_gpus(8)
-    too_large = predict(large, one_node, plan, work, Stack())
+    too_large = predict(Config(large, one_node, plan, work, Stack()))
     assert not too_large.fits
     assert too_large.memory_gib > too_large.memory_limit_gib
-    sharded = predict(small, one_node, Plan(shard=8, zero=3, recompute="full"), work, Stack())
+    sharded = predict(Config(small, one_node, Plan(shard=8, zero=3, recompute="full"), work, Stack()))
     assert sharded.fits
     assert sharded.memory_gib <= sharded.memory_limit_gib == pytest.approx(one_node.accelerator.memory / 2**30)
     batch = [Plan(replicate=8, recompute="full"), Plan(shard=8, zero=3, recompute="full")]

@@ -13,6 +13,7 @@ from meshwright.cost.collective import choose
 from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.step import ramp, step_cost
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
@@ -31,7 +32,7 @@ CASE = (st.data(), st.sampled_from(sorted(MODELS)), st.sampled_from(["default", 
 
 def cost(model=GPT, workload=WORK, cluster=DGX, stack=None, **plan):
     checked_plan = Plan(**plan).check(model, workload)
-    return cost_of(model, cluster.with_gpus(checked_plan.world), checked_plan, workload, stack or Stack())
+    return cost_of(Config(model, cluster.with_gpus(checked_plan.world), checked_plan, workload, stack or Stack()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,7 +40,7 @@ def cost(model=GPT, workload=WORK, cluster=DGX, stack=None, **plan):
 def test_parts_sum_exactly_and_none_is_negative(data, name, which):
     model = ALL[name]
     plan = data.draw(plans(model))
-    result = predict(model, DGX.with_gpus(plan.world), plan, WORK, stack(which))
+    result = predict(Config(model, DGX.with_gpus(plan.world), plan, WORK, stack(which)))
     assert sum(result.exposed_s.values()) == pytest.approx(result.step_time_s, rel=1e-12)
     assert all(seconds >= 0 for seconds in result.exposed_s.values())
     assert result.step_time_low_s < result.step_time_s < result.step_time_high_s
@@ -57,11 +58,13 @@ def test_overlap_never_hides_more_than_the_compute(data, name, which):
     """No step is shorter than its compute, its host, or any one stream of communication."""
     model = MODELS[name]
     plan = data.draw(plans(model))
-    result = cost_of(model, DGX.with_gpus(plan.world), plan, WORK, stack(which))
+    result = cost_of(Config(model, DGX.with_gpus(plan.world), plan, WORK, stack(which)))
     for stream, seconds in result.busy.items():
         assert one(result.time) >= one(seconds) * (1 - 1e-12), stream
-    none = cost_of(model, DGX.with_gpus(plan.world), plan.but(overlap=()), WORK, stack(which).but(compute_slowdown=0))
-    some = cost_of(model, DGX.with_gpus(plan.world), plan, WORK, stack(which).but(compute_slowdown=0))
+    none = cost_of(
+        Config(model, DGX.with_gpus(plan.world), plan.but(overlap=()), WORK, stack(which).but(compute_slowdown=0))
+    )
+    some = cost_of(Config(model, DGX.with_gpus(plan.world), plan, WORK, stack(which).but(compute_slowdown=0)))
     assert one(some.time) <= one(none.time) * (1 + RAMP)
     everything = sum(map(one, none.busy.values())) + one(none.reduce)
     rest = sum(one(none.exposed.get(p, 0)) for p in ("host", "bubble", "optimizer", "overhead", "pp", "dp"))
@@ -136,9 +139,9 @@ def test_faster_links_and_devices_are_never_slower(data, name, which, level, tim
     plan = data.draw(plans(model))
     cluster = DGX.with_gpus(plan.world)
     unslowed = stack(which).but(compute_slowdown=0)  # else a device slowed by what it hides is a fair price to pay
-    before = one(cost_of(model, cluster, plan, WORK, unslowed).time)
+    before = one(cost_of(Config(model, cluster, plan, WORK, unslowed)).time)
     for other in (changed(cluster, level, times), changed(cluster, peak=times), changed(cluster, memory=times)):
-        assert one(cost_of(model, other, plan, WORK, unslowed).time) <= before * (1 + RAMP)
+        assert one(cost_of(Config(model, other, plan, WORK, unslowed)).time) <= before * (1 + RAMP)
 
 
 @settings(max_examples=40, deadline=None)
@@ -147,9 +150,9 @@ def test_more_layers_and_longer_batches_take_longer(data, name):
     model = MODELS[name]
     plan = data.draw(plans(model))
     cluster = DGX.with_gpus(plan.world)
-    base = one(cost_of(model, cluster, plan, WORK, Stack()).time)
-    assert one(cost_of(model.but(layers=2 * model.layers), cluster, plan, WORK, Stack()).time) > base
-    assert one(cost_of(model, cluster, plan, WORK.but(batch=2 * WORK.batch), Stack()).time) > base
+    base = one(cost_of(Config(model, cluster, plan, WORK, Stack())).time)
+    assert one(cost_of(Config(model.but(layers=2 * model.layers), cluster, plan, WORK, Stack())).time) > base
+    assert one(cost_of(Config(model, cluster, plan, WORK.but(batch=2 * WORK.batch), Stack())).time) > base
 
 
 # The host
@@ -299,7 +302,7 @@ def test_zero_three_sends_1_5_times_the_bytes_of_ddp():
 def test_prediction_states_its_denominators():
     model = catalog.load("models", "llama3-8b")
     work, plan = Workload(batch=64, seq=8192), Plan(shard=8, zero=3, recompute="full")
-    result = predict(model, DGX.with_gpus(8), plan, work, Stack(), assumed=["nothing"])
+    result = predict(Config(model, DGX.with_gpus(8), plan, work, Stack(), assumed=("nothing",)))
     assert result.mfu == pytest.approx(model.model_flops(8192) * 64 * 8192 / (result.step_time_s * 8 * 989.4e12))
     assert result.hfu > 1.25 * result.mfu  # the forward is paid twice
     assert result.tokens_per_s == pytest.approx(64 * 8192 / result.step_time_s)
@@ -321,12 +324,12 @@ def test_bound_by_names_the_largest_group():
 def test_estimate_compares_with_the_targets():
     model = catalog.load("models", "llama3-8b")
     work = Workload(batch=64, seq=8192)
-    result = estimate(model, DGX.with_gpus(8), Plan(shard=8, zero=3, recompute="full"), work, Stack())
+    result = estimate(Config(model, DGX.with_gpus(8), Plan(shard=8, zero=3, recompute="full"), work, Stack()))
     names = {v.name: v for v in result.verdicts}
     assert names["MFU"].good == (result.prediction.mfu > 0.40)
     assert names["memory"].good == (result.prediction.memory_gib < 0.95 * result.prediction.memory_limit_gib)
     assert "bubble fraction" not in names
-    piped = estimate(model, DGX.with_gpus(8), Plan(pp=8, recompute="full"), work, Stack())
+    piped = estimate(Config(model, DGX.with_gpus(8), Plan(pp=8, recompute="full"), work, Stack()))
     bubble = next(v for v in piped.verdicts if v.name == "bubble fraction")
     assert bubble.value == piped.bubble_fraction == piped.walked.walk.bubble_fraction > 0
     assert [x.tp for x in result.inference] == [1, 2, 4, 8]

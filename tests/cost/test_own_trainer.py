@@ -10,8 +10,8 @@ from meshwright.describe import catalog
 from meshwright.describe.config import Config, is_typical, own_stack, with_own_stack
 from meshwright.lower.stages import split_peaks
 from meshwright.planner.question import ANY_FRAMEWORK, OWN_TRAINER
+from meshwright.predict.prediction import predict
 from meshwright.programs import pipelines
-from meshwright.training.measure.measurement import predicted
 from meshwright.training.run import make_job
 from meshwright.view.launch_files import job as launch
 
@@ -90,4 +90,4 @@ def test_the_memory_of_a_searched_schedule_is_that_of_the_schedule_that_is_train
     in_flight = pipelines.walk(program, activation=1.0).peak_memory
     assert split_peaks("auto", 2, 8, virtual, 0.0).tolist() == in_flight.tolist()
     plan = {"pp": 2, "microbatch": 2, "schedule": "auto", "virtual": virtual}
-    assert max(predicted(nano("laptop", plan, stack="gloo-cpu")).tensors_gib) > 0
+    assert max(predict(nano("laptop", plan, stack="gloo-cpu")).tensors_gib) > 0

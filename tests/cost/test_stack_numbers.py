@@ -15,6 +15,7 @@ from meshwright.cost.messages import messages
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Efficiency
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
@@ -232,7 +233,7 @@ def test_memory_is_that_of_the_stage_that_a_source_reports():
     """The first stage of 1F1B has most micro-batches in flight, the last one the logits."""
     assert [memory_stage(n) for n in ("last rank (last PP stage)", "first pipeline stage", "peak")] == [-1, 0, None]
     plan = Plan(pp=4, replicate=4)
-    result = predict(DENSE, DGX, plan, WORK, Stack())
+    result = predict(Config(DENSE, DGX, plan, WORK, Stack()))
     sizes = [result.memory_as("allocated", stage) for stage in (0, -1)]
     assert sizes[0] != sizes[1]
     assert max(sizes) <= result.memory_as("allocated")

@@ -9,7 +9,7 @@ from meshwright.calibrate.runs import accuracy
 from meshwright.calibrate.runs.validate import predict_rows
 from meshwright.cli import run_command
 from meshwright.describe import catalog
-from meshwright.describe.config import configure
+from meshwright.describe.config import Config, configure
 from meshwright.describe.plan import Plan, framework_stages, in_framework
 from meshwright.describe.workload import Workload
 from meshwright.interop.files import read_settings
@@ -72,7 +72,7 @@ def test_an_estimate_of_a_plan_is_the_prediction_of_the_published_run(capsys):
     (run,) = predict_rows([row])
     c = run.case
     without = run.plan.but(layers_per_stage=())
-    found = estimate(c.model, c.cluster, without, c.workload, c.stack)
+    found = estimate(c.but(plan=without))
     assert run.plan.layers_per_stage == found.plan.layers_per_stage == framework_stages(c.model, STACK, 4)
     assert found.prediction.memory_gib == pytest.approx(run.prediction.memory_gib)
     assert found.prediction.step_time_s == pytest.approx(run.prediction.step_time_s, rel=1e-3)
@@ -105,7 +105,11 @@ def test_settings_say_the_division_of_the_framework_that_reads_them(tmp_path):
 
 
 def test_the_search_costs_and_returns_plans_with_the_division():
-    space = Space(LLAMA, catalog.load("clusters", "aws-p5").with_gpus(16), Workload(batch=32, seq=2048), STACK)
+    space = Space(
+        Config(
+            LLAMA, catalog.load("clusters", "aws-p5").with_gpus(16), workload=Workload(batch=32, seq=2048), stack=STACK
+        )
+    )
     rows = next(table for table in space.plans() if (table.pp > 1).any())
     batch = space.batch(rows)
     for i in range(0, len(rows), 97):

@@ -628,5 +628,5 @@ def test_a_proof_and_an_estimate_list_ignored_features(tmp_path):
         load_config(str(tmp_path / "plan.toml"), ['model.allow_differences=["jitter"]'])
     config = load_config(str(tmp_path / "plan.toml"), ['model.allow_differences=["router_jitter_noise"]'])
     assert any("not exercised: router_jitter_noise: noise" in line for line in small_copy(config, 2).changes)
-    assumed = predict(config.model, config.cluster, config.plan, config.workload, config.stack).assumed
+    assumed = predict(config).assumed
     assert any("odd_key" in line for line in assumed)

@@ -280,7 +280,7 @@ def test_every_way_to_say_a_field_has_a_number() -> None:
 
 def config(model="llama3-8b", cluster="dgx-h100", stack="default", gpus=8, workload=None, **plan) -> Config:
     made = Config.from_parts(model, cluster, stack, {"batch": 64, "seq": 4096, **(workload or {})}, plan)
-    return Config(made.model, made.cluster.with_gpus(gpus), made.stack, made.workload, made.plan)
+    return Config(made.model, made.cluster.with_gpus(gpus), made.plan, made.workload, made.stack)
 
 
 def test_one_stage_per_rank_is_not_interleaved() -> None:

@@ -44,7 +44,7 @@ def test_every_place_says_the_same_word(sequence):
     config = configure(
         "", plan="examples/llama3-70b-64xh100.toml", overrides=[f"workload.seq={sequence}", "plan.recompute=none"]
     )
-    trial = Trial(config.model, config.cluster, config.workload, config.stack)
+    trial = Trial(config)
     now = trial.of(config.plan)
     words, p = now.prediction.memory_fit, now.prediction
     assert words in memory_words(p)

@@ -75,7 +75,7 @@ def random_config(framework: Framework, model: str, rng: random.Random) -> Confi
     case = Case.of(plan, shape, work, None, stack, framework=True)
     if legality.problem(case) is not None:
         return None
-    return Config(shape, catalog.load("clusters", "dgx-h100").with_gpus(plan.world), stack, work, plan)
+    return Config(shape, catalog.load("clusters", "dgx-h100").with_gpus(plan.world), plan, work, stack)
 
 
 @pytest.mark.parametrize("model", MODELS)

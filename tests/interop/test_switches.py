@@ -164,7 +164,7 @@ def with_switches(config: Config, back: SettingsReading) -> Config:
 
 
 def step_time(config: Config) -> float:
-    e = estimate(config.model, config.cluster, config.plan, config.workload, config.stack)
+    e = estimate(config)
     return e.prediction.step_time_s
 
 
@@ -175,7 +175,7 @@ def test_overlap_of_recipes_survives_a_round_trip() -> None:
         if reading is None or reading.errors or not reading.shape.complete or reading.framework.name not in FRAMEWORKS:
             continue
         cluster = catalog.load("clusters", "dgx-h100").with_gpus(abs(reading.assembled.gpus))
-        config = Config(reading.shape.model, cluster, reading.stack, reading.workload, reading.plan)
+        config = Config(reading.shape.model, cluster, reading.plan, reading.workload, reading.stack)
         lost = settings_of(config, reading.framework).inexpressible
         by_file = reading.framework.name == "axolotl" and "deepspeed" in reading.understood.used  # written as FSDP
         assert by_file or not {"plan.overlap", "plan.prefetch", "stack.blocking_p2p"} & set(lost), (row["id"], lost)
@@ -225,7 +225,7 @@ def test_each_gather_that_is_not_ahead_costs_time() -> None:
     model, workload = catalog.load("models", "llama3-8b"), Workload(batch=16, seq=2048)
     times = {
         (zero, prefetch): step_time(
-            Config(model, cluster, stack, workload, Plan(shard=16, zero=zero, prefetch=prefetch, bucket=1.6e8))
+            Config(model, cluster, Plan(shard=16, zero=zero, prefetch=prefetch, bucket=1.6e8), workload, stack)
         )
         for zero in (1, 3)
         for prefetch in (True, "forward", False)

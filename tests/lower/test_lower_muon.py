@@ -9,6 +9,7 @@ from lower.cases import GQA, MLA, MOE, WORK, lowered, one
 from meshwright.cost.collective import Network
 from meshwright.cost.memory import state_memory
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import boxes, degrees_of, matrices
@@ -121,7 +122,9 @@ def test_messages_behind_the_products_of_other_rounds_cost_no_time():
     for ranks in (8, 512):
         for overlap in ((), ("dp",)):
             plan = Plan(shard=ranks, zero=1, overlap=overlap)
-            found = estimate(model, cluster.with_gpus(ranks), plan, workload, Stack(hides=1.0, compute_slowdown=0.0))
+            found = estimate(
+                Config(model, cluster.with_gpus(ranks), plan, workload, Stack(hides=1.0, compute_slowdown=0.0))
+            )
             exposed[ranks, bool(overlap)] = found.prediction.exposed_s["optimizer"]
     assert exposed[512, True] == exposed[512, False]
     _, ops = step_ops(model, shard=8, zero=1)
@@ -166,6 +169,6 @@ def test_muon_costs_more_without_zero_than_with_it():
         workload = WORK.but(batch=512, seq=4096, optimizer=optimizer)
         for zero in (0, 1):
             plan = Plan(shard=8, zero=1, tp=8) if zero else Plan(replicate=8, tp=8)
-            found = estimate(model, cluster.with_gpus(64), plan, workload, Stack())
+            found = estimate(Config(model, cluster.with_gpus(64), plan, workload, Stack()))
             times[optimizer, zero] = found.prediction.exposed_s["optimizer"]
     assert times["muon", 0] - times["adamw", 0] > 4 * (times["muon", 1] - times["adamw", 1]) > 0

@@ -192,9 +192,11 @@ def test_auto_without_a_budget_uses_the_memory_of_the_device():
         step_program(model, plan, workload)
 
     cluster, tight = (laptop.with_gpus(2).but(accelerator=laptop.accelerator.but(memory=m)) for m in (device, bare))
-    config = Config(model, cluster, stack, workload, plan)
-    assert estimate(model, cluster, plan, workload, stack).plan == chosen
-    assert predict(model, cluster, plan, workload, stack) == predict(model, cluster, chosen, workload, stack)
+    config = Config(model, cluster, plan, workload, stack)
+    assert estimate(Config(model, cluster, plan, workload, stack)).plan == chosen
+    assert predict(Config(model, cluster, plan, workload, stack)) == predict(
+        Config(model, cluster, chosen, workload, stack)
+    )
     small = small_copy(config, 8).plan
     assert (small.recompute, small.recompute_layers) == ("full", 1)
     with pytest.raises(MeshwrightError, match="MW-PAR-003"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -70,7 +71,11 @@ def space(
         kit = kit.but(launch="20us", collective_launch="20us", **rates)
     base = Plan()
     options = chosen.choices(base, chosen.read(**fields), tuple(kit.order))
-    return Space(model, cluster(gpus, memory), Workload(batch=batch, seq=seq), kit, options, base, bucket=25e6)
+    return Space(
+        Config(model, cluster(gpus, memory), workload=Workload(batch=batch, seq=seq), stack=kit, plan=base),
+        options,
+        bucket=25e6,
+    )
 
 
 def placement(where: Space, plan: Plan) -> tuple[tuple[int, ...], ...]:

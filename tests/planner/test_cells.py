@@ -19,9 +19,7 @@ def found(request):
 
 def test_each_cell_is_as_fast_as_every_common_plan(found):
     space, _, last = found
-    few = Space(
-        space.model, space.cluster, space.workload, space.stack, common_choices(space.choices, space), space.base
-    )
+    few = Space(space.config, common_choices(space.choices, space))
     limit = space.cluster.accelerator.memory * (1 - HEADROOM)
     search, best = Search(few, limit), {}
     for rows in few.plans(4096):

@@ -62,7 +62,7 @@ def test_on_slow_links_it_is_offered_and_wins_where_allowed():
     assert "lossy" in taken.explanation.reasons["compression"]
     s = taken.space
     legality.check(taken.plan, s.model, s.workload, s.cluster, s.stack, trainer=True, dtypes=True)
-    e = estimate(s.model, s.cluster, taken.plan, s.workload, s.stack)
+    e = estimate(s.config.but(plan=taken.plan))
     assert e.prediction.memory_gib <= 0.95 * e.prediction.memory_limit_gib
 
 

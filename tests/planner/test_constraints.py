@@ -79,7 +79,7 @@ def test_any_question_has_an_answer(model, gpus, batch, memory, fix, most, least
         assert "GiB" in error.what
         return
     plan = ranking.best.plan
-    peak = estimate(where.model, where.cluster, plan, where.workload, where.stack).prediction.memory_gib * 2**30
+    peak = estimate(where.config.but(plan=plan)).prediction.memory_gib * 2**30
     assert peak <= where.cluster.accelerator.memory
     assert all(plan.zero != 3 for word in without if word == "zero3")
     for word in (w for w in fix if w.startswith(("tp=", "pp=", "cp=", "dp=", "microbatch="))):
@@ -102,11 +102,11 @@ def test_an_empty_name_is_refused(words):
 
 def test_buckets_follow_the_group_and_the_leaders_try_others():
     where = space(MODELS["dense"], 8, 8, without=["pp", "tp", "cp"])
-    free = Space(where.model, where.cluster, where.workload, where.stack, where.choices)
+    free = Space(where.config, where.choices)
     fixed, own = solve(where)[1], solve(free)[1]
     assert fixed.best.plan.bucket == 25e6
     assert own.best.time <= fixed.best.time * (1 + 1e-9)
     sizes = bucket_for(where.cluster, np.array([2, 2000, 2_000_000]))
     assert sizes[0] == 25e6 < sizes[1] < sizes[2] == 4e9
-    slow = estimate(where.model, where.cluster, own.best.plan, where.workload, where.stack)
+    slow = estimate(where.config.but(plan=own.best.plan))
     assert slow.prediction.step_time_s == pytest.approx(own.best.time, rel=1e-9)

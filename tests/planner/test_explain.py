@@ -32,15 +32,9 @@ def result():
         memory="7GB",
         without=["ulysses,all-gather,gpipe,looped-bfs,zb-h2,reorder"],
     )
-    parts = {
-        "model": where.model,
-        "cluster": where.cluster.but(price=2.0),
-        "stack": where.stack,
-        "workload": where.workload.but(tokens="1B"),
-    }
-    where.cluster, where.workload = parts["cluster"], parts["workload"]
-    config = Config(**parts, plan=Plan())
-    return run(Question(config, where.base, where.choices, 0.05, ["nothing"]))
+    cluster, workload = where.cluster.but(price=2.0), where.workload.but(tokens="1B")
+    config = where.config.but(cluster=cluster, workload=workload, assumed=("nothing",))
+    return run(Question(config, where.base, where.choices, 0.05))
 
 
 def test_parts_sum_to_the_walked_step(result):
@@ -90,22 +84,16 @@ def test_unusual_choices_are_compared_with_the_usual_one():
         overrides=["workload.batch=512", "workload.seq=4096"],
     )
     plan = Plan(shard=2, zero=1, tp=2, cp=2, pp=8, virtual=10, schedule="interleaved", bucket=25e6)
-    e = estimate(config.model, config.cluster, plan, config.workload, config.stack)
+    e = estimate(config.but(plan=plan))
     texts = reasons(e)
-    with_sp = estimate(config.model, config.cluster, plan.but(sp=True), config.workload, config.stack).prediction
+    with_sp = estimate(config.but(plan=plan.but(sp=True))).prediction
     longer = with_sp.step_time_s / e.prediction.step_time_s - 1
     assert f"a step takes {100 * longer:+.1f}%" in texts["sp"]
     assert "in its place dp 4 does not fit, tp 4 takes +" in texts["cp"]
     assert "pp 16 does not fit" in texts["cp"]
-    assert (
-        "same bytes forward"
-        in reasons(estimate(config.model, config.cluster, plan.but(sp=True), config.workload, config.stack))["sp"]
-    )
+    assert "same bytes forward" in reasons(estimate(config.but(plan=plan.but(sp=True))))["sp"]
     long = config.workload.but(seq=65536, batch=32)
-    assert (
-        "in its place"
-        not in reasons(estimate(config.model, config.cluster, plan.but(recompute="full"), long, config.stack))["cp"]
-    )
+    assert "in its place" not in reasons(estimate(config.but(plan=plan.but(recompute="full"), workload=long)))["cp"]
 
 
 def test_an_unmeasured_chip_has_median_efficiency_and_a_wider_band():

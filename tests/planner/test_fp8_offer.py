@@ -16,12 +16,12 @@ TENSOR = {"tp": 4, "sp": True}
 
 def config(stack: str = "megatron-core", cluster: str = "dgx-h100", precision: str = "fp8", **plan) -> Config:
     made = Config.from_parts("llama3-8b", cluster, stack, {"batch": 64, "seq": 4096, "precision": precision}, plan)
-    return Config(made.model, made.cluster.with_gpus(8), made.stack, made.workload, made.plan)
+    return Config(made.model, made.cluster.with_gpus(8), made.plan, made.workload, made.stack)
 
 
 def estimated(*parts, **plan) -> Estimate:
     c = config(*parts, **plan)
-    return estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
+    return estimate(c)
 
 
 def test_other_precisions_are_refused() -> None:
@@ -82,7 +82,7 @@ def test_reasons_offer_it_with_its_gain() -> None:
     sharded = fp8_traffic(estimated("meshwright", shard=4, zero=3, tp=2, sp=True, gather_dtype="fp8"))
     assert sharded.startswith("halved: all-gathers of ZeRO-3 weights;")
     assert "activations of sequence parallelism in 16 bits" in fp8_traffic(estimated("meshwright", tp=8, sp=True))
-    assert "in 16 bits a step takes +" in fp8_gathers(faster, Trial(e.model, e.cluster, e.workload, e.stack))
+    assert "in 16 bits a step takes +" in fp8_gathers(faster, Trial(e.config))
 
 
 def test_the_planner_searches_with_it_if_the_given_plan_has_it() -> None:

@@ -25,7 +25,7 @@ MOE = DENSE.but(experts=4, top_k=2, expert_ffn=64)
 def test_every_plan_of_the_space_can_run(name: str, model: Model) -> None:
     stack = catalog.load("stacks", FRAMEWORKS[name].stack)
     cluster, workload = catalog.load("clusters", "dgx-h100").with_gpus(8), Workload(batch=16, seq=64)
-    space = Space(model, cluster, workload, stack)
+    space = Space(Config(model, cluster, workload=workload, stack=stack))
     seen = 0
     for rows in space.plans():
         for i in range(0, len(rows), max(1, len(rows) // 40)):

@@ -148,7 +148,7 @@ def pod() -> Estimate:
         {"batch": 128, "seq": 8192},
         {"tp": 8, "sp": True, "pp": 16, "shard": 8, "zero": 1, "recompute": "selective", "bucket": 5e8},
     )
-    return estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
+    return estimate(c)
 
 
 def test_a_hundred_thousand_gpus(pod: Estimate) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.workload import Workload
 from meshwright.planner.search.branch_and_bound import Found, Incumbents, Search
@@ -18,10 +19,12 @@ def walked(model: str, cluster: str, gpus: int, count: int = 100) -> tuple[Space
     """A space, random plans of it with pipelines, costed, and their walked seconds."""
     rng = np.random.default_rng(7)
     where = Space(
-        catalog.load("models", model),
-        catalog.load("clusters", cluster).with_gpus(gpus),
-        Workload(batch=4 * gpus, seq=2048),
-        catalog.load("stacks", "default"),
+        Config(
+            catalog.load("models", model),
+            catalog.load("clusters", cluster).with_gpus(gpus),
+            workload=Workload(batch=4 * gpus, seq=2048),
+            stack=catalog.load("stacks", "default"),
+        )
     )
 
     def some(rows: PlanArrays, n: int) -> PlanArrays:
@@ -50,10 +53,12 @@ def test_the_estimate_ranks_as_walking_does(model, cluster, gpus):
 
 def test_without_a_pipeline_there_is_nothing_to_bracket():
     where = Space(
-        catalog.load("models", "gpt2-xl"),
-        catalog.load("clusters", "dgx-a100").with_gpus(8),
-        Workload(batch=16, seq=1024),
-        catalog.load("stacks", "default"),
+        Config(
+            catalog.load("models", "gpt2-xl"),
+            catalog.load("clusters", "dgx-a100").with_gpus(8),
+            workload=Workload(batch=16, seq=1024),
+            stack=catalog.load("stacks", "default"),
+        )
     )
     rows = where.scheduled(where.sharded(where.placed(where.shaped(where.frames.take(where.frames.pp == 1))))).take(
         slice(0, 50)

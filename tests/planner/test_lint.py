@@ -24,7 +24,7 @@ def config(
 
 
 def estimated(c: Config) -> Estimate:
-    return estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
+    return estimate(c)
 
 
 def overridden(c: Config, fix: str) -> Config:

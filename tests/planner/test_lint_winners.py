@@ -38,16 +38,16 @@ def question(model: str, cluster: str) -> Config:
 def leaders(model: str, cluster: str) -> list[Estimate]:
     """Estimates of the fastest plans of the search; empty if no plan fits."""
     c = question(model, cluster)
-    _, ranking = solve(Space(c.model, c.cluster, c.workload, c.stack))
+    _, ranking = solve(Space(c))
     plans = [one.plan for one in ranking.leaders[:8]] if ranking else []
-    return [estimate(c.model, c.cluster, plan, c.workload, c.stack) for plan in plans]
+    return [estimate(c.but(plan=plan)) for plan in plans]
 
 
 def unexplained(model: str, cluster: str) -> list[str]:
     c, best = question(model, cluster), leaders(model, cluster)
     if not best:
         return []
-    winner = Config(c.model, c.cluster, c.stack, c.workload, best[0].plan)
+    winner = Config(c.model, c.cluster, best[0].plan, c.workload, c.stack)
     findings = lint.justify(lint.check(winner, best[0]), best[0], best[1:])
     return [
         f"{best[0].plan.title()}: {f.code} {f.what}; {f.fix} saves {f.saves_s}" for f in findings if not f.still_best
@@ -73,6 +73,6 @@ def test_a_worse_plan_has_no_such_reason() -> None:
     """A control for the tests above: a winner that is made worse on purpose has no reason."""
     c, best = question(*QUICK[-1]), leaders(*QUICK[-1])[0]
     spoiled = best.plan.but(recompute="full")
-    worse = estimate(c.model, c.cluster, spoiled, c.workload, c.stack)
-    findings = lint.justify(lint.check(Config(c.model, c.cluster, c.stack, c.workload, spoiled), worse), worse, [best])
+    worse = estimate(c.but(plan=spoiled))
+    findings = lint.justify(lint.check(Config(c.model, c.cluster, spoiled, c.workload, c.stack), worse), worse, [best])
     assert {f.code for f in findings if not f.still_best} >= {"MW-LINT-014"}

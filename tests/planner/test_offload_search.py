@@ -28,7 +28,7 @@ CASES = [("dense", "states"), ("dense", "activations"), ("experts", "both"), ("f
 
 def offloading(where: Space, kind: str) -> Space:
     base = Plan(offload=kind)
-    return Space(where.model, where.cluster, where.workload, where.stack, where.choices, base, where.bucket)
+    return Space(where.config.but(plan=base), where.choices, where.bucket)
 
 
 @cache
@@ -96,12 +96,12 @@ def test_offload_wins_where_nothing_else_fits():
     assert all(c.plan.offload != "none" for c in ranking.leaders)
     assert best.memory <= where.cluster.accelerator.memory
     legality.check(best.plan, where.model, where.workload, where.cluster, where.stack, trainer=True, dtypes=True)
-    e = estimate(where.model, where.cluster, best.plan, where.workload, where.stack)
+    e = estimate(where.config.but(plan=best.plan))
     assert e.prediction.memory_gib * 2**30 == pytest.approx(best.memory, rel=1e-9)
     assert e.prediction.step_time_s == pytest.approx(best.time, rel=0.02)
     assert solve(tight("offload"))[1] is None
     unable = where.stack.but(offloads=())
-    assert solve(Space(where.model, where.cluster, where.workload, unable, where.choices))[1] is None
+    assert solve(Space(where.config.but(stack=unable), where.choices))[1] is None
 
 
 def test_offload_is_not_searched_where_the_question_or_the_stack_decides():
@@ -110,9 +110,9 @@ def test_offload_is_not_searched_where_the_question_or_the_stack_decides():
     assert offloads(offloading(where, "states")) == []
     assert offloads(problem("flat")) == []
     options = choices(Plan(), read(without=["offload"]), tuple(where.stack.order))
-    assert offloads(Space(where.model, where.cluster, where.workload, where.stack, options)) == []
+    assert offloads(Space(where.config, options)) == []
     deepspeed = catalog.load("stacks", "megatron-deepspeed")
-    assert offloads(Space(where.model, where.cluster, where.workload, deepspeed)) == ["states"]
+    assert offloads(Space(where.config.but(stack=deepspeed))) == ["states"]
 
 
 @pytest.mark.slow

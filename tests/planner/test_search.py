@@ -9,6 +9,7 @@ import pytest
 from meshwright.cost.step import step_cost
 from meshwright.cost.walked import walk_step
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import lower, step_program
@@ -127,7 +128,7 @@ def test_no_plan_beats_the_bounds_above_it(seed):
     )
     cluster, stack = catalog.load("clusters", clusters[seed]), catalog.load("stacks", stacks[seed])
     gpus = [64, 96, 48, 128, 24, 16, 8, 64][seed]
-    where = Space(model, cluster.with_gpus(gpus), Workload(batch=4 * gpus, seq=2048), stack)
+    where = Space(Config(model, cluster.with_gpus(gpus), workload=Workload(batch=4 * gpus, seq=2048), stack=stack))
 
     def some(rows, n):
         return rows.take(np.sort(rng.permutation(len(rows))[:n]))
@@ -215,7 +216,7 @@ def test_the_same_question_has_the_same_answer_and_progress_ends_at_one():
 def catalogued(model, cluster, gpus, batch, seq):
     cluster = catalog.load("clusters", cluster).with_gpus(gpus)
     workload, stack = Workload(batch=batch, seq=seq), catalog.load("stacks", "default")
-    return Space(catalog.load("models", model), cluster, workload, stack)
+    return Space(Config(catalog.load("models", model), cluster, workload=workload, stack=stack))
 
 
 @cache
@@ -254,13 +255,14 @@ def test_the_winner_is_within_one_percent_of_the_fastest_and_the_leanest_or_simp
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2-xl", *soak(["mixtral-8x7b"])])
 def test_the_best_common_plan_is_near_the_best_of_all(name):
     where, ranking = solved(name)
-    parts = (where.model, where.cluster, where.workload, where.stack)
     best, count = best_common_plan(where)
     assert count < 0.1 * len(where)
     # The full search also has V-shaped schedules: on mixtral they are 11% faster where collectives take the time they take in training.
     assert best.time <= 1.12 * ranking.fastest.time
     assert best.memory <= 0.95 * where.cluster.accelerator.memory
-    assert step(estimate(*parts[:2], first_that_fits(*parts), *parts[2:])) > best.time  # what `estimate` took before
+    assert (
+        step(estimate(where.config.but(plan=first_that_fits(where.config)))) > best.time
+    )  # what `estimate` took before
 
 
 def test_no_common_plan_where_none_fits_or_is_legal():
@@ -275,15 +277,14 @@ def test_leaders_that_recompute_every_layer_try_fewer():
     assert partial
     for c in partial[:2]:
         now, full = (
-            estimate(where.model, where.cluster, plan, where.workload, where.stack).prediction
-            for plan in (c.plan, c.plan.but(recompute_layers=0))
+            estimate(where.config.but(plan=plan)).prediction for plan in (c.plan, c.plan.but(recompute_layers=0))
         )
         assert now.step_time_s == pytest.approx(c.time, rel=2e-3)
         assert now.memory_gib * 2**30 == pytest.approx(c.memory, rel=1e-9)
         assert now.memory_gib <= 0.95 * now.memory_limit_gib
         assert now.step_time_s < 0.99 * full.step_time_s
     options = choices.choices(Plan(), choices.read(fix=["recompute=full"]), tuple(where.stack.order))
-    chosen = Space(where.model, where.cluster, where.workload, where.stack, options)
+    chosen = Space(where.config, options)
     assert not refine.partial_recompute(chosen, partial, 1e18)
 
 
@@ -307,7 +308,12 @@ def test_the_front_trades_time_for_headroom():
 
 def test_long_pipelines_are_continued_as_a_straight_line(monkeypatch):
     where = Space(
-        TIED.but(layers=8), space(TIED, 4).cluster, Workload(batch=240, seq=64), catalog.load("stacks", "default")
+        Config(
+            TIED.but(layers=8),
+            space(TIED, 4).cluster,
+            workload=Workload(batch=240, seq=64),
+            stack=catalog.load("stacks", "default"),
+        )
     )
     found = search(where)
     rows = found.rows.take(found.rows.pp > 1)
@@ -344,7 +350,7 @@ def test_a_fuller_rank_that_a_batch_does_not_look_at_is_found():
     model, stack = catalog.load("models", "deepseek-v3"), catalog.load("stacks", "default")
     options = choices.choices(Plan(), choices.read(**words), tuple(stack.order))
     cluster = catalog.load("clusters", "dgx-h800").with_gpus(400)
-    where = Space(model, cluster, Workload(batch=1600, seq=2048), stack, options)
+    where = Space(Config(model, cluster, workload=Workload(batch=1600, seq=2048), stack=stack), options)
     rows = join(list(where.plans()))
     program = lower(where.batch(rows))
     seen, whole = step_cost(program, cluster).peak_memory, pipeline_walk.fullest(program)
@@ -358,6 +364,6 @@ def test_a_fuller_rank_that_a_batch_does_not_look_at_is_found():
     assert where.plan(rows, worst) not in names
     for i in range(min(len(found.rows), 5)):
         plan = where.plan(found.rows, i)
-        peak = estimate(model, cluster, plan, where.workload, stack).prediction.memory_gib * 2**30
+        peak = estimate(Config(model, cluster, plan, where.workload, stack)).prediction.memory_gib * 2**30
         assert peak <= limit
         assert peak == pytest.approx(found.rows.memory[i], rel=1e-9)

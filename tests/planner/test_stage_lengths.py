@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.describe import legality
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.planner.search.leaders import TIE
 from meshwright.planner.search.solve import solve
@@ -79,7 +80,7 @@ def test_the_winner_is_within_one_percent_of_every_division_of_every_plan(name):
         for i in range(len(rows)):
             plan = where.plan(rows, i)
             tried = [plan.but(layers_per_stage=d) for d in divisions(where.model.layers, plan.stages)]
-            times = [estimate(where.model, where.cluster, p, where.workload, where.stack).walked.time for p in tried]
+            times = [estimate(where.config.but(plan=p)).walked.time for p in tried]
             best = min(best, *times)
     assert ranking.best.plan.layers_per_stage
     assert ranking.fastest.time <= best * (1 + 1e-3)
@@ -98,7 +99,7 @@ def test_a_lighter_last_stage_wins_where_the_head_is_heavy(model, gpus):
     for c in uneven[:3]:
         assert c.plan.layers_per_stage[-1] < max(c.plan.layers_per_stage)
         legality.check(c.plan, where.model, where.workload, where.cluster, where.stack, trainer=True, dtypes=True)
-        e = estimate(where.model, where.cluster, c.plan, where.workload, where.stack)
+        e = estimate(where.config.but(plan=c.plan))
         assert e.walked.time == pytest.approx(c.time, rel=2e-3)
         assert e.prediction.memory_gib * 2**30 == pytest.approx(c.memory, rel=1e-9)
 
@@ -129,7 +130,9 @@ def test_a_division_that_fits_is_found_where_equal_stages_do_not_fit():
     limit = where.cluster.accelerator.memory
     fitting = []
     for d in divisions(model.layers, 4):
-        e = estimate(model, where.cluster, even.fastest.plan.but(layers_per_stage=d), where.workload, where.stack)
+        e = estimate(
+            Config(model, where.cluster, even.fastest.plan.but(layers_per_stage=d), where.workload, where.stack)
+        )
         if e.prediction.memory_gib * 2**30 <= limit:
             fitting.append(e.walked.time)
     _, ranking = solve(where)

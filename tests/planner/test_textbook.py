@@ -40,11 +40,11 @@ def config(model: str, cluster: str, gpus: int, batch: int, seq: int = 4096, tok
 
 def problem(model: str, cluster: str, gpus: int, batch: int, seq: int = 4096) -> Problem:
     c = config(model, cluster, gpus, batch, seq)
-    return Problem(c.model, c.cluster, c.workload, c.stack)
+    return Problem(c)
 
 
 def estimated(c: Config, plan: Plan) -> Estimate:
-    return estimate(c.model, c.cluster, plan, c.workload, c.stack)
+    return estimate(c.but(plan=plan))
 
 
 # Each guide
@@ -78,7 +78,7 @@ def test_topology_of_one_node_of_many_and_of_ethernet() -> None:
 
 def test_batch_guide_shows_the_walked_bubble_of_the_estimate() -> None:
     c = config("gpt3-175b", "dgx-a100", 1024, 1536, 2048)
-    r = general.batch_size(Problem(c.model, c.cluster, c.workload, c.stack))
+    r = general.batch_size(Problem(c))
     assert r.plan is not None
     assert r.plan.microbatch == 1
     assert f"bubble fraction {estimated(c, r.plan).bubble_fraction:.0%}" in r.reason
@@ -145,7 +145,7 @@ def test_the_zero_guide_agrees_with_the_memory_table() -> None:
     s = problem("llama-7b", "dgx-h100", 8, 64, 2048)
     plans = {stage: s.shaped(zero=stage) for stage in range(4)}
     for (name, size), plan in zip(axes.stage_states(s, plans).items(), plans.values(), strict=True):
-        table = estimate(s.model, s.cluster, plan, s.workload, s.stack).prediction.memory_by_stage
+        table = estimate(s.config.but(plan=plan)).prediction.memory_by_stage
         states = max(stage["parameters"] + stage["gradients"] + stage["optimizer"] for stage in table)
         assert size / 2**30 == pytest.approx(states), name
 
@@ -234,7 +234,7 @@ TEXTS = (
 
 def test_every_guide_gives_a_recommendation_and_its_source(case: tuple[Config, Estimate]) -> None:
     c, _ = case
-    recommendations = textbook.recommend(c.model, c.cluster, c.workload, c.stack)
+    recommendations = textbook.recommend(c)
     assert {r.guide for r in recommendations} == NAMES
     assert len(recommendations) == len(textbook.GUIDES)
     assert all(r.reason and r.source.partition(",")[0] in TEXTS for r in recommendations)
@@ -242,7 +242,7 @@ def test_every_guide_gives_a_recommendation_and_its_source(case: tuple[Config, E
 
 def test_comparison_is_the_estimate_of_each_plan(case: tuple[Config, Estimate]) -> None:
     c, winner = case
-    recommendations = textbook.recommend(c.model, c.cluster, c.workload, c.stack)
+    recommendations = textbook.recommend(c)
     steps = 1e12 / (512 * 8192)
     for one in textbook.compare(recommendations, winner):
         if one.recommendation.plan is None:
@@ -265,7 +265,7 @@ def test_the_winner_is_recognised(case: tuple[Config, Estimate]) -> None:
 
 def test_the_table_groups_guides_that_agree(case: tuple[Config, Estimate]) -> None:
     c, winner = case
-    compared = textbook.compare(textbook.recommend(c.model, c.cluster, c.workload, c.stack), winner)
+    compared = textbook.compare(textbook.recommend(c), winner)
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     made = view.table(compared, winner)
     console.print(made, view.reasons(compared, sources=True))
@@ -298,6 +298,6 @@ def test_the_table_groups_guides_that_agree(case: tuple[Config, Estimate]) -> No
 )
 def test_recommended_plans_are_legal(model: str, cluster: str, gpus: int, batch: int, seq: int) -> None:
     c = config(model, cluster, gpus, batch, seq)
-    for r in textbook.recommend(c.model, c.cluster, c.workload, c.stack):
+    for r in textbook.recommend(c):
         if r.plan is not None:
             r.plan.check(c.model, c.workload, c.cluster)

@@ -37,7 +37,7 @@ def space_of(model: str, gpus: int, seq: int, form: str) -> tuple[Config, Space]
     made = Config.from_parts(MODELS[model], {"extends": "laptop", "gpus": gpus}, "gloo-cpu", workload, base)
     plan = Plan(**base)
     options = choices(plan, [], tuple(made.stack.order))
-    return made, Space(made.model, made.cluster, made.workload, made.stack, options, plan)
+    return made, Space(made.but(plan=plan), options)
 
 
 def drawn(random: np.random.Generator, gpus: tuple[int, ...]) -> Config | None:
@@ -51,7 +51,7 @@ def drawn(random: np.random.Generator, gpus: tuple[int, ...]) -> Config | None:
     for layer in (lambda rows: rows, space.shaped, space.placed, space.sharded, space.scheduled):
         rows = layer(rows)
         rows = rows.take(np.array([random.integers(len(rows))]))
-    return Config(made.model, made.cluster, made.stack, made.workload, space.plan(rows, 0))
+    return Config(made.model, made.cluster, space.plan(rows, 0), made.workload, made.stack)
 
 
 def verify_accepts(config: Config) -> bool:

@@ -272,9 +272,9 @@ def test_bytes_sent_are_those_of_the_group_that_was_used():
 
 
 def predict_traffic(made):
-    from meshwright.training.measure.measurement import predicted
+    from meshwright.predict.prediction import predict
 
-    return predicted(made).traffic_bytes
+    return predict(made).traffic_bytes
 
 
 def test_bytes_sent_by_our_backend_are_those_that_its_transport_delivered():

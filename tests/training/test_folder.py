@@ -28,10 +28,10 @@ from meshwright.describe.run_folder import (
     state,
 )
 from meshwright.errors import MeshwrightError
+from meshwright.predict.prediction import predict
 from meshwright.training.faults.inject import set_disk_full
 from meshwright.training.folder import RunFolder, check_unused, claimed, git_state
 from meshwright.training.hooks import StepRecord
-from meshwright.training.measure.measurement import predicted
 
 CONFIG = Config.from_parts(
     {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256},
@@ -40,7 +40,7 @@ CONFIG = Config.from_parts(
     {"batch": 8, "seq": 16, "precision": "fp32"},
     {"param_dtype": "fp32", "master": False},
 )
-PREDICTION = predicted(CONFIG)
+PREDICTION = predict(CONFIG)
 
 
 def record(step: int, **more: object) -> StepRecord:

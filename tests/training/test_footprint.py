@@ -7,7 +7,7 @@ import pytest
 
 import ranks
 from meshwright.describe.config import Config
-from meshwright.training.measure.measurement import predicted
+from meshwright.predict.prediction import predict
 
 FOOTPRINT = str(Path(__file__).parents[2] / "benchmarks" / "footprint.py")
 PLANS = [
@@ -34,7 +34,7 @@ def test_predicted_memory_is_that_of_a_step():
     ]  # fmt: skip
     by_rank = ranks.run(2, measure, configs)
     for i, (config, plan) in enumerate(zip(configs, PLANS, strict=True)):
-        found, peak = predicted(config), max(rank[i][1] for rank in by_rank)
+        found, peak = predict(config), max(rank[i][1] for rank in by_rank)
         assert max(found.tensors_gib) * 2**30 == pytest.approx(peak, rel=BOUND), plan
         for axis, size in found.traffic_bytes.items():
             assert max(rank[i][2][axis] for rank in by_rank) == pytest.approx(size, abs=100), (plan, axis)

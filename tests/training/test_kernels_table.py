@@ -43,6 +43,6 @@ def test_groups_are_expected_to_take_the_predicted_step_and_no_less_than_their_f
     from meshwright.predict.prediction import predict
 
     expected = timeline.expected(CONFIG)
-    step = predict(CONFIG.model, CONFIG.cluster, CONFIG.plan, CONFIG.workload, CONFIG.stack).step_time_s
+    step = predict(CONFIG).step_time_s
     assert sum(seconds for seconds, _ in expected.values()) == pytest.approx(step, rel=0.02)
     assert all(floor <= seconds * 1.0001 for seconds, floor in expected.values())

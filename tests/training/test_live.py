@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from meshwright.describe.config import Config
+from meshwright.predict.prediction import predict
 from meshwright.training.folder import RunFolder, StepWriter
 from meshwright.training.hooks import StepRecord
-from meshwright.training.measure.measurement import predicted
 from meshwright.view.live import LiveRun, line_of, picture
 from meshwright.view.tables import sparkline
 from meshwright.view.watch import ProgressDisplay, progress_display
@@ -30,7 +30,7 @@ def configuration(cluster: str = "laptop") -> Config:
 
 def create(path: Path, steps: int = 100, cluster: str = "laptop", device: str = "cpu") -> RunFolder:
     config = configuration(cluster)
-    folder = RunFolder.create(path, config, predicted(config), steps=steps, seed=0, device=device)
+    folder = RunFolder.create(path, config, predict(config), steps=steps, seed=0, device=device)
     folder.begin_attempt(world=2, plan=config.plan.title())
     return folder
 
@@ -68,7 +68,7 @@ def test_the_picture_has_measured_and_predicted_values(tmp_path: Path) -> None:
     folder.event("checkpoint-finished", 30, "checkpoint of step 30 written", seconds=0.4)
     folder.event("checkpoint-begun", 40, "checkpoint of step 40 begun")
     run = LiveRun(tmp_path)
-    text, p = drawn(run), predicted(configuration())
+    text, p = drawn(run), predict(configuration())
     assert "dp 2" in text.splitlines()[0]
     assert "2 ranks on cpu" in text
     assert "step 40 of 100" in text

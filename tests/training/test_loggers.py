@@ -15,10 +15,10 @@ from meshwright.describe.config import Config
 from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_events
 from meshwright.errors import MeshwrightError
+from meshwright.predict.prediction import predict
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import StepRecord
 from meshwright.training.loggers import OPEN, Logging, check_loggers, flat, stable_name
-from meshwright.training.measure.measurement import predicted
 from meshwright.training.worker import closed_loggers
 
 CONFIG = Config.from_parts(
@@ -36,7 +36,7 @@ def record(step: int, **more: Any) -> StepRecord:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Any:
-    made = RunFolder.create(tmp_path / "run", CONFIG, predicted(CONFIG), steps=10)
+    made = RunFolder.create(tmp_path / "run", CONFIG, predict(CONFIG), steps=10)
     made.begin_attempt(world=1, plan="one device")
     yield made
     made.close()

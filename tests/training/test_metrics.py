@@ -13,9 +13,9 @@ import pytest
 import ranks
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import read_events, read_steps
+from meshwright.predict.prediction import predict
 from meshwright.training.folder import RunFolder, StepWriter
 from meshwright.training.hooks import StepRecord
-from meshwright.training.measure.measurement import predicted
 from trace_format import problems
 
 STEPS = 6
@@ -37,7 +37,7 @@ def train(context: Any, config: Config, path: str) -> list[StepRecord]:
     from meshwright.training.measure.record_comm import CommRecorder
     from meshwright.training.measure.reports import Metrics
 
-    folder = RunFolder.create(Path(path), config, predicted(config), steps=STEPS) if context.rank == 0 else None
+    folder = RunFolder.create(Path(path), config, predict(config), steps=STEPS) if context.rank == 0 else None
     if folder is not None:
         folder.begin_attempt(world=context.world, plan=config.plan.title())
     parallel = apply(config.model, config.plan, config.workload, context.rank)
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[S
 
 def test_a_record_has_mfu_memory_and_exposed_communication(trained: tuple[Path, list[list[StepRecord]]]) -> None:
     path, records = trained
-    p = predicted(configuration())
+    p = predict(configuration())
     for record in records[0]:
         assert record.mfu == pytest.approx(p.mfu * p.step_time_s / record.seconds)
         assert record.memory_gib > 0.01
@@ -92,7 +92,7 @@ def test_profiles_are_traces_in_the_format_of_simulate(trained: tuple[Path, list
 
 def test_skipped_and_evaluated_steps_are_events(tmp_path: Path) -> None:
     config = configuration()
-    folder = RunFolder.create(tmp_path, config, predicted(config))
+    folder = RunFolder.create(tmp_path, config, predict(config))
     writer, record = StepWriter(folder), StepRecord(0, 5.0, 1.0, 128, 0.1)
     for one in (record, replace(record, step=1, updated=False), replace(record, step=2, validation_loss=4.5)):
         writer.after_step(None, one)

@@ -12,9 +12,10 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
+from meshwright.predict.prediction import predict
 from meshwright.training.hooks import RankReport, StepRecord
 from meshwright.training.measure.calibration import with_this_machine
-from meshwright.training.measure.measurement import Training, measure, predicted
+from meshwright.training.measure.measurement import Training, measure
 from meshwright.training.page import page, percent
 from meshwright.training.run import run_training
 from meshwright.view.report import page as report_page
@@ -141,7 +142,7 @@ def test_expert_traffic_is_compared_for_the_copies_that_were_kept():
     free = replace(m, kept_copies=None)
     assert [d.what for d in free - p if "ep" in d.what.split()] == ["exposed ep", "traffic ep"]
     roomy = made.model.but(router=made.model.router.but(capacity=4.0))  # an expert has room for all tokens
-    assert not any("upper bound" in words for words in predicted(replace(made, model=roomy)).assumed)
+    assert not any("upper bound" in words for words in predict(replace(made, model=roomy)).assumed)
 
 
 @pytest.mark.slow
@@ -189,7 +190,7 @@ def test_a_dtype_that_does_not_train_is_refused():
 def test_a_training_that_diverges_is_reported(losses):
     steps = [StepRecord(step, loss, 1.0, 128, 0.1) for step, loss in enumerate(losses)]
     made = config()
-    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], len(steps)), predicted(made))
+    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], len(steps)), predict(made))
     assert json.loads(json.dumps(training.as_dict(), allow_nan=False))["measurement"]["loss"][2:] == [None, None]
     with (out := console()).capture() as text:
         out.print(page(training, "here"))
@@ -201,7 +202,7 @@ def test_a_training_that_diverges_is_reported(losses):
 @pytest.mark.parametrize("source", ["", "the links of mine.toml and the device of this machine"])
 def test_a_result_says_which_file_its_prediction_comes_from(source):
     steps, made = [StepRecord(0, 5.0, 1.0, 128, 0.1)], config()
-    training = Training(made, steps, measure(made, steps, [], 1), predicted(made), predicted_from=source)
+    training = Training(made, steps, measure(made, steps, [], 1), predict(made), predicted_from=source)
     with (out := console()).capture() as text:
         out.print(page(training))
     assert (f"predicted from {source}\n" in text.get()) == bool(source)
@@ -217,7 +218,7 @@ def test_a_measured_step_is_without_compilation(later, expected):
     assert found.step_time_s == pytest.approx(expected)
     assert any("without 6 s of compilation" in text for text in found.assumed) == (not later)
     with (out := console()).capture() as text:
-        out.print(page(Training(made, steps, found, predicted(made)), "here"))
+        out.print(page(Training(made, steps, found, predict(made)), "here"))
     assert "first step 10 s, of which compilation 6 s" in text.get()
     assert ("left out above" in text.get()) == (not later)
 
@@ -242,7 +243,7 @@ def test_a_report_says_which_precision_was_not_calibrated(precision, calibrated,
         machine = measurement().but(dtype=calibrated, operations=synthetic(dtype=calibrated))
         made = with_this_machine(made, machine)
     steps = [StepRecord(0, 5.0, 1.0, 128, 0.1)]
-    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], 1), predicted(made))
+    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], 1), predict(made))
     with (out := console()).capture() as text:
         out.print(page(training, "here"))
     shown = " ".join(text.get().split())
@@ -255,9 +256,9 @@ def test_bytes_saved_by_compression_are_shown():
     lines = {}
     for name in ("none", "int8"):
         made = config(replicate=2, compression=name)
-        sent = predicted(made).traffic_bytes
+        sent = predict(made).traffic_bytes
         training = Training(
-            made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, sent)], len(steps)), predicted(made)
+            made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, sent)], len(steps)), predict(made)
         )
         with (out := console()).capture() as text:
             out.print(page(training, "here"))
@@ -307,7 +308,7 @@ def test_a_diverged_run_exits_with_one(tmp_path, monkeypatch, capsys):
 
     steps = [StepRecord(step, loss, 1.0, 128, 0.1) for step, loss in enumerate([5.0, float("nan")])]
     made = config()
-    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], 2), predicted(made))
+    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], 2), predict(made))
     monkeypatch.setattr("meshwright.api.train", lambda *_, **__: training)
     for as_json in ([], ["--json"]):
         with pytest.raises(SystemExit) as leaving:

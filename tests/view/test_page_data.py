@@ -267,7 +267,7 @@ def test_fields_without_a_rule_are_offered_where_they_have_an_effect(fields, spe
     for name in changing:
         plans = [plan.but(**{name: value}) for value in offered[name]]
         assert plan in plans, name
-        costs = [estimate(config.model, config.cluster, p, config.workload, config.stack) for p in plans]
+        costs = [estimate(config.but(plan=p)) for p in plans]
         assert len({e.prediction.step_time_s for e in costs}) > 1, name
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.cost.walked import walk_step
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.predict.estimate import estimate
@@ -23,7 +24,7 @@ PLANS = [
 
 def simulated(plan, stack="default", detail=""):
     model, cluster = catalog.load("models", "llama3-8b"), catalog.load("clusters", "dgx-h100").with_gpus(plan.world)
-    e = estimate(model, cluster, plan, Workload(batch=128, seq=2048), catalog.load("stacks", stack))
+    e = estimate(Config(model, cluster, plan, Workload(batch=128, seq=2048), catalog.load("stacks", stack)))
     walked = walk_step(e.cost, plan)
     return e, walked, spans(e, walked, detail)
 

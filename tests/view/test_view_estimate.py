@@ -17,7 +17,7 @@ from meshwright.view.tables import console
 def test_memory_is_printed_in_a_unit_that_shows_its_parts(plan, unit, limit):
     c = load(f"examples/{plan}.toml")
     with (out := console()).capture() as text:
-        out.print(memory(estimate(c.model, c.cluster, c.plan, c.workload, c.stack)))
+        out.print(memory(estimate(c)))
     title, head, *stages = text.get().splitlines()
     assert title.split() == ["Memory", "by", "stage,", unit]
     assert head.split()[-2:] == ["of", limit]
@@ -30,7 +30,7 @@ def test_memory_is_printed_in_a_unit_that_shows_its_parts(plan, unit, limit):
 @pytest.mark.parametrize(("exposed_s", "shown"), [(2.0, "2 s"), (0.0, "hidden")])
 def test_communication_without_exposed_time_is_shown_as_hidden(exposed_s, shown):
     c = load("examples/llama3-70b-64xh100.toml")
-    e = estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
+    e = estimate(c)
     exposed = e.prediction.exposed_s | {"tp": exposed_s}
     e = replace(e, prediction=replace(e.prediction, exposed_s=exposed))
     with (out := console()).capture() as text:

@@ -10,6 +10,7 @@ import numpy as np
 from meshwright.cost.step import StepCost
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Accelerator, Cluster, Link, uniform
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -73,7 +74,7 @@ def costed(which: Model | str, seq: int, batch: int = 1, **plan: Any) -> StepCos
     layout = Plan(**plan)
     work = Workload(batch=batch, seq=seq)
     cluster: Cluster = catalog.load("clusters", "dgx-h100").with_gpus(layout.world)
-    return cost_of(shape, cluster, layout.check(shape, work), work, FLAT)
+    return cost_of(Config(shape, cluster, layout.check(shape, work), work, FLAT))
 
 
 def one(value: Any) -> float:

@@ -45,7 +45,7 @@ def lint_plan(
     from meshwright.view.tables import show, show_json
 
     config = configure(model, plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings)
-    now = Trial.around(config).of(config.plan)
+    now = Trial(config).of(config.plan)
     findings = check(config, now)
     if as_json:
         from meshwright.view.settings import as_dict

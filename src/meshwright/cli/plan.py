@@ -262,17 +262,16 @@ def recommended(result: Any) -> Any:
     from meshwright.planner.advice.guides import textbook
 
     e = result.estimate
-    return textbook.compare(textbook.recommend(e.model, e.cluster, e.workload, e.stack), e)
+    return textbook.compare(textbook.recommend(e.config), e)
 
 
 def findings(result: Any) -> Any:
     """The findings of `lint` for the winner, each with the reason why the winner is still the best plan."""
-    from meshwright.describe.config import Config
     from meshwright.planner.advice.lint import check as lint
     from meshwright.view.lint import finding_block
 
     e = result.estimate
-    found = lint.check(Config(e.model, e.cluster, e.stack, e.workload, e.plan), e)
+    found = lint.check(e.config, e)
     if not found:
         return "[dim]lint: no anti-pattern in the winner[/]"
     from rich.console import Group

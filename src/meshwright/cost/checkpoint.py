@@ -25,30 +25,22 @@ group is Megatron-LM's format `torch` with the distributed optimizer.
 from __future__ import annotations
 
 from meshwright.describe.cluster import DTYPE_BYTES, Cluster
-from meshwright.describe.model import Model
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
 from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
 from meshwright.units import format_bytes
 
 ROOT = ("embedding", "head")
 
 
-def checkpoint_memory(
-    model: Model,
-    cluster: Cluster,
-    plan: Plan,
-    workload: Workload,
-    stack: Stack,
-    memory: list[dict[str, float]],
-    blocks: dict[str, float],
-) -> dict[str, float]:
+def checkpoint_memory(config: Config, memory: list[dict[str, float]], blocks: dict[str, float]) -> dict[str, float]:
     """GiB on the fullest device and host at a save and at a load, and the memory of a host. `memory`: GiB of each stage by part; `blocks`:
     parameters of each block on a rank before ZeRO."""
+    plan, stack, cluster = config.plan, config.stack, config.cluster
     weight = 4.0 if plan.master else float(DTYPE_BYTES[plan.param_dtype])
-    states = float(workload.state_copies * DTYPE_BYTES[plan.state_dtype])
-    total, split = float(model.total), plan.tp * plan.pp
+    states = float(config.workload.state_copies * DTYPE_BYTES[plan.state_dtype])
+    total, split = float(config.model.total), plan.tp * plan.pp
     root = sum(blocks.get(name, 0.0) for name in ROOT)
     unit = max(root, *(size for name, size in blocks.items() if name not in ROOT), 0.0)
     tensor = max(blocks.get(name, 0.0) for name in ROOT)

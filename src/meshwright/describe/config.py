@@ -67,10 +67,11 @@ class Config(Shown):
 
     model: Model
     cluster: Cluster
-    stack: Stack
-    workload: Workload
-    plan: Plan
+    plan: Plan = field(default_factory=Plan)
+    workload: Workload = field(default_factory=Workload)
+    stack: Stack = field(default_factory=Stack)
     origins: dict[str, str] = field(default_factory=dict, compare=False)
+    assumed: tuple[str, ...] = field(default=(), compare=False)  # what nobody said and the answer depends on
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -160,14 +161,17 @@ class Config(Shown):
             config = config.in_precision("fp16" if "fp16" in peak else "fp32")
         return config._with_plan_size()
 
+    def but(self, **changes: Any) -> Self:
+        """The configuration with some of its parts replaced."""
+        return replace(self, **changes)
+
     def in_precision(self, dtype: Dtype) -> Self:
         """The configuration in a precision that its device computes; unchanged if the user chose one."""
         ours = self.origin("workload.precision") == CHOSEN_BY_DEVICE
         chosen = not ours and any(name in self.origins for name in PRECISIONS)
         if chosen or (not ours and (self.workload.precision, self.plan.param_dtype) != ("bf16", "bf16")):
             return self
-        return replace(
-            self,
+        return self.but(
             workload=self.workload.but(precision=dtype),
             plan=self.plan.but(param_dtype=dtype),
             origins={**self.origins, "workload.precision": CHOSEN_BY_DEVICE},
@@ -189,7 +193,7 @@ class Config(Shown):
         if self.cluster.gpus or not planned or not reaches:
             return self
         origins = {**self.origins, "cluster.gpus": "the plan's world size"}
-        return replace(self, cluster=self.cluster.with_gpus(world), origins=origins)
+        return self.but(cluster=self.cluster.with_gpus(world), origins=origins)
 
     def check(self) -> Self:
         """Raise the first rule of `describe.legality` that the plan breaks here; return the configuration otherwise."""
@@ -223,6 +227,28 @@ class Config(Shown):
 
         sections = {name: value for name, value in self.to_dict().items() if value}
         return tomli_w.dumps({**({"plugins": plugins.LOADED} if plugins.LOADED else {}), **sections})
+
+
+class Configured:
+    """An object that answers a question about a configuration: the parts of its `config` under their own names."""
+
+    config: Config
+
+    @property
+    def model(self) -> Model:
+        return self.config.model
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.config.cluster
+
+    @property
+    def workload(self) -> Workload:
+        return self.config.workload
+
+    @property
+    def stack(self) -> Stack:
+        return self.config.stack
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -331,7 +357,7 @@ def configure(
     if nodes and gpus:
         raise MeshwrightError("MW-CLI-003", "--nodes and --gpus both say how many devices", fix="give one of them")
     if nodes or gpus:
-        config = replace(config, cluster=config.cluster.with_nodes(nodes) if nodes else config.cluster.with_gpus(gpus))
+        config = config.but(cluster=config.cluster.with_nodes(nodes) if nodes else config.cluster.with_gpus(gpus))
     return config
 
 
@@ -405,4 +431,4 @@ def with_own_stack(config: Config) -> Config:
     """Give a configuration the stack of our trainer, unless it names a stack."""
     if not is_typical(config.stack):
         return config
-    return replace(config, stack=own_stack(config.cluster.accelerator.name, config.run.compiled))
+    return config.but(stack=own_stack(config.cluster.accelerator.name, config.run.compiled))

@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config
 from meshwright.describe.files import read_text
 from meshwright.describe.model import Model
 from meshwright.describe.result import USABLE_MEMORY, fit_words
@@ -156,7 +157,7 @@ DEFAULT_RANK = 16
 def peak_memory(reading: SettingsReading, cluster: Cluster) -> tuple[float, float]:
     """GiB of the fullest rank, and the memory of its device."""
     cluster = cluster.with_gpus(reading.gpus)
-    result = estimate(reading.shape.model, cluster, reading.plan, reading.workload, reading.stack)
+    result = estimate(Config(reading.shape.model, cluster, reading.plan, reading.workload, reading.stack))
     share = kept_share(result.program, reading.shape.model, reading.facts)
     if reading.framework.splits_evenly:
         share *= KEPT_SHARE.get(reading.workload.precision, 1.0)

@@ -67,13 +67,12 @@ def run(question: Question, top: int = 10, progress: Progress | None = None) -> 
     if ranking is None:
         raise none_fits(space, found, question.headroom)
     return Result(
-        config=replace(question.config, plan=ranking.best.plan),
+        config=question.config.but(plan=ranking.best.plan),
         space=space,
         found=found,
         ranking=ranking,
         headroom=question.headroom,
         seconds=time.perf_counter() - start,
-        assumed=question.assumed,
         top=max(1, top),
     )
 
@@ -83,7 +82,7 @@ def with_best_worst_case(result: Result) -> Result:
     best = result.robust[0]
     leaders = [best, *(c for c in result.ranking.leaders if c is not best)]
     ranking = replace(result.ranking, best=best, leaders=leaders)
-    return replace(result, config=replace(result.config, plan=best.plan), ranking=ranking, worst_case=True)
+    return replace(result, config=result.config.but(plan=best.plan), ranking=ranking, worst_case=True)
 
 
 def line_rate(sites: int, line: str | float) -> float:

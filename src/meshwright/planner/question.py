@@ -36,13 +36,12 @@ class Question:
     base: Plan
     choices: Choices
     headroom: float
-    assumed: list[str]
 
     def space(self, cluster: Cluster | None = None, choices: Choices | None = None) -> Space:
         """The legal plans of this question, perhaps on another cluster or with other choices."""
         c = self.config
         bucket = c.plan.bucket if "plan.bucket" in c.origins else 0.0  # 0: a size for each plan
-        return Space(c.model, cluster or c.cluster, c.workload, c.stack, choices or self.choices, self.base, bucket)
+        return Space(c.but(cluster=cluster or c.cluster, plan=self.base), choices or self.choices, bucket)
 
 
 def read(
@@ -73,7 +72,8 @@ def read(
     options = search_choices.choices(base, constraints, tuple(config.stack.order))
     if "plan.offload" in config.origins:  # the given plan decides
         options = replace(options, offload=False)
-    return Question(config, base, options, read_headroom(headroom), assumptions(config, stack))
+    config = config.but(assumed=assumptions(config, stack))
+    return Question(config, base, options, read_headroom(headroom))
 
 
 def base_plan(config: Config) -> Plan:
@@ -90,7 +90,7 @@ def base_plan(config: Config) -> Plan:
     return Plan(**kept)
 
 
-def assumptions(config: Config, stack: Any) -> list[str]:
+def assumptions(config: Config, stack: Any) -> tuple[str, ...]:
     """Defaults that the answer depends on."""
     sizes = (("batch", "batch"), ("seq", "sequence length"))
     assumed = [
@@ -98,8 +98,9 @@ def assumptions(config: Config, stack: Any) -> list[str]:
         for name, what in sizes
         if f"workload.{name}" not in config.origins and (name != "seq" or config.model.unit == "tokens")
     ]
-    given = "stack.name" in config.origins and stack
-    return assumed if given else [*assumed, f"training stack: {config.stack.name}"]
+    if not ("stack.name" in config.origins and stack):
+        assumed.append(f"training stack: {config.stack.name}")
+    return tuple(assumed)
 
 
 def runs_in(config: Config) -> str:

@@ -44,12 +44,12 @@ def plan_for_world(config: Config, world: int) -> Config:
 def trainable_plans(config: Config, count: int) -> Iterator[Config]:
     """Configurations on exactly `count` devices that `train` can run, the best first."""
     try:
-        resized = replace(config, cluster=config.cluster.with_gpus(count))
+        resized = config.but(cluster=config.cluster.with_gpus(count))
     except MeshwrightError:  # the levels of the cluster do not hold this number
         return
     plans = more_replicas(config.plan, count) if config.plan.average_every else best_plans(resized)
     for plan in plans:
-        candidate = replace(resized, plan=plan)
+        candidate = resized.but(plan=plan)
         try:
             candidate.check_trainable()
         except MeshwrightError:
@@ -67,10 +67,9 @@ def best_plans(config: Config) -> Iterator[Plan]:
     """The best common plans of a configuration's cluster that fit in memory, in the dtypes of its plan."""
     base = base_plan(config).but(**{name: getattr(config.plan, name) for name in DTYPES})
     bucket = config.plan.bucket if "plan.bucket" in config.origins else 0.0
-    parts = (config.model, config.cluster, config.workload, config.stack)
+    config = config.but(plan=base)
     every = replace(choices(base, (), tuple(config.stack.order)), offload=False)
-    space = Space(*parts, every, base, bucket)
-    space = Space(*parts, common_choices(every, space), base, bucket)
+    space = Space(config, common_choices(every, Space(config, every, bucket)), bucket)
     if not len(space.frames):
         return
     _, ranking = solve(space, HEADROOM)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -86,7 +86,6 @@ class Result(Shown):
     ranking: Ranking
     headroom: float
     seconds: float
-    assumed: list[str] = field(default_factory=list)
     top: int = 10
     worst_case: bool = False  # the winner is the plan with the best worst case
     reliability: Reliability | None = None  # failures and checkpoints, where given
@@ -131,8 +130,7 @@ class Result(Shown):
     @cached_property
     def estimate(self) -> Estimate:
         """The winner's estimate, its pipeline simulated."""
-        found = why.walked_estimate(self.space, self.plan, self.ranking.best.time, self.assumed)
-        return replace(found, compiled=self.config.run.compiled)
+        return why.walked_estimate(self.space, self.plan, self.ranking.best.time)
 
     @property
     def prediction(self) -> Prediction:
@@ -144,7 +142,7 @@ class Result(Shown):
         return [(self.ranking.best, self.prediction), *map(self._predicted, self.ranking.leaders[1 : self.top])]
 
     def _predicted(self, c: Candidate) -> tuple[Candidate, Prediction]:
-        return c, why.walked_estimate(self.space, c.plan, c.time, self.assumed).prediction
+        return c, why.walked_estimate(self.space, c.plan, c.time).prediction
 
     @cached_property
     def ties(self) -> list[bool]:
@@ -177,7 +175,7 @@ class Result(Shown):
             memory_band=tuple((e.prediction.memory_gib or 0.0) * b for b in MEMORY_BAND),  # type: ignore[arg-type]
             critical=e.critical_batch.reason,
             calibrated=e.prediction.calibrated,
-            assumed=self.assumed,
+            assumed=list(self.config.assumed),
         )
 
     @cached_property
@@ -192,9 +190,8 @@ class Result(Shown):
 
     def compare(self, plan: Plan) -> Comparison:
         """Compare the user's plan with the winner; both simulated."""
-        s = self.space
         try:
-            user = estimate(s.model, s.cluster, plan, s.workload, s.stack)
+            user = estimate(self.config.but(plan=plan))
         except MeshwrightError as refused:
             return Comparison(None, self.estimate, str(refused))
         if plan.pp > 1:

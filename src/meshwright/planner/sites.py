@@ -61,9 +61,8 @@ def scale_out(
         plan = repeated(start.plan, k)
         batch = start.workload.batch * k if weak else start.workload.batch
         try:
-            e = estimate(
-                start.model, start.cluster.with_gpus(plan.world), plan, start.workload.but(batch=batch), start.stack
-            )
+            cluster, workload = start.cluster.with_gpus(plan.world), start.workload.but(batch=batch)
+            e = estimate(start.config.but(cluster=cluster, plan=plan, workload=workload))
         except MeshwrightError:
             if weak:
                 raise

@@ -15,11 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost.step import step_cost
-from meshwright.describe.cluster import Cluster
-from meshwright.describe.model import Model
-from meshwright.describe.plan import Plan
-from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
+from meshwright.describe.config import Config
 from meshwright.lower.step import step_program
 
 LARGEST = 2**16  # sequences of a micro-batch; the search stops here
@@ -32,8 +28,9 @@ class CriticalBatch(NamedTuple):
     reason: str
 
 
-def critical_batch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack) -> CriticalBatch:
+def critical_batch(config: Config) -> CriticalBatch:
     """The critical batch of a plan on a cluster, in sequences (in samples for a model without sequences)."""
+    model, cluster, plan, stack = config.model, config.cluster, config.plan, config.stack
     unit = "sequences" if model.kind == "transformer" else "samples"
     if plan.dp * plan.cp == 1:
         return CriticalBatch(None, "none: no data-parallel communication")
@@ -47,7 +44,7 @@ def critical_batch(model: Model, cluster: Cluster, plan: Plan, workload: Workloa
 
     def hidden(microbatch: int) -> bool:
         trial = plan.but(microbatch=microbatch, recompute_layers=plan.recompute_layers)
-        work = workload.but(batch=batch(microbatch))
+        work = config.workload.but(batch=batch(microbatch))
         cost = step_cost(step_program(model, trial, work, stack, every_rank=True), cluster)
         return float(np.broadcast_to(cost.unhidden, 1)[0]) <= 1e-9 * float(cost.time[0])
 
@@ -58,8 +55,7 @@ def critical_batch(model: Model, cluster: Cluster, plan: Plan, workload: Workloa
         high *= 2
     if high >= LARGEST:
         return CriticalBatch(None, "none: no batch hides data-parallel communication")
-    found = bisect_left(range(high), True, lo=high // 2, key=hidden)
+    least = batch(bisect_left(range(high), True, lo=high // 2, key=hidden))
     return CriticalBatch(
-        batch(found),
-        f"{batch(found):,} {unit}: for smaller batches, part of the data-parallel communication is exposed",
+        least, f"{least:,} {unit}: for smaller batches, part of the data-parallel communication is exposed"
     )

@@ -20,13 +20,11 @@ from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.config import is_typical, own_stack
+from meshwright.describe.config import Config, Configured, is_typical, with_own_stack
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.result import COMMUNICATION, USABLE_MEMORY, Prediction
 from meshwright.describe.shown import Shown
-from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.program import StepProgram, scalar
 from meshwright.lower.step import step_program
@@ -78,32 +76,32 @@ class OwnTrainer:
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate(Shown):
+class Estimate(Shown, Configured):
     """The prediction of one configuration, and what it was computed from."""
 
-    model: Model
-    cluster: Cluster
-    plan: Plan
-    workload: Workload
-    stack: Stack
+    config: Config
+    asked: Plan  # before `recompute = auto` was resolved for the stack
     program: StepProgram
     cost: StepCost
     prediction: Prediction
     levels: dict[str, str]
     inference: tuple[Latency, ...]
-    given: Plan  # before `recompute = auto` was resolved for the stack
-    compiled: bool = True  # whether our own trainer would compile it (`run.compile`)
+
+    @property
+    def plan(self) -> Plan:
+        return self.config.plan
 
     @cached_property
     def own_trainer(self) -> OwnTrainer | None:
         """The prediction on our own trainer, where the stack is not known: the number that `train` predicts on these devices."""
         if not is_typical(self.stack):
             return None
-        stack = own_stack(self.cluster.accelerator.name, self.compiled)
-        refused = legality.not_trained(self.given, self.model, self.workload, stack)
+        config = with_own_stack(self.config.but(plan=self.asked))
+        stack = config.stack
+        refused = legality.not_trained(config.plan, config.model, config.workload, stack)
         if refused is None:
             try:
-                return OwnTrainer(stack.name, predict(self.model, self.cluster, self.given, self.workload, stack))
+                return OwnTrainer(stack.name, predict(config))
             except MeshwrightError as error:  # nothing that `recompute = auto` may choose fits
                 refused = error
         return OwnTrainer(stack.name, refused=refused.what)
@@ -120,7 +118,7 @@ class Estimate(Shown):
 
     @cached_property
     def critical_batch(self) -> CriticalBatch:
-        return critical_batch(self.model, self.cluster, self.plan, self.workload, self.stack)
+        return critical_batch(self.config)
 
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -191,24 +189,16 @@ class Simulation(Shown):
         }
 
 
-def estimate(
-    model: Model,
-    cluster: Cluster,
-    plan: Plan,
-    workload: Workload,
-    stack: Stack,
-    assumed: list[str] | None = None,
-    compiled: bool = True,
-) -> Estimate:
+def estimate(config: Config) -> Estimate:
     """Check, lower and cost one configuration; verdicts, roofline, walk and critical batch are computed on first access."""
-    plan.check(model, workload, cluster, stack)
-    plan = in_framework(plan, model, stack)
-    given, plan = plan, resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
-    program = step_program(model, plan, workload, stack, every_rank=True, stages=True)
+    config.check()
+    model, cluster, workload, stack = config.model, config.cluster, config.workload, config.stack
+    asked = in_framework(config.plan, model, stack)
+    config = config.but(plan=resolve_recompute(model, asked, workload, stack, cluster.accelerator.memory))
+    program = step_program(model, config.plan, workload, stack, every_rank=True, stages=True)
     cost = step_cost(program, cluster)
-    result = prediction(cost, model, cluster, plan, workload, stack, assumed)
     shown = axis_levels(program, cluster), inference(model, cluster)
-    return Estimate(model, cluster, plan, workload, stack, program, cost, result, *shown, given, compiled)
+    return Estimate(config, asked, program, cost, prediction(cost, config), *shown)
 
 
 def communication(cost: StepCost) -> tuple[float, float]:

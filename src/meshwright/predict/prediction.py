@@ -11,47 +11,36 @@ from meshwright.cost.checkpoint import checkpoint_memory
 from meshwright.cost.collective import Network
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import COMMUNICATION, GIB, Prediction
-from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 from meshwright.predict.recompute import resolve_recompute
 from meshwright.units import format_flops
 
 
-def cost_of(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack) -> StepCost:
+def cost_of(config: Config) -> StepCost:
     """Cost one plan on every pipeline rank."""
-    plan = resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
-    return step_cost(step_program(model, plan, workload, stack, every_rank=True), cluster)
+    c = config
+    plan = resolve_recompute(c.model, c.plan, c.workload, c.stack, c.cluster.accelerator.memory)
+    return step_cost(step_program(c.model, plan, c.workload, c.stack, every_rank=True), c.cluster)
 
 
-def predict(
-    model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
-) -> Prediction:
+def predict(config: Config) -> Prediction:
     """Predict the step time, memory and traffic of a configuration."""
-    cost = cost_of(model, cluster, plan, workload, stack)
-    return prediction(cost, model, cluster, plan, workload, stack, assumed)
+    return prediction(cost_of(config), config)
 
 
-def prediction(
-    cost: StepCost,
-    model: Model,
-    cluster: Cluster,
-    plan: Plan,
-    workload: Workload,
-    stack: Stack,
-    assumed: list[str] | None = None,
-    at: int = 0,
-) -> Prediction:
-    """The prediction of the plan at index `at` of a costed batch."""
+def prediction(cost: StepCost, config: Config, at: int = 0) -> Prediction:
+    """The prediction of a configuration whose plan is at index `at` of a costed batch."""
+    model, cluster, plan, stack = config.model, config.cluster, config.plan, config.stack
 
     def one(values: Any) -> float:
         return element(values, at)
 
     time = one(cost.time)
-    peak = cluster.accelerator.peak_for(workload.precision)
+    peak = cluster.accelerator.peak_for(config.workload.precision)
     exposed = {part: one(s) for part, s in cost.exposed.items()}
     memory = [{part: one(x) / GIB for part, x in parts.items()} for parts in cost.memory]
     blocks = {name: one(sum(groups.values())) for name, groups in cost.program.parameters.items()}
@@ -69,15 +58,15 @@ def prediction(
         memory_by_stage=memory,
         traffic_bytes={axis: one(x) for axis, x in cost.traffic.items() if one(x)},
         traffic_by_level=traffic_by_level(cost, cluster, at),
-        mfu=seconds_at_peak(model, cluster, plan, workload) / time,
+        mfu=seconds_at_peak(config) / time,
         hfu=one(cost.flops) / (time * peak),
-        mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {workload.precision} of {cluster.accelerator.name}",
-        tokens_per_s=samples_per_step(model, workload) / time,
+        mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {config.workload.precision} of {cluster.accelerator.name}",
+        tokens_per_s=samples_per_step(config) / time,
         bound_by=bound_by(exposed),
-        assumed=[*(assumed or []), *model.notes, *without_sequence(model), *dropped_copies(model, plan)],
+        assumed=[*config.assumed, *model.notes, *without_sequence(model), *dropped_copies(model, plan)],
         fits=bool(total <= cluster.accelerator.memory),
         memory_limit_gib=cluster.accelerator.memory / GIB,
-        checkpoint_gib=checkpoint_memory(model, cluster, plan, workload, stack, memory, blocks),
+        checkpoint_gib=checkpoint_memory(config, memory, blocks),
         calibrated=source,
         sources={"compute": source, "network": cluster.source, "stack": stack.source or stack.name},
     )
@@ -110,15 +99,15 @@ def without_sequence(model: Model) -> list[str]:
     return [f"{model.name} has no sequence: workload.seq has no effect, and tokens_per_s counts samples"]
 
 
-def samples_per_step(model: Model, workload: Workload) -> float:
+def samples_per_step(config: Config) -> float:
     """Tokens of a step; for a model without a sequence, rows of its batch."""
-    return workload.tokens_per_step if model.kind == "transformer" else workload.batch
+    return config.workload.tokens_per_step if config.model.kind == "transformer" else config.workload.batch
 
 
-def seconds_at_peak(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> float:
+def seconds_at_peak(config: Config) -> float:
     """Seconds of a step if all devices did nothing but the model's FLOPs, at their peak rate: the MFU is this over the step time."""
-    flops = model.model_flops(workload.seq) * samples_per_step(model, workload)
-    return flops / (plan.world * cluster.accelerator.peak_for(workload.precision))
+    flops = config.model.model_flops(config.workload.seq) * samples_per_step(config)
+    return flops / (config.plan.world * config.cluster.accelerator.peak_for(config.workload.precision))
 
 
 def dropped_copies(model: Model, plan: Plan) -> list[str]:

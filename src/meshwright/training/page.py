@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import isfinite
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.describe.result import COMMUNICATION, MEASURED_PARTS, Difference, part_label
+from meshwright.predict.prediction import predict
 from meshwright.training.measure.calibration import is_for_this_machine
-from meshwright.training.measure.measurement import Training, predicted
+from meshwright.training.measure.measurement import Training
 from meshwright.units import format_decimal_bytes, format_seconds, format_value
 from meshwright.view.live import expert_balance
 from meshwright.view.tables import filled, heading, sparkline
@@ -107,7 +107,7 @@ def compression_savings(training: Training) -> list[Text]:
     plan, sent = training.config.plan, training.measurement.traffic_bytes.get("dp", 0.0)
     if not plan.lossy or not sent:
         return []
-    exact = predicted(replace(training.config, plan=plan.but(compression="none", comm_dtype=None)))
+    exact = predict(training.config.but(plan=plan.but(compression="none", comm_dtype=None)))
     uncompressed = exact.traffic_bytes["dp"]
     words = (
         f"{format_decimal_bytes(sent)} per step over dp, {format_decimal_bytes(uncompressed)} without {plan.wire}: "

@@ -97,7 +97,7 @@ def large(start: Estimate) -> Iterator[str]:
         "pp) each rank has fewer micro-batches, and the pipeline bubble takes a larger share of the step:"
     )
     plain = start.plan.but(virtual=1, schedule="1f1b", layers_per_stage=())
-    fixed_batch = estimate(start.model, start.cluster, plain, start.workload, start.stack)
+    fixed_batch = estimate(start.config.but(plan=plain))
     same_batch = sites.scale_out(fixed_batch, (1, 2, 4, 8), SAVE, RESTART, weak=False)
     cells = [(f"{r.gpus:,}", format_seconds(r.step_s), f"{r.mfu:.1%}", f"{r.efficiency:.1%}") for r in same_batch]
     yield numbers("GPUs, step, MFU, efficiency", cells)

@@ -99,7 +99,7 @@ class Adjusted:
     def memory_of(self, run: MeasuredRun) -> tuple[float, float]:
         """The predicted memory of a run in GiB, by the stack before and after."""
         c = run.config
-        before, after = (predict(c.model, c.cluster, c.plan, c.workload, s) for s in (self.before, self.after))
+        before, after = (predict(c.but(stack=s)) for s in (self.before, self.after))
         return before.memory_as(run.quantity), after.memory_as(run.quantity)
 
 
@@ -164,7 +164,7 @@ def _of_folder(folder: Path, stack: str) -> MeasuredRun:
 def _possible(run: MeasuredRun) -> MeasuredRun:
     """The run of typed measurements, if its devices can be as fast and hold as much as was measured."""
     c = run.config
-    device, least = c.cluster.accelerator, seconds_at_peak(c.model, c.cluster, c.plan, c.workload)
+    device, least = c.cluster.accelerator, seconds_at_peak(c)
     if run.step_time < least:
         most = c.workload.tokens_per_step / least
         raise MeshwrightError(
@@ -172,7 +172,7 @@ def _possible(run: MeasuredRun) -> MeasuredRun:
             f"{run.name}: {c.workload.tokens_per_step / run.step_time:,.3g} tokens/s are {least / run.step_time:.3g} times what the devices can do",
             why=f"At their peak rate, {c.plan.world} × {device.name} do {most:,.3g} tokens/s of this model",
         )
-    parts = predict(c.model, c.cluster, c.plan, c.workload, c.stack).memory_by_stage
+    parts = predict(c).memory_by_stage
     parameters = GIB * max(stage["parameters"] for stage in parts)
     if run.memory and not parameters <= run.memory <= device.memory:
         raise MeshwrightError(
@@ -264,7 +264,7 @@ def _counted(result: Adjusted) -> Adjusted:
 
 def _doubt(run: MeasuredRun, stack: Stack) -> float:
     c = run.config
-    return doubt_of(predict(c.model, c.cluster, c.plan, c.workload, stack), c.cluster)
+    return doubt_of(predict(c.but(stack=stack)), c.cluster)
 
 
 def _times(run: MeasuredRun, stack: Stack, x: np.ndarray) -> np.ndarray:
@@ -278,7 +278,7 @@ def _slack(runs: Sequence[MeasuredRun], stack: Stack) -> float:
     for run in runs:
         if run.memory:
             c = run.config
-            parts = predict(c.model, c.cluster, c.plan, c.workload, stack).memory_by_stage
+            parts = predict(c.but(stack=stack)).memory_by_stage
             fullest = max(parts, key=lambda stage: sum(stage.values()))
             live = sum(fullest[part] for part in ("activations", "gathered", "working"))
             without = ("slack",) if run.quantity == "used" else OVERHEAD

@@ -32,6 +32,7 @@ from meshwright.calibrate.runs.rows import Case, apply_readings, case, number
 from meshwright.calibrate.runs.stack_fit import grid, varied_stack
 from meshwright.cost.memory import rank_peaks
 from meshwright.cost.step import step_cost
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.describe.workload import Workload
@@ -179,7 +180,8 @@ def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
         assert c.model is not None
         assert c.cluster is not None
         assert c.workload is not None
-        o.prediction = prediction(cost, c.model, c.cluster, plans[at], c.workload, c.stack, c.assumed, at)
+        config = Config(c.model, c.cluster, plans[at], c.workload, c.stack, assumed=tuple(c.assumed))
+        o.prediction = prediction(cost, config, at)
 
 
 def _recompute_choices(plan: Plan, layers: int) -> list[Plan]:

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe import legality
-from meshwright.describe.cluster import Cluster
-from meshwright.describe.config import Config
+from meshwright.describe.base import Described
+from meshwright.describe.config import Config, Configured
 from meshwright.describe.legality import Case
 from meshwright.describe.legality.case import data_parallel as data_parallel_sizes
 from meshwright.describe.model import Model
@@ -34,19 +34,11 @@ from meshwright.predict.estimate import Estimate, estimate
 
 
 @dataclass
-class Trial:
-    """Estimates of plans for one model, cluster, workload and stack; each plan is estimated once."""
+class Trial(Configured):
+    """Estimates of other plans for one configuration; each plan is estimated once."""
 
-    model: Model
-    cluster: Cluster
-    workload: Workload
-    stack: Stack
+    config: Config
     _seen: dict[str, Estimate | None] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def around(cls, one: Estimate | Config) -> Trial:
-        """Trials of other plans for the model, cluster, workload and stack of an estimate or a configuration."""
-        return cls(one.model, one.cluster, one.workload, one.stack)
 
     def of(self, plan: Plan | None) -> Estimate | None:
         """Estimate a plan; None if `plan` is None or not legal."""
@@ -55,7 +47,7 @@ class Trial:
         key = repr(plan)
         if key not in self._seen:
             try:
-                self._seen[key] = estimate(self.model, self.cluster, plan, self.workload, self.stack)
+                self._seen[key] = estimate(self.config.but(plan=plan))
             except MeshwrightError:
                 self._seen[key] = None
         return self._seen[key]
@@ -66,17 +58,9 @@ class Trial:
             return plan is not None
         return bool(legality.legal(Case.of(plan, self.model, stack=self.stack, framework=True)))
 
-    def with_changes(
-        self,
-        plan: Plan,
-        cluster: Cluster | None = None,
-        workload: Workload | None = None,
-        model: Model | None = None,
-        stack: Stack | None = None,
-    ) -> Estimate | None:
-        """The same plan on another cluster, workload, model or stack."""
-        other = Trial(model or self.model, cluster or self.cluster, workload or self.workload, stack or self.stack)
-        return other.of(plan)
+    def with_changes(self, plan: Plan, **changes: Described) -> Estimate | None:
+        """The plan on another cluster, workload, model or stack."""
+        return Trial(self.config.but(**changes)).of(plan)
 
     def fastest(self, plans: Iterable[Plan | None], spare: float = 1.0) -> Estimate | None:
         """Return the fastest legal plan that the stack's framework runs within the share `spare` of memory; the first of equals."""

@@ -67,9 +67,9 @@ class Explanation:
     assumed: list[str]
 
 
-def walked_estimate(space: Space, plan: Plan, time: float, assumed: list[str] | None = None) -> Estimate:
+def walked_estimate(space: Space, plan: Plan, time: float) -> Estimate:
     """Estimate a plan with its simulated step time; the bubble takes the difference to the closed form."""
-    e = estimate(space.model, space.cluster, plan, space.workload, space.stack, assumed)
+    e = estimate(space.config.but(plan=plan))
     return replace(e, prediction=as_walked(e.prediction, time))
 
 

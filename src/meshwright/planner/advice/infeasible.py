@@ -21,7 +21,7 @@ from meshwright.describe.plan import divisors
 from meshwright.errors import MeshwrightError, nearest_number
 from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import Found, Search
-from meshwright.planner.search.choices import NUMBERS, Choices, Constraint, choices
+from meshwright.planner.search.choices import NUMBERS, Constraint, choices
 from meshwright.planner.search.space import Space
 from meshwright.units import format_bytes, format_count
 
@@ -30,18 +30,9 @@ MOST_TIMES = 4096  # more devices than this times the given ones are not looked 
 
 def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **changes: object) -> Space:
     """The same problem with some changes."""
-    parts = {
-        "model": space.model,
-        "cluster": space.cluster,
-        "workload": space.workload,
-        "stack": space.stack,
-        "base": space.base,
-        "bucket": space.bucket,
-        **changes,
-    }
+    config = space.config.but(**changes)
     active = space.choices.constraints if constraints is None else constraints
-    options: Choices = choices(parts["base"], active, tuple(space.stack.order))  # type: ignore[arg-type]
-    return Space(**{**parts, "choices": options})  # type: ignore[arg-type]
+    return Space(config, choices(config.plan, active, tuple(space.stack.order)), space.bucket)
 
 
 # No legal plan
@@ -180,9 +171,9 @@ def remedies(space: Space, limit: float, memory: float) -> Iterator[str]:
             yield f"drop {one.option}"
     if len(space.choices.constraints) > 1 and fits(other(space, ()), limit):
         yield "drop all constraints"
-    if space.base.grad_dtype == "fp32" and fits(other(space, base=space.base.but(grad_dtype="bf16")), limit):
+    if space.base.grad_dtype == "fp32" and fits(other(space, plan=space.base.but(grad_dtype="bf16")), limit):
         yield "--fix grad_dtype=bf16"
-    if space.base.offload == "none" and fits(other(space, base=space.base.but(offload="states")), limit):
+    if space.base.offload == "none" and fits(other(space, plan=space.base.but(offload="states")), limit):
         yield "--set plan.offload=states (optimizer states on the host: slow)"
     gpus = enough_gpus(space, limit)
     if gpus:

@@ -118,7 +118,7 @@ def _vocabulary(winner: Estimate) -> Iterator[NearMiss]:
         return
     multiple = MULTIPLE * tp
     padded = model.but(vocab_multiple=multiple)
-    trial = Trial.around(winner)
+    trial = Trial(winner.config)
     e, now = trial.with_changes(winner.plan, model=padded), trial.of(winner.plan)
     cost = step(now) / step(e) - 1 if e and now else 0.0
     over = f" over tp {tp}" if tp > 1 else ""

@@ -31,7 +31,7 @@ SHARDED = {
 
 def reasons(e: Estimate) -> dict[str, str]:
     """Give the reason for the value of each field that the plan sets."""
-    trial = Trial.around(e)
+    trial = Trial(e.config)
     plan = e.plan
     out = {}
     if plan.tp > 1:

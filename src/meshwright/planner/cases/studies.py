@@ -158,8 +158,7 @@ def evaluate(name: str) -> Evaluated:
 
 
 def estimated(case: CaseStudy, plan: Plan) -> Estimate:
-    c = case.config
-    return estimate(c.model, c.cluster, plan, c.workload, c.stack, list(case.assumed))
+    return estimate(case.config.but(plan=plan, assumed=case.assumed))
 
 
 def days(e: Estimate) -> float:
@@ -216,7 +215,7 @@ def choose(name: str) -> Plan | None:
     c = load(name).config
     given = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
     base = Plan(**{field: getattr(c.plan, field) for field in given})
-    _, ranking = solve(Space(c.model, c.cluster, c.workload, c.stack, base=base), headroom=1 - USABLE_MEMORY)
+    _, ranking = solve(Space(c.but(plan=base)), headroom=1 - USABLE_MEMORY)
     return ranking.best.plan if ranking else None
 
 

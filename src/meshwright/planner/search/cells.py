@@ -93,7 +93,7 @@ class CellIncumbents(Incumbents):
 def cells(space: Space, headroom: float = HEADROOM) -> Iterator[list[Cell]]:
     """The map, twice: after the first plans of every cell, and complete. Cells are ordered by tp, then pp."""
     choices = common_choices(space.choices, space)
-    few = Space(space.model, space.cluster, space.workload, space.stack, choices, space.base, space.bucket)
+    few = Space(space.config, choices, space.bucket)
     if not len(few.frames):
         yield _all_cells(few, [])
         return

@@ -41,7 +41,7 @@ def common_choices(every: Choices, space: Space) -> Choices:
 def best_common_plan(space: Space, headroom: float = HEADROOM) -> tuple[Candidate | None, int]:
     """Return the best common plan that leaves `headroom` of the memory free, and the number of plans searched; None if none fits."""
     choices = common_choices(space.choices, space)
-    few = Space(space.model, space.cluster, space.workload, space.stack, choices, space.base, space.bucket)
+    few = Space(space.config, choices, space.bucket)
     if not len(few.frames):
         return None, 0
     found, ranking = solve(few, headroom)

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 from meshwright.cost.step import step_cost
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, divisors
-from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
 
@@ -38,8 +37,9 @@ def ladder(model: Model, cluster: Cluster) -> Iterator[Plan]:
                 yield Plan(tp=tp, sp=True, pp=pp, recompute=recompute, ep=experts, **shared)
 
 
-def first_that_fits(model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> Plan:
+def first_that_fits(config: Config) -> Plan:
     """The simplest legal rung that fits in memory, or the one that comes closest."""
+    model, cluster, workload, stack = config.model, config.cluster, config.workload, config.stack
     closest, least = None, float("inf")
     reasons = None
     for plan in ladder(model, cluster):

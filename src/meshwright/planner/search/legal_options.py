@@ -23,15 +23,12 @@ import numpy as np
 
 from meshwright.describe import legality
 from meshwright.describe.axes import members_in_unit
-from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config, Configured
 from meshwright.describe.legality import Case
-from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, Plan, divisors
 from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES, PlanArrays, encode
 from meshwright.describe.schedules import SCHEDULES
-from meshwright.describe.stack import Stack
 from meshwright.describe.variants import ATTENTIONS
-from meshwright.describe.workload import Workload
 from meshwright.planner.search.choices import Choices, free, limited
 
 # [order, axis, other]: whether the other axis varies faster than the axis.
@@ -48,26 +45,16 @@ def distinct(degrees: np.ndarray, *columns: int) -> list[list[int]]:
     return list(rows.values())
 
 
-class LegalOptions:
-    """The legal options of one problem, layer by layer."""
+class LegalOptions(Configured):
+    """The legal options of one problem, layer by layer. The plan of the configuration has the values of fields that are not searched."""
 
-    def __init__(
-        self,
-        model: Model,
-        cluster: Cluster,
-        workload: Workload,
-        stack: Stack,
-        choices: Choices | None = None,
-        base: Plan | None = None,
-        bucket: float = 0.0,
-    ) -> None:
+    def __init__(self, config: Config, choices: Choices | None = None, bucket: float = 0.0) -> None:
         self.bucket = bucket  # bytes of a gradient bucket; 0: what the plan's data-parallel group needs
-        self.model, self.cluster, self.workload, self.stack = model, cluster, workload, stack
-        self.base = base or Plan()
-        self.choices = limited(choices or free(self.base), stack)
+        self.config, self.base = config, config.plan
+        self.choices = limited(choices or free(self.base), self.stack)
         self.overlaps = list(self.choices.words["overlap"])
         self.dtypes = self.choices.dtypes
-        self.units = tuple(cluster.spans[:-1])
+        self.units = tuple(self.cluster.spans[:-1])
 
     def legal(self, columns: Mapping[str, Any]) -> np.ndarray:
         """Mark legal rows. Fields missing from `columns` belong to lower layers and take their least demanding value: micro-batch 1,

@@ -51,7 +51,7 @@ class Space(LegalOptions):
 
     def with_base(self, base: Plan) -> Space:
         """The same problem and choices with another base plan."""
-        return Space(self.model, self.cluster, self.workload, self.stack, self.choices, base, self.bucket)
+        return Space(self.config.but(plan=base), self.choices, self.bucket)
 
     @cached_property
     def frames(self) -> PlanArrays:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,6 @@ class Training(Shown):
         }
 
 
-def predicted(config: Config, assumed: list[str] | None = None) -> Prediction:
-    return predict(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
-
-
 def file_of_links(config: Config) -> str:
     """The file that the links of the cluster come from, or the cluster's name."""
     origin = config.origin("cluster.levels.0.name")
@@ -112,7 +108,7 @@ def routed_traffic(config: Config, kept: float, crossing: float) -> dict[str, fl
 
     def traffic(share: float) -> dict[str, float]:
         router = config.model.router.but(capacity=max(share, 1e-9))  # 0 is no limit
-        return predicted(replace(config, model=config.model.but(router=router))).traffic_bytes
+        return predict(config.but(model=config.model.but(router=router))).traffic_bytes
 
     ep = config.plan.ep
     return traffic(kept) | ({"ep": traffic(crossing / (1 - 1 / ep))["ep"]} if ep > 1 else {})
@@ -140,12 +136,12 @@ class LoadWatch:
         self.last: ClockReading | None = None
         given = has_given_links(config.cluster)
         if machine is None:
-            self.config, self.prediction = config, predicted(config, [uncalibrated] if uncalibrated else None)
+            self.config, self.prediction = config, predict(config.but(assumed=(uncalibrated,) if uncalibrated else ()))
             self.predicted_from = file_of_links(config) if given else ""
             return
         still_idle = IDLE_SHARE * machine.cores
         idle, self.before = with_this_machine(config, machine), busy_cores(still_idle)
-        self.idle_s = predicted(idle).step_time_s
+        self.idle_s = predict(idle).step_time_s
         busy = self.before if self.before > still_idle else 0.0
         self.config = with_this_machine(config, machine, busy) if busy else idle
         source = self.config.cluster.source
@@ -155,7 +151,7 @@ class LoadWatch:
             assumed.append(
                 f"other processes keep using {busy:.1f} of {machine.cores:g} cores; idle: {format_seconds(self.idle_s)}"
             )
-        self.prediction = predicted(self.config, assumed)
+        self.prediction = predict(self.config.but(assumed=tuple(assumed)))
 
     def begin(self) -> None:
         """The first step has ended: from now on the load is measured."""
@@ -172,7 +168,7 @@ class LoadWatch:
         during = loaded = None
         if reports and self.first is not None and self.last is not None and self.last.wall > self.first.wall:
             during = self.last.busy_cores_since(self.first, sum(r.cpu_s for r in reports))
-            loaded = predicted(with_this_machine(self.plain, self.machine, during)).step_time_s
+            loaded = predict(with_this_machine(self.plain, self.machine, during)).step_time_s
         return Interference(self.machine.cores, self.before, during, self.idle_s, loaded)
 
 
@@ -196,8 +192,7 @@ def measure(
     warmup = earlier + warmup_of(records[earlier:])
     seconds = np.array([r.seconds_without_compilation for r in records[warmup:]])
     low, middle, high = np.percentile(seconds, (10, 50, 90))
-    model, workload = config.model, config.workload
-    peak = config.cluster.accelerator.peak_for(workload.precision)
+    peak = config.cluster.accelerator.peak_for(config.workload.precision)
     stages = sorted({report.stage for report in reports})
     by_stage = [
         {
@@ -224,9 +219,9 @@ def measure(
         memory_gib=max((stage["process"] for stage in by_stage), default=None),
         memory_by_stage=by_stage,
         traffic_bytes={axis: max(r.sent_bytes.get(axis, 0.0) for r in reports) for axis in axes},
-        mfu=seconds_at_peak(model, config.cluster, config.plan, workload) / float(middle),
+        mfu=seconds_at_peak(config) / float(middle),
         mfu_denominator=f"{config.plan.world} × {format_flops(peak)} of {config.cluster.accelerator.name}",
-        tokens_per_s=samples_per_step(model, workload) / float(middle),
+        tokens_per_s=samples_per_step(config) / float(middle),
         steps=len(records),
         warmup=warmup,
         spread=float((high - low) / middle),

@@ -229,7 +229,7 @@ class Metrics(Hook):
 
     def __init__(self, config: Config, recorder: CommRecorder | None = None) -> None:
         self.config, self.recorder = config, recorder
-        self.peak_s = seconds_at_peak(config.model, config.cluster, config.plan, config.workload)
+        self.peak_s = seconds_at_peak(config)
         self.compiled_s = 0.0
 
     def before_step(self, trainer: Trainer) -> None:

@@ -115,7 +115,7 @@ def group_of_op(op: Op) -> str:
 def expected(config: Config, rank: int = 0) -> dict[str, tuple[float, float]]:
     """Predicted seconds and the floor of each group, on a rank of the first data-parallel replica's pipeline."""
     device, precision, stack = config.cluster.accelerator, config.workload.precision, config.stack
-    cost = cost_of(config.model, config.cluster, config.plan, config.workload, stack)
+    cost = cost_of(config.but(stack=stack))
     program, batch, counts = cost.program, cost.program.batch, cost.program.ranks[rank].counts
     out = {group: [0.0, 0.0] for group in GROUPS}
     for (block, phase), ops in program.blocks.items():
@@ -252,7 +252,7 @@ def consumer(actions: Sequence[Interval], event: CommEvent) -> Interval | None:
 
 def simulated_spans(config: Config) -> list[TraceSpan]:
     """The step that `simulate --detail layers` draws for a configuration."""
-    found = estimate(config.model, config.cluster, config.plan, config.workload, config.stack)
+    found = estimate(config)
     return spans(found, found.walked, "layers")
 
 

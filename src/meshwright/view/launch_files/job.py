@@ -99,7 +99,7 @@ def make_job(
     check_paths(plan, folder, *option_words(options))
     name = label(plan)
     folder = folder or f"/shared/runs/{name}"
-    prediction = predict(config.model, config.cluster, config.plan, config.workload, config.stack)
+    prediction = predict(config)
     nodes, per_node = hosts_of(config, per_node)
     save_every, reason = interval(config, prediction, save_every)
     program = program_of(framework, config, plan, folder, save_every)

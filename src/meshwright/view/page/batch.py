@@ -44,7 +44,7 @@ def thinned(values: list[int], count: int) -> list[int]:
 
 def at_batch(e: Estimate, batch: int) -> dict[str, Any] | None:
     """The plan with another batch; None where it is not legal."""
-    other = Trial.around(e).with_changes(e.plan, workload=e.workload.but(batch=batch))
+    other = Trial(e.config).with_changes(e.plan, workload=e.workload.but(batch=batch))
     if other is None:
         return None
     p, m = other.prediction, other.plan.microbatches(other.workload)

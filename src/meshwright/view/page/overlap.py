@@ -62,7 +62,7 @@ def layer_seconds(e: Estimate, phases: str) -> float:
 
 def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | None:
     """Backward with gradients reduced after it, and behind it."""
-    found = Trial.around(e).of(changed(e.plan, zero=0, replicate=e.plan.dp, shard=1, reduce="auto", reshard=True))
+    found = Trial(e.config).of(changed(e.plan, zero=0, replicate=e.plan.dp, shard=1, reduce="auto", reshard=True))
     if found is None:
         return None
     batch = found.program.batch
@@ -86,7 +86,7 @@ def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | No
 
 def fsdp_timelines(e: Estimate, count: int) -> dict[str, Any] | None:
     """Forward with weights gathered just in time, and one layer ahead."""
-    found = Trial.around(e).of(changed(e.plan, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto"))
+    found = Trial(e.config).of(changed(e.plan, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto"))
     if found is None:
         return None
     network = Network(found.cluster, found.program.batch)

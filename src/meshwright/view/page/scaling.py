@@ -68,7 +68,7 @@ def at_size(e: Estimate, dp: int, grows: bool) -> Estimate | None:
         return None
     try:
         cluster = e.cluster.with_gpus(plan.world) if plan.world != e.cluster.world else e.cluster
-        return estimate(e.model, cluster, plan, e.workload.but(batch=int(batch)), e.stack)
+        return estimate(e.config.but(cluster=cluster, plan=plan, workload=e.workload.but(batch=int(batch))))
     except MeshwrightError:
         return None
 

@@ -78,7 +78,7 @@ def chunks(e: Estimate) -> dict[str, Any] | None:
 def step(e: Estimate) -> list[dict[str, Any]]:
     """The step without overlap, as planned, and if all communication were hidden."""
     total, exposed = communication(e.cost)
-    plain = estimate(e.model, e.cluster, e.plan.but(overlap=()), e.workload, e.stack).prediction.step_time_s
+    plain = estimate(e.config.but(plan=e.plan.but(overlap=()))).prediction.step_time_s
     now = e.prediction.step_time_s
     hidden = now - exposed
     return [

@@ -49,7 +49,7 @@ class Shared:
     @cached_property
     def estimate(self) -> Estimate:
         c = self.config
-        return estimate(c.model, c.cluster, c.plan, c.workload, c.stack, compiled=c.run.compiled)
+        return estimate(c)
 
     @cached_property
     def result(self) -> Result:
@@ -122,10 +122,9 @@ class Subject:
     @classmethod
     def of_estimate(cls, found: Estimate) -> Subject:
         """An estimate that a command has computed."""
-        config = Config(found.model, found.cluster, found.stack, found.workload, found.plan)
-        shared = Shared(config, {})
+        shared = Shared(found.config, {})
         shared.__dict__["estimate"] = found
-        return cls(config, shared=shared)
+        return cls(found.config, shared=shared)
 
     def with_options(self, options: Mapping[str, Any]) -> Subject:
         """The same configuration and results, with the options of another view."""

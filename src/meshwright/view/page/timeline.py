@@ -76,7 +76,7 @@ def schedules_data(several: Sequence[Walked], seconds: bool = False) -> dict[str
 
 def with_schedule(e: Estimate, name: str) -> Estimate | None:
     """The same plan with another schedule; None where it is not legal."""
-    return Trial.around(e).of(rescheduled(e.plan, name))
+    return Trial(e.config).of(rescheduled(e.plan, name))
 
 
 def rescheduled(plan: Plan, name: str) -> Plan | None:

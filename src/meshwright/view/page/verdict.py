@@ -132,7 +132,7 @@ def fewer_stages(e: Estimate) -> dict[str, Any] | None:
         changes = stage_changes(e, stages)
         if changes:
             plan = e.plan.but(**{path.removeprefix("plan."): value for path, value in changes.items()})
-            other = estimate(e.model, e.cluster, plan, e.workload, e.stack)
+            other = estimate(e.config.but(plan=plan))
             if 1 - other.bubble_fraction >= PIPELINE_TARGET:
                 return {"stages": stages, "set": changes}
     return None

@@ -106,7 +106,7 @@ def overlap(e: Estimate) -> dict[str, Any]:
 def _with_overlap(e: Estimate, axes: tuple[str, ...]) -> Estimate | None:
     """The estimate with other axes overlapped (and with none of them, without prefetch); None where that is not legal."""
     prefetch = {} if axes or e.plan.zero < 3 else {"prefetch": False}
-    return Trial.around(e).of(changed(e.plan, overlap=axes, **prefetch))
+    return Trial(e.config).of(changed(e.plan, overlap=axes, **prefetch))
 
 
 def by_axis(e: Estimate) -> list[dict[str, Any]]:

@@ -203,7 +203,7 @@ def practical_tree(s: Problem) -> Advice:
 def start_simple(s: Problem) -> Advice:
     """The first strategy that fits, from simple to complex: DDP → FSDP → tensor → pipeline → 3D."""
     try:
-        plan = first_that_fits(s.model, s.cluster, s.workload, s.stack)
+        plan = first_that_fits(s.config)
     except MeshwrightError as error:
         return Advice(None, f"no strategy is legal: {error.what}")
     plan = plan.but(bucket=s.bucket(plan.dp * plan.cp))

@@ -15,11 +15,8 @@ from typing import Any, NamedTuple
 
 from meshwright.cost.advice import bucket_for
 from meshwright.cost.memory import rank_peaks
-from meshwright.describe.cluster import Cluster
-from meshwright.describe.model import Model
+from meshwright.describe.config import Config, Configured
 from meshwright.describe.plan import Plan, divisors
-from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import USABLE_MEMORY, Trial, changed, fits
@@ -30,12 +27,12 @@ SLOW_RIDGE = 1e5  # FLOP/byte: InfiniBand is near 20,000 and cloud Ethernet abov
 MOST_MICROBATCH = 64
 
 
-class Problem:
+class Problem(Configured):
     """The problem of a guide, and legal plans for its recommendations."""
 
-    def __init__(self, model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> None:
-        self.model, self.cluster, self.workload, self.stack = model, cluster, workload, stack
-        self.trial = Trial(model, cluster, workload, stack)
+    def __init__(self, config: Config) -> None:
+        self.config, cluster = config, config.cluster
+        self.trial = Trial(config)
         self.world = cluster.world
         self.node = min(cluster.node_size, cluster.world)
         self.nodes = cluster.nodes

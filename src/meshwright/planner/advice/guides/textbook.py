@@ -16,11 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.describe.cluster import Cluster
-from meshwright.describe.model import Model
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
-from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
 from meshwright.planner.advice.alternatives import Trial, fits, step
 from meshwright.planner.advice.guides import axes, general
 from meshwright.planner.advice.guides.problem import Guide, Problem, Recommendation
@@ -63,15 +60,15 @@ class Compared:
         return made | {"fits": self.fits, "ratio": self.ratio, "costs_s": self.costs_s, "costs_days": self.costs_days}
 
 
-def recommend(model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> list[Recommendation]:
+def recommend(config: Config) -> list[Recommendation]:
     """The recommendation of every guide, in the order of `GUIDES`."""
-    problem = Problem(model, cluster, workload, stack)
+    problem = Problem(config)
     return [guide(problem) for guide in GUIDES]
 
 
 def compare(recommendations: Iterable[Recommendation], winner: Estimate) -> list[Compared]:
     """Estimate each recommended plan for the winner's problem."""
-    trial = Trial.around(winner)
+    trial = Trial(winner.config)
     return [compare_one(r, trial, winner) for r in recommendations]
 
 
