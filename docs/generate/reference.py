@@ -175,9 +175,14 @@ def python() -> str:
 
 
 def function_entry(name: str, function: Callable[..., Any]) -> Iterator[str]:
+    from meshwright.describe.config import Asked
+
     signature = inspect.signature(function)
+    asked = ", ".join(f"{key}=…" for key in Asked.__annotations__)
     arguments = ", ".join(
-        {"KEYWORD_ONLY": f"{p.name}=…", "VAR_KEYWORD": f"**{p.name}"}.get(p.kind.name, p.name)
+        {"KEYWORD_ONLY": f"{p.name}=…", "VAR_KEYWORD": asked if p.name == "asked" else f"**{p.name}"}.get(
+            p.kind.name, p.name
+        )
         for p in signature.parameters.values()
     )
     yield f"### {name}"
@@ -189,6 +194,8 @@ def function_entry(name: str, function: Callable[..., Any]) -> Iterator[str]:
 
 def class_entry(cls: type) -> Iterator[str]:
     """The fields and the public properties and methods of a result."""
+    from meshwright.describe.config import Configured
+
     yield f"### {cls.__name__}"
     yield ""
     yield plain(cls.__doc__ or "")
@@ -197,7 +204,8 @@ def class_entry(cls: type) -> Iterator[str]:
     yield "| --- | --- |"
     fields = [name for name in getattr(cls, "__dataclass_fields__", {}) if not name.startswith("_")]
     yield f"| fields | {', '.join(f'`{name}`' for name in fields)} |"
-    for name, member in vars(cls).items():
+    inherited = vars(Configured) if issubclass(cls, Configured) else {}
+    for name, member in {**inherited, **vars(cls)}.items():
         if (
             name.startswith("_")
             or name in fields

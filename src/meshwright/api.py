@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from meshwright.version import require_torch
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.describe.config import Config
+    from meshwright.describe.config import Asked, Config
     from meshwright.describe.plan import Plan
     from meshwright.planner.result import Result
     from meshwright.predict.estimate import Estimate, Simulation
@@ -36,29 +36,17 @@ if TYPE_CHECKING:
     from meshwright.training.user_module.module import ParallelModule
 
 
-def load(source: Any, *, cluster: Any = "", nodes: int = 0, gpus: int = 0, set: Sequence[str] = ()) -> Config:
+def load(source: Any, *, cluster: Any = "", **asked: Unpack[Asked]) -> Config:
     """Load the configuration of a plan file, or of a catalog model with `cluster="dgx-h100"` (a name, a file or an object)."""
     from meshwright.describe.config import Config
     from meshwright.interop.files import configure
 
-    if isinstance(source, Config) and not (cluster or nodes or gpus or set):
+    if isinstance(source, Config) and not (cluster or any(asked.values())):
         return source
-    return configure(source, cluster, nodes=nodes, gpus=gpus, overrides=list(set))
+    return configure(source, cluster, **asked)
 
 
-def estimate(
-    model: Any = "",
-    cluster: Any = "",
-    *,
-    plan: Any = None,
-    stack: Any = "",
-    nodes: int = 0,
-    gpus: int = 0,
-    batch: int = 0,
-    seq: int = 0,
-    tokens: str | float = "",
-    set: Sequence[str] = (),
-) -> Estimate:
+def estimate(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Estimate:
     """Predict step time, memory and traffic of one plan, and what bounds the step.
 
     `model` is a plan file, or a model with a `cluster` and a `plan`. Without a plan the planner's best common plan is taken; `assumed` says so.
@@ -67,21 +55,10 @@ def estimate(
     from meshwright.interop.files import configure, is_settings_file
     from meshwright.predict.estimate import estimate as estimate_plan
 
-    config = configure(
-        model,
-        cluster,
-        plan=plan,
-        stack=stack,
-        nodes=nodes,
-        gpus=gpus,
-        batch=batch,
-        seq=seq,
-        tokens=tokens,
-        overrides=list(set),
-    )
-    file = is_plan_file(model) or is_settings_file(model)
-    given = plan or file or isinstance(model, Config) or any(w.strip().startswith("plan.") for w in set)
-    return estimate_plan(config if given else with_best_plan(config))
+    config = configure(model, cluster, **asked)
+    file = is_plan_file(model) or is_settings_file(model) or isinstance(model, Config)
+    planned = asked.get("plan") or file or any(w.strip().startswith("plan.") for w in asked.get("set", ()))
+    return estimate_plan(config if planned else with_best_plan(config))
 
 
 def with_best_plan(config: Config) -> Config:
@@ -99,7 +76,7 @@ def with_best_plan(config: Config) -> Config:
     return config.but(plan=best.plan, assumed=(words,))
 
 
-def plan(model: Any, cluster: Any = "", *, set: Sequence[str] = (), **question: Any) -> Result:
+def plan(model: Any, cluster: Any = "", **question: Any) -> Result:
     """Find the fastest plan that fits in memory, with the reasons.
 
     `nodes`, `gpus`, `batch`, `seq`, `tokens`, `stack` describe the training; `fix={"tp": 8}`, `most={"pp": 4}`, `least`,
@@ -108,14 +85,14 @@ def plan(model: Any, cluster: Any = "", *, set: Sequence[str] = (), **question: 
     """
     from meshwright import planner
 
-    return planner.plan(model, cluster, settings=list(set), **question)
+    return planner.plan(model, cluster, **question)
 
 
-def simulate(model: Any = "", *, set: Sequence[str] = (), **parts: Any) -> Simulation:
+def simulate(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Simulation:
     """Simulate the step of a plan action by action on every rank; the arguments are those of `estimate`."""
     from meshwright.predict.estimate import Simulation
 
-    result = estimate(model, set=set, **parts)
+    result = estimate(model, cluster, **asked)
     return Simulation(result, result.walked)
 
 

@@ -122,7 +122,7 @@ def test_table_may_start_from_a_cluster_file(cluster, plan) -> None:
     plan.write_text(PLAN.replace('cluster = "laptop"\n', "") + '[cluster]\nextends = "cluster.toml"\nprice = 2.5\n')
     found = load(plan).cluster
     assert (found.name, found.price, found.levels[0].size) == ("measured", 2.5, 2)
-    assert configure("nano", cluster, overrides=["cluster.levels.0.size=4"]).cluster.node_size == 4
+    assert configure("nano", cluster, set=["cluster.levels.0.size=4"]).cluster.node_size == 4
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_chance_falls_with_the_predicted_memory():
 @pytest.mark.parametrize("sequence", [6144, 8192, 9216, 11264, 16384])
 def test_every_place_says_the_same_word(sequence):
     config = configure(
-        "", plan="examples/llama3-70b-64xh100.toml", overrides=[f"workload.seq={sequence}", "plan.recompute=none"]
+        "", plan="examples/llama3-70b-64xh100.toml", set=[f"workload.seq={sequence}", "plan.recompute=none"]
     )
     trial = Trial(config)
     now = trial.of(config.plan)

@@ -81,7 +81,7 @@ def test_unusual_choices_are_compared_with_the_usual_one():
     config = Config.from_parts(
         "llama3-70b",
         catalog.load("clusters", "dgx-h100").with_gpus(64),
-        overrides=["workload.batch=512", "workload.seq=4096"],
+        set=["workload.batch=512", "workload.seq=4096"],
     )
     plan = Plan(shard=2, zero=1, tp=2, cp=2, pp=8, virtual=10, schedule="interleaved", bucket=25e6)
     e = estimate(config.but(plan=plan))
@@ -258,7 +258,7 @@ def test_settings_of_searched_fields_are_constraints():
         ["tp=8"],
     )
     assert words({"tp": 8, "sp": True, "order": ("tp", "cp", "pp", "dp")}) == ["tp=8", "sp=true", "order=tp,cp,pp,dp"]
-    r = planner.plan(MOE, cluster(4), batch=8, seq=256, settings=["plan.tp=2", "plan.bucket=50MB"], top=2)
+    r = planner.plan(MOE, cluster(4), batch=8, seq=256, set=["plan.tp=2", "plan.bucket=50MB"], top=2)
     assert r.plan.tp == 2
     assert r.plan.bucket == 50e6
     assert len(r.leaders) <= 2

@@ -94,7 +94,7 @@ def test_the_planner_searches_with_it_if_the_given_plan_has_it() -> None:
             batch=64,
             stack="megatron-core",
             fix={"tp": 8, "sp": True},
-            settings=["workload.precision=fp8", f"plan.gather_dtype={dtype}"],
+            set=["workload.precision=fp8", f"plan.gather_dtype={dtype}"],
         )
         for dtype in ("same", "fp8")
     }

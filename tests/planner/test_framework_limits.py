@@ -51,7 +51,7 @@ def test_the_plan_is_for_the_stack_that_is_named() -> None:
     assert runs_in(read("llama3-8b", "dgx-h100", nodes=1, stack="meshwright").config) == OWN_TRAINER
     assert runs_in(read("llama3-8b", "dgx-h100", nodes=1, stack="torchtitan").config) == "torchtitan"
     assert runs_in(read("llama3-8b", "dgx-h100", nodes=1, stack="maxtext").config) == "maxtext"
-    narrow = read("llama3-8b", "dgx-h100", nodes=1, stack="meshwright", settings=["workload.precision=mxfp8"])
+    narrow = read("llama3-8b", "dgx-h100", nodes=1, stack="meshwright", set=["workload.precision=mxfp8"])
     assert "modelled only" in runs_in(narrow.config)
 
 

@@ -52,7 +52,7 @@ def test_a_vocabulary_of_odd_width():
     (offer,) = (m for m in r.near_misses if m.what == "vocabulary")
     assert (offer.given, offer.offered) == (50257, 50304)
     assert offer.setting == "--set model.vocab_multiple=128"
-    padded = planner.plan("gpt2-xl", "dgx-a100", gpus=8, batch=64, seq=1024, settings=["model.vocab_multiple=128"])
+    padded = planner.plan("gpt2-xl", "dgx-a100", gpus=8, batch=64, seq=1024, set=["model.vocab_multiple=128"])
     assert not padded.near_misses
 
 

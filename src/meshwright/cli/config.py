@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.cli.options import command_group, described
+from typing import Unpack
+
+from meshwright.cli.options import Overrides, command_group, described
 from meshwright.describe.config import CLASSES, configure, diff
 from meshwright.errors import unknown
 from meshwright.view import config as view
@@ -14,17 +16,10 @@ command = command_group()
 @command.command("show")
 @described
 def show_command(
-    file: str,
-    cluster: str = "",
-    nodes: int = 0,
-    gpus: int = 0,
-    settings: list[str] = [],
-    everything: bool = False,
-    toml: bool = False,
-    json: bool = False,
+    file: str, everything: bool = False, toml: bool = False, json: bool = False, **asked: Unpack[Overrides]
 ) -> None:
     """Check the plan, and print the resolved configuration with the origin of each value."""
-    config = configure(plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings).check()
+    config = configure(plan=file, **asked).check()
     if json:
         show_json(view.as_json(config))
     elif toml:
@@ -35,19 +30,9 @@ def show_command(
 
 @command.command("diff")
 @described
-def diff_command(
-    first: str,
-    second: str,
-    cluster: str = "",
-    nodes: int = 0,
-    gpus: int = 0,
-    settings: list[str] = [],
-    json: bool = False,
-) -> None:
+def diff_command(first: str, second: str, json: bool = False, **asked: Unpack[Overrides]) -> None:
     """Print the values in which two plan files differ; --cluster, --nodes, --gpus and --set apply to both."""
-    changed = diff(
-        *(configure(plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings) for file in (first, second))
-    )
+    changed = diff(*(configure(plan=file, **asked) for file in (first, second)))
     if json:
         show_json({path: {"first": a, "second": b} for path, (a, b) in changed.items()})
     else:

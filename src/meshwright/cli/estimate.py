@@ -2,52 +2,37 @@
 
 from __future__ import annotations
 
-from meshwright.cli.options import described
+from typing import Unpack
+
+from meshwright.cli.options import Question, described
 
 
 @described
 def command(
     model: str = "",
     cluster: str = "",
-    nodes: int = 0,
-    gpus: int = 0,
     plan: str = "",
-    stack: str = "",
-    batch: int = 0,
-    seq: int = 0,
-    tokens: str = "",
-    settings: list[str] = [],
     explain: str = "",
     html: str = "",
     as_json: bool = False,
+    **asked: Unpack[Question],
 ) -> None:
     """Predict step time, memory and traffic of one plan, by part."""
     from meshwright import api
     from meshwright.cli.output import writable
 
     writable(html)
-    result = api.estimate(
-        model,
-        cluster,
-        plan=plan,
-        stack=stack,
-        nodes=nodes,
-        gpus=gpus,
-        batch=batch,
-        seq=seq,
-        tokens=tokens,
-        set=settings,
-    )
+    result = api.estimate(model, cluster, plan=plan, **asked)
     from meshwright.interop.files import is_settings_file, read_settings
     from meshwright.view import settings as settings_view
     from meshwright.view.tables import show, show_json
 
     source = next((f for f in (plan, model) if is_settings_file(f)), "")
     reading = read_settings(source) if source else None
-    if reading is not None and (gpus or nodes or abs(reading.assembled.gpus) != result.plan.world):
-        reading = read_settings(
-            source, gpus=result.plan.world
-        )  # else the number is the file's, or is listed as assumed
+    sized = asked["gpus"] or asked["nodes"]
+    if reading is not None and (sized or abs(reading.assembled.gpus) != result.plan.world):
+        # else the number is the file's, or is listed as assumed
+        reading = read_settings(source, gpus=result.plan.world)
     if html:
         from meshwright.describe.files import write_text
         from meshwright.view.page.bundle import document

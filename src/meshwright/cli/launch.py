@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from meshwright.cli.options import described
+from meshwright.cli.options import Overrides, described
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -32,10 +32,7 @@ def command(
     claim: str = "",
     time_limit: str = "",
     force: bool = False,
-    cluster: str = "",
-    nodes: int = 0,
-    gpus: int = 0,
-    settings: list[str] = [],
+    **asked: Unpack[Overrides],
 ) -> None:
     """Write the file that starts a plan under a launcher, with comments that give the reasons (docs/launching.md).
 
@@ -44,10 +41,10 @@ def command(
     from meshwright.view.launch_files import LAUNCHERS
     from meshwright.view.launch_files.job import make_job, option_words
 
-    options = given(cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
+    options = not_empty(**asked)
     own: dict[str, Any] = {"per_node": per_node, "save_every": save_every, "interface": interface}
     own |= {"image": image, "claim": claim}
-    words = option_words({**given(**{"for": framework, "run": folder}, **own, time=time_limit), **options})
+    words = option_words({**not_empty(**{"for": framework, "run": folder}, **own, time=time_limit), **options})
     chosen = chosen_launcher(plan, slurm=slurm, kubernetes=kubernetes, skypilot=skypilot, torchrun=torchrun, ray=ray)
     job = make_job(
         api.load(plan, **options),
@@ -72,14 +69,14 @@ def write_job(job: LaunchJob, launcher: LaunchFormat, file: Path, force: bool) -
     show_written(job, file, launcher)
 
 
-def given(**options: Any) -> dict[str, Any]:
+def not_empty(**options: Any) -> dict[str, Any]:
     """The options that were given: those that are not empty."""
     return {name: value for name, value in options.items() if value}
 
 
 def chosen_launcher(plan: str, **flags: bool) -> str:
     """The one launcher that is given."""
-    chosen = [name for name, given in flags.items() if given]
+    chosen = [name for name, flag in flags.items() if flag]
     if len(chosen) != 1:
         what = "no launcher is given" if not chosen else f"--{chosen[0]} and --{chosen[1]} both name a launcher"
         raise MeshwrightError(

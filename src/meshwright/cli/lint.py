@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import typer
 
-from meshwright.cli.options import described
+from meshwright.cli.options import Overrides, described
 from meshwright.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.describe.config import Config
 
 
 @described
 def command(
-    file: str = "",
-    cluster: str = "",
-    nodes: int = 0,
-    gpus: int = 0,
-    model: str = "",
-    recipes: str = "",
-    settings: list[str] = [],
-    as_json: bool = False,
+    file: str = "", model: str = "", recipes: str = "", as_json: bool = False, **asked: Unpack[Overrides]
 ) -> None:
     """Find anti-patterns in a plan, each with its cost in seconds and a fix. Exit code 1 if a finding is significant."""
     if bool(file) == bool(recipes):
@@ -27,24 +23,20 @@ def command(
     if recipes:
         lint_recipes(recipes, as_json)
         return
-    from meshwright.interop.files import is_settings_file, read_settings
+    from meshwright.interop.files import configure, is_settings_file, read_settings
 
-    reading = read_settings(file, gpus=gpus, model=model) if is_settings_file(file) else None
+    reading = read_settings(file, gpus=asked["gpus"], model=model) if is_settings_file(file) else None
     if reading is not None and lint_settings(reading, file, as_json):
         raise typer.Exit(1)
-    lint_plan(file, model, cluster, nodes, gpus, settings, as_json, reading)
+    lint_plan(configure(model, plan=file, **asked), as_json, reading)
 
 
-def lint_plan(
-    file: str, model: str, cluster: str, nodes: int, gpus: int, settings: list[str], as_json: bool, reading: Any
-) -> None:
+def lint_plan(config: Config, as_json: bool, reading: Any) -> None:
     """Print the findings of one plan; exit with 1 if one is significant."""
-    from meshwright.interop.files import configure
     from meshwright.planner.advice.alternatives import Trial
     from meshwright.planner.advice.lint.check import check
     from meshwright.view.tables import show, show_json
 
-    config = configure(model, plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings)
     now = Trial(config).of(config.plan)
     findings = check(config, now)
     if as_json:

@@ -1,22 +1,44 @@
 """The arguments and options of all commands, each defined once: flags, help and limits are rows of `options.toml`.
 
 A command is a function whose parameters have a type and a default; `described` adds the rest from the row with the parameter's name.
+Parameters that several commands share are a `TypedDict`, which `**asked` stands for.
 """
 
 from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 NAMES = {"panel": "rich_help_panel"}  # keys of a row that typer calls otherwise
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Overrides(TypedDict):
+    """Options that change a plan file."""
+
+    cluster: str
+    nodes: int
+    gpus: int
+    set: list[str]
+
+
+class Question(TypedDict):
+    """Options that describe a training."""
+
+    nodes: int
+    gpus: int
+    stack: str
+    batch: int
+    seq: int
+    tokens: str
+    set: list[str]
 
 
 @cache
@@ -30,13 +52,29 @@ def described(command: F) -> F:
     own = {**rows()["all"], **rows().get(command.__module__.rpartition(".")[2], {})}
     signature = inspect.signature(command, eval_str=True)
     parameters = []
-    for parameter in signature.parameters.values():
+    for parameter in expanded(signature.parameters.values()):
         row = own.get(f"{parameter.name}_{command.__name__}") or own.get(parameter.name)
         annotation = Annotated[parameter.annotation, typer_info(row)] if row else parameter.annotation
         parameters.append(parameter.replace(annotation=annotation))
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def expanded(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter]:
+    """The parameters with one for each key of a `TypedDict` in the place of `**asked`; the default is the empty value of its type.
+    In the help they stand behind --cluster, or before --json if the cluster is one of them."""
+    *own, last = parameters
+    if last.kind is not inspect.Parameter.VAR_KEYWORD:
+        return [*own, last]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=(get_origin(kind) or kind)())
+        for name, kind in get_type_hints(get_args(last.annotation)[0]).items()
+    ]
+    names = [parameter.name.removeprefix("as_") for parameter in own]
+    at = names.index("cluster") + 1 if "cluster" in names else names.index("json") if "json" in names else len(own)
+    keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    return [*keyword_only[:at], *shared, *keyword_only[at:]]
 
 
 def typer_info(row: dict[str, Any]) -> Any:

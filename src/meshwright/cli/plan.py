@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import typer
 
-from meshwright.cli.options import described
+from meshwright.cli.options import Question, described
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -19,14 +19,8 @@ def command(
     context: typer.Context,
     model: str = "",
     cluster: str = "",
-    nodes: int = 0,
-    gpus: int = 0,
-    batch: int = 0,
-    seq: int = 0,
-    tokens: str = "",
     days: str = "",
     budget: str = "",
-    stack: str = "",
     framework: str = "",
     settings_file: str = "",
     fix: list[str] = [],
@@ -47,8 +41,8 @@ def command(
     top: int = 10,
     out: str = "",
     html: str = "",
-    settings: list[str] = [],
     as_json: bool = False,
+    **asked: Unpack[Question],
 ) -> None:
     """Find the fastest plan that fits in memory, and explain the choice. Searches every legal plan; needs no GPU.
 
@@ -64,8 +58,8 @@ def command(
     user_plan = UserPlan(compare) if compare else None
     writable(out, html, settings_file)
     question: dict[str, Any] = {name: value for name, value in context.params.items() if name not in NOT_ASKED}
-    if (target or framework) and not stack:
-        question["stack"] = target.stack if target else own_stack_name(model, cluster, settings)
+    if (target or framework) and not asked["stack"]:
+        question["stack"] = target.stack if target else own_stack_name(model, cluster, asked["set"])
     with patient("searching") as progress:
         sizing, result = search(model, cluster, days, budget, question, progress)
     compared = result.compare(user_plan.for_gpus(result.config.cluster.world)) if user_plan else None
@@ -98,7 +92,7 @@ def search(
         return sizing, sizing.result
     from meshwright import api
 
-    return None, api.plan(model, cluster, progress=progress, set=question.pop("settings"), **question)
+    return None, api.plan(model, cluster, progress=progress, **question)
 
 
 def target_framework(name: str, settings_file: str, model: str) -> Framework | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.cli.options import described
+from typing import Unpack
+
+from meshwright.cli.options import Overrides, described
 
 
 @described
@@ -11,11 +13,8 @@ def command(
     trace: str = "",
     html: str = "",
     detail: str = "",
-    cluster: str = "",
-    nodes: int = 0,
-    gpus: int = 0,
-    settings: list[str] = [],
     as_json: bool = False,
+    **asked: Unpack[Overrides],
 ) -> None:
     """Simulate the step of a plan action by action and show it as a timeline per rank."""
     import json
@@ -29,7 +28,7 @@ def command(
     if detail and detail not in DETAILS:
         raise unknown("MW-SIM-001", "detail", detail, DETAILS, "--detail {}")
     writable(trace, html)
-    simulation = api.simulate(plan=plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
+    simulation = api.simulate(plan=plan, **asked)
     result, walked = simulation.estimate, simulation.walked
     if trace:
         from meshwright.view.trace import trace_events

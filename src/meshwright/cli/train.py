@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import typer
 
-from meshwright.cli.options import described
+from meshwright.cli.options import Overrides, described
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -40,11 +40,8 @@ def command(
     allow_differences: str = "",
     calibrate: bool = True,
     recalibrate: bool = False,
-    cluster: str = "",
-    nodes: int = 0,
-    gpus: int = 0,
-    settings: list[str] = [],
     as_json: bool = False,
+    **asked: Unpack[Overrides],
 ) -> None:
     """Train a plan and compare the run with its prediction.
 
@@ -67,9 +64,9 @@ def command(
         with claimed(resume):  # a folder in use is refused before torch is imported, which takes seconds
             pass
     plan = plan_to_train(plan, out, resume, from_scratch)
-    options = api.run_settings(steps, seed, learning_rate, save_every, start_from or "", profile)
-    options += api.difference_settings(allow_differences)
-    config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=[*settings, *options])
+    asked["set"] += api.run_settings(steps, seed, learning_rate, save_every, start_from or "", profile)
+    asked["set"] += api.difference_settings(allow_differences)
+    config = api.load(plan, **asked)
     if shrink:
         from meshwright.proof.shrink import small_config
 

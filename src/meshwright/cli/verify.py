@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import typer
 
-from meshwright.cli.options import described
+from meshwright.cli.options import Overrides, described
 
 
 @described
@@ -27,12 +27,9 @@ def command(
     whole: bool = False,
     allow_differences: str = "",
     check: bool = True,
-    cluster: str = "",
-    nodes: int = 0,
-    gpus: int = 0,
-    settings: list[str] = [],
     out: Path | None = None,
     as_json: bool = False,
+    **asked: Unpack[Overrides],
 ) -> None:
     """Prove on local processes that a plan trains the same model as one device: the model of a plan file, or a module of yours
     (verify script.py:make --plan plan.toml).
@@ -52,7 +49,7 @@ def command(
         "layers": layers,
         "check": check,
     }
-    source: Any = subject
+    source, settings = subject, asked.pop("set")
     if not api.is_module(subject):
         refuse(
             own | {"check": False, "no-check": not check},
@@ -60,14 +57,11 @@ def command(
             "meshwright verify script.py:make --plan plan.toml",
         )
         settings = [*settings, *api.difference_settings(allow_differences)]
-        source = api.load(subject, cluster=cluster, nodes=nodes, gpus=gpus, set=settings).check_trainable()
+        source = api.load(subject, set=settings, **asked).check_trainable()
         own, settings = {}, []
     else:
-        refuse(
-            {"cluster": cluster, "nodes": nodes, "gpus": gpus, "allow-differences": allow_differences, "whole": whole},
-            "a module is proved without a cluster",
-            "",
-        )
+        refused = {**asked, "allow-differences": allow_differences, "whole": whole}
+        refuse(refused, "a module is proved without a cluster", "")
     with patient("training on many ranks and on one", measurable=False):
         proof = api.verify(
             source,

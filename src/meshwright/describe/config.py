@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from meshwright.describe import catalog, legality, plugins
 from meshwright.describe.base import SECTIONS, Described
@@ -236,18 +236,22 @@ class Configured:
 
     @property
     def model(self) -> Model:
+        """The model of the configuration."""
         return self.config.model
 
     @property
     def cluster(self) -> Cluster:
+        """The cluster of the configuration."""
         return self.config.cluster
 
     @property
     def workload(self) -> Workload:
+        """The workload of the configuration."""
         return self.config.workload
 
     @property
     def stack(self) -> Stack:
+        """The training stack of the configuration."""
         return self.config.stack
 
 
@@ -312,27 +316,29 @@ def cluster_table(text: str) -> str | dict[str, Any]:
     return to_toml_value(Cluster(**draft.resolved("cluster")))
 
 
-def configure(
-    model: Part | Path | Config = "",
-    cluster: Part | Path = "",
-    *,
-    plan: Part | Path | None = None,
-    stack: Part = "",
-    workload: Part | None = None,
-    nodes: int = 0,
-    gpus: int = 0,
-    batch: int = 0,
-    seq: int = 0,
-    tokens: str | float = "",
-    overrides: Sequence[str] = (),
-) -> Config:
+class Asked(TypedDict, total=False):
+    """What a command or a Python function may be asked beside its model and cluster. All but `plan` replace what the plan file says."""
+
+    plan: Part | Path | None  # a plan file, a table or a `Plan`
+    stack: Part
+    workload: Part | None
+    nodes: int
+    gpus: int
+    batch: int
+    seq: int
+    tokens: str | float
+    set: Sequence[str]  # overrides ("plan.tp=8"), which come last
+
+
+def configure(model: Part | Path | Config = "", cluster: Part | Path = "", **asked: Unpack[Asked]) -> Config:
     """Build the configuration that the arguments of a command or of a Python function describe.
 
     `model` is a plan file (`.toml`), a catalog name, a Hugging Face `config.json`, a table, a `Model`, or a whole `Config`; `cluster` is a
-    catalog name, a TOML file with a [cluster], a table or a `Cluster`; `plan` is a plan file, a table or a `Plan`. The other arguments
-    replace what the plan file says, and `overrides` ("plan.tp=8") come last.
+    catalog name, a TOML file with a [cluster], a table or a `Cluster`.
     """
-    draft = Draft()
+    if unexpected := asked.keys() - Asked.__annotations__.keys():
+        raise TypeError(f"unexpected argument {min(unexpected)!r}")
+    draft, plan = Draft(), asked.get("plan")
     if isinstance(model, Config):
         for section, part in model.parts().items():
             draft.merge(section, part.as_dict(), "given", HERE)
@@ -344,16 +350,23 @@ def configure(
     elif is_plan_file(model):
         draft.merge_file(Path(str(model)))
         model = ""
-    given = {"model": model, "cluster": cluster, "stack": stack, "workload": workload, "plan": plan}
-    for section, part in given.items():
+    parts = {
+        "model": model,
+        "cluster": cluster,
+        "stack": asked.get("stack"),
+        "workload": asked.get("workload"),
+        "plan": plan,
+    }
+    for section, part in parts.items():
         if part:
             if isinstance(part, Described):  # an object replaces the section; a table changes some of its keys
                 draft.clear(section)
                 part = part.as_dict()
             draft.merge(section, str(part) if isinstance(part, Path) else part, "given", HERE)
-    sizes = {"batch": batch, "seq": seq, "tokens": tokens and f'"{tokens}"'}
+    tokens, nodes, gpus = asked.get("tokens"), asked.get("nodes", 0), asked.get("gpus", 0)
+    sizes = {"batch": asked.get("batch"), "seq": asked.get("seq"), "tokens": tokens and f'"{tokens}"'}
     words = [f"workload.{name}={value}" for name, value in sizes.items() if value]
-    config = Config._resolved(draft, [*words, *overrides])
+    config = Config._resolved(draft, [*words, *asked.get("set", ())])
     if nodes and gpus:
         raise MeshwrightError("MW-CLI-003", "--nodes and --gpus both say how many devices", fix="give one of them")
     if nodes or gpus:

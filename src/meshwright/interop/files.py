@@ -12,11 +12,11 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from meshwright.describe import catalog
 from meshwright.describe.base import SECTIONS
-from meshwright.describe.config import Config, load_cluster
+from meshwright.describe.config import Asked, Config, load_cluster
 from meshwright.describe.config import configure as configure_plan_file
 from meshwright.describe.files import parse_toml, read_text
 from meshwright.describe.plan import Plan
@@ -161,39 +161,22 @@ def _table(value: Any, path: object) -> dict[str, Any]:
 # --- A configuration of the arguments of a command, where a settings file of another framework may stand for a plan file.
 
 
-def configure(
-    model: Any = "",
-    cluster: Any = "",
-    *,
-    plan: Any = None,
-    stack: Any = "",
-    workload: Any = None,
-    overrides: Sequence[str] = (),
-    **sizes: Any,
-) -> Config:
+def configure(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Config:
     """As `describe.config.configure`; `model` or `plan` may be a settings file too, whose keys then give model, plan, workload and stack."""
-    source = plan if is_settings_file(plan) else model if is_settings_file(model) else None
+    source = next((file for file in (asked.get("plan"), model) if is_settings_file(file)), None)
     if source is None:
         refuse_folder(model)
-        return configure_plan_file(
-            model, cluster, plan=plan, stack=stack, workload=workload, overrides=overrides, **sizes
-        )
+        return configure_plan_file(model, cluster, **asked)
     named = "" if model is source else model
-    gpus, nodes = sizes.get("gpus", 0), sizes.get("nodes", 0)
+    gpus, nodes, workload = asked.get("gpus", 0), asked.get("nodes", 0), asked.get("workload")
     reading = read_settings(source, gpus=gpus or nodes * _node(cluster) or _gpus_of(cluster))
     raise_first(reading)
     cluster = cluster or catalog_cluster(reading.hardware)
     if reading.gpus and not nodes and not gpus and cluster and not _gpus_of(cluster):
-        sizes["gpus"] = reading.gpus
-    return configure_plan_file(
-        named or model_part(reading, source, overrides),
-        cluster,
-        plan=reading.assembled.plan,
-        stack=stack or reading.stack_section,
-        workload=reading.assembled.workload | (workload if isinstance(workload, dict) else {}),
-        overrides=overrides,
-        **sizes,
-    )
+        asked["gpus"] = reading.gpus
+    asked["plan"], asked["stack"] = reading.assembled.plan, asked.get("stack") or reading.stack_section
+    asked["workload"] = reading.assembled.workload | (workload if isinstance(workload, dict) else {})
+    return configure_plan_file(named or model_part(reading, source, asked.get("set", ())), cluster, **asked)
 
 
 def refuse_folder(model: object) -> None:

@@ -39,7 +39,7 @@ def plan(
 ) -> Result:
     """The fastest plan that fits, with the reasons. Names, tables, objects or files for model, cluster and stack.
 
-    `nodes`, `gpus`, `batch`, `seq`, `tokens`, `stack` and `settings` describe the training (`question.read` has their types);
+    `nodes`, `gpus`, `batch`, `seq`, `tokens`, `stack` and `set` describe the training (`question.read` has their types);
     `fix={"tp": 8}`, `most={"pp": 4}`, `least`, `without=["zero3"]`, `allow` constrain the search; `headroom="10%"` is memory to leave free.
     `mtbf="3h"`, `checkpoint="60s"`, `restart="5min"` add the time lost to failures; `sites=2, line="100Gb/s"` the cost of several such clusters.
     `robust`: take the plan with the best worst case (the lowest upper edge of its band) instead of the fastest.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.config import OWN_STACKS, Config, is_typical
+from meshwright.describe.config import OWN_STACKS, Asked, Config, is_typical
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import configure
@@ -48,31 +48,23 @@ def read(
     model: Any,
     cluster: Any = "",
     *,
-    nodes: int = 0,
-    gpus: int = 0,
-    batch: int = 0,
-    seq: int = 0,
-    tokens: str | float = "",
-    stack: Any = "",
     fix: Words = (),
     most: Words = (),
     least: Words = (),
     without: Sequence[str] = (),
     allow: Words = (),
     headroom: str | float = HEADROOM,
-    settings: Sequence[str] = (),
+    **asked: Unpack[Asked],
 ) -> Question:
     """The question in the arguments of `plan`."""
-    settings, fixed = split_settings(settings)
-    config = configure(
-        model, cluster, stack=stack, nodes=nodes, gpus=gpus, batch=batch, seq=seq, tokens=tokens, overrides=settings
-    )
+    settings, fixed = split_settings(asked.pop("set", ()))
+    config = configure(model, cluster, set=settings, **asked)
     base = base_plan(config)
     constraints = search_choices.read([*words(fix), *fixed], words(most), words(least), without, words(allow))
     options = search_choices.choices(base, constraints, tuple(config.stack.order))
     if "plan.offload" in config.origins:  # the given plan decides
         options = replace(options, offload=False)
-    config = config.but(assumed=assumptions(config, stack))
+    config = config.but(assumed=assumptions(config, asked.get("stack")))
     return Question(config, base, options, read_headroom(headroom))
 
 

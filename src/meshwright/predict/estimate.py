@@ -89,6 +89,7 @@ class Estimate(Shown, Configured):
 
     @property
     def plan(self) -> Plan:
+        """The plan, its recompute resolved."""
         return self.config.plan
 
     @cached_property

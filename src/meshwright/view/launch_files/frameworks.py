@@ -256,7 +256,7 @@ def for_framework(config: Config, name: str) -> Config:
     if framework is None:
         return with_own_stack(config)
     if config.stack.name != framework.stack:
-        config = replace(config, stack=catalog.load("stacks", framework.stack))
+        config = config.but(stack=catalog.load("stacks", framework.stack))
     legality.check(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
     inexpressible = settings_of(config, framework).inexpressible
     lost = {field: pair for field, pair in inexpressible.items() if field not in framework.left_to_script}

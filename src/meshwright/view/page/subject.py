@@ -16,12 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.cost.walked import WalkedStep
-from meshwright.describe.cluster import Cluster
-from meshwright.describe.config import Config
-from meshwright.describe.model import Model
+from meshwright.describe.config import Config, Configured
 from meshwright.describe.plan import Plan
-from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError, kind_of, shown
 from meshwright.planner import api as planner
 from meshwright.planner.question import Question, base_plan, read
@@ -48,8 +44,7 @@ class Shared:
 
     @cached_property
     def estimate(self) -> Estimate:
-        c = self.config
-        return estimate(c)
+        return estimate(self.config)
 
     @cached_property
     def result(self) -> Result:
@@ -101,7 +96,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(Configured):
     """One configuration as a view sees it. `question` has the constraints of the search, as `planner.plan` takes them."""
 
     config: Config
@@ -120,11 +115,11 @@ class Subject:
         return cls(result.config, shared=Shared(result.config, {}, result))
 
     @classmethod
-    def of_estimate(cls, found: Estimate) -> Subject:
+    def of_estimate(cls, estimated: Estimate) -> Subject:
         """An estimate that a command has computed."""
-        shared = Shared(found.config, {})
-        shared.__dict__["estimate"] = found
-        return cls(found.config, shared=shared)
+        shared = Shared(estimated.config, {})
+        shared.__dict__["estimate"] = estimated
+        return cls(estimated.config, shared=shared)
 
     def with_options(self, options: Mapping[str, Any]) -> Subject:
         """The same configuration and results, with the options of another view."""
@@ -136,25 +131,9 @@ class Subject:
 
     def with_plan(self, plan: Plan) -> Subject:
         """The same model, cluster, stack and workload with another plan: the second plan of a comparison."""
-        config = replace(self.config, plan=plan)
+        config = self.config.but(plan=plan)
         shared = Shared(config, self.question, first=self.shared)
         return Subject(config, self.question, self.options, shared=shared)
-
-    @property
-    def model(self) -> Model:
-        return self.config.model
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.config.cluster
-
-    @property
-    def stack(self) -> Stack:
-        return self.config.stack
-
-    @property
-    def workload(self) -> Workload:
-        return self.config.workload
 
     @property
     def plan(self) -> Plan:
