@@ -81,7 +81,7 @@ def test_unusual_choices_are_compared_with_the_usual_one():
     config = Config.from_parts(
         "llama3-70b",
         catalog.load("clusters", "dgx-h100").with_gpus(64),
-        set=["workload.batch=512", "workload.seq=4096"],
+        overrides=["workload.batch=512", "workload.seq=4096"],
     )
     plan = Plan(shard=2, zero=1, tp=2, cp=2, pp=8, virtual=10, schedule="interleaved", bucket=25e6)
     e = estimate(config.but(plan=plan))

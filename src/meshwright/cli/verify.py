@@ -49,18 +49,18 @@ def command(
         "layers": layers,
         "check": check,
     }
-    source, settings = subject, asked.pop("set")
+    source: Any = subject
     if not api.is_module(subject):
         refuse(
             own | {"check": False, "no-check": not check},
             "a plan file describes its model",
             "meshwright verify script.py:make --plan plan.toml",
         )
-        settings = [*settings, *api.difference_settings(allow_differences)]
-        source = api.load(subject, set=settings, **asked).check_trainable()
-        own, settings = {}, []
+        asked["set"] += api.difference_settings(allow_differences)
+        source = api.load(subject, **asked).check_trainable()
+        own, asked["set"] = {}, []
     else:
-        refused = {**asked, "allow-differences": allow_differences, "whole": whole}
+        refused = {**asked, "set": [], "allow-differences": allow_differences, "whole": whole}
         refuse(refused, "a module is proved without a cluster", "")
     with patient("training on many ranks and on one", measurable=False):
         proof = api.verify(
@@ -73,7 +73,7 @@ def command(
             backend=backend,
             share_device=share_device,
             whole=whole,
-            set=settings,
+            set=asked["set"],
         )
     if out is not None:
         import json

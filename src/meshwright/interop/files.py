@@ -163,7 +163,7 @@ def _table(value: Any, path: object) -> dict[str, Any]:
 
 def configure(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Config:
     """As `describe.config.configure`; `model` or `plan` may be a settings file too, whose keys then give model, plan, workload and stack."""
-    source = next((file for file in (asked.get("plan"), model) if is_settings_file(file)), None)
+    source: Any = next((file for file in (asked.get("plan"), model) if is_settings_file(file)), None)
     if source is None:
         refuse_folder(model)
         return configure_plan_file(model, cluster, **asked)

@@ -57,8 +57,8 @@ def read(
     **asked: Unpack[Asked],
 ) -> Question:
     """The question in the arguments of `plan`."""
-    settings, fixed = split_settings(asked.pop("set", ()))
-    config = configure(model, cluster, set=settings, **asked)
+    asked["set"], fixed = split_settings(asked.get("set", ()))
+    config = configure(model, cluster, **asked)
     base = base_plan(config)
     constraints = search_choices.read([*words(fix), *fixed], words(most), words(least), without, words(allow))
     options = search_choices.choices(base, constraints, tuple(config.stack.order))
