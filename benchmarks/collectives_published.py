@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 
-from meshwright.cost.collective import OPERATIONS, Network
+from meshwright.cost.collective import OPERATIONS, CollectiveTimes
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan
@@ -62,7 +62,7 @@ def predicted(cluster: Cluster, kind: str, sizes: np.ndarray, ranks: int) -> np.
     plans = [Plan(replicate=ranks)] * len(sizes)
     batch = Batch.of(plans, model, Workload(batch=ranks, seq=1024), stack)
     op = Op("x", "x", "collective", collective=kind, axis="dp", message_bytes=sizes)
-    return np.asarray(Network(cluster, batch).time(op))
+    return np.asarray(CollectiveTimes(cluster, batch).time(op))
 
 
 def seconds_of(row: dict[str, str], kind: str) -> float:

@@ -27,7 +27,7 @@ from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.workload import Workload
-from meshwright.planner.search.branch_and_bound import Found, Incumbents, Search
+from meshwright.planner.search.branch_and_bound import Incumbents, Search, SearchOutcome
 from meshwright.planner.search.leaders import rank
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.space import Space
@@ -185,7 +185,7 @@ def chosen(space: Space, rows: PlanArrays) -> float:
     """Seconds of the plan that the planner would choose: it walks some of them, in waves."""
     best = Incumbents(space.cluster.accelerator.memory)
     best.offer(rows)
-    ranking = rank(space, Found(best.found(), best, {}, set(), len(rows), len(rows)))
+    ranking = rank(space, SearchOutcome(best.found(), best, {}, set(), len(rows), len(rows)))
     return ranking.best.time if ranking else np.inf
 
 

@@ -205,3 +205,13 @@ def test_help_loads_few_modules() -> None:
         "from meshwright.cli import main\ntry: main(['--help'])\nexcept SystemExit as leaving: assert not leaving.code"
     )
     assert not loaded(code) & {"torch", "numpy", "pydantic", "rich", "typer"}
+
+
+def test_one_class_has_one_name():
+    """A class name means one thing in the whole package; private classes may share a name."""
+    files: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}

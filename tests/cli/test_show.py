@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lower.cases import GPT, WORK, lowered
 from meshwright import api
 from meshwright.cli.show import command
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError
 from meshwright.lower.program import Op, scalar
@@ -89,7 +89,7 @@ def test_times_and_traffic_as_json():
 def test_the_shown_time_equals_that_of_the_cost_model():
     """`show` on a cluster uses the library's choice and prints the time that a training step is charged for it."""
     plan = lowered(GPT, WORK, replicate=16)
-    network = Network(catalog.load("clusters", "dgx-h100").with_gpus(16), plan.batch)
+    network = CollectiveTimes(catalog.load("clusters", "dgx-h100").with_gpus(16), plan.batch)
     op = Op("x", "x", "collective", collective="all_reduce", axis="dp", message_bytes=np.array([2.0**26]))
     charged = float(network.time(op)[0])
     text = show("all-reduce", "--cluster", "dgx-h100", "--ranks", "16")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lower.cases import GPT, WORK, lowered, one
 from meshwright.cost import library, link
-from meshwright.cost.collective import Network, choose
+from meshwright.cost.collective import CollectiveTimes, choose
 from meshwright.cost.curve import curves
 from meshwright.cost.group import Group
 from meshwright.describe import catalog
@@ -85,7 +85,7 @@ def test_ring_of_a_plan_on_an_oversubscribed_level_uses_the_cards_of_one_node_pe
     free = meta.but(levels=(*meta.levels[:2], meta.levels[2].but(oversubscription=1.0)))
     plan = {"replicate": 64, "tp": 8, "pp": 16}
     times = [
-        Network(cluster, lowered(GPT.but(layers=16, heads=16), WORK.but(batch=1024), **plan).batch).time(
+        CollectiveTimes(cluster, lowered(GPT.but(layers=16, heads=16), WORK.but(batch=1024), **plan).batch).time(
             Op("x", "x", "collective", collective=kind, axis="dp", message_bytes=np.array([1e9]))
         )[0]
         for cluster in (free, meta)
@@ -190,7 +190,7 @@ def op(kind, axis, n):
 
 def network(cluster=DGX, **plan):
     program = lowered(GPT, WORK, **plan)
-    return Network(cluster.with_gpus(int(program.batch.world[0])), program.batch)
+    return CollectiveTimes(cluster.with_gpus(int(program.batch.world[0])), program.batch)
 
 
 @pytest.mark.parametrize("kind", KINDS)

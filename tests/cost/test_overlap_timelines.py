@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.cost.overlap import Layer, bucket_timeline, prefetch_timeline
+from meshwright.cost.overlap import BackwardLayer, bucket_timeline, prefetch_timeline
 
-LAYERS = [Layer(f"layer {k}", 1.0, 30.0) for k in (3, 2, 1, 0)]
+LAYERS = [BackwardLayer(f"layer {k}", 1.0, 30.0) for k in (3, 2, 1, 0)]
 
 
 def spans(timeline, stream):

@@ -8,7 +8,7 @@ import pytest
 from meshwright import planner
 from meshwright.calibrate.runs.validate import memory_quantity, memory_stage
 from meshwright.cost.band import band, difference_doubt, indistinguishable, width
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.compute import device_time
 from meshwright.cost.memory import memory
 from meshwright.cost.messages import messages
@@ -70,7 +70,7 @@ def test_a_message_in_parts_takes_a_shorter_send_and_a_gather():
     plan, cluster = Plan(tp=4, pp=4), DGX
     whole, parts = (cost(plan, sends_parts=yes) for yes in (False, True))
     (send,), (gather,) = parts.program.sync["boundary-F"], parts.program.sync["boundary-gather"]
-    network = Network(cluster, parts.program.batch)
+    network = CollectiveTimes(cluster, parts.program.batch)
     assert one(parts.boundary) == pytest.approx(one(network.time(send)) + one(network.time(gather)))
     assert one(parts.traffic["pp"]) == pytest.approx(one(whole.traffic["pp"]) / 4)
     received = (
@@ -112,7 +112,7 @@ def test_asynchronous_linear_layers_hide_a_collective_behind_one_product():
     plan = Plan(tp=16, sp=True)
     found = {kind: cost(plan, overlap=(), async_linears=kind) for kind in ("none", "backward", "own-shard")}
     program = found["none"].program
-    network = Network(DGX, program.batch)
+    network = CollectiveTimes(DGX, program.batch)
 
     def hidden(phase, *pairs):
         """Seconds of some collectives, each at most those of a share of its product."""
@@ -169,7 +169,7 @@ def test_zero_1_with_one_all_reduce_after_backward_hides_nothing():
     assert one(buckets.exposed["dp"]) < one(buckets.reduce)
     tensors = 32 * (4 + 2) + 4  # fused matrices and norms of a layer; the ends of the model
     gather = next(op for op in whole.program.closing if op.name == "gather-parameters")
-    device, host = one(Network(DGX, whole.program.batch).time(gather)), 1e-3 * 16 * tensors
+    device, host = one(CollectiveTimes(DGX, whole.program.batch).time(gather)), 1e-3 * 16 * tensors
     more = one(copied.exposed["dp"]) - one(whole.exposed["dp"])
     assert more == pytest.approx((device**3 + host**3) ** (1 / 3) - device)
     replicas = [one(cost(Plan(replicate=16), **fields, zero_reduction=z).time) for z in ("buckets", "whole")]
@@ -190,7 +190,7 @@ def test_a_deduplicating_dispatch_sends_a_token_once_to_each_node():
     plan = Plan(replicate=16, ep=16)
     program = step_program(MOE, plan, WORK, Stack(dispatch="deduplicated"))
     op = next(op for op in program.blocks["moe", "F"] if op.name == "dispatch")
-    share = one(Network(DGX, program.batch).distinct_share(op))
+    share = one(CollectiveTimes(DGX, program.batch).distinct_share(op))
     assert share == pytest.approx(2 * (1 - 0.5**8) / 8)
     plain, once = (cost(plan, MOE, dispatch=kind) for kind in ("all-to-all", "deduplicated"))
     assert one(once.busy["comm:ep"]) < 0.6 * one(plain.busy["comm:ep"])

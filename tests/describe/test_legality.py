@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.describe import catalog, legality
 from meshwright.describe.config import Config
 from meshwright.describe.legality import ALL_RULES, Case
-from meshwright.describe.legality.case import Rule
+from meshwright.describe.legality.case import LegalityRule
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import AXES, ORDERS, PlanArrays, PlanFields, decode, encode, encoded
@@ -218,7 +218,7 @@ LIMITS = {
 
 
 def test_no_rule_is_left_out() -> None:
-    assert {type(rule) for rule in ALL_RULES} == set(Rule.__subclasses__())
+    assert {type(rule) for rule in ALL_RULES} == set(LegalityRule.__subclasses__())
 
 
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: type(rule).__name__)

@@ -8,7 +8,7 @@ import pytest
 from meshwright.calibrate.runs import accuracy, validate
 from meshwright.describe.result import QUANTILES, chance_to_fit, fit_word, fit_words
 from meshwright.interop.files import configure
-from meshwright.planner.advice.alternatives import Trial
+from meshwright.planner.advice.alternatives import PlanTrials
 from meshwright.planner.advice.explain import memory_words
 from meshwright.planner.advice.lint.finding import Seen
 from meshwright.planner.advice.lint.rules import thin_memory
@@ -44,7 +44,7 @@ def test_every_place_says_the_same_word(sequence):
     config = configure(
         "", plan="examples/llama3-70b-64xh100.toml", set=[f"workload.seq={sequence}", "plan.recompute=none"]
     )
-    trial = Trial(config)
+    trial = PlanTrials(config)
     now = trial.of(config.plan)
     words, p = now.prediction.memory_fit, now.prediction
     assert words in memory_words(p)

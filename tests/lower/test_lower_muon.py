@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lower.cases import GQA, MLA, MOE, WORK, lowered, one
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.memory import state_memory
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
@@ -129,7 +129,7 @@ def test_messages_behind_the_products_of_other_rounds_cost_no_time():
     assert exposed[512, True] == exposed[512, False]
     _, ops = step_ops(model, shard=8, zero=1)
     rounds = one(ops[muon.EXCHANGE, "shard_cp"].count) / 2
-    network = Network(cluster.with_gpus(8), lowered(model, workload, shard=8, zero=1).batch)
+    network = CollectiveTimes(cluster.with_gpus(8), lowered(model, workload, shard=8, zero=1).batch)
     messages = one(network.time(ops[muon.EXCHANGE, "shard_cp"])) * 2 * rounds
     assert exposed[8, False] - exposed[8, True] == pytest.approx(messages * (1 - 1 / rounds), rel=1e-6)
 

@@ -7,7 +7,7 @@ from lower.cases import COUNTS, GPT, MOE, WORK, bytes_sent, lowered, one
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
-from meshwright.lower.gradients import Load, Message, cut, data_parallel_ops
+from meshwright.lower.gradients import GradientMessage, Load, cut, data_parallel_ops
 
 P = 8
 ONCE = Workload(batch=P, seq=512)  # one micro-batch per rank, so that "per step" and "per micro-batch" agree
@@ -29,7 +29,7 @@ def data_parallel(program, rank=0):
 def buckets(program, elements):
     """Message sizes of a flat buffer with this many gradients."""
     count, _ = cut(program.batch, np.array([elements]))
-    return Message(count, Load(sent=elements / count, first=elements / count))
+    return GradientMessage(count, Load(sent=elements / count, first=elements / count))
 
 
 def volume(program, rank=0):

@@ -6,7 +6,7 @@ from meshwright import api, planner
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.alternatives import Trial
+from meshwright.planner.advice.alternatives import PlanTrials
 from meshwright.planner.advice.reasons import fp8_gathers, reasons
 from meshwright.predict.estimate import Estimate, estimate
 from meshwright.view.estimate import fp8_traffic
@@ -82,7 +82,7 @@ def test_reasons_offer_it_with_its_gain() -> None:
     sharded = fp8_traffic(estimated("meshwright", shard=4, zero=3, tp=2, sp=True, gather_dtype="fp8"))
     assert sharded.startswith("halved: all-gathers of ZeRO-3 weights;")
     assert "activations of sequence parallelism in 16 bits" in fp8_traffic(estimated("meshwright", tp=8, sp=True))
-    assert "in 16 bits a step takes +" in fp8_gathers(faster, Trial(e.config))
+    assert "in 16 bits a step takes +" in fp8_gathers(faster, PlanTrials(e.config))
 
 
 def test_the_planner_searches_with_it_if_the_given_plan_has_it() -> None:

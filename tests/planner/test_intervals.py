@@ -7,7 +7,7 @@ from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.workload import Workload
-from meshwright.planner.search.branch_and_bound import Found, Incumbents, Search
+from meshwright.planner.search.branch_and_bound import Incumbents, Search, SearchOutcome
 from meshwright.planner.search.leaders import rank
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.space import Space
@@ -47,7 +47,7 @@ def test_the_estimate_ranks_as_walking_does(model, cluster, gpus):
     # What the estimate gets wrong, walking the leaders puts right.
     best = Incumbents(np.inf)
     best.offer(rows)
-    ranking = rank(where, Found(best.found(), best, {}, set(), len(rows), len(rows)))
+    ranking = rank(where, SearchOutcome(best.found(), best, {}, set(), len(rows), len(rows)))
     assert ranking.best.time <= 1.01 * times.min()
 
 

@@ -15,7 +15,7 @@ from meshwright.describe.workload import Workload
 from meshwright.lower.step import lower, step_program
 from meshwright.planner.advice.alternatives import step
 from meshwright.planner.search import bounds, choices, leaders, pipeline_walk, refine, strategies
-from meshwright.planner.search.branch_and_bound import MARGIN, Found, Search, search
+from meshwright.planner.search.branch_and_bound import MARGIN, Search, SearchOutcome, search
 from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.common_plans import best_common_plan
 from meshwright.planner.search.first_fit import first_that_fits
@@ -38,7 +38,7 @@ PROBLEMS = {
 
 
 @cache
-def searched(name: str) -> Found:
+def searched(name: str) -> SearchOutcome:
     return search(problem(name))
 
 

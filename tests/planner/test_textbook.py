@@ -11,7 +11,7 @@ from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.planner.advice.guides import axes, general, textbook
-from meshwright.planner.advice.guides.problem import Problem
+from meshwright.planner.advice.guides.problem import GuideProblem
 from meshwright.predict.estimate import Estimate, estimate
 from meshwright.view import textbook as view
 
@@ -38,9 +38,9 @@ def config(model: str, cluster: str, gpus: int, batch: int, seq: int = 4096, tok
     )
 
 
-def problem(model: str, cluster: str, gpus: int, batch: int, seq: int = 4096) -> Problem:
+def problem(model: str, cluster: str, gpus: int, batch: int, seq: int = 4096) -> GuideProblem:
     c = config(model, cluster, gpus, batch, seq)
-    return Problem(c)
+    return GuideProblem(c)
 
 
 def estimated(c: Config, plan: Plan) -> Estimate:
@@ -78,7 +78,7 @@ def test_topology_of_one_node_of_many_and_of_ethernet() -> None:
 
 def test_batch_guide_shows_the_walked_bubble_of_the_estimate() -> None:
     c = config("gpt3-175b", "dgx-a100", 1024, 1536, 2048)
-    r = general.batch_size(Problem(c))
+    r = general.batch_size(GuideProblem(c))
     assert r.plan is not None
     assert r.plan.microbatch == 1
     assert f"bubble fraction {estimated(c, r.plan).bubble_fraction:.0%}" in r.reason

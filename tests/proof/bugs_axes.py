@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 from torch.nn import functional as F
 
-from meshwright.describe.sharding import RULES, Rule
+from meshwright.describe.sharding import RULES, ShardingRule
 from meshwright.models.dropout import mixed, sample_hashes
 from meshwright.models.moe import routed_experts
 from meshwright.parallel import apply, exchange, pipeline, recompute, stages
@@ -74,16 +74,16 @@ def uneven_vocabulary_by_floor():
 
 def norms_not_summed_over_sequence():
     """Under sequence parallelism a norm sees a share of the tokens only (Megatron-LM #1464)."""
-    RULES["between"] = Rule()
+    RULES["between"] = ShardingRule()
 
 
 def head_norms_not_summed():
     """A norm inside attention sees this rank's heads only, with sequence parallelism or without."""
-    RULES["inside"] = Rule()
+    RULES["inside"] = ShardingRule()
 
 
 def row_bias_not_summed_over_sequence():
-    RULES["row-bias"] = Rule()
+    RULES["row-bias"] = ShardingRule()
 
 
 def positions_start_at_zero_on_every_rank():
@@ -333,4 +333,4 @@ def expert_bias_on_every_rank():
 
 def router_not_summed():
     """The gradient of the router has only the tokens of this rank, although tensor-parallel ranks hold copies of it."""
-    RULES["inside"] = Rule()
+    RULES["inside"] = ShardingRule()

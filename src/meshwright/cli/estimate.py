@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from meshwright.cli.options import Question, described
+from meshwright.cli.options import TrainingOptions, described
 
 
 @described
@@ -15,7 +15,7 @@ def command(
     explain: str = "",
     html: str = "",
     as_json: bool = False,
-    **asked: Unpack[Question],
+    **asked: Unpack[TrainingOptions],
 ) -> None:
     """Predict step time, memory and traffic of one plan, by part."""
     from meshwright import api

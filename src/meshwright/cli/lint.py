@@ -33,11 +33,11 @@ def command(
 
 def lint_plan(config: Config, as_json: bool, reading: Any) -> None:
     """Print the findings of one plan; exit with 1 if one is significant."""
-    from meshwright.planner.advice.alternatives import Trial
+    from meshwright.planner.advice.alternatives import PlanTrials
     from meshwright.planner.advice.lint.check import check
     from meshwright.view.tables import show, show_json
 
-    now = Trial(config).of(config.plan)
+    now = PlanTrials(config).of(config.plan)
     findings = check(config, now)
     if as_json:
         from meshwright.view.settings import as_dict

@@ -29,7 +29,7 @@ class Overrides(TypedDict):
     set: list[str]
 
 
-class Question(TypedDict):
+class TrainingOptions(TypedDict):
     """Options that describe a training."""
 
     nodes: int

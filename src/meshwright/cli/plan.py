@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import typer
 
-from meshwright.cli.options import Question, described
+from meshwright.cli.options import TrainingOptions, described
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def command(
     out: str = "",
     html: str = "",
     as_json: bool = False,
-    **asked: Unpack[Question],
+    **asked: Unpack[TrainingOptions],
 ) -> None:
     """Find the fastest plan that fits in memory, and explain the choice. Searches every legal plan; needs no GPU.
 

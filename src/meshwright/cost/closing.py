@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.cost import compute
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.phase import AXIS_OF, RankTime, in_units, together, unit_overlap
 from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.describe.sharding import DATA_AXES
@@ -25,7 +25,7 @@ from meshwright.lower.program import (
 HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
 
 
-def closing_time(program: StepProgram, cluster: Cluster, network: Network, slow: RankTime) -> dict[str, Array]:
+def closing_time(program: StepProgram, cluster: Cluster, network: CollectiveTimes, slow: RankTime) -> dict[str, Array]:
     """Seconds of the gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
     b, device = program.batch, cluster.accelerator
     reduce, gather, compress, update, last, hooks = (np.zeros(b.n) for _ in range(6))

@@ -48,7 +48,7 @@ def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> ChosenProg
     return ChosenProgram(best.algorithm, segments, float(best.walked(size)[0]), float(best.time(size, root)[0]))
 
 
-class Network:
+class CollectiveTimes:
     """Times of the library's collectives on a cluster, for a batch of plans, at the stack's share of the library's rates."""
 
     def __init__(self, cluster: Cluster, batch: Batch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.cost.collective import OPERATIONS, Network
+from meshwright.cost.collective import OPERATIONS, CollectiveTimes
 from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.step import StepCost
 from meshwright.describe.cluster import Cluster
@@ -54,7 +54,7 @@ def step_calls(cost: StepCost) -> Iterator[tuple[Op, float]]:
 def messages(cost: StepCost, cluster: Cluster) -> list[Message]:
     """All collectives and sends of one plan's step, those that take longest first. Equal calls of several blocks are one entry."""
     program = cost.program
-    network = Network(cluster, program.batch)
+    network = CollectiveTimes(cluster, program.batch)
     rounds = max(1.0, float(program.batch.microbatches[0]))
     sends = program.ranks[int(cost.slowest[0])].sends
     calls = [*step_calls(cost), *((op, rounds * scalar(op.count) * scalar(times)) for op, times in sends)]
@@ -70,7 +70,7 @@ def messages(cost: StepCost, cluster: Cluster) -> list[Message]:
     return sorted(found.values(), key=lambda m: -m.count * m.seconds)
 
 
-def _message(network: Network, op: Op, ranks: int, count: float, size: float) -> Message:
+def _message(network: CollectiveTimes, op: Op, ranks: int, count: float, size: float) -> Message:
     level = network.level(op.axis)
     if op.collective == "send":
         sent, algorithm = size, "direct"

@@ -24,7 +24,7 @@ class Span(NamedTuple):
         return self.start + self.seconds
 
 
-class Layer(NamedTuple):
+class BackwardLayer(NamedTuple):
     """One layer of backward: its name, the seconds of its backward, the bytes of its gradients."""
 
     name: str
@@ -33,7 +33,7 @@ class Layer(NamedTuple):
 
 
 def bucket_timeline(
-    layers: Sequence[Layer], bucket: float, time_of: Callable[[float], float], overlap: bool = True
+    layers: Sequence[BackwardLayer], bucket: float, time_of: Callable[[float], float], overlap: bool = True
 ) -> list[Span]:
     """Backward of the layers in the given order, and their gradients in buckets of `bucket` bytes; `time_of(bytes)` is one all-reduce.
 

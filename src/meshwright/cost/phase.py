@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwright.cost import compute
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.stack import Stack
 from meshwright.lower.program import DATA_PARALLEL, Array, Batch, Op, StageBlocks, StepProgram
@@ -66,7 +66,7 @@ class RankTime:
         return self.f + self.i + self.w
 
 
-def phase_times(program: StepProgram, cluster: Cluster, network: Network) -> dict[tuple[str, str], PhaseTime]:
+def phase_times(program: StepProgram, cluster: Cluster, network: CollectiveTimes) -> dict[tuple[str, str], PhaseTime]:
     """The time of each phase of each block, for one micro-batch."""
     times: dict[tuple[str, str], PhaseTime] = {}
     latest: dict[str, str] = {}  # for each block, the phase whose remaining compute can hide communication
@@ -80,7 +80,12 @@ def phase_times(program: StepProgram, cluster: Cluster, network: Network) -> dic
 
 
 def phase_time(
-    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], phase: str, main: PhaseTime | None = None
+    program: StepProgram,
+    cluster: Cluster,
+    network: CollectiveTimes,
+    ops: list[Op],
+    phase: str,
+    main: PhaseTime | None = None,
 ) -> PhaseTime:
     """Time the operations of one block and phase, and hide overlapped communication behind its compute. A phase of a split backward hides
     behind the remaining compute of its `main` phase instead."""
@@ -149,7 +154,7 @@ def axis_overlap(b: Batch, axis: str, cluster: Cluster) -> Array:
     return np.where(b.stack_overlap & (b.tp > cluster.node_size), 0.0, b.overlap[axis])
 
 
-def behind_products(b: Batch, network: Network, ops: list[Op], products: dict[str, Array]) -> Array:
+def behind_products(b: Batch, network: CollectiveTimes, ops: list[Op], products: dict[str, Array]) -> Array:
     """Seconds of the collectives of linear layers that run behind one product of their layer (`Stack.async_linears`), each at most as long as
     it. Backward of a column layer has two products of equal size and up to two collectives, the gather of the input and the reduction of its
     gradient: each runs behind the other one's product, and counts here with the product of its phase."""

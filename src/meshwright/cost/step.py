@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.cost.closing import closing_time
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.memory import memory
 from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, PhaseTime, RankTime, phase_times, rank_time
 from meshwright.describe.cluster import Cluster
@@ -83,7 +83,7 @@ class StepCost:
 def step_cost(program: StepProgram, cluster: Cluster) -> StepCost:
     """Time, memory and traffic of every plan of the batch."""
     b = program.batch
-    network = Network(cluster, b)
+    network = CollectiveTimes(cluster, b)
     times = phase_times(program, cluster, network)
     message_ops = program.sync.get("boundary-F", []) + program.sync.get("boundary-gather", [])
     boundary = b.full(sum((op.count * network.time(op) for op in message_ops), np.zeros(b.n)))

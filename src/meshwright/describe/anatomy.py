@@ -27,8 +27,8 @@ from typing import Any, Literal
 from meshwright.describe.shape import ModelShape
 from meshwright.describe.tensors import (
     AttentionCore,
-    Block,
-    Linear,
+    LinearShape,
+    ParameterBlock,
     Saved,
     Vector,
     compressed_part,
@@ -48,37 +48,37 @@ def norm(model: ModelShape, name: str, width: int = 0) -> Vector:
     return Vector(name, "norm", (width or model.hidden) * len(model.norm_affine))
 
 
-def grouped(m: ModelShape, mixer: str) -> Block:
+def grouped(m: ModelShape, mixer: str) -> ParameterBlock:
     """Grouped-query attention. A `query` mixer reads the keys and values of an earlier layer: it has neither their projections nor their norm."""
     q_out, kv_out = m.heads * m.head_width, m.kv_groups * m.head_width
     names = () if mixer == "query" else ("k", "v")
-    keys = [Linear(name, "attention", m.hidden, kv_out, "keys", m.qkv_bias, saves_input=False) for name in names]
+    keys = [LinearShape(name, "attention", m.hidden, kv_out, "keys", m.qkv_bias, saves_input=False) for name in names]
     linears = [
-        Linear("q", "attention", m.hidden, q_out, "column", m.qkv_bias),
+        LinearShape("q", "attention", m.hidden, q_out, "column", m.qkv_bias),
         *keys,
-        Linear("o", "attention", q_out, m.hidden, "row", m.out_bias),
+        LinearShape("o", "attention", q_out, m.hidden, "row", m.out_bias),
     ]
     core = AttentionCore(m.heads, m.kv_groups, m.head_width, m.head_width, m.index_heads * m.index_dim)
     return with_options(m, mixer, linears, [], core_saved(m, core, mixer), core, m.hidden)
 
 
-def latent(m: ModelShape, mixer: str) -> Block:
+def latent(m: ModelShape, mixer: str) -> ParameterBlock:
     """MLA. Sparse attention reads the latents themselves: one KV head that all queries share, with the width of the latent."""
     qk, v = m.nope_dim + m.rope_dim, m.value_dim
     q_out, kv_out = m.heads * qk, m.heads * (m.nope_dim + v)
     query = (
         [
-            Linear("q_a", "attention", m.hidden, m.q_rank, "between", m.qkv_bias),
-            Linear("q_b", "attention", m.q_rank, q_out, "column"),
+            LinearShape("q_a", "attention", m.hidden, m.q_rank, "between", m.qkv_bias),
+            LinearShape("q_b", "attention", m.q_rank, q_out, "column"),
         ]
         if m.q_rank
-        else [Linear("q", "attention", m.hidden, q_out, "column")]
+        else [LinearShape("q", "attention", m.hidden, q_out, "column")]
     )
     linears = [
         *query,
-        Linear("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "between", m.qkv_bias, saves_input=False),
-        Linear("kv_b", "attention", m.kv_rank, kv_out, "column"),
-        Linear("o", "attention", m.heads * v, m.hidden, "row", m.out_bias),
+        LinearShape("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "between", m.qkv_bias, saves_input=False),
+        LinearShape("kv_b", "attention", m.kv_rank, kv_out, "column"),
+        LinearShape("o", "attention", m.heads * v, m.hidden, "row", m.out_bias),
     ]
     norms = [*([norm(m, "q-norm", m.q_rank)] if m.q_rank else []), norm(m, "kv-norm", m.kv_rank)]
     core = AttentionCore(m.heads, m.heads, qk, v)
@@ -95,12 +95,12 @@ def latent(m: ModelShape, mixer: str) -> Block:
 def with_options(
     m: ModelShape,
     mixer: str,
-    linears: list[Linear],
+    linears: list[LinearShape],
     norms: list[Vector],
     saved: list[Saved],
     core: AttentionCore,
     queries: int,
-) -> Block:
+) -> ParameterBlock:
     """The block of an attention, with what any kind may have: norms of queries and keys, sinks, an output gate, and an indexer, which
     multiplies an input of `queries` elements."""
     vectors = [*qk_norms(m, mixer), *norms]
@@ -109,7 +109,7 @@ def with_options(
     if m.sinks:
         vectors.append(Vector("sinks", "attention", m.heads, "per-head"))
     if m.output_gate:  # the gate, and the output that it scales
-        gate = Linear("gate", "attention", m.hidden, linears[-1].d_in, "column", m.qkv_bias, saves_input=False)
+        gate = LinearShape("gate", "attention", m.hidden, linears[-1].d_in, "column", m.qkv_bias, saves_input=False)
         linears = [*linears, gate]
         saved.append(Saved("output-gate", "attention", 2 * core.heads * core.v, "tensor"))
     if m.index_heads:
@@ -119,7 +119,7 @@ def with_options(
         width = core.index + m.index_dim + m.index_heads
         saved.append(Saved("index", "attention", width, "sequence"))
         saved.append(Saved("selected", "attention", m.index_top_k, "sequence", 4))
-    return Block("", tuple(linears), tuple(vectors), tuple(saved), core)
+    return ParameterBlock("", tuple(linears), tuple(vectors), tuple(saved), core)
 
 
 def qk_norms(m: ModelShape, mixer: str) -> list[Vector]:
@@ -151,15 +151,15 @@ def core_saved(m: ModelShape, core: AttentionCore, mixer: str) -> list[Saved]:
     return saved
 
 
-def _indexer(m: ModelShape, queries: int) -> list[Linear]:
+def _indexer(m: ModelShape, queries: int) -> list[LinearShape]:
     return [
-        Linear("index_q", "attention", queries, m.index_heads * m.index_dim, "between", saves_input=False),
-        Linear("index_k", "attention", m.hidden, m.index_dim, "between", saves_input=False),
-        Linear("index_weights", "attention", m.hidden, m.index_heads, "between", saves_input=False),
+        LinearShape("index_q", "attention", queries, m.index_heads * m.index_dim, "between", saves_input=False),
+        LinearShape("index_k", "attention", m.hidden, m.index_dim, "between", saves_input=False),
+        LinearShape("index_weights", "attention", m.hidden, m.index_heads, "between", saves_input=False),
     ]
 
 
-def compressed(m: ModelShape, mixer: str) -> Block:
+def compressed(m: ModelShape, mixer: str) -> ParameterBlock:
     index = m.index_heads, m.index_dim, m.index_top_k
     return compressed_part(m.compressed, mixer, m.hidden, m.heads, m.head_width, m.q_rank, m.window, index)
 
@@ -171,16 +171,16 @@ ATTENTIONS.provide("compressed", block=compressed)
 
 def ffn_linears(
     m: ModelShape, part: str, width: int, copies: int = 1, uses: float = 1, saves_input: bool = True
-) -> list[Linear]:
+) -> list[LinearShape]:
     """GELU: up, down. Gated (SwiGLU, GeGLU): gate, up, down. Shared experts read the input the router already keeps."""
     common: dict[str, Any] = {"bias": m.ffn_bias, "copies": copies, "uses": uses}
     column, row = ("experts", "experts-row") if part == "experts" else ("column", "row")
     d_in = m.routed_width if part == "experts" else m.hidden
-    gate = [Linear(f"{part}-gate", part, d_in, width, column, saves_input=False, **common)] if m.gated else []
+    gate = [LinearShape(f"{part}-gate", part, d_in, width, column, saves_input=False, **common)] if m.gated else []
     return [
         *gate,
-        Linear(f"{part}-up", part, d_in, width, column, saves_input=saves_input, **common),
-        Linear(f"{part}-down", part, width, d_in, row, **common),
+        LinearShape(f"{part}-up", part, d_in, width, column, saves_input=saves_input, **common),
+        LinearShape(f"{part}-down", part, width, d_in, row, **common),
     ]
 
 
@@ -200,18 +200,18 @@ def norm_saved(m: ModelShape, name: str) -> list[Saved]:
     ]
 
 
-def layer_block(m: ModelShape, kind: str) -> Block:
+def layer_block(m: ModelShape, kind: str) -> ParameterBlock:
     """A layer of a kind: its mixer, then its channel part, then its norms."""
     if m.kind == "mlp":
-        layer = Linear("linear", "ffn", m.hidden, m.hidden, "column", m.ffn_bias)
-        return Block("dense", (layer,), (), (Saved("activation-in", "ffn", m.hidden, "tensor"),))
+        layer = LinearShape("linear", "ffn", m.hidden, m.hidden, "column", m.ffn_bias)
+        return ParameterBlock("dense", (layer,), (), (Saved("activation-in", "ffn", m.hidden, "tensor"),))
     mixer, channel = m.parts_of(kind)
     parts = [mixer_part(m, mixer)] if mixer else []
     parts += [CHANNELS[channel](m)] if channel else []
     if m.streams > 1:
         parts += [stream_part(m, name) for name, part in (("streams-1", mixer), ("streams-2", channel)) if part]
     names = layer_norms(m, kind)
-    norms = Block(
+    norms = ParameterBlock(
         kind, (), tuple(norm(m, name) for name in names), tuple(s for name in names for s in norm_saved(m, name))
     )
     return joined(kind, [norms, *parts, extra_part(m, "layer")])
@@ -224,42 +224,42 @@ def layer_norms(m: ModelShape, kind: str) -> tuple[str, ...]:
     return names if mixer and channel else names[::2] if mixer else names[1::2]
 
 
-def mixer_part(m: ModelShape, mixer: str) -> Block:
+def mixer_part(m: ModelShape, mixer: str) -> ParameterBlock:
     return linear_part(m.linear, m.hidden) if mixer == "linear" else ATTENTIONS.part(m.attention, "block")(m, mixer)
 
 
-def extra_part(m: ModelShape, where: str) -> Block:
+def extra_part(m: ModelShape, where: str) -> ParameterBlock:
     """The weights of `model.extra` in a layer, the embedding or the head."""
     there = [e for e in m.extra if e.where == where]
-    products = [Linear(e.name, "extra", e.rows, e.columns, "between") for e in there if e.rows and not e.lookup]
+    products = [LinearShape(e.name, "extra", e.rows, e.columns, "between") for e in there if e.rows and not e.lookup]
     tables = [
         Vector(e.name, "extra", max(1, e.rows) * e.columns, "vocabulary" if e.lookup else "between")
         for e in there
         if e.lookup or not e.rows
     ]
-    return Block("", tuple(products), tuple(tables))
+    return ParameterBlock("", tuple(products), tuple(tables))
 
 
-def stream_part(m: ModelShape, name: str) -> Block:
+def stream_part(m: ModelShape, name: str) -> ParameterBlock:
     """The weights with which a part reads from the residual streams, writes to them and mixes them (hyper-connections): n reading, n writing and
     n² mixing weights for each token, from one product with all streams, with a base for each and three scales."""
     weights = (2 + m.streams) * m.streams
-    product = Linear(name, "norm", m.residual_width, weights, "between", saves_input=False)
+    product = LinearShape(name, "norm", m.residual_width, weights, "between", saves_input=False)
     saved = Saved(f"{name}-in", "norm", m.residual_width, "sequence")
-    return Block("", (product,), (Vector(f"{name}-base", "norm", weights + 3),), (saved,))
+    return ParameterBlock("", (product,), (Vector(f"{name}-base", "norm", weights + 3),), (saved,))
 
 
-def ffn_part(m: ModelShape) -> Block:
+def ffn_part(m: ModelShape) -> ParameterBlock:
     mask = Saved("ffn-mask", "ffn", m.hidden, "sequence", 1, condition="dropout")
-    return Block("", tuple(ffn_linears(m, "ffn", m.ffn)), (), (*ffn_saved(m, "ffn", m.ffn), mask))
+    return ParameterBlock("", tuple(ffn_linears(m, "ffn", m.ffn)), (), (*ffn_saved(m, "ffn", m.ffn), mask))
 
 
-def experts_part(m: ModelShape) -> Block:
-    linears = [Linear("router", "router", m.hidden, m.experts, "inside", m.router_bias)]
+def experts_part(m: ModelShape) -> ParameterBlock:
+    linears = [LinearShape("router", "router", m.hidden, m.experts, "inside", m.router_bias)]
     if m.expert_hidden:  # latent experts: one projection before dispatch, one after the results are combined
         linears += [
-            Linear("latent-down", "latent", m.hidden, m.expert_hidden, "between", saves_input=False),
-            Linear("latent-up", "latent", m.expert_hidden, m.hidden, "between"),
+            LinearShape("latent-down", "latent", m.hidden, m.expert_hidden, "between", saves_input=False),
+            LinearShape("latent-up", "latent", m.expert_hidden, m.hidden, "between"),
         ]
     linears += ffn_linears(m, "experts", m.expert_width, copies=m.experts, uses=m.top_k)
     saved = [Saved("router-scores", "router", m.experts, "sequence", 4)]
@@ -271,52 +271,52 @@ def experts_part(m: ModelShape) -> Block:
         linears += ffn_linears(m, "shared", m.shared_width, saves_input=False)
         saved += ffn_saved(m, "shared", m.shared_width)
     if m.shared_gate:
-        linears.append(Linear("shared-scale", "shared", m.hidden, 1, "between", saves_input=False))
+        linears.append(LinearShape("shared-scale", "shared", m.hidden, 1, "between", saves_input=False))
     vectors = [Vector("balance-bias", "router", m.experts, "inside")] if m.balance_bias else []
-    return Block("", tuple(linears), tuple(vectors), tuple(saved))
+    return ParameterBlock("", tuple(linears), tuple(vectors), tuple(saved))
 
 
-CHANNELS: dict[str, Callable[[ModelShape], Block]] = {"ffn": ffn_part, "experts": experts_part}
+CHANNELS: dict[str, Callable[[ModelShape], ParameterBlock]] = {"ffn": ffn_part, "experts": experts_part}
 
 
-def embedding_block(m: ModelShape) -> Block:
+def embedding_block(m: ModelShape) -> ParameterBlock:
     vectors = [Vector("tokens", "embedding", m.padded_vocab * m.token_width, "vocabulary")] if m.vocab else []
     if m.positions == "learned":
         vectors.append(Vector("positions", "embedding", m.max_positions * m.hidden, "positions"))
     if m.embedding_norm:
         vectors.append(norm(m, "embedding-norm"))
     saved = [Saved("embedding-mask", "embedding", m.hidden, "sequence", 1, condition="dropout")] if m.vocab else []
-    project = (Linear("embedding-in", "embedding", m.token_width, m.hidden, "between"),) if m.embedding_dim else ()
-    return joined("embedding", [Block("", project, tuple(vectors), tuple(saved)), extra_part(m, "embedding")])
+    project = (LinearShape("embedding-in", "embedding", m.token_width, m.hidden, "between"),) if m.embedding_dim else ()
+    return joined("embedding", [ParameterBlock("", project, tuple(vectors), tuple(saved)), extra_part(m, "embedding")])
 
 
-def head_block(m: ModelShape) -> Block:
+def head_block(m: ModelShape) -> ParameterBlock:
     """Final norm, output projection and loss. Tied weights are counted with the embedding."""
     if m.kind != "transformer" or not m.vocab:
-        return Block("head", ())
-    project = Linear("head", "head", m.token_width, m.padded_vocab, "logits", copies=0 if m.tied else 1)
-    narrow = (Linear("embedding-out", "head", m.hidden, m.token_width, "between"),) if m.embedding_dim else ()
+        return ParameterBlock("head", ())
+    project = LinearShape("head", "head", m.token_width, m.padded_vocab, "logits", copies=0 if m.tied else 1)
+    narrow = (LinearShape("embedding-out", "head", m.hidden, m.token_width, "between"),) if m.embedding_dim else ()
     vectors = [norm(m, "final-norm")] if m.final_norm else []
-    streams: tuple[Linear, ...] = ()
+    streams: tuple[LinearShape, ...] = ()
     if m.streams > 1:  # the streams become one with a weight for each
-        streams = (Linear("streams-out", "norm", m.residual_width, m.streams, "between"),)
+        streams = (LinearShape("streams-out", "norm", m.residual_width, m.streams, "between"),)
         vectors.append(Vector("streams-out-base", "norm", m.streams + 1))
     # The loss needs the logits in fp32 and keeps their softmax for backward.
     saved = [*norm_saved(m, "final-norm"), Saved("logits", "head", m.padded_vocab, "tensor", 4)]
-    head = Block("head", (project, *narrow, *streams), tuple(vectors), tuple(saved))
+    head = ParameterBlock("head", (project, *narrow, *streams), tuple(vectors), tuple(saved))
     return joined("head", [head, extra_part(m, "head")])
 
 
-def mtp_block(m: ModelShape) -> Block:
+def mtp_block(m: ModelShape) -> ParameterBlock:
     """A module of multi-token prediction: norms of both inputs and their joint projection, a layer, a norm, and the head's product again."""
-    join = Linear("mtp-join", "mtp", 2 * m.hidden, m.hidden, "column")
+    join = LinearShape("mtp-join", "mtp", 2 * m.hidden, m.hidden, "column")
     head = replace(head_block(m).linears[0], copies=0)
     norms = tuple(norm(m, name) for name in ("mtp-norm-1", "mtp-norm-2", "mtp-norm-3"))
     saved = (*norm_saved(m, "mtp-norm-1"), *norm_saved(m, "mtp-norm-2"), *head_block(m).saved)
-    return joined("mtp", [Block("mtp", (join, head), norms, saved), layer_block(m, "mtp")])
+    return joined("mtp", [ParameterBlock("mtp", (join, head), norms, saved), layer_block(m, "mtp")])
 
 
-def blocks(m: ModelShape) -> dict[str, Block]:
+def blocks(m: ModelShape) -> dict[str, ParameterBlock]:
     """Every block the model has, by kind."""
     out = {"embedding": embedding_block(m)}
     out |= {kind: layer_block(m, kind) for kind in m.kinds}

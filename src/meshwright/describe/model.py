@@ -30,7 +30,7 @@ class Model(ModelShape):
     """A model's shape with its counts."""
 
     @cached_property
-    def blocks(self) -> dict[str, anatomy.Block]:
+    def blocks(self) -> dict[str, anatomy.ParameterBlock]:
         return anatomy.blocks(self)
 
     def attended(self, seq: float, halve_causal: bool = True) -> float:
@@ -73,7 +73,7 @@ class Model(ModelShape):
 
     # Counts
 
-    def _over_blocks(self) -> list[tuple[int, anatomy.Block]]:
+    def _over_blocks(self) -> list[tuple[int, anatomy.ParameterBlock]]:
         times = {"embedding": 1, "head": 1, "mtp": self.mtp_layers}
         return [(times.get(kind) or self.layer_count(kind), block) for kind, block in self.blocks.items()]
 

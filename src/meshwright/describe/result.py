@@ -97,7 +97,7 @@ def part_label(part: str) -> str:
 
 
 @dataclass(frozen=True)
-class Result:
+class StepResult:
     """Step time and its parts, memory, traffic. `None` or empty means unknown.
 
     The parts are those of the busiest rank: `exposed_s["bubble"]` is its idle time, less than that of the other pipeline ranks, whose
@@ -142,7 +142,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Prediction(Result):
+class Prediction(StepResult):
     """The result of the cost model. `exposed_s` sums exactly to `step_time_s`."""
 
     traffic_by_level: list[dict[str, Any]] = field(default_factory=list)  # rows with axis, level, ranks and bytes
@@ -176,7 +176,7 @@ class Prediction(Result):
 
 
 @dataclass(frozen=True)
-class Measurement(Result):
+class Measurement(StepResult):
     """The result of a run: the median of `steps` after `warmup`; low and high are the 10th and 90th percentiles."""
 
     steps: int = 0

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.tensors import Block
+from meshwright.describe.tensors import ParameterBlock
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.program import NARROW, Array, Op
@@ -31,7 +31,7 @@ from meshwright.lower.program import NARROW, Array, Op
 class BlockBuilder:
     """Collects the operations of one block, phase by phase."""
 
-    def __init__(self, batch: Batch, block: Block, element: float, messages: dict[Any, Array]) -> None:
+    def __init__(self, batch: Batch, block: ParameterBlock, element: float, messages: dict[Any, Array]) -> None:
         self.b, self.block, self.element = batch, block, element
         self.messages = messages  # of `message`; all blocks of a program share them
         self.m = batch.model

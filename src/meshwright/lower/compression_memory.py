@@ -14,11 +14,11 @@ from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import Request
-from meshwright.lower.gradients import Message
+from meshwright.lower.gradients import GradientMessage
 from meshwright.lower.program import Array
 
 
-def compression_buffers(b: Batch, group: str, messages: Sequence[Message]) -> tuple[Array, Array]:
+def compression_buffers(b: Batch, group: str, messages: Sequence[GradientMessage]) -> tuple[Array, Array]:
     """Return the bytes of the compressors' buffers while all messages are in transit and one is compressed or expanded, and of
     that one message alone."""
     whole, shard, _ = DATA_AXES[group]

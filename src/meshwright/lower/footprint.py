@@ -27,7 +27,7 @@ from meshwright.describe.sharding import (
     shard_dim,
     tied_copy,
 )
-from meshwright.describe.tensors import Block, Linear, Saved
+from meshwright.describe.tensors import LinearShape, ParameterBlock, Saved
 from meshwright.lower import attention_dropout
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import factor_size
@@ -58,7 +58,7 @@ def degrees(b: Batch) -> Degrees:
     return Degrees(b.tp, b.ep, b.etp, b.size("kv_copies"), b.sp, gathers)
 
 
-def tensors(b: Batch, block: Block) -> list[Tensor]:
+def tensors(b: Batch, block: ParameterBlock) -> list[Tensor]:
     """Every parameter of a block."""
     model, d = b.model, degrees(b)
     found: list[tuple[Parameter, Array]] = [(p, 1.0) for p in block_parameters(model, block)]
@@ -146,7 +146,7 @@ def _padding(b: Batch, style: str, shape: list[Array]) -> Array:
     return np.where(b.sharded(group), more, 0.0) if present(more) else 0.0
 
 
-def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dict[str, Array]:
+def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = True) -> dict[str, Array]:
     """Bytes one micro-batch keeps for backward in one such block, by part; `recompute=False` as if nothing were recomputed."""
     conditions = {"", "stored-softmax" if b.stack.attention == "stored" else "flash"}
     if b.model.dropout:
@@ -197,7 +197,7 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
     return out
 
 
-def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
+def kept_bytes(b: Batch, linear: LinearShape, element: float) -> float:
     """Bytes of an element of a product's input that is kept for backward.
 
     A stack with `keeps_quantised` keeps what it multiplied by (`QUANTISED`). One that quantises in compiled layers, with one scale per tensor, does
@@ -212,19 +212,19 @@ def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
     return 0.0 if compiled and linear.part != "experts" else QUANTISED[precision]
 
 
-def _saved_outputs(b: Batch, block: Block, element: float) -> Array:
+def _saved_outputs(b: Batch, block: ParameterBlock, element: float) -> Array:
     """Bytes that selective recompute by operators keeps of a layer: its input, the output of attention, every second product's output."""
     core = block.attention.heads * block.attention.v / b.tp if block.attention else 0.0
     return b.tokens * element * (b.model.hidden / b.seq_split + core + _product_outputs(b, block) / 2)
 
 
-def _product_outputs(b: Batch, block: Block) -> Array:
+def _product_outputs(b: Batch, block: ParameterBlock) -> Array:
     """Elements per token of the outputs of all products of a block."""
     split = {"column": b.tp, "keys": b.tp, "experts": b.tp, "experts-row": b.tp, "logits": b.tp}
     return sum((linear.uses * linear.d_out / split.get(linear.style, b.seq_split) for linear in block.linears), 0.0)
 
 
-def output_gradients(b: Batch, block: Block, element: float) -> Array:
+def output_gradients(b: Batch, block: ParameterBlock, element: float) -> Array:
     """Bytes of the gradients from which the second half of a split backward computes those of the weights: of the outputs of all products and
     norms of a block, for one micro-batch."""
     norms = sum(s.width for s in block.saved if s.part == "norm" and s.name.endswith("-in"))

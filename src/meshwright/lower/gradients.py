@@ -41,7 +41,7 @@ from meshwright.lower.stages import blocks_by_stage, stage_ranges
 ENDS = ("embedding", "head")
 
 
-class Message(NamedTuple):
+class GradientMessage(NamedTuple):
     """`count` equal messages. A unit of ZeRO is gathered too, forward and (`regathered`) backward."""
 
     count: Array  # type: ignore[assignment]
@@ -51,7 +51,7 @@ class Message(NamedTuple):
     passed: float | None = None  # values above a threshold on the fullest rank, if measured
 
 
-class Exchange(NamedTuple):
+class GradientExchange(NamedTuple):
     """One collective of a message: how often the message issues it, and the bytes of the full buffer."""
 
     name: str
@@ -69,7 +69,9 @@ def combined(parts: Iterable[tuple[Array, Load]]) -> Load:
     return Load(*out)
 
 
-def reduce_once(b: Batch, group: str, load: Load, scattered: bool, passed: float | None = None) -> Iterator[Exchange]:
+def reduce_once(
+    b: Batch, group: str, load: Load, scattered: bool, passed: float | None = None
+) -> Iterator[GradientExchange]:
     """The collectives that reduce one message once."""
     whole, shard, replicas = DATA_AXES[group]
     axis, width = (shard, b.summed_bytes) if scattered else (whole, b.grad_bytes)
@@ -77,16 +79,18 @@ def reduce_once(b: Batch, group: str, load: Load, scattered: bool, passed: float
         for wire, chosen in b.wires:
             factors = (load.first, load.second)
             for kind, n in on_the_wire(b, wire, load.sent, width, b.size(axis), scattered, factors, passed):
-                yield Exchange("reduce-gradients", axis, kind, chosen & (np.asarray(load.sent) > 0) & (n > 0), n)
+                yield GradientExchange(
+                    "reduce-gradients", axis, kind, chosen & (np.asarray(load.sent) > 0) & (n > 0), n
+                )
     if present(load.exact):
         kind = "reduce_scatter" if scattered else "all_reduce"
-        yield Exchange("reduce-gradients", axis, kind, np.asarray(load.exact) > 0, load.exact * b.grad_bytes)
+        yield GradientExchange("reduce-gradients", axis, kind, np.asarray(load.exact) > 0, load.exact * b.grad_bytes)
     if scattered and present(b.size(replicas) > 1):
         n = (load.sent + load.exact) * b.summed_bytes / b.size(shard)
-        yield Exchange("reduce-shards", replicas, "all_reduce", (n > 0) & (b.size(replicas) > 1), n)
+        yield GradientExchange("reduce-shards", replicas, "all_reduce", (n > 0) & (b.size(replicas) > 1), n)
 
 
-def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3: bool = False) -> list[Op]:
+def data_parallel_ops(b: Batch, group: str, messages: Sequence[GradientMessage], zero_3: bool = False) -> list[Op]:
     """Return the operations of these messages in a step. Messages of ZeRO-3 belong to the blocks they overlap with (`unit_ops`); `zero_3`
     lists them here as well."""
     whole, shard, _ = DATA_AXES[group]
@@ -97,7 +101,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
     extra: Array = 0.0
     selected: Array = 0.0
 
-    def add(e: Exchange, times: Array) -> None:
+    def add(e: GradientExchange, times: Array) -> None:
         count = times * e.count
         amounts = total.setdefault((e.name, e.axis, e.collective), [0.0, 0.0])
         amounts[0], amounts[1] = amounts[0] + count, amounts[1] + count * e.bytes
@@ -120,7 +124,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
                 ("gather-parameters", b.zero < 3, 1.0, updated),
                 ("gather-weights", b.zero == 3, freed, weights),
             ):
-                add(Exchange(name, shard, "all_gather", when & (n > 0), n), active * message.count * times)
+                add(GradientExchange(name, shard, "all_gather", when & (n > 0), n), active * message.count * times)
     ops = [
         _op(name, group, axis, kind, *amounts) for (name, axis, kind), amounts in total.items() if present(amounts[0])
     ]
@@ -190,7 +194,7 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array | None) -> dict[str,
     once = 1.0 / np.maximum(b.microbatches, 1)
     reduces = on * np.where(b.reduce_each, 1.0, once) * times
 
-    def op(e: Exchange, count: Array) -> Op:
+    def op(e: GradientExchange, count: Array) -> Op:
         count, n = count * e.count, e.bytes
         if by_parameter:
             count, n = count * b.layer_tensors, n / b.layer_tensors
@@ -203,7 +207,7 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array | None) -> dict[str,
         passes = unit.sent * _passes(b)
         selected = unit.sent * _selects(b)
         scatter.append(_compress(b, "optimizer", reduces * (passes > 0), passes, selected, b.layer_tensors))
-    gather = Exchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, group, unit))
+    gather = GradientExchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, group, unit))
     backward = on * b.reshard * times
     if by_parameter:  # a parameter is freed when its module ends, so recompute and backward each gather it
         backward = backward * np.where(b.recompute == 2, 2.0, 1.0)
@@ -218,25 +222,25 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array | None) -> dict[str,
 # The messages of a batch of plans
 
 
-def batch_messages(program: StepProgram, held: StageBlocks, group: str) -> list[Message]:
+def batch_messages(program: StepProgram, held: StageBlocks, group: str) -> list[GradientMessage]:
     """The messages of the ranks that hold these blocks, of each plan of the batch."""
     units = program.batch.sharded(group) & program.batch.units
     out = list(_units(program, held, group)) if units.any() else []
     return out if units.all() else [*out, *_buckets(program, held, group)]
 
 
-def _units(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Message]:
+def _units(program: StepProgram, held: StageBlocks, group: str) -> Iterator[GradientMessage]:
     b, counts = program.batch, held.counts
     loads = {block: groups[group] for block, groups in program.loads.items()}
     if group == "expert":
         for block in b.model.expert_kinds:
-            yield Message(counts[block], loads[block], unit=True)
+            yield GradientMessage(counts[block], loads[block], unit=True)
         return
     yield from _ends(program, held, loads)
     by_layer = b.wrap == 1.0 if b.wraps else np.True_
     for block in b.model.kinds:
         if present(counts[block]):
-            yield Message(counts[block] * by_layer, loads[block], unit=True)
+            yield GradientMessage(counts[block] * by_layer, loads[block], unit=True)
     for i in np.flatnonzero(~by_layer).tolist() if b.wraps else ():  # rare: unit by unit
         kinds: Counter[tuple[int, ...]] = Counter()
         for layers in stage_ranges(b, held.rank, i):
@@ -248,21 +252,21 @@ def _units(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Mess
         at = np.arange(b.n) == i
         for numbers, count in kinds.items():
             parts = [(n, loads[block]) for n, block in zip(numbers, (*b.model.kinds, *ENDS), strict=True) if n]
-            yield Message(at * float(count), combined(parts), unit=True)
+            yield GradientMessage(at * float(count), combined(parts), unit=True)
 
 
-def _ends(program: StepProgram, held: StageBlocks, loads: dict[str, Load]) -> Iterator[Message]:
+def _ends(program: StepProgram, held: StageBlocks, loads: dict[str, Load]) -> Iterator[GradientMessage]:
     """Each end of the model is a unit; both together where they share a weight and a stage; none where a stage is one unit."""
     b, (first, last) = program.batch, (held.counts[end] * np.logical_not(program.batch.one_unit) for end in ENDS)
     together = b.pp == 1 if b.model.tied else np.False_
     both = combined([(1.0, loads["embedding"]), (1.0 * together, loads["head"])])
-    yield Message(first, both, unit=True)
-    yield Message(last * ~together, loads["head"], unit=True)
+    yield GradientMessage(first, both, unit=True)
+    yield GradientMessage(last * ~together, loads["head"], unit=True)
     for block in b.model.mtp_kinds:
-        yield Message(held.counts[block] * np.logical_not(b.one_unit), loads[block], unit=True)
+        yield GradientMessage(held.counts[block] * np.logical_not(b.one_unit), loads[block], unit=True)
 
 
-def _buckets(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Message]:
+def _buckets(program: StepProgram, held: StageBlocks, group: str) -> Iterator[GradientMessage]:
     b = program.batch
     aligned = b.sends_factors if b.model.kind != "counts" else np.False_
     linear = all(COMPRESSIONS[wire].proportional for wire, _ in b.wires)
@@ -273,16 +277,16 @@ def _buckets(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Me
             times = often * ~aligned if field == "sent" and present(aligned) else often
             count, each = cut(b, elements)
             if linear:
-                yield Message(times * count, _plain(field, elements / np.maximum(count, 1.0)))
+                yield GradientMessage(times * count, _plain(field, elements / np.maximum(count, 1.0)))
                 continue
-            yield Message(times * np.maximum(count - 1.0, 0.0), _plain(field, each))
-            yield Message(times * (count > 0), _plain(field, elements - np.maximum(count - 1.0, 0.0) * each))
+            yield GradientMessage(times * np.maximum(count - 1.0, 0.0), _plain(field, each))
+            yield GradientMessage(times * (count > 0), _plain(field, elements - np.maximum(count - 1.0, 0.0) * each))
     for i in np.flatnonzero(aligned & np.ones(b.n, bool)).tolist():
         for layers in stage_ranges(b, held.rank, i):
             for elements, first, second in flat_messages(
                 _in_order(program, group, layers, i), b.bucket[i], b.grad_bytes[i], True
             ):
-                yield Message((np.arange(b.n) == i) * 1.0, Load(sent=elements, first=first, second=second))
+                yield GradientMessage((np.arange(b.n) == i) * 1.0, Load(sent=elements, first=first, second=second))
 
 
 def _plain(field: str, elements: Array) -> Load:

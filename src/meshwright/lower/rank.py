@@ -31,7 +31,7 @@ from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower import muon, sync
 from meshwright.lower.compressed import factor_size
 from meshwright.lower.frozen import BackwardReach
-from meshwright.lower.gradients import Message, data_parallel_ops, flat_messages
+from meshwright.lower.gradients import GradientMessage, data_parallel_ops, flat_messages
 from meshwright.lower.program import DATA_PARALLEL, Load, Op, StepProgram, scalar
 from meshwright.lower.recompute import resolve_recompute_budget
 from meshwright.lower.traffic import Record, boundary_ops, records
@@ -72,7 +72,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Stage:
+class RankStage:
     """One of a rank's stages, and in how many micro-batches its backward is split."""
 
     index: int
@@ -126,15 +126,15 @@ def places(layout: Layout, rank: int, model: Model) -> dict[str, int]:
     return {axis: layout.group_of(axis, rank).index(rank) for axis in axes}
 
 
-def stages_of(model: Model, plan: Plan, pipeline: PipelineProgram | None, at: int) -> list[Stage]:
+def stages_of(model: Model, plan: Plan, pipeline: PipelineProgram | None, at: int) -> list[RankStage]:
     """The stages of a pipeline rank."""
     if pipeline is None:
-        return [Stage(0, range(model.layers), 0)]
+        return [RankStage(0, range(model.layers), 0)]
     out, start = [], 0
     split = [a.stage for a in pipeline.actions(at) if a.kind == "I"]
     for index, count in enumerate(plan.stage_layers(model.layers)):
         if pipeline.rank_of[index] == at:
-            out.append(Stage(index, range(start, start + count), split.count(index) if index else 0))
+            out.append(RankStage(index, range(start, start + count), split.count(index) if index else 0))
         start += count
     return out
 
@@ -142,7 +142,9 @@ def stages_of(model: Model, plan: Plan, pipeline: PipelineProgram | None, at: in
 # Blocks
 
 
-def in_blocks(program: StepProgram, plan: Plan, stage: Stage, held: list[Box], m: int, given: Given) -> Iterator[Sent]:
+def in_blocks(
+    program: StepProgram, plan: Plan, stage: RankStage, held: list[Box], m: int, given: Given
+) -> Iterator[Sent]:
     """Yield the messages of every block of a stage, in each micro-batch."""
     model, recomputed = program.batch.model, set(plan.recomputed_layers(stage.layers))
     blocks = [("embedding", -1)] * (stage.layers.start == 0)
@@ -162,7 +164,7 @@ def in_blocks(program: StepProgram, plan: Plan, stage: Stage, held: list[Box], m
 
 
 def rounds(
-    op: Op, phase: str, block: str, layer: int, stage: Stage, reach: BackwardReach, recomputed: bool, m: int
+    op: Op, phase: str, block: str, layer: int, stage: RankStage, reach: BackwardReach, recomputed: bool, m: int
 ) -> float:
     """Number of times that an operation runs in all micro-batches."""
     if phase == "F":
@@ -209,11 +211,11 @@ def boundaries(program: StepProgram, pipeline: PipelineProgram | None, at: int, 
 
 
 def reductions(
-    program: StepProgram, plan: Plan, stages: list[Stage], held: list[list[Box]], given: Given
+    program: StepProgram, plan: Plan, stages: list[RankStage], held: list[list[Box]], given: Given
 ) -> Iterator[Op]:
     """The messages of data parallelism, of all stages of the rank."""
     passed = iter(given.passed) if given.passed is not None else None
-    messages: dict[str, list[Message]] = {"dense": [], "expert": []}
+    messages: dict[str, list[GradientMessage]] = {"dense": [], "expert": []}
     for stage, stage_boxes in zip(stages, held, strict=True):
         for group, message in stage_messages(program.batch.model, plan, stage.layers, stage_boxes, passed):
             messages[group].append(message)
@@ -223,7 +225,7 @@ def reductions(
 
 def stage_messages(
     model: Model, plan: Plan, layers: range, held: list[Box], passed: Iterator[Sequence[int]] | None
-) -> Iterator[tuple[str, Message]]:
+) -> Iterator[tuple[str, GradientMessage]]:
     """The units of ZeRO of one stage, then its buckets: dense parameters before experts, compressed gradients before exact ones."""
     lossy = plan.wire != "none"
 
@@ -237,17 +239,17 @@ def stage_messages(
     units = list(zero_units(model, plan, layers, [box for box in held if box.zero]))
     for unit, regathered in zip(units, gathered_in_backward(units, plan.prefetch is True), strict=True):
         load = load_of(unit, plan)
-        yield unit[0].group, Message(1.0, load, True, float(regathered), measured(bool(load.sent > 0)))
+        yield unit[0].group, GradientMessage(1.0, load, True, float(regathered), measured(bool(load.sent > 0)))
     for group in ("dense", "expert"):
         learns = [box for box in held if box.group == group and box.learns and not box.zero][::-1]
         sent = [box for box in learns if not lossy or box.compressible]
         parts = [(box.size, *factor_size(box.shape, plan.compression_rank)) for box in sent]
         width = DTYPE_BYTES[plan.grad_dtype]
         for elements, first, second in flat_messages(parts, plan.bucket, width, COMPRESSIONS[plan.wire].by_matrix):
-            yield group, Message(1.0, Load(sent=elements, first=first, second=second), passed=measured(lossy))
+            yield group, GradientMessage(1.0, Load(sent=elements, first=first, second=second), passed=measured(lossy))
         exact = [(box.size, 0, 0) for box in learns if lossy and not box.compressible]
         for elements, *_ in flat_messages(exact, plan.bucket, width, False):
-            yield group, Message(1.0, Load(exact=elements))
+            yield group, GradientMessage(1.0, Load(exact=elements))
 
 
 def load_of(unit: list[Box], plan: Plan) -> Load:

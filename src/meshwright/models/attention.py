@@ -211,7 +211,7 @@ class Sinks(nn.Module):
         return self.weight.expand(*x_BSX.shape[:-1], -1)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, model: Model, geometry: Geometry, layer: int) -> None:
         super().__init__()
         self.width, self.geometry, self.rule = model.head_width, geometry, rule_of(model, layer)

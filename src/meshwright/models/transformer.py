@@ -27,7 +27,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.variants import ATTENTIONS
 from meshwright.errors import MeshwrightError
-from meshwright.models.attention import Attention, Geometry
+from meshwright.models.attention import Geometry, SelfAttention
 from meshwright.models.dropout import make_dropout
 from meshwright.models.loss import linear_cross_entropy
 from meshwright.models.mla import LatentAttention
@@ -35,7 +35,7 @@ from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.parts import FeedForward, make_norm, soft_cap
 from meshwright.models.step_context import current
 
-ATTENTIONS.provide("gqa", module=Attention)
+ATTENTIONS.provide("gqa", module=SelfAttention)
 ATTENTIONS.provide("mla", module=LatentAttention)
 
 

@@ -23,7 +23,7 @@ from meshwright.planner.advice.reasons import batch_arithmetic, reasons
 from meshwright.planner.advice.sensitivity import scaling, sensitivities
 from meshwright.planner.goodput import Reliability, young_interval
 from meshwright.planner.question import runs_in
-from meshwright.planner.search.branch_and_bound import Found
+from meshwright.planner.search.branch_and_bound import SearchOutcome
 from meshwright.planner.search.leaders import Ranking
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
@@ -35,7 +35,7 @@ RIVALS = 10  # leaders whose worst cases are compared
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """The user's plan compared with the winner."""
 
     user: Estimate | None
@@ -82,7 +82,7 @@ class Result(Shown):
 
     config: Config  # model, cluster, stack and workload; its plan is the winner
     space: Space
-    found: Found
+    found: SearchOutcome
     ranking: Ranking
     headroom: float
     seconds: float
@@ -188,16 +188,16 @@ class Result(Shown):
         """The traffic between several clusters that each run the winner."""
         return crossing(self.estimate, self.sites, self.line, LATENCY) if self.sites else None
 
-    def compare(self, plan: Plan) -> Comparison:
+    def compare(self, plan: Plan) -> PlanComparison:
         """Compare the user's plan with the winner; both simulated."""
         try:
             user = estimate(self.config.but(plan=plan))
         except MeshwrightError as refused:
-            return Comparison(None, self.estimate, str(refused))
+            return PlanComparison(None, self.estimate, str(refused))
         if plan.pp > 1:
             walked = why.as_walked(user.prediction, walk_step(user.cost, plan).time)
             user = why.replace(user, prediction=walked)
-        return Comparison(user, self.estimate)
+        return PlanComparison(user, self.estimate)
 
     # JSON
 

@@ -21,7 +21,7 @@ from typing import Any
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.explain import Training, training, walked_estimate
+from meshwright.planner.advice.explain import TrainingCost, training, walked_estimate
 from meshwright.planner.api import plan
 from meshwright.planner.question import Question, read
 from meshwright.planner.result import Result
@@ -134,20 +134,20 @@ def size(
     raise none_meets(curve, *limits, request.config)
 
 
-def undominated(curve: list[Size], gpus: int, t: Training | Size) -> Size | None:
+def undominated(curve: list[Size], gpus: int, t: TrainingCost | Size) -> Size | None:
     """Return the smallest size that beats this training in days and in GPU-hours, and that no other size of the curve beats in both;
     None if there is none."""
     better = [one for one in curve if one.gpus > gpus and one.days < t.days and one.gpu_hours < t.gpu_hours]
     return next((one for one in better if undominated(curve, one.gpus, one) is None), None)
 
 
-def training_of(result: Result) -> Training:
+def training_of(result: Result) -> TrainingCost:
     t = result.explanation.training
     assert t is not None, "the question has a token budget"
     return t
 
 
-def price_words(t: Training) -> str:
+def price_words(t: TrainingCost) -> str:
     return f" and ${t.dollars:,.0f}" if t.price else ""
 
 
@@ -251,7 +251,7 @@ def sized(request: Question, nodes: int, days: float, budget: float) -> Size | N
     )
 
 
-def meets(t: Training | Size, days: float, budget: float, slack: float = 1.0) -> bool:
+def meets(t: TrainingCost | Size, days: float, budget: float, slack: float = 1.0) -> bool:
     """Whether a training keeps to the limits, times some slack."""
     return (not days or t.days <= slack * days) and (not budget or t.dollars <= slack * budget)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost import advice
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.messages import Message, messages, step_calls
 from meshwright.cost.roofline import Position, position
 from meshwright.cost.step import StepCost, step_cost
@@ -253,7 +253,7 @@ def roofline_position(e: Estimate) -> Position:
 
 def level_bytes(e: Estimate) -> list[float]:
     """Bytes that one device of the slowest rank sends through each level in a step; the cards of a node share its outgoing traffic."""
-    network = Network(e.cluster, e.program.batch)
+    network = CollectiveTimes(e.cluster, e.program.batch)
     out = [0.0] * len(e.cluster.levels)
     for op, times in step_calls(e.cost):
         if times and float(e.program.batch.size(op.axis)[0]) > 1:

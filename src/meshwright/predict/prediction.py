@@ -8,7 +8,7 @@ import numpy as np
 
 from meshwright.cost.band import band
 from meshwright.cost.checkpoint import checkpoint_memory
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
@@ -77,7 +77,7 @@ def traffic_by_level(cost: StepCost, cluster: Cluster, at: int = 0) -> list[dict
     crosses, so an axis has a row for each level that its groups reach: with hybrid sharding the gathers and reductions inside a node, and the
     sums between nodes. `ranks`: of the largest of these groups."""
     batch, rows = cost.program.batch, dict[tuple[str, str], dict[str, Any]]()
-    network = Network(cluster, batch)
+    network = CollectiveTimes(cluster, batch)
     for (axis, group), values in cost.traffic_by_group.items():
         if size := element(values, at):
             level = cluster.levels[network.level(group, at)].name

@@ -53,7 +53,7 @@ from meshwright.parallel.numerics.precision import DTYPES, at_least_single
 from meshwright.training.checkpoint.folder import check_room
 from meshwright.training.data.samples import RandomSamples
 from meshwright.training.folder import check_unused
-from meshwright.training.job import Job
+from meshwright.training.job import TrainingJob
 from meshwright.training.launch.join import Meeting
 from meshwright.training.launch.rank import placement
 from meshwright.training.loop import Trainer
@@ -111,7 +111,7 @@ def dry_run(
     """Check a run; what was checked, with what was found. None on the ranks of a launcher that do not report."""
     place = placement(os.environ)
 
-    def checked(ranks_here: int) -> Job:
+    def checked(ranks_here: int) -> TrainingJob:
         check_unused(folder)
         if place is not None:
             check_world(config, place.world)

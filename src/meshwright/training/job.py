@@ -10,7 +10,7 @@ from meshwright.training.measure.measurement import LoadWatch
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A run of a plan: `config` is complete (recompute, paths of data, length of the schedule), and `watch` has its prediction."""
 
     config: Config

@@ -26,7 +26,7 @@ from meshwright.training.data.sources import check_data
 from meshwright.training.faults.inject import VARIABLE
 from meshwright.training.folder import check_free, check_unused
 from meshwright.training.hooks import StepRecord
-from meshwright.training.job import Job
+from meshwright.training.job import TrainingJob
 from meshwright.training.launch import local
 from meshwright.training.launch.rank import placement
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
@@ -56,7 +56,7 @@ def run_training(
     `uncalibrated` says why there is none, if it failed. Among ranks of a launcher, only rank 0 returns a result."""
     place = placement(os.environ)
 
-    def prepare(path: Path, ranks_here: int, restarted: bool) -> Job:
+    def prepare(path: Path, ranks_here: int, restarted: bool) -> TrainingJob:
         planned = config
         if place is not None:
             planned = config_for_ranks(config, place.world, continues=restarted or resume)
@@ -91,14 +91,14 @@ def make_job(
     ranks_here: int,
     machine: MachineMeasurement | None,
     uncalibrated: str = "",
-) -> Job:
+) -> TrainingJob:
     """Check a run, complete its configuration and predict it; raises if it is illegal or does not fit on this machine."""
     check(config, steps, folder)
     device = resolve_device(device, ranks_here)
     watch = LoadWatch(completed(config, steps), machine, uncalibrated)
     backend = resolve_backend(backend, device)
     check_machine(watch.config.plan, watch.prediction, device, folder, steps, ranks_here)
-    return Job(watch.config, watch, steps, seed, device, backend, folder)
+    return TrainingJob(watch.config, watch, steps, seed, device, backend, folder)
 
 
 def completed(config: Config, steps: int) -> Config:
@@ -178,7 +178,7 @@ def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def run_here(job: Job, listen: Listen | None, restarts: int) -> Training:
+def run_here(job: TrainingJob, listen: Listen | None, restarts: int) -> Training:
     """Train on ranks of this machine. The steps until an interruption or a failure are measured too."""
     reader = StepReader(job.folder, listen)
     job.folder.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ from meshwright.training.data.samples import Loader, ValidationSamples, training
 from meshwright.training.faults.guard import Guard, await_agent
 from meshwright.training.folder import FULL, RunFolder, StepWriter, not_written, saved_before
 from meshwright.training.hooks import Hook, StepRecord
-from meshwright.training.job import Job
+from meshwright.training.job import TrainingJob
 from meshwright.training.launch.rank import Attempt, RankContext
 from meshwright.training.loggers import Logging
 from meshwright.training.loop import Trainer
@@ -124,7 +124,7 @@ AHEAD = 2  # steps whose batches are prepared in advance
 Listen = Callable[[StepRecord], None]
 
 
-def train(context: RankContext, attempt: Attempt, job: Job, listen: Listen | None = None) -> Training | None:
+def train(context: RankContext, attempt: Attempt, job: TrainingJob, listen: Listen | None = None) -> Training | None:
     """Train on this rank; rank 0 returns the result of the run. `listen` is called on rank 0 with every finished step."""
     config = job.config
     from_scratch = job.from_scratch and attempt.number == 0
@@ -178,7 +178,7 @@ def train(context: RankContext, attempt: Attempt, job: Job, listen: Listen | Non
     return training
 
 
-def make_trainer(context: RankContext, job: Job, unset: bool = False) -> Trainer:
+def make_trainer(context: RankContext, job: TrainingJob, unset: bool = False) -> Trainer:
     """The model under the plan with the first weights of the run; `unset`: a checkpoint will replace them, so none are drawn."""
     config, seed = job.config, job.seed
     parallel = apply(
@@ -196,7 +196,7 @@ def make_trainer(context: RankContext, job: Job, unset: bool = False) -> Trainer
     return Trainer(parallel, training_samples(config, seed), config.optimizer, ahead=AHEAD)
 
 
-def hooks_of(trainer: Trainer, job: Job, recorder: CommRecorder, folder: RunFolder | None) -> list[Hook]:
+def hooks_of(trainer: Trainer, job: TrainingJob, recorder: CommRecorder, folder: RunFolder | None) -> list[Hook]:
     """The hooks of every rank, the nearest to the step first."""
     config = job.config
     hooks: list[Hook] = []
@@ -228,7 +228,7 @@ def closed_loggers(hooks: list[Hook]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def run_folder(context: RankContext, job: Job, attempt: Attempt) -> Iterator[RunFolder | None]:
+def run_folder(context: RankContext, job: TrainingJob, attempt: Attempt) -> Iterator[RunFolder | None]:
     """The run folder, locked by rank 0 as long as it trains; None on the other ranks."""
     if context.rank:
         yield None
@@ -258,7 +258,7 @@ def check_written(folder: RunFolder, unsaved: MeshwrightError | None, step: int)
 
 
 def make_saver(
-    trainer: Trainer, job: Job, folder: RunFolder | None, group: distributed.ProcessGroup | None
+    trainer: Trainer, job: TrainingJob, folder: RunFolder | None, group: distributed.ProcessGroup | None
 ) -> Saver | None:
     """Return the saver of a run; None if its folder is temporary. Rank 0 writes events about it."""
     if not job.saves:
@@ -270,7 +270,7 @@ def make_saver(
     return Saver(trainer, root, group, data=job.config.data.as_dict(), **options)
 
 
-def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver, folder: RunFolder | None) -> None:
+def resume_run(trainer: Trainer, job: TrainingJob, attempt: Attempt, saver: Saver, folder: RunFolder | None) -> None:
     """Continue from the last good checkpoint of the run folder. A run that has not saved yet begins at step 0, with a message; one that has
     saved and whose checkpoints are gone or unusable does not."""
 
@@ -307,7 +307,7 @@ class StepRows(StepWriter):
 class Usage(Hook):
     """Seconds that the threads of this process computed after the first step, and on rank 0 the load of its machine meanwhile."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         self.watch, self.cpu_s = job.watch, 0.0
         self.began: float | None = None
 

@@ -16,7 +16,7 @@ from meshwright.describe.result import part_name
 from meshwright.planner.advice.alternatives import step
 from meshwright.planner.advice.guides.textbook import differences
 from meshwright.planner.cases import studies
-from meshwright.planner.cases.studies import Evaluated, Row
+from meshwright.planner.cases.studies import Evaluated, FigureRow
 from meshwright.predict.estimate import Estimate
 from meshwright.units import format_count, format_seconds
 from meshwright.view.tables import markdown_table
@@ -82,7 +82,7 @@ def compared(r: Evaluated) -> Iterator[str]:
     yield r.case.difference
 
 
-def figure(row: Row, value: float) -> str:
+def figure(row: FigureRow, value: float) -> str:
     if row.what in ("mfu", "hfu"):
         return f"{value:.1%}"
     if row.what == "flops":

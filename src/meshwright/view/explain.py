@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cost import compute
-from meshwright.cost.collective import OPERATIONS, Network
+from meshwright.cost.collective import OPERATIONS, CollectiveTimes
 from meshwright.cost.library import library_of
 from meshwright.cost.phase import AXIS_OF
 from meshwright.errors import unknown
@@ -44,7 +44,11 @@ def explain(e: Estimate, part: str) -> RenderableType:
 
 def explain_operations(e: Estimate, part: str) -> RenderableType:
     """The formulas of a part, its operations on the slowest stage, and their sum over the micro-batches of a step."""
-    rank, network, exposed = int(e.cost.slowest[0]), Network(e.cluster, e.program.batch), e.prediction.exposed_s[part]
+    rank, network, exposed = (
+        int(e.cost.slowest[0]),
+        CollectiveTimes(e.cluster, e.program.batch),
+        e.prediction.exposed_s[part],
+    )
     found = list(operations_of(e, part, rank))
     lines: list[RenderableType] = [Text(f"{part}: {format_seconds(exposed)} of the step", style="bold")]
     lines += formulas_of([op for *_, op in found], e, network)
@@ -80,7 +84,7 @@ def operations_of(e: Estimate, part: str, rank: int) -> Iterator[tuple[str, floa
                         yield block, times, phase, op
 
 
-def formulas_of(ops: list[Op], e: Estimate, network: Network) -> Iterator[Text]:
+def formulas_of(ops: list[Op], e: Estimate, network: CollectiveTimes) -> Iterator[Text]:
     """The formulas of these kinds of operations, those of the collectives that the library runs, and the constants in them."""
     kinds = {op.kind for op in ops}
     yield from (Text(FORMULAS[kind], style="cyan") for kind in FORMULAS if kind in kinds)
@@ -95,14 +99,14 @@ def formulas_of(ops: list[Op], e: Estimate, network: Network) -> Iterator[Text]:
     yield Text(constants, style="dim")
 
 
-def seconds_of(op: Op, e: Estimate, network: Network) -> float:
+def seconds_of(op: Op, e: Estimate, network: CollectiveTimes) -> float:
     """Time of one operation."""
     if op.axis:
         return scalar(network.time(op))
     return scalar(compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack, op))
 
 
-def once_per_step(e: Estimate, part: str, network: Network) -> Table:
+def once_per_step(e: Estimate, part: str, network: CollectiveTimes) -> Table:
     """Return the collectives of a part that run once per step (gradient reductions, parameter gathers), each with its algorithm."""
     rows = []
     for op in e.program.closing:
@@ -120,7 +124,7 @@ def part_of(op: Op, phase: str) -> str:
     return "recompute" if phase == "R" else op.part
 
 
-def shape_of(op: Op, network: Network) -> str:
+def shape_of(op: Op, network: CollectiveTimes) -> str:
     if op.collective:
         size = format_decimal_bytes(scalar(op.message_bytes))
         return f"{OPERATIONS[op.collective]} of {size} over {op.axis}, {network.algorithm(op)}"

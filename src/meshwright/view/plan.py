@@ -14,7 +14,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import MEMORY_BAND
 from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.sensitivity import Sensitivity
-from meshwright.planner.result import Comparison, Result
+from meshwright.planner.result import PlanComparison, Result
 from meshwright.planner.sizing import Sizing
 from meshwright.units import counted, format_count, format_seconds
 from meshwright.view import estimate as view
@@ -196,7 +196,7 @@ def notes(r: Result) -> Group:
 # The user's plan
 
 
-def comparison(r: Result, c: Comparison, name: str) -> RenderableType:
+def comparison(r: Result, c: PlanComparison, name: str) -> RenderableType:
     """Compare the user's plan with the best plan: fields, step time, memory, and the parts of the difference."""
     if c.user is None:
         return Panel(Text(c.refused, "red"), title=f"{name} is not legal here", title_align="left", border_style="red")
@@ -210,7 +210,7 @@ def comparison(r: Result, c: Comparison, name: str) -> RenderableType:
     return Group(table, Text(verdict(c, r.headroom), "bold"))
 
 
-def verdict(c: Comparison, headroom: float) -> str:
+def verdict(c: PlanComparison, headroom: float) -> str:
     assert c.user is not None
     user, best = c.user.prediction, c.best.prediction
     if not user.fits:

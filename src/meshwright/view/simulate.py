@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from meshwright.cost import compute
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.phase import AXIS_OF, axis_overlap
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
@@ -72,7 +72,7 @@ class Filler:
 
     def __init__(self, e: Estimate, detail: str) -> None:
         self.e, self.detail = e, detail
-        self.network = Network(e.cluster, e.program.batch)
+        self.network = CollectiveTimes(e.cluster, e.program.batch)
         self._pieces: dict[tuple[int, str], list[ActionPiece]] = {}
 
     def pieces(self, stage: int, kind: str) -> list[ActionPiece]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.runs.rows import UNNAMED, Case, number
+from meshwright.calibrate.runs.rows import UNNAMED, PublishedRun, number
 from meshwright.calibrate.runs.stack_fit import Leaf, Normal, Response, StackFit, doubt_of, evidence, fit, posterior
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, Outcome, predict_rows, ranking, stalled
 from meshwright.describe import catalog
@@ -115,12 +115,12 @@ def macro_scores(found: dict[str, SourceScore]) -> dict[str, float]:
     }
 
 
-def responding(rows: Iterable[dict[str, str]]) -> Callable[[Case], bool]:
+def responding(rows: Iterable[dict[str, str]]) -> Callable[[PublishedRun], bool]:
     """Whether the response of a run of this table is needed: its step time is published and scored. In a source that repeats its runs, a run
     without a repetition that agrees may have stalled."""
     repeated = {row.get("file", "") for row in rows if row.get("pair_ratio")}
 
-    def needed(c: Case) -> bool:
+    def needed(c: PublishedRun) -> bool:
         source, ratio = c.row.get("file", ""), number(c.row.get("pair_ratio"))
         clean = ratio <= STALLED if ratio is not None else source not in repeated
         return bool(c.step_time) and source not in NOT_FOR_TIME and clean

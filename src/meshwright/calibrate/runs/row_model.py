@@ -30,7 +30,7 @@ from meshwright.units import format_count
 
 
 @dataclass
-class Case:
+class PublishedRun:
     """One published run: its measurements and its configuration."""
 
     row: dict[str, str]
@@ -110,7 +110,7 @@ HYBRID = r"hybrid|mamba|jamba|nemotron.?h"
 VOCABULARIES = (50304, 32000, 128256, 151936)
 
 
-def read_model(c: Case) -> Model:
+def read_model(c: PublishedRun) -> Model:
     """The model of a row, with the assumptions added to the case."""
     r, name = c.row, c.row["model"].lower()
     published = {key: integer(r[key]) for key in ("layers", "hidden", "heads", "vocab") if integer(r[key])}
@@ -137,7 +137,7 @@ def read_model(c: Case) -> Model:
     return _built(c, published, name, count, rounding)
 
 
-def _require_reduced(c: Case, name: str) -> None:
+def _require_reduced(c: PublishedRun, name: str) -> None:
     """Refuse a variant of a catalog model with fewer layers or experts whose number of them is not published."""
     words = [word for word in ("layers", "experts") if re.search(f"{word}[^)]*reduced|reduced[^)]*{word}", name)]
     for word in words or ["layers"]:
@@ -221,7 +221,7 @@ class Widths:
         )
 
 
-def _variant(c: Case, shape: Model, published: dict[str, int]) -> Model:
+def _variant(c: PublishedRun, shape: Model, published: dict[str, int]) -> Model:
     """A catalog model with the numbers of the row."""
     r = c.row
     grouped = ATTENTIONS[shape.attention].reads("kv_heads")
@@ -243,7 +243,7 @@ def _variant(c: Case, shape: Model, published: dict[str, int]) -> Model:
     return shape.but(name=r["model"], **keep)
 
 
-def _built(c: Case, published: dict[str, int], name: str, count: float | None, rounding: float) -> Model:
+def _built(c: PublishedRun, published: dict[str, int], name: str, count: float | None, rounding: float) -> Model:
     """A transformer of the row's numbers: of the choices that the row leaves open, the usual one, or one that meets the published count."""
     found: list[tuple[float, Model, list[str]]] = []
     for fields, assumed in _choices(c, published, name, count is not None):
@@ -275,7 +275,7 @@ def _other_count(model: Model, count: float) -> MeshwrightError:
 
 
 def _choices(
-    c: Case, published: dict[str, int], name: str, counted: bool
+    c: PublishedRun, published: dict[str, int], name: str, counted: bool
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """The fields of the shapes that fit the row, the usual one first, each with what it assumes; one only if the row has no parameter count.
     The vocabulary changes first: neither the name nor the source of a row says anything of it, as they do of the architecture."""
@@ -335,7 +335,7 @@ def _experts(r: dict[str, str], widths: Widths, ffn: int) -> dict[str, Any]:
     return fields
 
 
-def _architecture(c: Case, name: str, gated: bool) -> dict[str, Any]:
+def _architecture(c: PublishedRun, name: str, gated: bool) -> dict[str, Any]:
     """Return what the name and the source of a run say about norms, positions, biases and the activation."""
     if gated:
         return {"activation": "swiglu"}

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.calibrate.runs.row_model import Case, integer, refusal
+from meshwright.calibrate.runs.row_model import PublishedRun, integer, refusal
 from meshwright.describe import catalog
 from meshwright.describe.catalog import accelerator_of
 from meshwright.describe.cluster import Cluster
@@ -45,7 +45,7 @@ CLUSTERS = (  # accelerator, words of the network → catalog cluster; the first
 )
 
 
-def read_cluster(c: Case) -> Cluster:
+def read_cluster(c: PublishedRun) -> Cluster:
     """The cluster of a row, with the assumptions added to the case."""
     r = c.row
     gpus = integer(r["gpus"])
@@ -100,7 +100,7 @@ class RowDegrees:
     dp: int
 
 
-def read_plan(c: Case) -> None:
+def read_plan(c: PublishedRun) -> None:
     """Set the plan and the workload of a case whose model, cluster and stack are known."""
     assert c.cluster is not None
     assert c.model is not None
@@ -116,7 +116,7 @@ def read_plan(c: Case) -> None:
         c.assumed.append("recompute: the least that fits")
 
 
-def _degrees(c: Case, gpus: int) -> RowDegrees:
+def _degrees(c: PublishedRun, gpus: int) -> RowDegrees:
     r = c.row
     tp, pp, cp = integer(r["tp"], 0), integer(r["pp"], 0), integer(r["cp"], 1) or 1
     if not tp or not pp:
@@ -129,7 +129,7 @@ def _degrees(c: Case, gpus: int) -> RowDegrees:
     return RowDegrees(tp, cp, pp, dp)
 
 
-def _workload(c: Case) -> Workload:
+def _workload(c: PublishedRun) -> Workload:
     r = c.row
     batch, seq = integer(r["global_batch"]), integer(r["seq_len"])
     if not batch or not seq or "token" in r["global_batch"]:
@@ -143,7 +143,7 @@ def _assumption(what: str, value: str, published: str) -> str:
     return f"{what}: {value} ({published!r} is not known)" if published else f"{what}: {value}"
 
 
-def _microbatch(c: Case, d: RowDegrees, batch: int) -> int:
+def _microbatch(c: PublishedRun, d: RowDegrees, batch: int) -> int:
     """The published micro-batch; else by gradient accumulation, one in a pipeline, or up to eight. It must divide the batch."""
     r = c.row
     micro = integer(r["micro_batch"])
@@ -156,7 +156,7 @@ def _microbatch(c: Case, d: RowDegrees, batch: int) -> int:
     return micro
 
 
-def _stages(c: Case, pp: int, layers: int) -> dict[str, Any]:
+def _stages(c: PublishedRun, pp: int, layers: int) -> dict[str, Any]:
     """The schedule, and the virtual stages of an interleaved one."""
     r = c.row
     schedule = SCHEDULES.get(r["schedule"], "1f1b")
@@ -176,14 +176,14 @@ def _stages(c: Case, pp: int, layers: int) -> dict[str, Any]:
     return {"schedule": "interleaved" if virtual > 1 else "1f1b", "virtual": virtual}
 
 
-def _sequence_parallel(c: Case, tp: int) -> dict[str, bool]:
+def _sequence_parallel(c: PublishedRun, tp: int) -> dict[str, bool]:
     if c.row["sp"]:
         return {"sp": integer(c.row["sp"]) > 0 and tp > 1}
     c.assumed.append(f"sequence parallel: {'on' if tp > 1 else 'off'}")
     return {"sp": tp > 1}
 
 
-def _sharding(c: Case, d: RowDegrees) -> dict[str, Any]:
+def _sharding(c: PublishedRun, d: RowDegrees) -> dict[str, Any]:
     """ZeRO, and the dtypes and buckets of gradients, which follow from the stack."""
     r, stack = c.row, c.stack
     zero = integer(r["zero"]) if r["zero"] else 1
@@ -210,7 +210,7 @@ def _sharding(c: Case, d: RowDegrees) -> dict[str, Any]:
     return fields
 
 
-def _experts(c: Case, d: RowDegrees) -> dict[str, int]:
+def _experts(c: PublishedRun, d: RowDegrees) -> dict[str, int]:
     """Expert parallelism; tensor parallelism inside experts only where the ranks divide."""
     ep, etp = max(1, integer(c.row["ep"], 1)), integer(c.row["etp"])
     etp = etp or (1 if ep > 1 else 0)
@@ -219,7 +219,7 @@ def _experts(c: Case, d: RowDegrees) -> dict[str, int]:
     return {"ep": ep, "expert_tp": etp}
 
 
-def _bucket(c: Case, d: RowDegrees) -> float:
+def _bucket(c: PublishedRun, d: RowDegrees) -> float:
     """The bucket size: Megatron reduces in large buckets (at least 40M elements). DDP adds whole tensors, the last one first, until a bucket has
     25 MiB of 16-bit parameters; its gradients may be wider than its parameters. The mean of these buckets, on a stage with an end of the model."""
     if c.stack.name.startswith(("megatron", "nemo")):

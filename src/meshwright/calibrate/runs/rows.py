@@ -36,7 +36,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.calibrate.runs.row_model import MODEL_COLUMNS, Case, number, read_model, refusal
+from meshwright.calibrate.runs.row_model import MODEL_COLUMNS, PublishedRun, number, read_model, refusal
 from meshwright.calibrate.runs.row_plan import CLUSTER_COLUMNS, read_cluster, read_plan
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
@@ -44,7 +44,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
 
-__all__ = ["Case", "case", "number", "read"]
+__all__ = ["PublishedRun", "case", "number", "read"]
 
 LIMIT = 200_000_000
 CACHED = 4096  # models, clusters and stacks of rows
@@ -105,9 +105,9 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
         raise MeshwrightError("MW-VAL-001", f"{path.name} is not a readable CSV", why=str(error)[:100]) from None
 
 
-def case(row: dict[str, str]) -> Case:
+def case(row: dict[str, str]) -> PublishedRun:
     """Read one row; `refused` is the reason if it cannot be predicted."""
-    out = Case(defaultdict(str, row))
+    out = PublishedRun(defaultdict(str, row))
     try:
         if out.row["task"] == "lora":
             raise refusal("LoRA trains adapters only, which a plan cannot express")
@@ -125,7 +125,7 @@ def case(row: dict[str, str]) -> Case:
     return out
 
 
-def _check_numbers(c: Case) -> None:
+def _check_numbers(c: PublishedRun) -> None:
     """Refuse a row with a negative number; a cell without a number counts as blank, and is listed."""
     for name in NUMBERS:
         text = c.row[name]
@@ -138,7 +138,7 @@ def _check_numbers(c: Case) -> None:
 @lru_cache(CACHED)
 def _model(cells: tuple[str, ...]) -> tuple[Model, tuple[str, ...]]:
     """The model of a row with these cells, and what it assumes. Most rows of a source share few models."""
-    c = Case(dict(zip(MODEL_COLUMNS, cells, strict=True)))
+    c = PublishedRun(dict(zip(MODEL_COLUMNS, cells, strict=True)))
     model = read_model(c)
     return model, tuple(c.assumed)
 
@@ -146,12 +146,12 @@ def _model(cells: tuple[str, ...]) -> tuple[Model, tuple[str, ...]]:
 @lru_cache(CACHED)
 def _cluster(cells: tuple[str, ...]) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster of a row with these cells, and what it assumes."""
-    c = Case(dict(zip(CLUSTER_COLUMNS, cells, strict=True)))
+    c = PublishedRun(dict(zip(CLUSTER_COLUMNS, cells, strict=True)))
     cluster = read_cluster(c)
     return cluster, tuple(c.assumed)
 
 
-def _stack(c: Case) -> Stack:
+def _stack(c: PublishedRun) -> Stack:
     name, kernel = c.row["stack"], KERNELS.get(c.row["flash_attn"], "")
     known = name in catalog.names("stacks")
     stack = _stack_with(name if known else "default", kernel)
@@ -180,7 +180,7 @@ BF16_GRADIENTS = "megatron_bridge_perf_summary"  # scripts/performance/configs i
 EAGER_LOSS = r"compile-block|Megatron-LM functional-test"
 
 
-def apply_readings(c: Case) -> Case:
+def apply_readings(c: PublishedRun) -> PublishedRun:
     """The case with what its free text says; as it was, if there is nothing to read or the result is not legal."""
     if c.refused or c.plan is None or c.model is None or c.workload is None:
         return c
@@ -204,7 +204,7 @@ def apply_readings(c: Case) -> Case:
     return c
 
 
-def _updated(c: Case) -> list[str]:
+def _updated(c: PublishedRun) -> list[str]:
     """The assumptions with the stack, its attention kernel and the schedule that were read."""
     assert c.plan is not None
     values = {"stack": c.stack.name, "attention": c.stack.attention, "schedule": c.plan.schedule}
@@ -216,11 +216,11 @@ def _updated(c: Case) -> list[str]:
     return updated
 
 
-def _text(c: Case) -> str:
+def _text(c: PublishedRun) -> str:
     return " ".join(c.row[name] for name in ("source", "table", "zero_fsdp", "recompute", "notes"))
 
 
-def _stack_name(c: Case) -> str | None:
+def _stack_name(c: PublishedRun) -> str | None:
     text = _text(c)
     if c.row["stack"] == UNNAMED:
         return None
@@ -235,7 +235,7 @@ def _stack_name(c: Case) -> str | None:
     return "fsdp" if unknown and sharded and re.search(r"\bfsdp|fully.shard", text, re.IGNORECASE) else None
 
 
-def _precision(c: Case) -> dict[str, Any]:
+def _precision(c: PublishedRun) -> dict[str, Any]:
     states = c.row["zero_fsdp"]
     if c.row["file"] == BF16_GRADIENTS:
         return {"grad_dtype": "bf16", "comm_dtype": "bf16"}
@@ -247,7 +247,7 @@ def _precision(c: Case) -> dict[str, Any]:
     return {}
 
 
-def _schedule(c: Case) -> dict[str, Any]:
+def _schedule(c: PublishedRun) -> dict[str, Any]:
     assert c.plan is not None
     assert c.model is not None
     text, pp = _text(c), c.plan.pp

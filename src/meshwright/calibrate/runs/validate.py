@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.runs.rows import Case, apply_readings, case, number
+from meshwright.calibrate.runs.rows import PublishedRun, apply_readings, case, number
 from meshwright.calibrate.runs.stack_fit import grid, varied_stack
 from meshwright.cost.memory import rank_peaks
 from meshwright.cost.step import step_cost
@@ -46,7 +46,7 @@ SHARES = (0.25, 0.5, 0.75)  # of the layers of a stage that a partial recompute 
 class Outcome:
     """One published run and its prediction, or the reason why it cannot be predicted."""
 
-    case: Case
+    case: PublishedRun
     prediction: Prediction | None = None
     refused: str = ""
     plan: Plan | None = None  # with the recompute that was assumed
@@ -108,7 +108,7 @@ def memory_stage(notes: str) -> int | None:
 def predict_rows(
     rows: Iterable[dict[str, str]],
     progress: Callable[[], None] | None = None,
-    respond: Callable[[Case], bool] | None = None,
+    respond: Callable[[PublishedRun], bool] | None = None,
 ) -> list[Outcome]:
     """Predict every row; `respond` chooses the runs whose step times are also computed at the points of `response.grid`."""
     out = [Outcome(c, refused=c.refused) for c in (apply_readings(case(row)) for row in rows)]
@@ -125,14 +125,14 @@ def predict_rows(
     return out
 
 
-def problem_of(c: Case) -> tuple[Any, ...]:
+def problem_of(c: PublishedRun) -> tuple[Any, ...]:
     """Return the key of runs that differ in their plans only."""
     assert c.cluster is not None
     assert c.workload is not None
     return *costed_together(c), c.workload.batch, c.cluster.world
 
 
-def costed_together(c: Case) -> tuple[Any, ...]:
+def costed_together(c: PublishedRun) -> tuple[Any, ...]:
     """Return the key of runs that can be costed in one batch. A model is compared without its name, which differs between spellings."""
     assert c.model is not None
     assert c.cluster is not None

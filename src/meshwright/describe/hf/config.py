@@ -1,6 +1,6 @@
 """Parse a JSON config and check each value: bounded, typed, with a record of the keys that were read.
 
-`load` accepts a regular file of at most 2 MB, `parse` refuses NaN, infinities and anything but an object, and `Config`
+`load` accepts a regular file of at most 2 MB, `parse` refuses NaN, infinities and anything but an object, and `HfConfig`
 returns numbers, flags and words within bounds or raises an error that names the key. `unread` lists the keys that no
 function read and that are not known to be harmless.
 """
@@ -86,7 +86,7 @@ HARMLESS = re.compile(
 )
 
 
-class Config:
+class HfConfig:
     """The keys of one config: typed reading, with a record of what was read and what was assumed."""
 
     def __init__(self, family: str, data: dict[str, Any], notes: list[str]) -> None:

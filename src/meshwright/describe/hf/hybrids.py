@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.describe.hf.config import Config, shown
+from meshwright.describe.hf.config import HfConfig, shown
 from meshwright.describe.hf.parts import (
     attention_bias,
     compact,
@@ -49,7 +49,7 @@ LETTERS = {
 }  # fmt: skip
 
 
-def _kinds_of_layers(c: Config, key: str) -> list[str] | None:
+def _kinds_of_layers(c: HfConfig, key: str) -> list[str] | None:
     """One letter for each layer, from a list of words."""
     words = c.many(key, str)
     if words is None:
@@ -59,7 +59,7 @@ def _kinds_of_layers(c: Config, key: str) -> list[str] | None:
     return [LETTERS[word] for word in words[:MOST_LAYERS]]
 
 
-def _no_biases(c: Config, *keys: str) -> None:
+def _no_biases(c: HfConfig, *keys: str) -> None:
     """Refuse biases that a Model has no field for."""
     for key in keys:
         if c.flag(key, False):
@@ -68,7 +68,7 @@ def _no_biases(c: Config, *keys: str) -> None:
             )
 
 
-def _mamba2(c: Config, prefix: str = "mamba_") -> dict[str, Any]:
+def _mamba2(c: HfConfig, prefix: str = "mamba_") -> dict[str, Any]:
     """Mamba-2 as Nemotron-H (`mamba_num_heads`) or Bamba (`mamba_n_heads`) spell it."""
     bamba = prefix == "mamba_n_"
     return {
@@ -83,7 +83,7 @@ def _mamba2(c: Config, prefix: str = "mamba_") -> dict[str, Any]:
     }
 
 
-def nemotron_h(c: Config) -> dict[str, Any]:
+def nemotron_h(c: HfConfig) -> dict[str, Any]:
     """Every layer has one part: a Mamba-2 mixer, attention without positions, an FFN or experts."""
     letters = c.word("hybrid_override_pattern", "")
     pattern = list(letters[:MOST_LAYERS]) or _kinds_of_layers(c, "layers_block_type")
@@ -128,7 +128,7 @@ def nemotron_h(c: Config) -> dict[str, Any]:
     return fields | experts | deepseek_router(c, top_k)
 
 
-def qwen3_next(c: Config) -> dict[str, Any]:
+def qwen3_next(c: HfConfig) -> dict[str, Any]:
     """Three of four layers with a gated delta rule, the others with gated attention; experts where the step of Qwen's MoE says."""
     fields = decoder(c, ffn=int(c.family == "qwen3_5_moe_text")) | attention_bias(
         c
@@ -164,7 +164,7 @@ def qwen3_next(c: Config) -> dict[str, Any]:
     return fields | softmax_router(c, top_k, channels.count("E"), c.flag("norm_topk_prob", True))
 
 
-def jamba(c: Config) -> dict[str, Any]:
+def jamba(c: HfConfig) -> dict[str, Any]:
     """Mamba-1 mixers with attention in every eighth layer, and experts in every second one."""
     fields = decoder(c) | {"positions": "none"}
     layers, hidden = fields["layers"], fields["hidden"]
@@ -197,7 +197,7 @@ def jamba(c: Config) -> dict[str, Any]:
     return fields | routed | softmax_router(c, top_k, layers // every, normalise=False)
 
 
-def minimax(c: Config) -> dict[str, Any]:
+def minimax(c: HfConfig) -> dict[str, Any]:
     """Lightning attention, with softmax attention in every eighth layer; experts in all layers."""
     fields = decoder(c)
     listed = c.many("attn_type_list", int)
@@ -226,7 +226,7 @@ def minimax(c: Config) -> dict[str, Any]:
     return fields | softmax_router(c, top_k, fields["layers"], normalise=True)
 
 
-def bamba(c: Config) -> dict[str, Any]:
+def bamba(c: HfConfig) -> dict[str, Any]:
     """Mamba-2 mixers with attention in a few listed layers; an FFN in all."""
     fields = decoder(c)
     at = set(c.many("attn_layer_indices", int) or [])
@@ -237,7 +237,7 @@ def bamba(c: Config) -> dict[str, Any]:
     return fields | attention_bias(c) | {"pattern": compact(words), "linear": _mamba2(c, "mamba_n_")}
 
 
-def mamba2(c: Config) -> dict[str, Any]:
+def mamba2(c: HfConfig) -> dict[str, Any]:
     """Linear mixers alone: no attention and no FFN."""
     hidden, width = c.number("hidden_size"), c.number("head_dim", 64)
     heads = c.number("num_heads", c.number("expand", 2) * hidden // width)
@@ -252,11 +252,11 @@ def mamba2(c: Config) -> dict[str, Any]:
         "norms_per_layer": 2,
         "positions": "none",
         "pattern": "MM",
-        "linear": _mamba2(Config(c.family, {**c.data, "num_heads": heads, "head_dim": width}, c.notes), ""),
+        "linear": _mamba2(HfConfig(c.family, {**c.data, "num_heads": heads, "head_dim": width}, c.notes), ""),
     }
 
 
-def deepseek_v4(c: Config) -> dict[str, Any]:
+def deepseek_v4(c: HfConfig) -> dict[str, Any]:
     """Compressed attention in three kinds of layers, several residual streams, experts in all layers."""
     layers = c.number("num_hidden_layers", 43, most=MOST_LAYERS)
     near, far = _compression_ratios(c)
@@ -312,14 +312,14 @@ def deepseek_v4(c: Config) -> dict[str, Any]:
     }
 
 
-def _compression_ratios(c: Config) -> tuple[int, int]:
+def _compression_ratios(c: HfConfig) -> tuple[int, int]:
     """Tokens that one compressed key stands for, in the two kinds of compressed layers."""
     rates = c.get("compress_rates")
-    table = Config(c.family, rates if isinstance(rates, dict) else {}, c.notes)
+    table = HfConfig(c.family, rates if isinstance(rates, dict) else {}, c.notes)
     return table.number("compressed_sparse_attention", 4), table.number("heavily_compressed_attention", 128)
 
 
-def _compressed_mixers(c: Config, layers: int, near: int, far: int) -> list[str]:
+def _compressed_mixers(c: HfConfig, layers: int, near: int, far: int) -> list[str]:
     """The letter of each layer's attention, from `layer_types` or from `compress_ratios`."""
     words, ratios = c.many("layer_types", str), c.many("compress_ratios", int)
     if words is None and ratios is None:
@@ -333,7 +333,7 @@ def _compressed_mixers(c: Config, layers: int, near: int, far: int) -> list[str]
     return found[:layers]
 
 
-HYBRIDS: dict[str, Callable[[Config], dict[str, Any]]] = {
+HYBRIDS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "nemotron_h": nemotron_h, "qwen3_next": qwen3_next, "qwen3_5_text": qwen3_next, "qwen3_5_moe_text": qwen3_next, "jamba": jamba,
     "minimax": minimax, "bamba": bamba, "mamba2": mamba2, "deepseek_v4": deepseek_v4,
 }  # fmt: skip

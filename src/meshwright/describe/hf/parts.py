@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from meshwright.describe.hf.config import Config, shown
+from meshwright.describe.hf.config import HfConfig, shown
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.errors import MeshwrightError
 from meshwright.units import counted
@@ -20,7 +20,7 @@ WITHOUT_LAYER_TYPES = ("mistral", "mixtral", "phi3", "qwen3_moe")  # their windo
 
 
 def decoder(
-    c: Config, tied: bool = False, activation: str = "silu", gated: bool = True, ffn: int = 0
+    c: HfConfig, tied: bool = False, activation: str = "silu", gated: bool = True, ffn: int = 0
 ) -> dict[str, Any]:
     """The fields almost every family spells the same way: FFN, RMSNorm, rotary positions.
 
@@ -45,19 +45,19 @@ def decoder(
     }
 
 
-def gated_activation(c: Config, default: str) -> str:
+def gated_activation(c: HfConfig, default: str) -> str:
     """The activation of a gated FFN. Gemma writes `hidden_activation`, and its files may carry an older `hidden_act` too."""
     name = c.word("hidden_activation", c.word("hidden_act", default))
     return GATED[name] if name in GATED else _unknown_activation(c, name, tuple(GATED))
 
 
-def plain_activation(c: Config, key: str, default: str = "gelu") -> str:
+def plain_activation(c: HfConfig, key: str, default: str = "gelu") -> str:
     """The activation of an FFN without a gate."""
     name = c.word(key, default)
     return PLAIN[name] if name in PLAIN else _unknown_activation(c, name, tuple(PLAIN))
 
 
-def _unknown_activation(c: Config, name: str, valid: tuple[str, ...]) -> str:
+def _unknown_activation(c: HfConfig, name: str, valid: tuple[str, ...]) -> str:
     raise MeshwrightError(
         "MW-HF-006",
         f"activation {shown(name)} of this {c.family} config is not known",
@@ -66,12 +66,12 @@ def _unknown_activation(c: Config, name: str, valid: tuple[str, ...]) -> str:
     )
 
 
-def attention_bias(c: Config, default: bool = False) -> dict[str, bool]:
+def attention_bias(c: HfConfig, default: bool = False) -> dict[str, bool]:
     bias = c.flag("attention_bias", default)
     return {"qkv_bias": bias, "out_bias": bias}
 
 
-def sliding_window(c: Config, full: list[bool], width: int | None = None) -> dict[str, Any]:
+def sliding_window(c: HfConfig, full: list[bool], width: int | None = None) -> dict[str, Any]:
     """Window, and the layers without one: a stride, or a list. `full` marks the layers that see all positions; `layer_types`
     overrides it, except in classes that do not read it."""
     width = c.number("sliding_window", 0, least=0) if width is None else width
@@ -88,7 +88,7 @@ def sliding_window(c: Config, full: list[bool], width: int | None = None) -> dic
     return {"window": width, "full_layers": tuple(i for i, sees_all in enumerate(full) if sees_all)}
 
 
-def no_rope(c: Config, layers: int) -> list[bool]:
+def no_rope(c: HfConfig, layers: int) -> list[bool]:
     """Return the layers without rotary positions: `no_rope_layers` has 0 for them, else every n-th of `no_rope_layer_interval`."""
     listed = c.many("no_rope_layers", int)
     every = c.number("no_rope_layer_interval", 4)
@@ -107,7 +107,7 @@ def every_nth(stride: int, layers: int) -> list[bool]:
     return [(i + 1) % stride == 0 for i in range(layers)]
 
 
-def expert_layers(c: Config, has_experts: list[bool]) -> dict[str, int]:
+def expert_layers(c: HfConfig, has_experts: list[bool]) -> dict[str, int]:
     """Number of dense first layers and stride of the layers with experts; refused where no such pattern fits."""
     where = [i for i, yes in enumerate(has_experts) if yes]
     strides = {where[1] - where[0]} if len(where) > 1 else {1, where[0] + 1}
@@ -123,7 +123,7 @@ def expert_layers(c: Config, has_experts: list[bool]) -> dict[str, int]:
     )
 
 
-def predicted_tokens(c: Config) -> None:
+def predicted_tokens(c: HfConfig) -> None:
     """Multi-token-prediction layers are not counted, as in published counts; the note says how to count them."""
     if layers := c.number("num_nextn_predict_layers", 0, least=0):
         c.notes.append(
@@ -181,7 +181,7 @@ def _options(top_k: int, normalise: bool, **options: Any) -> dict[str, Any]:
     return {"router": kept} if kept else {}
 
 
-def _coefficient(c: Config, top_k: int, layers: int) -> dict[str, float]:
+def _coefficient(c: HfConfig, top_k: int, layers: int) -> dict[str, float]:
     """The balancing loss of the classes that average it over layers."""
     coefficient = c.decimal("router_aux_loss_coef", 0.001)
     if not c.flag("output_router_logits", False):
@@ -191,12 +191,12 @@ def _coefficient(c: Config, top_k: int, layers: int) -> dict[str, float]:
     return {"aux": coefficient * top_k / layers} if coefficient else {}
 
 
-def softmax_router(c: Config, top_k: int, layers: int, normalise: bool) -> dict[str, Any]:
+def softmax_router(c: HfConfig, top_k: int, layers: int, normalise: bool) -> dict[str, Any]:
     """Mixtral's and Qwen's; `layers`: those with experts."""
     return _options(top_k, normalise, **_coefficient(c, top_k, layers))
 
 
-def deepseek_router(c: Config, top_k: int) -> dict[str, Any]:
+def deepseek_router(c: HfConfig, top_k: int) -> dict[str, Any]:
     """DeepSeek's and GLM-4.5's routing, from the keys of the config and the defaults of its class."""
     default = DEEPSEEK[c.family]
     method = c.word("topk_method", default.methods[0])

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshwright.describe.hf.config import Config, load, shown
+from meshwright.describe.hf.config import HfConfig, load, shown
 from meshwright.describe.hf.families import ALIASES, FAMILIES
 from meshwright.describe.model import Model
 from meshwright.describe.shape_parts import NEED_ORIGINAL
@@ -59,7 +59,7 @@ POSITIONS = {
 }  # fmt: skip
 
 
-def rope_parameters(c: Config) -> dict[str, Any]:
+def rope_parameters(c: HfConfig) -> dict[str, Any]:
     """The table of rotary settings, or what the family's class assumes without one."""
     for key in ("rope_scaling", "rope_parameters"):
         table = c.get(key)
@@ -69,39 +69,39 @@ def rope_parameters(c: Config) -> dict[str, Any]:
     return TABLE.get(c.family, {})
 
 
-def rope_kind(c: Config) -> str:
+def rope_kind(c: HfConfig) -> str:
     """The kind of scaling; a word that is not one of `KINDS` is not run."""
     table = rope_parameters(c)
     kind = table.get("rope_type") or table.get("type") or "default"
     return OLD_KINDS.get(str(kind), str(kind))
 
 
-def window_parameters(c: Config) -> dict[str, Any]:
+def window_parameters(c: HfConfig) -> dict[str, Any]:
     """The table of rotary settings of windowed layers, in families that have one for each kind of layer."""
     table = c.get("rope_parameters")
     inner = table.get("sliding_attention") if isinstance(table, dict) else None
     return inner if isinstance(inner, dict) and c.family in WINDOW_THETA else {}
 
 
-def window_rope_kind(c: Config) -> str:
+def window_rope_kind(c: HfConfig) -> str:
     return str(window_parameters(c).get("rope_type") or "")
 
 
-def window_base(c: Config, fields: dict[str, Any], out: dict[str, Any]) -> dict[str, float]:
+def window_base(c: HfConfig, fields: dict[str, Any], out: dict[str, Any]) -> dict[str, float]:
     """The base of windowed layers, if they rotate in another way than the others."""
     if c.family not in WINDOW_THETA or not fields.get("window"):
         return {}
     main = out.get("rope_theta", 10_000.0)
-    own = Config(c.family, window_parameters(c), c.notes).decimal("rope_theta", 0.0)
+    own = HfConfig(c.family, window_parameters(c), c.notes).decimal("rope_theta", 0.0)
     base = own or c.decimal("rope_local_base_freq", WINDOW_THETA[c.family]) or main
     return {} if base == main and "rope" not in out else {"window_rope_theta": base}
 
 
-def rotary(c: Config, fields: dict[str, Any]) -> dict[str, Any]:
+def rotary(c: HfConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """The rotary settings of a model that has the other `fields`."""
     if fields.get("positions", "rope") != "rope":
         return {}
-    table = Config(c.family, rope_parameters(c), c.notes)
+    table = HfConfig(c.family, rope_parameters(c), c.notes)
     out: dict[str, Any] = {}
     theta = table.data.get("rope_theta") or c.data.get("rope_theta") or c.data.get("rotary_emb_base")
     theta = THETA.get(c.family) if theta is None else theta
@@ -117,7 +117,7 @@ def rotary(c: Config, fields: dict[str, Any]) -> dict[str, Any]:
     return out | window_base(c, fields, out)
 
 
-def _part_of_head(c: Config, table: Config, fields: dict[str, Any]) -> dict[str, int]:
+def _part_of_head(c: HfConfig, table: HfConfig, fields: dict[str, Any]) -> dict[str, int]:
     share = c.decimal("partial_rotary_factor", c.decimal("rotary_pct", PARTIAL[c.family]))
     share = table.decimal("partial_rotary_factor", share)
     width = fields["head_dim"] or fields["hidden"] // fields["heads"]
@@ -125,7 +125,7 @@ def _part_of_head(c: Config, table: Config, fields: dict[str, Any]) -> dict[str,
     return {"rope_dim": rotated} if 0 < rotated < width else {}
 
 
-def _scaling(c: Config, table: Config, kind: str, fields: dict[str, Any], out: dict[str, Any]) -> dict[str, Any]:
+def _scaling(c: HfConfig, table: HfConfig, kind: str, fields: dict[str, Any], out: dict[str, Any]) -> dict[str, Any]:
     """The options of a kind of scaling that differ from their defaults."""
     options: dict[str, Any] = {"kind": kind}
     positions = fields.get("max_positions", 0)
@@ -184,7 +184,7 @@ NEUTRAL: dict[str, tuple[Any, str]] = {
 }
 
 
-def not_run(c: Config) -> list[str]:
+def not_run(c: HfConfig) -> list[str]:
     """List the parts of the original model, with their values, that `train` and `verify` compute differently."""
     entries = list(c.differences)
     for key, (neutral, what) in NEUTRAL.items():
@@ -199,7 +199,7 @@ def not_run(c: Config) -> list[str]:
     return entries
 
 
-def numbers(c: Config) -> dict[str, float]:
+def numbers(c: HfConfig) -> dict[str, float]:
     """Epsilon of the norms and dropout rates, as the config or its class gives them."""
     fields: dict[str, float] = {}
     if c.family in EPSILON:
@@ -316,7 +316,7 @@ def interpret(data: dict[str, Any], name: str = "") -> Model:
     """A config already parsed. `Model.notes` says what was assumed, `Model.not_run` what `train` computes differently."""
     notes: list[str] = []
     family, data = _language_model(data, notes)
-    config = Config(family, data, notes)
+    config = HfConfig(family, data, notes)
     fields = FAMILIES[family](config)
     fields |= rotary(config, fields) | numbers(config)
     differences = not_run(config)

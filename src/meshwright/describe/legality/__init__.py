@@ -17,7 +17,7 @@ from functools import cache
 
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality import model_rules, plan_rules, run_rules, stack_rules, trainer_rules
-from meshwright.describe.legality.case import Case, Flag, Rule, legal_fix
+from meshwright.describe.legality.case import Case, Flag, LegalityRule, legal_fix
 from meshwright.describe.legality.plan_rules import DeviceHasPrecision
 from meshwright.describe.legality.run_rules import round_size
 from meshwright.describe.model import Model
@@ -28,16 +28,16 @@ from meshwright.errors import MeshwrightError
 
 # All rules, in the order in which a plan's problems are reported: those of a file in the order in which it defines them.
 
-ALL_RULES: tuple[Rule, ...] = tuple(
+ALL_RULES: tuple[LegalityRule, ...] = tuple(
     rule()
     for module in (plan_rules, model_rules, run_rules, stack_rules, trainer_rules)
-    for rule in Rule.__subclasses__()
+    for rule in LegalityRule.__subclasses__()
     if rule.__module__ == module.__name__
 )
 
 
 @cache
-def rules_for(given: frozenset[str]) -> tuple[Rule, ...]:
+def rules_for(given: frozenset[str]) -> tuple[LegalityRule, ...]:
     """The rules that apply where these things are known."""
     return tuple(rule for rule in ALL_RULES if set(rule.needs) <= given)
 
@@ -62,7 +62,7 @@ def problem(case: Case) -> MeshwrightError | None:
     return _error(broken, case) if broken else None
 
 
-def _error(rule: Rule, case: Case) -> MeshwrightError:
+def _error(rule: LegalityRule, case: Case) -> MeshwrightError:
     found = rule.explain(case)
     fix = legal_fix(case, found.fixes, legal)
     return MeshwrightError(rule.code, found.what, why=found.why, valid=found.valid, fix=fix)

@@ -147,7 +147,7 @@ class Problem:
     fixes: Iterable[Mapping[str, Any]] = ()
 
 
-class Rule:
+class LegalityRule:
     """An error code and two functions: `broken` for one plan or a batch, `explain` for one plan that breaks the rule.
 
     The rule applies where everything it `needs` is given: model, workload, cluster, stack, trainer, dtypes, framework.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, values
+from meshwright.describe.legality.case import Case, Flag, LegalityRule, Problem, divisors, values
 from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES
 from meshwright.errors import shown
 
@@ -31,7 +31,7 @@ NEEDED = {
 }
 
 
-class CountsTakeDataParallelism(Rule, code="MW-PLAN-009", needs=("model",)):
+class CountsTakeDataParallelism(LegalityRule, code="MW-PLAN-009", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.kind == "counts") & ((p.tp > 1) | (p.cp > 1) | (p.pp > 1) | (p.ep > 1) | p.sp)
 
@@ -57,7 +57,7 @@ class CountsTakeDataParallelism(Rule, code="MW-PLAN-009", needs=("model",)):
         )
 
 
-class CountsAreRecomputed(Rule, code="MW-PLAN-009", needs=("model",)):
+class CountsAreRecomputed(LegalityRule, code="MW-PLAN-009", needs=("model",)):
     """A residual network can recompute all blocks or none; a model given by totals has no parts to recompute."""
 
     def broken(self, p: Case) -> Flag:
@@ -85,7 +85,7 @@ class CountsAreRecomputed(Rule, code="MW-PLAN-009", needs=("model",)):
         )
 
 
-class StagesHaveLayers(Rule, code="MW-PLAN-006", needs=("model",)):
+class StagesHaveLayers(LegalityRule, code="MW-PLAN-006", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.kind != "counts") & (p.stages > p.model.layers)
 
@@ -100,7 +100,7 @@ class StagesHaveLayers(Rule, code="MW-PLAN-006", needs=("model",)):
         )
 
 
-class StagesSumToLayers(Rule, code="MW-PLAN-007", needs=("model",)):
+class StagesSumToLayers(LegalityRule, code="MW-PLAN-007", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.kind != "counts") & (p.stage_entries > 0) & (p.stage_sum != p.model.layers)
 
@@ -118,7 +118,7 @@ def tensor_degrees(p: Case) -> list[int]:
     found = np.array([d for d in divisors(split) if d <= MOST_DEGREE])
     alone = Case({**p.columns, "tp": found, "expert_tp": p.columns["expert_tp"] * 0}, m)
     broken = np.zeros(len(found), bool)
-    for rule in Rule.__subclasses__():
+    for rule in LegalityRule.__subclasses__():
         if rule.code == UNEVEN:
             broken = broken | rule().broken(alone)
     return [int(d) for d in found[~broken]]
@@ -129,7 +129,7 @@ def cannot_split(p: Case, what: str, why: str = "") -> Problem:
     return Problem(what, why=why, valid=legal, fixes=values("plan.tp", legal, p.tp))
 
 
-class TensorDividesHeads(Rule, code=UNEVEN, needs=("model",)):
+class TensorDividesHeads(LegalityRule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         m = p.model
         if m.kind == "counts" or not m.has_attention_layers:
@@ -142,7 +142,7 @@ class TensorDividesHeads(Rule, code=UNEVEN, needs=("model",)):
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {m.name}")
 
 
-class MlpHasNoSequence(Rule, code="MW-PLAN-009", needs=("model",)):
+class MlpHasNoSequence(LegalityRule, code="MW-PLAN-009", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.kind == "mlp") & (p.sp | (p.cp > 1) | (p.ep > 1))
 
@@ -153,7 +153,7 @@ class MlpHasNoSequence(Rule, code="MW-PLAN-009", needs=("model",)):
         return Problem(f"{axis}={p.setting(f'plan.{axis}')}: an mlp has no {lacks}", fixes=[{f"plan.{axis}": 1}])
 
 
-class TensorFitsKvHeads(Rule, code=UNEVEN, needs=("model",)):
+class TensorFitsKvHeads(LegalityRule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         m = p.model
         return (m.kind == "transformer") & m.has_attention_layers & neither_divides(m.kv_groups, p.tp)
@@ -163,7 +163,7 @@ class TensorFitsKvHeads(Rule, code=UNEVEN, needs=("model",)):
         return cannot_split(p, f"tp={p.tp} and {m.kv_groups} KV heads of {m.name}: one must divide the other")
 
 
-class LocalSgdNeedsDenseModel(Rule, code="MW-PLAN-015", needs=("model",)):
+class LocalSgdNeedsDenseModel(LegalityRule, code="MW-PLAN-015", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.experts > 0) & (p.average_every > 0)
 
@@ -175,7 +175,7 @@ class LocalSgdNeedsDenseModel(Rule, code="MW-PLAN-015", needs=("model",)):
         )
 
 
-class TensorDividesFfn(Rule, code=UNEVEN, needs=("model",)):
+class TensorDividesFfn(LegalityRule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         m = p.model
         if m.kind != "transformer":
@@ -189,7 +189,7 @@ class TensorDividesFfn(Rule, code=UNEVEN, needs=("model",)):
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {m.name}", "Each rank holds whole columns")
 
 
-class TensorDividesOutputGroups(Rule, code=UNEVEN, needs=("model",)):
+class TensorDividesOutputGroups(LegalityRule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         groups = p.model.compressed.out_groups
         return (groups % p.tp != 0) if groups else False
@@ -199,7 +199,7 @@ class TensorDividesOutputGroups(Rule, code=UNEVEN, needs=("model",)):
         return cannot_split(p, f"tp={p.tp} does not divide {groups} groups of the output projection of {p.model.name}")
 
 
-class TensorDividesLinear(Rule, code=UNEVEN, needs=("model",)):
+class TensorDividesLinear(LegalityRule, code=UNEVEN, needs=("model",)):
     def broken(self, p: Case) -> Flag:
         o = p.model.linear
         return False if not o.kind else (o.heads % p.tp != 0) | (o.key_groups % p.tp != 0)
@@ -210,7 +210,7 @@ class TensorDividesLinear(Rule, code=UNEVEN, needs=("model",)):
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {p.model.name}", "A state belongs to one rank")
 
 
-class SequenceParallelDividesSequence(Rule, code="MW-PLAN-008", needs=("model", "workload")):
+class SequenceParallelDividesSequence(LegalityRule, code="MW-PLAN-008", needs=("model", "workload")):
     def broken(self, p: Case) -> Flag:
         return (p.model.kind == "transformer") & p.sp & (p.workload.seq % (p.tp * p.cp) != 0)
 
@@ -222,7 +222,7 @@ class SequenceParallelDividesSequence(Rule, code="MW-PLAN-008", needs=("model", 
         )
 
 
-class ContextDividesSequence(Rule, code="MW-PLAN-008", needs=("model", "workload")):
+class ContextDividesSequence(LegalityRule, code="MW-PLAN-008", needs=("model", "workload")):
     def broken(self, p: Case) -> Flag:
         if p.model.kind != "transformer":
             return False
@@ -248,7 +248,7 @@ def other_sequences(p: Case, unit: int) -> list[dict[str, int]]:
     return [{"workload.seq": seq} for seq in (below + unit, below) if 0 < seq <= 2**32]
 
 
-class UlyssesDividesHeads(Rule, code="MW-PLAN-008", needs=("model",)):
+class UlyssesDividesHeads(LegalityRule, code="MW-PLAN-008", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         m = p.model
         if m.kind != "transformer" or not m.has_attention_layers:
@@ -273,7 +273,7 @@ class UlyssesDividesHeads(Rule, code="MW-PLAN-008", needs=("model",)):
         )
 
 
-class ContextDividesLinear(Rule, code="MW-PLAN-008", needs=("model",)):
+class ContextDividesLinear(LegalityRule, code="MW-PLAN-008", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         o = p.model.linear
         return False if not o.kind else (p.cp > 1) & (o.heads // p.tp % p.cp != 0)
@@ -297,7 +297,7 @@ def local_keys(p: Case) -> Flag:
 # Experts
 
 
-class ExpertsExist(Rule, code="MW-PLAN-010", needs=("model",)):
+class ExpertsExist(LegalityRule, code="MW-PLAN-010", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.experts == 0) & ((p.ep > 1) | (p.expert_tp > 0))
 
@@ -306,7 +306,7 @@ class ExpertsExist(Rule, code="MW-PLAN-010", needs=("model",)):
         return Problem(f"{named} but {p.model.name} has no experts", fixes=[{"plan.ep": 1, "plan.expert_tp": 0}])
 
 
-class ExpertsDivide(Rule, code="MW-PLAN-010", needs=("model",)):
+class ExpertsDivide(LegalityRule, code="MW-PLAN-010", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.experts > 0) & (p.model.experts % p.ep != 0)
 
@@ -319,7 +319,7 @@ class ExpertsDivide(Rule, code="MW-PLAN-010", needs=("model",)):
         )
 
 
-class ExpertTensorDividesTensor(Rule, code="MW-PLAN-010", needs=("model",)):
+class ExpertTensorDividesTensor(LegalityRule, code="MW-PLAN-010", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.experts > 0) & (p.tp % p.etp != 0)
 
@@ -332,7 +332,7 @@ class ExpertTensorDividesTensor(Rule, code="MW-PLAN-010", needs=("model",)):
         )
 
 
-class ExpertTensorDividesWidth(Rule, code="MW-PLAN-010", needs=("model",)):
+class ExpertTensorDividesWidth(LegalityRule, code="MW-PLAN-010", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.experts > 0) & (p.model.expert_width % p.etp != 0)
 
@@ -348,7 +348,7 @@ class ExpertTensorDividesWidth(Rule, code="MW-PLAN-010", needs=("model",)):
         )
 
 
-class ExpertRanksDivide(Rule, code="MW-PLAN-010", needs=("model",)):
+class ExpertRanksDivide(LegalityRule, code="MW-PLAN-010", needs=("model",)):
     def broken(self, p: Case) -> Flag:
         return (p.model.experts > 0) & (p.expert_ranks % p.ep != 0)
 

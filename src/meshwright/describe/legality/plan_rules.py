@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, lookup, values
+from meshwright.describe.legality.case import Case, Flag, LegalityRule, Problem, divisors, lookup, values
 from meshwright.describe.plan_fields import AXES, NO_ORDER, RECOMPUTES, TP_FORMS
 from meshwright.describe.schedules import SCHEDULES, virtual_schedules
 from meshwright.describe.variants import COMPRESSIONS
@@ -13,7 +13,7 @@ GATHERED = TP_FORMS.index("all-gather")
 UNCOMPRESSED = COMPRESSIONS.names.index("none")
 
 
-class ShardNeedsZero(Rule, code="MW-PLAN-001"):
+class ShardNeedsZero(LegalityRule, code="MW-PLAN-001"):
     def broken(self, p: Case) -> Flag:
         return (p.shard > 1) & (p.zero == 0)
 
@@ -31,7 +31,7 @@ class ShardNeedsZero(Rule, code="MW-PLAN-001"):
         )
 
 
-class OrderNamesEachAxis(Rule, code="MW-PLAN-002"):
+class OrderNamesEachAxis(LegalityRule, code="MW-PLAN-002"):
     def broken(self, p: Case) -> Flag:
         return p.order == NO_ORDER
 
@@ -39,7 +39,7 @@ class OrderNamesEachAxis(Rule, code="MW-PLAN-002"):
         return Problem("order must name each axis once", valid=AXES, fixes=[{"plan.order": AXES}])
 
 
-class SequenceParallelNeedsMegatronForm(Rule, code="MW-PLAN-013"):
+class SequenceParallelNeedsMegatronForm(LegalityRule, code="MW-PLAN-013"):
     def broken(self, p: Case) -> Flag:
         return p.sp & (p.tp_form == GATHERED)
 
@@ -51,7 +51,7 @@ class SequenceParallelNeedsMegatronForm(Rule, code="MW-PLAN-013"):
         )
 
 
-class ChosenLayersNeedFull(Rule, code="MW-PLAN-014"):
+class ChosenLayersNeedFull(LegalityRule, code="MW-PLAN-014"):
     def broken(self, p: Case) -> Flag:
         return ((p.recompute_every > 1) | (p.recompute_layers > 0)) & (p.recompute != FULL)
 
@@ -67,7 +67,7 @@ class ChosenLayersNeedFull(Rule, code="MW-PLAN-014"):
         )
 
 
-class BudgetNeedsAuto(Rule, code="MW-PLAN-014"):
+class BudgetNeedsAuto(LegalityRule, code="MW-PLAN-014"):
     def broken(self, p: Case) -> Flag:
         return (p.recompute_budget > 0) & (p.recompute != AUTO)
 
@@ -83,7 +83,7 @@ class BudgetNeedsAuto(Rule, code="MW-PLAN-014"):
         )
 
 
-class LocalSgdNeedsWholeReplicas(Rule, code="MW-PLAN-015"):
+class LocalSgdNeedsWholeReplicas(LegalityRule, code="MW-PLAN-015"):
     def broken(self, p: Case) -> Flag:
         divided = (p.zero > 0) | (p.cp > 1) | (p.ep > 1) | (p.compression != UNCOMPRESSED)
         return (p.average_every > 0) & (divided | (p.replicate == 1))
@@ -107,7 +107,7 @@ class LocalSgdNeedsWholeReplicas(Rule, code="MW-PLAN-015"):
         )
 
 
-class StagesPerRank(Rule, code="MW-PLAN-003"):
+class StagesPerRank(LegalityRule, code="MW-PLAN-003"):
     def broken(self, p: Case) -> Flag:
         few = (p.pp > 1) & (p.virtual < lookup(SCHEDULES.column("least_virtual"), p.schedule))
         return few | (p.virtual > lookup(SCHEDULES.column("most_virtual"), p.schedule))
@@ -133,7 +133,7 @@ class StagesPerRank(Rule, code="MW-PLAN-003"):
         )
 
 
-class OneEntryPerStage(Rule, code="MW-PLAN-007"):
+class OneEntryPerStage(LegalityRule, code="MW-PLAN-007"):
     def broken(self, p: Case) -> Flag:
         return (p.stage_entries > 0) & (p.stage_entries != p.stages)
 
@@ -148,7 +148,7 @@ class OneEntryPerStage(Rule, code="MW-PLAN-007"):
 # The machine
 
 
-class DeviceHasPrecision(Rule, code="MW-CLUS-003", needs=("workload", "cluster")):
+class DeviceHasPrecision(LegalityRule, code="MW-CLUS-003", needs=("workload", "cluster")):
     def broken(self, p: Case) -> Flag:
         return p.workload.precision not in (*p.cluster.accelerator.peak, *ALWAYS_THERE)
 
@@ -167,7 +167,7 @@ class DeviceHasPrecision(Rule, code="MW-CLUS-003", needs=("workload", "cluster")
         )
 
 
-class DegreesMultiplyToDevices(Rule, code="MW-PLAN-005", needs=("cluster",)):
+class DegreesMultiplyToDevices(LegalityRule, code="MW-PLAN-005", needs=("cluster",)):
     def broken(self, p: Case) -> Flag:
         return p.world != p.cluster.world
 

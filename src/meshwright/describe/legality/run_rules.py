@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from meshwright.describe.axes import axis_size
-from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, fitting_microbatch, lookup, values
+from meshwright.describe.legality.case import (
+    Case,
+    Flag,
+    LegalityRule,
+    Problem,
+    divisors,
+    fitting_microbatch,
+    lookup,
+    values,
+)
 from meshwright.describe.plan_fields import GATHER_DTYPES
 from meshwright.describe.schedules import MOST_ACTIONS, SCHEDULES, action_count
 from meshwright.describe.variants import OPTIMIZERS
@@ -15,7 +24,7 @@ FP8_GATHERS = GATHER_DTYPES.index("fp8")
 # The batch
 
 
-class BatchDivides(Rule, code="MW-PLAN-011", needs=("workload",)):
+class BatchDivides(LegalityRule, code="MW-PLAN-011", needs=("workload",)):
     def broken(self, p: Case) -> Flag:
         return p.workload.batch % p.unit != 0
 
@@ -34,7 +43,7 @@ class BatchDivides(Rule, code="MW-PLAN-011", needs=("workload",)):
         )
 
 
-class ScheduleHasMicrobatches(Rule, code="MW-PLAN-016", needs=("workload",)):
+class ScheduleHasMicrobatches(LegalityRule, code="MW-PLAN-016", needs=("workload",)):
     def broken(self, p: Case) -> Flag:
         return (p.pp > 1) & (
             p.microbatches < lookup(SCHEDULES.column("least_microbatches_per_rank"), p.schedule) * p.pp
@@ -56,7 +65,7 @@ class ScheduleHasMicrobatches(Rule, code="MW-PLAN-016", needs=("workload",)):
         )
 
 
-class ProgramIsBounded(Rule, code="MW-PLAN-017", needs=("workload",)):
+class ProgramIsBounded(LegalityRule, code="MW-PLAN-017", needs=("workload",)):
     def broken(self, p: Case) -> Flag:
         return (p.pp > 1) & (action_count(p.pp, p.microbatches, p.virtual) > MOST_ACTIONS)
 
@@ -74,7 +83,7 @@ def round_size(p: Case) -> Flag:
     return 1 + interleaved * (p.pp - 1)
 
 
-class InterleavedRounds(Rule, code="MW-PLAN-012", needs=("workload", "stack")):
+class InterleavedRounds(LegalityRule, code="MW-PLAN-012", needs=("workload", "stack")):
     """Our programs take any number of micro-batches; Megatron's interleaved schedules take rounds of pp."""
 
     def broken(self, p: Case) -> Flag:
@@ -99,7 +108,7 @@ class InterleavedRounds(Rule, code="MW-PLAN-012", needs=("workload", "stack")):
 # The dtypes
 
 
-class GathersNeedFp8Products(Rule, code="MW-PLAN-018", needs=("workload",)):
+class GathersNeedFp8Products(LegalityRule, code="MW-PLAN-018", needs=("workload",)):
     def broken(self, p: Case) -> Flag:
         return (p.gather_dtype == FP8_GATHERS) & (p.workload.precision not in FP8)
 
@@ -112,7 +121,7 @@ class GathersNeedFp8Products(Rule, code="MW-PLAN-018", needs=("workload",)):
         )
 
 
-class RowScalingNeedsFp8(Rule, code="MW-PLAN-024", needs=("workload",)):
+class RowScalingNeedsFp8(LegalityRule, code="MW-PLAN-024", needs=("workload",)):
     def broken(self, p: Case) -> Flag:
         return p.workload.scaling == "row" and p.workload.precision != "fp8"
 
@@ -124,7 +133,7 @@ class RowScalingNeedsFp8(Rule, code="MW-PLAN-024", needs=("workload",)):
         )
 
 
-class RowScalingNeedsWholeRows(Rule, code="MW-PLAN-024", needs=("workload",)):
+class RowScalingNeedsWholeRows(LegalityRule, code="MW-PLAN-024", needs=("workload",)):
     def broken(self, p: Case) -> Flag:
         return (p.workload.scaling == "row") & ((p.tp > 1) | (p.cp > 1))
 
@@ -138,7 +147,7 @@ class RowScalingNeedsWholeRows(Rule, code="MW-PLAN-024", needs=("workload",)):
         )
 
 
-class RowScalingGathersExperts(Rule, code="MW-PLAN-024", needs=("model", "workload")):
+class RowScalingGathersExperts(LegalityRule, code="MW-PLAN-024", needs=("model", "workload")):
     def broken(self, p: Case) -> Flag:
         experts = (p.model.experts > 0) & (p.zero == 3) & (axis_size(p, "expert_shard") > 1)
         return (p.workload.scaling == "row") & (p.gather_dtype == FP8_GATHERS) & (experts == False)  # noqa: E712
@@ -155,7 +164,7 @@ class RowScalingGathersExperts(Rule, code="MW-PLAN-024", needs=("model", "worklo
 # The optimizer
 
 
-class MuonNeedsMatrices(Rule, code="MW-PLAN-022", needs=("model", "workload")):
+class MuonNeedsMatrices(LegalityRule, code="MW-PLAN-022", needs=("model", "workload")):
     def broken(self, p: Case) -> Flag:
         return OPTIMIZERS[p.workload.optimizer].by_matrix and p.model.kind == "counts"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.describe.legality.case import Case, Flag, Problem, Rule, divisors, values
+from meshwright.describe.legality.case import Case, Flag, LegalityRule, Problem, divisors, values
 from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.variants import ATTENTIONS
@@ -37,7 +37,7 @@ def refusal(p: Case, what: str, field: str, allowed: Sequence[object]) -> Proble
     )
 
 
-class StackHasAxis(Rule, code=CODE, needs=NEEDS):
+class StackHasAxis(LegalityRule, code=CODE, needs=NEEDS):
     def broken(self, p: Case) -> Flag:
         out: Flag = False
         for axis in p.stack.can.without:
@@ -71,7 +71,7 @@ class StackHasAxis(Rule, code=CODE, needs=NEEDS):
         return refusal(p, f"{axis}={p.setting(f'plan.{axis}')}", axis, [off])
 
 
-class StackHasSchedule(Rule, code=CODE, needs=NEEDS):
+class StackHasSchedule(LegalityRule, code=CODE, needs=NEEDS):
     def broken(self, p: Case) -> Flag:
         return (p.pp > 1) & outside(p.schedule, SCHEDULES.names, p.stack.can.schedules)
 
@@ -81,7 +81,7 @@ class StackHasSchedule(Rule, code=CODE, needs=NEEDS):
         return Problem(found.what, found.why, found.valid, [*found.fixes, plain])
 
 
-class StackHasZero(Rule, code=CODE, needs=NEEDS):
+class StackHasZero(LegalityRule, code=CODE, needs=NEEDS):
     def broken(self, p: Case) -> Flag:
         can = p.stack.can
         out: Flag = False
@@ -106,7 +106,7 @@ class StackHasZero(Rule, code=CODE, needs=NEEDS):
         return Problem(found.what, found.why, found.valid, [*found.fixes, replicas])
 
 
-class StackHasContextKind(Rule, code=CODE, needs=NEEDS):
+class StackHasContextKind(LegalityRule, code=CODE, needs=NEEDS):
     def broken(self, p: Case) -> Flag:
         return (p.cp > 1) & outside(p.cp_kind, CP_KINDS, p.stack.can.cp_kinds)
 
@@ -114,7 +114,7 @@ class StackHasContextKind(Rule, code=CODE, needs=NEEDS):
         return refusal(p, f"{p.word('cp_kind')} context parallelism", "cp_kind", p.stack.can.cp_kinds)
 
 
-class StackHasRecompute(Rule, code=CODE, needs=NEEDS):
+class StackHasRecompute(LegalityRule, code=CODE, needs=NEEDS):
     def broken(self, p: Case) -> Flag:
         return outside(p.recompute, RECOMPUTES, p.stack.can.recomputes)
 
@@ -122,7 +122,7 @@ class StackHasRecompute(Rule, code=CODE, needs=NEEDS):
         return refusal(p, f"recompute={p.word('recompute')}", "recompute", p.stack.can.recomputes)
 
 
-class StackDividesKvHeads(Rule, code=CODE, needs=("model", *NEEDS)):
+class StackDividesKvHeads(LegalityRule, code=CODE, needs=("model", *NEEDS)):
     def broken(self, p: Case) -> Flag:
         m = p.model
         return (
@@ -141,7 +141,7 @@ class StackDividesKvHeads(Rule, code=CODE, needs=("model", *NEEDS)):
         )
 
 
-class StackHasEvenStages(Rule, code=CODE, needs=("model", *NEEDS)):
+class StackHasEvenStages(LegalityRule, code=CODE, needs=("model", *NEEDS)):
     def broken(self, p: Case) -> Flag:
         if not p.stack.can.even_stages or p.model.kind == "counts":
             return False
@@ -162,7 +162,7 @@ class StackHasEvenStages(Rule, code=CODE, needs=("model", *NEEDS)):
         )
 
 
-class StackShardsOverContext(Rule, code=CODE, needs=NEEDS):
+class StackShardsOverContext(LegalityRule, code=CODE, needs=NEEDS):
     def broken(self, p: Case) -> Flag:
         return p.stack.can.shards_context & (p.cp > 1) & (p.zero != 3)
 

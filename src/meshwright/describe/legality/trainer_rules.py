@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from meshwright.describe.legality.case import Case, Flag, Problem, Rule, values
+from meshwright.describe.legality.case import Case, Flag, LegalityRule, Problem, values
 from meshwright.describe.legality.plan_rules import GATHERED
 from meshwright.describe.legality.run_rules import FP8_GATHERS
 from meshwright.describe.model import Model
@@ -17,7 +17,7 @@ FP16 = DTYPES.index("fp16")
 NOT_TRAINED = tuple(DTYPES.index(dtype) for dtype in DTYPES if dtype not in TRAINED_DTYPES)
 
 
-class ModelHasShape(Rule, code="MW-BUILD-001", needs=("model", "trainer")):
+class ModelHasShape(LegalityRule, code="MW-BUILD-001", needs=("model", "trainer")):
     def broken(self, p: Case) -> Flag:
         return p.model.kind == "counts" and not p.model.resnet.stages
 
@@ -57,7 +57,7 @@ def unsupported_parts(m: Model) -> list[str]:
     return [part for part, present in parts.items() if present]
 
 
-class TransformerHasParts(Rule, code="MW-BUILD-002", needs=("model", "trainer")):
+class TransformerHasParts(LegalityRule, code="MW-BUILD-002", needs=("model", "trainer")):
     def broken(self, p: Case) -> Flag:
         return bool(unsupported_parts(p.model))
 
@@ -74,7 +74,7 @@ class TransformerHasParts(Rule, code="MW-BUILD-002", needs=("model", "trainer"))
         )
 
 
-class ModelIsComputed(Rule, code="MW-BUILD-005", needs=("model", "trainer")):
+class ModelIsComputed(LegalityRule, code="MW-BUILD-005", needs=("model", "trainer")):
     def broken(self, p: Case) -> Flag:
         return bool(p.model.differences)
 
@@ -86,7 +86,7 @@ class ModelIsComputed(Rule, code="MW-BUILD-005", needs=("model", "trainer")):
         )
 
 
-class ConvolutionsAreWide(Rule, code="MW-BUILD-002", needs=("model", "workload", "trainer")):
+class ConvolutionsAreWide(LegalityRule, code="MW-BUILD-002", needs=("model", "workload", "trainer")):
     def broken(self, p: Case) -> Flag:
         return bool(p.model.resnet.stages) and p.workload.precision == "fp8"
 
@@ -98,7 +98,7 @@ class ConvolutionsAreWide(Rule, code="MW-BUILD-002", needs=("model", "workload",
         )
 
 
-class PositionsAreLearned(Rule, code="MW-BUILD-003", needs=("model", "workload", "trainer")):
+class PositionsAreLearned(LegalityRule, code="MW-BUILD-003", needs=("model", "workload", "trainer")):
     def broken(self, p: Case) -> Flag:
         m = p.model
         return m.kind == "transformer" and m.positions == "learned" and p.workload.seq > m.max_positions
@@ -112,7 +112,7 @@ class PositionsAreLearned(Rule, code="MW-BUILD-003", needs=("model", "workload",
         )
 
 
-class GatheredColumnsDivide(Rule, code="MW-PAR-001", needs=("model", "trainer")):
+class GatheredColumnsDivide(LegalityRule, code="MW-PAR-001", needs=("model", "trainer")):
     def broken(self, p: Case) -> Flag:
         return (p.model.kind == "transformer") & (p.tp_form == GATHERED) & (p.model.hidden % p.tp != 0)
 
@@ -124,7 +124,7 @@ class GatheredColumnsDivide(Rule, code="MW-PAR-001", needs=("model", "trainer"))
         )
 
 
-class SequenceGathersAreTrained(Rule, code="MW-PAR-001", needs=("trainer",)):
+class SequenceGathersAreTrained(LegalityRule, code="MW-PAR-001", needs=("trainer",)):
     def broken(self, p: Case) -> Flag:
         weights = (p.zero == 3) & (p.shard * p.cp > 1)
         return (p.gather_dtype == FP8_GATHERS) & (p.tp > 1) & p.sp & (weights == False)  # noqa: E712
@@ -137,7 +137,7 @@ class SequenceGathersAreTrained(Rule, code="MW-PAR-001", needs=("trainer",)):
         )
 
 
-class TokensDivideOverTensorRanks(Rule, code="MW-EP-001", needs=("model", "workload", "trainer")):
+class TokensDivideOverTensorRanks(LegalityRule, code="MW-EP-001", needs=("model", "workload", "trainer")):
     def broken(self, p: Case) -> Flag:
         if not p.model.experts:
             return False
@@ -152,7 +152,7 @@ class TokensDivideOverTensorRanks(Rule, code="MW-EP-001", needs=("model", "workl
         )
 
 
-class ParametersAreTrained(Rule, code="MW-TRAIN-001", needs=("dtypes",)):
+class ParametersAreTrained(LegalityRule, code="MW-TRAIN-001", needs=("dtypes",)):
     def broken(self, p: Case) -> Flag:
         out: Flag = False
         for code in NOT_TRAINED:
@@ -170,7 +170,7 @@ class ParametersAreTrained(Rule, code="MW-TRAIN-001", needs=("dtypes",)):
         )
 
 
-class ProductsAreTrained(Rule, code="MW-TRAIN-001", needs=("workload", "dtypes")):
+class ProductsAreTrained(LegalityRule, code="MW-TRAIN-001", needs=("workload", "dtypes")):
     def broken(self, p: Case) -> Flag:
         precision = p.workload.precision
         if precision == "fp8":
@@ -191,7 +191,7 @@ class ProductsAreTrained(Rule, code="MW-TRAIN-001", needs=("workload", "dtypes")
         )
 
 
-class AdamNeedsRange(Rule, code="MW-PLAN-019", needs=("workload", "dtypes")):
+class AdamNeedsRange(LegalityRule, code="MW-PLAN-019", needs=("workload", "dtypes")):
     def broken(self, p: Case) -> Flag:
         return (p.param_dtype == FP16) & (p.master == False) & OPTIMIZERS[p.workload.optimizer].divides  # noqa: E712
 

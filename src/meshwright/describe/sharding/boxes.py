@@ -23,7 +23,7 @@ from meshwright.describe.sharding.rules import (
     DATA_AXES,
     KV_COPIES,
     Degrees,
-    Rule,
+    ShardingRule,
     even_range,
     local_shape,
     padding,
@@ -153,7 +153,9 @@ def _box(p: Parameter, d: Degrees, layout: Layout, index: Mapping[str, int], tie
     return place(box, rule, layout, index, d.kv_copies)
 
 
-def place(box: Box, rule: Rule, layout: Layout, index: Mapping[str, int], kv_copies: int, whole: bool = False) -> Box:
+def place(
+    box: Box, rule: ShardingRule, layout: Layout, index: Mapping[str, int], kv_copies: int, whole: bool = False
+) -> Box:
     """The box with its ZeRO shard, unless ZeRO leaves it `whole`, and with the axes whose ranks hold copies."""
     zero = None if whole else _zero_shard(rule, box.shape, layout, index)
     copies = tuple(
@@ -163,7 +165,7 @@ def place(box: Box, rule: Rule, layout: Layout, index: Mapping[str, int], kv_cop
     return replace(box, zero=zero, copies=copies, first_copy=first)
 
 
-def _start(rule: Rule, shape: tuple[int, ...], d: Degrees, index: Mapping[str, int]) -> tuple[int, ...]:
+def _start(rule: ShardingRule, shape: tuple[int, ...], d: Degrees, index: Mapping[str, int]) -> tuple[int, ...]:
     start = [0] * len(shape)
     for dim, axis in rule.cuts:
         copies = d.kv_copies if rule.partial == KV_COPIES else 1
@@ -171,7 +173,9 @@ def _start(rule: Rule, shape: tuple[int, ...], d: Degrees, index: Mapping[str, i
     return tuple(start)
 
 
-def _zero_shard(rule: Rule, shape: tuple[int, ...], layout: Layout, index: Mapping[str, int]) -> ZeroShard | None:
+def _zero_shard(
+    rule: ShardingRule, shape: tuple[int, ...], layout: Layout, index: Mapping[str, int]
+) -> ZeroShard | None:
     """Experts are sharded only where a shard group holds several copies of one."""
     axis = DATA_AXES[rule.group].shard
     parts = layout.size(axis)
@@ -180,7 +184,7 @@ def _zero_shard(rule: Rule, shape: tuple[int, ...], layout: Layout, index: Mappi
     return ZeroShard(axis, parts, *shard_range(shape, parts, index[axis]))
 
 
-def _copy_axes(rule: Rule, zero: ZeroShard | None, plan: Plan) -> list[str]:
+def _copy_axes(rule: ShardingRule, zero: ZeroShard | None, plan: Plan) -> list[str]:
     """The axes whose ranks hold the same elements; replicas that train alone between averages (local SGD) do not."""
     cut_over = {axis for _, axis in rule.cuts}
     if rule.group == "expert":

@@ -40,7 +40,7 @@ KV_COPIES = "kv_copies"
 
 
 @dataclass(frozen=True)
-class Rule:
+class ShardingRule:
     """The effect of one style: (dimension, axis) cuts, and the axis over which the gradient is a partial sum."""
 
     cuts: tuple[tuple[int, str], ...] = ()
@@ -52,20 +52,20 @@ class Rule:
 
 
 ROWS_OVER_TP = ((0, "tp"),)
-RULES: dict[str, Rule] = {
-    "column": Rule(ROWS_OVER_TP),
-    "per-head": Rule(ROWS_OVER_TP),
-    "keys": Rule(ROWS_OVER_TP, partial=KV_COPIES),
-    "row": Rule(((1, "tp"),), all_gather="column"),
-    "row-bias": Rule(partial="tp", partial_needs_sp=True, all_gather="column"),
-    "vocabulary": Rule(ROWS_OVER_TP, even=False),
-    "logits": Rule(ROWS_OVER_TP, even=False),
-    "between": Rule(partial="tp", partial_needs_sp=True),
-    "positions": Rule(partial="tp", partial_needs_sp=True),
-    "inside": Rule(partial="tp"),
-    "experts": Rule(((0, "ep"), (1, "expert_tp")), group="expert"),
-    "experts-row": Rule(((0, "ep"), (2, "expert_tp")), group="expert"),
-    "experts-row-bias": Rule(((0, "ep"),), partial="expert_tp", group="expert"),
+RULES: dict[str, ShardingRule] = {
+    "column": ShardingRule(ROWS_OVER_TP),
+    "per-head": ShardingRule(ROWS_OVER_TP),
+    "keys": ShardingRule(ROWS_OVER_TP, partial=KV_COPIES),
+    "row": ShardingRule(((1, "tp"),), all_gather="column"),
+    "row-bias": ShardingRule(partial="tp", partial_needs_sp=True, all_gather="column"),
+    "vocabulary": ShardingRule(ROWS_OVER_TP, even=False),
+    "logits": ShardingRule(ROWS_OVER_TP, even=False),
+    "between": ShardingRule(partial="tp", partial_needs_sp=True),
+    "positions": ShardingRule(partial="tp", partial_needs_sp=True),
+    "inside": ShardingRule(partial="tp"),
+    "experts": ShardingRule(((0, "ep"), (1, "expert_tp")), group="expert"),
+    "experts-row": ShardingRule(((0, "ep"), (2, "expert_tp")), group="expert"),
+    "experts-row-bias": ShardingRule(((0, "ep"),), partial="expert_tp", group="expert"),
 }
 
 
@@ -104,7 +104,7 @@ def local_shape(style: str, shape: Sequence[int], d: Degrees, index: Mapping[str
     return out
 
 
-def _cut(rule: Rule, shape: Sequence[int], d: Degrees, index: Mapping[str, int]) -> list[Number]:
+def _cut(rule: ShardingRule, shape: Sequence[int], d: Degrees, index: Mapping[str, int]) -> list[Number]:
     out: list[Number] = list(shape)
     for dim, axis in rule.cuts:
         parts, at = getattr(d, axis), index.get(axis, 0)
@@ -114,7 +114,7 @@ def _cut(rule: Rule, shape: Sequence[int], d: Degrees, index: Mapping[str, int])
     return out
 
 
-def rule_of(style: str, all_gather: bool) -> Rule:
+def rule_of(style: str, all_gather: bool) -> ShardingRule:
     """The rule of one plan, whose form of tensor parallelism is known."""
     rule = RULES[style]
     return RULES[rule.all_gather] if all_gather and rule.all_gather else rule

@@ -37,7 +37,7 @@ from meshwright.errors import MeshwrightError
 TRANSPOSED, INTERLEAVED, GROUPED = "transposed", "interleaved", "grouped"
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     theirs: str
     ours: str  # joined by " + "
     layout: str = ""  # words
@@ -46,17 +46,17 @@ class Row(NamedTuple):
 class Family(NamedTuple):
     """The tensors of one family. Those of `ends` are in no layer; `ignored`: tensors that are not read."""
 
-    ends: tuple[Row, ...]
-    layer: tuple[Row, ...]
+    ends: tuple[TensorRow, ...]
+    layer: tuple[TensorRow, ...]
     prefix: str = "model."  # of all names but the head's; the base class of a family is saved without it
     layers: str = "layers"
     ignored: str = r"rotary_emb\.inv_freq$"
     head: str = "lm_head"  # the only name without the prefix of the base class
 
 
-def rows(text: str) -> tuple[Row, ...]:
+def rows(text: str) -> tuple[TensorRow, ...]:
     """A table of three columns, with two spaces or more between them."""
-    return tuple(Row(*re.split(r"\s{2,}", line.strip())) for line in text.strip().splitlines())
+    return tuple(TensorRow(*re.split(r"\s{2,}", line.strip())) for line in text.strip().splitlines())
 
 
 ENDS = rows("""
@@ -356,7 +356,7 @@ def prefix_of(table: Family, exists: Callable[[str], bool] | None) -> str:
     return "" if exists is not None and exists(first) and not exists(table.prefix + first) else table.prefix
 
 
-def _rows_of(table: Family, p: Parameter) -> list[Row]:
+def _rows_of(table: Family, p: Parameter) -> list[TensorRow]:
     """The rows that name a parameter: by its name, or by its module if it is a weight or a bias."""
     names = {_local(p.name)} | ({_local(p.module)} if p.name.endswith((".weight", ".bias")) else set())
     return [row for row in (table.ends if p.layer < 0 else table.layer) if names & set(row.ours.split(" + "))]
@@ -367,7 +367,9 @@ def _local(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
-def _place(model: Model, p: Parameter, row: Row, table: Family, prefix: str, every: dict[str, Parameter]) -> Place:
+def _place(
+    model: Model, p: Parameter, row: TensorRow, table: Family, prefix: str, every: dict[str, Parameter]
+) -> Place:
     joined, layout = row.ours.split(" + "), row.layout.split()
     by_module = _local(p.name) not in joined
     field = p.name.rpartition(".")[2]

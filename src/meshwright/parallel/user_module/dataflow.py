@@ -10,7 +10,7 @@ is one of these:
     all else                                            cannot be sent: tensors left in attributes, random numbers drawn between layers that two
                                                         stages need, values that Python code reads
 
-`Trace` writes down every operator of one forward: the storages it read and wrote, and where in the module it ran. `Reader` then walks the
+`ForwardTrace` writes down every operator of one forward: the storages it read and wrote, and where in the module it ran. `Reader` then walks the
 operators backwards for one stage. What its layers read is needed; if code between layers made it, what that code read is needed instead; if
 another stage's layer returned it, it is a `Port`: the place where the stand-in of that layer hands the tensor over. `routes` adds what later
 stages need, since a stage sends to the next one only.
@@ -85,7 +85,7 @@ class Port:
     leaf: int
 
 
-class Trace(TorchDispatchMode):
+class ForwardTrace(TorchDispatchMode):
     """Records the operators of one forward of a module, and what its units return."""
 
     supports_higher_order_operators = True
@@ -206,7 +206,7 @@ class Trace(TorchDispatchMode):
 class UndispatchedReads(TorchFunctionMode):
     """Tells a trace of the values that Python code takes out of a tensor without an operator."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ForwardTrace) -> None:
         super().__init__()
         self.trace = trace
 
@@ -254,7 +254,7 @@ class Need:
 class Reader:
     """Walks a trace backwards to find what one stage reads."""
 
-    trace: Trace
+    trace: ForwardTrace
     stages: Stages
     stage: int
     needs: dict[int, Need] = field(default_factory=dict)
@@ -366,7 +366,7 @@ class Routes:
     unread: set[Port]
 
 
-def routes(trace: Trace, stages: Stages) -> Routes:
+def routes(trace: ForwardTrace, stages: Stages) -> Routes:
     """What each stage receives: all that it or a later one reads, and that an earlier one made."""
     readers = [Reader(trace, stages, stage) for stage in range(len(stages.spans))]
     needed = [reader.run() for reader in readers]

@@ -36,7 +36,7 @@ from meshwright.parallel.user_module.batches import (
     undisturbed,
     without_zeros,
 )
-from meshwright.parallel.user_module.dataflow import SHAPE_ONLY, Port, Routes, Trace, check_order, on_meta
+from meshwright.parallel.user_module.dataflow import SHAPE_ONLY, ForwardTrace, Port, Routes, check_order, on_meta
 
 
 def find_layers(module: nn.Module, path: str | None, needed: bool) -> tuple[str, list[nn.Module]]:
@@ -69,7 +69,7 @@ class Recorded:
     path: str
     names: list[str]  # of the layers, in the module
     inputs: Any  # on the meta device
-    trace: Trace
+    trace: ForwardTrace
     output: Any = None  # of the module
     random: list[RandomState] = field(default_factory=list)  # before the first layer, and after each layer
     before: set[str] = field(default_factory=set)  # modules with parameters that run before the layers only
@@ -102,7 +102,7 @@ def record(module: nn.Module, path: str, layers: list[nn.Module], example: Any) 
     children = [name for name, _ in module.get_submodule(path).named_children()]
     names = [f"{path}.{name}".lstrip(".") for name in children]
     outside = modules_outside(module, path)
-    trace = Trace(module, names, outside)
+    trace = ForwardTrace(module, names, outside)
     seen = Recorded(path, names, on_meta(example), trace)
     called: dict[str, set[str]] = {}
 

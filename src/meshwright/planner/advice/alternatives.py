@@ -5,7 +5,7 @@ changes, another changes with it, so that the product stays the number of device
 
     tp · cp · pp · dp = devices       tp ÷ f  ⇒  pp · f  or  dp · f
 
-If the batch no longer divides, the micro-batch shrinks to the largest legal size. `Trial` estimates each neighbour once. The rules of `lint` and
+If the batch no longer divides, the micro-batch shrinks to the largest legal size. `PlanTrials` estimates each neighbour once. The rules of `lint` and
 the guides of `textbook` use it to give costs in seconds.
 """
 
@@ -34,7 +34,7 @@ from meshwright.predict.estimate import Estimate, estimate
 
 
 @dataclass
-class Trial(Configured):
+class PlanTrials(Configured):
     """Estimates of other plans for one configuration; each plan is estimated once."""
 
     config: Config
@@ -60,7 +60,7 @@ class Trial(Configured):
 
     def with_changes(self, plan: Plan, **changes: Described) -> Estimate | None:
         """The plan on another cluster, workload, model or stack."""
-        return Trial(self.config.but(**changes)).of(plan)
+        return PlanTrials(self.config.but(**changes)).of(plan)
 
     def fastest(self, plans: Iterable[Plan | None], spare: float = 1.0) -> Estimate | None:
         """Return the fastest legal plan that the stack's framework runs within the share `spare` of memory; the first of equals."""

@@ -17,7 +17,7 @@ from meshwright.describe.result import GIB, GROUPED_PARTS, MEMORY_BAND, Predicti
 from meshwright.planner.advice.guides.textbook import differences
 from meshwright.planner.advice.sensitivity import Scaling, Sensitivity
 from meshwright.planner.search import strategies
-from meshwright.planner.search.branch_and_bound import Found
+from meshwright.planner.search.branch_and_bound import SearchOutcome
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
 from meshwright.predict.estimate import Estimate, estimate
@@ -25,7 +25,7 @@ from meshwright.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCost:
     """A full training run: days with their band, GPU-hours, dollars (0: the cluster has no price)."""
 
     tokens: float
@@ -57,7 +57,7 @@ class Explanation:
     batch: str
     bound: str
     reasons: dict[str, str]  # plan field → why it has its value
-    training: Training | None
+    training: TrainingCost | None
     scaling: Scaling
     sensitivities: list[Sensitivity]
     why_not: list[WhyNot]
@@ -118,7 +118,9 @@ def itemised(parts: list[tuple[str, float]], step: float, most: int = 3) -> str:
     return ", ".join(f"{'+' if seconds >= 0 else '−'}{format_seconds(abs(seconds))} {name}" for name, seconds in shown)
 
 
-def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict[str, Candidate]) -> list[WhyNot]:
+def why_not(
+    space: Space, found: SearchOutcome, best: Candidate, e: Estimate, lost: dict[str, Candidate]
+) -> list[WhyNot]:
     """List the strategies that lost, the closest first."""
     out = []
     for name, candidate in lost.items():
@@ -175,7 +177,7 @@ def bound(p: Prediction) -> str:
     return f"{p.bound_by} ({shares})"
 
 
-def training(e: Estimate) -> Training | None:
+def training(e: Estimate) -> TrainingCost | None:
     """Days, GPU-hours and dollars for the token budget; the days have the step's band."""
     tokens, rate = e.workload.tokens, e.prediction.tokens_per_s or 0.0
     if not tokens or e.model.kind != "transformer":
@@ -184,7 +186,7 @@ def training(e: Estimate) -> Training | None:
     p = e.prediction
     low, high = p.step_time_low_s / p.step_time_s, p.step_time_high_s / p.step_time_s
     hours = 24 * days * e.plan.world
-    return Training(tokens, days, days * low, days * high, hours, e.cluster.price, hours * e.cluster.price)
+    return TrainingCost(tokens, days, days * low, days * high, hours, e.cluster.price, hours * e.cluster.price)
 
 
 def memory_words(p: Prediction) -> str:

@@ -20,7 +20,7 @@ from meshwright.describe.legality import lacking_precision
 from meshwright.describe.plan import divisors
 from meshwright.errors import MeshwrightError, nearest_number
 from meshwright.planner.search import strategies
-from meshwright.planner.search.branch_and_bound import Found, Search
+from meshwright.planner.search.branch_and_bound import Search, SearchOutcome
 from meshwright.planner.search.choices import NUMBERS, Constraint, choices
 from meshwright.planner.search.space import Space
 from meshwright.units import format_bytes, format_count
@@ -135,7 +135,7 @@ def _nearest_worlds(space: Space) -> list[int]:
 # No plan fits
 
 
-def none_fits(space: Space, found: Found, headroom: float) -> MeshwrightError:
+def none_fits(space: Space, found: SearchOutcome, headroom: float) -> MeshwrightError:
     """Build the error if no plan fits: the excess, and the smallest change that fits. Exit code 3."""
     code, leanest = min(found.misfits.items(), key=lambda item: float(item[1].memory[0]))
     memory, device = float(leanest.memory[0]), space.cluster.accelerator

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from meshwright.describe.base import MOST, MOST_DEVICES
 from meshwright.describe.plan import Plan
-from meshwright.planner.advice.alternatives import Trial, step
+from meshwright.planner.advice.alternatives import PlanTrials, step
 from meshwright.planner.advice.infeasible import other
 from meshwright.planner.search.common_plans import best_common_plan
 from meshwright.planner.search.space import Space
@@ -118,7 +118,7 @@ def _vocabulary(winner: Estimate) -> Iterator[NearMiss]:
         return
     multiple = MULTIPLE * tp
     padded = model.but(vocab_multiple=multiple)
-    trial = Trial(winner.config)
+    trial = PlanTrials(winner.config)
     e, now = trial.with_changes(winner.plan, model=padded), trial.of(winner.plan)
     cost = step(now) / step(e) - 1 if e and now else 0.0
     over = f" over tp {tp}" if tp > 1 else ""

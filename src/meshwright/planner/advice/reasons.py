@@ -14,7 +14,7 @@ from __future__ import annotations
 from meshwright.describe import legality
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import FP8
-from meshwright.planner.advice.alternatives import USABLE_MEMORY, Trial, changed, fits, moved, settings, step
+from meshwright.planner.advice.alternatives import USABLE_MEMORY, PlanTrials, changed, fits, moved, settings, step
 from meshwright.predict.estimate import Estimate
 from meshwright.units import format_decimal_bytes, format_seconds
 
@@ -31,7 +31,7 @@ SHARDED = {
 
 def reasons(e: Estimate) -> dict[str, str]:
     """Give the reason for the value of each field that the plan sets."""
-    trial = Trial(e.config)
+    trial = PlanTrials(e.config)
     plan = e.plan
     out = {}
     if plan.tp > 1:
@@ -66,7 +66,7 @@ def reasons(e: Estimate) -> dict[str, str]:
     return out
 
 
-def sequence_parallel(e: Estimate, trial: Trial) -> str:
+def sequence_parallel(e: Estimate, trial: PlanTrials) -> str:
     """Explain why sequence parallelism is on or off under tensor parallelism."""
     if e.plan.sp:
         return "norms and their activations split as well: the same bytes forward, less memory"
@@ -80,7 +80,7 @@ def sequence_parallel(e: Estimate, trial: Trial) -> str:
     )
 
 
-def compression(e: Estimate, trial: Trial) -> str:
+def compression(e: Estimate, trial: PlanTrials) -> str:
     """Say what compressed gradients save or would save; "" if data-parallel communication is hidden or the stack cannot compress.
 
     Compression is lossy, so it is offered and never chosen unasked. Both plans are estimated by the closed form.
@@ -117,7 +117,7 @@ def offload(e: Estimate) -> str:
     return f"{what} in host memory: without it plans do not fit or are much slower; {update} (host rates assumed, not measured)"
 
 
-def fp8_gathers(e: Estimate, trial: Trial) -> str:
+def fp8_gathers(e: Estimate, trial: PlanTrials) -> str:
     """Say what all-gathers in fp8 would save; "" if the workload is not in fp8 or the stack cannot gather in fp8.
 
     Without sequence parallelism nothing is gathered under tensor parallelism, so it is tried with it as well. Both plans are estimated by
@@ -139,7 +139,7 @@ def fp8_gathers(e: Estimate, trial: Trial) -> str:
     return f"{less}: gathers halve, reductions and pipeline sends do not"
 
 
-def context_parallel(e: Estimate, trial: Trial) -> str:
+def context_parallel(e: Estimate, trial: PlanTrials) -> str:
     """Say what context parallelism splits and, for a short sequence, what other axes would cost instead."""
     plan = e.plan
     words = f"each sequence of {e.workload.seq:,} over {plan.cp} GPUs, within the {_level(e, 'cp')}; {exposed(e, 'cp')}"

@@ -45,7 +45,7 @@ UNITS = {
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedFigure:
     """One published figure."""
 
     what: str
@@ -67,11 +67,11 @@ class CaseStudy:
     sources: tuple[str, ...]
     corrections: tuple[str, ...]  # corrections to the account in the introductory texts
     difference: str  # why our estimate differs from the published figures
-    published: tuple[Published, ...]
+    published: tuple[PublishedFigure, ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """A published figure and our estimate of it."""
 
     what: str
@@ -98,7 +98,7 @@ class Evaluated:
 
     case: CaseStudy
     estimate: Estimate
-    rows: tuple[Row, ...]
+    rows: tuple[FigureRow, ...]
     choice: Estimate | None
 
     @property
@@ -144,7 +144,7 @@ def load(name: str) -> CaseStudy:
         raise unknown("MW-CASE-001", "case", name, known, "--case {}")
     raw = dict(known[name])
     parts = {part: raw.pop(part) for part in ("model", "cluster", "stack", "workload", "plan")}
-    published = tuple(Published(**row) for row in raw.pop("published"))
+    published = tuple(PublishedFigure(**row) for row in raw.pop("published"))
     words: dict[str, Any] = {key: tuple(raw.pop(key)) for key in ("settings", "assumed", "sources", "corrections")}
     return CaseStudy(name, config=Config.from_parts(**parts).check(), published=published, **words, **raw)
 
@@ -170,7 +170,7 @@ def gpu_hours(e: Estimate) -> float:
     return days(e) * 24 * e.plan.world
 
 
-def rows(case: CaseStudy, e: Estimate) -> Iterator[Row]:
+def rows(case: CaseStudy, e: Estimate) -> Iterator[FigureRow]:
     """Each published figure with ours; the band is that of the prediction."""
     p = e.prediction
     ours = {
@@ -192,7 +192,7 @@ def rows(case: CaseStudy, e: Estimate) -> Iterator[Row]:
             low, high = 0.9 * value, 1.1 * value
         else:
             low, high = value / slow, value / fast
-        yield Row(figure.what, UNITS[figure.what], figure.value, value, low, high, figure.source)
+        yield FigureRow(figure.what, UNITS[figure.what], figure.value, value, low, high, figure.source)
 
 
 # The planner's choice

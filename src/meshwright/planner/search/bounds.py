@@ -32,7 +32,7 @@ from functools import partial, reduce
 import numpy as np
 
 from meshwright.cost.closing import host_update_time
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.phase import phase_times, rank_time
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.plan_fields import PlanArrays
@@ -80,7 +80,7 @@ def kernel(space: Space, rows: PlanArrays) -> PlanArrays:
     they save (`lighter`); bytes that recomputing one layer needs (`recompute_bytes`)."""
     program = lower_blocks(space.batch(rows))
     b = program.batch
-    times = phase_times(program, space.cluster, Network(space.cluster, b))
+    times = phase_times(program, space.cluster, CollectiveTimes(space.cluster, b))
     mean, counts = rank_time(program, times, program.mean, np.zeros(b.n)), program.mean.counts
     slack = 1 + b.stack.allocator_slack
     dense, expert = (

@@ -148,7 +148,7 @@ class Incumbents:
 
 
 @dataclass
-class Found:
+class SearchOutcome:
     """The result of a search. `rows` are plans near the best, the best of a strategy or on the front, the fastest first."""
 
     rows: PlanArrays
@@ -171,7 +171,7 @@ class Search:
         self.spent = np.zeros(max(strategies.NAMES) + 1, np.int64)  # plans costed by strategy
         self.layers: list[Callable[[PlanArrays], PlanArrays]] = [self.shaped, self.placed, self.sharded, self.scheduled]
 
-    def run(self) -> Found:
+    def run(self) -> SearchOutcome:
         frames = bounds.of_frames(self.space, self.space.frames)
         self.costed += len(frames)
         axes = strategies.axes(frames)
@@ -183,9 +183,9 @@ class Search:
             self.descend(0, fitting)
         misfits = {code: rows for code, rows in misfits.items() if code} | self.data_misfits(frames.take(axes == 0))
         rows = self.best.found() if self.best.kept else PlanArrays(time=np.zeros(0))
-        return Found(rows, self.best, misfits, self.given_up, len(self.space), self.costed, frames)
+        return SearchOutcome(rows, self.best, misfits, self.given_up, len(self.space), self.costed, frames)
 
-    def run_below(self, frames: PlanArrays, enough: float, effort: int) -> Found:
+    def run_below(self, frames: PlanArrays, enough: float, effort: int) -> SearchOutcome:
         """Search bounded frames for plans of any strategy below `enough` seconds; cost about `effort` plans at most."""
         self.best.front[:], self.best.strategy[:] = enough, -np.inf
         self.spent[:], self.spent_on_front, self.effort = EFFORT + 1, FRONT_EFFORT + 1, effort
@@ -193,7 +193,7 @@ class Search:
         if len(frames):
             self.descend(0, frames)
         rows = self.best.found() if self.best.kept else PlanArrays(time=np.zeros(0))
-        return Found(rows, self.best, {}, set(), 0, self.costed)
+        return SearchOutcome(rows, self.best, {}, set(), 0, self.costed)
 
     @property
     def given_up(self) -> set[int]:
@@ -391,6 +391,8 @@ class Search:
         return rows.take(naive) if "naive" in space.choices.words["schedule"] else rows
 
 
-def search(space: Space, headroom: float = 0.0, progress: Progress | None = None, margin: float = MARGIN) -> Found:
+def search(
+    space: Space, headroom: float = 0.0, progress: Progress | None = None, margin: float = MARGIN
+) -> SearchOutcome:
     """Search a space for plans that leave `headroom` (a share) of the memory free; all plans within `margin` of the best are costed."""
     return Search(space, space.cluster.accelerator.memory * (1 - headroom), progress, margin).run()

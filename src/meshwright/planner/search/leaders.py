@@ -23,7 +23,7 @@ import numpy as np
 
 from meshwright.describe.plan_fields import ORDERS, PlanArrays
 from meshwright.planner.search import strategies
-from meshwright.planner.search.branch_and_bound import RUNG, STEPS, Found
+from meshwright.planner.search.branch_and_bound import RUNG, STEPS, SearchOutcome
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.refine import refined
 from meshwright.planner.search.space import Space
@@ -52,13 +52,13 @@ class Ranking:
     front: list[Candidate]  # Pareto front: each has more free memory than every faster plan
 
 
-def rank(space: Space, found: Found) -> Ranking | None:
+def rank(space: Space, found: SearchOutcome) -> Ranking | None:
     """Rank the plans that a search found; None if no plan is left."""
     fitting = candidates(space, found)
     return ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
 
-def candidates(space: Space, found: Found) -> list[Candidate]:
+def candidates(space: Space, found: SearchOutcome) -> list[Candidate]:
     """Walk the leaders in waves and refine them. Plans that exceed the memory limit once all ranks are checked are dropped."""
     rows = described(space, found.rows)
     first = rows.estimate
@@ -88,7 +88,7 @@ def described(space: Space, rows: PlanArrays) -> PlanArrays:
     )
 
 
-def too_large(space: Space, found: Found, limit: float, enough: float) -> list[Candidate]:
+def too_large(space: Space, found: SearchOutcome, limit: float, enough: float) -> list[Candidate]:
     """Return the fastest of each look among plans with one stage per rank that do not fit, but may with balanced stages, in `enough` seconds."""
     rows = found.rows
     rows = rows.take((rows.pp > 1) & (rows.virtual == 1) & (rows.memory > limit) & (rows.balanced <= enough))
@@ -99,7 +99,7 @@ def too_large(space: Space, found: Found, limit: float, enough: float) -> list[C
     return walked(space, rows.take(np.sort(first)[:MOST_TOO_LARGE]), found)
 
 
-def leading_rows(rows: PlanArrays, found: Found, memory: float) -> list[int]:
+def leading_rows(rows: PlanArrays, found: SearchOutcome, memory: float) -> list[int]:
     """Rows that lead by the current estimates."""
     order = np.argsort(rows.estimate, kind="stable")
     sorted_rows = rows.take(order)
@@ -169,7 +169,7 @@ def strategy_bests(rows: PlanArrays) -> list[int]:
     return first.tolist()
 
 
-def rungs(rows: PlanArrays, found: Found) -> list[int]:
+def rungs(rows: PlanArrays, found: SearchOutcome) -> list[int]:
     """The fastest row within each memory limit."""
     within = [np.flatnonzero(rows.memory <= limit) for limit in found.incumbents.limits]
     return [int(mine[0]) for mine in within if len(mine)]
@@ -184,7 +184,7 @@ def pareto(order: list[Candidate], memory: float) -> list[Candidate]:
     return out[: 2 * STEPS]
 
 
-def walked(space: Space, rows: PlanArrays, found: Found) -> list[Candidate]:
+def walked(space: Space, rows: PlanArrays, found: SearchOutcome) -> list[Candidate]:
     """Rows as candidates, their pipelines walked."""
     closed, times, peaks = walk(space, rows)
     out = []

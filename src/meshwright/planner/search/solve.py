@@ -26,7 +26,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.planner.search import bounds
-from meshwright.planner.search.branch_and_bound import EFFORT, RUNG, Found, Progress, Search, search
+from meshwright.planner.search.branch_and_bound import EFFORT, RUNG, Progress, Search, SearchOutcome, search
 from meshwright.planner.search.leaders import TIE, Ranking, candidates, ranked, too_large
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.stage_lengths import PART, lightened
@@ -41,7 +41,9 @@ FIFTH_LESS = round(0.2 / RUNG)  # the place of 20% less memory on the front
 MOST_SHAPES = 1_000_000  # shapes are numbered in each space separately
 
 
-def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None) -> tuple[Found, Ranking | None]:
+def solve(
+    space: Space, headroom: float = 0.0, progress: Progress | None = None
+) -> tuple[SearchOutcome, Ranking | None]:
     """Search and rank. The ranking is None where no plan fits."""
     found = search(space, headroom, progress)
     fitting = candidates(space, found) if len(found.rows) else []
@@ -52,7 +54,9 @@ def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None)
     return found, ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
 
-def unequal_stages(space: Space, found: Found, fitting: list[Candidate]) -> tuple[Found, list[Candidate]]:
+def unequal_stages(
+    space: Space, found: SearchOutcome, fitting: list[Candidate]
+) -> tuple[SearchOutcome, list[Candidate]]:
     """Return candidates that fit only with unequal stages and are clearly faster than every plan found; and `found` with the plans
     costed for them."""
     limit = found.incumbents.limit
@@ -70,7 +74,7 @@ def unequal_stages(space: Space, found: Found, fitting: list[Candidate]) -> tupl
     return found, [replace(c, shape=c.shape - MOST_SHAPES, proved=False) for c in lightened(space, large, limit)]
 
 
-def other_bases(space: Space, found: Found, fitting: list[Candidate]) -> tuple[Found, list[Candidate]]:
+def other_bases(space: Space, found: SearchOutcome, fitting: list[Candidate]) -> tuple[SearchOutcome, list[Candidate]]:
     """Return candidates with offload or compression that are clearly faster than all without; and `found` with the plans costed for them."""
     best = min((c.time for c in fitting), default=np.inf)
     tried = [({"offload": kind}, OFFLOAD_WORTH) for kind in offloads(space) if memory_slows(found, fitting)]
@@ -89,7 +93,7 @@ def other_bases(space: Space, found: Found, fitting: list[Candidate]) -> tuple[F
     return found, out
 
 
-def memory_slows(found: Found, fitting: list[Candidate]) -> bool:
+def memory_slows(found: SearchOutcome, fitting: list[Candidate]) -> bool:
     """Whether more memory may help: nothing fits, the best plan recomputes whole layers, or less memory makes plans slower."""
     if not fitting or min(fitting, key=lambda c: c.time).plan.recompute == "full":
         return True
@@ -109,7 +113,7 @@ def compressions(space: Space) -> list[str]:
     return [name for name in space.choices.words["compression"] if name != space.base.compression]
 
 
-def search_base(space: Space, first: Found, enough: float) -> Found:
+def search_base(space: Space, first: SearchOutcome, enough: float) -> SearchOutcome:
     """Search a space with another base plan for plans that take at most `enough` seconds."""
     limit = first.incumbents.limit
     if not np.isfinite(enough):

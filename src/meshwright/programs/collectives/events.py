@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.programs.collectives.network import Array, Messages, Routes, max_min_rates
+from meshwright.programs.collectives.network import Array, LinkRoutes, Messages, max_min_rates
 
 ENTERS, FLOWS, ARRIVES = 0, 1, 2  # a rank enters a step · the latency of a message is over · a message has arrived
 SAME_TIME = 1e-12  # relative difference below which two times are equal
 
 
-def play(sent: Messages, via: Routes, private: Array, ranks: int) -> tuple[Array, Array, Array]:
+def play(sent: Messages, via: LinkRoutes, private: Array, ranks: int) -> tuple[Array, Array, Array]:
     """Return the time at which each message started, arrived, and was added."""
     if len(sent.step) == 0:
         return np.zeros(0), np.zeros(0), np.zeros(0)
@@ -25,7 +25,7 @@ def play(sent: Messages, via: Routes, private: Array, ranks: int) -> tuple[Array
 
 
 class Events:
-    def __init__(self, sent: Messages, via: Routes, private: Array, ranks: int) -> None:
+    def __init__(self, sent: Messages, via: LinkRoutes, private: Array, ranks: int) -> None:
         self.sent, self.via = sent, via
         self.private = private[via.pair] | (sent.bytes == 0)
         self.alpha = via.alpha[via.pair]

@@ -51,7 +51,7 @@ def messages(program: Program, element_bytes: float, gamma: float) -> Messages:
     return Messages(step, source, target, size, work, np.searchsorted(step, np.arange(program.steps + 1)))
 
 
-class Routes(NamedTuple):
+class LinkRoutes(NamedTuple):
     """Latency and ports of each pair of ranks that communicate; `pair` is the index of each message's pair."""
 
     pair: Array
@@ -83,7 +83,7 @@ def path_of(cluster: Cluster, program: Program, devices: Sequence[int], source: 
     return Path(full_path.alpha / 2, tuple(port for port in full_path.ports if port[0] in kinds))
 
 
-def routes(sent: Messages, cluster: Cluster, devices: Sequence[int], program: Program) -> Routes:
+def routes(sent: Messages, cluster: Cluster, devices: Sequence[int], program: Program) -> LinkRoutes:
     """Return the paths of all pairs of ranks and switches that exchange messages."""
     ranks = program.endpoints
     key = sent.source * np.int32(ranks) + sent.target
@@ -103,10 +103,10 @@ def routes(sent: Messages, cluster: Cluster, devices: Sequence[int], program: Pr
         ports[k, : len(path.ports)] = [index[port] for port in path.ports]
     capacity = np.array([cluster.capacity(port) for port in index] + [np.inf])
     alpha = np.array([path.alpha for path in paths])
-    return Routes(number[key], source, target, alpha, ports, capacity, list(index))
+    return LinkRoutes(number[key], source, target, alpha, ports, capacity, list(index))
 
 
-def private_pairs(sent: Messages, via: Routes) -> Array:
+def private_pairs(sent: Messages, via: LinkRoutes) -> Array:
     """For each pair, whether all ports on its path are private."""
     count = len(via.capacity)
     pairs_through = np.bincount(via.ports.ravel(), minlength=count)
@@ -154,7 +154,7 @@ def max_min_rates(ports: Array, capacity: Array) -> Array:
     return rates
 
 
-def bytes_by_port(sent: Messages, via: Routes) -> dict[tuple[Any, ...], float]:
+def bytes_by_port(sent: Messages, via: LinkRoutes) -> dict[tuple[Any, ...], float]:
     """Return the bytes that pass each port."""
     by_pair = np.bincount(via.pair, weights=sent.bytes, minlength=len(via.alpha))
     total = np.zeros(len(via.capacity))
@@ -162,4 +162,4 @@ def bytes_by_port(sent: Messages, via: Routes) -> dict[tuple[Any, ...], float]:
     return dict(zip(via.names, total[:-1].tolist(), strict=True))
 
 
-__all__ = ["Messages", "Routes", "bytes_by_port", "max_min_rates", "messages", "private_pairs", "routes"]
+__all__ = ["LinkRoutes", "Messages", "bytes_by_port", "max_min_rates", "messages", "private_pairs", "routes"]

@@ -28,7 +28,7 @@ import numpy as np
 from meshwright.describe.cluster import Cluster
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.events import play
-from meshwright.programs.collectives.network import Messages, Routes, bytes_by_port, messages, private_pairs, routes
+from meshwright.programs.collectives.network import LinkRoutes, Messages, bytes_by_port, messages, private_pairs, routes
 from meshwright.programs.collectives.program import Array, Program
 from meshwright.programs.collectives.registry import place
 
@@ -79,7 +79,7 @@ def walk(
     return Walk(makespan, sent, start, end, step_start, step_end, bytes_sent[: program.ranks], bytes_by_port(sent, via))
 
 
-def rounds(sent: Messages, via: Routes, ranks: int) -> tuple[Array, Array, Array]:
+def rounds(sent: Messages, via: LinkRoutes, ranks: int) -> tuple[Array, Array, Array]:
     """Compute the times step by step: a message starts when both ranks are ready, and they are ready again at its end."""
     start, end = np.empty(len(sent.step)), np.empty(len(sent.step))
     ready = np.zeros(ranks)

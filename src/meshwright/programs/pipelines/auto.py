@@ -27,7 +27,7 @@ import numpy as np
 
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError, unknown
-from meshwright.programs.pipelines.greedy import Policy, Setting, list_schedule
+from meshwright.programs.pipelines.greedy import Policy, ScheduleProblem, list_schedule
 from meshwright.programs.pipelines.improve import Key, improve
 from meshwright.programs.pipelines.program import PipelineProgram, looped, v_shaped
 from meshwright.programs.pipelines.rules import refusal, require
@@ -38,7 +38,7 @@ OBJECTIVES = ("makespan", "span")
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class BestSchedule:
     """The best schedule, how it was found, the lower bound, and the results of the handmade schedules."""
 
     walked: Walked
@@ -70,7 +70,7 @@ def search(
     released_at_input: Times = 0.0,
     objective: str = "makespan",
     effort: int = EFFORT,
-) -> Found:
+) -> BestSchedule:
     """Search a schedule for P ranks, M micro-batches, V stages per rank.
 
     `limit` is the memory limit of a rank, in the unit of `activation` (default: micro-batches through all stages of a
@@ -80,7 +80,7 @@ def search(
     if objective not in OBJECTIVES:
         raise unknown("MW-PIPE-031", "objective", objective, OBJECTIVES)
     stages = ranks * virtual
-    setting = Setting(
+    setting = ScheduleProblem(
         microbatches,
         looped(ranks, virtual),
         durations or Durations.of(stages),
@@ -102,7 +102,9 @@ def search(
 class _Search:
     """The state of the search: the schedules found so far and the remaining effort."""
 
-    def __init__(self, setting: Setting, virtual: int, options: dict[str, Any], objective: str, effort: int) -> None:
+    def __init__(
+        self, setting: ScheduleProblem, virtual: int, options: dict[str, Any], objective: str, effort: int
+    ) -> None:
         self.setting, self.virtual, self.options, self.objective = setting, virtual, options, objective
         self.left = effort
         ranks = setting.ranks
@@ -110,7 +112,7 @@ class _Search:
         self.bound = min(lower_bound(setting, rank_of, objective) for rank_of in self.placements)
         self.pool: list[tuple[Key, int, str, Walked]] = []
 
-    def run(self) -> Found:
+    def run(self) -> BestSchedule:
         ranks, microbatches, virtual = self.setting.ranks, self.setting.microbatches, self.virtual
         handmade: dict[str, float | None] = {}
         for name, schedule in SCHEDULES.items():
@@ -123,7 +125,7 @@ class _Search:
         self.polish()
         _, _, origin, walked = min(self.pool, key=lambda entry: entry[:2])
         program = walked.program.replace(np.arange(len(walked.program)), schedule="auto")
-        return Found(walk(program, walked.durations, **self.options), origin, self.bound, handmade)
+        return BestSchedule(walk(program, walked.durations, **self.options), origin, self.bound, handmade)
 
     def rate(self, program: PipelineProgram) -> tuple[Key, Walked] | None:
         """Return the sort key (objective, peak memory, sum of spans) and the walk; None if the memory limit is exceeded."""
@@ -186,7 +188,7 @@ class _Search:
         )
 
 
-def lower_bound(setting: Setting, rank_of: np.ndarray, objective: str = "makespan") -> float:
+def lower_bound(setting: ScheduleProblem, rank_of: np.ndarray, objective: str = "makespan") -> float:
     """Return a lower bound, in seconds, of the objective of any schedule on this placement."""
     d = setting.durations
     hop = np.where(rank_of[1:] != rank_of[:-1], setting.p2p, 0.0)
@@ -200,7 +202,7 @@ def lower_bound(setting: Setting, rank_of: np.ndarray, objective: str = "makespa
     return float(max((first + work).max(), round_trip))
 
 
-def _policies(setting: Setting, virtual: int, rank_of: np.ndarray) -> Iterator[Policy]:
+def _policies(setting: ScheduleProblem, virtual: int, rank_of: np.ndarray) -> Iterator[Policy]:
     """Yield the policies, the most promising first. `ahead` is `reach` times the activations of the handmade schedules."""
     ranks = setting.ranks
     on_v = virtual > 1 and ranks > 1 and rank_of[ranks] == ranks - 1

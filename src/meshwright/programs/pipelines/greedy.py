@@ -30,7 +30,7 @@ NEVER = float("inf")
 
 
 @dataclass(frozen=True)
-class Setting:
+class ScheduleProblem:
     """The problem: micro-batches, placement, times and memory."""
 
     microbatches: int
@@ -60,7 +60,7 @@ class Policy:
 class _ListScheduler:
     """The state: completed actions, arrival times, and memory of each rank."""
 
-    def __init__(self, setting: Setting, policy: Policy) -> None:
+    def __init__(self, setting: ScheduleProblem, policy: Policy) -> None:
         s, self.policy = setting, policy
         self.m, stages = s.microbatches, len(s.rank_of)
         self.rank_of = s.rank_of.tolist()
@@ -177,7 +177,7 @@ class _ListScheduler:
         heapq.heappush(self.events, (when, self.rank_of[stage]))
 
 
-def list_schedule(setting: Setting, policy: Policy) -> PipelineProgram | None:
+def list_schedule(setting: ScheduleProblem, policy: Policy) -> PipelineProgram | None:
     """Return the schedule of a policy, or None if it cannot finish (too little memory)."""
     lists = _ListScheduler(setting, policy).run()
     stages, m = len(setting.rank_of), setting.microbatches

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.models.attention import Attention, Sinks
+from meshwright.models.attention import SelfAttention, Sinks
 from meshwright.models.moe import GroupedLinear, MixtureOfExperts
 from meshwright.models.parts import Linear, ProjectionNorm
 from meshwright.models.router import Router
@@ -204,7 +204,7 @@ class CopiedNorm(ProjectionNorm):
 
 def copy_heads(modules: Iterable[nn.Module], copies: int) -> None:
     """Make attention inside these modules compute each KV head `copies` times."""
-    attentions = [part for module in modules for part in module.modules() if isinstance(part, Attention)]
+    attentions = [part for module in modules for part in module.modules() if isinstance(part, SelfAttention)]
     for attention in attentions if copies > 1 else ():
         width = attention.width
 

@@ -65,7 +65,7 @@ from meshwright.training.faults.inject import Injector, read_faults
 from meshwright.training.faults.watchdog import Watchdog
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook, StepRecord
-from meshwright.training.job import Job
+from meshwright.training.job import TrainingJob
 from meshwright.training.launch.rank import Failure, RankContext, write_failure
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.record_comm import CommRecorder
@@ -237,7 +237,7 @@ class Guard:
     def __init__(
         self,
         context: RankContext,
-        job: Job,
+        job: TrainingJob,
         trainer: Trainer,
         recorder: CommRecorder,
         rows: RunFolder | None = None,

@@ -29,7 +29,7 @@ from torch import distributed
 from meshwright.describe.run_folder import rank_log, read_about
 from meshwright.errors import MeshwrightError
 from meshwright.host import process_start
-from meshwright.training.job import Job
+from meshwright.training.job import TrainingJob
 from meshwright.training.launch.join import Meeting, join
 from meshwright.training.launch.rank import (
     GROUP_TIMEOUT_S,
@@ -53,7 +53,7 @@ GRACE_S = 1.0  # for other ranks to write their failures
 
 
 def train_launched(
-    place: Placement, prepare: Callable[[Path, int, bool], Job], folder: Path, listen: Listen | None = None
+    place: Placement, prepare: Callable[[Path, int, bool], TrainingJob], folder: Path, listen: Listen | None = None
 ) -> Training | None:
     """Train as one rank of a launcher; rank 0 returns the result. `prepare` makes the job from the run folder, the number of ranks
     on this host, and whether this is a restart of the run."""

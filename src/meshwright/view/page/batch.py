@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.describe.legality import batch_unit
 from meshwright.describe.result import values_of
-from meshwright.planner.advice.alternatives import Trial
+from meshwright.planner.advice.alternatives import PlanTrials
 from meshwright.predict.estimate import Estimate
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
@@ -44,7 +44,7 @@ def thinned(values: list[int], count: int) -> list[int]:
 
 def at_batch(e: Estimate, batch: int) -> dict[str, Any] | None:
     """The plan with another batch; None where it is not legal."""
-    other = Trial(e.config).with_changes(e.plan, workload=e.workload.but(batch=batch))
+    other = PlanTrials(e.config).with_changes(e.plan, workload=e.workload.but(batch=batch))
     if other is None:
         return None
     p, m = other.prediction, other.plan.microbatches(other.workload)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.collective import Network
-from meshwright.cost.overlap import Layer, Span, bucket_timeline, prefetch_timeline
+from meshwright.cost.collective import CollectiveTimes
+from meshwright.cost.overlap import BackwardLayer, Span, bucket_timeline, prefetch_timeline
 from meshwright.lower.program import Op, scalar
-from meshwright.planner.advice.alternatives import Trial, changed
+from meshwright.planner.advice.alternatives import PlanTrials, changed
 from meshwright.predict.estimate import Estimate
 from meshwright.units import format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
@@ -62,14 +62,14 @@ def layer_seconds(e: Estimate, phases: str) -> float:
 
 def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | None:
     """Backward with gradients reduced after it, and behind it."""
-    found = Trial(e.config).of(changed(e.plan, zero=0, replicate=e.plan.dp, shard=1, reduce="auto", reshard=True))
+    found = PlanTrials(e.config).of(changed(e.plan, zero=0, replicate=e.plan.dp, shard=1, reduce="auto", reshard=True))
     if found is None:
         return None
     batch = found.program.batch
     block = "dense" if "dense" in found.program.loads else next(iter(found.program.loads))
     size = scalar(found.program.loads[block]["dense"].held) * scalar(batch.grad_bytes)
     seconds = layer_seconds(found, "IWR" if found.plan.recompute == "full" else "IW")
-    network = Network(found.cluster, batch)
+    network = CollectiveTimes(found.cluster, batch)
 
     def time_of(n: float) -> float:
         op = Op(
@@ -77,7 +77,7 @@ def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | No
         )
         return scalar(network.time(op))
 
-    layers = [Layer(f"layer {found.model.layers - 1 - k}", seconds, size) for k in range(count)]
+    layers = [BackwardLayer(f"layer {found.model.layers - 1 - k}", seconds, size) for k in range(count)]
     ways = [bucket_timeline(layers, bucket, time_of, overlap) for overlap in (False, True)]
     each = f"{format_decimal_bytes(bucket)} in {format_seconds(time_of(bucket))}"
     words = f"a layer's backward takes {format_seconds(seconds)} and leaves {format_decimal_bytes(size)} of gradients; one bucket of {each}"
@@ -86,10 +86,10 @@ def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | No
 
 def fsdp_timelines(e: Estimate, count: int) -> dict[str, Any] | None:
     """Forward with weights gathered just in time, and one layer ahead."""
-    found = Trial(e.config).of(changed(e.plan, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto"))
+    found = PlanTrials(e.config).of(changed(e.plan, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto"))
     if found is None:
         return None
-    network = Network(found.cluster, found.program.batch)
+    network = CollectiveTimes(found.cluster, found.program.batch)
     block = "dense" if ("dense", "F") in found.program.blocks else next(iter(found.program.blocks))[0]
     gathers = [op for op in found.program.blocks[block, "F"] if op.collective == "all_gather" and op.part == "dense"]
     if not gathers:

@@ -17,7 +17,7 @@ from meshwright.describe.result import values_of
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.errors import MeshwrightError
 from meshwright.lower.program import scalar
-from meshwright.planner.advice.alternatives import Trial, changed
+from meshwright.planner.advice.alternatives import PlanTrials, changed
 from meshwright.predict.estimate import Estimate
 from meshwright.programs.pipelines import KINDS, Walked
 from meshwright.programs.pipelines.program import KIND_NAMES
@@ -76,7 +76,7 @@ def schedules_data(several: Sequence[Walked], seconds: bool = False) -> dict[str
 
 def with_schedule(e: Estimate, name: str) -> Estimate | None:
     """The same plan with another schedule; None where it is not legal."""
-    return Trial(e.config).of(rescheduled(e.plan, name))
+    return PlanTrials(e.config).of(rescheduled(e.plan, name))
 
 
 def rescheduled(plan: Plan, name: str) -> Plan | None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe.result import COMMUNICATION, part_name
-from meshwright.planner.advice.alternatives import Trial, changed
+from meshwright.planner.advice.alternatives import PlanTrials, changed
 from meshwright.predict.estimate import Estimate, communication
 from meshwright.units import format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
@@ -106,7 +106,7 @@ def overlap(e: Estimate) -> dict[str, Any]:
 def _with_overlap(e: Estimate, axes: tuple[str, ...]) -> Estimate | None:
     """The estimate with other axes overlapped (and with none of them, without prefetch); None where that is not legal."""
     prefetch = {} if axes or e.plan.zero < 3 else {"prefetch": False}
-    return Trial(e.config).of(changed(e.plan, overlap=axes, **prefetch))
+    return PlanTrials(e.config).of(changed(e.plan, overlap=axes, **prefetch))
 
 
 def by_axis(e: Estimate) -> list[dict[str, Any]]:

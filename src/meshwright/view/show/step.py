@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.errors import MeshwrightError
 from meshwright.lower.program import Op, RankProgram, scalar
 from meshwright.predict.estimate import Estimate
@@ -32,7 +32,7 @@ def show_step(e: Estimate, as_json: bool = False) -> None:
     """Print the step program of an estimate."""
     if as_json:
         return show_json({"model": e.model.name, "plan": e.plan.as_dict(), "step": e.program.as_dict()})
-    program, network = e.program, Network(e.cluster, e.program.batch)
+    program, network = e.program, CollectiveTimes(e.cluster, e.program.batch)
     blocks = [(key, op) for key, ops in program.blocks.items() for op in ops if scalar(op.count)]
     kinds = list(program.ranks[0].counts)
     return show(
@@ -49,7 +49,7 @@ def show_step(e: Estimate, as_json: bool = False) -> None:
     )
 
 
-def operation(op: Op, network: Network) -> Iterator[str]:
+def operation(op: Op, network: CollectiveTimes) -> Iterator[str]:
     """The cells of one operation."""
     yield from (op.name, op.collective.replace("_", "-") or op.kind, f"{scalar(op.count):g}")
     yield format_flops(flops).removesuffix("/s") if (flops := scalar(op.flops)) else ""

@@ -13,7 +13,7 @@ from meshwright.cost.memory import largest_state
 from meshwright.describe.plan import Plan
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import step
-from meshwright.planner.advice.guides.problem import Advice, Problem, guide
+from meshwright.planner.advice.guides.problem import Advice, GuideProblem, guide
 from meshwright.units import format_bytes, format_rate, format_seconds
 
 GATES = {"unusable": 12.5e9, "standard": 50e9}  # bytes/s a device: 100 Gb/s and 400 Gb/s ports
@@ -22,7 +22,7 @@ TRADE = "ZeRO-2 with accumulation reduces once a micro-batch, not once a step: i
 
 
 @guide("ZeRO stage", "A Guide to Distributed Training, 8.6")
-def zero_stage(s: Problem) -> Advice:
+def zero_stage(s: GuideProblem) -> Advice:
     """The lowest stage that fits without recompute, else the lowest that fits; inside nodes only where the network is narrow."""
     stages = {stage: s.shaped(zero=stage) for stage in range(4)}
     whole = [p for p in stages.values() if p and p.recompute == "none" and s.fits(p)]
@@ -44,7 +44,7 @@ def zero_stage(s: Problem) -> Advice:
     )
 
 
-def stage_states(s: Problem, stages: Mapping[int, Plan | None]) -> dict[str, float]:
+def stage_states(s: GuideProblem, stages: Mapping[int, Plan | None]) -> dict[str, float]:
     """Bytes of model state on the fullest device under each ZeRO stage: the numbers of the memory table, in the plan's dtypes."""
     plans = {("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")[stage]: plan for stage, plan in stages.items() if plan}
     if not plans:
@@ -62,7 +62,7 @@ def checklist(conditions: dict[str, bool]) -> str:
     "A Guide to Distributed Training, 9.8",
     "TP=8 for 8-GPU nodes, pipeline across nodes, sequence parallelism for activations",
 )
-def tensor(s: Problem) -> Advice:
+def tensor(s: GuideProblem) -> Advice:
     """9.8: use, avoid, best practices."""
     small = s.fits(s.shaped(zero=1))
     legal = [d for d in s.tensor_degrees if d > 1]
@@ -90,7 +90,7 @@ def tensor(s: Problem) -> Advice:
     "A Guide to Distributed Training, 10.8",
     "M ≥ 4·P, interleaved stages, PP across nodes and TP inside, balanced layers",
 )
-def pipeline(s: Problem) -> Advice:
+def pipeline(s: GuideProblem) -> Advice:
     """10.8: ideal for, challenges, best practices."""
     rounds = [p for p in (2, 4, 8, 16, 32) if s.nodes >= p and p <= s.model.layers]
     ideal = {
@@ -113,7 +113,7 @@ def pipeline(s: Problem) -> Advice:
 
 
 @guide("3D", "Distributed Training at Scale, 8; A Guide to Distributed Training, 11.1")
-def three_dimensions(s: Problem) -> Advice:
+def three_dimensions(s: GuideProblem) -> Advice:
     """Tensor inside nodes, pipeline across them, data over the other ranks: 70B on 512 as 8 × 8 × 8."""
     plan = s.shaped(tp=s.node, pp=min(8, s.nodes), zero=1)
     product = f"{plan.tp} × {plan.pp} × {plan.dp} = {plan.world} GPUs" if plan else "no legal split"
@@ -130,7 +130,7 @@ def three_dimensions(s: Problem) -> Advice:
     "Bandwidth and Efficiency Modeler, 4",
     "on a 100G link ZeRO-3 is unusable; on 400G/800G it is the standard",
 )
-def zero3_network(s: Problem) -> Advice:
+def zero3_network(s: GuideProblem) -> Advice:
     """Whether the network is fast enough for ZeRO-3."""
     plan = s.shaped(zero=3)
     rate = f"{format_rate(s.between)} a device between nodes"
@@ -153,7 +153,7 @@ def zero3_network(s: Problem) -> Advice:
 
 
 @guide("inference", "Distributed Training Basics, Strategy Selection")
-def inference(s: Problem) -> Advice:
+def inference(s: GuideProblem) -> Advice:
     """Latency of one generated token: tensor parallelism divides it, a pipeline does not."""
     link = s.cluster.levels[0].link
     rate = s.cluster.accelerator.memory_bandwidth

@@ -12,7 +12,7 @@ figure in a text is wrong, the function uses the correct figure and the recommen
 from __future__ import annotations
 
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.guides.problem import Advice, Problem, guide
+from meshwright.planner.advice.guides.problem import Advice, GuideProblem, guide
 from meshwright.planner.search.first_fit import first_that_fits
 from meshwright.units import format_count, format_decimal_bytes, format_rate
 
@@ -25,7 +25,7 @@ LIMITS = (
 
 
 @guide("size vs memory", "Distributed Training Basics, Strategy Selection; A Guide to Distributed Training, 7.7")
-def size_against_memory(s: Problem) -> Advice:
+def size_against_memory(s: GuideProblem) -> Advice:
     """Replicate a model whose state fits one device; shard a larger one."""
     fits_one = s.state < s.memory
     ddp = s.shaped() if fits_one else None
@@ -37,7 +37,7 @@ def size_against_memory(s: Problem) -> Advice:
 
 
 @guide("topology", "Distributed Training Basics, Strategy Selection")
-def topology(s: Problem) -> Advice:
+def topology(s: GuideProblem) -> Advice:
     """Place the axis with the most traffic on the fastest level."""
     if s.model.kind != "transformer":
         return Advice(s.shaped(), "no heads to split: data parallel on every level")
@@ -73,7 +73,7 @@ def topology(s: Problem) -> Advice:
 
 
 @guide("batch (training)", "Distributed Training Basics, Strategy Selection")
-def batch_size(s: Problem) -> Advice:
+def batch_size(s: GuideProblem) -> Advice:
     """Use large batches and many micro-batches; a bubble of 10 to 20% is acceptable."""
     base = practical_tree(s).plan
     plan = s.with_recompute(base) if base else None
@@ -93,7 +93,7 @@ def batch_size(s: Problem) -> Advice:
 
 
 @guide("architecture", "Distributed Training Basics, Strategy Selection; A Guide to Distributed Training, 11")
-def architecture(s: Problem) -> Advice:
+def architecture(s: GuideProblem) -> Advice:
     """Choose by the kind of model: long sequences, experts, or dense."""
     if s.model.kind != "transformer":
         return Advice(s.shaped(), "not a transformer: only data parallelism is planned")
@@ -120,7 +120,7 @@ def architecture(s: Problem) -> Advice:
 
 
 @guide("typical configuration", "Distributed Training Basics, Typical Configurations")
-def typical_configuration(s: Problem) -> Advice:
+def typical_configuration(s: GuideProblem) -> Advice:
     """Choose degrees by the size of the model."""
     n = s.model.total
     size = f"{format_count(n)} parameters"
@@ -160,7 +160,7 @@ def typical_configuration(s: Problem) -> Advice:
 
 
 @guide("practical tree", "A Guide to Distributed Training, 12.5")
-def practical_tree(s: Problem) -> Advice:
+def practical_tree(s: GuideProblem) -> Advice:
     """Choose by size, then by whether the state fits one node, then by dense or mixture of experts."""
     n = s.model.total
     size = format_count(n)
@@ -200,7 +200,7 @@ def practical_tree(s: Problem) -> Advice:
     "Distributed Training Basics, Key Takeaways; A Guide to Distributed Training, 13",
     "DDP → FSDP → tensor → pipeline → 3D: each step adds complexity",
 )
-def start_simple(s: Problem) -> Advice:
+def start_simple(s: GuideProblem) -> Advice:
     """The first strategy that fits, from simple to complex: DDP → FSDP → tensor → pipeline → 3D."""
     try:
         plan = first_that_fits(s.config)

@@ -1,8 +1,8 @@
 """The input of a decision guide (model, cluster, workload), and the legal plan nearest to its recommendation.
 
-A guide recommends, for example, "TP=8, PP=8–16, DP for all other ranks". `Problem.shaped` finds the nearest legal plan: the largest legal degree up
-to the recommended one, data parallelism over all other devices, and a batch that divides. Fields that the guides do not mention follow their
-other rules: buckets above P·α/β, the least recompute that fits, and with it the largest micro-batch that fits and keeps M ≥ 4·P.
+A guide recommends, for example, "TP=8, PP=8–16, DP for all other ranks". `GuideProblem.shaped` finds the nearest legal plan: the largest legal
+degree up to the recommended one, data parallelism over all other devices, and a batch that divides. Fields that the guides do not mention follow
+their other rules: buckets above P·α/β, the least recompute that fits, and with it the largest micro-batch that fits and keeps M ≥ 4·P.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.describe.config import Config, Configured
 from meshwright.describe.plan import Plan, divisors
 from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
-from meshwright.planner.advice.alternatives import USABLE_MEMORY, Trial, changed, fits
+from meshwright.planner.advice.alternatives import USABLE_MEMORY, PlanTrials, changed, fits
 
 STATE_BYTES = 16.0  # parameters 2, gradients 2, master copy and Adam's moments 12
 FAST_INSIDE = 100e9  # bytes/s per device: NVLink and similar links, not PCIe
@@ -27,12 +27,12 @@ SLOW_RIDGE = 1e5  # FLOP/byte: InfiniBand is near 20,000 and cloud Ethernet abov
 MOST_MICROBATCH = 64
 
 
-class Problem(Configured):
+class GuideProblem(Configured):
     """The problem of a guide, and legal plans for its recommendations."""
 
     def __init__(self, config: Config) -> None:
         self.config, cluster = config, config.cluster
-        self.trial = Trial(config)
+        self.trial = PlanTrials(config)
         self.world = cluster.world
         self.node = min(cluster.node_size, cluster.world)
         self.nodes = cluster.nodes
@@ -199,12 +199,12 @@ class Recommendation:
         return {**vars(self), "plan": self.plan.as_dict() if self.plan else None}
 
 
-def guide(name: str, source: str, wording: str = "") -> Callable[[Callable[[Problem], Advice]], Guide]:
+def guide(name: str, source: str, wording: str = "") -> Callable[[Callable[[GuideProblem], Advice]], Guide]:
     """A decision guide: its name, where its text stands, and its wording where that does not depend on the problem."""
 
-    def decorate(advise: Callable[[Problem], Advice]) -> Guide:
+    def decorate(advise: Callable[[GuideProblem], Advice]) -> Guide:
         @wraps(advise)
-        def recommend(problem: Problem) -> Recommendation:
+        def recommend(problem: GuideProblem) -> Recommendation:
             advice = advise(problem)
             words = advice.wording or wording
             return Recommendation(name, advice.plan, advice.reason, source, words, advice.correction)
@@ -214,4 +214,4 @@ def guide(name: str, source: str, wording: str = "") -> Callable[[Callable[[Prob
     return decorate
 
 
-Guide = Callable[[Problem], Recommendation]
+Guide = Callable[[GuideProblem], Recommendation]

@@ -18,9 +18,9 @@ from typing import Any
 
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
-from meshwright.planner.advice.alternatives import Trial, fits, step
+from meshwright.planner.advice.alternatives import PlanTrials, fits, step
 from meshwright.planner.advice.guides import axes, general
-from meshwright.planner.advice.guides.problem import Guide, Problem, Recommendation
+from meshwright.planner.advice.guides.problem import Guide, GuideProblem, Recommendation
 from meshwright.predict.estimate import Estimate
 
 GUIDES: tuple[Guide, ...] = (
@@ -62,17 +62,17 @@ class Compared:
 
 def recommend(config: Config) -> list[Recommendation]:
     """The recommendation of every guide, in the order of `GUIDES`."""
-    problem = Problem(config)
+    problem = GuideProblem(config)
     return [guide(problem) for guide in GUIDES]
 
 
 def compare(recommendations: Iterable[Recommendation], winner: Estimate) -> list[Compared]:
     """Estimate each recommended plan for the winner's problem."""
-    trial = Trial(winner.config)
+    trial = PlanTrials(winner.config)
     return [compare_one(r, trial, winner) for r in recommendations]
 
 
-def compare_one(r: Recommendation, trial: Trial, winner: Estimate) -> Compared:
+def compare_one(r: Recommendation, trial: PlanTrials, winner: Estimate) -> Compared:
     e = trial.of(r.plan)
     if e is None:
         return Compared(r, None, False, None, None, None, False)

@@ -23,7 +23,7 @@ from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.alternatives import Trial, fits, step
+from meshwright.planner.advice.alternatives import PlanTrials, fits, step
 from meshwright.planner.advice.lint.finding import SAVES, Finding, Seen
 from meshwright.planner.advice.lint.illegal import illegal
 from meshwright.planner.advice.lint.rules import BY_CODE, RULES
@@ -36,7 +36,7 @@ MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan
 
 def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
     """Return the findings of all rules: errors first, then by cost. An illegal plan has one finding: the broken rule."""
-    trial = Trial(config)
+    trial = PlanTrials(config)
     try:
         config.check()
         resolve_recompute(config.model, config.plan, config.workload, config.stack, config.cluster.accelerator.memory)
@@ -74,7 +74,7 @@ def reason(f: Finding, winner: Estimate, alternatives: Sequence[Estimate]) -> st
     if f.severity == "error":
         return ""
     if f.fixed is not None:
-        trial = Trial(winner.config)
+        trial = PlanTrials(winner.config)
         fixed = trial.of(f.fixed)
         if fixed is not None and not fits(fixed):
             return f"the fix needs {fixed.prediction.memory_gib:.1f} of {fixed.prediction.memory_limit_gib:.1f} GiB"
@@ -105,6 +105,6 @@ def simulated(e: Estimate) -> float:
 
 def shows(code: str, e: Estimate) -> bool:
     """Whether an estimated plan shows the pattern of a code."""
-    seen = Seen(e.config, e, Trial(e.config))
+    seen = Seen(e.config, e, PlanTrials(e.config))
     rule = BY_CODE.get(code)
     return rule is not None and rule(seen) is not None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import values_of
-from meshwright.planner.advice.alternatives import Trial, fits, settings, step
+from meshwright.planner.advice.alternatives import PlanTrials, fits, settings, step
 from meshwright.predict.estimate import Estimate
 
 Severity = Literal["error", "warning", "note"]
@@ -45,11 +45,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """The input of a rule: the configuration, its estimate, and a `Trial` of other plans."""
+    """The input of a rule: the configuration, its estimate, and a `PlanTrials` of other plans."""
 
     config: Config
     now: Estimate
-    trial: Trial
+    trial: PlanTrials
 
     @property
     def plan(self) -> Plan:

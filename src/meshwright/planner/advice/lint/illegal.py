@@ -17,7 +17,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, divisors
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import (
-    Trial,
+    PlanTrials,
     changed,
     data_parallel,
     microbatches,
@@ -32,7 +32,7 @@ from meshwright.predict.estimate import Estimate
 HEADS, BATCH = ("MW-PLAN-004",), ("MW-PLAN-011", "MW-PLAN-012")
 
 
-def illegal(config: Config, trial: Trial, error: MeshwrightError) -> Finding:
+def illegal(config: Config, trial: PlanTrials, error: MeshwrightError) -> Finding:
     """The pattern behind an illegal plan; an error without a pattern is re-raised."""
     if error.code in HEADS:
         return indivisible_heads(config, trial, error)
@@ -41,7 +41,7 @@ def illegal(config: Config, trial: Trial, error: MeshwrightError) -> Finding:
     raise error
 
 
-def indivisible_heads(config: Config, trial: Trial, error: MeshwrightError) -> Finding:
+def indivisible_heads(config: Config, trial: PlanTrials, error: MeshwrightError) -> Finding:
     plan = config.plan
     fixed = trial.fastest(other_degrees(plan, config))
     model = padded(config.model, plan.tp)
@@ -59,7 +59,7 @@ def indivisible_heads(config: Config, trial: Trial, error: MeshwrightError) -> F
     )
 
 
-def batch_arithmetic(config: Config, trial: Trial, error: MeshwrightError) -> Finding:
+def batch_arithmetic(config: Config, trial: PlanTrials, error: MeshwrightError) -> Finding:
     plan, workload = config.plan, config.workload
     unit = batch_unit(plan, config.stack)
     whole = -(-workload.batch // unit) * unit
