@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwright.cost.band import difference_doubt
 from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import FIELDS
 from meshwright.describe.result import Prediction
@@ -35,7 +36,7 @@ def side(data: dict[str, Any], pair: dict[str, Any], name: str) -> Prediction:
     others = math.prod(fields.get(axis, 1) for axis in ("replicate", "tp", "cp", "pp"))
     schedule = "interleaved" if fields.get("virtual", 1) > 1 else "1f1b"
     derived = {"shard": told["gpus"] // others, "sp": fields.get("tp", 1) > 1, "schedule": schedule}
-    return predict(model, cluster, Plan(**(derived | fields)), workload, stack)
+    return predict(Config(model, cluster, Plan(**(derived | fields)), workload, stack))
 
 
 def told_ratio(pair: dict[str, Any]) -> float:
@@ -44,9 +45,14 @@ def told_ratio(pair: dict[str, Any]) -> float:
     return float(after / before)
 
 
+def rate(prediction: Prediction) -> float:
+    """Tokens per second."""
+    return prediction.tokens_per_s or math.nan
+
+
 def deciding(before: Prediction, after: Prediction) -> str:
     """The part of the step that changes most, per token."""
-    tokens = after.tokens_per_s * after.step_time_s / (before.tokens_per_s * before.step_time_s)
+    tokens = rate(after) * after.step_time_s / (rate(before) * before.step_time_s)
     parts = {*before.exposed_s, *after.exposed_s}
     change = {p: after.exposed_s.get(p, 0.0) / tokens - before.exposed_s.get(p, 0.0) for p in parts}
     part = max(change, key=lambda p: abs(change[p]))
@@ -55,7 +61,7 @@ def deciding(before: Prediction, after: Prediction) -> str:
 
 def judge(pair: dict[str, Any], before: Prediction, after: Prediction) -> dict[str, bool]:
     """Print the row of a pair, and return what the summary counts."""
-    told, ratio = told_ratio(pair), after.tokens_per_s / before.tokens_per_s
+    told, ratio = told_ratio(pair), rate(after) / rate(before)
     width = math.exp(NINE_OF_TEN * difference_doubt(before.exposed_s, after.exposed_s))
     low, high, right = ratio / width, ratio * width, ratio > 1
     within, sure = low <= told <= high, not low <= 1 <= high

@@ -54,7 +54,7 @@ def space_of(problem: tuple[str, int, int, int]) -> tuple[Config, Space]:
     model, gpus, batch, seq = problem
     config = Config.from_parts(model, "dgx-h100", workload={"batch": batch, "seq": seq})
     config = replace(config, cluster=config.cluster.with_gpus(gpus))
-    return config, Space(config.model, config.cluster, config.workload, config.stack)
+    return config, Space(config)
 
 
 def drawn(i: int, seed: int = 0) -> Config:

@@ -38,7 +38,7 @@ def slow_patterns(verdict: RecipeVerdict) -> list[Finding]:
         return []
     try:
         cluster = catalog.load("clusters", entry).with_gpus(reading.gpus)
-        config = Config(reading.shape.model, cluster, reading.stack, reading.workload, reading.plan)
+        config = Config(reading.shape.model, cluster, reading.plan, reading.workload, reading.stack)
         findings = check_plan(config)
     except MeshwrightError:
         return []
