@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.proof import diagnosis
 from meshwright.proof.compare import Agreement, Break
-from meshwright.proof.diagnosis import Copy, pattern_of
+from meshwright.proof.patterns import Copy, pattern_of
 from meshwright.proof.records import PieceTrace, Trace
 
 AXES = {"dp": 4, "tp": 2}

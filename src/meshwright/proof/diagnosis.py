@@ -3,17 +3,6 @@
 The numbers themselves tell. A gradient that is half of one device's everywhere was divided twice; gradients that differ between ranks and
 sum to one device's were never summed; the gradient of the step before was not replaced.
 
-    pattern         the tensor of the ranks, compared with one device's
-    zero            nothing arrived
-    stale           the values of the step before, or these added to the right ones
-    missing sum     each rank has a part: along one axis they sum to the whole
-    factor          one device's times a number: an axis' degree, the micro-batches, or their inverse
-    counted twice   one device's, and a part of it once more
-    permutation     the same elements in another order
-    part            right but for some rows or columns
-    noise           no larger than the rounding of a narrower dtype
-    other           none of these
-
 The phase follows from what differs first, and from which tensors differ with it: an error of backward spreads to every tensor below it and leaves
 those above right, an error of the reduction concerns the tensors that are reduced together.
 """
@@ -28,15 +17,24 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.proof.activations import Place, Sides, first_in_backward, first_in_forward, weighted_samples
 from meshwright.proof.compare import NARROWER, Agreement, Break
+from meshwright.proof.patterns import (
+    MOST_NOISE,
+    SAME,
+    Copy,
+    Pattern,
+    along,
+    named_factor,
+    noise_of,
+    pattern_of,
+    ratio,
+    same,
+)
 from meshwright.proof.records import Trace
 from meshwright.proof.tolerance import KINDS
 
-SAME = 1e-6  # relative: two tensors that agree to this are the same numbers
-NARROW = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}  # relative rounding of one operation
-MOST_NOISE = 16 * NARROW["bf16"]  # of a step
 GIVEN = "gradient given to the optimizer"
-MOST_PART = 0.75  # of the indices of a dimension: more is not a part
 
 WORDS = {
     "zero": "zero, nothing arrived",
@@ -82,25 +80,15 @@ CAUSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("update", "part"): ("shards of the optimizer do not cover the tensor",),
     ("update", "other"): ("weight decay, betas or epsilon", "clipping by another norm on each rank"),
 }
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The part of a tensor that a rank holds, beside the same part of one device's."""
-
-    coordinates: Mapping[str, int]
-    start: tuple[int, ...]
-    got: np.ndarray
-    expected: np.ndarray
-    before: np.ndarray | None = None  # what this rank had in the step before
-    expected_before: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Pattern:
-    kind: str
-    detail: str = ""
-    axis: str = ""
+MODULE_CAUSES = {  # of the module whose output differs first
+    r"^(inputs|targets)$": "a rank reads other samples, or cuts the sequence in another order",
+    r"embedding": "the range of the vocabulary or the positions of a rank, or the sum over vocabulary ranks",
+    r"attention(\.heads)?(\.o)?$": "mask, window, rotary positions, or the order in which blocks or heads are exchanged",
+    r"_norm$": "the norm of a part of the features, or an activation that is cut in another way",
+    r"drop$": "a dropout mask that does not depend on seed, step, sample and position alone",
+    r"moe": "routing, the order of tokens after the exchange, or the experts of a rank",
+    r"head|^loss$": "the range of the vocabulary of a rank, the maximum or the sum over it, or the number of tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -108,159 +96,28 @@ class Diagnosis:
     phase: str  # forward, backward, reduction, clipping, update
     tensor: str
     pattern: Pattern
+    what: str = ""  # of the tensor, or of the module of this name: its output, its gradient, …
+
+    @classmethod
+    def at(cls, phase: str, place: Place) -> Diagnosis:
+        return cls(phase, place.name, place.pattern, place.what)
 
     @property
     def causes(self) -> tuple[str, ...]:
-        return CAUSES.get((self.phase, self.pattern.kind), ())
+        by_module = [
+            cause for names, cause in MODULE_CAUSES.items() if self.what and re.search(names, self.tensor or "loss")
+        ]
+        return (*by_module, *CAUSES.get((self.phase, self.pattern.kind), ()))
 
     def __str__(self) -> str:
-        """ "reduction: a missing sum, the 2 ranks of dp have parts whose sum is right"."""
+        """ "forward, output of layers.0.attention.o: a missing sum, the 2 ranks of tp have parts whose sum is right"."""
+        where = f", {self.what}{f' of {self.tensor}' if self.tensor else ''}" if self.what else ""
         detail = f", {self.pattern.detail}" if self.pattern.detail else ""
-        return f"{self.phase}: {WORDS.get(self.pattern.kind, self.pattern.kind)}{detail}"
+        return f"{self.phase}{where}: {WORDS.get(self.pattern.kind, self.pattern.kind)}{detail}"
 
     def as_dict(self) -> dict[str, Any]:
-        return {"phase": self.phase, "tensor": self.tensor, **asdict(self.pattern), "causes": list(self.causes)}
-
-
-def same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two tensors are the same numbers, relative to the larger of their largest elements."""
-    if a.shape != b.shape:
-        return False
-    scale = max(np.abs(a).max(initial=0.0), np.abs(b).max(initial=0.0))
-    return bool(np.abs(a - b).max(initial=0.0) <= SAME * scale)
-
-
-def named_factor(ratio: float, factors: Mapping[str, int]) -> str:
-    """ "1/dp" or "tp" for a ratio that is the degree of an axis, the number of micro-batches, or its inverse; otherwise its value."""
-    for name, n in factors.items():
-        for value, text in ((n, name), (1 / n, f"1/{name}")):
-            if n > 1 and abs(ratio - value) <= 1e-4 * value:
-                return f"× {ratio:.4g} = {text}"
-    return f"× {ratio:.4g}"
-
-
-def pattern_of(copies: list[Copy], factors: Mapping[str, int], axes: Mapping[str, int]) -> Pattern:
-    """The pattern of a tensor of which some copies differ. `axes` are degrees by axis, `factors` also has the micro-batches."""
-    wrong = [c for c in copies if c.got.size and not same(c.got, c.expected)]
-    if not wrong:
-        return Pattern("noise", "the copies agree to six digits")
-    if not all(np.isfinite(c.got).all() for c in wrong):
-        return Pattern("other", "not a number")
-    if all(not c.got.any() for c in wrong):
-        return Pattern("zero")
-    if stale := stale_values(wrong):
-        return stale
-    if summed := missing_sum(copies, axes):
-        return summed
-    if scaled := common_factor(wrong, factors):
-        return scaled
-    if all(same(np.sort(c.got, axis=None), np.sort(c.expected, axis=None)) for c in wrong):
-        return Pattern("permutation", "the same elements in another order")
-    if largest_error(wrong) > 10 * SAME and (rows := part_of(wrong, copies, factors, axes)):
-        return rows
-    if extra := counted_again(copies, axes):
-        return extra
-    return noise_of(wrong)
-
-
-def stale_values(wrong: list[Copy]) -> Pattern | None:
-    olds = [(c, c.before, c.expected_before) for c in wrong]
-    if all(
-        old is not None and before is not None and (same(c.got, old) or same(c.got, before)) for c, before, old in olds
-    ):
-        return Pattern("stale", "the values of the step before")
-    extra = [
-        (c.got - c.expected, before) for c, before, _ in olds
-    ]  # what was clipped, that is times a number, since then
-    if all(old is not None and old.size > 1 and old.any() and same(new, ratio(new, old) * old) for new, old in extra):
-        return Pattern("stale", "the step before is added")
-    return None
-
-
-def ratio(a: np.ndarray, b: np.ndarray) -> float:
-    """The number that b is multiplied by to come nearest to a."""
-    square = float((b * b).sum())
-    return float((a * b).sum()) / square if square else 0.0
-
-
-def along(copies: list[Copy], axis: str) -> Iterator[list[Copy]]:
-    """The copies of one part of the tensor, of ranks that differ along one axis only."""
-    groups: dict[tuple, list[Copy]] = {}
-    for copy in copies:
-        others = tuple(sorted((a, i) for a, i in copy.coordinates.items() if a != axis))
-        groups.setdefault((copy.start, copy.got.shape, others), []).append(copy)
-    return (group for group in groups.values() if len(group) > 1)
-
-
-def missing_sum(copies: list[Copy], axes: Mapping[str, int]) -> Pattern | None:
-    for axis, degree in axes.items():
-        groups = list(along(copies, axis)) if degree > 1 else []
-        apart = [g for g in groups if not all(same(c.got, g[0].got) for c in g)]
-        for text, share in (("sum", 1), ("mean", 0)):
-            parts = [np.sum([c.got for c in g], axis=0) / (1 if share else len(g)) for g in apart]
-            if apart and all(same(part, g[0].expected) for part, g in zip(parts, apart, strict=True)):
-                return Pattern("missing sum", f"the {degree} ranks of {axis} have parts whose {text} is right", axis)
-    return None
-
-
-def counted_again(copies: list[Copy], axes: Mapping[str, int]) -> Pattern | None:
-    """The right values and once more what is common to some of them: a shared tensor that is summed on both sides."""
-    for axis, degree in axes.items():
-        groups = list(along(copies, axis)) if degree > 1 else []
-        extra = [[c.got - c.expected for c in g] for g in groups]
-        if groups and all(same(np.sum(e, axis=0), g[0].expected) for e, g in zip(extra, groups, strict=True)):
-            return Pattern("counted twice", f"what the ranks of {axis} have too much sums to the tensor", axis)
-    return None
-
-
-def common_factor(wrong: list[Copy], factors: Mapping[str, int]) -> Pattern | None:
-    ratios = []
-    scalar = all(copy.got.size == 1 for copy in wrong)  # any two numbers have a ratio: only a telling one is a factor
-    for copy in wrong:
-        ratios.append(ratio(copy.got, copy.expected))
-        if not ratios[-1] or not same(copy.got, ratios[-1] * copy.expected):
-            return None
-    if max(ratios) - min(ratios) > 1e-4 * abs(ratios[0]):
-        return Pattern("factor", f"× {min(ratios):.4g} to × {max(ratios):.4g}, by rank")
-    name = named_factor(ratios[0], factors)
-    return None if scalar and "=" not in name else Pattern("factor", name)
-
-
-def part_of(
-    wrong: list[Copy], copies: list[Copy], factors: Mapping[str, int], axes: Mapping[str, int]
-) -> Pattern | None:
-    """Only some indices of one dimension differ; what is wrong with them stands in the detail."""
-    for dim in range(wrong[0].got.ndim):
-        rows = [bad_indices(c, dim) for c in wrong]
-        if all(0 < len(r) <= MOST_PART * c.got.shape[dim] for r, c in zip(rows, wrong, strict=True)):
-            chosen, name = rows[0], {0: "row", 1: "column"}.get(dim, f"index of dimension {dim}")
-            alike = [c for c in copies if (c.start, c.got.shape) == (wrong[0].start, wrong[0].got.shape)]
-            inner = pattern_of(
-                [Copy(c.coordinates, c.start, c.got.take(chosen, dim), c.expected.take(chosen, dim)) for c in alike],
-                factors,
-                axes,
-            )
-            text = f"{len(chosen)} of {wrong[0].got.shape[dim]} {name}s, from {chosen[0] + wrong[0].start[dim]} on"
-            return Pattern("part", f"{text}: {inner.kind} {inner.detail}".rstrip(), inner.axis)
-    return None
-
-
-def bad_indices(copy: Copy, dim: int) -> np.ndarray:
-    others = tuple(d for d in range(copy.got.ndim) if d != dim)
-    scale = np.abs(copy.expected).max(initial=0.0)
-    return np.flatnonzero(np.abs(copy.got - copy.expected).max(axis=others, initial=0.0) > SAME * scale)
-
-
-def noise_of(wrong: list[Copy]) -> Pattern:
-    error = largest_error(wrong)
-    dtype = next((name for name, unit in NARROW.items() if unit <= 4 * error <= 4 * MOST_NOISE), "")
-    return (
-        Pattern("noise", f"off by {error:.1e}, as {dtype} rounds") if dtype else Pattern("other", f"off by {error:.1e}")
-    )
-
-
-def largest_error(wrong: list[Copy]) -> float:
-    return max(float(np.abs(c.got - c.expected).max()) / max(float(np.abs(c.expected).max()), 1e-300) for c in wrong)
+        tensor = {"phase": self.phase, "what": self.what, "tensor": self.tensor}
+        return {**tensor, **asdict(self.pattern), "causes": list(self.causes)}
 
 
 # From the traces of a proof
@@ -283,23 +140,39 @@ def diagnose(agreements: list[Agreement], factors: Mapping[str, int]) -> Diagnos
         many = [trace for trace in many if trace.coordinates["replicate"] == replica]
         one = one.replicas[replica]
     axes = {axis: n for axis, n in factors.items() if axis in many[0].coordinates}
+    sides = Sides(broken.rerun[0], broken.rerun[1], factors, broken.rerun[2]) if broken.rerun else None
     if first.what == "loss":
-        return of_loss(one, many, first.step, factors, axes)
+        return of_loss(one, many, first.step, factors, axes, sides)
     if first.what == "norm":
         squares = [numbers(trace, one, "norm", first.step, power=2) for trace in many]
         counted = counted_copies(one, many, squares[0], first.step, axes)
         return Diagnosis("clipping", "", counted or pattern_of(squares, factors, axes))
     pattern = pattern_of(list(copies_of(one, many, first.what, first.name, first.step)), factors, axes)
     if first.what == "gradient":
-        return Diagnosis(phase_of_gradients(one, many, first), first.name, pattern)
+        place = first_in_backward(sides) if sides is not None else None
+        if place is not None:
+            return Diagnosis.at("backward", place)
+        if sides is None:
+            return Diagnosis(phase_of_gradients(one, many, first), first.name, pattern)
+        copies = list(copies_of(one, many, first.what, first.name, first.step))
+        counted = weighted_samples(sides, first.name, copies) if pattern.kind in ("other", "part") else None
+        return Diagnosis("reduction", first.name, counted or pattern)
     replayed = [b for agreement in agreements for b in agreement.breaks if b.what == GIVEN and b.step == first.step]
-    if replayed:
+    if replayed and clipped_alike(replayed):
         return of_replay(replayed[0])
     if pattern.kind == "zero":  # of a change
         pattern = Pattern("stale", "it was not updated")
     elif decay := decayed_again(one, many, first):
         pattern = decay
     return Diagnosis("update", first.name, pattern)
+
+
+def clipped_alike(replayed: list[Break]) -> bool:
+    """Whether the optimizer was given all gradients of a rank times one number, as clipping does; otherwise it was given other gradients."""
+    ratios: dict[int, list[float]] = {}
+    for b in replayed:
+        ratios.setdefault(b.rank, []).append(b.ratio)
+    return all(max(r) - min(r) <= 1e-3 * abs(max(r)) for r in ratios.values())
 
 
 def of_replay(first: Break) -> Diagnosis:
@@ -312,8 +185,16 @@ def of_replay(first: Break) -> Diagnosis:
     return Diagnosis(phase, first.name, pattern)
 
 
-def of_loss(one: Trace, many: list[Trace], step: int, factors: Mapping[str, int], axes: Mapping[str, int]) -> Diagnosis:
-    """A loss that differs alone is only reported wrong. One that differs as all gradients do, by one factor, is divided by a wrong number."""
+def of_loss(
+    one: Trace,
+    many: list[Trace],
+    step: int,
+    factors: Mapping[str, int],
+    axes: Mapping[str, int],
+    sides: Sides | None = None,
+) -> Diagnosis:
+    """A loss that differs alone is only reported wrong. One that differs as all gradients do, by one factor, is divided by a wrong number.
+    Otherwise the first module that differs is named."""
     copies = [numbers(trace, one, "loss", step, power=1) for trace in many]
     if not any(wrong_tensors(one, many, "gradient", step)):
         return Diagnosis("reduction", "", pattern_of(copies, factors, axes))
@@ -322,6 +203,8 @@ def of_loss(one: Trace, many: list[Trace], step: int, factors: Mapping[str, int]
     if all(same(c.got, factor * c.expected) for c in (*copies, *tensors)):
         name = named_factor(factor, factors)
         return Diagnosis("forward", "", Pattern("factor", f"{name}, and all gradients with it"))
+    if sides is not None and (place := first_in_forward(sides)):
+        return Diagnosis.at("forward", place)
     pattern = pattern_of(copies, factors, axes)
     if pattern.kind == "noise":  # a loss is a mean, and hides what a gradient shows
         pattern = noise_of([c for c in tensors if c.got.size and c.expected.any()])

@@ -111,14 +111,15 @@ def prove_copy(
         agreements.append(compare(one["fp64"], [rank["fp32"] for rank in many], tolerance))
     if job.updates:
         agreements[-1].breaks += replay([rank[dtypes[-1]] for rank in many], job, small.plan)
-    broken = any(agreement.breaks for agreement in agreements)
-    if all_dtypes and small.narrow is not None and not broken:
+    if all_dtypes and small.narrow is not None and not any(agreement.breaks for agreement in agreements):
         agreements.append(prove_narrow(job, small.narrow, one["fp64"], device))
     by_formulas = compare_with_formulas(exactly)
     agreements += by_formulas
     if phases is not None:
         evaluated = None if order_matters(job.plan) or job.workload.precision == "fp8" else one["fp64"]
         agreements += compare_phases(evaluated, [rank["fp64"] for rank in many], phases)
+    if broken := next((a for a in agreements if a.breaks), None):
+        record_activations(job, alone if not broken.oracle else replace(alone, oracle=True), broken, device)
     proof = CopyProof(
         small, steps, agreements, [rank[dtypes[-1]] for rank in many], oracles=oracles_of(job, small, exactly)
     )
@@ -133,6 +134,31 @@ def prove_copy(
         expected = None if loses(job) else one["fp64"]
         proof.blamed = blame(job.plan, lambda plan: differs(replace(job, plan=plan), expected, device))
     return proof
+
+
+def record_activations(job: Job, alone: Job, agreement: Agreement, device: str) -> None:
+    """Run the first step that differs once more, on both sides, and record the outputs of their modules (`activations`)."""
+    first = agreement.breaks[0]
+    compared = agreement.dtype == "fp64" and not agreement.phase and first.what in ("loss", "gradient")
+    if not compared or job.plan.average_every or job.compile != "off":
+        return
+    jobs = activation_jobs(job, alone, first.step)
+    if agreement.oracle:
+        one = run(replace(jobs[1], plan=alone.plan), device)[0]["fp64"]
+        agreement.rerun = (one.oracle, [one], None) if one.oracle is not None else None
+        return
+    many, one, *stale = [[rank["fp64"] for rank in run(job, device)] for job in jobs]
+    agreement.rerun = one[0], many, stale[0][0] if stale else None
+
+
+def activation_jobs(job: Job, alone: Job, step: int) -> list[Job]:
+    """Jobs that record one step: of the ranks, of one device, sample by sample where that gives the same, and of one device with the weights of the
+    step before."""
+    shown = {"dtypes": ("fp64",), "steps": step + 1, "watch": False, "updates": False, "phases": None}
+    job, alone = (replace(j, activations_of=step, **shown) for j in (job, alone))
+    if alone.emulated is None and alone.plan.microbatch == job.workload.batch:
+        alone = replace(alone, plan=alone.plan.but(microbatch=1))
+    return [job, alone, *([replace(alone, skipped=(step - 1,))] if step else [])]
 
 
 def prove_narrow(job: Job, plan: Plan, double: Trace, device: str) -> Agreement:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,8 @@ class Job:
     compile: str = "off"  # how layers are compiled (`parallel.compile`)
     documents: bool = False  # sequences are packed from documents, and attention does not cross them
     phases: Phases | None = None  # of the float64 run, or of the only dtype
+    activations_of: int = -1  # the step whose outputs of modules are recorded; −1: none
+    skipped: tuple[int, ...] = ()  # steps without an update
 
 
 @dataclass
@@ -88,6 +92,7 @@ class PieceTrace:
     averages: list[np.ndarray] = field(default_factory=list)  # its moving average after each step, if there is one
     updates: list[Update | None] = field(default_factory=list)  # None: frozen, or a step that was skipped
     initial: np.ndarray | None = None
+    partial: str = ""  # the axis over which its gradient is a partial sum after backward
 
     @property
     def values(self) -> list[np.ndarray]:
@@ -111,6 +116,47 @@ class Row:
     @property
     def equal(self) -> bool:
         return not self.unexplained
+
+
+@dataclass
+class Activations:
+    """One step of one rank: the outputs of modules, by name and sample, in the order of computation, and the gradients of the loss in them."""
+
+    seq: int = 1
+    positions: list[int] | None = None  # of this rank's tokens; None: the whole sequence
+    outputs: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    gradients: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    by_sample: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)  # gradients of parameters, on one device
+    losses: dict[tuple[int, ...], float] = field(default_factory=dict)  # of micro-batches, by their samples
+    recomputed: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # that differ: before, after
+    calls: Counter[tuple] = field(default_factory=Counter, repr=False)
+
+    def note(self, name: str, samples: Sequence[int], tensor: Any, recomputing: bool = False) -> None:
+        """Record a tensor of torch whose first dimension is the samples, and its gradient when there is one. A module that is called
+        twice has two names. A parameter that is only expanded is no output: its gradient is summed elsewhere."""
+        if tensor.ndim == 0 or len(tensor) != len(samples) or 0 in tensor.stride():
+            return
+        call = (name, tuple(samples), recomputing)
+        self.calls[call] += 1
+        name = name if self.calls[call] == 1 else f"{name} (call {self.calls[call]})"
+        rows = rows_of(samples, tensor)
+        known = self.outputs.setdefault(name, {}) if not recomputing else self.outputs.get(name, {})
+        if not recomputing:
+            known.update({s: row for s, row in rows.items() if s not in known})
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.note_gradient(name, samples, gradient))
+        elif all(s in known for s in samples):
+            before, after = (np.stack([r[s] for s in samples]) for r in (known, rows))
+            if np.abs(before - after).max(initial=0.0) > 1e-9 * np.abs(before).max(initial=0.0):
+                self.recomputed.setdefault(name, (before, after))
+
+    def note_gradient(self, name: str, samples: Sequence[int], gradient: Any) -> None:
+        self.gradients[name] = rows_of(samples, gradient) | self.gradients.get(name, {})
+
+
+def rows_of(samples: Sequence[int], tensor: Any) -> dict[int, np.ndarray]:
+    """The rows of a tensor of torch, which stays free to be resized: NumPy gets a copy of its memory."""
+    return dict(zip(samples, tensor.detach().cpu().double().clone().numpy(), strict=True))
 
 
 @dataclass
@@ -147,4 +193,5 @@ class Trace:
     end_state: dict[str, Any] = field(default_factory=dict)  # after the last step
     resumed: Trace | None = None  # the steps after the save, by a trainer that resumed from it
     redrawn: bool = True  # a recomputed forward drew the random numbers of the original
+    activations: Activations | None = None  # of the step that a job asks for
     replicas: list[Trace] = field(default_factory=list)  # of one device that emulates local SGD: one for each replica

@@ -8,19 +8,24 @@ allocates optimizer states and connects pipeline stages), so a proof of one step
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 from meshwright.models.initialise import UnsetWeights
+from meshwright.models.step_context import current
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.compile import graph_counts
+from meshwright.parallel.context.sequence import is_zigzag, runs_of
 from meshwright.parallel.numerics.precision import DTYPES, at_least_single
 from meshwright.parallel.pieces import Piece
 from meshwright.proof.emulation.fp8_products import emulate_fp8
@@ -29,7 +34,7 @@ from meshwright.proof.emulation.per_rank import copy_heads
 from meshwright.proof.emulation.update import role_of
 from meshwright.proof.interruption import Reads, interrupt, samples_of, train_resumed
 from meshwright.proof.oracle.step import Oracle, lacks_oracle, wrong_rates
-from meshwright.proof.records import Job, PieceTrace, Trace, Update
+from meshwright.proof.records import Activations, Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
 from meshwright.training.data.samples import RandomSamples
 from meshwright.training.hooks import Hook, StepRecord
@@ -75,6 +80,9 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
         repeat_by_formulas(trainer, trace, job)
     if job.plan.lossy:
         trace.summed = lossy_sums(parallel)
+    trainer.skip_steps |= set(job.skipped)
+    if job.activations_of >= 0:
+        trainer.hooks.append(ActivationRecorder(trace, job))
     phases = phases if parallel.compilation.mode == "off" else None
     if phases is not None:
         interrupt(trainer, trace, job, phases)
@@ -172,7 +180,7 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
     roles = [(p, role_of(p.name, len(p.full_shape))) for p in parallel.pieces]
     pieces = [PieceTrace(p.name, p.start, role=role, orthogonal=by_matrix and role == "matrix") for p, role in roles]
     for traced, piece in zip(pieces, parallel.pieces, strict=True):
-        traced.initial = as_array(piece.local)
+        traced.initial, traced.partial = as_array(piece.local), piece.box.partial
     trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
     trainer.hooks.append(TraceRecorder(trace))
     return trace
@@ -183,7 +191,7 @@ def repeat_by_formulas(trainer: Trainer, trace: Trace, job: Job) -> None:
     trace.plug_in = lacks_oracle(job.model, job.workload)
     if trace.plug_in:
         return
-    oracle = Oracle(job.model, job.workload, job.optimizer, job.seed, job.plan.microbatch)
+    oracle = Oracle(job.model, job.workload, job.optimizer, job.seed, job.plan.microbatch, job.activations_of)
     trainer.hooks.append(oracle)
     trace.oracle, trace.wrong_rates = oracle.trace, list(wrong_rates(trainer, job.schedule))
 
@@ -203,6 +211,83 @@ class TraceRecorder(Hook):
         self.trace.norms.append(record.gradient_norm)
         for piece, kept in zip(trainer.parallel.pieces, self.trace.pieces, strict=True):
             kept.parameters.append(as_array(piece.local))
+
+
+class ActivationRecorder(Hook):
+    """Records one step: the batch, the output of every module, the loss of each micro-batch, and on one device the gradients of each sample."""
+
+    def __init__(self, trace: Trace, job: Job) -> None:
+        self.trace, self.job, self.handles = trace, job, list[RemovableHandle]()
+        self.by_sample = job.reference and job.plan.microbatch == 1
+        self.begun: dict[nn.Module, int] = {}  # micro-batches by stage
+        self.now: list[int] = []  # the rows of the batch that a stage computes
+        self.rows: dict[tuple[int, ...], list[int]] = {}  # by the samples that their micro-batch claims to have
+        self.sums: list[list[np.ndarray]] = []  # the gradients of all pieces before each sample, and at the end
+
+    def before_step(self, trainer: Trainer) -> None:
+        if trainer.step != self.job.activations_of:
+            return
+        parallel, size = trainer.parallel, trainer.parallel.plan.microbatch
+        noted = self.trace.activations = Activations(self.job.workload.seq, positions_of(parallel))
+        first = parallel.mesh.index("dp") * len(trainer.indices)
+        # Samples and positions follow from a rank's place: those that it claims may be the bug.
+        true = list(trainer.indices if self.job.reference else range(first, first + len(trainer.indices)))
+
+        def samples() -> list[int]:
+            scope = current().samples
+            claimed = tuple(scope.samples) if scope is not None else ()
+            return [true[row] for row in (self.rows.get(claimed, []) if current().recomputing else self.now)]
+
+        def begin(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            at = self.begun[module] = self.begun.get(module, -1) + 1
+            self.now = list(range(len(true))[at * size : (at + 1) * size])
+            if (scope := current().samples) is not None:
+                self.rows.setdefault(tuple(scope.samples), self.now)
+            if self.by_sample:
+                self.sums.append([as_array(piece.gradient) for piece in parallel.pieces])
+            if parallel.targets is not None:
+                noted.note("targets", samples(), parallel.targets[self.now])
+            if module is parallel.stages.get(0):
+                noted.note("inputs", samples(), inputs[0].detach())
+
+        def end(name: str, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and name:
+                noted.note(name, samples(), output, current().recomputing)
+            elif isinstance(output, torch.Tensor) and output.ndim == 0:  # a head that computes the loss
+                noted.losses[tuple(samples())] = float(output.detach())
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            value, at = plain(output, target), len(noted.losses) * size
+            noted.losses[tuple(true[at : at + len(target)])] = float((value / parallel.tokens).detach())
+            return value
+
+        for module in parallel.stages.values():
+            self.handles.append(module.register_forward_pre_hook(begin))
+            for name, part in module.named_modules():
+                if not isinstance(part, nn.Identity):
+                    self.handles.append(part.register_forward_hook(lambda m, x, y, name=name: end(name, y)))
+        plain = self.plain_loss = parallel.loss
+        parallel.loss = loss
+
+    def after_gradients(self, trainer: Trainer) -> None:
+        if trainer.step != self.job.activations_of:
+            return
+        for handle in self.handles:
+            handle.remove()
+        trainer.parallel.loss = self.plain_loss
+        if self.trace.activations is None or not self.sums:
+            return
+        self.sums.append([as_array(piece.gradient) for piece in trainer.parallel.pieces])
+        for i, piece in enumerate(trainer.parallel.pieces):
+            parts = [after[i] - before[i] for before, after in pairwise(self.sums)]
+            self.trace.activations.by_sample[piece.name] = dict(zip(trainer.indices, parts, strict=True))
+
+
+def positions_of(parallel: Parallel) -> list[int] | None:
+    """The positions of a context-parallel rank's tokens; None: the whole sequence."""
+    seq, ranks, index = parallel.workload.seq, parallel.mesh.size("cp"), parallel.mesh.index("cp")
+    zigzag = ranks > 1 and is_zigzag(parallel.model, parallel.plan.cp_kind, seq, ranks)
+    return [position for run in runs_of(seq, ranks, zigzag)[index] for position in run] if ranks > 1 else None
 
 
 def record_updates(trainer: Trainer, trace: Trace) -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.proof.oracle.positions import dropout_factor, magnitude, rotated, visible
+from meshwright.proof.records import Activations
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 IGNORED = -100
@@ -67,6 +68,12 @@ class Network:
     documents_BS: torch.Tensor | None = None
     added: list[torch.Tensor] = field(default_factory=list)
     loads: dict[str, torch.Tensor] = field(default_factory=dict)
+    noted: Activations | None = None  # records what each part returns
+
+    def note(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.noted is not None:
+            self.noted.note(name, self.samples, x)
+        return x
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss of the micro-batch, summed over its valid targets."""
@@ -82,7 +89,7 @@ class Network:
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         y, bias = x @ self.weights[f"{name}.weight"].mT, self.weights.get(f"{name}.bias")
-        return y if bias is None else y + bias
+        return self.note(name, y if bias is None else y + bias)
 
     def dropped(self, x: torch.Tensor, rate: float, site: str) -> torch.Tensor:
         if not rate:
@@ -130,6 +137,7 @@ class Network:
             x_BSH = x_BSH + self.weights["embedding.positions.weight"][: ids_BS.shape[1]]
         x_BSH = self.norm(x_BSH, "embedding.norm") if m.embedding_norm else x_BSH
         x_BSH = self.dropped(x_BSH, m.dropout_rate if m.embedding_dropout is None else m.embedding_dropout, "embedding")
+        x_BSH = self.note("embedding", x_BSH)
         for i in range(m.layers):
             x_BSH = self.layer(x_BSH, i)
         x_BSH = self.norm(x_BSH, "head.norm") if m.final_norm else x_BSH
@@ -154,7 +162,7 @@ class Network:
         if m.norms_per_layer > 1:
             source = x_BSH if m.parallel_residual else attended
             normed = self.norm(source, f"{at}.ffn_norm") if before else source
-        return attended + added(channel, normed, "ffn")
+        return self.note(at, attended + added(channel, normed, "ffn"))
 
     def norm(self, x: torch.Tensor, name: str, epsilon: float = 0.0, rms: bool = False) -> torch.Tensor:
         """(x − mean) / √(variance + ε), or x / √(mean of squares + ε), times the weight."""
@@ -163,7 +171,7 @@ class Network:
         y = centred / (centred.square().mean(-1, keepdim=True) + (epsilon or m.norm_epsilon)).sqrt()
         weight, bias = self.weights.get(f"{name}.weight"), self.weights.get(f"{name}.bias")
         y = y if weight is None else y * (weight + m.norm_offset)
-        return y if bias is None else y + bias
+        return self.note(name, y if bias is None else y + bias)
 
     def attention(self, x_BSH: torch.Tensor, i: int) -> torch.Tensor:
         m, at = self.model, f"layers.{i}.attention"
@@ -256,7 +264,7 @@ class Network:
         if m.shared_experts:
             shared = self.ffn(x_TH, f"{name}.shared")
             y_TH = y_TH + (self.linear(x_TH, f"{name}.shared_scale").sigmoid() * shared if m.shared_gate else shared)
-        return y_TH.view_as(x_BSH)
+        return self.note(name, y_TH.view_as(x_BSH))
 
     def routed(self, x_TH: torch.Tensor, name: str, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, E]: the weight of each expert for each token, and whether the expert computes the token."""
@@ -323,6 +331,7 @@ def plain_step(
     size: int,
     seed: int,
     step: int,
+    noted: Activations | None = None,
 ) -> PlainStep:
     """The loss is a sum over valid targets divided by their number in the whole batch; the losses of routers are averaged over the micro-batches of
     `size` samples, and are not part of the reported loss."""
@@ -333,7 +342,7 @@ def plain_step(
     for start in starts:
         rows = slice(start, start + size)
         documents = None if documents_BS is None else documents_BS[rows]
-        network = Network(model, leaves, seed, step, samples[rows], documents)
+        network = Network(model, leaves, seed, step, samples[rows], documents, noted=noted)
         x = inputs[rows].double() if inputs.is_floating_point() else inputs[rows]
         loss = network.loss(x, targets[rows]) / max(int(mask.sum()), 1)
         (loss + sum(network.added) / len(starts)).backward()

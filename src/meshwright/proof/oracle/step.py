@@ -27,7 +27,7 @@ from meshwright.proof.compare import Break
 from meshwright.proof.emulation.orthogonal import next_update
 from meshwright.proof.emulation.update import ReplayedOptimizer, decays, learning_rate, role_of
 from meshwright.proof.oracle.network import missing, plain_step
-from meshwright.proof.records import PieceTrace, Trace
+from meshwright.proof.records import Activations, PieceTrace, Trace
 from meshwright.training.hooks import Hook
 
 RATE_BOUND = 1e-12
@@ -36,9 +36,12 @@ RATE_BOUND = 1e-12
 class Oracle(Hook):
     """Repeats the steps of a trainer on one device; `trace` has what the formulas give."""
 
-    def __init__(self, model: Model, workload: Workload, settings: Optimizer, seed: int, size: int) -> None:
+    def __init__(
+        self, model: Model, workload: Workload, settings: Optimizer, seed: int, size: int, noted: int = -1
+    ) -> None:
         self.model, self.workload, self.settings, self.seed, self.size = model, workload, settings, seed, size
-        self.trace = Trace(0, "fp64")
+        self.noted = noted  # the step whose parts are recorded
+        self.trace = Trace(0, "fp64", {})
         self.optimizers: dict[str, ReplayedOptimizer] = {}
         self.momentum: dict[str, np.ndarray] = {}
 
@@ -48,7 +51,10 @@ class Oracle(Hook):
         inputs, targets, documents_BS = trainer.loader.batch(trainer.step, trainer.indices)
         documents = None if documents_BS is None else documents_BS.cpu()
         batch, step = (inputs.cpu(), targets.cpu(), documents), trainer.step
-        plain = plain_step(self.model, weights, batch, list(trainer.indices), self.size, self.seed, step)
+        if step == self.noted:
+            self.trace.activations = Activations(self.workload.seq)
+        noted = self.trace.activations if step == self.noted else None
+        plain = plain_step(self.model, weights, batch, list(trainer.indices), self.size, self.seed, step, noted)
         gradients = {name: g.numpy() for name, g in plain.gradients.items() if name not in frozen}
         norm = sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         factor = min(1.0, self.settings.clip / (norm + 1e-6)) if self.workload.clip else 1.0
