@@ -144,8 +144,8 @@ def record_activations(job: Job, alone: Job, agreement: Agreement, device: str) 
         return
     jobs = activation_jobs(job, alone, first.step)
     if agreement.oracle:
-        one = run(replace(jobs[1], plan=alone.plan), device)[0]["fp64"]
-        agreement.rerun = (one.oracle, [one], None) if one.oracle is not None else None
+        single = run(replace(jobs[1], plan=alone.plan), device)[0]["fp64"]
+        agreement.rerun = (single.oracle, [single], None) if single.oracle is not None else None
         return
     many, one, *stale = [[rank["fp64"] for rank in run(job, device)] for job in jobs]
     agreement.rerun = one[0], many, stale[0][0] if stale else None
@@ -154,8 +154,10 @@ def record_activations(job: Job, alone: Job, agreement: Agreement, device: str) 
 def activation_jobs(job: Job, alone: Job, step: int) -> list[Job]:
     """Jobs that record one step: of the ranks, of one device, sample by sample where that gives the same, and of one device with the weights of the
     step before."""
-    shown = {"dtypes": ("fp64",), "steps": step + 1, "watch": False, "updates": False, "phases": None}
-    job, alone = (replace(j, activations_of=step, **shown) for j in (job, alone))
+    job, alone = (
+        replace(j, activations_of=step, dtypes=("fp64",), steps=step + 1, watch=False, updates=False, phases=None)
+        for j in (job, alone)
+    )
     if alone.emulated is None and alone.plan.microbatch == job.workload.batch:
         alone = replace(alone, plan=alone.plan.but(microbatch=1))
     return [job, alone, *([replace(alone, skipped=(step - 1,))] if step else [])]
