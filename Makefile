@@ -9,7 +9,7 @@ EXTRAS := train,web,dev
 # Python keeps the bytecode of what it imports, even where the environment forbids it: many processes import the same files.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test lint bench soak pages docs clean
+.PHONY: setup demo test test-frameworks lint bench soak pages docs clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,11 @@ demo: setup
 test: export OMP_NUM_THREADS = 1
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadscope
+
+# What we write, given to the real frameworks: versions in tests/frameworks/versions.toml, installed under .frameworks/. Needs the network once.
+test-frameworks: export OMP_NUM_THREADS = 1
+test-frameworks: setup
+	$(BIN)/python -m pytest tests/frameworks
 
 lint: setup
 	$(BIN)/ruff check

@@ -22,6 +22,7 @@ from meshwright.describe.config import load
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import detect, parse
 from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.frameworks.megatron_model import model_settings
 from meshwright.interop.keys import flags, read_facts
 from meshwright.interop.reading import understand
 from meshwright.interop.shapes import catalog_model, shape_of
@@ -31,7 +32,6 @@ from meshwright.view.launch_files import LAUNCHERS
 from meshwright.view.launch_files import job as job_file
 from meshwright.view.launch_files.frameworks import TORCHTITAN_MODELS
 from meshwright.view.launch_files.job import LaunchJob, make_job
-from meshwright.view.launch_files.megatron import model_words
 from meshwright.view.launch_files.program import TrainingProgram
 
 ROOT = Path(__file__).parents[2]
@@ -441,12 +441,35 @@ def test_accelerate_starts_its_ranks_itself(tmp_path) -> None:
 
 def test_flags_of_megatron_include_what_is_not_a_size() -> None:
     """Without them Megatron-LM's defaults would make another model, with dropout 0.1 and another rotary base."""
-    words = model_words(catalog.load("models", "deepseek-v3"))
+    flags = model_settings(catalog.load("models", "deepseek-v3"))
     expected = {"--rotary-base": "10000", "--hidden-dropout": "0", "--moe-router-group-topk": "4", "--mscale": "1"}
-    assert {flag: words[words.index(flag) + 1] for flag in expected} == expected
-    assert {"--multi-latent-attention", "--moe-router-enable-expert-bias"} <= set(words)
+    assert {flag: str(flags[flag]) for flag in expected} == expected
+    assert {"--multi-latent-attention", "--moe-router-enable-expert-bias"} <= set(flags)
     with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-005.*sinks"):
-        model_words(catalog.load("models", "gpt-oss-20b"))
+        model_settings(catalog.load("models", "gpt-oss-20b"))
+
+
+def test_experts_are_balanced_in_megatron_where_the_model_states_no_weight() -> None:
+    """Megatron-LM's own default weight is zero; DeepSeek-V3 balances by its bias instead."""
+    flags = model_settings(catalog.load("models", "mixtral-8x7b"))
+    assert (flags["--moe-router-load-balancing-type"], flags["--moe-aux-loss-coeff"]) == ("aux_loss", "0.01")
+    assert model_settings(catalog.load("models", "deepseek-v3"))["--moe-router-load-balancing-type"] == "none"
+
+
+@pytest.mark.parametrize(("zero", "fsdp"), [(1, False), (2, True), (3, True)])
+def test_megatron_fsdp_has_its_format_and_not_the_single_queue(zero: int, fsdp: bool) -> None:
+    """Megatron-LM refuses ZeRO-2 and 3 with another checkpoint format, and with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    job = job_of(
+        LARGE,
+        f"plan.zero={zero}",
+        "plan.pp=1",
+        "plan.shard=8",
+        "plan.replicate=1",
+        "plan.virtual=1",
+        framework="megatron-lm",
+    )
+    assert ("fsdp_dtensor" in job.program.begin) == fsdp
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in job.program.variables) == (not fsdp)
 
 
 def test_flags_of_megatron_give_back_dense_layers_and_shared_experts() -> None:

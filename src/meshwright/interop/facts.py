@@ -56,6 +56,7 @@ FACTS: dict[str, str] = {
     "zero_of_optimizer": "optimizer states are sharded, as the optimizer's section states it",
     "sharding": "how data parallelism shards: none, optimizer, gradients, parameters",
     "fsdp": "parameters are sharded by FSDP",
+    "fsdp_format": "checkpoints have the format of FSDP",
     "moe_reshard": "the same, where the model has experts",
     "reshard": "gathered weights are freed after forward",
     "recompute": "activations recomputed in backward: none, selective or full",

@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.interop.facts import FACTS, fact_value
+
+if TYPE_CHECKING:
+    from meshwright.describe.model import Model
 
 Facts = dict[str, Any]
 Settings = dict[str, Any]
@@ -340,6 +343,10 @@ class Framework:
     )
     comment: str = ""  # the first line of a written file
     package: str = ""  # what pip installs; "": its name
+    tried: tuple[str, ...] = ()  # versions of the package whose own parser was given what we write (tests/frameworks)
+    model_settings: Callable[[Model], Settings] = (
+        lambda model: {}  # settings of a model that the table has no rows for; raises if the framework does not have the model
+    )
     left_to_script: tuple[str, ...] = ()  # fields of a plan that its settings leave to the training script
     program: Callable[..., Any] | None = (
         None  # of a plan, the paths of plan file and run folder, and the steps between checkpoints (`view.launch_files`)

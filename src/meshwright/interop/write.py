@@ -149,6 +149,7 @@ def settings_of(config: Config, framework: Framework, form: Form | None = None) 
     """The settings of a framework that say a configuration's plan."""
     settings, _ = write_settings(framework.table, express(config))
     inexpressible = difference(config, framework, settings)
+    settings |= framework.model_settings(config.model)
     return WrittenSettings(
         framework, settings, text_of(settings, framework, form or framework.form, inexpressible), inexpressible
     )
@@ -215,7 +216,7 @@ def text_of(settings: Settings, framework: Framework, form: Form, inexpressible:
         f"{framework.title} cannot say {name} = {_shown(ours)}: it is {_shown(theirs)} here"
         for name, (ours, theirs) in inexpressible.items()
     ]
-    comments = "".join(f"# {line}\n" for line in (framework.comment, *lost) if line)
+    comments = "".join(f"# {line}\n" for line in (framework.comment, versions_line(framework), *lost) if line)
     if form == "json":  # has no comments
         return json.dumps(nested(settings), indent=2) + "\n"
     if form == "toml":
@@ -226,6 +227,14 @@ def text_of(settings: Settings, framework: Framework, form: Form, inexpressible:
         return comments + yaml_text(nested(settings))
     flags = [shlex.join(flag_words(framework, name, value)) for name, value in settings.items()]
     return comments + " \\\n".join(flag for flag in flags if flag) + "\n"
+
+
+def versions_line(framework: Framework) -> str:
+    """The versions of the framework that were tried, for the head of a file."""
+    if not framework.tried:
+        return ""
+    package = framework.package or framework.name
+    return f"Tried with the parser of {package} {' and '.join(framework.tried)}; another version may refuse or rename some of these"
 
 
 def yaml_text(tables: dict[str, Any], indent: str = "") -> str:

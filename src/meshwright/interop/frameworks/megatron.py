@@ -7,6 +7,7 @@ the layers of the first and last stage are given.
 
 from __future__ import annotations
 
+from meshwright.interop.frameworks.megatron_model import model_settings
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag, rows
 from meshwright.interop.stages import layout_text
 
@@ -42,7 +43,7 @@ def restate_sharding(facts: Facts) -> None:
     """The flags of a ZeRO stage: 2 and 3 need Megatron-FSDP."""
     stage = ("none", "optimizer", "gradients", "parameters").index(facts.pop("sharding", "none"))
     facts["zero"] = 1 if stage else 0
-    facts["fsdp"] = stage > 1
+    facts["fsdp"] = facts["fsdp_format"] = stage > 1
     facts["sharding"] = {2: "gradients", 3: "parameters"}.get(stage)
     if not stage:
         facts["replicate"] = None
@@ -186,6 +187,7 @@ TABLE = Table(
         Key("--no-overlap-p2p-communication", "overlap_p2p", words={True: False}, default=True),
         Key("--overlap-p2p-communication", "overlap_p2p", words={True: True, False: False}, read_only=True),
         Key("--no-async-tensor-model-parallel-allreduce", "async_linears", words={True: False}, read_only=True),
+        Key("--ckpt-format", "fsdp_format", words={"fsdp_dtensor": True}, match=((".", False),), default=False),
         Key("--ckpt-format", "saves", words=FORMATS, was=("--dist-ckpt-format",), default="sharded"),
         Key("--async-save", "saves", words={True: "copied", False: None}),
         flag("fused_loss", "--cross-entropy-loss-fusion"),
@@ -224,6 +226,8 @@ MEGATRON = Framework(
     flag_prefix="",
     splits_evenly=True,
     expert_tp="tp",
-    comment="Megatron-LM arguments of the plan and the model's sizes. Rotary base, dropout (0.1 by default there), norm epsilon and router are not "
-    "among them: `meshwright launch --for megatron-lm` writes all",
+    package="megatron-core",
+    tried=("0.17.0", "0.19.0"),
+    model_settings=model_settings,
+    comment="Megatron-LM arguments of the plan and the model, for pretrain_gpt.py",
 )

@@ -191,7 +191,9 @@ def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> 
         "The recipe trains on mock data: set dataset.blend and the tokenizer.",
     )
     begin = ("scripts/training/run_recipe.py", "--recipe", f"{BRIDGE_RECIPES[name]}_pretrain_config", *words)
-    return TrainingProgram(framework.name, begin, notes=notes, install=framework.name, variables=megatron.ONE_QUEUE)
+    return TrainingProgram(
+        framework.name, begin, notes=notes, install=framework.name, variables=megatron.variables(config.plan)
+    )
 
 
 def override(value: object) -> str:
