@@ -15,7 +15,7 @@ from meshwright import api
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
-from meshwright.interop.write import settings_of
+from meshwright.interop.write import check_runnable, settings_of
 from meshwright.view.launch_files.job import make_job
 
 
@@ -67,6 +67,7 @@ class Offer:
 
     config: Config
     written: str = ""
+    flags: str = ""  # the settings as flags, where the framework takes both
     words: tuple[str, ...] = ()
     file: str = ""
     variables: tuple[str, ...] = ()
@@ -79,19 +80,24 @@ def offer(name: str, framework_name: str) -> Offer:
     """Plan a case for a framework, and write it."""
     case, framework = CASES[name], FRAMEWORKS[framework_name]
     try:
+        framework.model_settings(
+            api.load(case.model, cluster="dgx-h100").model
+        )  # raises if the framework does not have the model
         result = api.plan(
             case.model, "dgx-h100", gpus=case.gpus, batch=case.batch, seq=case.seq, stack=framework.stack, fix=case.fix, set=case.settings,
         )  # fmt: skip
     except MeshwrightError as error:
         return Offer(None, refused=str(error))  # type: ignore[arg-type]
     config = result.config
-    written = settings_of(config, framework).text
     try:
+        check_runnable(config, framework)
+        written = settings_of(config, framework).text
+        flags = settings_of(config, framework, "args").text if framework.takes_flags else ""
         job = make_job(config, "plan.toml", typed="", framework=framework_name)
     except MeshwrightError as error:
-        return Offer(config, written, launch_refused=str(error))
+        return Offer(config, launch_refused=str(error))
     program = job.program
-    return Offer(config, written, program.begin, program.settings, tuple(program.variables))
+    return Offer(config, written, flags, program.begin, program.settings, tuple(program.variables))
 
 
 def flags_of(text: str) -> list[str]:

@@ -23,6 +23,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.files import detect, parse
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.frameworks.megatron_model import model_settings
+from meshwright.interop.frameworks.torchtitan import MODELS
 from meshwright.interop.keys import flags, read_facts
 from meshwright.interop.reading import understand
 from meshwright.interop.shapes import catalog_model, shape_of
@@ -30,7 +31,6 @@ from meshwright.interop.write import settings_of
 from meshwright.version import WHEEL
 from meshwright.view.launch_files import LAUNCHERS
 from meshwright.view.launch_files import job as job_file
-from meshwright.view.launch_files.frameworks import TORCHTITAN_MODELS
 from meshwright.view.launch_files.job import LaunchJob, make_job
 from meshwright.view.launch_files.program import TrainingProgram
 
@@ -495,7 +495,7 @@ def test_without_a_name_the_framework_of_the_plan_s_stack_is_started() -> None:
 
 
 def test_torchtitan_s_names_of_models_are_read_as_the_catalog_s() -> None:
-    for entry, (name, flavor) in TORCHTITAN_MODELS.items():
+    for entry, (name, flavor) in MODELS.items():
         found = catalog.load("models", catalog_model(f"{name} {flavor}") or entry)
         assert found.hidden == catalog.load("models", entry).hidden
 

@@ -62,6 +62,10 @@ def command(
         question["stack"] = target.stack if target else own_stack_name(model, cluster, asked["set"])
     with patient("searching") as progress:
         sizing, result = search(model, cluster, days, budget, question, progress)
+    if target:
+        from meshwright.interop.write import check_runnable
+
+        check_runnable(result.config, target)
     compared = result.compare(user_plan.for_gpus(result.config.cluster.world)) if user_plan else None
     written = write(result, out, html, target if settings_file else None, settings_file)
     if as_json:

@@ -51,6 +51,11 @@ class Abilities(Described):
         default="layers",
         description="what the framework divides evenly over stages: layers, or the matrix products of layers and head (`plan.framework_stages`)",
     )
+    stages_by_size: bool = Field(
+        default=False,
+        description="more than two stages per rank are stated by their layers: n of them make ceil(L / n) stages, or ceil((L + 2) / n) with "
+        "embedding and head",
+    )
     tensor_divides_kv: bool = Field(default=False, description="tp must divide the KV heads")
     shards_context: bool = Field(default=False, description="context-parallel ranks always shard the weights (ZeRO-3)")
     source: str = Field(default="", description="where these limits are stated")

@@ -28,6 +28,8 @@ FACTS: dict[str, str] = {
     "virtual": "pipeline stages per rank",
     "schedule": "pipeline schedule",
     "layers_per_chunk": "layers of one pipeline stage",
+    "first_less": "layers that the embedding counts as in its stage",
+    "last_less": "layers that the head counts as in its stage",
     "first_layers": "layers of the first pipeline rank",
     "last_layers": "layers of the last pipeline rank",
     "stage_layers": "layers of every stage",
@@ -56,6 +58,7 @@ FACTS: dict[str, str] = {
     "zero_of_optimizer": "optimizer states are sharded, as the optimizer's section states it",
     "sharding": "how data parallelism shards: none, optimizer, gradients, parameters",
     "fsdp": "parameters are sharded by FSDP",
+    "eager_steps": "steps are not captured in CUDA graphs",
     "fsdp_format": "checkpoints have the format of FSDP",
     "moe_reshard": "the same, where the model has experts",
     "reshard": "gathered weights are freed after forward",
@@ -135,6 +138,7 @@ NUMBERS = {
     "model.ffn", "model.vocab", "model.experts", "model.top_k",
 }  # fmt: skip
 WHOLE = {  # from 0 up
+    "first_less", "last_less",
     "sequence_ranks", "recompute_layers", "offload_layers", "adapters", "quantised", "ffn_multiple", "mtp", "encoder_layers", "nvlink_domain",
     "model.vocab_multiple", "model.max_positions", "model.expert_ffn", "model.shared_experts", "model.shared_ffn", "model.dense_layers",
     "model.moe_every", "model.q_rank", "model.kv_rank", "model.rope_dim", "model.nope_dim", "model.value_dim",

@@ -311,7 +311,7 @@ class SettingsProblem:
 #
 # The part `program`, the command that starts it, is joined by name in `view.launch_files.frameworks`.
 
-Form = Literal["toml", "yaml", "json", "args"]
+Form = Literal["toml", "yaml", "json", "args", "python"]
 
 
 @dataclass(frozen=True)
@@ -344,6 +344,8 @@ class Framework:
     comment: str = ""  # the first line of a written file
     package: str = ""  # what pip installs; "": its name
     tried: tuple[str, ...] = ()  # versions of the package whose own parser was given what we write (tests/frameworks)
+    takes_flags: bool = False  # also where its usual form is a file
+    python: Callable[[Settings], str] | None = None  # the text of settings that are a program
     model_settings: Callable[[Model], Settings] = (
         lambda model: {}  # settings of a model that the table has no rows for; raises if the framework does not have the model
     )

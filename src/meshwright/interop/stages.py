@@ -138,7 +138,7 @@ def _by_chunk(
     if rounding:
         count = max(pp, (count // pp if rounding == "down" else -(-count // pp)) * pp)
     elif framework.ends_are_layers:
-        count = math.ceil((layers + 2) / chunk)
+        count = math.ceil((layers + facts.get("first_less", 1) + facts.get("last_less", 1)) / chunk)
     if count % pp:
         what = f"stages of {chunk} layers make {count} stages of {layers} layers, not a multiple of pp = {pp}"
         return 1, (), [SettingsProblem("MW-SET-003", what, why="Every rank has the same number of stages")]

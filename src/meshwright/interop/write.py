@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.describe.config import Config
+from meshwright.describe import legality
+from meshwright.describe.config import OURS, Config
 from meshwright.describe.files import write_text
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, in_framework
@@ -119,6 +120,7 @@ def _shape(model: Model) -> Facts:
 ENDINGS: dict[str, Form] = {
     ".toml": "toml",
     ".json": "json",
+    ".py": "python",
     **dict.fromkeys(YAML, "yaml"),
     **dict.fromkeys(SCRIPTS, "args"),
 }
@@ -195,15 +197,36 @@ def _same(name: str, config: Config, other: Any) -> bool:
     return unused.get(name, False)
 
 
+def check_runnable(config: Config, framework: Framework) -> None:
+    """Raise if a framework cannot run a configuration, or its settings cannot say it: the one predicate of `plan --for`, `--write` and `launch`.
+
+    Three parts: the rules of the stack's `can`, the models that the framework has, and the fields that come back with another value when the
+    settings are read. Fields that a framework leaves to the training script are not among them."""
+    legality.check(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
+    inexpressible = settings_of(config, framework).inexpressible
+    lost = {field: pair for field, pair in inexpressible.items() if field not in framework.left_to_script}
+    if lost:
+        shown = ", ".join(f"{field} = {ours} (it would be {theirs})" for field, (ours, theirs) in lost.items())
+        raise MeshwrightError(
+            "MW-LAUNCH-005",
+            f"settings of {framework.title} cannot express {shown}",
+            why="It would train another plan than the one that was predicted",
+            fix=f"meshwright plan {config.model.name} --for {framework.name}, or --for {OURS}",
+        )
+
+
 def write_file(config: Config, framework: Framework, path: str | Path) -> WrittenSettings:
     """Write the settings to a file, whose ending may choose another form than the framework's usual one."""
     ending = Path(path).suffix
     form = ENDINGS.get(ending, framework.form)
-    if form == "args" and framework.form in ("yaml", "json"):
+    if (
+        form != framework.form
+        and (form in ("args", "python") or framework.form in ("args", "python"))
+        and not framework.takes_flags
+    ):
+        usual = {"args": ".sh", "python": ".py"}.get(framework.form, f".{framework.form}")
         raise MeshwrightError(
-            "MW-SET-014",
-            f"{framework.title} takes no settings as flags",
-            valid=[".yaml" if framework.form == "yaml" else ".json"],
+            "MW-SET-014", f"{framework.title} takes no settings in a file of this kind", valid=[usual]
         )
     written = settings_of(config, framework, form)
     write_text(path, written.text)
@@ -225,6 +248,9 @@ def text_of(settings: Settings, framework: Framework, form: Form, inexpressible:
         return comments + tomli_w.dumps(nested(settings))
     if form == "yaml":
         return comments + yaml_text(nested(settings))
+    if form == "python":
+        assert framework.python is not None
+        return comments + framework.python(settings)
     flags = [shlex.join(flag_words(framework, name, value)) for name, value in settings.items()]
     return comments + " \\\n".join(flag for flag in flags if flag) + "\n"
 
@@ -251,7 +277,7 @@ def yaml_text(tables: dict[str, Any], indent: str = "") -> str:
 def flag_words(framework: Framework, name: str, value: Any) -> list[str]:
     """One setting as words of a command line; none for a switch that is off."""
     word = name if name.startswith("--") else f"{framework.flag_prefix or '--'}{name}"
-    if isinstance(value, bool) and framework.flag_prefix == "":
+    if isinstance(value, bool) and (framework.flag_prefix == "" or framework.takes_flags):
         return [word] if value else []
     if isinstance(value, list):
         return [word, *map(str, value)]

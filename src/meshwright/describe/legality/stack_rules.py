@@ -89,7 +89,7 @@ class StackHasZero(LegalityRule, code=CODE, needs=NEEDS):
             if can.zero and stage not in can.zero:
                 out = out | ((p.zero == stage) & (p.dp * p.cp > 1))
             if can.zero_in_pipeline and stage not in can.zero_in_pipeline:
-                out = out | ((p.zero == stage) & (p.pp > 1))
+                out = out | ((p.zero == stage) & (p.pp > 1) & ((p.dp > 1) | (stage > 0)))
             if can.zero_in_tensor and stage not in can.zero_in_tensor:
                 out = out | ((p.zero == stage) & (p.tp > 1) & ((p.dp > 1) | (stage > 0)))
         return out
@@ -159,6 +159,27 @@ class StackHasEvenStages(LegalityRule, code=CODE, needs=("model", *NEEDS)):
                 {"plan.virtual": 1, "plan.schedule": "1f1b"},
                 *values("plan.pp", divisors(layers), p.pp),
             ],
+        )
+
+
+class StackStatesStages(LegalityRule, code=CODE, needs=("model", *NEEDS)):
+    """torchtitan: `n` layers per stage make ceil(L / n) stages, or ceil((L + 2) / n) with embedding and head: not every number can be stated."""
+
+    def broken(self, p: Case) -> Flag:
+        if not p.stack.can.stages_by_size or p.model.kind == "counts":
+            return False
+        out: Flag = (p.pp > 1) & (p.virtual > 2)
+        for parts in (p.model.layers + 2, p.model.layers):
+            size = -(-parts // p.stages)
+            out = out & (-(-parts // size) != p.stages)
+        return out
+
+    def explain(self, p: Case) -> Problem:
+        return refusal(
+            p,
+            f"{p.stages} stages of {p.model.layers} layers, which no number of layers per stage gives",
+            "virtual",
+            [2],
         )
 
 

@@ -15,10 +15,11 @@ from meshwright.interop.frameworks.megatron import MEGATRON
 from meshwright.interop.frameworks.nanotron import LEVANTER, NANOTRON, OLMO_CORE
 from meshwright.interop.frameworks.read_only import GPT_NEOX, LLAMA_FACTORY, PICOTRON, TORCHTUNE
 from meshwright.interop.frameworks.torchtitan import TORCHTITAN
+from meshwright.interop.frameworks.torchtitan_python import TORCHTITAN_03
 from meshwright.interop.keys import Framework
 
 FRAMEWORKS: Registry[Framework] = Registry(  # whose settings are read and written
-    "framework", TORCHTITAN, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE
+    "framework", TORCHTITAN, TORCHTITAN_03, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE
 )
 READ_ONLY: Registry[Framework] = Registry(
     "framework", TORCHTUNE, LLAMA_FACTORY, PICOTRON, GPT_NEOX, OLMO_CORE, LEVANTER

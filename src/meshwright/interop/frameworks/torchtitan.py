@@ -1,4 +1,4 @@
-"""torchtitan: sections of a TOML file until February 2026, the same names as flags and as fields of a Python config after.
+"""torchtitan: sections of a TOML file, or the same names as flags, in version 0.2; fields of a Python config in version 0.3 (`torchtitan_python`).
 
 Data parallelism is FSDP2 (ZeRO-3) over `data_parallel_shard_degree` ranks, and DDP where that is 1; -1 takes the GPUs that are left. With a
 pipeline the local batch is divided into micro-batches of `pipeline_parallel_microbatch_size`.
@@ -6,7 +6,9 @@ pipeline the local batch is divided into micro-batches of `pipeline_parallel_mic
 
 from __future__ import annotations
 
-from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
+from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Settings, Table, flag
 
 SCHEDULES = {
     "1F1B": "1f1b",
@@ -26,6 +28,32 @@ RECOMPUTE = {
 LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")
 CONVERTERS = (("nvfp4", "fp4"), ("mx", "mxfp8"), ("float8", "fp8"))  # words in their names
 P, T = "parallelism.", "training."
+# torchtitan's name and flavor of the models of the catalog that it has; its settings cannot state another shape.
+MODELS = {
+    "llama3-8b": ("llama3", "8B"), "llama3.1-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B"), "llama3.1-70b": ("llama3", "70B"),
+    "llama3.1-405b": ("llama3", "405B"), "deepseek-v2-lite": ("deepseek_v3", "16B"), "deepseek-v3": ("deepseek_v3", "671B"),
+    "qwen3-0.6b": ("qwen3", "0.6B"), "qwen3-1.7b": ("qwen3", "1.7B"), "qwen3-4b": ("qwen3", "4B"), "qwen3-8b": ("qwen3", "8B"),
+    "qwen3-14b": ("qwen3", "14B"), "qwen3-32b": ("qwen3", "32B"), "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
+    "qwen3-235b-a22b": ("qwen3", "235B-A22B"), "gpt-oss-20b": ("gpt_oss", "20b"), "gpt-oss-120b": ("gpt_oss", "120b"),
+}  # fmt: skip
+
+
+def named_model(model: Model, models: dict[str, tuple[str, str]], title: str) -> tuple[str, str]:
+    """The name and flavor of a model; raises if torchtitan does not have it."""
+    if model.name not in models:
+        raise MeshwrightError(
+            "MW-LAUNCH-005",
+            f"{title} has no model that we know as {model.name}",
+            why="Its settings name one of the models that it has; they cannot state another shape",
+            valid=models,
+            fix="--for meshwright, or --stack torchtitan to plan without settings",
+        )
+    return models[model.name]
+
+
+def _model_settings(model: Model) -> Settings:
+    name, flavor = named_model(model, MODELS, "torchtitan")
+    return {"model.name": name, "model.flavor": flavor}
 
 
 def _derive(facts: Facts) -> None:
@@ -53,9 +81,19 @@ def _derive(facts: Facts) -> None:
         facts["model"] = f"{facts['model']} {facts['flavor']}"
 
 
+def stated_stages(layers: int, stages: int) -> Facts:
+    """The layers per stage that give a number of stages; embedding and head count as layers unless that gives another number."""
+    for ends in (1, 0):
+        size = -(-(layers + 2 * ends) // stages)
+        if -(-(layers + 2 * ends) // size) == stages:
+            return {"layers_per_chunk": size, "first_less": ends, "last_less": ends}
+    return {"layers_per_chunk": -(-(layers + 2) // stages)}  # another number: `legality.stack_rules.StackStatesStages`
+
+
 def _restate(facts: Facts) -> None:
     if facts.get("recompute_every", 1) > 1 and facts.get("recompute") == "full":
         facts["recompute"] = "selective"
+        facts["recompute_every"] = str(facts["recompute_every"])  # torchtitan's field is a text
     elif facts.get("recompute") == "selective":
         facts["recompute_every"] = "op"
     else:
@@ -72,7 +110,7 @@ def _restate(facts: Facts) -> None:
         facts.pop("schedule", None)
         facts.pop("pipeline_microbatch", None)
     elif layers and facts.get("schedule") in LOOPED and virtual != 2:  # two stages per rank are the default
-        facts["layers_per_chunk"] = -(-(layers + 2) // (pp * virtual))
+        facts |= stated_stages(layers, pp * virtual)
 
 
 TABLE = Table(
@@ -84,13 +122,15 @@ TABLE = Table(
         Key(P + "data_parallel_replicate_degree", "replicate", was=(T + "data_parallel_replicate_degree",), default=1, always=True),
         Key(P + "data_parallel_shard_degree", "shard", was=(T + "data_parallel_shard_degree", T + "data_parallel_degree"), default=-1, always=True),
         Key(P + "tensor_parallel_degree", "tp", was=(T + "tensor_parallel_degree",), default=1, always=True),
-        Key(P + "enable_sequence_parallel", "sp", words={True: True, False: False}, default=True),
+        Key(P + "enable_sequence_parallel", "sp", words={True: True, False: False}, default=True, read_only=True),  # since 0.3
         Key(P + "context_parallel_degree", "cp", was=("experimental.context_parallel_degree",), default=1, always=True),
         Key(P + "context_parallel_rotate_method", "cp_kind", words={"allgather": "all-gather", "alltoall": "ring"}, default="all-gather"),
         Key(P + "pipeline_parallel_degree", "pp",
             was=("experimental.pipeline_parallel_degree", T + "pipeline_parallel_degree"), default=1, always=True),
         Key(P + "pipeline_parallel_schedule", "schedule", words=SCHEDULES, was=("experimental.pipeline_parallel_schedule",), default="1f1b"),
         Key(P + "pipeline_parallel_layers_per_stage", "layers_per_chunk"),
+        Key(P + "pipeline_parallel_first_stage_less_layers", "first_less", default=1),
+        Key(P + "pipeline_parallel_last_stage_less_layers", "last_less", default=1),
         Key(P + "pipeline_parallel_microbatch_size", "pipeline_microbatch", default=1),
         Key(P + "num_pp_microbatches", "pipeline_microbatches", read_only=True),
         Key(P + "expert_parallel_degree", "ep", default=1, always=True),
@@ -142,5 +182,8 @@ TORCHTITAN = Framework(
     table=TABLE,
     ends_are_layers=True,
     torch_pipeline=True,
-    comment="torchtitan settings; newer versions take the same names as flags: --parallelism.tensor_parallel_degree 8",
+    takes_flags=True,
+    tried=("0.2.2",),
+    model_settings=_model_settings,
+    comment="torchtitan settings, for -m torchtitan.train --job.config_file FILE; version 0.3 has settings in Python: --for torchtitan-0.3",
 )

@@ -1,7 +1,8 @@
 """The programs of other frameworks: their settings, written by `interop.write`, and the command that reads them.
 
     Megatron-LM          pretrain_gpt.py FLAGS                           checkpoints: --save, --load
-    torchtitan           -m torchtitan.train --job.config_file FILE      until February 2026; newer versions have settings in Python
+    torchtitan           -m torchtitan.train --job.config_file FILE      version 0.2
+    torchtitan 0.3       -m torchtitan.train --module settings --config plan
     DeepSpeed            YOUR-SCRIPT --deepspeed --deepspeed_config FILE
     nanotron             run_train.py --config-file FILE
     NeMo Automodel       -m nemo_automodel.cli.app FILE
@@ -18,23 +19,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.describe import catalog, legality
+from meshwright.describe import catalog
 from meshwright.describe.config import OURS, Config, with_own_stack
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.interop.frameworks import FRAMEWORKS, find
 from meshwright.interop.keys import Framework
-from meshwright.interop.write import settings_of, text_of
+from meshwright.interop.write import check_runnable, settings_of, text_of
 from meshwright.view.launch_files import megatron
 from meshwright.view.launch_files.program import SCRIPT, TrainingProgram, our_program
 
-# torchtitan's name and flavor of the models of the catalog that it has; its settings cannot state another shape.
-TORCHTITAN_MODELS = {
-    "llama3-8b": ("llama3", "8B"), "llama3.1-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B"), "llama3.1-70b": ("llama3", "70B"),
-    "llama3.1-405b": ("llama3", "405B"), "deepseek-v2-lite": ("deepseek_v3", "16B"), "deepseek-v3": ("deepseek_v3", "671B"),
-    "qwen3-0.6b": ("qwen3", "0.6B"), "qwen3-1.7b": ("qwen3", "1.7B"), "qwen3-4b": ("qwen3", "4B"), "qwen3-8b": ("qwen3", "8B"),
-    "qwen3-14b": ("qwen3", "14B"), "qwen3-32b": ("qwen3", "32B"), "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
-    "qwen3-235b-a22b": ("qwen3", "235B-A22B"), "gpt-oss-20b": ("gpt_oss", "20b"), "gpt-oss-120b": ("gpt_oss", "120b"),
-}  # fmt: skip
 # Megatron-Bridge's recipe of the models of the catalog that it has.
 BRIDGE_RECIPES = {
     "llama2-7b": "llama2_7b", "llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3.1-8b": "llama31_8b", "llama3.1-70b": "llama31_70b",
@@ -47,19 +40,8 @@ BRIDGE_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_h
 def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A TOML file; torchtitan continues from the last checkpoint of its folder."""
     framework = FRAMEWORKS["torchtitan"]
-    if config.model.name not in TORCHTITAN_MODELS:
-        raise MeshwrightError(
-            "MW-LAUNCH-005",
-            f"torchtitan has no model that we know as {config.model.name}",
-            why="Its settings name one of the models that torchtitan has; they cannot state another shape",
-            valid=TORCHTITAN_MODELS,
-            fix="--for meshwright",
-        )
-    name, flavor = TORCHTITAN_MODELS[config.model.name]
     optimizer, steps = config.optimizer, config.run.steps
     more = {
-        "model.name": name,
-        "model.flavor": flavor,
         "job.dump_folder": folder,
         "training.steps": steps,
         "training.max_norm": optimizer.clip,
@@ -71,10 +53,31 @@ def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> Train
         "checkpoint.interval": save_every,
     }
     notes = (
-        "torchtitan with settings in TOML (releases until February 2026); newer ones take --module and --config instead of a file.",
+        "torchtitan 0.2, with settings in TOML: for newer releases, `meshwright launch --for torchtitan-0.3`.",
         "It trains on its dataset c4: change training.dataset, and set model.hf_assets_path to the folder with the tokenizer.",
     )
     return with_file(framework, config, folder, more, ("-m", "torchtitan.train", "--job.config_file"), notes)
+
+
+def torchtitan_03(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
+    """A Python file with a function that makes the settings; torchtitan imports it from the run folder."""
+    optimizer, steps = config.optimizer, config.run.steps
+    more = {
+        "dump_folder": folder,
+        "training.steps": steps,
+        "training.max_norm": optimizer.clip,
+        "lr_scheduler.warmup_steps": min(optimizer.warmup, steps),
+        "checkpoint.enable": True,
+        "checkpoint.folder": "checkpoints",
+        "checkpoint.interval": save_every,
+    }
+    notes = (
+        "torchtitan 0.3, with settings in Python: a function in settings.py.",
+        "It trains on its dataset c4, with its learning rate: change both, and hf_assets_path, in settings.py.",
+    )
+    program = with_file(FRAMEWORKS["torchtitan-0.3"], config, folder, more, (), notes)
+    begin = ("-m", "torchtitan.train", "--module", "settings", "--config", "plan")
+    return replace(program, begin=begin, variables={"PYTHONPATH": (folder, "torchtitan imports settings.py from here")})
 
 
 def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
@@ -215,7 +218,7 @@ def with_file(
     """A program that reads a settings file in the run folder: the settings of the plan, then `more`."""
     settings = settings_of(config, framework).settings | more
     package = framework.package or framework.name
-    file = f"settings.{framework.form}"
+    file = "settings.py" if framework.form == "python" else f"settings.{framework.form}"
     text = text_of(settings, framework, framework.form, {})
     return TrainingProgram(
         framework.name, (*words, f"{folder}/{file}"), file=file, settings=text, notes=notes, install=package
@@ -224,6 +227,7 @@ def with_file(
 
 FRAMEWORKS.provide("megatron-lm", program=megatron.program)
 FRAMEWORKS.provide("torchtitan", program=torchtitan)
+FRAMEWORKS.provide("torchtitan-0.3", program=torchtitan_03)
 FRAMEWORKS.provide("deepspeed", program=deepspeed)
 FRAMEWORKS.provide("nanotron", program=nanotron)
 FRAMEWORKS.provide("automodel", program=automodel)
@@ -259,15 +263,5 @@ def for_framework(config: Config, name: str) -> Config:
         return with_own_stack(config)
     if config.stack.name != framework.stack:
         config = config.but(stack=catalog.load("stacks", framework.stack))
-    legality.check(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
-    inexpressible = settings_of(config, framework).inexpressible
-    lost = {field: pair for field, pair in inexpressible.items() if field not in framework.left_to_script}
-    if lost:
-        shown = ", ".join(f"{field} = {ours} (it would be {theirs})" for field, (ours, theirs) in lost.items())
-        raise MeshwrightError(
-            "MW-LAUNCH-005",
-            f"settings of {framework.title} cannot express {shown}",
-            why="It would train another plan than the one that was predicted",
-            fix=f"meshwright plan {config.model.name} --for {framework.name}, or --for {OURS}",
-        )
+    check_runnable(config, framework)
     return config

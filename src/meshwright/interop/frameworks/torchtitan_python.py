@@ -1,0 +1,101 @@
+"""torchtitan 0.3: its settings are a Python function that returns a config; there is no settings file.
+
+The function takes the config of one of torchtitan's own models, gives it the model of the plan and sets the fields of the plan. Against version
+0.2 there is no degree of tensor parallelism inside experts (it is 1 where experts are parallel), no ring attention and no recompute of every n-th
+layer. CUDA graphs are on by default and exclude pipelines and expert parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from meshwright.describe.model import Model
+from meshwright.interop.frameworks.torchtitan import MODELS, TABLE, TORCHTITAN, P, named_model
+from meshwright.interop.keys import Facts, Key, Settings, Table, flag
+
+# The models of version 0.2, and smaller ones; the function of torchtitan's registry that the plan starts from, by name.
+MODELS_03 = {**MODELS, "llama3.2-1b": ("llama3", "1B"), "llama3.2-3b": ("llama3", "3B")}
+STARTS = {"llama3": "llama3_8b", "deepseek_v3": "deepseek_v3_16b", "qwen3": "qwen3_0_6b", "gpt_oss": "gpt_oss_20b"}
+RECOMPUTE = {"FullAC": "full", "SelectiveAC": "selective", "None": "none"}
+CONVERTERS = {"Float8LinearConverter": "fp8", "MXFP8LinearConverter": "mxfp8"}
+GONE = ("cp_kind", "expert_tp", "recompute", "recompute_every", "converters", "overlap_tp", "optimizer", "eight")
+
+
+def _derive(facts: Facts) -> None:
+    facts["cp_kind"] = "all-gather"
+    TABLE.derive(facts)
+    if facts.get("ep", 1) > 1:
+        facts["expert_tp"] = 1
+
+
+def _restate(facts: Facts) -> None:
+    eight, every = facts.get("eight"), facts.get("recompute_every", 1)
+    TABLE.restate(facts)
+    facts["eight"] = eight
+    facts["recompute"] = "full" if every > 1 else facts.get("recompute")
+    facts["eager_steps"] = facts.get("pp", 1) > 1 or (facts.get("ep") or 1) > 1
+
+
+TABLE_03 = Table(
+    keys=(
+        *(key for key in TABLE.keys if key.fact not in GONE and not key.read_only),
+        flag("sp", P + "enable_sequence_parallel", default=True),
+        Key("activation_checkpoint", "recompute", words=RECOMPUTE, default="selective", always=True),
+        Key("model_spec.converters", "eight", words=CONVERTERS),
+        flag("overlap_tp", "compile.enable_async_tensor_parallel"),
+        flag("eager_steps", "training.disable_cuda_graphs"),
+    ),
+    derive=_derive,
+    restate=_restate,
+)
+
+
+def _model_settings(model: Model) -> Settings:
+    name, flavor = named_model(model, MODELS_03, "torchtitan 0.3")
+    return {"model_spec.name": name, "model_spec.flavor": flavor}
+
+
+def program_text(settings: Settings) -> str:
+    """A Python module with the function `plan`, for `--module settings --config plan`."""
+    fields: dict[str, Any] = dict(settings)
+    name, flavor = fields.pop("model_spec.name"), fields.pop("model_spec.flavor")
+    policy, converter = fields.pop("activation_checkpoint"), fields.pop("model_spec.converters", None)
+    compiled = bool(fields.get("compile.enable"))
+    imports = [
+        f"from torchtitan.models.{name} import model_registry",
+        f"from torchtitan.models.{name}.config_registry import {STARTS[name]}",
+    ]
+    arguments = repr(flavor)
+    if converter:
+        imports.insert(0, f"from torchtitan.components.quantization import {converter}")
+        arguments += f", converters=[{converter}.Config(model_compile_enabled={compiled})]"
+    if policy != "None":
+        imports.insert(0, f"from torchtitan.distributed.activation_checkpoint import {policy}")
+    lines = [
+        f"config = {STARTS[name]}()",
+        f"config.model_spec = model_registry({arguments})",
+        "config.loss.loss_fn.global_vocab_size = config.model_spec.model.vocab_size",
+        f"config.activation_checkpoint = {'None' if policy == 'None' else policy + '.Config()'}",
+        *(f"config.{key} = {value!r}" for key, value in fields.items()),
+        *(['config.compile.components = ["model", "loss"]'] if compiled else []),
+        "return config",
+    ]
+    body = "".join(f"    {line}\n" for line in lines)
+    return "\n".join(imports) + f'\n\n\ndef plan():\n    """Settings of the plan."""\n{body}'
+
+
+TORCHTITAN_03 = replace(
+    TORCHTITAN,
+    name="torchtitan-0.3",
+    title="torchtitan 0.3",
+    stack="torchtitan-0.3",
+    form="python",
+    table=TABLE_03,
+    python=program_text,
+    model_settings=_model_settings,
+    package="torchtitan",
+    tried=("0.3.0",),
+    takes_flags=False,
+    comment="torchtitan settings: a module for -m torchtitan.train --module settings --config plan, which imports settings.py from PYTHONPATH",
+)
