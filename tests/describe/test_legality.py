@@ -202,6 +202,7 @@ EXAMPLES = {
     "StackHasRecompute": ({"replicate": 8, "recompute": "selective"}, LLAMA, {}),
     "StackDividesKvHeads": ({"tp": 8, "sp": True}, LLAMA.but(kv_heads=2), {}),
     "StackHasEvenStages": ({"pp": 8}, LLAMA.but(layers=30), {}),
+    "StackStatesStages": ({"pp": 4, "virtual": 5, "schedule": "interleaved", "replicate": 2}, LLAMA, {}),
     "StackShardsOverContext": ({"cp": 8, "cp_kind": "all-gather"}, LLAMA, {}),
 }
 # What a framework can run, where it decides: each rule of a stack is broken by its example and by no other limit.
@@ -213,6 +214,7 @@ LIMITS = {
     "StackHasRecompute": {"recomputes": ["none", "full"]},
     "StackDividesKvHeads": {"tensor_divides_kv": True},
     "StackHasEvenStages": {"even_stages": True},
+    "StackStatesStages": {"stages_by_size": True},
     "StackShardsOverContext": {"shards_context": True},
 }
 

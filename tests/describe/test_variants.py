@@ -353,7 +353,7 @@ def test_a_framework_of_a_plug_in_is_planned_for_written_and_started(loads_plugi
     assert "Trainkit" in run(capsys, "estimate", str(settings), "--cluster", "dgx-h100", "--gpus", "8")
     path = tmp_path / "plan.toml"
     path.write_text(
-        'model = "gpt2-small"\n[cluster]\nextends = "dgx-h100"\n[workload]\nbatch = 64\nseq = 1024\n[plan]\nreplicate = 4\ntp = 2\n'
+        'model = "gpt2-small"\n[cluster]\nextends = "dgx-h100"\n[workload]\nbatch = 64\nseq = 1024\n[plan]\nreplicate = 8\n'
     )
     launch = ("launch", str(path), "--for", "trainkit", "--torchrun", "--out", "-")
     assert "words=(-m trainkit --config" in run(capsys, *launch)

@@ -335,6 +335,7 @@ def test_a_script_for_one_host_needs_no_address_of_another() -> None:
 CHANGES = {
     "megatron-lm": (),
     "torchtitan": ("plan.zero=3",),
+    "torchtitan-0.3": ("plan.zero=3",),
     "deepspeed": ("plan.pp=1", "plan.shard=8", "plan.sp=false", "plan.recompute=full"),
     "nanotron": ("plan.recompute=full",),
     "automodel": ("plan.zero=3", "plan.recompute=full"),
@@ -366,7 +367,11 @@ def test_a_launch_file_holds_the_settings_of_the_plan(name, tmp_path) -> None:
     job = job_of(LARGE, *CHANGES[name], framework=name, folder=str(tmp_path / "it's a run"))
     assert set(FRAMEWORKS.having("program")) == set(FRAMEWORKS) == set(CHANGES)
     framework, words = FRAMEWORKS[name], words_of(job)
-    if job.program.file:
+    if framework.form == "python":
+        settings = settings_of(job.config, framework).settings
+        assert words == ["-m", "torchtitan.train", "--module", "settings", "--config", "plan"]
+        assert job.program.variables["PYTHONPATH"][0] == job.folder
+    elif job.program.file:
         settings, _ = parse(Path(job.folder, job.program.file))
         assert detect(settings, False) is framework
         assert words[-1] == str(Path(job.folder, job.program.file)) or name == "accelerate"

@@ -237,7 +237,7 @@ def test_settings_of_another_framework_both_ways(server: str) -> None:
     back = ask(server, "/api/settings", {"lines": titan["text"].split("\n"), "name": "a.toml", "gpus": 16})
     assert back["read"]["framework"] == "torchtitan"
     assert back["config"]["plan"]["tp"] == PLAN_FILE["plan"]["tp"]
-    assert "model" not in back["config"]  # these settings do not name the model
+    assert back["config"]["model"] == PLAN_FILE["model"]
 
 
 def test_a_worker_killed_with_its_last_message_on_the_way_is_replaced() -> None:

@@ -37,11 +37,12 @@ class Abilities(Described):
         default=(), description="kinds of context parallelism"
     )
     recomputes: tuple[Literal["none", "selective", "full"], ...] = Field(default=(), description="kinds of recompute")
-    without: tuple[Literal["tp", "cp", "pp", "ep", "expert_tp", "sp", "hsdp", "reshard", "reduce", "order"], ...] = (
-        Field(
-            default=(),
-            description="axes and features that the framework does not have, or whose value it chooses itself",
-        )
+    without: tuple[
+        Literal["tp", "cp", "pp", "ep", "expert_tp", "sp", "hsdp", "reshard", "reduce", "order", "recompute_layers"],
+        ...,
+    ] = Field(
+        default=(),
+        description="axes and features that the framework does not have, or whose value it chooses itself",
     )
     even_stages: bool = Field(default=False, description="layers must divide by pp × virtual")
     own_stages: bool = Field(

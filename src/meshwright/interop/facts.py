@@ -59,6 +59,7 @@ FACTS: dict[str, str] = {
     "sharding": "how data parallelism shards: none, optimizer, gradients, parameters",
     "fsdp": "parameters are sharded by FSDP",
     "eager_steps": "steps are not captured in CUDA graphs",
+    "wrap_policy": "every layer is a unit of FSDP",
     "fsdp_format": "checkpoints have the format of FSDP",
     "moe_reshard": "the same, where the model has experts",
     "reshard": "gathered weights are freed after forward",

@@ -49,6 +49,8 @@ class StackHasAxis(LegalityRule, code=CODE, needs=NEEDS):
                 out = out | ((p.model.experts > 0) & (p.etp > 1))
             elif axis == "hsdp":
                 out = out | ((p.replicate > 1) & (p.zero > 0))
+            elif axis == "recompute_layers":
+                out = out | (p.recompute_layers > 0)
         return out
 
     def explain(self, p: Case) -> Problem:
@@ -60,6 +62,7 @@ class StackHasAxis(LegalityRule, code=CODE, needs=NEEDS):
             "sp": p.sp and p.tp > 1,
             "expert_tp": p.etp > 1,
             "hsdp": p.replicate > 1 and p.zero > 0,
+            "recompute_layers": p.recompute_layers > 0,
         }
         axis = next(name for name in p.stack.can.without if present.get(name))
         if axis == "hsdp":
@@ -67,7 +70,7 @@ class StackHasAxis(LegalityRule, code=CODE, needs=NEEDS):
             return Problem(
                 f"{p.stack.can.framework} does not run replicas of sharded groups", p.stack.can.source, [], fixes
             )
-        off = False if axis == "sp" else 1
+        off = {"sp": False, "recompute_layers": 0}.get(axis, 1)
         return refusal(p, f"{axis}={p.setting(f'plan.{axis}')}", axis, [off])
 
 

@@ -174,7 +174,13 @@ def _derive_accelerate(facts: Facts) -> None:
 
 
 def _restate_accelerate(facts: Facts) -> None:
-    facts["adapter_kind"] = "MULTI_GPU" if facts.get("sharding") == "none" else "FSDP"
+    """FSDP wraps every layer: without a policy accelerate shards the model as one unit, and refuses to recompute. DDP has no mesh."""
+    sharded = facts.get("sharding") != "none"
+    facts["adapter_kind"] = "FSDP" if sharded else "MULTI_GPU" if facts.get("gpus", 1) > 1 else "NO"
+    facts["wrap_policy"] = sharded
+    if not sharded and facts.get("tp", 1) == facts.get("cp", 1) == 1:
+        for name in ("replicate", "shard", "tp", "cp", "reshard"):
+            facts.pop(name, None)
     facts["half"] = "fp8" if facts.get("eight") == "fp8" else "no" if facts.get("half") == "fp32" else facts.get("half")
     restate_fsdp(facts)
 
@@ -192,6 +198,7 @@ ACCELERATE_TABLE = Table(
         Key(P + "sp_size", "sequence_ranks", was=("parallelism_config_sp_size",), read_only=True),
         Key(P + "cp_comm_strategy", "cp_kind", words={"allgather": "all-gather", "alltoall": "ring"}, default="all-gather"),
         Key(A + "version", "fsdp", words={1: 1, 2: 2}),
+        Key(A + "auto_wrap_policy", "wrap_policy", words={"TRANSFORMER_BASED_WRAP": True}, match=((".", False),), default=False),
         Key(A + "reshard_after_forward", "reshard", words={True: True, False: False}, always=True),
         Key(A + "sharding_strategy", "sharding", words=STRATEGIES, match=(("1", "parameters"), ("2", "gradients"), ("3", "none")), read_only=True),
         Key(A + "offload_params", "offload_parameters", words={True: True, False: False}, default=False),
@@ -220,6 +227,7 @@ ACCELERATE = Framework(
     stack="accelerate",
     form="yaml",
     table=ACCELERATE_TABLE,
+    tried=("1.15.0",),
     comment="accelerate settings: `accelerate launch --config_file FILE`",
     left_to_script=("workload.batch", "workload.seq", "workload.optimizer", "plan.microbatch"),
 )

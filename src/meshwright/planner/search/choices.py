@@ -264,7 +264,7 @@ def limited(choices: Choices, stack: Stack) -> Choices:
             most[word] = min(1, most.get(word, MOST))
         elif word == "order":
             wanted["order"] = (tuple(stack.order),)
-        elif word != "hsdp":
+        elif word not in ("hsdp", "recompute_layers"):
             wanted[word] = {"sp": (False,), "reshard": (True,), "reduce": ("auto",)}[word]
     for name, allowed in wanted.items():
         if allowed:

@@ -44,9 +44,10 @@ def refined(space: Space, candidates: Sequence[Candidate], limit: float) -> list
 def partial_recompute(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:
     """For each candidate that recomputes every layer, the fastest variant that recomputes fewer and fits.
 
-    None where a constraint is about recompute: the user has chosen."""
+    None where a constraint is about recompute (the user has chosen) or the framework recomputes all layers or none."""
     full = [c for c in candidates if c.plan.recompute == "full"]
-    if not full or any(c.field == "recompute" for c in space.choices.constraints):
+    chosen = any(c.field == "recompute" for c in space.choices.constraints)
+    if not full or chosen or "recompute_layers" in space.stack.can.without:
         return []
     variants = [(c, plan) for c in full for plan in fewer_layers(c.plan, space.model.layers)]
     if not variants:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from meshwright.describe.run import PORT
 from meshwright.view.launch_files import agent
 from meshwright.view.launch_files.job import LaunchJob, comment
@@ -68,7 +70,7 @@ def resources(job: LaunchJob) -> str:
 
 def variables(job: LaunchJob) -> str:
     """Variables of the program, each with its reason, and the interface."""
-    lines = [f'  {name}: "{value}"  # {why}' for name, (value, why) in job.program.variables.items()]
+    lines = [f"  {name}: {json.dumps(value)}  # {why}" for name, (value, why) in job.program.variables.items()]
     return "\n".join([*lines, interface(job)])
 
 

@@ -7,6 +7,8 @@ torchrun, or accelerate's agent.
 
 from __future__ import annotations
 
+import shlex
+
 from meshwright.describe.run import PORT
 from meshwright.view.launch_files import agent
 from meshwright.view.launch_files.job import SAVE_BEFORE_END, LaunchJob, comment
@@ -79,7 +81,7 @@ def variables(job: LaunchJob) -> str:
     lines = [
         "# A process for each device: more threads per process would compete for the cores.",
         f"export OMP_NUM_THREADS={job.threads}",
-        *(f"export {name}={value}  # {why}" for name, (value, why) in job.program.variables.items()),
+        *(f"export {name}={shlex.quote(value)}  # {why}" for name, (value, why) in job.program.variables.items()),
     ]
     if job.interface:
         lines += [

@@ -39,7 +39,7 @@ def environment(job: LaunchJob) -> str:
     lines = [
         "# A process for each device: more threads per process would compete for the cores.",
         f"export OMP_NUM_THREADS={job.threads}",
-        *(f"export {name}={value}  # {why}" for name, (value, why) in job.program.variables.items()),
+        *(f"export {name}={shlex.quote(value)}  # {why}" for name, (value, why) in job.program.variables.items()),
     ]
     if job.interface:
         lines += [
