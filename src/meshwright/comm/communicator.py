@@ -245,14 +245,11 @@ class Communicator:
 
     def failed(self, error: Exception) -> Exception:
         """The error to raise after a task has failed: the first of any rank, unless this rank only rejected its arguments."""
-        if not isinstance(
-            error, MeshwrightError
-        ):  # out of memory, say: the other ranks cannot complete the collective either
-            what = (
-                f"rank {self.rank} failed in collective {self.sequence} of its group: {type(error).__name__}: {error}"
-            )
-            return self.fail(MeshwrightError("MW-COMM-005", what, exit_code=70)).with_traceback(error.__traceback__)
-        if error.code in ("MW-COMM-003", "MW-COMM-004"):
+        if not isinstance(error, MeshwrightError):
+            # Out of memory, for example: the other ranks cannot complete the collective either.
+            what = f"rank {self.rank} failed in collective {self.sequence} of its group"
+            error = MeshwrightError("MW-COMM-005", f"{what}: {type(error).__name__}: {error}", exit_code=70)
+        if error.code in ("MW-COMM-003", "MW-COMM-004", "MW-COMM-005"):
             return self.fail(error)
         self.failure.refuse(error)
         return error
