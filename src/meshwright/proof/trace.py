@@ -221,7 +221,9 @@ class ActivationRecorder(Hook):
         self.by_sample = job.reference and job.plan.microbatch == 1
         self.begun: dict[nn.Module, int] = {}  # micro-batches by stage
         self.now: list[int] = []  # the rows of the batch that a stage computes
-        self.rows: dict[tuple[int, ...], list[int]] = {}  # by the samples that their micro-batch claims to have
+        self.rows: dict[
+            tuple[int, ...], list[int]
+        ] = {}  # by the hashes of the samples that their micro-batch claims to have
         self.sums: list[list[np.ndarray]] = []  # the gradients of all pieces before each sample, and at the end
 
     def before_step(self, trainer: Trainer) -> None:
@@ -233,16 +235,17 @@ class ActivationRecorder(Hook):
         # Samples and positions follow from a rank's place: those that it claims may be the bug.
         true = list(trainer.indices if self.job.reference else range(first, first + len(trainer.indices)))
 
+        def claimed() -> tuple[int, ...]:
+            samples_B = current().samples_B
+            return tuple(samples_B.tolist()) if samples_B is not None else ()
+
         def samples() -> list[int]:
-            scope = current().samples
-            claimed = tuple(scope.samples) if scope is not None else ()
-            return [true[row] for row in (self.rows.get(claimed, []) if current().recomputing else self.now)]
+            return [true[row] for row in (self.rows.get(claimed(), []) if current().recomputing else self.now)]
 
         def begin(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             at = self.begun[module] = self.begun.get(module, -1) + 1
             self.now = list(range(len(true))[at * size : (at + 1) * size])
-            if (scope := current().samples) is not None:
-                self.rows.setdefault(tuple(scope.samples), self.now)
+            self.rows.setdefault(claimed(), self.now)
             if self.by_sample:
                 self.sums.append([as_array(piece.gradient) for piece in parallel.pieces])
             if parallel.targets is not None:
