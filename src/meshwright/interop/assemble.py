@@ -34,6 +34,8 @@ from meshwright.interop.stages import stages
 #     prefetch         the same of ZeRO-3; forward: not in backward   plan.prefetch
 #     overlap_p2p      interleaved pipeline messages do not block     stack.blocking_p2p
 #     async_linears    a collective behind one product of its layer   stack.async_linears
+#     eager            attention stores its scores                    stack.attention
+#     fused_loss       the loss needs no full logits                  stack.fused
 #     saves, loads     who collects the state of a checkpoint         stack.saves, stack.loads
 #
 # The entries of the catalog are stacks with the overlap that their frameworks' tuned recipes switch on. A framework's table has the
@@ -63,6 +65,10 @@ def switch_plan(facts: Facts, plan: dict[str, Any], stack: Stack) -> list[str]:
 def switch_stack(facts: Facts, plan: dict[str, Any], stack: Stack) -> dict[str, Any]:
     """The fields of the stack that the settings change."""
     stated = {name: facts[name] for name in ("saves", "loads") if facts.get(name)}
+    if facts.get("eager"):
+        stated["attention"] = "stored"
+    if facts.get("fused_loss") and "loss" not in stack.fused:
+        stated["fused"] = (*stack.fused, "loss")
     if facts.get("overlap_p2p") is not None and plan["pp"] > 1 and plan.get("virtual", 1) > 1:
         stated["blocking_p2p"] = not facts["overlap_p2p"]
     if facts.get("async_linears") is False and plan["tp"] > 1:

@@ -341,6 +341,8 @@ class Framework:
     least_gpus: str = (
         ""  # pattern of the paths of recipes whose number of GPUs is the smallest that their degrees allow
     )
+    launcher_shards: bool = False  # ZeRO or FSDP may be set in a file of the launcher, apart from the settings
+    on_gpus: bool = True  # False: most recipes are for TPUs
     comment: str = ""  # the first line of a written file
     package: str = ""  # what pip installs; "": its name
     tried: tuple[str, ...] = ()  # versions of the package whose own parser was given what we write (tests/frameworks)

@@ -68,6 +68,19 @@ def catalog_cluster(hardware: object) -> str:
     return next((name for pattern, name in HARDWARE if re.search(pattern, text) and name in known), "")
 
 
+OTHER_HARDWARE = (
+    r"(gb10|spark|tpu|npu|ascend|gaudi|l40s?|a40|rtx.?\d{4}|[345]090|mi250x?|h20)"  # not in the catalog of clusters
+)
+
+
+def hardware_in(text: str) -> str:
+    """The GPU that a path, a name or a comment speaks of, as a word by itself; "" if there is none."""
+    for pattern in (*(pattern for pattern, _ in HARDWARE), OTHER_HARDWARE):
+        if found := re.search(rf"(?<![a-z0-9]){pattern}(?![0-9])", text.lower()):
+            return found[0]
+    return ""
+
+
 HYBRID = re.compile(
     r"nemotron.?h|nemotron.{0,3}3|nemotron.?nano|jamba|falcon.?h1|qwen3.?next|qwen3[._]?5|qwen3\.[68]|kimi.?linear|mamba|granite.?4|minimax.?m1|ling.?2\.5"
 )

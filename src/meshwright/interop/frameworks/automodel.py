@@ -20,7 +20,11 @@ def _derive(facts: Facts) -> None:
         str(facts.pop("fsdp", "fsdp2"))
     ]
     experts = facts.pop("moe_reshard", None)
-    facts["reshard"] = bool(facts.get("reshard") if experts is None else experts)  # weights stay gathered by default
+    stated = facts.get("reshard") if experts is None else experts
+    by_layer = (
+        facts.get("ep", 1) == 1 and facts.get("pp", 1) == 1
+    )  # the default keeps the weights of experts and of pipeline stages
+    facts["reshard"] = by_layer if stated is None else bool(stated)
     if facts.get("replicate") is None:
         facts["replicate"] = 1
     if facts.get("offload_states"):
@@ -110,6 +114,7 @@ TABLE = Table(
         Key("optimizer.exp_avg_dtype", "state_dtype", words={"torch.float32": "fp32", "torch.bfloat16": "bf16"}, default="fp32"),
         Key(D + "offload_policy", "offload_states", match=((".", True),)),
         Key("loss_fn._target_", "fused_loss", match=(("linear_ce|fused", True), (".", False))),
+        Key("model.attn_implementation", "eager", words={"eager": True}, match=((".", None),), was=("model.backend.attn",), read_only=True),
         Key("peft.dim", "adapters", read_only=True),
         Key("quantization.load_in_4bit", "quantised", words={True: 4, False: 32}, read_only=True),
         Key("quantization.load_in_8bit", "quantised", words={True: 8, False: None}, read_only=True),

@@ -83,6 +83,8 @@ def _derive_axolotl(facts: Facts) -> None:
         facts["unfilled"] = []
         facts.pop("half_alternative", None)
         derive_fsdp(facts)
+    # Without FSDP or DeepSpeed, weights are loaded and trained in bf16.
+    facts["pure_half"] = facts["sharding"] == "none" and facts.get("half", "bf16") == "bf16"
     facts["half"] = facts.get("half") if facts.get("half") in ("bf16", "fp16", "fp32") else "bf16"
     if not facts.get("adapters") and facts.get("adapter_kind") in ("lora", "qlora"):
         facts["adapters"] = 32
@@ -119,6 +121,11 @@ AXOLOTL_TABLE = Table(
         Key("bf16", "half", words={True: "bf16", "auto": "bf16", False: "fp32", "full": "bf16"}, always=True),
         Key("fp8", "eight", words={True: "fp8", False: None}),
         Key("optimizer", "optimizer", words={"adamw_torch_fused": "adamw", "muon": "muon", "sgd": "sgd"}, match=(*OPTIMIZERS, (".", "adamw")), always=True),
+        Key("optimizer", "eight_bit_states", match=(("8bit", True), (".", None)), read_only=True),
+        Key("attn_implementation", "eager", words={"eager": True}, match=((".", None),), read_only=True),
+        Key("plugins", "fused_loss", match=(("CutCrossEntropy", True), (".", None)), read_only=True),
+        *(Key(name, "fused_loss", words={True: True, False: None}, read_only=True)
+          for name in ("cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy")),
         Key("adapter", "adapter_kind", words={"lora": "lora", "qlora": "qlora", None: None}, read_only=True),
         Key("lora_r", "adapters", read_only=True),
         Key("load_in_4bit", "quantised", words={True: 4, False: None}, read_only=True),

@@ -75,6 +75,7 @@ def _factory(facts: Facts) -> None:
 
 LLAMA_FACTORY = Framework(
     name="llama-factory",
+    launcher_shards=True,
     title="LLaMA-Factory",
     stack="accelerate",
     form="yaml",
@@ -96,7 +97,10 @@ LLAMA_FACTORY = Framework(
             Key("per_device_train_batch_size", "microbatch", was=("micro_batch_size",), always=True),
             Key("gradient_accumulation_steps", "accumulation", always=True),
             Key("cutoff_len", "seq", always=True),
-            Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective"}, default="none"),
+            Key("disable_gradient_checkpointing", "recompute", words={True: "none", False: "full"}, default="full"),  # of Trainer
+            Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective", "none": "none"}),  # of Megatron
+            Key("enable_liger_kernel", "fused_loss", words={True: True, False: None}, read_only=True),
+            Key("flash_attn", "eager", words={"disabled": True}, match=((".", None),), read_only=True),
             Key("bf16", "half", words={True: "bf16", False: "fp32"}, always=True),
             Key("fp8", "eight", words={True: "fp8", False: None}),
             Key("finetuning_type", "adapter_kind", words={"lora": "lora", "full": "full", "freeze": "full"}, read_only=True),
