@@ -11,7 +11,7 @@ import pytest
 from meshwright.interop import rules_megatron, rules_torch
 from meshwright.interop.files import read_settings
 from meshwright.interop.recipes import check
-from meshwright.interop.rules import Options
+from meshwright.interop.rules import SettingsOptions
 from meshwright.interop.rules_megatron import MEGATRON_RULES
 from meshwright.interop.rules_torch import TORCH_RULES
 
@@ -189,6 +189,6 @@ def test_no_option_of_any_type_raises_in_a_rule() -> None:
     sources = (Path(module.__file__ or "").read_text("utf-8") for module in (rules_torch, rules_megatron))
     names = sorted({name for source in sources for name in re.findall(r'"([a-z_0-9]{4,})"', source)})
     for value in (None, True, "x", -1, 1.5, [1], {"a": 1}):
-        options = Options.of(dict.fromkeys(names, value), {"tp": 2, "seq": 64, "microbatch": 2, "gpus": 2})
+        options = SettingsOptions.of(dict.fromkeys(names, value), {"tp": 2, "seq": 64, "microbatch": 2, "gpus": 2})
         for rule in (*MEGATRON_RULES, *TORCH_RULES):
             rule.when(options)

@@ -24,7 +24,7 @@ VIRTUAL = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipel
 
 
 @dataclass(frozen=True)
-class Options:
+class SettingsOptions:
     """Settings by the last part of their names, and the facts that they state."""
 
     settings: Mapping[str, Any]  # by their full names
@@ -32,7 +32,7 @@ class Options:
     facts: Facts
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], facts: Facts) -> Options:
+    def of(cls, settings: Mapping[str, Any], facts: Facts) -> SettingsOptions:
         return cls(settings, {_short(name): plain(value) for name, value in settings.items()}, facts)
 
     def __getitem__(self, name: str) -> Any:
@@ -98,7 +98,7 @@ class Rule:
     """One check: where it holds, when it is broken, and the words. `{pp}` in them is a degree."""
 
     where: tuple[str, ...]
-    when: Callable[[Options], Any]
+    when: Callable[[SettingsOptions], Any]
     what: str
     why: str
     fix: str
@@ -109,7 +109,7 @@ def check_rules(
     rules: tuple[Rule, ...], facts: Facts, framework: Framework, settings: Mapping[str, Any]
 ) -> Iterator[SettingsProblem]:
     """Return what the framework refuses."""
-    options = Options.of(settings, facts)
+    options = SettingsOptions.of(settings, facts)
     known = {name: value for name, value in {**facts, **options.values}.items() if isinstance(value, int | str)}
     levels = f"{' × '.join(map(str, options.levels))} = {math.prod(options.levels)}"
     numbers = {"tokens": f"{facts.get('seq') or 0:,}", "positions": f"{facts.get('model.max_positions') or 0:,}"}

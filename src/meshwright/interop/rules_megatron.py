@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.interop.rules import VIRTUAL, Options, Rule
+from meshwright.interop.rules import VIRTUAL, Rule, SettingsOptions
 
 CORE = ("megatron-lm", "megatron-bridge", "ms-swift")
 LM = ("megatron-lm",)
@@ -25,7 +25,9 @@ SHARDED = ("use_distributed_optimizer", *MEGATRON_FSDP)
 WIDE = ("fp32", "torch.float32", "float32", None)
 
 
-def _twice(where: tuple[str, ...], first: str, second: str, when: Callable[[Options], Any] | None = None) -> Rule:
+def _twice(
+    where: tuple[str, ...], first: str, second: str, when: Callable[[SettingsOptions], Any] | None = None
+) -> Rule:
     """Two statements of the layers of pipeline stages."""
     spelled = [name.replace("_", " ") for name in (first, second)]
     why = "Both state the layers of pipeline stages, and the framework refuses two statements"
@@ -33,7 +35,7 @@ def _twice(where: tuple[str, ...], first: str, second: str, when: Callable[[Opti
     return Rule(where, test, f"{spelled[0]} and {spelled[1]} are both set", why, f"drop {spelled[1]}", "MW-SET-003")
 
 
-def _groups(o: Options) -> bool:
+def _groups(o: SettingsOptions) -> bool:
     """Whether routing limited to groups of experts has impossible numbers."""
     topk, groups, experts = (
         o.number("moe_router_group_topk"),
@@ -43,12 +45,14 @@ def _groups(o: Options) -> bool:
     return bool(topk and (not groups or topk > groups or (experts and experts % groups)))
 
 
-def _low_states(o: Options) -> bool:
+def _low_states(o: SettingsOptions) -> bool:
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     return any(o[name] not in WIDE for name in names) and o["use_precision_aware_optimizer"] is False
 
 
-def _conflicts(option: str, what: str, why: str, tests: dict[str, Callable[[Options], Any]]) -> tuple[Rule, ...]:
+def _conflicts(
+    option: str, what: str, why: str, tests: dict[str, Callable[[SettingsOptions], Any]]
+) -> tuple[Rule, ...]:
     """Rules of one option that excludes several others."""
     return tuple(
         Rule(CORE, lambda o, test=test: o.on(option) and test(o), f"{what} with {name}", why, "drop one of the two")  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.interop.rules import Options, Rule
+from meshwright.interop.rules import Rule, SettingsOptions
 
 TRAINER = ("trl", "llama-factory", "ms-swift")
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
@@ -18,7 +18,7 @@ TITAN, AUTO, DS, ACC, AXO, LF = (
 )
 
 
-def _generations(o: Options) -> bool:
+def _generations(o: SettingsOptions) -> bool:
     """Whether the completions of a generation batch are not whole groups (GRPO, RLOO)."""
     group, micro, steps = o.number("num_generations"), o.facts.get("microbatch"), o.facts.get("accumulation") or 1
     total = o.number("generation_batch_size")
