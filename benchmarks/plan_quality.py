@@ -115,7 +115,9 @@ def main() -> None:
         sys.stdout.flush()
     judged = [r for r in rows if r["distance"] is not None and not r["broken"]]
     near = sum(r["distance"] <= NEAR for r in judged)
-    print(f"{len(rows)} choices, {len(rows) - len(judged)} not legal or without a plan; {near} of {len(judged)} within {NEAR:.0%}")
+    print(
+        f"{len(rows)} choices, {len(rows) - len(judged)} not legal or without a plan; {near} of {len(judged)} within {NEAR:.0%}"
+    )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

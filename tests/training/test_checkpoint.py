@@ -278,3 +278,15 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_c
     for codes, kept in ranks.run(2, resume_another, str(tmp_path)):
         assert codes == ["MW-CKPT-004", "MW-CKPT-008"]
         assert kept
+
+
+def test_a_save_of_host_tensors_opens_no_cuda_context(tmp_path, monkeypatch):
+    """On a machine with a GPU, many ranks that train on its CPU would fill its memory with contexts."""
+    from meshwright.training.checkpoint.store import BoxEntry, write
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("a CUDA stream was asked for"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: pytest.fail("a CUDA stream was made"))
+    tensor = torch.arange(6.0).view(2, 3)
+    entry = BoxEntry("weight/a", (2, 3), (0, 0), tensor)
+    assert write([entry], tmp_path, None).files

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.describe.run_folder import CHECKPOINTS
+from meshwright.errors import MeshwrightError
 from meshwright.models.loss import IGNORED
 from meshwright.parallel.pieces import local_tensor
 from meshwright.parallel.recompute import recompute
@@ -65,7 +66,11 @@ def interrupt(trainer: Trainer, trace: Trace, job: Job, phases: Phases) -> None:
     """Evaluate and save the following steps; begin at the checkpoint of another run, `phases.start`, if it is set."""
     evaluate(trainer, trace, job, phases)
     if phases.start is not None:
-        resume(trainer, phases.start / CHECKPOINTS / step_name(phases.save_after), checkpoint_group())
+        checkpoint = phases.start / CHECKPOINTS / step_name(phases.save_after)
+        if resume(trainer, checkpoint, checkpoint_group()) is None:
+            raise MeshwrightError(
+                "MW-CKPT-001", f"'{checkpoint}' was not found", why="The save before the resume wrote none"
+            )
         trace.first_step, trace.state = trainer.step, state_of_training(trainer)
     elif phases.save_after:
         settings, group = phases.config.checkpoint, checkpoint_group()
@@ -84,7 +89,10 @@ def train_resumed(trainer: Trainer, trace: Trace, job: Job, phases: Phases) -> N
 
 
 class SavesOnce(Checkpoints):
-    """The saves of `train` without the one at the end."""
+    """One save of `train`, after step `every`, while the training goes on."""
+
+    def after_step(self, trainer: Any, record: StepRecord) -> StepRecord | None:
+        return super().after_step(trainer, record) if trainer.step == self.every else None
 
     def finish(self, trainer: Any) -> None:
         if error := self.saver.finish():

@@ -114,6 +114,7 @@ class _Writer(dcp.HuggingFaceStorageWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), save_distributed=True)
+        self.per_thread_copy_ahead = 0  # from a GPU: torch would open a CUDA context, and our tensors are on the host
         self.files: list[str] = []
         self.metadata: Metadata | None = None
         self.results: list[list[WriteResult]] = []
