@@ -115,9 +115,8 @@ class Batch(PlanArrays):
         self.fuses_loss = (self.tp == 1) & ~self.splits if stack.logits_chunk else np.False_
         # Ranks agree on the scales of fp8 products, and in a split backward once more for the gradients of the weights.
         self.scales = workload.precision == "fp8" and stack.shared_scales
-        self.splits_twice = bool(np.count_nonzero(self.splits & (self.tp > 1) & self.sp)) or bool(
-            self.scales and np.count_nonzero(self.splits)
-        )
+        repeated = self.splits if self.scales or model.sinks else self.splits & (self.tp > 1) & self.sp
+        self.splits_twice = bool(np.count_nonzero(repeated))
         # ZeRO pads the rows of a tensor to a multiple of the ranks.
         self.pads = bool(np.count_nonzero((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
         self._sizes: dict[str, Column] = {}

@@ -112,10 +112,16 @@ class LayerLowering(BlockBuilder):
         self.norm("norm-1")
         project()
         self.rotate(t * (heads * core.qk + kv_heads * core.qk) * self.element)
+        before = len(self.phases["I"])
         self._context(heads, kv_heads)
         if core.index:
             sparse_attention.select_positions(self, core)
         self.core(heads)
+        if (
+            m.sinks and b.splits_twice
+        ):  # parameters of attention itself: the half of the weights runs its backward again
+            again = (op for op in self.phases["I"][before:] if not op.name.startswith("ulysses"))
+            self.phases.setdefault("S", []).extend([replace(op, count=op.count * b.splits) for op in again])
         inner = self.linears["o"].d_in
         if m.output_gate:
             self.gate("output-gate", "attention", t * inner / b.tp * self.element)

@@ -178,7 +178,7 @@ def rounds(
         if recomputed:  # gathered once for the recomputation, and kept
             return m * reach.reaches(layer, block) if phase == "W" else 0
         return often * reach.region(op.name.removesuffix("-in-again"), layer)
-    return m * reach.happens(op.name, layer, block)
+    return often * reach.happens(op.name, layer, block)
 
 
 def data_decides(op: Op, model: Model) -> bool:
