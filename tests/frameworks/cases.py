@@ -91,6 +91,10 @@ def offer(name: str, framework_name: str) -> Offer:
     config = result.config
     try:
         check_runnable(config, framework)
+    except MeshwrightError as error:  # nothing of the search: `plan --for` raises it too
+        asked = "workload." in str(error)
+        return Offer(config, refused=str(error) if asked else "", launch_refused="" if asked else str(error))
+    try:
         written = settings_of(config, framework).text
         flags = settings_of(config, framework, "args").text if framework.takes_flags else ""
         job = make_job(config, "plan.toml", typed="", framework=framework_name)

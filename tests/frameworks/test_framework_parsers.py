@@ -39,7 +39,7 @@ def answers(environment: str) -> dict[str, dict[str, Any]]:
         f"{name}/{form}": job(framework, result, form)
         for name, result in offers.items()
         for form in FORMS
-        if result.config is not None and not result.launch_refused and (form != "flags" or result.flags)
+        if not result.refused and not result.launch_refused and (form != "flags" or result.flags)
     }
     return drive(environment, jobs)
 

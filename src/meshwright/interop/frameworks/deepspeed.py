@@ -151,5 +151,6 @@ DEEPSPEED = Framework(
     table=TABLE,
     names=("Megatron-DeepSpeed",),
     flag_prefix="",
+    tried=("0.19.8",),
     left_to_script=("workload.seq", "plan.recompute", "plan.reshard"),
 )
