@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 from meshwright.errors import MeshwrightError, nearest, shown
+
+Json = dict[str, Any]  # an object of JSON, or a table of TOML
 
 DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from meshwright.cli.options import Overrides, described
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 
 if TYPE_CHECKING:
     from meshwright.view.launch_files import LaunchFormat
@@ -42,7 +43,7 @@ def command(
     from meshwright.view.launch_files.job import make_job, option_words
 
     options = not_empty(**asked)
-    own: dict[str, Any] = {"per_node": per_node, "save_every": save_every, "interface": interface}
+    own: Json = {"per_node": per_node, "save_every": save_every, "interface": interface}
     own |= {"image": image, "claim": claim}
     words = option_words({**not_empty(**{"for": framework, "run": folder}, **own, time=time_limit), **options})
     chosen = chosen_launcher(plan, slurm=slurm, kubernetes=kubernetes, skypilot=skypilot, torchrun=torchrun, ray=ray)
@@ -69,7 +70,7 @@ def write_job(job: LaunchJob, launcher: LaunchFormat, file: Path, force: bool) -
     show_written(job, file, launcher)
 
 
-def not_empty(**options: Any) -> dict[str, Any]:
+def not_empty(**options: Any) -> Json:
     """The options that were given: those that are not empty."""
     return {name: value for name, value in options.items() if value}
 

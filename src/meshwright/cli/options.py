@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_origin, get
 
 import typer
 
+from meshwright.units import Json
+
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 NAMES = {"panel": "rich_help_panel"}  # keys of a row that typer calls otherwise
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,7 +44,7 @@ class TrainingOptions(TypedDict):
 
 
 @cache
-def rows() -> dict[str, dict[str, dict[str, Any]]]:
+def rows() -> dict[str, dict[str, Json]]:
     return tomllib.loads(files("meshwright.cli").joinpath("options.toml").read_text("utf-8"))
 
 
@@ -77,7 +79,7 @@ def expanded(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter]
     return [*keyword_only[:at], *shared, *keyword_only[at:]]
 
 
-def typer_info(row: dict[str, Any]) -> Any:
+def typer_info(row: Json) -> Any:
     options = {NAMES.get(key, key): value for key, value in row.items() if key not in ("flags", "at_least_one")}
     if row.get("at_least_one"):
         options["callback"] = at_least_one

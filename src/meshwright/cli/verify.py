@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import typer
 
 from meshwright.cli.options import Overrides, described
+from meshwright.units import Json
 
 
 @described
@@ -41,7 +42,7 @@ def command(
     from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
-    own: dict[str, Any] = {
+    own: Json = {
         "plan": plan,
         "example": example,
         "loss": loss,
@@ -91,7 +92,7 @@ def command(
         raise typer.Exit(1)
 
 
-def refuse(options: dict[str, Any], why: str, fix: str) -> None:
+def refuse(options: Json, why: str, fix: str) -> None:
     """Raise for an option that would have no effect."""
     from meshwright.errors import MeshwrightError
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.describe.shape import ModelShape
 from meshwright.describe.tensors import (
@@ -36,6 +36,7 @@ from meshwright.describe.tensors import (
     linear_part,
 )
 from meshwright.describe.variants import ATTENTIONS
+from meshwright.units import Json
 
 # --- The blocks of our attention kinds: matrices, vectors, saved tensors and the core, softmax(QKᵀ)V.
 #
@@ -173,7 +174,7 @@ def ffn_linears(
     m: ModelShape, part: str, width: int, copies: int = 1, uses: float = 1, saves_input: bool = True
 ) -> list[LinearShape]:
     """GELU: up, down. Gated (SwiGLU, GeGLU): gate, up, down. Shared experts read the input the router already keeps."""
-    common: dict[str, Any] = {"bias": m.ffn_bias, "copies": copies, "uses": uses}
+    common: Json = {"bias": m.ffn_bias, "copies": copies, "uses": uses}
     column, row = ("experts", "experts-row") if part == "experts" else ("column", "row")
     d_in = m.routed_width if part == "experts" else m.hidden
     gate = [LinearShape(f"{part}-gate", part, d_in, width, column, saves_input=False, **common)] if m.gated else []

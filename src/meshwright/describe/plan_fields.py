@@ -23,6 +23,7 @@ from meshwright.describe.schedules import ScheduleName, layers_of_stages
 from meshwright.describe.stack import Axis, Stack
 from meshwright.describe.variants import CompressionName, NameIn
 from meshwright.describe.workload import Workload
+from meshwright.units import Json
 
 Recompute = Literal["none", "selective", "full", "auto"]
 ContextKind = Literal["ring", "ulysses", "all-gather"]
@@ -178,7 +179,7 @@ class PlanFields(Described):
         chosen = stage[:: self.recompute_every][: self.recompute_layers or None]
         return chosen if self.recompute == "full" else stage[:0]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in super().as_dict().items()}
 
 
@@ -253,7 +254,7 @@ def decode(name: str, code: Any) -> Any:
     return code
 
 
-def encoded(plan: PlanFields) -> dict[str, Any]:
+def encoded(plan: PlanFields) -> Json:
     """All fields of one plan as numbers."""
     return {name: encode(name, getattr(plan, name)) for name in FIELDS}
 
@@ -301,7 +302,7 @@ class PlanArrays:
         for start in range(0, len(self), size):
             yield self.take(slice(start, start + size))
 
-    def values(self, i: int) -> dict[str, Any]:
+    def values(self, i: int) -> Json:
         """The fields of a plan that have a column, as `PlanFields` takes them."""
         return {name: decode(name, self.columns[name][i].item()) for name in FIELDS if name in self.columns}
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Any
 
 import numpy as np
+
+from meshwright.units import Json
 
 # --- How sure a plan is to fit: the chance that the measured peak memory stays below the memory of the device.
 #
@@ -137,7 +138,7 @@ class StepResult:
             out[name] = out.get(name, 0.0) + seconds
         return out
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return asdict(self)
 
 
@@ -145,7 +146,7 @@ class StepResult:
 class Prediction(StepResult):
     """The result of the cost model. `exposed_s` sums exactly to `step_time_s`."""
 
-    traffic_by_level: list[dict[str, Any]] = field(default_factory=list)  # rows with axis, level, ranks and bytes
+    traffic_by_level: list[Json] = field(default_factory=list)  # rows with axis, level, ranks and bytes
     fits: bool = True
     memory_limit_gib: float = 0.0
     checkpoint_gib: dict[str, float] = field(default_factory=dict)  # at a save and a load (`cost.checkpoint`)
@@ -159,7 +160,7 @@ class Prediction(StepResult):
         """Whether the plan fits, with its chance: "probably fits (62% chance)"."""
         return fit_words(self.memory_gib or 0.0, self.memory_limit_gib)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         chance = chance_to_fit(self.memory_gib or 0.0, self.memory_limit_gib)
         return super().as_dict() | {"memory_fit": self.fit_word, "fit_chance": chance}
 
@@ -187,7 +188,7 @@ class Measurement(StepResult):
     kept_copies: float | None = None  # share of token copies that the routers' capacity kept; None if it drops none
     crossing_copies: float | None = None  # share of them that the rank with the most traffic exchanged with other ranks
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """All fields; a loss that is NaN or infinite becomes null, because JSON cannot represent it."""
         return super().as_dict() | {
             "loss": [loss if isfinite(loss) else None for loss in self.loss],
@@ -242,6 +243,6 @@ class Difference:
         return self.predicted / self.measured - 1
 
 
-def values_of(result: object, *names: str) -> dict[str, Any]:
+def values_of(result: object, *names: str) -> Json:
     """Some attributes of a result by their names, as keys of JSON."""
     return {name: getattr(result, name) for name in names}

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from meshwright.describe.base import Described, Seconds, Size, Whole
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 
 # --- The section [data] of a run file: which tokens to train on, and how they become sequences.
 #
@@ -84,7 +85,7 @@ class Data(Described):
         )
 
 
-def paths_in(table: dict[str, Any], folder: Path, fields: tuple[str, ...] = DATA_PATHS) -> dict[str, Any]:
+def paths_in(table: Json, folder: Path, fields: tuple[str, ...] = DATA_PATHS) -> Json:
     """The table of a section with the relative paths in `fields` joined to `folder`; other values stay as they are."""
 
     def joined(value: Any) -> Any:

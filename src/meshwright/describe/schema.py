@@ -5,18 +5,17 @@ Each section is a name or a table; a table may start from a name with `extends`;
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.describe.config import CLASSES
 from meshwright.describe.draft import NAMED
+from meshwright.units import Json
 
 
-def schema(section: str = "") -> dict[str, Any]:
+def schema(section: str = "") -> Json:
     """Return the JSON Schema of a plan file, or of one section."""
     if section:
         return section_schema(section)
     sections = {name: section_schema(name) for name in CLASSES}
-    definitions: dict[str, Any] = {}
+    definitions: Json = {}
     for entry in sections.values():
         definitions |= entry.pop("$defs", {})
     return {
@@ -37,14 +36,14 @@ def schema(section: str = "") -> dict[str, Any]:
     }
 
 
-def section_schema(name: str) -> dict[str, Any]:
+def section_schema(name: str) -> Json:
     made = CLASSES[name].model_json_schema()
     definitions = {key: nameable(inner, key.lower()) for key, inner in made.pop("$defs", {}).items()}
     out = nameable(made, name) if name in NAMED else made
     return {**out, "$defs": definitions} if definitions else out
 
 
-def nameable(table: dict[str, Any], kind: str) -> dict[str, Any]:
+def nameable(table: Json, kind: str) -> Json:
     """A table that may also be a catalog name, or extend one."""
     if kind not in ("model", "cluster", "stack", "accelerator", "link"):
         return table

@@ -10,6 +10,7 @@ import numpy as np
 from pydantic_core import PydanticCustomError, core_schema
 
 from meshwright.errors import MeshwrightError, nearest
+from meshwright.units import Json
 
 # --- Variants by name: pipeline schedules, and every other choice of which a user may add one.
 #
@@ -108,7 +109,7 @@ class NameIn:
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
         return {"type": "string", "enum": list(self.registry)}
 
 
@@ -178,7 +179,7 @@ class Attention:
     key_width: Callable[..., int] | None = None
     rotated: Callable[..., int] | None = None
     summary: Callable[..., str] | None = None  # none: its name
-    small: Callable[..., dict[str, Any]] | None = None
+    small: Callable[..., Json] | None = None
     lower: Callable[..., None] | None = None
     module: Callable[..., Any] | None = None
 

@@ -29,7 +29,7 @@ from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
 from meshwright.planner.sites import LATENCY, Crossing, crossing
 from meshwright.predict.estimate import Estimate, estimate
-from meshwright.units import format_seconds
+from meshwright.units import Json, format_seconds
 
 RIVALS = 10  # leaders whose worst cases are compared
 
@@ -60,7 +60,7 @@ class PlanComparison:
         a, b = self.user.plan.model_dump(), self.best.plan.model_dump()
         return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         if self.user is None:
             return {"legal": False, "refused": self.refused}
         p = self.user.prediction
@@ -201,7 +201,7 @@ class Result(Shown):
 
     # JSON
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return {
             "runs_in": self.runs_in,
             "searched": self.searched,
@@ -225,7 +225,7 @@ class Result(Shown):
             "explanation": self._explanation(),
         } | self._survival()
 
-    def _plans(self) -> list[dict[str, Any]]:
+    def _plans(self) -> list[Json]:
         """The leaders, each with its prediction."""
         return [
             {
@@ -239,7 +239,7 @@ class Result(Shown):
             for (c, p), tie in zip(self.leaders, self.ties, strict=True)
         ]
 
-    def _strategies(self) -> dict[str, Any]:
+    def _strategies(self) -> Json:
         """The best plan of each strategy: the winner's, and why the others lost."""
         best = {"fits": True, "slower": 0.0, "why_not": "", "plan": self.plan.as_dict(), "proved": True}
         return {self.ranking.best.strategy: best} | {
@@ -253,7 +253,7 @@ class Result(Shown):
             for w in self.explanation.why_not
         }
 
-    def _explanation(self) -> dict[str, Any]:
+    def _explanation(self) -> Json:
         x = self.explanation
         return {
             **values_of(x, "batch", "bound", "reasons"),
@@ -269,9 +269,9 @@ class Result(Shown):
             "assumed": x.assumed,
         }
 
-    def _survival(self) -> dict[str, Any]:
+    def _survival(self) -> Json:
         """Goodput and sites, where the question has them."""
-        out: dict[str, Any] = {}
+        out: Json = {}
         if (rel := self.reliability) is not None:
             x = self.explanation.training
             out["goodput"] = {

@@ -17,7 +17,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import COMMUNICATION, GIB, Prediction
 from meshwright.lower.step import step_program
 from meshwright.predict.recompute import resolve_recompute
-from meshwright.units import format_flops
+from meshwright.units import Json, format_flops
 
 
 def cost_of(config: Config) -> StepCost:
@@ -72,11 +72,11 @@ def prediction(cost: StepCost, config: Config, at: int = 0) -> Prediction:
     )
 
 
-def traffic_by_level(cost: StepCost, cluster: Cluster, at: int = 0) -> list[dict[str, Any]]:
+def traffic_by_level(cost: StepCost, cluster: Cluster, at: int = 0) -> list[Json]:
     """Bytes sent per device and step by axis and level, the most first. Those of a collective belong to the slowest level that its group
     crosses, so an axis has a row for each level that its groups reach: with hybrid sharding the gathers and reductions inside a node, and the
     sums between nodes. `ranks`: of the largest of these groups."""
-    batch, rows = cost.program.batch, dict[tuple[str, str], dict[str, Any]]()
+    batch, rows = cost.program.batch, dict[tuple[str, str], Json]()
     network = CollectiveTimes(cluster, batch)
     for (axis, group), values in cost.traffic_by_group.items():
         if size := element(values, at):

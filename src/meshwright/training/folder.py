@@ -58,7 +58,7 @@ from meshwright.describe.run_folder import (
 from meshwright.errors import IO_ERROR, MeshwrightError, cannot_write, listed
 from meshwright.training.checkpoint.folder import UNUSED, set_aside
 from meshwright.training.hooks import Hook, StepRecord
-from meshwright.units import counted
+from meshwright.units import Json, counted
 from meshwright.version import installed_versions
 
 # Their versions are noted, if installed
@@ -97,7 +97,7 @@ class RunFolder:
         self.plans: tuple[Config, Prediction] | None = None  # those that the next attempt writes
         self.asked: Config | None = None  # the user's configuration, of a run that was resized
         self.appending = threading.Lock()
-        self.about: dict[str, Any] = {}
+        self.about: Json = {}
         try:
             path.mkdir(parents=True, exist_ok=True)
             self.lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -217,7 +217,7 @@ class RunFolder:
         """Write one of the `RESULTS`."""
         self._replace(f"{name}.json", json.dumps(finite(content), indent=indent))
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Json]:
         """The rows of all steps, also of those that wait for room on the disk."""
         return [*read_steps(self.path), *(row for line in self.waiting.get(STEPS, ()) for row in parsed(line))]
 
@@ -244,7 +244,7 @@ class RunFolder:
             os.close(self.lock)
             self.lock = -1
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
+    def _append(self, name: str, row: Json) -> None:
         """Append a row. On a full disk it waits in memory, with those after it, until the disk has room again."""
         with self.appending:  # a thread that saves writes events too
             waiting = self.waiting.setdefault(name, [])
@@ -437,7 +437,7 @@ def replace_file(path: Path, text: str) -> None:
         raise
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Json:
     """Return the facts that a run depends on besides its plan: versions, git state, command line, host, start time."""
     versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
     return {
@@ -450,7 +450,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+def git_state(folder: Path | None = None) -> Json | None:
     """Commit, branch and changed files of the repository in which the run was started; None outside of one, or without git."""
 
     def git(*arguments: str) -> str:

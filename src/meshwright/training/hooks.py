@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any, NamedTuple
 
+from meshwright.units import Json
+
 BYTE_VALUES = 256  # the vocabulary of a corpus of bytes
 
 
@@ -46,10 +48,10 @@ class StepRecord:
     def seconds_without_compilation(self) -> float:
         return self.seconds - (self.compile_s or 0.0)
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Json:
         """The row of `steps.jsonl`; values that were not measured are left out. A model with experts adds entropy, peak, idle and
         dropped shares of its router."""
-        row: dict[str, Any] = {
+        row: Json = {
             "step": self.step,
             "loss": self.loss,
             "grad_norm": self.gradient_norm,
@@ -62,7 +64,7 @@ class StepRecord:
         return row | {f"{ROUTER}{name}": value for name, value in self.router.items()}
 
     @classmethod
-    def of_row(cls, row: dict[str, Any]) -> StepRecord:
+    def of_row(cls, row: Json) -> StepRecord:
         """The record of a row of `steps.jsonl`; null is NaN."""
         loss, norm = (nan if row.get(name) is None else float(row[name]) for name in ("loss", "grad_norm"))
         router = {name.removeprefix(ROUTER): value for name, value in row.items() if name.startswith(ROUTER)}

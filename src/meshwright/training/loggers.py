@@ -25,6 +25,7 @@ from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook, StepRecord
+from meshwright.units import Json
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 NOT_LOGGED = ("step", "attempt")  # of a row: the step is the x axis
@@ -91,7 +92,7 @@ class Logging(Hook):
             return None
 
 
-def flat(row: dict[str, Any]) -> dict[str, float]:
+def flat(row: Json) -> dict[str, float]:
     """The numbers of a row; tables within it under `table/name`. NaN and infinity stay: loggers show them."""
     out: dict[str, float] = {}
     for key, value in row.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from meshwright.describe import hf
 from meshwright.describe.config import Config
@@ -21,6 +20,7 @@ from meshwright.models.hf.folder import COMPANIONS, CONFIG
 from meshwright.models.hf.weights import FolderWeights
 from meshwright.models.initialise import Weights
 from meshwright.training.checkpoint.folder import CHECKPOINTS, complete
+from meshwright.units import Json
 
 TOKENIZER, TOKENIZER_LIMIT = "tokenizer.json", 500_000_000
 
@@ -67,7 +67,7 @@ def check_tokenizer(folder: Path, vocabulary: int) -> None:
         )
 
 
-def largest_token(tokenizer: dict[str, Any]) -> int:
+def largest_token(tokenizer: Json) -> int:
     """The largest token of a parsed tokenizer.json. A vocabulary is a table of numbers, or a list (Unigram)."""
     vocabulary = tokenizer["model"].get("vocab", {})
     tokens = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))

@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import distributed
@@ -61,6 +60,7 @@ from meshwright.training.measure.profile import Profiler
 from meshwright.training.measure.record_comm import CommRecorder
 from meshwright.training.measure.reports import Metrics, gather_reports, rank_report
 from meshwright.training.start import has_checkpoint, initial_weights
+from meshwright.units import Json
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS repeats its sums only with a workspace of fixed size
 
@@ -264,7 +264,7 @@ def make_saver(
     if not job.saves:
         return None
     settings, root = job.config.checkpoint, job.folder / CHECKPOINTS
-    options: dict[str, Any] = {"keep": settings.keep, "asynchronous": settings.asynchronous}
+    options: Json = {"keep": settings.keep, "asynchronous": settings.asynchronous}
     if folder is not None:
         options |= {"report": folder.event, "sync": folder.sync}
     return Saver(trainer, root, group, data=job.config.data.as_dict(), **options)

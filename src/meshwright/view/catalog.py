@@ -13,7 +13,7 @@ from meshwright.describe.cluster import Accelerator, Cluster, Link
 from meshwright.describe.config import load_cluster
 from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
-from meshwright.units import format_bytes, format_count, format_flops, format_rate, format_seconds
+from meshwright.units import Json, format_bytes, format_count, format_flops, format_rate, format_seconds
 from meshwright.view.tables import facts, filled, heading
 
 
@@ -42,7 +42,7 @@ def entry_of(kind: str, name: str) -> Any:
     return load_cluster(name) if kind == "clusters" and name.endswith(".toml") else catalog.load(kind, name)
 
 
-def as_json(kind: str, name: str) -> dict[str, Any]:
+def as_json(kind: str, name: str) -> Json:
     """One entry as JSON: every field, and for a model its parameter counts."""
     entry = entry_of(kind, name)
     out = entry.model_dump(mode="json")

@@ -22,7 +22,7 @@ from meshwright.programs.collectives.arrays import Slots, loaded, states
 from meshwright.programs.collectives.comparison import Comparison
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.programs.collectives.lists import Instruction, instructions
-from meshwright.units import counted, format_bytes, format_decimal_bytes, format_seconds
+from meshwright.units import Json, counted, format_bytes, format_decimal_bytes, format_seconds
 from meshwright.view.tables import FittedTable, facts, heading, table
 
 MOST_COLUMNS, MOST_STEPS, MOST_DRAWN = 16, 200, 32
@@ -230,11 +230,11 @@ def leads(comparison: Comparison) -> Table:
     return facts(rows)
 
 
-def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None = None) -> dict[str, Any]:
+def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None = None) -> Json:
     """Return a program as JSON data: chunks, contract, moves, and the walk if given."""
     names = ("step", "source", "target", "chunk", "width", "reduce")
     moves = [dict(zip(names, row, strict=True)) for row in zip(*(c.tolist() for c in program.moves[:6]), strict=True)]
-    data: dict[str, Any] = {
+    data: Json = {
         **values_of(program, "operation", "algorithm", "ranks", "elements", "root"),
         "groups": [list(group) for group in program.groups],
         "chunk_sizes": program.sizes.tolist(),

@@ -12,6 +12,7 @@ from rich.text import Text
 from meshwright.describe.base import Described
 from meshwright.describe.config import Config
 from meshwright.units import (
+    Json,
     format_bytes,
     format_count,
     format_flops,
@@ -79,7 +80,7 @@ def page(config: Config, everything: bool = False) -> RenderableType:
     return Group(out, *more)
 
 
-def as_json(config: Config) -> dict[str, Any]:
+def as_json(config: Config) -> Json:
     """Every value by section, and the origins of explicit values."""
     sections = {name: part.model_dump(mode="json") for name, part in config.parts().items()}
     return {**sections, "origins": config.origins}

@@ -6,11 +6,10 @@ unknown ones are allowed.
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.describe.result import Measurement, Prediction
+from meshwright.units import Json
 
-Schema = dict[str, Any]
+Schema = Json
 NUMBER: Schema = {"type": "number"}
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer"}

@@ -10,7 +10,7 @@ the letter of its kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console, Group
@@ -21,6 +21,7 @@ from meshwright.programs.pipelines import KINDS, SCHEDULES, Walked
 from meshwright.programs.pipelines.check import needs_and_order
 from meshwright.programs.pipelines.program import KIND_NAMES, F
 from meshwright.programs.pipelines.walk import held_changes
+from meshwright.units import Json
 from meshwright.view import tables
 from meshwright.view.trace import Flow, TraceCounter, TraceSpan, trace_events
 
@@ -199,7 +200,7 @@ def legend(several: Sequence[Walked], coloured: bool = True, width: int = 100) -
     return text
 
 
-def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> dict[str, Any]:
+def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> Json:
     """The trace of a simulation: a compute stream per rank, arrows for transfers, a counter of activations in flight."""
     p, u = walked.program, seconds_per_unit
     needs, _ = needs_and_order(p)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from meshwright.interop.reading import SettingsReading
 from meshwright.interop.recipes import RecipeVerdict
+from meshwright.units import Json
 
 MOST = 12  # keys of a kind in a line
 KINDS = {
@@ -42,7 +43,7 @@ def page(reading: SettingsReading, name: str) -> RenderableType:
     return Group(*lines, Text())
 
 
-def as_dict(reading: SettingsReading) -> dict[str, Any]:
+def as_dict(reading: SettingsReading) -> Json:
     """Return the same for `--json`."""
     return {
         "framework": reading.framework.title,

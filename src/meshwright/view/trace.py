@@ -21,6 +21,7 @@ from typing import Any
 
 from meshwright.describe.files import write_text
 from meshwright.describe.result import values_of
+from meshwright.units import Json
 
 MICROSECONDS = 1e6
 
@@ -65,13 +66,13 @@ def trace_events(
     rank_names: Mapping[int, str] | None = None,
     streams: Sequence[str] = (),
     about: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """The trace as a dictionary ready for JSON. `streams` sets the order from the top; streams that are not listed follow."""
     counters = list(counters)
     order = {name: i for i, name in enumerate(dict.fromkeys([*streams, *(s.stream for s in spans)]))}
     used = sorted({(s.rank, order[s.stream]) for s in spans})
     names = list(order)
-    events: list[dict[str, Any]] = []
+    events: list[Json] = []
     for rank in sorted({s.rank for s in spans} | {c.rank for c in counters}):
         title = (rank_names or {}).get(rank, f"rank {rank}")
         events += [_meta("process_name", rank, 0, name=title), _meta("process_sort_index", rank, 0, sort_index=rank)]
@@ -119,7 +120,7 @@ def _us(seconds: float) -> float:
     return round(float(seconds) * MICROSECONDS, 3)
 
 
-def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+def _meta(kind: str, pid: int, tid: int, **args: Any) -> Json:
     return {"name": kind, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
 
 
@@ -127,7 +128,7 @@ VERSION = 1
 STREAMS = ("schedule", "compute", "comm:tp", "comm:cp", "comm:ep", "comm:pp", "comm:dp", "host")
 
 
-def as_json(step: int, measured: Sequence[TraceSpan], simulated: Sequence[TraceSpan]) -> dict[str, Any]:
+def as_json(step: int, measured: Sequence[TraceSpan], simulated: Sequence[TraceSpan]) -> Json:
     """The content of `timeline.json`."""
     return {
         "version": VERSION,
@@ -137,7 +138,7 @@ def as_json(step: int, measured: Sequence[TraceSpan], simulated: Sequence[TraceS
     }
 
 
-def span_as_json(span: TraceSpan) -> dict[str, Any]:
+def span_as_json(span: TraceSpan) -> Json:
     return {
         **values_of(span, "rank", "stream", "name"),
         "start_s": round(span.start, 9),
@@ -147,7 +148,7 @@ def span_as_json(span: TraceSpan) -> dict[str, Any]:
     }
 
 
-def span_of_json(fields: dict[str, Any]) -> TraceSpan:
+def span_of_json(fields: Json) -> TraceSpan:
     return TraceSpan(
         fields["rank"],
         fields["stream"],
@@ -159,7 +160,7 @@ def span_of_json(fields: dict[str, Any]) -> TraceSpan:
     )
 
 
-def both_steps(timeline: dict[str, Any] | None, about: dict[str, Any] | None = None) -> dict[str, Any]:
+def both_steps(timeline: Json | None, about: Json | None = None) -> Json:
     """One trace of a `timeline.json`: the measured ranks first and the simulated ones below, on one time axis."""
     timeline = timeline or {}
     measured, simulated = ([span_of_json(s) for s in timeline.get(side, ())] for side in ("measured", "simulated"))

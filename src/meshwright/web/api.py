@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.runs import RunFolders
 from meshwright.web.bodies import MOST_BYTES, ViewsBody, parse
@@ -116,7 +117,7 @@ class Api:
         name, seen = request.path_params["name"], request.query_params.get("seen", "")
         return Answer(self.read(lambda: self.run_folders.run(name, seen)))
 
-    def read(self, function: Callable[[], dict[str, Any]]) -> Sender:
+    def read(self, function: Callable[[], Json]) -> Sender:
         """Send what a function reads from files, in a thread."""
 
         async def sender(send: Send) -> None:
@@ -137,7 +138,7 @@ class Api:
         """The handler of /api/views."""
         return await self.answered(request, lambda body: self.several(checked_views(body)))
 
-    async def answered(self, request: Request, compute: Callable[[dict[str, Any]], Sender]) -> Answer:
+    async def answered(self, request: Request, compute: Callable[[Json], Sender]) -> Answer:
         """Read and check the body, then answer with what `compute` sends; bad input is answered with its error."""
         try:
             content = await read_body(request.receive, dict(request.headers))
@@ -154,7 +155,7 @@ class Api:
             found = error.as_dict()
             return Answer(lambda send: answer_error(send, 400, found))
 
-    def one(self, task: str, body: dict[str, Any]) -> Sender:
+    def one(self, task: str, body: Json) -> Sender:
         """Send the one line of a task as a JSON answer."""
         key = json.dumps([task, body], sort_keys=True)
 
@@ -171,12 +172,12 @@ class Api:
 
         return sender
 
-    async def computed(self, task: str, body: dict[str, Any]) -> bytes:
+    async def computed(self, task: str, body: Json) -> bytes:
         pool = self.pools[POOL_OF.get(task, QUICK)]
         async with aclosing(pool.lines(task, body, plan_key(body))) as lines:
             return b"".join([line async for line in lines])
 
-    def several(self, body: dict[str, Any]) -> Sender:
+    def several(self, body: Json) -> Sender:
         """Send the lines of several views as they are ready: known ones at once, then cheap ones, then searched ones."""
 
         async def sender(send: Send) -> None:
@@ -204,7 +205,7 @@ class Api:
 
         return sender
 
-    async def view_lines(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def view_lines(self, body: Json) -> AsyncGenerator[bytes, None]:
         keys = {name: view_key(body, name) for name in body["views"]}
         missing: dict[str, list[str]] = {QUICK: [], SEARCHED: []}
         for name, key in keys.items():
@@ -220,7 +221,7 @@ class Api:
                     self.cache.put(keys[found["view"]], line)
                 yield line
 
-    async def searched_or_quick(self, pool: str, body: dict[str, Any], names: list[str]) -> AsyncGenerator[bytes, None]:
+    async def searched_or_quick(self, pool: str, body: Json, names: list[str]) -> AsyncGenerator[bytes, None]:
         """The lines of views that one pool computes. Where it fails, each view that is missing gets a line with the error; bad input raises."""
         missing = set(names)
         try:
@@ -282,13 +283,13 @@ def plan_key(body: Any) -> str:
     return json.dumps(body, sort_keys=True)
 
 
-def view_key(body: dict[str, Any], name: str) -> str:
+def view_key(body: Json, name: str) -> str:
     """Return the cache key of one view's data."""
     options = (body.get("options") or {}).get(name)
     return json.dumps([name, body["config"], options, body.get("compare"), body.get("question")], sort_keys=True)
 
 
-def checked_views(body: dict[str, Any]) -> dict[str, Any]:
+def checked_views(body: Json) -> Json:
     """The body of /api/views, with every part of its type and every view known."""
     asked = ViewsBody.read(body)
     for name in (*asked.views, *(asked.options or {})):

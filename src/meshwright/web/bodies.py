@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from meshwright.describe.base import MOST_DEVICES, SECTIONS, reason
 from meshwright.describe.files import check_depth
 from meshwright.errors import MeshwrightError, kind_of, shown, unknown
+from meshwright.units import Json
 from meshwright.view.page.registry import VIEWS
 from meshwright.view.show.topics import OPTIONS
 
@@ -26,7 +27,7 @@ MOST_VIEWS = 40
 KINDS = {bool: "boolean", int: "integer", str: "string"}
 
 
-def parse(content: bytes) -> dict[str, Any]:
+def parse(content: bytes) -> Json:
     """The JSON object in a body; anything else is refused."""
     try:
         document = json.loads(content, parse_constant=_refuse_constant)
@@ -125,10 +126,10 @@ class QuestionBody(Body):
 class ViewsBody(Body):
     """The views to compute for a plan file."""
 
-    config: dict[str, Any]
+    config: Json
     views: list[View] = Field(max_length=MOST_VIEWS)
-    options: dict[View, dict[str, Any] | None] | None = None
-    compare: dict[str, Any] | None = Field(None, description="a second plan")
+    options: dict[View, Json | None] | None = None
+    compare: Json | None = Field(None, description="a second plan")
     question: QuestionBody | None = None
 
 
@@ -151,7 +152,7 @@ class ShowBody(Body):
 
     topic: str = ""
     options: Annotated[
-        dict[str, Any],
+        Json,
         WithJsonSchema(
             {
                 "type": "object",
@@ -162,12 +163,12 @@ class ShowBody(Body):
     ] = {}
 
 
-def read_question(question: Any) -> dict[str, Any]:
+def read_question(question: Any) -> Json:
     """The constraints of a search, as `planner.plan` takes them."""
     return QuestionBody.read(question).model_dump(exclude_none=True)
 
 
-def read_plan_file(body: Any) -> dict[str, Any]:
+def read_plan_file(body: Any) -> Json:
     """A plan file as JSON: its sections, each a name or a table."""
     if not isinstance(body, dict):
         raise MeshwrightError(

@@ -20,6 +20,7 @@ from typing import Any
 
 from meshwright.describe import plugins
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 from meshwright.web.worker import DONE, FAILED, LINE, serve, to_line
 
 PRELOAD = ["meshwright.web.preload"]
@@ -28,7 +29,7 @@ PRELOAD = ["meshwright.web.preload"]
 class Refused(Exception):
     """An answer with an error: the status of HTTP, and the error in the one shape."""
 
-    def __init__(self, status: int, error: dict[str, Any]) -> None:
+    def __init__(self, status: int, error: Json) -> None:
         super().__init__(status, error)
         self.status, self.error = status, error
 

@@ -9,11 +9,10 @@ policy    The page runs the modules of this server and the one import map whose 
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 from meshwright.web.bodies import MOST_BYTES
 from meshwright.web.worker import to_line
 
@@ -103,7 +102,7 @@ async def read_body(receive: Receive, headers: dict[str, str]) -> bytes | None:
             return b"".join(parts)
 
 
-async def answer_error(send: Send, status: int, error: MeshwrightError | dict[str, Any]) -> None:
+async def answer_error(send: Send, status: int, error: MeshwrightError | Json) -> None:
     """Answer with an error in the one shape."""
     found = error.as_dict() if isinstance(error, MeshwrightError) else error
     content = to_line({"error": found})

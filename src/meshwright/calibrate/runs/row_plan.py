@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.calibrate.runs.row_model import PublishedRun, integer, refusal
 from meshwright.describe import catalog
@@ -15,6 +14,7 @@ from meshwright.describe.catalog import accelerator_of
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.workload import Workload
+from meshwright.units import Json
 
 CLUSTER_COLUMNS = ("gpus", "gpu_type", "gpus_per_node", "interconnect", "tp", "cp", "pp", "dp", "ep", "etp")
 CLUSTERS = (  # accelerator, words of the network → catalog cluster; the first that fits
@@ -106,7 +106,7 @@ def read_plan(c: PublishedRun) -> None:
     assert c.model is not None
     d = _degrees(c, c.cluster.world)
     c.workload = _workload(c)
-    fields: dict[str, Any] = {"tp": d.tp, "cp": d.cp, "pp": d.pp, "microbatch": _microbatch(c, d, c.workload.batch)}
+    fields: Json = {"tp": d.tp, "cp": d.cp, "pp": d.pp, "microbatch": _microbatch(c, d, c.workload.batch)}
     fields |= _stages(c, d.pp, c.model.layers) | _sequence_parallel(c, d.tp) | _sharding(c, d)
     if c.model.experts:
         fields |= _experts(c, d)
@@ -156,7 +156,7 @@ def _microbatch(c: PublishedRun, d: RowDegrees, batch: int) -> int:
     return micro
 
 
-def _stages(c: PublishedRun, pp: int, layers: int) -> dict[str, Any]:
+def _stages(c: PublishedRun, pp: int, layers: int) -> Json:
     """The schedule, and the virtual stages of an interleaved one."""
     r = c.row
     schedule = SCHEDULES.get(r["schedule"], "1f1b")
@@ -183,7 +183,7 @@ def _sequence_parallel(c: PublishedRun, tp: int) -> dict[str, bool]:
     return {"sp": tp > 1}
 
 
-def _sharding(c: PublishedRun, d: RowDegrees) -> dict[str, Any]:
+def _sharding(c: PublishedRun, d: RowDegrees) -> Json:
     """ZeRO, and the dtypes and buckets of gradients, which follow from the stack."""
     r, stack = c.row, c.stack
     zero = integer(r["zero"]) if r["zero"] else 1
@@ -191,7 +191,7 @@ def _sharding(c: PublishedRun, d: RowDegrees) -> dict[str, Any]:
         c.assumed.append("ZeRO: 1 (distributed optimizer)")
     sharded = zero > 0 and d.dp > 1
     pure = stack.name == "composer-fsdp" and "pure" in r["zero_fsdp"].lower()
-    fields: dict[str, Any] = {
+    fields: Json = {
         "replicate": 1 if sharded else d.dp,
         "shard": d.dp if sharded else 1,
         "zero": zero if sharded else 0,

@@ -34,7 +34,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from meshwright.calibrate.runs.row_model import MODEL_COLUMNS, PublishedRun, number, read_model, refusal
 from meshwright.calibrate.runs.row_plan import CLUSTER_COLUMNS, read_cluster, read_plan
@@ -43,6 +42,7 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 
 __all__ = ["PublishedRun", "case", "number", "read"]
 
@@ -235,7 +235,7 @@ def _stack_name(c: PublishedRun) -> str | None:
     return "fsdp" if unknown and sharded and re.search(r"\bfsdp|fully.shard", text, re.IGNORECASE) else None
 
 
-def _precision(c: PublishedRun) -> dict[str, Any]:
+def _precision(c: PublishedRun) -> Json:
     states = c.row["zero_fsdp"]
     if c.row["file"] == BF16_GRADIENTS:
         return {"grad_dtype": "bf16", "comm_dtype": "bf16"}
@@ -247,7 +247,7 @@ def _precision(c: PublishedRun) -> dict[str, Any]:
     return {}
 
 
-def _schedule(c: PublishedRun) -> dict[str, Any]:
+def _schedule(c: PublishedRun) -> Json:
     assert c.plan is not None
     assert c.model is not None
     text, pp = _text(c), c.plan.pp

@@ -38,7 +38,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.comparison import compare, options_for
 from meshwright.programs.collectives.program import Program
 from meshwright.programs.collectives.registry import build
-from meshwright.units import counted, format_bytes, format_seconds
+from meshwright.units import Json, counted, format_bytes, format_seconds
 
 log = logging.getLogger("meshwright.comm")
 INSIDE, BETWEEN = "shared-memory", "ethernet-10"  # links of the catalog, until the machine is measured
@@ -48,7 +48,7 @@ TIE = 0.01
 
 class ProgramChoice(NamedTuple):
     algorithm: str
-    options: dict[str, Any]
+    options: Json
 
 
 class Chooser:
@@ -227,7 +227,7 @@ class ProgramGroup(TorchGroup):
         if LISTENERS:
             prepared = self.communicator.prepared(program, tensor.dtype, reduction, splits)
             self.notify(operation, buffer, sum(prepared.sent.values()))
-        options: dict[str, Any] = {
+        options: Json = {
             "reduction": reduction,
             "async_op": bool(getattr(opts, "asyncOp", True)),
             "splits": splits,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshwright.calibrate.points import Point, Timed
 from meshwright.comm.bench.backends import (
@@ -30,7 +30,7 @@ from meshwright.comm.bench.backends import (
 )
 from meshwright.comm.bench.timing import measure
 from meshwright.errors import MeshwrightError
-from meshwright.units import format_bytes, format_seconds
+from meshwright.units import Json, format_bytes, format_seconds
 
 SMALLEST, LARGEST, STEP = 2**10, 2**30, 4
 PAIR_SIZES = (2**10, 2**16, 2**20, 2**24)
@@ -42,7 +42,7 @@ PART = 0.25  # a measurement that needs more than this part of the remaining tim
 # Of the time for pairs, if collectives are measured too: there are many pairs, and a slow network has time for few.
 PAIR_PART = 2 / 3
 PAIR, DEVICE = "point-to-point", "device"
-Emit = Callable[[dict[str, Any]], None]
+Emit = Callable[[Json], None]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from meshwright.comm.bench.backends import DTYPE, BenchContext, Torch, do_nothin
 from meshwright.comm.bench.device import DTYPES, measure_device
 from meshwright.comm.bench.operations import CALLS_PER_LAYER, layers_call, unchanged
 from meshwright.comm.bench.timing import ClockReading, Synchronization
+from meshwright.units import Json
 
 TOKENS, WIDTH, SEQUENCES = 128, 96, 2  # of a layer: about a millisecond of a slow core between two collectives
 PASSES = 2  # of the layer, in one loop
@@ -180,7 +181,7 @@ def measure_overlap(reduced: torch.dtype) -> float:
 BUDGET_S = 2.0  # seconds that a rank computes for the device part
 
 
-def calibrate_rank(context: BenchContext, dtype: str, reduced_dtype: str) -> dict[str, Any]:
+def calibrate_rank(context: BenchContext, dtype: str, reduced_dtype: str) -> Json:
     """Return what this rank measured, as plain data; the parent reads rank 0's. Operations are timed in `dtype`, all-reduce and reduce-scatter
     in `reduced_dtype`."""
 

@@ -42,7 +42,7 @@ from meshwright.comm.bench.device import measure_device
 from meshwright.comm.bench.operations import rate_cases
 from meshwright.comm.bench.timing import ONE_RANK, busy_cores, counts, measure, timed
 from meshwright.errors import MeshwrightError, unknown
-from meshwright.units import format_bytes, parse_bytes, parse_seconds
+from meshwright.units import Json, format_bytes, parse_bytes, parse_seconds
 
 LEAST_BUDGET_S, MOST_BUDGET_S = 1.0, 86_400.0
 
@@ -85,7 +85,7 @@ COMMAND_S = 10.0  # a driver that does not answer must not stop a bench
 MARKER = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
 
 
-def detect(root: Path = SYS) -> dict[str, Any]:
+def detect(root: Path = SYS) -> Json:
     """Return the facts of one host: devices, interfaces, links."""
     found = {
         "interfaces": interfaces(root),
@@ -98,7 +98,7 @@ def detect(root: Path = SYS) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def interfaces(root: Path = SYS) -> dict[str, dict[str, Any]]:
+def interfaces(root: Path = SYS) -> dict[str, Json]:
     """Network interfaces by name: rate in bytes/s where the driver says it, state, MTU, and whether it is real hardware."""
     found = {}
     for folder in sorted(_entries(root / "class" / "net")):
@@ -313,12 +313,12 @@ class Collector:
 
     def __init__(self, show: Callable[[float, str], None] = lambda left, doing: None) -> None:
         self.show = show
-        self.about: dict[str, Any] = {}
+        self.about: Json = {}
         self.points: list[Point] = []
         self.device: list[DevicePoint] = []
         self.skipped: list[str] = []
 
-    def __call__(self, message: dict[str, Any]) -> None:
+    def __call__(self, message: Json) -> None:
         match message:
             case {"left_s": left, "doing": doing}:
                 self.show(left, doing)

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from meshwright.comm.emulate import hosts, kernel_links, ranks, state, system
 from meshwright.comm.emulate.measure import LinkMeasurement, measure
@@ -32,6 +31,7 @@ from meshwright.comm.emulate.topology import (
 )
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.host import process_start
+from meshwright.units import Json
 
 LINKS = ("auto", "kernel", "process")
 READY_S = 20.0
@@ -99,7 +99,7 @@ class Emulation:
                     f"network namespace '{taken[0]}' exists, and no emulation of ours made it",
                     fix=f"--name {self.name[:8]}2",
                 )
-            record: dict[str, Any] = {
+            record: Json = {
                 "phase": "starting",
                 "topology": self.topology.as_dict(),
                 "namespaces": self.namespaces,
@@ -113,7 +113,7 @@ class Emulation:
                 remove(self.name, record)
                 raise
 
-    def _build(self, record: dict[str, Any]) -> None:
+    def _build(self, record: Json) -> None:
         for name in self.namespaces:
             system.call("ip", "netns", "add", name)
             system.call("ip", "-n", name, "link", "set", "lo", "up")
@@ -129,7 +129,7 @@ class Emulation:
         else:
             self._start_switch(record)
 
-    def _start_switch(self, record: dict[str, Any]) -> None:
+    def _start_switch(self, record: Json) -> None:
         """Start the switch process. It carries frames once its number is in the state file, where `down` finds it."""
         command = [sys.executable, "-m", "meshwright.comm.emulate.switch", self.name]
         log = os.open(state.log_file(self.name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -196,14 +196,14 @@ def write_settings(settings: dict[str, str]) -> None:
             continue
 
 
-def find(name: str) -> tuple[Emulation, dict[str, Any]]:
+def find(name: str) -> tuple[Emulation, Json]:
     """The emulation of this name that is up, and its state."""
     check_name(name)
     found = require_up(name)
     return Emulation(Topology(**found["topology"]), name, found["links"]), found
 
 
-def require_up(name: str) -> dict[str, Any]:
+def require_up(name: str) -> Json:
     """The state of an emulation; raises if it is not up or its switch process has ended."""
     found = state.read(name)
     if found is None or found["phase"] != "up":
@@ -246,7 +246,7 @@ def take_down(name: str) -> bool:
     return True
 
 
-def remove(name: str, found: dict[str, Any]) -> None:
+def remove(name: str, found: Json) -> None:
     """End the switch process, delete the namespaces (their links go with them), then the state that names them."""
     system.end_process(found["switch"])
     for space in found["namespaces"]:

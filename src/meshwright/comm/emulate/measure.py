@@ -17,11 +17,11 @@ import statistics
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from meshwright.comm.emulate.system import in_namespace
 from meshwright.comm.emulate.topology import Topology, address, namespace
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 
 WARMUP_S, STREAM_S = 0.4, 0.8
 ROUND_TRIPS = 30
@@ -53,7 +53,7 @@ class LinkMeasurement:
     round_trip_slowest_s: float
     rates: tuple[Rate, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return {**asdict(self), "rates": [asdict(rate) for rate in self.rates]}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from math import floor, log10
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -21,7 +20,7 @@ from meshwright.comm.emulate.measure import LinkMeasurement, Rate
 from meshwright.comm.emulate.topology import DATA_BYTES, FRAME_BYTES, Topology, address
 from meshwright.errors import MeshwrightError
 from meshwright.host import usable_cores
-from meshwright.units import counted, format_seconds
+from meshwright.units import Json, counted, format_seconds
 from meshwright.view.tables import facts, filled, heading
 
 REFUSED_BELOW, NOTED_BELOW = 0.7, 0.93  # shares of the asked rate that the slowest sender reaches
@@ -154,7 +153,7 @@ def rate_rows(found: LinkMeasurement) -> list[tuple[object, ...]]:
     return [*rows, ("round trip of one byte", asked, median, slowest, "")] if found.rates else rows
 
 
-def as_json(emulation: Emulation, found: LinkMeasurement | None) -> dict[str, Any]:
+def as_json(emulation: Emulation, found: LinkMeasurement | None) -> Json:
     """Rates in bytes/s, times in seconds."""
     t: Topology = emulation.topology
     return {

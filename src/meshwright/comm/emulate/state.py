@@ -17,10 +17,10 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from meshwright.comm.emulate.topology import NAME
 from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.units import Json
 
 
 def runtime_folder() -> Path:
@@ -62,7 +62,7 @@ def names() -> list[str]:
     return sorted(name for name in found if NAME.fullmatch(name))
 
 
-def read(name: str) -> dict[str, Any] | None:
+def read(name: str) -> Json | None:
     """The state of an emulation; None if there is none."""
     path = state_file(name)
     try:
@@ -76,7 +76,7 @@ def read(name: str) -> dict[str, Any] | None:
     return state
 
 
-def write(name: str, state: dict[str, Any]) -> None:
+def write(name: str, state: Json) -> None:
     """Replace the state file; a reader sees the old content or the new."""
     path = state_file(name)
     draft = path.with_suffix(f".{os.getpid()}.new")

@@ -36,10 +36,10 @@ import struct
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from meshwright.comm.emulate import system
 from meshwright.comm.emulate.topology import INTERFACE, Topology, address, namespace
+from meshwright.units import Json
 
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
@@ -168,7 +168,7 @@ def raise_priority() -> None:
             os.nice(-20)
 
 
-def main(name: str, settings: dict[str, Any]) -> None:
+def main(name: str, settings: Json) -> None:
     """Make the devices, print "ready", and carry frames once the parent has answered.
 
     If the parent ends before it answers, so does this process: an interrupted `up` leaves no switch behind."""

@@ -17,10 +17,11 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from meshwright.errors import MeshwrightError
 from meshwright.host import process_start
+from meshwright.units import Json
 
 NAMESPACES = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
@@ -101,7 +102,7 @@ def delete_namespace(name: str) -> None:
 def in_namespace(name: str, function: Callable[[], Result]) -> Result:
     """Call a function in a network namespace. Linux lets a single thread enter one: it is a new thread, which ends with the
     call. Sockets and devices that the function opens stay in that namespace."""
-    outcome: dict[str, Any] = {}
+    outcome: Json = {}
 
     def enter() -> None:
         try:

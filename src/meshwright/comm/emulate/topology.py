@@ -18,10 +18,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from meshwright.errors import MeshwrightError, nearest_number, shown, unknown
-from meshwright.units import parse_rate, parse_seconds
+from meshwright.units import Json, parse_rate, parse_seconds
 
 NAME = re.compile(r"[a-z0-9]{1,12}", re.ASCII)
 MAX_NODES, MAX_RANKS = 64, 256
@@ -118,7 +117,7 @@ class Topology:
     def capacity(self, link: tuple[str, int]) -> float:
         return self.uplink if link[0] in ("up", "down") else self.rate
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return asdict(self)
 
 

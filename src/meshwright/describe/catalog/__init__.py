@@ -10,10 +10,11 @@ from meshwright.describe.cluster import Accelerator, Cluster, Link
 from meshwright.describe.files import KINDS, entry, names, tables
 from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
+from meshwright.units import Json
 
 __all__ = ["KINDS", "load", "names", "tables"]
 
-CLASSES: dict[str, Any] = {
+CLASSES: Json = {
     "models": Model,
     "clusters": Cluster,
     "accelerators": Accelerator,

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwright.describe.base import MOST
 from meshwright.errors import MeshwrightError, kind_of
+from meshwright.units import Json
 
 MOST_BYTES = 2_000_000
 DEEPSEEK_V3 = {
@@ -89,7 +90,7 @@ HARMLESS = re.compile(
 class HfConfig:
     """The keys of one config: typed reading, with a record of what was read and what was assumed."""
 
-    def __init__(self, family: str, data: dict[str, Any], notes: list[str]) -> None:
+    def __init__(self, family: str, data: Json, notes: list[str]) -> None:
         renamed = RENAMED.get(family, {})
         self.data = {
             renamed.get(key, key): value for key, value in data.items() if value is not None or key not in renamed
@@ -206,7 +207,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load(path: str | Path) -> Json:
     try:
         place = Path(path)
         place = place / "config.json" if place.is_dir() else place
@@ -230,7 +231,7 @@ def load(path: str | Path) -> dict[str, Any]:
     return parse(raw)
 
 
-def parse(raw: bytes) -> dict[str, Any]:
+def parse(raw: bytes) -> Json:
     """JSON without NaN or infinities, an object at the top."""
     try:
         data = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant)

@@ -18,7 +18,6 @@ What our transformer computes in another way is added to `HfConfig.differences`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from meshwright.describe.hf.config import HfConfig
 from meshwright.describe.hf.parts import (
@@ -30,6 +29,7 @@ from meshwright.describe.hf.parts import (
     sliding_window,
 )
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 
 HEAD_BIAS = "head_bias: a head with a bias"
 QK_LAYER_NORM = "qk_layernorm: layer norms of queries and keys"
@@ -40,11 +40,11 @@ def _biases(on: bool) -> dict[str, bool]:
     return {"qkv_bias": on, "out_bias": on, "ffn_bias": on}
 
 
-def _vector(name: str, size: int, where: str = "layer") -> dict[str, Any]:
+def _vector(name: str, size: int, where: str = "layer") -> Json:
     return {"name": name, "where": where, "columns": size}
 
 
-def opt(c: HfConfig) -> dict[str, Any]:
+def opt(c: HfConfig) -> Json:
     fields = decoder(c, tied=True, activation="relu", gated=False) | LAYER_NORM | _biases(c.flag("enable_bias", True))
     before, hidden = c.flag("do_layer_norm_before", True), fields["hidden"]
     narrow = c.number("word_embed_proj_dim", hidden)
@@ -62,7 +62,7 @@ def opt(c: HfConfig) -> dict[str, Any]:
     }
 
 
-def bloom(c: HfConfig) -> dict[str, Any]:
+def bloom(c: HfConfig) -> Json:
     fields = decoder(c, tied=True, activation="gelu_new", gated=False, ffn=4) | LAYER_NORM | _biases(True)
     if c.flag("apply_residual_connection_post_layernorm", False):
         c.differs("apply_residual_connection_post_layernorm: residuals that begin after the norm")
@@ -72,7 +72,7 @@ def bloom(c: HfConfig) -> dict[str, Any]:
     return fields | {"kv_heads": 0, "positions": "alibi", "embedding_norm": True}
 
 
-def mpt(c: HfConfig) -> dict[str, Any]:
+def mpt(c: HfConfig) -> Json:
     """MPT. Transformers' class ignores the config here: FFN of 4·hidden, ALiBi, one KV head for each head."""
     c.covered(
         "expansion_ratio", "learned_pos_emb", "no_bias", "norm_type", "attn_config", "embedding_fraction", "verbose"
@@ -81,7 +81,7 @@ def mpt(c: HfConfig) -> dict[str, Any]:
     return fields | {"kv_heads": 0, "ffn": 4 * fields["hidden"], "norm_parameters": "weight", "positions": "alibi"}
 
 
-def falcon(c: HfConfig) -> dict[str, Any]:
+def falcon(c: HfConfig) -> Json:
     fields = decoder(c, tied=True, activation="gelu", gated=False, ffn=4) | LAYER_NORM | _biases(c.flag("bias", False))
     new, parallel = c.flag("new_decoder_architecture", False), c.flag("parallel_attn", True)
     multi_query, norms = c.flag("multi_query", True), c.number("num_ln_in_parallel_attn", 2 if new else 1)
@@ -96,7 +96,7 @@ def falcon(c: HfConfig) -> dict[str, Any]:
     }
 
 
-def gpt_bigcode(c: HfConfig) -> dict[str, Any]:
+def gpt_bigcode(c: HfConfig) -> Json:
     if c.flag("add_cross_attention", False):
         raise MeshwrightError("MW-HF-007", "add_cross_attention = true is not a decoder alone", valid=["false"])
     fields = decoder(c, tied=True, activation="gelu_pytorch_tanh", gated=False, ffn=4) | LAYER_NORM | _biases(True)
@@ -111,7 +111,7 @@ def gpt_bigcode(c: HfConfig) -> dict[str, Any]:
     return fields | scale | {"kv_heads": int(c.flag("multi_query", True)), "positions": "learned"}
 
 
-def gptj(c: HfConfig) -> dict[str, Any]:
+def gptj(c: HfConfig) -> Json:
     """GPT-J and CodeGen: one norm, rotated neighbours, a head with a bias."""
     fields = decoder(c, activation="gelu_new", gated=False, ffn=4) | LAYER_NORM | {"ffn_bias": True, "kv_heads": 0}
     c.differs(HEAD_BIAS)
@@ -122,7 +122,7 @@ def gptj(c: HfConfig) -> dict[str, Any]:
     return fields | {"extra": [_vector("head-bias", fields["vocab"], "head")]}
 
 
-def phi(c: HfConfig) -> dict[str, Any]:
+def phi(c: HfConfig) -> Json:
     fields = decoder(c, activation="gelu_new", gated=False) | {"norm": "layernorm"} | _biases(True)
     c.differs(HEAD_BIAS)
     extra = [_vector("head-bias", fields["vocab"], "head")]
@@ -133,7 +133,7 @@ def phi(c: HfConfig) -> dict[str, Any]:
     return fields | {"parallel_residual": True, "norms_per_layer": 1, "qk_norm": normed, "extra": extra}
 
 
-def cohere(c: HfConfig) -> dict[str, Any]:
+def cohere(c: HfConfig) -> Json:
     """Command R, and Command A and R7B (cohere2), which have windows and no positions in the layers without one."""
     fields = decoder(c, tied=True) | attention_bias(c) | {"norm": "layernorm", "norm_parameters": "weight"}
     fields |= {"parallel_residual": True, "norms_per_layer": 1, "logit_scale": c.decimal("logit_scale", 0.0625)}
@@ -157,7 +157,7 @@ def cohere(c: HfConfig) -> dict[str, Any]:
     return fields | windows | (layers_without_rope(full) if windows else {"positions": "none"})
 
 
-def stablelm(c: HfConfig) -> dict[str, Any]:
+def stablelm(c: HfConfig) -> Json:
     fields = decoder(c) | {"norm": "layernorm", "qkv_bias": c.flag("use_qkv_bias", False), "head_dim": 0}
     normed, parallel = c.flag("qk_layernorm", False), c.flag("use_parallel_residual", False)
     if normed:  # a weight for each head, as many as one norm of the projection has
@@ -166,12 +166,12 @@ def stablelm(c: HfConfig) -> dict[str, Any]:
     return fields | {"qk_norm": normed, "qk_norm_width": "projection"}
 
 
-def glm(c: HfConfig) -> dict[str, Any]:
+def glm(c: HfConfig) -> Json:
     fields = decoder(c) | {"qkv_bias": c.flag("attention_bias", True)}
     return fields | ({"norms_per_layer": 4} if c.family == "glm4" else {})
 
 
-def minimax_m2(c: HfConfig) -> dict[str, Any]:
+def minimax_m2(c: HfConfig) -> Json:
     """Grouped queries; sigmoid scores and a balancing bias choose the experts of every layer."""
     top_k = c.number("num_experts_per_tok", 8)
     fields = decoder(c) | {"qk_norm": True, "qk_norm_width": "projection", "balance_bias": True}
@@ -189,7 +189,7 @@ def minimax_m2(c: HfConfig) -> dict[str, Any]:
     return fields | ({"rope_dim": rotated} if rotated else {})
 
 
-def gemma3n(c: HfConfig) -> dict[str, Any]:
+def gemma3n(c: HfConfig) -> Json:
     """AltUp keeps several copies of the residual, Laurel adds a low-rank path, and each layer has a separate embedding of the token."""
     widths = c.data.get("intermediate_size")
     if isinstance(widths, list):
@@ -240,7 +240,7 @@ def gemma3n(c: HfConfig) -> dict[str, Any]:
     return fields | sliding_window(c, every_nth(5, layers))
 
 
-DECODERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
+DECODERS: dict[str, Callable[[HfConfig], Json]] = {
     "opt": opt, "bloom": bloom, "mpt": mpt, "falcon": falcon, "gpt_bigcode": gpt_bigcode, "gptj": gptj, "codegen": gptj, "phi": phi,
     "cohere": cohere, "cohere2": cohere, "stablelm": stablelm, "glm": glm, "glm4": glm, "minimax_m2": minimax_m2, "gemma3n_text": gemma3n,
 }  # fmt: skip

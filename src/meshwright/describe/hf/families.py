@@ -8,7 +8,6 @@ families. A pattern that a Model cannot hold exactly is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from meshwright.describe.hf.config import HfConfig
 from meshwright.describe.hf.decoders import DECODERS
@@ -28,6 +27,7 @@ from meshwright.describe.hf.parts import (
 )
 from meshwright.describe.model import MOST_LAYERS
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 
 # model_type of a file → the family whose function reads it
 ALIASES = {
@@ -42,16 +42,16 @@ def _qwen_window(c: HfConfig, full: list[bool]) -> dict[str, int]:
     return sliding_window(c, full) if c.flag("use_sliding_window", False) else {}
 
 
-def _llama(c: HfConfig) -> dict[str, Any]:
+def _llama(c: HfConfig) -> Json:
     return decoder(c) | attention_bias(c) | {"ffn_bias": c.flag("mlp_bias", False)}
 
 
-def _mistral(c: HfConfig) -> dict[str, Any]:
+def _mistral(c: HfConfig) -> Json:
     fields = decoder(c)
     return fields | sliding_window(c, [False] * fields["layers"])
 
 
-def _qwen2(c: HfConfig) -> dict[str, Any]:
+def _qwen2(c: HfConfig) -> Json:
     fields = decoder(c)
     return fields | {"qkv_bias": True} | _qwen_window(c, _first_full(c, fields["layers"]))
 
@@ -61,13 +61,13 @@ def _first_full(c: HfConfig, layers: int) -> list[bool]:
     return [i < first for i in range(layers)]
 
 
-def _qwen3(c: HfConfig) -> dict[str, Any]:
+def _qwen3(c: HfConfig) -> Json:
     fields = decoder(c)
     full = _first_full(c, fields["layers"]) if c.family == "qwen3" else [False] * fields["layers"]
     return fields | attention_bias(c) | {"qk_norm": True} | _qwen_window(c, full)
 
 
-def _qwen_experts(c: HfConfig, fields: dict[str, Any]) -> dict[str, Any]:
+def _qwen_experts(c: HfConfig, fields: Json) -> Json:
     experts = c.number("num_experts", c.number("num_local_experts", 0, least=0), least=0)
     step, dense = c.number("decoder_sparse_step", 1), set(c.many("mlp_only_layers", int) or [])
     layers = [bool(experts) and i not in dense and (i + 1) % step == 0 for i in range(fields["layers"])]
@@ -78,7 +78,7 @@ def _qwen_experts(c: HfConfig, fields: dict[str, Any]) -> dict[str, Any]:
     return {"experts": experts, "top_k": top_k, "expert_ffn": width} | router | expert_layers(c, layers)
 
 
-def _qwen2_moe(c: HfConfig) -> dict[str, Any]:
+def _qwen2_moe(c: HfConfig) -> Json:
     fields = decoder(c)
     shared = c.number("shared_expert_intermediate_size", 0, least=0)
     experts = _qwen_experts(c, fields)
@@ -88,19 +88,19 @@ def _qwen2_moe(c: HfConfig) -> dict[str, Any]:
     return fields | {"qkv_bias": c.flag("qkv_bias", True)} | experts | _qwen_window(c, full)
 
 
-def _qwen3_moe(c: HfConfig) -> dict[str, Any]:
+def _qwen3_moe(c: HfConfig) -> Json:
     fields = _qwen3(c)
     return fields | _qwen_experts(c, fields)
 
 
-def _mixtral(c: HfConfig) -> dict[str, Any]:
+def _mixtral(c: HfConfig) -> Json:
     fields = decoder(c)
     experts = {"experts": c.number("num_local_experts"), "top_k": c.number("num_experts_per_tok")}
     experts |= softmax_router(c, experts["top_k"], fields["layers"], normalise=True)
     return fields | experts | {"expert_ffn": fields["ffn"], "ffn": 0} | sliding_window(c, [False] * fields["layers"])
 
 
-def _deepseek(c: HfConfig) -> dict[str, Any]:
+def _deepseek(c: HfConfig) -> Json:
     """Multi-head latent attention; the first layers dense, the others with routed and shared experts."""
     if c.flag("mlp_bias", False):
         raise MeshwrightError(
@@ -130,7 +130,7 @@ def _deepseek(c: HfConfig) -> dict[str, Any]:
     return fields | {"balance_bias": c.family != "deepseek_v2"} | expert_layers(c, layers)
 
 
-def _sparse_deepseek(c: HfConfig) -> dict[str, Any]:
+def _sparse_deepseek(c: HfConfig) -> Json:
     """DeepSeek-V3.2: an indexer selects the positions that a query attends to."""
     index = {
         "index_heads": c.number("index_n_heads", 64),
@@ -140,7 +140,7 @@ def _sparse_deepseek(c: HfConfig) -> dict[str, Any]:
     return _deepseek(c) | index
 
 
-def _gpt2(c: HfConfig) -> dict[str, Any]:
+def _gpt2(c: HfConfig) -> Json:
     if c.flag("add_cross_attention", False):
         raise MeshwrightError("MW-HF-007", "add_cross_attention = true is not a decoder alone", valid=["false"])
     hidden = c.number("n_embd")
@@ -163,13 +163,13 @@ def _gpt2(c: HfConfig) -> dict[str, Any]:
     }
 
 
-def _gpt_neox(c: HfConfig) -> dict[str, Any]:
+def _gpt_neox(c: HfConfig) -> Json:
     fields = decoder(c, activation="gelu", gated=False) | {"kv_heads": 0, "head_dim": 0}
     fields |= {"parallel_residual": c.flag("use_parallel_residual", True)}
     return fields | attention_bias(c, True) | {"norm": "layernorm", "ffn_bias": True}
 
 
-def _granite(c: HfConfig) -> dict[str, Any]:
+def _granite(c: HfConfig) -> Json:
     """Llama with four constants: of the embeddings, the residuals, the attention scores and (a divisor) the logits."""
     return _llama(c) | {
         "embedding_scale": c.decimal("embedding_multiplier", 1.0),
@@ -179,12 +179,12 @@ def _granite(c: HfConfig) -> dict[str, Any]:
     }
 
 
-def _gemma(c: HfConfig) -> dict[str, Any]:
+def _gemma(c: HfConfig) -> Json:
     fields = decoder(c, tied=True, activation="gelu_pytorch_tanh") | attention_bias(c) | {"norm_offset": 1.0}
     return fields | {"embedding_scale": fields["hidden"] ** 0.5}
 
 
-def _gemma2(c: HfConfig) -> dict[str, Any]:
+def _gemma2(c: HfConfig) -> Json:
     fields = _gemma(c) | {"norms_per_layer": 4} | _gemma_scores(c, 30.0)
     cap = c.decimal("attn_logit_softcapping", 0.0 if "attn_logit_softcapping" in c.data else 50.0)
     return fields | {"attention_softcap": cap} | sliding_window(c, every_nth(2, fields["layers"]))
@@ -197,7 +197,7 @@ def _gemma_scores(c: HfConfig, cap: float) -> dict[str, float]:
     return {"attention_scale": scale, "logit_softcap": c.decimal("final_logit_softcapping", cap)}
 
 
-def _gemma3(c: HfConfig) -> dict[str, Any]:
+def _gemma3(c: HfConfig) -> Json:
     fields = _gemma(c) | {"norms_per_layer": 4, "qk_norm": True} | _gemma_scores(c, 0.0)
     if c.decimal("attn_logit_softcapping", 0.0):
         c.notes.append("attn_logit_softcapping is ignored, as by the class of gemma3_text")
@@ -207,7 +207,7 @@ def _gemma3(c: HfConfig) -> dict[str, Any]:
     return fields | sliding_window(c, every_nth(every, fields["layers"]), width)
 
 
-def _gpt_oss(c: HfConfig) -> dict[str, Any]:
+def _gpt_oss(c: HfConfig) -> Json:
     fields = decoder(c) | attention_bias(c, True) | {"sinks": True, "router_bias": True, "ffn_bias": True}
     fields |= {"swiglu_limit": c.decimal("swiglu_limit", 7.0), "swiglu_alpha": c.decimal("swiglu_alpha", 1.702)}
     fields |= {"swiglu_shift": 1.0}
@@ -217,26 +217,26 @@ def _gpt_oss(c: HfConfig) -> dict[str, Any]:
     return fields | experts | sliding_window(c, every_nth(2, fields["layers"]))
 
 
-def _olmo2(c: HfConfig) -> dict[str, Any]:
+def _olmo2(c: HfConfig) -> Json:
     """Norms after attention and FFN, and norms of the full query and key projections."""
     fields = decoder(c) | attention_bias(c) | {"qk_norm": True, "qk_norm_width": "projection", "norm_position": "post"}
     return fields | (sliding_window(c, every_nth(4, fields["layers"])) if c.family == "olmo3" else {})
 
 
-def _olmoe(c: HfConfig) -> dict[str, Any]:
+def _olmoe(c: HfConfig) -> Json:
     fields = decoder(c) | attention_bias(c) | {"qk_norm": True, "qk_norm_width": "projection"}
     experts = {"experts": c.number("num_experts", 64), "top_k": c.number("num_experts_per_tok", 8)}
     experts |= softmax_router(c, experts["top_k"], fields["layers"], c.flag("norm_topk_prob", False))
     return fields | experts | {"expert_ffn": fields["ffn"], "ffn": 0}
 
 
-def _llama4(c: HfConfig) -> dict[str, Any]:
+def _llama4(c: HfConfig) -> Json:
     """Routed and one shared expert in every n-th layer; three of four layers attend within chunks, the others have no rotary positions."""
     fields = decoder(c) | attention_bias(c)
     layers, width = fields["layers"], fields["ffn"]
     step, listed = c.number("interleave_moe_layer_step", 1), c.many("moe_layers", int)
     where = set(listed) if listed is not None else {i for i in range(layers) if (i + 1) % step == 0}
-    experts: dict[str, Any] = {
+    experts: Json = {
         "experts": c.number("num_local_experts", 16),
         "top_k": c.number("num_experts_per_tok", 1),
     }
@@ -256,7 +256,7 @@ def _llama4(c: HfConfig) -> dict[str, Any]:
     return fields | experts | layers_without_rope(nope) | windows | ({"window_kind": "chunk"} if windows else {})
 
 
-def _glm4_moe(c: HfConfig) -> dict[str, Any]:
+def _glm4_moe(c: HfConfig) -> Json:
     """Grouped queries with DeepSeek-V3's routing: sigmoid scores and a bias that balances."""
     bias = c.flag("attention_bias", False)
     fields = decoder(c) | {"qkv_bias": bias, "qk_norm": c.flag("use_qk_norm", False), "balance_bias": True}
@@ -269,20 +269,20 @@ def _glm4_moe(c: HfConfig) -> dict[str, Any]:
     return fields | experts | expert_layers(c, [i >= first for i in range(fields["layers"])])
 
 
-def _starcoder2(c: HfConfig) -> dict[str, Any]:
+def _starcoder2(c: HfConfig) -> Json:
     bias = c.flag("use_bias", True)
     fields = decoder(c, tied=True, activation="gelu_pytorch_tanh", gated=False)
     fields |= {"norm": "layernorm", "qkv_bias": bias, "out_bias": bias, "ffn_bias": bias}
     return fields | sliding_window(c, [False] * fields["layers"])
 
 
-def _smollm3(c: HfConfig) -> dict[str, Any]:
+def _smollm3(c: HfConfig) -> Json:
     fields = decoder(c, tied=True) | attention_bias(c) | {"ffn_bias": c.flag("mlp_bias", False)}
     nope = no_rope(c, fields["layers"])
     return fields | layers_without_rope(nope) | _qwen_window(c, [not without for without in nope])
 
 
-FAMILIES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
+FAMILIES: dict[str, Callable[[HfConfig], Json]] = {
     "llama": _llama, "mistral": _mistral, "phi3": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "gpt2": _gpt2,
     "gpt_neox": _gpt_neox, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gpt_oss": _gpt_oss,

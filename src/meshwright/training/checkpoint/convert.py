@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,6 +45,7 @@ from meshwright.training.checkpoint.manifest import (
 from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT
 from meshwright.training.checkpoint.store import BoxEntry, read
 from meshwright.training.checkpoint.torch_import import METADATA, TorchCheckpoint
+from meshwright.units import Json
 from meshwright.version import VERSION
 
 FILE_BYTES = 4 << 30
@@ -63,7 +63,7 @@ def read_full(path: Path, manifest: Manifest, key: str) -> torch.Tensor:
 def write_checkpoint(
     out: Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
-    description: dict[str, Any],
+    description: Json,
     file_bytes: int = FILE_BYTES,
 ) -> Manifest:
     """Write full tensors as a checkpoint at `out`, which must not exist. `description` are the other fields of the manifest."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError, listed
 from meshwright.training.checkpoint.manifest import Manifest
 from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT, SavableTrainer, expected_states
+from meshwright.units import Json
 
 
 def check_fits(trainer: SavableTrainer, manifest: Manifest) -> None:
@@ -44,7 +44,7 @@ def check_fits(trainer: SavableTrainer, manifest: Manifest) -> None:
             )
 
 
-def check_model(model: dict[str, Any], manifest: Manifest, expected: dict[str, Any], saved: dict[str, Any]) -> None:
+def check_model(model: Json, manifest: Manifest, expected: Json, saved: Json) -> None:
     """Raise if the weights of a checkpoint are not those of the model."""
     if saved == expected:
         return
@@ -68,7 +68,7 @@ def check_model(model: dict[str, Any], manifest: Manifest, expected: dict[str, A
     )
 
 
-def model_changes(saved: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
+def model_changes(saved: Json, given: Json) -> Iterator[str]:
     """The fields that differ between two models."""
     for name in sorted(saved.keys() | given.keys()):
         if saved.get(name) != given.get(name):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.describe.run_folder import CHECKPOINTS
 from meshwright.errors import MeshwrightError, cannot_write, listed
 from meshwright.training.checkpoint.manifest import MANIFEST, Manifest, has_manifest, unreadable
-from meshwright.units import format_bytes
+from meshwright.units import Json, format_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -211,7 +211,7 @@ def check_writable(root: Path) -> None:
 def together(work: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
     """Call `work` on every rank of a group and return all results, which must be JSON, on every rank."""
     try:
-        result: dict[str, Any] = {"value": work()}
+        result: Json = {"value": work()}
     except MeshwrightError as error:
         result = {"error": {**error.as_dict(), "exit_code": error.exit_code}}
     except OSError as error:

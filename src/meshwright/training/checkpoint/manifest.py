@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import IO_ERROR, MeshwrightError
+from meshwright.units import Json
 
 FORMAT, VERSION = "meshwright checkpoint", 1
 MANIFEST = "manifest.json"
@@ -71,16 +72,16 @@ class Manifest:
     """The contents of a checkpoint, and the run that wrote it."""
 
     step: int
-    model: dict[str, Any]
-    plan: dict[str, Any]
-    workload: dict[str, Any]
+    model: Json
+    plan: Json
+    workload: Json
     order: tuple[str, ...]
     tensors: dict[str, SavedTensor]
     files: dict[str, SavedFile]
-    ranks: tuple[dict[str, Any], ...] = ()
+    ranks: tuple[Json, ...] = ()
     replicas: int = 0  # of local SGD, each with its tensors; 0: one set of tensors
     seed: int = 0
-    data: dict[str, Any] = field(default_factory=dict)
+    data: Json = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     created: float = 0.0
 
@@ -121,7 +122,7 @@ PLAIN = (
 HEAD = b'{"digest":"%s",'
 
 
-def with_digest(document: dict[str, Any]) -> str:
+def with_digest(document: Json) -> str:
     """The text of a document that begins with the SHA-256 of all its other bytes."""
     body = json.dumps(document, separators=(",", ":"))[1:]
     return (HEAD % hashlib.sha256(body.encode()).hexdigest().encode()).decode() + body
@@ -185,7 +186,7 @@ def parse_manifest(text: bytes, folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST}: {type(error).__name__ if not str(error) else str(error)[:160]}") from None
 
 
-def _manifest_of(document: dict[str, Any]) -> Manifest:
+def _manifest_of(document: Json) -> Manifest:
     names = [str(file["name"]) for file in document["files"]]
     if any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
         raise ValueError("a file name is not valid")

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -14,7 +13,7 @@ from rich.text import Text
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.manifest import Listen, Manifest, check_files, read_manifest
-from meshwright.units import format_bytes, format_count
+from meshwright.units import Json, format_bytes, format_count
 from meshwright.view.tables import filled
 
 COLUMNS = (">checkpoint", ">step", ">written", ">size", ">parameters", ">ranks", "plan", "state")
@@ -22,10 +21,10 @@ COLUMNS = (">checkpoint", ">step", ">written", ">size", ">parameters", ">ranks",
 PROBLEMS = {"MW-CKPT-001": "incomplete", "MW-CKPT-018": "unreadable"}
 
 
-def summary(path: Path, verify: bool = False, listen: Listen | None = None) -> dict[str, Any]:
+def summary(path: Path, verify: bool = False, listen: Listen | None = None) -> Json:
     """One checkpoint as plain data. `state` is "complete", or "good" if `verify` read and hashed all files, else what is wrong, with the
     kind of it in `problem`: incomplete, damaged or unreadable (an error of the disk)."""
-    about: dict[str, Any] = {"path": str(path)}
+    about: Json = {"path": str(path)}
     try:
         manifest = read_manifest(path)
         about = described(path, manifest)
@@ -52,7 +51,7 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
             raise MeshwrightError("MW-CKPT-002", f"'{path}' is damaged", why=f"{name} {missing}")
 
 
-def described(path: Path, manifest: Manifest) -> dict[str, Any]:
+def described(path: Path, manifest: Manifest) -> Json:
     weights = [t for key, t in manifest.tensors.items() if key.startswith(("weight/", "replica-0/weight/"))]
     count = sum(math.prod(tensor.shape) for tensor in weights)
     return {
@@ -71,13 +70,13 @@ def described(path: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def page(rows: Sequence[dict[str, Any]]) -> RenderableType:
+def page(rows: Sequence[Json]) -> RenderableType:
     """A table of checkpoints; below it what is wrong with some."""
     reasons = [Text(f"{Path(row['path']).name}: {row['state']}", "red") for row in rows if not row["good"]]
     return Group(filled(COLUMNS, [_cells(row) for row in rows]), *reasons)
 
 
-def _cells(row: dict[str, Any]) -> list[object]:
+def _cells(row: Json) -> list[object]:
     state = Text(row["state"], "green") if row["good"] else Text(row["problem"], "red")
     if "step" not in row:
         return [Path(row["path"]).name, "", "", "", "", "", "", state]
@@ -94,7 +93,7 @@ def _cells(row: dict[str, Any]) -> list[object]:
     ]
 
 
-def plan_title(plan: dict[str, Any]) -> str:
+def plan_title(plan: Json) -> str:
     """The plan in one line; plans of other versions may have other fields."""
     try:
         return Plan(**plan).title()

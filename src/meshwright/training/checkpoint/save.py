@@ -50,11 +50,11 @@ from meshwright.training.checkpoint.state import (
 from meshwright.training.checkpoint.store import BoxEntry, write
 from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.loop import Trainer
-from meshwright.units import format_bytes, format_seconds
+from meshwright.units import Json, format_bytes, format_seconds
 from meshwright.version import VERSION
 
 
-def run_description(trainer: SavableTrainer, data: dict[str, Any] | None = None) -> dict[str, Any]:
+def run_description(trainer: SavableTrainer, data: Json | None = None) -> Json:
     """The fields of a manifest that do not change during a run."""
     parallel = trainer.parallel
     return {
@@ -87,7 +87,7 @@ def safetensors_version() -> str:
 
 
 def save(
-    root: Path, state: TrainerState, description: dict[str, Any], group: ProcessGroup | None, keep: int = 0
+    root: Path, state: TrainerState, description: Json, group: ProcessGroup | None, keep: int = 0
 ) -> tuple[Path, int]:
     """Save a state under `root`; a collective of a group on the CPU. Returns the checkpoint and its bytes. With `keep`, only
     the newest checkpoints are kept."""
@@ -153,9 +153,9 @@ def hashed(target: Path, names: list[str]) -> dict[str, list[Any]]:
 def publish(
     target: Path,
     state: TrainerState,
-    description: dict[str, Any],
+    description: Json,
     tensors: dict[str, SavedTensor],
-    records: list[dict[str, Any]],
+    records: list[Json],
     keep: int,
 ) -> int:
     """Rank 0: complete the checkpoint. Returns its bytes."""
@@ -200,7 +200,7 @@ class Saver:
         *,
         keep: int = 2,
         asynchronous: bool = True,
-        data: dict[str, Any] | None = None,
+        data: Json | None = None,
         report: Report = lambda kind, step, text, **fields: None,
         sync: Callable[[], None] = lambda: None,
     ) -> None:

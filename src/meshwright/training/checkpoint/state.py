@@ -35,6 +35,7 @@ from meshwright.parallel.sharded import Sharded
 from meshwright.training.checkpoint.store import BoxEntry
 from meshwright.training.optimizer.average import WeightAverage
 from meshwright.training.optimizer.make import role_of
+from meshwright.units import Json
 
 WEIGHT, AVERAGE, OPTIMIZER, NUMBER = "weight", "ema", "optimizer.", "optimizer-number."
 
@@ -58,7 +59,7 @@ class TrainerState:
 
     step: int
     entries: list[BoxEntry]
-    numbers: dict[str, Any]
+    numbers: Json
 
     @property
     def bytes(self) -> int:
@@ -156,10 +157,10 @@ def rank_entries(trainer: SavableTrainer) -> Iterator[BoxEntry]:
             yield BoxEntry(f"{prefix}{name}", tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
-def rank_numbers(trainer: SavableTrainer) -> dict[str, Any]:
+def rank_numbers(trainer: SavableTrainer) -> Json:
     """Numbers that belong to this rank, ready for JSON."""
     parallel, scale = trainer.parallel, trainer.scale
-    out: dict[str, Any] = {
+    out: Json = {
         "loss_scale": [scale.value, scale.good_steps, scale.skipped],
         "scale": parallel.applied_scale,
         "normal_numbers": unused_normal_numbers(),

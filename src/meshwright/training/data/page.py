@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -11,14 +10,14 @@ from rich.text import Text
 
 from meshwright.training.data.token_file import TOKENIZER, TokenFile, open_tokens
 from meshwright.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
-from meshwright.units import format_count, format_decimal_bytes
+from meshwright.units import Json, format_count, format_decimal_bytes
 from meshwright.view.tables import facts, filled, heading
 
 SHOWN = 100  # tokens of a sample
 LENGTHS = 1 << 20  # documents whose lengths are summarised: all, or as many spread over the file
 
 
-def contents(path: str | Path, samples: int = 3, tokenizer: str = "") -> dict[str, Any]:
+def contents(path: str | Path, samples: int = 3, tokenizer: str = "") -> Json:
     """Return the contents of a token file, as plain data."""
     file = open_tokens(path)
     reader = reader_of(file, Path(path), tokenizer)
@@ -61,14 +60,14 @@ def document_lengths(file: TokenFile) -> dict[str, float]:
     return {"median": float(middle), "p90": float(high), "largest": float(lengths.max())}
 
 
-def sample_of(file: TokenFile, document: int, reader: Tokenizer | None) -> dict[str, Any]:
+def sample_of(file: TokenFile, document: int, reader: Tokenizer | None) -> Json:
     start, stop = int(file.offsets[document]), int(file.offsets[document + 1])
     tokens = np.asarray(file.tokens[start : min(stop, start + SHOWN)]).tolist()
     text = reader.decode(tokens) if reader else None
     return {"document": document, "length": stop - start, "tokens": tokens, "text": text}
 
 
-def page(found: dict[str, Any]) -> RenderableType:
+def page(found: Json) -> RenderableType:
     """The page that `meshwright data show` prints."""
     lengths, end = found["document_tokens"], found["end_token"]
     names = [name for name, _ in found["sources"]]
@@ -97,7 +96,7 @@ def page(found: dict[str, Any]) -> RenderableType:
     )
 
 
-def excerpt(sample: dict[str, Any], width: int = 100) -> str:
+def excerpt(sample: Json, width: int = 100) -> str:
     """The beginning of a document on one line; its tokens if there is no tokenizer to decode them."""
     text = " ".join(map(str, sample["tokens"])) if sample["text"] is None else " ".join(sample["text"].split())
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

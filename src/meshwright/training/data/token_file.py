@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 
 MAGIC = b"MMIDIDX\x00\x00"
 PREAMBLE = struct.Struct("<QBQQ")  # version, type, sequences, document boundaries
@@ -120,10 +121,10 @@ class Header:
     tokenizer: str
     tokenizer_hash: str
     hashes: dict[str, str]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
     sources: list[list[Any]] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
 

@@ -32,10 +32,10 @@ import socket
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.errors import listed
-from meshwright.units import format_bytes
+from meshwright.units import Json, format_bytes
 
 FOLDER = "heartbeats"
 SLOW_BEAT_S = 1.0
@@ -136,7 +136,7 @@ class HeartbeatFolder:
 
 
 def parse_heartbeat(text: str) -> Heartbeat:
-    fields: dict[str, Any] = json.loads(text)
+    fields: Json = json.loads(text)
     operation = fields.pop("operation")
     if operation is not None:
         operation = Operation(**{**operation, "ranks": tuple(operation["ranks"])})

@@ -61,12 +61,12 @@ from meshwright.training.faults.heartbeat import (
 )
 from meshwright.training.hooks import Hook, RecordedStep, StepRecord
 from meshwright.training.measure.communication import length, union
-from meshwright.units import format_seconds
+from meshwright.units import Json, format_seconds
 
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
-def recorded() -> dict[str, Any]:
+def recorded() -> Json:
     """The records of this process; empty where torch has no recorder (a build without NCCL)."""
     from torch._C import _distributed_c10d
 
@@ -171,7 +171,7 @@ class Watchdog(Hook):
         self.stage, self.hang_s = stage, hang_s
         self.report, self.note, self.leave = report, note, leave
         self.signalled, self.signal_at = signalled, float("inf")
-        self.identity: dict[str, Any] = {"host": host_name(), "pid": os.getpid(), "started": process_start(os.getpid())}
+        self.identity: Json = {"host": host_name(), "pid": os.getpid(), "started": process_start(os.getpid())}
         self.phase, self.step, self.beats = "start", 0, 0
         self.seconds: deque[float] = deque(maxlen=KEPT)
         self.own: deque[float] = deque(maxlen=9)

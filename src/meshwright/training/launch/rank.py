@@ -43,7 +43,7 @@ from meshwright.describe.run import PORT
 from meshwright.describe.run_folder import rank_log
 from meshwright.errors import MeshwrightError
 from meshwright.host import end_with_parent
-from meshwright.units import counted
+from meshwright.units import Json, counted
 
 SUFFIX = ".failure.json"
 INTERNAL_ERROR = 70  # exit code: the input is not the cause
@@ -72,7 +72,7 @@ class Failure:
     state: str  # raised | died | hung | ended
     text: str  # traceback, or signal and last lines of the log
     at: float  # seconds, of one clock for all ranks of a run
-    error: dict[str, Any] | None = None  # the fields of a MeshwrightError, if the rank raised one
+    error: Json | None = None  # the fields of a MeshwrightError, if the rank raised one
 
     @property
     def is_consequence(self) -> bool:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import isnan, log
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,7 @@ from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import boundary_ops
 from meshwright.training.hooks import CommEvent, RankReport, RecordedStep
+from meshwright.units import Json
 
 AXES = {**AXIS_OF, "shard": "dp", "dp": "dp"}  # group of the mesh → axis under which its time is reported
 WITHOUT_LAYOUT = {"kv_copies": "tp", "ends": "pp"}  # groups that are parts of another axis's groups
@@ -176,7 +177,7 @@ def busiest(ranks: Sequence[RankParts]) -> RankParts:
     return max(ranks, key=lambda r: r.exposed_s["compute"] + r.exposed_s["optimizer"])
 
 
-def as_json(ranks: Sequence[RankParts], prediction: Prediction, steps: int) -> dict[str, Any]:
+def as_json(ranks: Sequence[RankParts], prediction: Prediction, steps: int) -> Json:
     """The content of `communication.json`."""
     worst = busiest(ranks)
     return {

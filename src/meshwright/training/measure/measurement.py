@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from meshwright.training.hooks import RankReport, StepRecord
 from meshwright.training.measure import communication, timeline
 from meshwright.training.measure.calibration import Interference, has_given_links, with_this_machine
 from meshwright.training.measure.timeline import GroupTime
-from meshwright.units import format_flops, format_seconds
+from meshwright.units import Json, format_flops, format_seconds
 from meshwright.view.trace import both_steps
 
 TRAFFIC_COUNTED = "traffic of one step: bytes that our backend sent; on gloo and NCCL what a bandwidth-optimal algorithm sends in the group of a call"
@@ -46,8 +45,8 @@ class Training(Shown):
     device: str = "cpu"
     predicted_from: str = ""  # where the constants of a cluster that is not the catalog's come from
     interference: Interference | None = None  # unknown without a calibration of this machine
-    communication: dict[str, Any] | None = None  # by rank; unknown after an interruption
-    timeline: dict[str, Any] | None = None
+    communication: Json | None = None  # by rank; unknown after an interruption
+    timeline: Json | None = None
     kernels: list[GroupTime] = field(default_factory=list)  # of profiled steps on a GPU
     asked_for: str = ""  # the user's plan, if the run has another one for the number of ranks that it has
     uncalibrated: str = ""  # why this machine could not be calibrated
@@ -73,11 +72,11 @@ class Training(Shown):
         """Whether the run used the kind of device that the prediction is for."""
         return self.device != "cpu" or self.config.cluster.accelerator.name == "cpu"
 
-    def trace(self) -> dict[str, Any]:
+    def trace(self) -> Json:
         """A measured and the simulated step in the trace-event format, for Perfetto; without events if none was traced."""
         return both_steps(self.timeline, {"plan": self.config.plan.title()})
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return {
             "plan": self.config.plan.title(),
             "asked_for": self.asked_for or self.config.plan.title(),

@@ -37,6 +37,7 @@ from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook, Interval, StepRecord, TracedStep
 from meshwright.training.loop import Trainer
 from meshwright.training.measure.record_comm import CommRecorder
+from meshwright.units import Json
 from meshwright.view.trace import MICROSECONDS, TraceSpan, trace_events, write_trace
 
 TRACED_STEPS = 3
@@ -291,7 +292,7 @@ def write(profiled: profile, folder: Path, rank: int, steps: tuple[int, int]) ->
     return write_trace(trace_events(spans, about=about), folder / PROFILE / f"rank-{rank}.json")
 
 
-def spans_of(events: Iterable[dict[str, Any]], rank: int) -> Iterable[TraceSpan]:
+def spans_of(events: Iterable[Json], rank: int) -> Iterable[TraceSpan]:
     """The operators, kernels and copies of a torch trace, on streams named as people call them."""
     found = [e for e in events if e.get("ph") == "X" and e.get("cat") in (*OPERATORS, *DEVICE)]
     steps = [e for e in found if e["cat"] == "user_annotation" and str(e["name"]).startswith(f"{STEP} ")]

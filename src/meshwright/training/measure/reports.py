@@ -60,6 +60,7 @@ from meshwright.training.measure.communication import AXES, LoweredNames
 from meshwright.training.measure.observe import Observer
 from meshwright.training.measure.profile import trace_steps
 from meshwright.training.measure.record_comm import CommRecorder
+from meshwright.units import Json
 
 MOST_STEPS = 512  # recorded steps of all ranks together
 ROUND_TRIPS = 5
@@ -126,7 +127,7 @@ def encode(report: RankReport, world: int) -> bytes:
 
 
 def decode(data: bytes) -> RankReport:
-    fields: dict[str, Any] = json.loads(zlib.decompress(data))
+    fields: Json = json.loads(zlib.decompress(data))
     recorded = tuple(recorded_step(row) for row in fields.pop("recorded"))
     traced = tuple(
         TracedStep(recorded_step(step), [Interval(*a) for a in actions], [Interval(*b) for b in blocks], updated)

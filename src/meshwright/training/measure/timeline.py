@@ -31,7 +31,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
-from typing import Any
 
 import numpy as np
 
@@ -44,6 +43,7 @@ from meshwright.predict.prediction import cost_of
 from meshwright.programs.pipelines.program import Action
 from meshwright.training.hooks import CommEvent, Interval, RankReport, TracedStep
 from meshwright.training.measure.communication import ONCE, Lowered, LoweredNames, Others, narrowed
+from meshwright.units import Json
 from meshwright.view.simulate import CLOSING, spans
 from meshwright.view.trace import TraceSpan, as_json
 
@@ -85,7 +85,7 @@ def measured(kernels: Iterable[tuple[str, float, float]], steps: int, step_s: fl
     return found
 
 
-def of_trace(trace: dict[str, Any]) -> dict[str, float]:
+def of_trace(trace: Json) -> dict[str, float]:
     """`measured` of the trace of a rank that `profile` wrote; empty without kernels."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     kernels = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e.get("cat") in ON_DEVICE]
@@ -229,7 +229,7 @@ def labels(known: Lowered) -> tuple[str, str, str]:
     return stream, CLOSING[part][1], part
 
 
-def arguments(event: CommEvent, ready: float) -> dict[str, Any]:
+def arguments(event: CommEvent, ready: float) -> Json:
     """Facts that a viewer shows of a selected span."""
     blocked = event.returned - event.issued + event.resumed - event.waited
     return {
@@ -256,7 +256,7 @@ def simulated_spans(config: Config) -> list[TraceSpan]:
     return spans(found, found.walked, "layers")
 
 
-def both_steps(config: Config, reports: Sequence[RankReport]) -> dict[str, Any] | None:
+def both_steps(config: Config, reports: Sequence[RankReport]) -> Json | None:
     """The content of `timeline.json`; None if no step was traced."""
     traced = median_step(reports)
     if not traced:

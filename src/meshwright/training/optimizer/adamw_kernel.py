@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from meshwright.units import Json
 
 BLOCK = 2048  # elements of one program
 
@@ -43,7 +44,7 @@ def update(
     rounded: torch.Tensor | None,
     factor: torch.Tensor | None,
     step: int,
-    group: dict[str, Any],
+    group: Json,
 ) -> None:
     """One step of AdamW, in place. `group` has torch's options."""
     gradient = gradient.contiguous()

@@ -45,6 +45,7 @@ from meshwright.parallel.pieces import Piece
 from meshwright.parallel.sharded import Sharded
 from meshwright.training.optimizer.muon import Muon
 from meshwright.training.optimizer.schedule import base_rate
+from meshwright.units import Json
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -96,7 +97,7 @@ def rate_factor(role: str, kind: str, settings: Optimizer, hidden: int) -> float
     return sqrt(ratio) if OPTIMIZERS[kind].by_matrix and role == "matrix" else ratio
 
 
-def parameter_groups(pieces: list[Piece], kind: str, settings: Optimizer, hidden: int) -> list[dict[str, Any]]:
+def parameter_groups(pieces: list[Piece], kind: str, settings: Optimizer, hidden: int) -> list[Json]:
     """torch's parameter groups of these pieces: one for each combination of weight decay, rate factor and Muon."""
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for piece in pieces:
@@ -113,7 +114,7 @@ def parameter_groups(pieces: list[Piece], kind: str, settings: Optimizer, hidden
     ]
 
 
-Groups = list[dict[str, Any]]
+Groups = list[Json]
 
 
 def make_optimizer(parallel: Sharded, settings: Optimizer) -> torch.optim.Optimizer:
@@ -157,7 +158,7 @@ def adamw(groups: Groups, settings: Optimizer, rate: float) -> torch.optim.AdamW
     return (FusedAdamW if fused else torch.optim.AdamW)(groups, lr=rate, betas=settings.betas, eps=settings.epsilon)
 
 
-def nothing_to_train() -> dict[str, Any]:
+def nothing_to_train() -> Json:
     """A group for a rank whose parameters are all frozen: torch refuses an optimizer without parameters."""
     empty = nn.Parameter(torch.zeros(0))
     return {"params": [empty], "weight_decay": 0.0, "rate_factor": 1.0, "orthogonal": False}

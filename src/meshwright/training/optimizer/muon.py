@@ -24,7 +24,6 @@ in fp32 on CPUs; in other runs everything has the dtype of the parameters.
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any
 
 import torch
 
@@ -33,6 +32,7 @@ from meshwright.parallel.numerics.precision import at_least_single, narrow
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.sharded import Sharded
 from meshwright.training.optimizer.whole_matrices import WholeMatrices
+from meshwright.units import Json
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 LEAST_NORM = 1e-7  # a matrix whose momentum is zero has no update
@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[Json],
         pieces: list[Piece],
         parallel: Sharded,
         momentum: float,
@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
         self.adamw.state = self.state
         self.adamw.step()
 
-    def _momentum(self, piece: Piece, group: dict[str, Any]) -> torch.Tensor:
+    def _momentum(self, piece: Piece, group: Json) -> torch.Tensor:
         """Add the gradient of a piece to its momentum; returns u in the dtype in which it is sent."""
         gradient, state = piece.gradient, self.state[piece.parameter]
         if "momentum_buffer" not in state:

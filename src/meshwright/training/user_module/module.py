@@ -53,6 +53,7 @@ from meshwright.training.checkpoint.state import state_of
 from meshwright.training.optimizer.average import WeightAverage
 from meshwright.training.optimizer.norm import clip, counted_squares
 from meshwright.training.optimizer.schedule import set_learning_rate, share_at
+from meshwright.units import Json
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -319,7 +320,7 @@ class ParallelModule(Sharded):
         return {name: tuple(entry.shape) for name, entry in self.entries.items() if entry.source == name}
 
     @property
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Json:
         root = getattr(self.module, "root", self.module)
         return {"module": type(root).__name__, "optimizer": type(self.optimizer).__name__}
 

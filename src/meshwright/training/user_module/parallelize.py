@@ -52,6 +52,7 @@ from meshwright.parallel.user_module.stages import Recorded, copy_structure, fin
 from meshwright.programs.pipelines import build
 from meshwright.training.optimizer.make import make_optimizer
 from meshwright.training.user_module.module import Loss, ParallelModule
+from meshwright.units import Json
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 REDUCTIONS = ("mean", "sum")
@@ -60,10 +61,10 @@ KINDS: dict[type, Any] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}
 
 def parallelize(
     module: nn.Module,
-    plan: Plan | dict[str, Any] | str | Path,
+    plan: Plan | Json | str | Path,
     table: Sequence[tuple[str, str]] | None = None,
     *,
-    optimizer: MakeOptimizer | str | dict[str, Any] | None = None,
+    optimizer: MakeOptimizer | str | Json | None = None,
     loss: Loss | None = None,
     reduction: str = "mean",
     layers: str | None = None,
@@ -391,7 +392,7 @@ def tied_weights(
     return out
 
 
-def set_optimizer(parallel: ParallelModule, optimizer: MakeOptimizer | str | dict[str, Any] | None) -> None:
+def set_optimizer(parallel: ParallelModule, optimizer: MakeOptimizer | str | Json | None) -> None:
     """The optimizer works on the local parameters, or on wide copies of 16-bit ones; shards of ZeRO are wide themselves."""
     for piece in parallel.pieces:
         if piece.parameter.requires_grad and not isinstance(piece.parameter, DTensor):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.planner.advice.lint.check import check
+from meshwright.units import Json
 from meshwright.view.page.subject import Subject
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """Findings, the costliest first; `set` has the plan's fields that the fix changes."""
     e = subject.estimate
     out = []

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.describe.legality import batch_unit
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.alternatives import PlanTrials
 from meshwright.predict.estimate import Estimate
-from meshwright.units import format_seconds
+from meshwright.units import Json, format_seconds
 from meshwright.view.page.subject import Subject
 
 FACTORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -16,7 +14,7 @@ REACH = 8  # times the given batch
 FEW = 6  # batches of the provisional view
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """MFU, throughput and step time by batch."""
     e = subject.estimate
     unit = batch_unit(e.plan, e.stack)
@@ -42,7 +40,7 @@ def thinned(values: list[int], count: int) -> list[int]:
     return [values[round(k * (len(values) - 1) / (count - 1))] for k in range(count)]
 
 
-def at_batch(e: Estimate, batch: int) -> dict[str, Any] | None:
+def at_batch(e: Estimate, batch: int) -> Json | None:
     """The plan with another batch; None where it is not legal."""
     other = PlanTrials(e.config).with_changes(e.plan, workload=e.workload.but(batch=batch))
     if other is None:
@@ -59,7 +57,7 @@ def at_batch(e: Estimate, batch: int) -> dict[str, Any] | None:
     }
 
 
-def note(e: Estimate, rows: list[dict[str, Any]]) -> str:
+def note(e: Estimate, rows: list[Json]) -> str:
     best = max(rows, key=lambda row: row["mfu"] or 0.0)
     now = next((row for row in rows if row["batch"] == e.workload.batch), best)
     gain = (best["mfu"] or 0.0) / (now["mfu"] or 1.0) - 1

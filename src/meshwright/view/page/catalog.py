@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from meshwright.describe import catalog
 from meshwright.describe.config import CLASSES
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.interop.frameworks import FRAMEWORKS
-from meshwright.units import format_bytes, format_count, format_rate
+from meshwright.units import Json, format_bytes, format_count, format_rate
 from meshwright.view.page.registry import VIEWS
 
 # Configurations to start from: each is a state of the page.
-PRESETS: list[dict[str, Any]] = [
+PRESETS: list[Json] = [
     {
         "name": "llama3-70b",
         "title": "Llama 3 70B on 1,024 H100",
@@ -52,7 +51,7 @@ PRESETS: list[dict[str, Any]] = [
 
 
 @cache
-def listing() -> dict[str, Any]:
+def listing() -> Json:
     """Models, clusters, accelerators, links and stacks by name; schedules; the fields of workload and plan; frameworks; presets; views."""
     return {
         "models": [model_line(name) for name in catalog.names("models")],
@@ -68,14 +67,14 @@ def listing() -> dict[str, Any]:
     }
 
 
-def model_line(name: str) -> dict[str, Any]:
+def model_line(name: str) -> Json:
     model = catalog.load("models", name)
     active = f" ({format_count(model.active)} active)" if model.experts else ""
     about = f"{format_count(model.total)}{active}, {model.describe_shape()}"
     return {"name": name, "about": about, "parameters": model.total, "kind": model.kind, "seq": model.max_positions}
 
 
-def cluster_line(name: str) -> dict[str, Any]:
+def cluster_line(name: str) -> Json:
     cluster = catalog.load("clusters", name)
     links = [f"{level.link.name} {format_rate(cluster.device_bandwidth(k))}" for k, level in enumerate(cluster.levels)]
     memory = format_bytes(cluster.accelerator.memory)
@@ -83,12 +82,12 @@ def cluster_line(name: str) -> dict[str, Any]:
     return {"name": name, "about": about, "gpus": cluster.world, "node": cluster.node_size}
 
 
-def stack_line(name: str) -> dict[str, Any]:
+def stack_line(name: str) -> Json:
     stack = catalog.load("stacks", name)
     return {"name": name, "about": stack.source, "overlap": list(stack.overlap)}
 
 
-def fields_of(section: str) -> dict[str, Any]:
+def fields_of(section: str) -> Json:
     """The fields of a section: default and description."""
     cls = PlanFields if section == "plan" else CLASSES[section]
     return {

@@ -16,6 +16,8 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
+from meshwright.units import Json
+
 STYLESHEET = '<link rel="stylesheet" href="/static/style.css">'
 IMPORT_MAP = '<script type="importmap">{"imports": {}}</script>'
 MAIN = '<script type="module" src="/static/js/main.js"></script>'
@@ -69,7 +71,7 @@ def live_page() -> tuple[str, str]:
     return frame.replace(IMPORT_MAP, f'<script type="importmap">{content}</script>'), f"'sha256-{digest}'"
 
 
-def offline_page(title: str, data: dict[str, Any], bare: bool = False) -> str:
+def offline_page(title: str, data: Json, bare: bool = False) -> str:
     """The page as one file that opens from disk: style, modules and data are inside; it may reach no address. `bare`: views that belong
     to no plan, without inputs and verdict."""
     addresses = {

@@ -6,11 +6,9 @@ plan that `meshwright plan` prints.
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.planner.search.cells import MEMORY, Cell
 from meshwright.planner.search.strategies import Candidate
-from meshwright.units import format_bytes, format_seconds
+from meshwright.units import Json, format_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 
 # The words of an infeasible cell, by the code of the rule it breaks.
@@ -20,7 +18,7 @@ LABELS = {
 }  # fmt: skip
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """The cells of the map, with the cell of this plan and of the fastest plan."""
     cells = list(subject.shared.first_cells if subject.is_provisional else subject.shared.cells)
     if not subject.is_provisional and subject.shared.feasible:
@@ -55,8 +53,8 @@ def better(cell: Cell, other: Candidate | None) -> Cell:
     return Cell(cell.tp, cell.pp, other, True)
 
 
-def as_dict(cell: Cell, best: Cell | None, tokens: float, unit: str) -> dict[str, Any]:
-    out: dict[str, Any] = {"tp": cell.tp, "pp": cell.pp, "fits": cell.fits, "label": label(cell), "reason": cell.reason}
+def as_dict(cell: Cell, best: Cell | None, tokens: float, unit: str) -> Json:
+    out: Json = {"tp": cell.tp, "pp": cell.pp, "fits": cell.fits, "label": label(cell), "reason": cell.reason}
     if cell.best is None:
         return out | {
             "plan": None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from meshwright.describe import catalog
 from meshwright.lower.program import sent
 from meshwright.planner.goodput import young_interval
 from meshwright.programs.pipelines.formulas import bubble_fraction, bubble_overhead, in_flight
+from meshwright.units import Json
 from meshwright.view.page.subject import Subject
 
 TOLERANCE = 0.02  # of a number: two correct digits are enough
@@ -114,13 +114,13 @@ def general_values() -> dict[str, float]:
 
 
 @cache
-def lessons() -> list[dict[str, Any]]:
+def lessons() -> list[Json]:
     text = files("meshwright.view.page").joinpath("lessons.toml").read_text("utf-8")
-    lessons: list[dict[str, Any]] = tomllib.loads(text)["lesson"]
+    lessons: list[Json] = tomllib.loads(text)["lesson"]
     return lessons
 
 
-def question(written: dict[str, Any], values: dict[str, float]) -> dict[str, Any]:
+def question(written: Json, values: dict[str, float]) -> Json:
     """A question with its answer: a number in its unit, or the index of the right option."""
     out = {"ask": written["ask"].format(**values), "why": written["why"].format(**values), "tolerance": TOLERANCE}
     if "answer" in written:
@@ -133,7 +133,7 @@ def question(written: dict[str, Any], values: dict[str, float]) -> dict[str, Any
     return out | {"answer": right, "unit": "", "options": options}
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """Twelve lessons, each with text, a view to open, and questions with their answers."""
     p = subject.estimate.prediction
     rate = p.tokens_per_s or 1.0

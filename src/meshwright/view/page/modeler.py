@@ -7,12 +7,11 @@ counts Gibit/s (104.86 Gb/s), and 512 MB are all micro-batches, as under GPipe (
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.cost.advice import microbatches_for, minimum_stage_bandwidth, stages_for
 from meshwright.describe.model import Model
 from meshwright.programs import pipelines
 from meshwright.programs.pipelines.formulas import bubble_fraction, in_flight, makespan
+from meshwright.units import Json
 from meshwright.view.page.subject import Subject
 from meshwright.view.page.verdict import PIPELINE_TARGET
 
@@ -20,7 +19,7 @@ MIB, GIB = 2**20, 2**30
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """Cards of the stages, each number as the tool has it and corrected, the timeline of the schedule, and advice below 80%."""
     p = int(subject.option("stages", 4, most=64)) or 1
     m = int(subject.option("microbatches", 8, most=512)) or 1
@@ -51,7 +50,7 @@ def peak_microbatches(schedule: str, p: int, m: int, rank: int) -> int:
     return int(in_flight(schedule, p, m, 1, rank))
 
 
-def rows(schedule: str, p: int, m: int, layers: int, message: int, stage_s: float) -> list[dict[str, Any]]:
+def rows(schedule: str, p: int, m: int, layers: int, message: int, stage_s: float) -> list[Json]:
     """Each number of the tool: as it computes it, ours, and why they differ."""
     bubble = float(bubble_fraction(schedule, p, m))
     speed = minimum_stage_bandwidth(message, stage_s)
@@ -112,7 +111,7 @@ def rows(schedule: str, p: int, m: int, layers: int, message: int, stage_s: floa
     ]
 
 
-def _row(name: str, tool: float | None, ours: float, unit: str, formula: str, why: str = "") -> dict[str, Any]:
+def _row(name: str, tool: float | None, ours: float, unit: str, formula: str, why: str = "") -> Json:
     same = tool is None or abs(tool - ours) <= 1e-9 * abs(ours)
     return {
         "name": name,
@@ -125,7 +124,7 @@ def _row(name: str, tool: float | None, ours: float, unit: str, formula: str, wh
     }
 
 
-def rate(hidden: int, tokens: int, layer_s: float) -> dict[str, Any]:
+def rate(hidden: int, tokens: int, layer_s: float) -> Json:
     """Explain the compute rate for a transformer layer of this width: FLOPs of forward and backward over the stated time."""
     heads = next(h for h in (64, 32, 16, 8, 4, 2, 1) if hidden % h == 0)
     model = Model(layers=1, hidden=hidden, heads=heads, ffn=4 * hidden, activation="gelu", vocab=1)
@@ -133,7 +132,7 @@ def rate(hidden: int, tokens: int, layer_s: float) -> dict[str, Any]:
     return {"flops": flops, "flops_per_s": flops / layer_s, "layers_per_s": 1 / layer_s}
 
 
-def advice(schedule: str, p: int, m: int) -> dict[str, Any]:
+def advice(schedule: str, p: int, m: int) -> Json:
     """Below 80%: the tool doubles the micro-batches and removes one stage; ours are the fewest micro-batches and most stages that reach it."""
     efficiency = 1 - float(bubble_fraction(schedule, p, m))
     low = efficiency < PIPELINE_TARGET - 1e-9
@@ -148,7 +147,7 @@ def advice(schedule: str, p: int, m: int) -> dict[str, Any]:
     }
 
 
-def timeline(schedule: str, p: int, m: int, stage_s: float) -> dict[str, Any] | None:
+def timeline(schedule: str, p: int, m: int, stage_s: float) -> Json | None:
     """The walked schedule as [rank, kind, micro-batch, start, end]; None where it would be too dense to see."""
     if p * m > 512:
         return None

@@ -31,6 +31,7 @@ from meshwright.describe.run_folder import (
     steps_file,
 )
 from meshwright.errors import unknown
+from meshwright.units import Json
 from meshwright.view.runs import configuration, summary
 
 PARTS = ("prediction", *RESULTS, "proof")
@@ -75,12 +76,12 @@ class RunFolders:
         inside.sort(key=modified, reverse=True)
         return {path.name: path for path in inside[:MOST_RUNS]}
 
-    def listing(self) -> dict[str, Any]:
+    def listing(self) -> Json:
         """All runs, each with its plan and whether it is running, done, failed or stopped."""
         rows = [{**run_entry(path), "name": name} for name, path in self.found().items()]
         return {"folder": self.root.name if self.root else "", "runs": rows}
 
-    def run(self, name: str, seen: str = "") -> dict[str, Any]:
+    def run(self, name: str, seen: str = "") -> Json:
         """One run: its rows, events and files that are newer than `seen`; all of them without it."""
         known = self.found()
         if name not in known:
@@ -88,12 +89,12 @@ class RunFolders:
         return {**run_data(known[name], seen), "name": name}
 
 
-def run_entry(folder: Path) -> dict[str, Any]:
+def run_entry(folder: Path) -> Json:
     """A run in a list."""
     return {key: value for key, value in summary(folder).items() if key != "folder"}
 
 
-def run_data(folder: Path, seen: str = "") -> dict[str, Any]:
+def run_data(folder: Path, seen: str = "") -> Json:
     """The rows, events and files of a run that are newer than `seen`."""
     about, file, before = read_about(folder), steps_file(folder), SeenFiles.parse(seen)
     attempts = len(about.get("attempts") or [])
@@ -123,7 +124,7 @@ def run_data(folder: Path, seen: str = "") -> dict[str, Any]:
     }
 
 
-def plan_facts(folder: Path) -> dict[str, Any]:
+def plan_facts(folder: Path) -> Json:
     """The plan that was trained, its model, and the accelerator that the prediction is for."""
     config = configuration(folder)
     if config is None:
@@ -151,5 +152,5 @@ def rows_after(file: Path, seen: SeenFiles) -> tuple[list[list[Any]], int, int]:
     return values(rows), offset, count
 
 
-def values(rows: list[dict[str, Any]]) -> list[list[Any]]:
+def values(rows: list[Json]) -> list[list[Any]]:
     return [[row.get(key) for key in STEP_KEYS] for row in rows]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.sensitivity import SHARE, Sensitivity, sensitivities
 from meshwright.planner.search.strategies import Candidate, name_of
+from meshwright.units import Json
 from meshwright.view.page.subject import Subject
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """The rows of `planner.advice.sensitivity` for this plan; the complete view says which other plan would win."""
     e = subject.estimate
     mine = Candidate(
@@ -24,7 +23,7 @@ def data(subject: Subject) -> dict[str, Any]:
     return {"share": SHARE, "rows": [row_of(row) for row in rows], "note": note(rows)}
 
 
-def row_of(row: Sensitivity) -> dict[str, Any]:
+def row_of(row: Sensitivity) -> Json:
     changes = [
         f"{word} {SHARE:.0%}: {value:+.1%}"
         for word, value in (("less", row.less), ("more", row.more))

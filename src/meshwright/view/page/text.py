@@ -11,18 +11,19 @@ from meshwright.describe.draft import leaves
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.write import settings_of
+from meshwright.units import Json
 
 FILE = "plan.toml"
 
 
-def texts(config: Config) -> dict[str, Any]:
+def texts(config: Config) -> Json:
     """The plan file, and a command. The command needs the file where a section is not from the catalog."""
     return {"toml": config.to_toml(), "command": command(config), "settings": settings_texts(config)}
 
 
-def settings_texts(config: Config) -> dict[str, dict[str, Any]]:
+def settings_texts(config: Config) -> dict[str, Json]:
     """By framework: its settings for this plan, and the fields of the plan that they cannot express."""
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, Json] = {}
     for name, framework in FRAMEWORKS.items():
         try:
             written = settings_of(config, framework)
@@ -37,7 +38,7 @@ def command(config: Config, name: str = "estimate") -> str:
     """`meshwright estimate MODEL --cluster …` with the values that differ from the catalog, quoted for a shell."""
     sections = config.to_dict()
     words = ["meshwright", name]
-    settings: dict[str, Any] = {}
+    settings: Json = {}
     for section in ("model", "cluster", "stack"):
         entry = sections[section]
         table = {"extends": entry} if isinstance(entry, str) else dict(entry)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from meshwright.describe.result import COMMUNICATION, part_name
 from meshwright.planner.advice.alternatives import PlanTrials, changed
 from meshwright.predict.estimate import Estimate, communication
-from meshwright.units import format_decimal_bytes, format_seconds
+from meshwright.units import Json, format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 
 # The order of the bars: compute, then what interrupts it, then what closes the step.
@@ -40,7 +38,7 @@ GROUPS = ("compute", *COMMUNICATION, "bubble", "host", "optimizer", "overhead", 
 AXES = tuple(COMMUNICATION)
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """The parts with their formulas, and the comparison of overlap settings."""
     e = subject.estimate
     p = e.prediction
@@ -84,7 +82,7 @@ def grouped(parts: dict[str, float]) -> dict[str, float]:
     return {group: seconds for group, seconds in out.items() if seconds > 0}
 
 
-def overlap(e: Estimate) -> dict[str, Any]:
+def overlap(e: Estimate) -> Json:
     """The step without overlap, as planned, and with double buffering on every axis; and for each axis what is hidden now."""
     now = e.plan.overlapped(e.stack, e.cluster.node_size)
     rows = []
@@ -109,7 +107,7 @@ def _with_overlap(e: Estimate, axes: tuple[str, ...]) -> Estimate | None:
     return PlanTrials(e.config).of(changed(e.plan, overlap=axes, **prefetch))
 
 
-def by_axis(e: Estimate) -> list[dict[str, Any]]:
+def by_axis(e: Estimate) -> list[Json]:
     """Seconds of communication of each axis on the busiest rank: total, hidden behind compute, exposed."""
     out = []
     for axis in AXES:

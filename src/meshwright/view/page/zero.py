@@ -7,13 +7,11 @@ The textbook's bytes are those of `cost.memory.zero_state_bytes`; the view adds 
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.cost.memory import largest_model, zero_state_bytes
 from meshwright.cost.step import step_cost
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import changed
-from meshwright.units import format_count, format_decimal_bytes
+from meshwright.units import Json, format_count, format_decimal_bytes
 from meshwright.view.page.subject import Subject
 
 STAGES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -37,7 +35,7 @@ SEED_PARAMETERS, SEED_RANKS = 7e9, 8
 SEED_PRINTED_GB = (140.0, 42.0, 30.0, 18.0)
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """Bars of the stages, the curves of the wall, and this plan with each stage."""
     ranks = subject.option("ranks", nearest(subject.plan.dp * subject.plan.cp), RANKS)
     n = float(subject.model.total)
@@ -61,7 +59,7 @@ def nearest(ranks: int) -> int:
     return max((r for r in RANKS if r <= ranks), default=8) if ranks > 1 else 8
 
 
-def stage_row(n: float, ranks: int, stage: int) -> dict[str, Any]:
+def stage_row(n: float, ranks: int, stage: int) -> Json:
     parts = [zero_state_bytes(n, ranks, stage, **part) for part in PARTS]
     total = zero_state_bytes(n, ranks, stage)
     words = " + ".join(format_decimal_bytes(size) for size in parts)
@@ -75,7 +73,7 @@ def stage_row(n: float, ranks: int, stage: int) -> dict[str, Any]:
     }
 
 
-def wall(ranks: int, stage: int, limit: float) -> dict[str, Any]:
+def wall(ranks: int, stage: int, limit: float) -> Json:
     """State by model size, and the largest model whose state fits one GPU."""
     per_parameter = zero_state_bytes(1.0, ranks, stage)
     most = largest_model(limit, per_parameter)
@@ -88,7 +86,7 @@ def wall(ranks: int, stage: int, limit: float) -> dict[str, Any]:
     }
 
 
-def plan_rows(subject: Subject) -> list[dict[str, Any]]:
+def plan_rows(subject: Subject) -> list[Json]:
     """The whole memory of this plan's fullest GPU with each ZeRO stage; stages that are not legal here are left out."""
     e = subject.estimate
     plans = []
@@ -112,7 +110,7 @@ def plan_rows(subject: Subject) -> list[dict[str, Any]]:
     ]
 
 
-def seed_rows() -> list[dict[str, Any]]:
+def seed_rows() -> list[Json]:
     """Compare the printed figures with the formula."""
     return [
         {"name": STAGES[k], "printed_gb": printed, "right_gb": zero_state_bytes(SEED_PARAMETERS, SEED_RANKS, k) / 1e9}

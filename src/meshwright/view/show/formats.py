@@ -9,11 +9,12 @@ last code for NaN; E2M1 reserves none.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.text import Text
 
 from meshwright.describe.result import values_of
+from meshwright.units import Json
 from meshwright.view.tables import filled, heading, show_json
 from meshwright.view.tables import show as print_out
 
@@ -76,8 +77,8 @@ FORMATS = (
 INT8_USE = "quantised inference, compressed gradients; equal steps, needs a scale"
 
 
-def data(topic: str = "formats") -> list[dict[str, Any]]:
-    floats: list[dict[str, Any]] = [
+def data(topic: str = "formats") -> list[Json]:
+    floats: list[Json] = [
         {
             "name": f.name,
             "bits": f.bits,

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from meshwright.programs.collectives import build
 from meshwright.programs.collectives.arrays import run_on_arrays
+from meshwright.units import Json
 from meshwright.view.tables import heading, show_json
 from meshwright.view.tables import show as print_out
 
@@ -34,7 +35,7 @@ def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, w, np.array([[1, 0, -1, 2, 1, 1, 0, -2], [0, 2, 1, -1, 0, 1, -1, 1]])
 
 
-def column_parallel() -> dict[str, Any]:
+def column_parallel() -> Json:
     """Split W by columns."""
     x, w, dy = operands()
     parts = np.split(w, GPUS, axis=1)
@@ -55,7 +56,7 @@ def column_parallel() -> dict[str, Any]:
     }
 
 
-def row_parallel() -> dict[str, Any]:
+def row_parallel() -> Json:
     """Split W by rows, and X by columns."""
     x, w, dy = operands()
     inputs, parts = np.split(x, GPUS, axis=1), np.split(w, GPUS, axis=0)
@@ -81,14 +82,14 @@ def run_collective(inputs: list[np.ndarray], operation: str, elements: int) -> n
     return first
 
 
-def example_of(topic: str) -> tuple[dict[str, Any], bool]:
+def example_of(topic: str) -> tuple[Json, bool]:
     """The matrices of a topic, and whether both GPUs together have the product of one device."""
     example = column_parallel() if topic == "column-parallel" else row_parallel()
     equal = np.array_equal(example["whole Y"], example["X·W"]) and np.array_equal(example["whole dX"], example["dY·Wᵀ"])
     return example, bool(equal)
 
 
-def data(topic: str) -> dict[str, Any]:
+def data(topic: str) -> Json:
     """Return what `--json` prints."""
     example, equal = example_of(topic)
     plain = {k: [m.tolist() for m in v] if isinstance(v, list) else v.tolist() for k, v in example.items()}
@@ -103,7 +104,7 @@ def show(topic: str, *, as_json: bool = False) -> None:
     return print_out(*(column_page(example, equal) if topic == "column-parallel" else row_page(example, equal)))
 
 
-def column_page(example: dict[str, Any], equal: bool) -> list[Any]:
+def column_page(example: Json, equal: bool) -> list[Any]:
     cards = [
         card(
             g,
@@ -130,7 +131,7 @@ def column_page(example: dict[str, Any], equal: bool) -> list[Any]:
     ]
 
 
-def row_page(example: dict[str, Any], equal: bool) -> list[Any]:
+def row_page(example: Json, equal: bool) -> list[Any]:
     cards = [
         card(
             g,

@@ -20,6 +20,7 @@ from meshwright.describe.plan import Plan, divisors
 from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import USABLE_MEMORY, PlanTrials, changed, fits
+from meshwright.units import Json
 
 STATE_BYTES = 16.0  # parameters 2, gradients 2, master copy and Adam's moments 12
 FAST_INSIDE = 100e9  # bytes/s per device: NVLink and similar links, not PCIe
@@ -195,7 +196,7 @@ class Recommendation:
     wording: str = ""
     correction: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return {**vars(self), "plan": self.plan.as_dict() if self.plan else None}
 
 

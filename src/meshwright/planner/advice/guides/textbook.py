@@ -22,6 +22,7 @@ from meshwright.planner.advice.alternatives import PlanTrials, fits, step
 from meshwright.planner.advice.guides import axes, general
 from meshwright.planner.advice.guides.problem import Guide, GuideProblem, Recommendation
 from meshwright.predict.estimate import Estimate
+from meshwright.units import Json
 
 GUIDES: tuple[Guide, ...] = (
     general.size_against_memory,
@@ -52,7 +53,7 @@ class Compared:
     costs_days: float | None  # days above the winner over the token budget, if one is given
     same: bool  # the winner itself
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         made = self.recommendation.as_dict()
         if self.estimate is not None:
             p = self.estimate.prediction

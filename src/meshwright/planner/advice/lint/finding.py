@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.alternatives import PlanTrials, fits, settings, step
 from meshwright.predict.estimate import Estimate
+from meshwright.units import Json
 
 Severity = Literal["error", "warning", "note"]
 SAVES = 0.01  # share of the step a fix must save to be a warning
@@ -37,7 +38,7 @@ class Finding:
     def weighs(self) -> bool:
         return self.severity != "note"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return {
             **values_of(self, "code", "name", "severity", "what", "cost_s", "share", "fix", "saves_s", "still_best"),
         }

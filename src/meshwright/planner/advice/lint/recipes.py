@@ -7,8 +7,6 @@ changes the training.
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
@@ -16,11 +14,12 @@ from meshwright.interop.recipes import RecipeVerdict, check
 from meshwright.interop.shapes import catalog_cluster
 from meshwright.planner.advice.lint.check import check as check_plan
 from meshwright.planner.advice.lint.finding import Finding
+from meshwright.units import Json
 
 SLOW = 0.10  # share of the step that the fix saves
 
 
-def judge(row: dict[str, Any]) -> RecipeVerdict:
+def judge(row: Json) -> RecipeVerdict:
     """The verdict on one recipe, with the patterns that make it slow."""
     verdict = check(row)
     for finding in slow_patterns(verdict):

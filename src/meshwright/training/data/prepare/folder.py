@@ -15,13 +15,14 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.training.data.token_file import DOCUMENTS, HEADER, TOKENIZER, TOKENS, Header, file_hash, read_header
 from meshwright.training.data.tokenizer import BYTES
+from meshwright.units import Json
 
 PARTIAL = "partial"
 
@@ -29,7 +30,7 @@ PARTIAL = "partial"
 class OutputFolder:
     """Use as a context manager: it holds the folder against a second process, and creates nothing if the job is refused."""
 
-    def __init__(self, path: Path, job: dict[str, Any], dtype: np.dtype) -> None:
+    def __init__(self, path: Path, job: Json, dtype: np.dtype) -> None:
         self.path, self.job, self.dtype = path, job, dtype
         self.partial = path / PARTIAL
         self.lock: BinaryIO | None = None
@@ -92,7 +93,7 @@ class OutputFolder:
             return False
         return tokens.stat().st_size == int(counted[0]) * self.dtype.itemsize
 
-    def finish(self, chunks: int, tokenizer: str, header: dict[str, Any]) -> Header:
+    def finish(self, chunks: int, tokenizer: str, header: Json) -> Header:
         """Join the chunks, move the arrays into the folder and write the header."""
         count = documents = largest = 0
         with (self.partial / TOKENS).open("wb") as all_tokens, (self.partial / DOCUMENTS).open("wb") as all_ends:
@@ -110,7 +111,7 @@ class OutputFolder:
         if not count:
             raise MeshwrightError("MW-DATA-017", "the sources contain no text", why="No token was written")
         hashes = {name: file_hash(self.partial / name) for name in (TOKENS, DOCUMENTS)}
-        counts: dict[str, Any] = {"tokens": count, "documents": documents, "largest_token": largest}
+        counts: Json = {"tokens": count, "documents": documents, "largest_token": largest}
         made = Header(dtype=self.dtype.name, hashes=hashes, **counts, **header)
         for name in (TOKENS, DOCUMENTS):
             os.replace(self.partial / name, self.path / name)
@@ -131,7 +132,7 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def finished_header(path: Path, header: dict[str, Any]) -> Header | None:
+def finished_header(path: Path, header: Json) -> Header | None:
     """The header of a folder that was already prepared from the same sources in the same way; None if there is none. Raises if
     the folder holds other tokens."""
     if not (path / HEADER).is_file():

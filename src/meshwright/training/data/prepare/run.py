@@ -36,6 +36,7 @@ from meshwright.training.data.prepare.folder import OutputFolder, finished_heade
 from meshwright.training.data.token_file import Header, smallest_dtype
 from meshwright.training.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_hash
 from meshwright.training.launch.local import main_hidden
+from meshwright.units import Json
 
 TEXTS = 1 << 20  # characters that are handed to the tokenizer at once
 _tokenizer: Tokenizer | None = None  # opened once in each worker process
@@ -61,7 +62,7 @@ def open_once(tokenizer: str, end: str) -> None:
     _tokenizer = open_tokenizer(tokenizer, end)
 
 
-def encode_to_files(chunk: Chunk, reading: Reading, stem: str) -> dict[str, Any] | None:
+def encode_to_files(chunk: Chunk, reading: Reading, stem: str) -> Json | None:
     """Tokenize a chunk into STEM.tokens and STEM.ends. Returns the fields of an error, since an exception of ours cannot be sent
     between processes."""
     assert _tokenizer is not None
@@ -218,7 +219,7 @@ class Preparation:
             self.listen(self.done, self.total)
 
 
-def raise_error(fields: dict[str, Any] | None) -> None:
+def raise_error(fields: Json | None) -> None:
     if fields is not None:
         raise MeshwrightError(fields.pop("code"), fields.pop("what"), **fields)
 
