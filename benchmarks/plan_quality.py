@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.calibrate.runs.accuracy import runs
-from meshwright.calibrate.runs.rows import Case, case
+from meshwright.calibrate.runs.rows import PublishedRun, case
 from meshwright.describe import legality
+from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.planner.advice.alternatives import USABLE_MEMORY, fits, step
 from meshwright.planner.cases.studies import gains
@@ -49,9 +50,9 @@ NOT_YET = {
 }
 
 
-def problems() -> list[Case]:
+def problems() -> list[PublishedRun]:
     """One training for each source and model: the most GPUs, then the fastest as measured."""
-    groups: dict[tuple[str, str], list[Case]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
     for row in runs():
         if any(name in row["source"] for name in EXPERTS) and row["task"] in ("", "pretrain"):
             c = case(row)
@@ -60,7 +61,7 @@ def problems() -> list[Case]:
     return [max(group, key=lambda c: (c.cluster.world, -(c.step_time or 1e9))) for group in groups.values()]
 
 
-def compare(c: Case) -> dict[str, Any]:
+def compare(c: PublishedRun) -> dict[str, Any]:
     """The published plan, our winner, and what decides between them."""
     published = estimated(c, c.plan)
     kept = {
@@ -72,7 +73,7 @@ def compare(c: Case) -> dict[str, Any]:
     missing = [word for name, words in NOT_YET.items() if name in c.row["source"] for word in words]
     base = Plan(**kept)
     allowed = choices.choices(base, choices.read(without=missing), tuple(c.stack.order))
-    space = Space(c.model, c.cluster, c.workload, c.stack, allowed, base)
+    space = Space(configured(c, base), allowed)
     _, ranking = solve(space, headroom=1 - USABLE_MEMORY)
     problem = legality.problem(legality.Case.of(c.plan, c.model, c.workload, c.cluster, c.stack, framework=True))
     out = {
@@ -91,8 +92,12 @@ def compare(c: Case) -> dict[str, Any]:
     }
 
 
-def estimated(c: Case, plan: Plan) -> Estimate:
-    return estimate(c.model, c.cluster, plan, c.workload, c.stack, [])
+def estimated(c: PublishedRun, plan: Plan) -> Estimate:
+    return estimate(configured(c, plan))
+
+
+def configured(c: PublishedRun, plan: Plan) -> Config:
+    return Config.from_parts(c.model, c.cluster, c.stack, c.workload, plan)
 
 
 def main() -> None:

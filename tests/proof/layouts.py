@@ -245,7 +245,10 @@ PARTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt-oss", {**SP, "ep": 2, "replicate": 2}),
     ("gpt-oss", CP),
     ("gpt-oss", {"cp": 2, "cp_kind": "all-gather", "tp": 2}),
-    ("gpt-oss", {**ZBV, "cp": 2, "cp_kind": "all-gather"}),  # the backward of sinks repeats that of attention
+    (
+        "gpt-oss",
+        {"pp": 2, "schedule": "zb-h1", "cp": 2, "cp_kind": "all-gather"},
+    ),  # the backward of sinks repeats that of attention
     ("gpt-oss", {**ULYSSES, "replicate": 2, "ep": 2}),
     ("gpt-oss", {**ULYSSES, "tp": 2, "recompute": "selective"}),
     ("gpt-oss", {**Z3, "recompute": "selective"}),
