@@ -31,7 +31,7 @@ Rows = Mapping[int, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Place:
+class FirstDifference:
     """Where two trainings part first, and the pattern of the difference there."""
 
     what: str  # output, gradient of the output, …
@@ -58,12 +58,12 @@ class Sides:
         shared = [piece.name for trace in self.many for piece in trace.pieces if piece.partial == KV_COPIES]
         return {f"{name.rpartition('.')[0]}{norm}" for name in shared for norm in ("", "_norm")}
 
-    def named(self, what: str, name: str, copies: list[Copy]) -> Place:
+    def named(self, what: str, name: str, copies: list[Copy]) -> FirstDifference:
         pattern = another_ranks(copies) or added_parameter(self.one, name, copies)
-        return Place(what, name, pattern or pattern_of(copies, self.factors, self.axes))
+        return FirstDifference(what, name, pattern or pattern_of(copies, self.factors, self.axes))
 
 
-def first_in_forward(sides: Sides) -> Place | None:
+def first_in_forward(sides: Sides) -> FirstDifference | None:
     """The first tensor that differs in forward: an initial weight, the batch, the output of a module, or the loss."""
     for piece in sides.one.pieces:
         copies = list(initial_copies(piece.name, sides))
@@ -83,7 +83,7 @@ def first_in_forward(sides: Sides) -> Place | None:
     return replace(place, pattern=last.pattern) if last is not None else place  # a sum hides what a gradient shows
 
 
-def first_in_backward(sides: Sides) -> Place | None:
+def first_in_backward(sides: Sides) -> FirstDifference | None:
     """The first gradient of an output that differs, in the order of backward, or a recomputed output that is not the original."""
     for trace in sides.many:
         for name, (first, second) in activations(trace).recomputed.items():

@@ -17,14 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.proof.activations import Place, Sides, first_in_backward, first_in_forward, weighted_samples
+from meshwright.proof.activations import FirstDifference, Sides, first_in_backward, first_in_forward, weighted_samples
 from meshwright.proof.compare import NARROWER, Agreement, Break
+from meshwright.proof.emulation.update import UPDATED
 from meshwright.proof.patterns import (
     MOST_NOISE,
     SAME,
     Copy,
     Pattern,
     along,
+    missing_sum,
     named_factor,
     noise_of,
     pattern_of,
@@ -35,6 +37,7 @@ from meshwright.proof.records import Trace
 from meshwright.proof.tolerance import KINDS
 
 GIVEN = "gradient given to the optimizer"
+NOT_UPDATED = Pattern("stale", "it was not updated")
 
 WORDS = {
     "zero": "zero, nothing arrived",
@@ -99,7 +102,7 @@ class Diagnosis:
     what: str = ""  # of the tensor, or of the module of this name: its output, its gradient, …
 
     @classmethod
-    def at(cls, phase: str, place: Place) -> Diagnosis:
+    def at(cls, phase: str, place: FirstDifference) -> Diagnosis:
         return cls(phase, place.name, place.pattern, place.what)
 
     @property
@@ -136,6 +139,8 @@ def diagnose(agreements: list[Agreement], factors: Mapping[str, int]) -> Diagnos
     one, many = broken.one, broken.many
     assert one is not None
     if one.replicas:
+        if apart := replicas_apart(one, many, first):
+            return Diagnosis("update", first.name, apart)
         replica = next(t.coordinates["replicate"] for t in many if t.rank == first.rank)
         many = [trace for trace in many if trace.coordinates["replicate"] == replica]
         one = one.replicas[replica]
@@ -161,7 +166,7 @@ def diagnose(agreements: list[Agreement], factors: Mapping[str, int]) -> Diagnos
     if replayed and clipped_alike(replayed):
         return of_replay(replayed[0])
     if pattern.kind == "zero":  # of a change
-        pattern = Pattern("stale", "it was not updated")
+        pattern = NOT_UPDATED
     elif decay := decayed_again(one, many, first):
         pattern = decay
     return Diagnosis("update", first.name, pattern)
@@ -177,8 +182,10 @@ def clipped_alike(replayed: list[Break]) -> bool:
 
 def of_replay(first: Break) -> Diagnosis:
     """A difference from the replayed update, or from the closed formula of the learning rate."""
-    scaled = np.isfinite(first.ratio) and first.what in (GIVEN, "learning rate")
+    scaled = np.isfinite(first.ratio) and first.what in (GIVEN, UPDATED, "learning rate")
     pattern = Pattern("factor", f"{first.what} × {first.ratio:.4g}") if scaled else Pattern("other", first.what)
+    if first.what == UPDATED and scaled:
+        pattern = Pattern("factor", f"its change × {first.ratio:.4g}") if abs(first.ratio) > 0.01 else NOT_UPDATED
     if first.what == NARROWER or (first.what == "gradient norm" and first.error < MOST_NOISE):
         pattern = Pattern("noise", f"{first.name or first.what} in a narrower dtype")
     phase = {NARROWER: "forward", GIVEN: "clipping", "gradient norm": "clipping"}.get(first.what, "update")
@@ -248,6 +255,18 @@ def phase_of_gradients(one: Trace, many: list[Trace], first: Break) -> str:
     return "backward" if spreads and not all(wrong) else "reduction"
 
 
+def replicas_apart(one: Trace, many: list[Trace], first: Break) -> Pattern | None:
+    """Whether replicas of local SGD have different weights whose mean is right: these tensors were not averaged."""
+    copies = []
+    for trace in many:
+        full = next(p for p in one.replicas[trace.coordinates["replicate"]].pieces if p.name == first.name)
+        for piece in (p for p in trace.pieces if p.name == first.name and first.what == "parameter"):
+            value = piece.parameters[first.step]
+            here = tuple(slice(a, a + n) for a, n in zip(piece.start, value.shape, strict=True))
+            copies.append(Copy(trace.coordinates, piece.start, value, full.parameters[first.step][here]))
+    return missing_sum(copies, {"replicate": len(one.replicas)})
+
+
 def decayed_again(one: Trace, many: list[Trace], first: Break) -> Pattern | None:
     """Whether what an update has too much is a share of the weights themselves: weight decay, where it should not be or twice."""
     full = next(piece for piece in one.pieces if piece.name == first.name)
@@ -275,6 +294,6 @@ def counted_copies(one: Trace, many: list[Trace], norm: Copy, step: int, axes: M
     for name, square in squares.items():
         kinds[re.sub(r"\.\d+\.", ".*.", name)] = kinds.get(re.sub(r"\.\d+\.", ".*.", name), 0.0) + square
     for some in (some for n in (1, 2, 3) for some in combinations(kinds, n)):
-        if extra > 0 and abs(extra - sum(kinds[kind] for kind in some)) <= SAME * extra:
-            return Pattern("counted twice", ", ".join(some))
+        if abs(abs(extra) - sum(kinds[kind] for kind in some)) <= SAME * abs(extra):
+            return Pattern("counted twice" if extra > 0 else "missing sum", ", ".join(some))
     return None

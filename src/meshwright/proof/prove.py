@@ -99,7 +99,8 @@ def prove_copy(
     with run_folder() as folder:
         if all_dtypes:
             job = replace(job, phases=default_phases(config, small, steps, job.documents, folder))
-        many = run(job, device)
+        many, failure = run_as_far_as_possible(job, device)
+        job = job if failure is None else replace(job, phases=None)
         alone = replace(one_device(job, many), oracle=all_dtypes and not loses(job))
         one = run(alone, device)[0]
     phases, job, alone = job.phases, replace(job, phases=None), replace(alone, phases=None)
@@ -133,14 +134,26 @@ def prove_copy(
         # Ranks lose different parts of their gradients, so a trial of a lossy plan is compared with an emulation of itself.
         expected = None if loses(job) else one["fp64"]
         proof.blamed = blame(job.plan, lambda plan: differs(replace(job, plan=plan), expected, device))
+    if failure is not None and proof.passed:
+        raise failure
     return proof
+
+
+def run_as_far_as_possible(job: Job, device: str) -> tuple[list[dict[str, Trace]], MeshwrightError | None]:
+    """Train; if that fails with an evaluation, a save and a resume, train without them: a wrong step may be why it failed."""
+    try:
+        return run(job, device), None
+    except MeshwrightError as error:
+        if job.phases is None:
+            raise
+        return run(replace(job, phases=None), device), error
 
 
 def record_activations(job: Job, alone: Job, agreement: Agreement, device: str) -> None:
     """Run the first step that differs once more, on both sides, and record the outputs of their modules (`activations`)."""
     first = agreement.breaks[0]
     compared = agreement.dtype == "fp64" and not agreement.phase and first.what in ("loss", "gradient")
-    if not compared or job.plan.average_every or job.compile != "off":
+    if not compared or job.plan.average_every:
         return
     jobs = activation_jobs(job, alone, first.step)
     if agreement.oracle:
@@ -155,7 +168,7 @@ def activation_jobs(job: Job, alone: Job, step: int) -> list[Job]:
     """Jobs that record one step: of the ranks, of one device, sample by sample where that gives the same, and of one device with the weights of the
     step before."""
     job, alone = (
-        replace(j, activations_of=step, dtypes=("fp64",), steps=step + 1, watch=False, updates=False, phases=None)
+        replace(j, activations_of=step, dtypes=("fp64",), steps=step + 1, watch=False, updates=False, compile="off")
         for j in (job, alone)
     )
     if alone.emulated is None and alone.plan.microbatch == job.workload.batch:

@@ -221,9 +221,7 @@ class ActivationRecorder(Hook):
         self.by_sample = job.reference and job.plan.microbatch == 1
         self.begun: dict[nn.Module, int] = {}  # micro-batches by stage
         self.now: list[int] = []  # the rows of the batch that a stage computes
-        self.rows: dict[
-            tuple[int, ...], list[int]
-        ] = {}  # by the hashes of the samples that their micro-batch claims to have
+        self.rows: dict[tuple[int, ...], list[int]] = {}  # by the hashes of their samples
         self.sums: list[list[np.ndarray]] = []  # the gradients of all pieces before each sample, and at the end
 
     def before_step(self, trainer: Trainer) -> None:
@@ -235,17 +233,17 @@ class ActivationRecorder(Hook):
         # Samples and positions follow from a rank's place: those that it claims may be the bug.
         true = list(trainer.indices if self.job.reference else range(first, first + len(trainer.indices)))
 
-        def claimed() -> tuple[int, ...]:
-            samples_B = current().samples_B
-            return tuple(samples_B.tolist()) if samples_B is not None else ()
+        def hashes() -> tuple[int, ...]:
+            return () if (samples_B := current().samples_B) is None else tuple(samples_B.tolist())
 
         def samples() -> list[int]:
-            return [true[row] for row in (self.rows.get(claimed(), []) if current().recomputing else self.now)]
+            later = current().recomputing and parallel.pipeline is not None  # other micro-batches ran since its forward
+            return [true[row] for row in (self.rows.get(hashes(), []) if later else self.now)]
 
         def begin(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             at = self.begun[module] = self.begun.get(module, -1) + 1
             self.now = list(range(len(true))[at * size : (at + 1) * size])
-            self.rows.setdefault(claimed(), self.now)
+            self.rows.setdefault(hashes(), self.now)
             if self.by_sample:
                 self.sums.append([as_array(piece.gradient) for piece in parallel.pieces])
             if parallel.targets is not None:

@@ -42,6 +42,7 @@ SMALLEST = {
     "fp16": 2.0**-14,
 }  # below it steps are of equal size
 # How far a replay may be off, in steps of the dtype: wide ones are replayed in float64, 16 bits with every rounding.
+UPDATED = "updated parameter"
 NORM_BOUND = 1e-5  # relative: squares are summed in fp32
 STEPS = {"fp64": 64, "fp32": 8, "bf16": 2, "fp16": 2}
 
@@ -135,16 +136,24 @@ def replay_piece(trace: Trace, piece: PieceTrace, job: Job, plan: Plan) -> list[
         narrowest = narrower(plan.grad_dtype, update.dtype)
         for what, got, expected, bound in (
             ("gradient given to the optimizer", update.gradient, given, allowed(narrowest)),
-            *([("updated parameter", update.after, after, allowed(update.dtype))] if after is not None else []),
+            *([(UPDATED, update.after, after, allowed(update.dtype))] if after is not None else []),
             *model_values(piece, step, update),
             *average_values(piece, step, update, settings.ema),
         ):
             scale = SMALLEST[narrowest] if what.startswith("gradient") else 0.0
             error, ratio = tensor_error(got, expected, expected, scale)
             if not error <= bound:
+                ratio = change_ratio(got, expected, update.before) if what == UPDATED else ratio
                 where = (step, what, piece.name, trace.rank)
                 found.append(Break(*where, error, bound, trace.dtype, ratio, "the formula's"))
     return found
+
+
+def change_ratio(got: np.ndarray, expected: np.ndarray, before: np.ndarray) -> float:
+    """The factor between two changes of a tensor; not a number if they are not proportional, beyond the rounding of small changes."""
+    change, right = got.astype(np.float64) - before, expected.astype(np.float64) - before
+    ratio = float((change * right).sum() / max((right * right).sum(), 1e-300))
+    return ratio if np.abs(change - ratio * right).max() <= 0.05 * np.abs(right).max() else float("nan")
 
 
 def model_values(piece: PieceTrace, step: int, update: Update) -> list[tuple]:
