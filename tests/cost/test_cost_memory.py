@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lower.cases import ALL, COUNTS, GPT, GQA, MODELS, MOE, STORED, WORK, flops, lowered, one, plans
+from lower.cases import ALL, COUNTS, GPT, GQA, MODELS, MOE, STORED, WORK, flops, lowered, one, plans, traffic
 from meshwright.cost import memory as room
 from meshwright.cost.memory import (
     PARTS,
@@ -22,7 +22,6 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
-from meshwright.lower.traffic import traffic
 from meshwright.predict.prediction import predict
 from meshwright.programs.pipelines import build, walk
 

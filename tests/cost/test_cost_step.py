@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lower.cases import ALL, COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, plans, stack
+from lower.cases import ALL, COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, plans, stack, traffic
 from meshwright.cost.band import band
 from meshwright.cost.collective import choose
 from meshwright.cost.phase import AXIS_OF
@@ -19,7 +19,6 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.batch import Batch
 from meshwright.lower.step import step_program
-from meshwright.lower.traffic import traffic
 from meshwright.predict.estimate import estimate
 from meshwright.predict.prediction import bound_by, cost_of, predict
 from meshwright.programs.pipelines import Durations, bubble_fraction, build, walk

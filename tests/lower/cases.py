@@ -16,8 +16,11 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.tensors import CompressedOptions, LinearOptions
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.program import Op, StepProgram, sent
+from meshwright.lower import sync
+from meshwright.lower.program import DATA_PARALLEL, Array, Op, StageBlocks, StepProgram, scalar, sent
+from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
+from meshwright.lower.traffic import Record, boundary_calls, records
 
 GPT = Model(
     name="gpt",
@@ -179,3 +182,35 @@ def plans(draw: st.DrawFn, model: Model, workload: Workload = WORK) -> Plan:
     except MeshwrightError:
         assume(False)
         raise
+
+
+def batch_traffic(program: StepProgram, held: StageBlocks) -> dict[tuple[str, str], tuple[Array, Array]]:
+    """(messages, bytes) of the pipeline rank of each plan that holds these blocks."""
+    b = program.batch
+    out: dict[tuple[str, str], tuple[Array, Array]] = {}
+    for op, times in _operations(program, held):
+        count = times * op.count * (b.size(op.axis) > 1)
+        messages, total = out.get((op.axis, op.collective), (0.0, 0.0))
+        out[op.axis, op.collective] = messages + count, total + count * op.message_bytes
+    return out
+
+
+def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
+    """All messages of one pipeline rank in a step, for a program of one plan."""
+    held = rank_blocks(program.batch, np.full(program.batch.n, float(rank)))
+    found = [
+        (op.name, op.axis, op.collective, scalar(times * op.count), scalar(times * op.count * op.message_bytes))
+        for op, times in _operations(program, held)
+    ]
+    return records(row for row in found if row[3])
+
+
+def _operations(program: StepProgram, held: StageBlocks) -> list[tuple[Op, Array]]:
+    """Every operation with communication, and the number of times that the step runs it."""
+    b = program.batch
+    m = np.maximum(b.microbatches, 1.0)
+    out: list[tuple[Op, Array]] = []
+    for key, ops in program.blocks.items():
+        out += [(op, m * held.times(*key)) for op in ops if op.axis and op.part not in DATA_PARALLEL]
+    out += [(op, 1.0) for op in sync.step_ops(program, held, zero_3=True) if op.axis]
+    return out + [(op, m * times) for op, times in boundary_calls(program, held.rank)]

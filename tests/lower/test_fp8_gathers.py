@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from lower.cases import GPT, GQA, MLA, MODELS, MOE, WORK, lowered, one
+from lower.cases import GPT, GQA, MLA, MODELS, MOE, WORK, lowered, one, traffic
 from meshwright.describe.plan import Plan
 from meshwright.lower.program import StepProgram
 from meshwright.lower.rank import OURS, traffic_of_rank
 from meshwright.lower.step import step_program
-from meshwright.lower.traffic import traffic
 
 FP8 = WORK.but(precision="fp8")
 MX = WORK.but(precision="mxfp8")

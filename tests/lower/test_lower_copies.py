@@ -2,11 +2,11 @@
 
 import pytest
 
+from lower.cases import traffic
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
-from meshwright.lower.traffic import traffic
 
 MODEL = Model(hidden=32, layers=4, heads=8, kv_heads=2, ffn=64, vocab=64, qkv_bias=True)
 WORKLOAD = Workload(batch=16, seq=8)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lower.cases import COMPRESSED, GPT, GQA, HYBRID, MLA, MLP, MOE, plans
+from lower.cases import COMPRESSED, GPT, GQA, HYBRID, MLA, MLP, MOE, batch_traffic, plans
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -17,7 +17,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.lower.rank import OURS, Given, traffic_of_rank
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
-from meshwright.lower.traffic import batch_traffic
 from meshwright.programs.pipelines import refusal
 
 WORK = Workload(batch=96, seq=64)

@@ -2,9 +2,9 @@
 
 The step program is one description, read in two ways:
 
-    batch_traffic   arrays over a batch of plans, for one pipeline rank of each: the first of its tensor-parallel and ZeRO groups, which
-                    holds the most of whatever does not divide evenly. Costs are computed from it
-    rank.traffic_of_rank   integers, for any one rank, with what only a run knows: frozen parameters, real routing, the step's number
+    arrays     over a batch of plans, for one pipeline rank of each: the first of its tensor-parallel and ZeRO groups, which holds the
+               most of whatever does not divide evenly. Costs are computed from them
+    integers   for any one rank, with what only a run knows: frozen parameters, real routing, the step's number (`rank.traffic_of_rank`)
 
 Tests compare the two on that rank, and the second with what the runtime issues. A tensor-parallel layer without sequence parallelism,
 for instance, has four all-reduces of T·h per micro-batch.
@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.describe.schedules import SCHEDULES
-from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.program import DATA_PARALLEL, Array, Op, StageBlocks, StepProgram, scalar
-from meshwright.lower.stages import rank_blocks
+from meshwright.lower.program import Array, Op, StepProgram
 
 Key = tuple[str, str]  # axis, collective
 
@@ -35,38 +33,6 @@ class Record:
     count: float
     bytes: float
     names: tuple[str, ...]
-
-
-def batch_traffic(program: StepProgram, held: StageBlocks) -> dict[Key, tuple[Array, Array]]:
-    """(messages, bytes) of the pipeline rank of each plan that holds these blocks."""
-    b = program.batch
-    out: dict[Key, tuple[Array, Array]] = {}
-    for op, times in _operations(program, held):
-        count = times * op.count * (b.size(op.axis) > 1)
-        messages, total = out.get((op.axis, op.collective), (0.0, 0.0))
-        out[op.axis, op.collective] = messages + count, total + count * op.message_bytes
-    return out
-
-
-def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
-    """All messages of one pipeline rank in a step, for a program of one plan."""
-    held = rank_blocks(program.batch, np.full(program.batch.n, float(rank)))
-    found = [
-        (op.name, op.axis, op.collective, scalar(times * op.count), scalar(times * op.count * op.message_bytes))
-        for op, times in _operations(program, held)
-    ]
-    return records(row for row in found if row[3])
-
-
-def _operations(program: StepProgram, held: StageBlocks) -> list[tuple[Op, Array]]:
-    """Every operation with communication, and the number of times that the step runs it."""
-    b = program.batch
-    m = np.maximum(b.microbatches, 1.0)
-    out: list[tuple[Op, Array]] = []
-    for key, ops in program.blocks.items():
-        out += [(op, m * held.times(*key)) for op in ops if op.axis and op.part not in DATA_PARALLEL]
-    out += [(op, 1.0) for op in sync.step_ops(program, held, zero_3=True) if op.axis]
-    return out + [(op, m * times) for op, times in boundary_calls(program, held.rank)]
 
 
 def records(found: Iterable[tuple[str, str, str, float, float]]) -> list[Record]:
