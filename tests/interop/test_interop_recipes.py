@@ -14,6 +14,7 @@ from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find, megatron
 from meshwright.interop.keys import is_misspelling
 from meshwright.interop.recipes import RecipeVerdict, check, rows
 from meshwright.interop.shapes import catalog_model
+from meshwright.planner.advice.lint.recipes import judge
 
 HERE = Path(__file__).parent
 NAMED = {f.title for f in FRAMEWORKS.values()}
@@ -391,3 +392,56 @@ def test_quantised_weights_and_offloaded_parameters_take_less_memory() -> None:
         gib_of(adapter="lora", lora_r=16, gradient_checkpointing=False, attn_implementation="eager")
         > saved + 32 * 32 * 2048**2 * 2 / 2**30 * 0.9
     )
+
+
+def test_trl_and_ms_swift_are_read() -> None:
+    settings = {
+        "model_name_or_path": "Qwen/Qwen3-8B",
+        "per_device_train_batch_size": 2,
+        "max_length": 4096,
+        "bf16": True,
+        "deepspeed": "zero3",
+    }
+    for name in ("TRL", "ms-swift"):
+        found = verdict({"framework": name, "settings": settings, "gpus": 8, "hardware": "H100"})
+        assert (found.read, found.legal, found.fits) == (True, True, True)
+        assert found.reading is not None
+        assert found.reading.plan.zero == 3
+        assert verdict({"framework": name, "settings": settings | {"fp16": True}}).legal is False
+        assert verdict({"framework": name, "settings": {**settings, "max_lenght": 1}}).unknown == ["max_lenght"]
+    args = [
+        "--pipeline_model_parallel_size",
+        "1",
+        "--decoder_first_pipeline_num_layers",
+        "3",
+        "--micro_batch_size",
+        "1",
+        "--global_batch_size",
+        "8",
+    ]
+    assert verdict({"framework": "ms-swift", "args": args, "gpus": 8}).legal is False
+    assert verdict({"framework": "ms-swift", "args": ["--tensor_model_parallel_size", "3"], "gpus": 8}).legal is False
+    grpo = {"num_generations": 8, "per_device_train_batch_size": 1, "NPROC_PER_NODE": 4, "NNODES": 1}
+    assert verdict({"framework": "TRL", "settings": grpo}).legal is True
+    assert verdict({"framework": "TRL", "settings": grpo | {"generation_batch_size": 12}}).legal is False
+
+
+def test_slow_patterns_have_seconds() -> None:
+    """Full recompute without need, and one sequence per micro-batch where many fit; the corrected recipe is not slow."""
+    slow = {
+        "training.seq_len": 2048,
+        "training.local_batch_size": 8,
+        "activation_checkpoint.mode": "full",
+        "compile.enable": True,
+    }
+    row = {"id": "1", "framework": "torchtitan", "model": "llama3-8b", "gpus": 64, "hardware": "H100"}
+    found = judge({**row, "settings": slow})
+    assert found.slow
+    assert {f["code"] for f in found.findings if f.get("cost_s", 0) > 0} >= {"MW-LINT-014"}
+    assert not judge(
+        {
+            **row,
+            "settings": slow
+            | {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+        }
+    ).slow

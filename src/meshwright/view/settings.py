@@ -12,7 +12,7 @@ from rich.text import Text
 
 from meshwright.interop.reading import SettingsReading
 from meshwright.interop.recipes import RecipeVerdict
-from meshwright.units import Json
+from meshwright.units import Json, format_seconds
 
 MOST = 12  # keys of a kind in a line
 KINDS = {
@@ -73,13 +73,11 @@ def recipes(verdicts: Sequence[RecipeVerdict]) -> RenderableType:
     lines: list[RenderableType] = [table, Text()]
     for verdict in verdicts:
         for finding in verdict.findings:
-            if finding["severity"] == "error":
+            if finding["severity"] == "error" or finding.get("cost_s"):
                 fix = f"  Fix: {finding['fix']}" if finding["fix"] else ""
-                lines.append(
-                    Text.assemble(
-                        (f"{verdict.id}  ", "bold"), (f"{finding['code']}  ", "red"), finding["what"], (fix, "green")
-                    )
-                )
+                cost = f" ({format_seconds(finding['cost_s'])} per step)" if finding.get("cost_s") else ""
+                code = (f"{finding['code']}  ", "red" if finding["severity"] == "error" else "yellow")
+                lines.append(Text.assemble((f"{verdict.id}  ", "bold"), code, finding["what"] + cost, (fix, "green")))
     return Group(*lines)
 
 

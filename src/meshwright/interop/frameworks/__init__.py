@@ -16,13 +16,14 @@ from meshwright.interop.frameworks.nanotron import LEVANTER, NANOTRON, OLMO_CORE
 from meshwright.interop.frameworks.read_only import GPT_NEOX, LLAMA_FACTORY, PICOTRON, TORCHTUNE
 from meshwright.interop.frameworks.torchtitan import TORCHTITAN
 from meshwright.interop.frameworks.torchtitan_python import TORCHTITAN_03
+from meshwright.interop.frameworks.trainer import MS_SWIFT, TRL
 from meshwright.interop.keys import Framework
 
 FRAMEWORKS: Registry[Framework] = Registry(  # whose settings are read and written
     "framework", TORCHTITAN, TORCHTITAN_03, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE
 )
 READ_ONLY: Registry[Framework] = Registry(
-    "framework", TORCHTUNE, LLAMA_FACTORY, PICOTRON, GPT_NEOX, OLMO_CORE, LEVANTER
+    "framework", TORCHTUNE, LLAMA_FACTORY, PICOTRON, GPT_NEOX, OLMO_CORE, LEVANTER, TRL, MS_SWIFT
 )
 READABLE: Mapping[str, Framework] = ChainMap(READ_ONLY, FRAMEWORKS)  # type: ignore[arg-type]
 
