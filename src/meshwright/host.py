@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -55,3 +56,17 @@ def process_start(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file that others may be reading: they see the old content or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

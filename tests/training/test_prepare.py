@@ -119,14 +119,14 @@ def test_an_interruption_before_the_header_continues(tmp_path, monkeypatch):
 
     source = jsonl(tmp_path / "a.jsonl")
     prepare([source], tmp_path / "whole", workers=1)
-    plain = folder.replace_text
+    plain = folder.replace_file
 
     def stopped(path, text):
         if path.name == "header.json":
             raise KeyboardInterrupt
         plain(path, text)
 
-    monkeypatch.setattr(folder, "replace_text", stopped)
+    monkeypatch.setattr(folder, "replace_file", stopped)
     with pytest.raises(KeyboardInterrupt):
         prepare([source], tmp_path / "out", workers=1)
     monkeypatch.undo()

@@ -56,6 +56,7 @@ from meshwright.describe.run_folder import (
     read_steps,
 )
 from meshwright.errors import IO_ERROR, MeshwrightError, cannot_write, listed
+from meshwright.host import replace_file
 from meshwright.training.checkpoint.folder import UNUSED, set_aside
 from meshwright.training.hooks import Hook, StepRecord
 from meshwright.units import Json, counted
@@ -413,28 +414,7 @@ def remove_unfinished_line(file: Path) -> None:
     if not file.is_file():
         return
     with file.open("r+b") as stream:
-        end = stream.seek(0, os.SEEK_END)
-        while end:
-            begin = max(0, end - 4096)
-            stream.seek(begin)
-            found = stream.read(end - begin).rfind(b"\n")
-            if found >= 0:
-                stream.truncate(begin + found + 1)
-                return
-            end = begin
-        stream.truncate(0)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file that others may be reading: they see the old content or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_text(text, "utf-8")
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+        stream.truncate(sum(len(line) for line in stream if line.endswith(b"\n")))
 
 
 def environment() -> Json:

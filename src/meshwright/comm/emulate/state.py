@@ -20,6 +20,7 @@ from pathlib import Path
 
 from meshwright.comm.emulate.topology import NAME
 from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.host import replace_file
 from meshwright.units import Json
 
 
@@ -79,15 +80,10 @@ def read(name: str) -> Json | None:
 def write(name: str, state: Json) -> None:
     """Replace the state file; a reader sees the old content or the new."""
     path = state_file(name)
-    draft = path.with_suffix(f".{os.getpid()}.new")
     try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump(state, file)
-        draft.replace(path)
+        replace_file(path, json.dumps(state), mode=0o600)
     except OSError as error:
         raise cannot_write(path, error) from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def remove(name: str) -> None:

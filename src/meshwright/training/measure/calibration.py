@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.host import usable_cores
+from meshwright.host import replace_file, usable_cores
 from meshwright.training.launch import local
 from meshwright.units import format_seconds
 
@@ -99,14 +98,7 @@ def write_cached(measured: MachineMeasurement) -> None:
     path = cache_file(measured.key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)  # mode 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(measured.model_dump_json(exclude_defaults=True))
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
-            raise
+        replace_file(path, measured.model_dump_json(exclude_defaults=True), mode=0o600)
 
 
 def machine_measurement(

@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.host import replace_file
 from meshwright.training.data.token_file import DOCUMENTS, HEADER, TOKENIZER, TOKENS, Header, file_hash, read_header
 from meshwright.training.data.tokenizer import BYTES
 from meshwright.units import Json
@@ -78,7 +79,7 @@ class OutputFolder:
                 why="The sources, their sizes or times, the tokenizer or the options differ",
                 fix=f"delete '{self.partial}', or --out another folder",
             )
-        replace_text(file, digest)
+        replace_file(file, digest)
 
     def stem(self, chunk: int) -> Path:
         return self.partial / f"{chunk:06d}"
@@ -117,19 +118,9 @@ class OutputFolder:
             os.replace(self.partial / name, self.path / name)
         if tokenizer != BYTES:
             shutil.copyfile(tokenizer, self.path / TOKENIZER)
-        replace_text(self.path / HEADER, json.dumps(made.as_dict(), indent=1))
+        replace_file(self.path / HEADER, json.dumps(made.as_dict(), indent=1))
         shutil.rmtree(self.partial)
         return made
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new text, never a part."""
-    temporary = path.with_suffix(".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def finished_header(path: Path, header: Json) -> Header | None:
