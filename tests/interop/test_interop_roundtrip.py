@@ -131,3 +131,44 @@ def test_stages_of_different_length_become_a_layout_of_megatron(
     path.write_text(written.text)
     back = read_settings(path, gpus=plan.world).plan
     assert back.stage_layers(config.model.layers) == plan.stage_layers(config.model.layers)
+
+
+def written_for(name: str, model: str, **fields: object) -> dict[str, object]:
+    """The settings of a plan on dgx-h100, written for a framework."""
+    framework, plan = FRAMEWORKS[name], Plan(**fields)
+    cluster = {"extends": "dgx-h100", "gpus": plan.world}
+    return settings_of(
+        Config.from_parts(model, cluster, framework.stack, {"batch": 512, "seq": 4096}, plan), framework
+    ).settings
+
+
+def test_settings_have_what_the_frameworks_own_parsers_ask_for() -> None:
+    """Each was refused, or silently trained something else, before (`make test-frameworks`)."""
+    sharded = written_for("accelerate", "llama3-8b", shard=8, zero=3)
+    assert sharded["fsdp_config.fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    assert written_for("accelerate", "llama3-8b")["distributed_type"] == "NO"
+    ring = written_for("axolotl", "llama3-8b", shard=4, cp=2, cp_kind="all-gather", zero=3)
+    assert ring["attn_implementation"] == "flash_attention_2"
+    experts = written_for("axolotl", "mixtral-8x7b", shard=64, ep=8, zero=3)
+    assert experts["dp_shard_size"] == 8
+    assert "ExpertParallelPlugin" in str(experts["plugins"])
+    titan = written_for("torchtitan", "llama3-8b", shard=8, zero=3)
+    assert (titan["model.name"], titan["model.flavor"]) == ("llama3", "8B")
+    stages = written_for("torchtitan", "llama3-8b", pp=2, virtual=4, schedule="interleaved", shard=2, zero=3)
+    less = "parallelism.pipeline_parallel_{}_stage_less_layers"
+    assert (stages["parallelism.pipeline_parallel_layers_per_stage"], stages[less.format("first")]) == (4, 0)
+
+
+def test_a_model_that_torchtitan_does_not_have_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-005.*mixtral"):
+        written_for("torchtitan", "mixtral-8x7b", shard=8, zero=3)
+
+
+def test_settings_of_torchtitan_03_are_a_function() -> None:
+    """It is Python that compiles; experts and pipelines exclude CUDA graphs there."""
+    framework = FRAMEWORKS["torchtitan-0.3"]
+    settings = written_for("torchtitan-0.3", "llama3-8b", pp=2, shard=4, zero=3)
+    assert settings["training.disable_cuda_graphs"] is True
+    text = framework.python(settings)
+    compile(text, "settings.py", "exec")
+    assert "model_registry('8B')" in text

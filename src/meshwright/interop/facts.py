@@ -60,6 +60,8 @@ FACTS: dict[str, str] = {
     "fsdp": "parameters are sharded by FSDP",
     "eager_steps": "steps are not captured in CUDA graphs",
     "wrap_policy": "every layer is a unit of FSDP",
+    "ring_attention": "the attention kernel that context parallelism needs",
+    "expert_plugin": "the plug-in of expert parallelism is on",
     "fsdp_format": "checkpoints have the format of FSDP",
     "moe_reshard": "the same, where the model has experts",
     "reshard": "gathered weights are freed after forward",

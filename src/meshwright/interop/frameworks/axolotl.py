@@ -45,9 +45,15 @@ def derive_fsdp(facts: Facts) -> None:
         facts.setdefault("loads", "every-rank" if first else "rank-0")
 
 
+EXPERTS = "axolotl.integrations.expert_parallel.ExpertParallelPlugin"
+
+
 def _restate_axolotl(facts: Facts) -> None:
+    """Context parallelism needs flash attention; expert parallelism is a plug-in, whose ranks multiply with those that shard."""
+    facts["ring_attention"] = True if facts.get("cp", 1) > 1 else None
     if (facts.get("ep") or 1) > 1 and (facts.get("shard") or -1) > 0:
         facts["shard"] = max(1, facts["shard"] // facts["ep"])
+        facts["expert_plugin"] = True
     restate_fsdp(facts)
 
 
@@ -123,6 +129,8 @@ AXOLOTL_TABLE = Table(
         Key("optimizer", "optimizer", words={"adamw_torch_fused": "adamw", "muon": "muon", "sgd": "sgd"}, match=(*OPTIMIZERS, (".", "adamw")), always=True),
         Key("optimizer", "eight_bit_states", match=(("8bit", True), (".", None)), read_only=True),
         Key("attn_implementation", "eager", words={"eager": True}, match=((".", None),), read_only=True),
+        Key("attn_implementation", "ring_attention", words={"flash_attention_2": True}, match=((".", None),)),
+        Key("plugins", "expert_plugin", words={(EXPERTS,): True}, match=((".", None),)),
         Key("plugins", "fused_loss", match=(("CutCrossEntropy", True), (".", None)), read_only=True),
         *(Key(name, "fused_loss", words={True: True, False: None}, read_only=True)
           for name in ("cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy")),
@@ -153,6 +161,7 @@ AXOLOTL = Framework(
     stack="axolotl",
     form="yaml",
     table=AXOLOTL_TABLE,
+    tried=("0.19.0",),
     comment="axolotl settings: the keys that follow from the plan",
 )
 

@@ -103,6 +103,17 @@ def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> Traini
 def nanotron(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A YAML file; nanotron resumes from `checkpoints.resume_checkpoint_path` if a checkpoint is there."""
     more = {
+        "general.project": config.model.name,
+        "general.run": "meshwright",
+        "general.seed": config.run.seed or 42,
+        "model.init_method.std": 0.02,
+        "optimizer.weight_decay": config.optimizer.weight_decay,
+        "optimizer.clip_grad": config.optimizer.clip if config.workload.clip else None,
+        "optimizer.optimizer_factory.name": "adamW",
+        "optimizer.optimizer_factory.adam_beta1": config.optimizer.betas[0],
+        "optimizer.optimizer_factory.adam_beta2": config.optimizer.betas[1],
+        "optimizer.optimizer_factory.adam_eps": 1e-8,
+        "optimizer.optimizer_factory.torch_adam_is_fused": True,
         "tokens.train_steps": config.run.steps,
         "checkpoints.checkpoints_path": f"{folder}/checkpoints",
         "checkpoints.resume_checkpoint_path": f"{folder}/checkpoints",
