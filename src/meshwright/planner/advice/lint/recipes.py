@@ -10,7 +10,6 @@ from __future__ import annotations
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
-from meshwright.interop.memory import USUAL
 from meshwright.interop.recipes import RecipeVerdict, check
 from meshwright.interop.shapes import catalog_cluster
 from meshwright.planner.advice.alternatives import PlanTrials, step
@@ -31,11 +30,11 @@ def judge(row: Json) -> RecipeVerdict:
 
 
 def slow_patterns(verdict: RecipeVerdict) -> list[Finding]:
-    """The findings of `lint` whose fix saves a tenth of the step. Without a stated GPU, the usual one is assumed."""
+    """The findings of `lint` whose fix saves a tenth of the step, where a GPU is stated: most fixes take memory."""
     reading = verdict.reading
     if reading is None or not verdict.legal or verdict.fits is False or not reading.gpus or not reading.shape.complete:
         return []
-    entry = catalog_cluster(reading.hardware or (USUAL if reading.framework.on_gpus else ""))
+    entry = catalog_cluster(reading.hardware)
     if not entry or not reading.facts.get("seq"):
         return []
     try:
