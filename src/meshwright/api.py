@@ -163,7 +163,7 @@ def run_settings(
     profile_steps: int | None = None,
 ) -> list[str]:
     """Turn options of a run into settings of its run file; options that are not set are left to the file."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "run.steps": steps,
         "run.seed": seed,
         "optimizer.learning_rate": learning_rate,
@@ -171,7 +171,7 @@ def run_settings(
         "run.start_from": json.dumps(str(start_from)) if start_from else None,
         "run.profile_steps": profile_steps,
     }
-    return [f"{path}={value}" for path, value in given.items() if value is not None]
+    return [f"{path}={value}" for path, value in options.items() if value is not None]
 
 
 def train(

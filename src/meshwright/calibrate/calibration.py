@@ -189,8 +189,8 @@ def measured_calls(benches: Sequence[Bench], backend: str) -> tuple[MeasuredCall
 
 def library_backend(bench: Bench) -> str:
     """The backend whose points give the levels: NCCL where it was measured, else gloo, else the first there is."""
-    found = list(dict.fromkeys(point.backend for point in bench.points))
-    return next((name for name in ("nccl", "gloo") if name in found), found[0] if found else "gloo")
+    backends = list(dict.fromkeys(point.backend for point in bench.points))
+    return next((name for name in ("nccl", "gloo") if name in backends), backends[0] if backends else "gloo")
 
 
 def best_match(bench: Bench) -> Cluster:
@@ -232,19 +232,19 @@ def cluster_of(
     levels: list[FoundLevel], expected: Cluster, bench: Bench, name: str, backend: str, device: Accelerator
 ) -> Cluster:
     """The cluster of the found levels, without factors; levels that were not measured are the expected cluster's."""
-    found, size = [], 1
+    fitted_levels, size = [], 1
     for k, level in enumerate(levels):
         units = len(level.units[0]) // size
         size = len(level.units[0])
         last = k == len(levels) - 1 and len(bench.hosts) > 1
-        found.append(measured_level(level, MANY if last else units, expected, bench, k))
+        fitted_levels.append(measured_level(level, MANY if last else units, expected, bench, k))
     gpus_of_one_host = len(bench.hosts) == 1 and backend != "gloo"
     if gpus_of_one_host or not levels:
-        found += list(expected.levels[1 if levels else 0 :])
+        fitted_levels += list(expected.levels[1 if levels else 0 :])
     return Cluster(
         name=name,
         accelerator=device,
-        levels=tuple(found),
+        levels=tuple(fitted_levels),
         gpus=bench.world if len(bench.hosts) > 1 else 0,
         collectives=NO_LIBRARY_TERMS if levels and backend != "nccl" else expected.collectives,
         price=expected.price,

@@ -177,9 +177,9 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
 
     def solve(kinds: Sequence[str], names: Sequence[str], known: dict[str, float]) -> list[float]:
         rows = [p for kind in kinds for p in by_kind.get(kind, [])]
-        found, missed = relative_fit(rows, names, known)
+        coefficients, missed = relative_fit(rows, names, known)
         residuals[" ".join(kinds) if len(kinds) == 1 else "elementwise"] = missed
-        return found
+        return coefficients
 
     launch, byte, exponential = solve(PARTS, ("launches", "bytes", "exponentials"), {})
     product, flop = solve(("linear",), ("launches", "flops"), {"bytes": byte, "other_launches": launch})
@@ -198,9 +198,9 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
     update, update_byte = solve(("optimizer",), ("launches", "bytes"), {})
     unit = hooks = 0.0
     if all(kind in by_kind for kind in UNIT_KINDS):
-        plain, held, exchanged = (by_kind[kind][0] for kind in UNIT_KINDS)
-        hooks = max(held.median_s - plain.median_s, 0.0) / held.shape["units"]
-        unit = max(exchanged.median_s - held.median_s, 0.0) / (exchanged.shape["units"] * UNIT_COLLECTIVES)
+        plain, gathered, exchanged = (by_kind[kind][0] for kind in UNIT_KINDS)
+        hooks = max(gathered.median_s - plain.median_s, 0.0) / gathered.shape["units"]
+        unit = max(exchanged.median_s - gathered.median_s, 0.0) / (exchanged.shape["units"] * UNIT_COLLECTIVES)
     return DeviceFit(
         launch * host,
         byte * device,
@@ -269,8 +269,8 @@ def relative_fit(
     times = np.array([point.median_s for point in points])
     rest = times - sum(np.array([getattr(row, name) for row in rows]) * value for name, value in known.items())
     columns = np.array([[getattr(row, name) for name in names] for row in rows])
-    found = nonnegative_fit(columns, rest, times)
-    return found.tolist(), float(np.median(np.abs(columns @ found - rest) / times))
+    coefficients = nonnegative_fit(columns, rest, times)
+    return coefficients.tolist(), float(np.median(np.abs(columns @ coefficients - rest) / times))
 
 
 def nonnegative_fit(columns: np.ndarray, seconds: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -283,9 +283,9 @@ def nonnegative_fit(columns: np.ndarray, seconds: np.ndarray, scale: np.ndarray)
         if len(used) == 1 or (values > 0).all():
             break
         used.pop(int(np.argmin(values)))
-    found = np.zeros(columns.shape[1])
-    found[used] = np.maximum(values, 0.0)
-    return found
+    coefficients = np.zeros(columns.shape[1])
+    coefficients[used] = np.maximum(values, 0.0)
+    return coefficients
 
 
 BIG = 0.1  # share of the largest work
@@ -312,14 +312,14 @@ def gpu_accelerator(points: Sequence[DevicePoint], base: Accelerator, source: st
         if not shares:
             notes.append(f"{kind}: not measured, {base.name} of the catalog")
             continue
-        found = round(float(np.median(shares)), 4)
-        device = device.but(efficiency=device.efficiency.but(**{name: found}, source=source))
+        share = round(float(np.median(shares)), 4)
+        device = device.but(efficiency=device.efficiency.but(**{name: share}, source=source))
         spread = (
             f", the median of {len(shares)} shapes from {min(shares):.0%} to {max(shares):.0%}"
             if len(shares) > 1
             else ""
         )
-        notes.append(f"{kind}: {found:.0%} of {WHOLE.get(kind, 'the peak rate')}{spread}")
+        notes.append(f"{kind}: {share:.0%} of {WHOLE.get(kind, 'the peak rate')}{spread}")
     rates = [point.rate for point in largest(points, "host-copy")]
     if rates:
         device = device.but(host_bandwidth=round(float(np.median(rates))))
@@ -329,8 +329,8 @@ def gpu_accelerator(points: Sequence[DevicePoint], base: Accelerator, source: st
 
 def largest(points: Sequence[DevicePoint], kind: str) -> list[DevicePoint]:
     """Points of a kind, measured while nothing else ran, whose work is at least a tenth of the largest."""
-    found = [point for point in points if point.kind == kind and not point.condition]
-    return [point for point in found if point.work >= BIG * max(p.work for p in found)]
+    matching = [point for point in points if point.kind == kind and not point.condition]
+    return [point for point in matching if point.work >= BIG * max(p.work for p in matching)]
 
 
 def operation(point: DevicePoint) -> Op:

@@ -97,18 +97,18 @@ def robust_fit(basis: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     scale[scale == 0] = 1.0
     columns = relative / scale  # of order 1, so that constants of 1e-6 s and 1e-11 s/byte solve exactly
     weights = np.ones(len(seconds))
-    found = np.zeros(basis.shape[1])
+    coefficients = np.zeros(basis.shape[1])
     for k in range(ROUNDS):
-        before, found = found, non_negative(columns, weights)
-        error = np.abs(columns @ found - 1)
+        before, coefficients = coefficients, non_negative(columns, weights)
+        error = np.abs(columns @ coefficients - 1)
         if k < MEDIAN_ROUNDS:
             weights = 1 / np.maximum(error, 1e-3)
             continue
         bound = HUBER * max(MAD * float(np.median(error)), LEAST_SCALE)
         weights = np.minimum(1.0, bound / np.maximum(error, LEAST_SCALE))
-        if np.allclose(found, before, rtol=1e-9, atol=0):
+        if np.allclose(coefficients, before, rtol=1e-9, atol=0):
             break
-    return found / scale
+    return coefficients / scale
 
 
 def non_negative(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -158,7 +158,7 @@ def fitted_factors(
 ) -> list[FittedFactors]:
     """Factors of every operation that was measured with the library's own choice of algorithm, inside a node and between nodes. Where the
     links were fitted to transfers between pairs (`from_pairs`), point-to-point needs no factors."""
-    found: list[FittedFactors] = []
+    factors: list[FittedFactors] = []
     everything = [point for bench in benches for point in bench.points]
     for operation in OPERATIONS.values():
         if from_pairs and operation == "point-to-point":
@@ -167,8 +167,8 @@ def fitted_factors(
         for across in (False, True):
             here = [point for point in points if (len(point.ranks) > cluster.node_size) == across]
             if here:
-                found.append(checked_fit(with_factors(cluster, found), operation, here, across))
-    return found
+                factors.append(checked_fit(with_factors(cluster, factors), operation, here, across))
+    return factors
 
 
 def checked_fit(cluster: Cluster, operation: str, points: Sequence[Point], across: bool) -> FittedFactors:
@@ -286,10 +286,10 @@ class Series:
     def terms(self) -> Terms | None:
         """The formula of the program on one kind of link; None where the library chose, or where it has no formula."""
         try:
-            found = terms(self.operation, self.algorithm, len(self.ranks))
+            counts = terms(self.operation, self.algorithm, len(self.ranks))
         except MeshwrightError:
             return None
-        return found if isinstance(found, Terms) else None
+        return counts if isinstance(counts, Terms) else None
 
     @property
     def alpha(self) -> float | None:
@@ -315,13 +315,13 @@ class FittedCrossover:
 
 def series_of(points: Iterable[Point]) -> list[Series]:
     """One series for each operation, algorithm and group with at least two sizes."""
-    found: dict[tuple[str, str, str, tuple[int, ...]], dict[int, float]] = {}
+    series: dict[tuple[str, str, str, tuple[int, ...]], dict[int, float]] = {}
     for p in points:
         if p.concurrent == 1 and p.bytes:
-            found.setdefault((p.operation, p.backend, p.algorithm, p.ranks), {})[p.bytes] = p.median_s
+            series.setdefault((p.operation, p.backend, p.algorithm, p.ranks), {})[p.bytes] = p.median_s
     return [
         Series(operation, backend, algorithm, ranks, fit_line(list(seconds), list(seconds.values())), seconds)
-        for (operation, backend, algorithm, ranks), seconds in found.items()
+        for (operation, backend, algorithm, ranks), seconds in series.items()
         if len(seconds) >= 2
     ]
 
@@ -332,7 +332,7 @@ def crossovers(series: Iterable[Series]) -> list[FittedCrossover]:
     groups: dict[tuple, list[Series]] = {}
     for one in series:
         groups.setdefault((one.operation, one.ranks), []).append(one)
-    found = []
+    sizes = []
     for (operation, ranks), several in groups.items():
         if len(several) < 2 or operation == "point-to-point":
             continue
@@ -342,20 +342,20 @@ def crossovers(series: Iterable[Series]) -> list[FittedCrossover]:
             if leader is None:
                 leader = fastest
             elif fastest.seconds[n] < CLEARLY * leader.seconds[n]:
-                found.append(FittedCrossover(operation, len(ranks), n, leader.name, fastest.name))
+                sizes.append(FittedCrossover(operation, len(ranks), n, leader.name, fastest.name))
                 leader = fastest
-    return found
+    return sizes
 
 
 def additions(series: Iterable[Series]) -> dict[str, float]:
     """γ, seconds to add one byte, by algorithm that has both a reduce-scatter and an all-gather. A library's own choice has none: it may
     run different algorithms for the two."""
     lines = {(s.operation, s.backend, s.algorithm, s.ranks): s for s in series}
-    found = {}
+    extra = {}
     for (operation, backend, algorithm, ranks), reduce in lines.items():
         dual = {"recursive-halving": "recursive-doubling"}.get(algorithm, algorithm)
         gather = lines.get(("all-gather", backend, dual, ranks))
         if operation == "reduce-scatter" and algorithm and gather and reduce.line.beta > gather.line.beta:
             share = (len(ranks) - 1) / len(ranks)
-            found[reduce.name] = (reduce.line.beta - gather.line.beta) / share
-    return found
+            extra[reduce.name] = (reduce.line.beta - gather.line.beta) / share
+    return extra

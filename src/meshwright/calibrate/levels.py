@@ -60,12 +60,12 @@ class FoundLevel:
 
 def pair_points(bench: Bench, backend: str) -> dict[Pair, dict[int, Point]]:
     """Points of single pairs by pair and size."""
-    found: dict[Pair, dict[int, Point]] = {}
+    by_pair: dict[Pair, dict[int, Point]] = {}
     for point in bench.points:
         if point.operation == PAIR and point.backend == backend and point.concurrent == 1 and len(point.ranks) == 2:
             a, b = sorted(point.ranks)
-            found.setdefault((a, b), {})[point.bytes] = point
-    return found
+            by_pair.setdefault((a, b), {})[point.bytes] = point
+    return by_pair
 
 
 def find_levels(bench: Bench, backend: str) -> list[FoundLevel]:
@@ -116,16 +116,16 @@ def partitions_of(
 ) -> list[Partition]:
     """The partitions of the ranks into units, finest first, without the whole."""
     by_host = tuple(tuple(r for r in ranks if hosts[r] == host) for host in dict.fromkeys(hosts[r] for r in ranks))
-    found = [by_host] if 1 < len(by_host) < len(ranks) else []
+    partitions = [by_host] if 1 < len(by_host) < len(ranks) else []
     smallest = min(min(points) for points in pairs.values())
     largest = common_largest(pairs)
     for n, gap in ((largest, LARGE_GAP), (smallest, SMALL_GAP)):
         times = {pair: points[n] for pair, points in pairs.items() if n in points}
         for threshold in gaps(list(times.values()), gap):
             units = components(ranks, [pair for pair, point in times.items() if point.median_s <= threshold])
-            if is_level(units, len(ranks), times, threshold) and all(nested(units, other) for other in found):
-                found.append(units)
-    return sorted(dict.fromkeys(found), key=lambda units: len(units[0]))
+            if is_level(units, len(ranks), times, threshold) and all(nested(units, other) for other in partitions):
+                partitions.append(units)
+    return sorted(dict.fromkeys(partitions), key=lambda units: len(units[0]))
 
 
 def common_largest(pairs: Mapping[Pair, Mapping[int, Point]]) -> int:
@@ -180,10 +180,10 @@ def level_of(
     """The fit of one level, without its slow units."""
     slow = slow_units(below, pairs, hosts)
     excluded = {rank for unit in slow for rank in unit.ranks}
-    kept = {pair: points for pair, points in pairs.items() if not excluded & set(pair)} or pairs
-    points = [point for by_size in kept.values() for point in by_size.values()]
+    normal_pairs = {pair: points for pair, points in pairs.items() if not excluded & set(pair)} or pairs
+    points = [point for by_size in normal_pairs.values() for point in by_size.values()]
     line = fit_line([p.bytes for p in points], [p.median_s for p in points])
-    slowdown, together = sharing(bench, backend, units, below, kept)
+    slowdown, together = sharing(bench, backend, units, below, normal_pairs)
     return FoundLevel(name, units, line, len(pairs), slowdown, together, slow)
 
 
@@ -191,23 +191,23 @@ def slow_units(
     below: Partition, pairs: Mapping[Pair, Mapping[int, Point]], hosts: Mapping[int, str]
 ) -> tuple[SlowUnit, ...]:
     """Units whose transfers are slower than those between the other units; at least three units are needed to tell."""
-    found: list[SlowUnit] = []
+    slow: list[SlowUnit] = []
     for n, what, limit in (
         (common_largest(pairs), "rate", SLOW),
         (min(min(p) for p in pairs.values()), "latency", 2 * SLOW),
     ):
         times = {pair: float(np.log(points[n].median_s)) for pair, points in pairs.items() if n in points}
-        left = [unit for unit in below if not any(unit == other.ranks for other in found)]
+        left = [unit for unit in below if not any(unit == other.ranks for other in slow)]
         while len(left) >= 3:
             ratios = {unit: slowness(unit, left, times) for unit in left}
             worst = max(ratios, key=lambda unit: ratios[unit])
             if ratios[worst] < limit:
                 break
-            found.append(SlowUnit(unit_name(worst, hosts), worst, ratios[worst], what))
+            slow.append(SlowUnit(unit_name(worst, hosts), worst, ratios[worst], what))
             left.remove(worst)
-        if len(found) > len(below) / 2:
+        if len(slow) > len(below) / 2:
             return ()  # most units are "slow": there is no normal to compare with
-    return tuple(found)
+    return tuple(slow)
 
 
 def slowness(unit: tuple[int, ...], units: Sequence[tuple[int, ...]], times: Mapping[Pair, float]) -> float:
@@ -235,7 +235,7 @@ def sharing(
     for by_size in pairs.values():
         for n, point in by_size.items():
             single.setdefault(n, []).append(point.median_s)
-    found: dict[int, tuple[float, int]] = {}
+    by_count: dict[int, tuple[float, int]] = {}
     for point in bench.points:
         own = [(a, b) if a < b else (b, a) for a, b in zip(point.ranks[::2], point.ranks[1::2], strict=False)]
         crosses = all(joined(units, pair) and not (len(below[0]) > 1 and joined(below, pair)) for pair in own)
@@ -246,8 +246,8 @@ def sharing(
             and crosses
             and point.bytes in single
         ):
-            found[point.bytes] = (point.median_s / float(np.median(single[point.bytes])), point.concurrent)
-    if not found:
+            by_count[point.bytes] = (point.median_s / float(np.median(single[point.bytes])), point.concurrent)
+    if not by_count:
         return 1.0, 0
-    slowdown, together = found[max(found)]
+    slowdown, together = by_count[max(by_count)]
     return max(slowdown, 1.0), together

@@ -157,11 +157,11 @@ def waits(measured: MachineMeasurement) -> dict[tuple[bool, int], float]:
     computing of ranks that share cores. It depends on the scheduler and varies much from one measurement to the next, so it is the median
     over operations and sizes. On a busy machine the clock ran too long: other processes left only a part of it."""
     left = 1.0 - min(measured.busy_cores / measured.cores, 0.9) if not measured.is_idle else 1.0
-    found: dict[tuple[bool, int], list[float]] = {}
+    by_kind: dict[tuple[bool, int], list[float]] = {}
     for x in measured.collectives:
         waited = x.wall_s * left - x.cpu_s * measured.sharing
-        found.setdefault((x.operation == "point-to-point", x.ranks), []).append(max(waited, 0.0))
-    return {kind: median(values) for kind, values in found.items()}
+        by_kind.setdefault((x.operation == "point-to-point", x.ranks), []).append(max(waited, 0.0))
+    return {kind: median(values) for kind, values in by_kind.items()}
 
 
 def source_of(measured: MachineMeasurement) -> str:
@@ -196,12 +196,12 @@ def calibrated(
     device = accelerator(fit, stretch, source, measured.dtype).but(memory=cluster.accelerator.memory)
     level = cluster.levels[0].but(size=max(measured.ranks, cluster.node_size), shared=False)
     both = f"links: {cluster.source}; device and host times: {source}"
-    found = cluster.but(accelerator=device, sharing=measured.sharing, source=both)
+    fitted = cluster.but(accelerator=device, sharing=measured.sharing, source=both)
     if measured.collectives:
         link, shares = collectives(measured, slower)
-        found = found.but(levels=(level.but(link=link),), collectives=shares, source=source)
+        fitted = fitted.but(levels=(level.but(link=link),), collectives=shares, source=source)
     lost = LARGEST_LOSS if measured.sharing > 1 else min(measured.overlap_cost, LARGEST_LOSS)
-    return found, stack(fit, stretch, plain, source).but(
+    return fitted, stack(fit, stretch, plain, source).but(
         overlap=("dp",), compute_slowdown=lost, collective_launch=measured.function_s * stretch
     )
 

@@ -91,7 +91,7 @@ def read_nccl_tests(text: str, name: str) -> Bench:
     return bench_of(rows, ranks, PROGRAM.findall(text), int(wrong[0]), name, version[0] if version else "")
 
 
-def text_row(found: re.Match[str], columns: list[str], name: str) -> NcclRow:
+def text_row(match: re.Match[str], columns: list[str], name: str) -> NcclRow:
     """A line of the table. Values are counted from the right: old versions leave the columns redop and root empty."""
     if "time" not in columns:
         raise unreadable(
@@ -99,7 +99,7 @@ def text_row(found: re.Match[str], columns: list[str], name: str) -> NcclRow:
         )
     first = columns.index("time")
     shown = [column for column in columns[first:] if column != "timestamp"]
-    words = TIMESTAMP.sub("", found[4]).split()
+    words = TIMESTAMP.sub("", match[4]).split()
     labels, values = words[: -len(shown)], words[-len(shown) :]
     try:
         if len(values) < len(shown):
@@ -107,8 +107,8 @@ def text_row(found: re.Match[str], columns: list[str], name: str) -> NcclRow:
         time, algbw, busbw = (float(values[shown.index(column)]) for column in ("time", "algbw", "busbw"))
         root = int(labels[1]) if len(labels) > 1 else ANY_ROOT
     except ValueError:
-        raise unreadable(name, f"The line of {found[1]} bytes is incomplete", "run the test again to its end") from None
-    return NcclRow(int(found[1]), found[3], labels[0] if labels else "", root, time, algbw, busbw)
+        raise unreadable(name, f"The line of {match[1]} bytes is incomplete", "run the test again to its end") from None
+    return NcclRow(int(match[1]), match[3], labels[0] if labels else "", root, time, algbw, busbw)
 
 
 def from_json(text: str, name: str) -> Bench:

@@ -121,23 +121,23 @@ class Bench(Described):
     @property
     def hosts(self) -> dict[str, list[int]]:
         """Ranks by host, in the order of their first rank."""
-        found: dict[str, list[int]] = {}
+        by_host: dict[str, list[int]] = {}
         for info in sorted(self.ranks, key=lambda info: info.rank):
-            found.setdefault(info.host, []).append(info.rank)
-        return found
+            by_host.setdefault(info.host, []).append(info.rank)
+        return by_host
 
     def load(self) -> list[str]:
         """A sentence for each host that other processes kept busy."""
-        found = []
+        files = []
         for host, ranks in self.hosts.items():
             detected = self.topology.get(host)
             busy = detected.get("busy_cores", 0.0) if isinstance(detected, dict) else 0.0
             cores = next((info.cores for info in self.ranks if info.rank == ranks[0]), 0)
             if isinstance(busy, float) and cores and busy > IDLE_SHARE * cores:
-                found.append(
+                files.append(
                     f"{host} was busy: other processes used {busy:.1f} of {cores} cores before the measurements"
                 )
-        return found
+        return files
 
     def write(self, path: str | Path) -> Path:
         """Write the result as JSON."""

@@ -61,11 +61,11 @@ class NetworkVerdict:
 
 def verdicts(levels: list[FoundLevel], expected: Cluster, bench: Bench) -> list[NetworkVerdict]:
     """One verdict for each measured level that the expected cluster has a link for."""
-    found = []
+    lines = []
     for k, level in enumerate(levels):
         link = matching_level(level, k, levels, expected, len(bench.hosts))
         if link is None:
-            found.append(
+            lines.append(
                 NetworkVerdict(
                     level.name, "", level.line.bandwidth, 0.0, level.line.alpha, 0.0, tuple(slow_causes(level))
                 )
@@ -78,8 +78,8 @@ def verdicts(levels: list[FoundLevel], expected: Cluster, bench: Bench) -> list[
             level.name, link.link.name, rate, expected_rate, level.line.alpha, link.link.library_hop + call
         )
         causes = (*slow_causes(level), *causes_of(one, level, link, bench, inside, call))
-        found.append(replace(one, causes=causes))
-    return found
+        lines.append(replace(one, causes=causes))
+    return lines
 
 
 def call_seconds(expected: Cluster, inside: bool) -> float:
@@ -132,7 +132,7 @@ def causes_of(
 def network_causes(verdict: NetworkVerdict, bench: Bench, call: float) -> Iterable[str]:
     reports = [report for report in bench.topology.values() if isinstance(report, dict)]
     rdma = any(report.get("rdma") for report in reports)
-    found = False
+    has_cause = False
     for name, rate in sorted(interface_rates(reports).items(), key=lambda item: item[1]):
         faster = {n: r for n, r in interface_rates(reports).items() if r > 1.5 * rate}
         if rate / CLOSE <= verdict.rate <= rate * CLOSE and (faster or rdma):
@@ -141,7 +141,7 @@ def network_causes(verdict: NetworkVerdict, bench: Bench, call: float) -> Iterab
                 f"wrong interface: {format_rate(verdict.rate)} is the rate of {name}, and {better} "
                 "(set NCCL_SOCKET_IFNAME, NCCL_IB_HCA or GLOO_SOCKET_IFNAME)"
             )
-            found = True
+            has_cause = True
     if verdict.latency - call > TCP_LATENCY > verdict.expected_latency - call:
         why = (
             "no RDMA device was found"
@@ -149,8 +149,8 @@ def network_causes(verdict: NetworkVerdict, bench: Bench, call: float) -> Iterab
             else "an RDMA device is there (NCCL_IB_DISABLE, GPUDirect, container devices)"
         )
         yield f"TCP instead of RDMA: a message takes {format_seconds(verdict.latency)}; {why}"
-        found = True
-    if not found and verdict.factor > NORMAL:
+        has_cause = True
+    if not has_cause and verdict.factor > NORMAL:
         yield "other traffic on the network, an oversubscribed switch, or a link that negotiated a lower rate"
 
 

@@ -223,11 +223,11 @@ def run_command(name: str, arguments: list[str]) -> int:
 
 def without_far_words(message: str) -> tuple[str, str]:
     """A message about an unknown option or command without the parser's suggestions, and the one of them that is near (`errors.nearest`)."""
-    found = re.match(r"No such (?:option|command):? '?(-*)([\w-]+)'?", message)
-    if found is None:
+    match = re.match(r"No such (?:option|command):? '?(-*)([\w-]+)'?", message)
+    if match is None:
         return message, ""
-    near = nearest(found[2], re.findall(r"[a-z][\w-]*", message[found.end() :]))
-    return found[0], f"{found[1]}{near}" if near else ""
+    near = nearest(match[2], re.findall(r"[a-z][\w-]*", message[match.end() :]))
+    return match[0], f"{match[1]}{near}" if near else ""
 
 
 def in_plain_words(message: str) -> str:
@@ -314,9 +314,9 @@ def stdout_failed(error: OSError) -> int:
     """Report that stdout (or the file in `error`) cannot be written. Files that commands write are named by
     `describe.files.write_text`; what arrives here without a name is stdout."""
     discard_stdout()
-    found = cannot_write(error.filename or "standard output", error)
-    print_error(found, as_json=False)  # as JSON it would go to the stream that has just failed
-    return found.exit_code
+    failure = cannot_write(error.filename or "standard output", error)
+    print_error(failure, as_json=False)  # as JSON it would go to the stream that has just failed
+    return failure.exit_code
 
 
 def print_error(error: MeshwrightError, as_json: bool) -> None:

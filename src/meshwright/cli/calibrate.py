@@ -29,8 +29,8 @@ def command(
     from meshwright.errors import MeshwrightError
 
     writable(out)
-    given = [bool(files), bool(runs), bool(from_run)]
-    if sum(given) > 1:
+    sources = [bool(files), bool(runs), bool(from_run)]
+    if sum(sources) > 1:
         raise MeshwrightError(
             "MW-CLI-003", "FILE, --runs and --from-run cannot be combined", fix="run calibrate once for each"
         )
@@ -83,12 +83,12 @@ def fit_stacks(runs: str, out: str, as_json: bool) -> None:
 
     table = accuracy.runs() if runs == "published" else list(rows.read(runs))
     with patient("fitting"):
-        found = left_out.leave_out(left_out.enough(predict_rows(table, respond=left_out.responding(table))))
-        unnamed = left_out.without_stacks(found.runs)
-    bands = band_rules.bands(found, unnamed)
+        result = left_out.leave_out(left_out.enough(predict_rows(table, respond=left_out.responding(table))))
+        unnamed = left_out.without_stacks(result.runs)
+    bands = band_rules.bands(result, unnamed)
     if out:
-        write_text(out, accuracy.to_toml(found.fit, bands))
-    scores = left_out.scores(found)
+        write_text(out, accuracy.to_toml(result.fit, bands))
+    scores = left_out.scores(result)
     overall = left_out.macro_scores(scores)
     if as_json:
         show_json(
@@ -96,11 +96,11 @@ def fit_stacks(runs: str, out: str, as_json: bool) -> None:
                 "overall": left_out.finite_or_none(overall),
                 "sources": {name: s.as_dict() for name, s in scores.items()},
                 "bands": {level: band.__dict__ for level, band in bands.items()},
-                "stacks": accuracy.stack_numbers(found.fit),
+                "stacks": accuracy.stack_numbers(result.fit),
             }
         )
         return
-    show(view.unseen_table(scores, overall), "", view.bands_table(bands), "", view.stacks_table(found.fit))
+    show(view.unseen_table(scores, overall), "", view.bands_table(bands), "", view.stacks_table(result.fit))
     if out:
         print(f"numbers written to {out}")
 

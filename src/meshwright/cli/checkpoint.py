@@ -73,18 +73,18 @@ def prune_command(
     from meshwright.training.checkpoint.manifest import check_files, read_manifest
     from meshwright.view.tables import show, show_json
 
-    found = checkpoints_in(source)
-    if found == [source]:
+    checkpoints = checkpoints_in(source)
+    if checkpoints == [source]:
         raise MeshwrightError(
             "MW-CKPT-001", f"'{source}' is one checkpoint", why="prune needs a run folder or a folder of checkpoints"
         )
-    check_files(found[-1], read_manifest(found[-1]))
-    doomed = found[:-keep] if dry_run else prune(found[0].parent, keep)
+    check_files(checkpoints[-1], read_manifest(checkpoints[-1]))
+    doomed = checkpoints[:-keep] if dry_run else prune(checkpoints[0].parent, keep)
     if json:
         show_json({"deleted": [str(path) for path in doomed], "dry_run": dry_run})
     else:
         done = "would be deleted" if dry_run else "deleted"
-        show(*(f"{path.name} {done}" for path in doomed), f"{len(found) - len(doomed)} kept")
+        show(*(f"{path.name} {done}" for path in doomed), f"{len(checkpoints) - len(doomed)} kept")
 
 
 @command.command("convert")

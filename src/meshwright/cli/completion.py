@@ -49,10 +49,14 @@ def vocabulary() -> dict[str, list[str]]:
 def bash_script(words: dict[str, list[str]], zsh: bool = False) -> str:
     """A function for `complete`. zsh runs it through bashcompinit."""
     cases = "\n".join(
-        f"        '{path}') words='{' '.join(found)}' ;;" for path, found in words.items() if not path.startswith("--")
+        f"        '{path}') words='{' '.join(options)}' ;;"
+        for path, options in words.items()
+        if not path.startswith("--")
     )
     values = "\n".join(
-        f"        {option}) words='{' '.join(found)}' ;;" for option, found in words.items() if option.startswith("--")
+        f"        {option}) words='{' '.join(options)}' ;;"
+        for option, options in words.items()
+        if option.startswith("--")
     )
     start = "autoload -U +X compinit && compinit && autoload -U +X bashcompinit && bashcompinit\n" if zsh else ""
     return f"""{start}_meshwright() {{
@@ -79,13 +83,13 @@ def fish_script(words: dict[str, list[str]]) -> str:
     lines = [
         "complete -c meshwright -n __fish_use_subcommand -a '" + " ".join(w for w in words[""] if w[0] != "-") + "'"
     ]
-    for path, found in words.items():
+    for path, options in words.items():
         parts = path.split()
         if not parts or path.startswith("--"):
             continue
         condition = " ; and ".join(f"__fish_seen_subcommand_from {part}" for part in parts)
-        plain = " ".join(w for w in found if not w.startswith("-"))
+        plain = " ".join(w for w in options if not w.startswith("-"))
         if plain:
             lines.append(f"complete -c meshwright -n '{condition}' -a '{plain}'")
-        lines += [f"complete -c meshwright -n '{condition}' -l {w[2:]}" for w in found if w.startswith("--")]
+        lines += [f"complete -c meshwright -n '{condition}' -l {w[2:]}" for w in options if w.startswith("--")]
     return "\n".join(lines)

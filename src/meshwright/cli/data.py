@@ -36,7 +36,7 @@ def prepare_command(
     from meshwright.training.data.prepare.run import prepare
     from meshwright.view.tables import show, show_json
 
-    with progress(kept=out / "partial") as listen:
+    with progress(partial=out / "partial") as listen:
         prepare(
             sources,
             out,
@@ -49,11 +49,11 @@ def prepare_command(
             workers=workers,
             listen=listen,
         )
-    found = contents(out)
+    summary = contents(out)
     if json:
-        show_json(found)
+        show_json(summary)
     else:
-        show(page(found), f'[dim]written to {out}; use it with [/][bold]\\[data] path = "{out}"[/]')
+        show(page(summary), f'[dim]written to {out}; use it with [/][bold]\\[data] path = "{out}"[/]')
 
 
 @command.command("show")
@@ -75,12 +75,12 @@ def show_command(
         check_offsets(file)
         if file.header is not None:
             verify_hashes(path)
-    found = contents(path, samples, tokenizer)
-    show_json(found) if json else show(page(found))
+    summary = contents(path, samples, tokenizer)
+    show_json(summary) if json else show(page(summary))
 
 
 @contextmanager
-def progress(kept: Path) -> Iterator[Callable[[int, int], None]]:
+def progress(partial: Path) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr with rate and time left; lines where there is no terminal. If the work is interrupted, say what
     was kept."""
     from rich.console import Console
@@ -110,6 +110,6 @@ def progress(kept: Path) -> Iterator[Callable[[int, int], None]]:
         with bar:
             yield listen
     except (KeyboardInterrupt, SystemExit):
-        if kept.is_dir():
+        if partial.is_dir():
             print("Interrupted. Finished parts are kept: the same command continues.", file=sys.stderr)
         raise

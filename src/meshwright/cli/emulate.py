@@ -36,11 +36,11 @@ def up_command(
     topology = Topology(nodes, ranks_per_node, rate, delay, oversubscription, nodes_per_switch)
     emulation = Emulation(topology, name, links)
     with patient("making and measuring links", measurable=False):
-        found = bring_up(emulation, measured)
+        rows = bring_up(emulation, measured)
     if json:
-        show_json(page.as_json(emulation, found))
+        show_json(page.as_json(emulation, rows))
     else:
-        show(page.page(emulation, found))
+        show(page.page(emulation, rows))
 
 
 @command.command("run", context_settings={**HELP_NAMES, "allow_interspersed_args": False})
@@ -80,15 +80,15 @@ def status_command(
     from meshwright.comm.emulate.emulation import find
     from meshwright.view.tables import show, show_json
 
-    found = []
+    states = []
     for each in [name] if name else state.names():
         emulation, _ = find(each)
         with patient("measuring links", measurable=False):
-            found.append((emulation, emulation.measure() if measured else None))
+            states.append((emulation, emulation.measure() if measured else None))
     if json:
-        show_json([page.as_json(*each) for each in found])
+        show_json([page.as_json(*each) for each in states])
     else:
-        show(*(page.page(*each) for each in found) if found else ("No emulation is up.",))
+        show(*(page.page(*each) for each in states) if states else ("No emulation is up.",))
 
 
 @command.command("down")

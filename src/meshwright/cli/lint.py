@@ -80,11 +80,11 @@ def lint_recipes(file: str, as_json: bool) -> None:
     from meshwright.interop.recipes import rows
     from meshwright.planner.advice.lint.recipes import judge
 
-    given, verdicts = list(rows(file)), []
+    recipes_read, verdicts = list(rows(file)), []
     with patient("checking recipes") as progress:
-        for row in given:
+        for row in recipes_read:
             verdicts.append(judge(row))
-            progress(len(verdicts) / len(given))
+            progress(len(verdicts) / len(recipes_read))
     if as_json:
         import json
 

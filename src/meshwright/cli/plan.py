@@ -160,17 +160,17 @@ class UserPlan:
 
 def check_given(context: typer.Context) -> None:
     """Raise if an option has no value, or is combined with --case, which sets model, cluster and plan."""
-    given = [
+    typed = [
         p
         for p in context.command.params
         if (s := context.get_parameter_source(p.name or "")) and s.name == "COMMANDLINE"
     ]
-    for parameter in given:
+    for parameter in typed:
         if context.params[parameter.name or ""] == "":
             name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name
             raise MeshwrightError("MW-CLI-003", f"{name} is empty", fix=f"drop {name}, or give it a value")
     if context.params["case"]:
-        extra_options = [p.opts[0] for p in given if p.name not in ("case", "as_json")]
+        extra_options = [p.opts[0] for p in typed if p.name not in ("case", "as_json")]
         if extra_options:
             raise MeshwrightError(
                 "MW-CLI-003",
@@ -269,9 +269,9 @@ def findings(result: Any) -> Any:
     from meshwright.view.lint import finding_block
 
     e = result.estimate
-    found = lint.check(e.config, e)
-    if not found:
+    problems = lint.check(e.config, e)
+    if not problems:
         return "[dim]lint: no anti-pattern in the winner[/]"
     from rich.console import Group
 
-    return Group("[bold]Findings of lint for the winner[/]", *map(finding_block, lint.justify(found, e)))
+    return Group("[bold]Findings of lint for the winner[/]", *map(finding_block, lint.justify(problems, e)))

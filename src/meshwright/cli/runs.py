@@ -19,14 +19,14 @@ def command(
     from meshwright.view.tables import console, show, show_json
 
     places = places or [Path("runs")]
-    found = find_runs(places)
+    folders = find_runs(places)
     if watch:
         from meshwright.view.watch import watch_run
 
-        watch_run(found)
+        watch_run(folders)
     elif as_json:
-        show_json({"runs": [summary(folder) for folder in found]})
+        show_json({"runs": [summary(folder) for folder in folders]})
     elif len(places) > 1 and all(map(is_run, places)):
         show(comparison(places))
     else:
-        show(listing([summary(folder) for folder in found], console().width))
+        show(listing([summary(folder) for folder in folders], console().width))

@@ -120,11 +120,11 @@ def check_only(config: Config, device: str, backend: str, folder: Path, as_json:
     from meshwright.training.dry_run import dry_run
     from meshwright.view.tables import show, show_json
 
-    found = dry_run(config, config.run.steps, config.run.seed, device, backend, folder)
-    if found is not None and as_json:
-        show_json(dict(found))
-    elif found is not None:
-        show(*(f"{what:<14} {result}" for what, result in found), "Nothing was written.")
+    checked = dry_run(config, config.run.steps, config.run.seed, device, backend, folder)
+    if checked is not None and as_json:
+        show_json(dict(checked))
+    elif checked is not None:
+        show(*(f"{what:<14} {result}" for what, result in checked), "Nothing was written.")
 
 
 def train_and_show(

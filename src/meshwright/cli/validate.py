@@ -53,16 +53,16 @@ def command(
     famous = list(rows.read(str(files("meshwright.calibrate.runs").joinpath("headline.csv")))) if headline else []
     chosen, crashed = chosen_rows(runs, failed, headline and not markdown)
     with patient("predicting") as progress:
-        found = assess(chosen, famous, crashed, progress, unnamed=bool(html or markdown or as_json))
+        accuracy = assess(chosen, famous, crashed, progress, unnamed=bool(html or markdown or as_json))
     if html:
         from meshwright.describe.files import write_text
         from meshwright.view.page.sheet import accuracy_sheet
 
-        write_text(html, accuracy_sheet(found))
+        write_text(html, accuracy_sheet(accuracy))
     if markdown:
         from meshwright.describe.files import write_text
 
-        if found.left_out is None:
+        if accuracy.left_out is None:
             raise MeshwrightError(
                 "MW-VAL-003",
                 "no source can be left out",
@@ -70,13 +70,13 @@ def command(
             )
         from meshwright.view.accuracy_markdown import document
 
-        write_text(markdown, document(found))
+        write_text(markdown, document(accuracy))
     if as_json:
-        show_json(found.as_dict())
+        show_json(accuracy.as_dict())
         return
     from meshwright.view import validate as view
 
-    show(*view.page(found, columns, by))
+    show(*view.page(accuracy, columns, by))
 
 
 def chosen_rows(runs: str, failed: str, only_headline: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:

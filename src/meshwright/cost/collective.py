@@ -42,8 +42,8 @@ def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> ChosenProg
     rings = ring_rates(cluster, size, per_node, lambda unit: np.minimum(size, unit))
     group = Group.of(size, per_node, level, [cluster.device_bandwidth(top)], rings)
     size, root = np.array([float(n)]), np.sqrt([float(n)])
-    found = curves(cluster, operation, group)
-    best = min(found, key=lambda curve: float(curve.time(size, root)[0]))
+    candidates = curves(cluster, operation, group)
+    best = min(candidates, key=lambda curve: float(curve.time(size, root)[0]))
     segments = int(best.segments(size)[0]) if isinstance(best, SwitchCurve | TreeCurve) else 1
     return ChosenProgram(best.algorithm, segments, float(best.walked(size)[0]), float(best.time(size, root)[0]))
 
@@ -103,11 +103,11 @@ class CollectiveTimes:
         curve = min(self._curves_of(op), key=lambda curve: float(curve.improve(n, np.sqrt(n), no_time)[at]))
         inside, outside = curve.shares(int(curve.group.of_plan[at]))
         size = float(self.batch.full(n)[at])
-        found = {0: inside * size}
+        by_level = {0: inside * size}
         if outside:
             level = self.level(op.axis, at)
-            found[level] = found.get(level, 0.0) + outside * size
-        return found
+            by_level[level] = by_level.get(level, 0.0) + outside * size
+        return by_level
 
     def nodes(self, axis: str) -> Column:
         """Number of nodes that a group of an axis spans, by plan."""

@@ -226,5 +226,5 @@ def curves(cluster: Cluster, operation: str, group: Group) -> list[Curve]:
     names = library.algorithms(cluster, operation)
     if not names:
         raise unknown("MW-PROG-005", "collective of a library", operation, sorted(library.RINGS | {"all-reduce": ()}))
-    found = [CURVES.get(name, Curve)(cluster, operation, name, group) for name in names]
-    return [curve for curve in found if present(curve.available)]
+    candidates = [CURVES.get(name, Curve)(cluster, operation, name, group) for name in names]
+    return [curve for curve in candidates if present(curve.available)]

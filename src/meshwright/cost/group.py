@@ -39,10 +39,10 @@ class Group(NamedTuple):
         if key.max() < LARGEST_TABLE and all((np.floor(x) == x).all() for x in (ranks, per_node)):
             first = np.full(int(key.max()) + 1, -1)  # for each key, the index of a plan with this key
             first[key] = np.arange(len(key))
-            found = np.flatnonzero(first >= 0)
+            levels = np.flatnonzero(first >= 0)
             shape_index = np.empty_like(first)
-            shape_index[found] = np.arange(len(found))
-            first, of_plan = first[found], shape_index[key]
+            shape_index[levels] = np.arange(len(levels))
+            first, of_plan = first[levels], shape_index[key]
         else:
             columns = np.stack(np.broadcast_arrays(ranks, per_node, level))
             _, first, of_plan = np.unique(columns, axis=1, return_index=True, return_inverse=True)
@@ -54,8 +54,8 @@ class Group(NamedTuple):
     @classmethod
     def _of_rings(cls, ranks: Column, per_node: Column, level: Column, rates: list[float], ring_rates: Column) -> Group:
         columns = np.stack(np.broadcast_arrays(ranks, per_node, np.array(rates)[level], ring_rates))
-        found, of_plan = np.unique(columns, axis=1, return_inverse=True)
-        return cls(found[0], found[1], found[0] / found[1], found[2], found[3], of_plan.ravel())
+        rings, of_plan = np.unique(columns, axis=1, return_inverse=True)
+        return cls(rings[0], rings[1], rings[0] / rings[1], rings[2], rings[3], of_plan.ravel())
 
 
 def ring_rates(cluster: Cluster, size: Column, per_node: Column, members: Callable[[int], Column]) -> Column | None:
@@ -68,8 +68,8 @@ def ring_rates(cluster: Cluster, size: Column, per_node: Column, members: Callab
     rates = [cluster.device_bandwidth(k) for k in range(1, len(cluster.levels))]
     if len(set(rates)) < 2:
         return None
-    found = np.full(np.shape(size), rates[0])
+    out = np.full(np.shape(size), rates[0])
     for rate, span in zip(rates[1:], cluster.spans[1:], strict=False):
         inside = members(span)
-        found = np.where(inside < size, np.minimum(found, rate * inside / per_node), found)
-    return found
+        out = np.where(inside < size, np.minimum(out, rate * inside / per_node), out)
+    return out

@@ -29,7 +29,7 @@ from meshwright.lower.program import AFTER_LAYERS, Array, Column, RankProgram, S
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
 
-def state_memory(program: StepProgram, held: RankProgram) -> dict[str, Array]:
+def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     """Parameters, gradients and optimizer states on this rank, in bytes."""
     b = program.batch
     out: dict[str, Array] = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
@@ -47,9 +47,9 @@ def state_memory(program: StepProgram, held: RankProgram) -> dict[str, Array]:
     )
     # Compression keeps the unsent part of the gradient (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
     error_feedback = COMPRESSIONS.column("keeps_error")[b.compression] * b.grad_bytes
-    for group, count in held.elements.items():
+    for group, count in rank.elements.items():
         shard = b.size(DATA_AXES[group].shard)
-        share = held.padded[group] / shard  # elements on the fullest rank
+        share = rank.padded[group] / shard  # elements on the fullest rank
         out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
         out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
@@ -57,16 +57,16 @@ def state_memory(program: StepProgram, held: RankProgram) -> dict[str, Array]:
         out["gradients"] += count * (unfused + (error_feedback + twice) * (b.size("dp_cp") > 1))
         states = master + b.workload.state_copies * b.state_bytes + (b.average_bytes if b.workload.ema else 0.0)
         out["optimizer"] += on_device * states * np.where(b.zero >= 1, share, count)
-        if group in held.by_muon:  # other parameters have Adam's second moment as well
-            before, after = held.by_muon[group]
+        if group in rank.by_muon:  # other parameters have Adam's second moment as well
+            before, after = rank.by_muon[group]
             out["optimizer"] += on_device * b.state_bytes * np.where(b.zero >= 1, share - after, count - before)
     if b.stack.fp8_passes and b.workload.precision == "fp8":
         layers = [kind for kind in program.parameters if kind in b.model.kinds]
         if b.workload.scaling == "tensor":  # weights of layers in fp8, and transposed
-            kept = sum(held.counts[kind] * program.parameters[kind]["dense"] for kind in layers)
-            out["parameters"] += 2.0 * np.where((b.zero == 0) & (b.tp == 1), kept, 0.0)
+            layer_elements = sum(rank.counts[kind] * program.parameters[kind]["dense"] for kind in layers)
+            out["parameters"] += 2.0 * np.where((b.zero == 0) & (b.tp == 1), layer_elements, 0.0)
         for group, axes in DATA_AXES.items() if b.gathers_fp8 else ():  # the shards in fp8, as they are sent
-            sent = sum(held.counts[kind] * program.loads[kind][group].fp8 for kind in layers)
+            sent = sum(rank.counts[kind] * program.loads[kind][group].fp8 for kind in layers)
             out["parameters"] += np.where(b.gathers_fp8_weights(group), sent / b.size(axes.shard), 0.0)
     return out
 
@@ -99,13 +99,13 @@ def fullest(moments: list[Moment]) -> Moment:
     return reduce(fuller, moments)
 
 
-def loss_moment(program: StepProgram, held: RankProgram) -> Moment:
+def loss_moment(program: StepProgram, rank: RankProgram) -> Moment:
     """Memory of the loss alone. The head's backward directly follows its forward, so its logits are freed after each micro-batch and before any
     layer runs backward."""
     head = sum(
-        held.counts[block] * sum(program.saved[block].values()) for block in AFTER_LAYERS if block in program.saved
+        rank.counts[block] * sum(program.saved[block].values()) for block in AFTER_LAYERS if block in program.saved
     )
-    return Moment(head, held.counts["head"] * _loss_bytes(program))
+    return Moment(head, rank.counts["head"] * _loss_bytes(program))
 
 
 def layer_moment(program: StepProgram) -> Moment:
@@ -125,13 +125,13 @@ def layer_moment(program: StepProgram) -> Moment:
     return Moment(np.where(b.reruns_layers, program.transient, 0.0), flow)
 
 
-def reduction_moments(program: StepProgram, held: RankProgram) -> list[Moment]:
+def reduction_moments(program: StepProgram, rank: RankProgram) -> list[Moment]:
     """Memory of reductions of ZeRO units, where each micro-batch is reduced: at the end of a layer the gradients of the unit and the copy that is
     sent, and in the next layer still that copy. The tensors that the reduced layer saved are freed by then."""
     b = program.batch
     on = (b.zero >= 2) & b.reduce_each & (b.size("shard_cp") > 1)
-    unit = _largest(program, held, {block: groups["dense"].held for block, groups in program.loads.items()}) * b.wrap
-    freed = held.kept / np.maximum(sum(held.counts[kind] for kind in b.model.kinds), 1.0)
+    unit = _largest(program, rank, {block: groups["dense"].held for block, groups in program.loads.items()}) * b.wrap
+    freed = rank.kept / np.maximum(sum(rank.counts[kind] for kind in b.model.kinds), 1.0)
     layer, flow = layer_moment(program), 2 * b.tokens * b.model.hidden * program.element
     moments = [
         Moment(-freed, flow + unit * (b.param_bytes + b.comm_bytes)),
@@ -140,25 +140,25 @@ def reduction_moments(program: StepProgram, held: RankProgram) -> list[Moment]:
     return [Moment(np.where(on, m.saved, 0.0), np.where(on, m.working, 0.0)) for m in moments]
 
 
-def _largest(program: StepProgram, held: RankProgram, sizes: dict[str, Array]) -> Array:
+def _largest(program: StepProgram, rank: RankProgram, sizes: dict[str, Array]) -> Array:
     """The largest of some sizes by block, among the blocks of a rank."""
-    here = (np.minimum(held.counts[block], 1.0) * size for block, size in sizes.items())
+    here = (np.minimum(rank.counts[block], 1.0) * size for block, size in sizes.items())
     return np.maximum.reduce([program.batch.full(size) for size in here])
 
 
-def temporary_memory(program: StepProgram, held: RankProgram) -> tuple[Array, Array]:
+def temporary_memory(program: StepProgram, rank: RankProgram) -> tuple[Array, Array]:
     """Return saved and working bytes that only one part of backward needs: the larger of the loss and of one layer."""
     b = program.batch
     if b.model.kind == "counts":
         layer = np.where(b.reruns_layers, program.transient, 0.0)
-        return loss_moment(program, held).saved + layer, np.zeros(b.n)
-    moments = [layer_moment(program), loss_moment(program, held)]
-    moments += reduction_moments(program, held) if b.stack.gradient_views and present(b.zero >= 2) else []
-    found = fullest(moments)
-    return found.saved, found.working
+        return loss_moment(program, rank).saved + layer, np.zeros(b.n)
+    moments = [layer_moment(program), loss_moment(program, rank)]
+    moments += reduction_moments(program, rank) if b.stack.gradient_views and present(b.zero >= 2) else []
+    peak = fullest(moments)
+    return peak.saved, peak.working
 
 
-def lazy_moment(program: StepProgram, held: RankProgram, gradients: Array) -> Moment:
+def lazy_moment(program: StepProgram, rank: RankProgram, gradients: Array) -> Moment:
     """The fullest moment of a backward that allocates gradients when they are computed.
 
     From layer to layer activations shrink and gradients grow, both linearly, so the fullest layer is the last one or the first one of the model:
@@ -169,19 +169,19 @@ def lazy_moment(program: StepProgram, held: RankProgram, gradients: Array) -> Mo
         update        no activations, all gradients
     """
     b = program.batch
-    kept, loss, layer = held.kept, loss_moment(program, held), layer_moment(program)
-    counts = {block: held.counts[block] for block in program.parameters}
+    saved, loss, layer = rank.kept, loss_moment(program, rank), layer_moment(program)
+    counts = {block: rank.counts[block] for block in program.parameters}
     sizes = {block: counts[block] * sum(program.parameters[block].values()) for block in counts}
     share = {block: gradients * size / sum(sizes.values()) for block, size in sizes.items()}
     head = sum((share[block] for block in AFTER_LAYERS if block in share), np.zeros(b.n))
     layers = [block for block in counts if block in b.model.kinds]
     number = np.maximum(sum(counts[block] for block in layers), 1.0)
-    one = np.where(b.offload_activations, kept, kept / number)
+    one = np.where(b.offload_activations, saved, saved / number)
     after_first = head + sum(share[block] for block in layers) * (1 - 1 / number)
     return fullest(
         [
-            Moment(kept + loss.saved, loss.working, np.zeros(b.n)),
-            Moment(kept + layer.saved, layer.working, head),
+            Moment(saved + loss.saved, loss.working, np.zeros(b.n)),
+            Moment(saved + layer.saved, layer.working, head),
             Moment(one + layer.saved, layer.working, after_first),
             Moment(np.zeros(b.n), np.zeros(b.n), gradients),
         ]
@@ -205,71 +205,71 @@ def _loss_bytes(program: StepProgram) -> Array:
     return loss
 
 
-def bucket_memory(program: StepProgram, held: RankProgram) -> Array:
+def bucket_memory(program: StepProgram, rank: RankProgram) -> Array:
     """Two communication buckets, together no larger than all gradients. The buckets of a flat gradient buffer are parts of it."""
     b = program.batch
     if b.stack.flat_shards or b.stack.gradient_views:
         return np.zeros(b.n)
-    gradients = sum(held.elements.values()) * b.comm_bytes
+    gradients = sum(rank.elements.values()) * b.comm_bytes
     return np.where(b.dp > 1, np.minimum(2 * np.minimum(b.bucket, 1e9), gradients), 0.0)
 
 
-def message_memory(program: StepProgram, held: RankProgram) -> Array:
+def message_memory(program: StepProgram, rank: RankProgram) -> Array:
     """Memory of the messages of a step in torch's pipeline: a receive buffer for each of them, and what was sent until the step has ended. The
     received inputs of micro-batches in flight are among the tensors saved for backward."""
     b = program.batch
     if not (b.stack.torch_pipeline and present(b.pp > 1)):
         return np.zeros(b.n)
-    (activations, on), (_, back), *_ = held.sends
-    return activations.message_bytes * np.maximum(2 * b.rounds * (on + back) - held.in_flight * back, 0.0)
+    (activations, on), (_, back), *_ = rank.sends
+    return activations.message_bytes * np.maximum(2 * b.rounds * (on + back) - rank.in_flight * back, 0.0)
 
 
-def _add_compression(program: StepProgram, held: RankProgram, out: dict[str, Array]) -> None:
+def _add_compression(program: StepProgram, rank: RankProgram, out: dict[str, Array]) -> None:
     """Raise the working memory to what compressors need: the buffers of one message during backward, those of all messages when
     backward has freed its activations."""
-    together, largest = held.compression
-    out["working"] = out["working"] + np.maximum(largest - bucket_memory(program, held), 0.0)
+    together, largest = rank.compression
+    out["working"] = out["working"] + np.maximum(largest - bucket_memory(program, rank), 0.0)
     live = out["activations"] + out["gathered"] + out["working"]
     out["working"] = out["working"] + np.maximum(together - live, 0.0)
 
 
-def gathered_memory(program: StepProgram, held: RankProgram) -> Array:
+def gathered_memory(program: StepProgram, rank: RankProgram) -> Array:
     """ZeRO-3: the gathered weights of the running layer and the prefetched one (of all layers if forward does not free them), and the
     unsharded gradient of one layer before its reduce-scatter."""
     b = program.batch
     if not present(b.zero == 3):
         return np.zeros(b.n)
 
-    largest, copies = _largest(program, held, program.gathered), np.where(b.prefetch, 2.0, 1.0)
-    grads = _largest(program, held, program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes)
+    largest, copies = _largest(program, rank, program.gathered), np.where(b.prefetch, 2.0, 1.0)
+    grads = _largest(program, rank, program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes)
     grads = 0.0 if b.stack.gradient_views else grads  # `reduction_moments` have them
     units = copies * largest
     if (
         b.stack.gradient_views and b.model.tied
     ):  # the ends of the model are one unit, which stays gathered in the whole backward
-        both = held.counts["embedding"] * held.counts["head"] * program.gathered["embedding"]
+        both = rank.counts["embedding"] * rank.counts["head"] * program.gathered["embedding"]
         units = units + np.where(both < largest, both, 0.0)
-    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(units, held.gathered), held.gathered) + grads, 0.0)
+    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(units, rank.gathered), rank.gathered) + grads, 0.0)
 
 
-def memory(program: StepProgram, held: RankProgram) -> dict[str, Array]:
+def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     """Peak bytes of one rank by part; they sum to the peak."""
     b = program.batch
-    out = state_memory(program, held)
-    saved, working = temporary_memory(program, held)
-    out["activations"] = held.kept + saved
-    out["gathered"] = gathered_memory(program, held)
-    out["working"] = working + bucket_memory(program, held) + message_memory(program, held) + b.stack.workspace
+    out = state_memory(program, rank)
+    saved, working = temporary_memory(program, rank)
+    out["activations"] = rank.kept + saved
+    out["gathered"] = gathered_memory(program, rank)
+    out["working"] = working + bucket_memory(program, rank) + message_memory(program, rank) + b.stack.workspace
     if b.compresses:
-        _add_compression(program, held, out)
+        _add_compression(program, rank, out)
     if program.matrices:  # Muon: its buffers take the place of activations, which are freed by then
         live = out["activations"] + out["gathered"] + out["working"]
-        out["working"] = out["working"] + np.maximum(held.matrix_buffers - live, 0.0)
+        out["working"] = out["working"] + np.maximum(rank.matrix_buffers - live, 0.0)
     if b.stack.lazy_gradients and b.model.kind != "counts":
-        lazy, found = (b.microbatches == 1) & (b.size("dp_cp") == 1), lazy_moment(program, held, out["gradients"])
-        for part, size in (("activations", found.saved), ("gradients", found.gradients)):
+        lazy, lazy_peak = (b.microbatches == 1) & (b.size("dp_cp") == 1), lazy_moment(program, rank, out["gradients"])
+        for part, size in (("activations", lazy_peak.saved), ("gradients", lazy_peak.gradients)):
             out[part] = np.where(lazy, size, out[part])
-        out["working"] = np.where(lazy, out["working"] - working + found.working, out["working"])
+        out["working"] = np.where(lazy, out["working"] - working + lazy_peak.working, out["working"])
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
     out["slack"] = b.stack.allocator_slack * live

@@ -40,12 +40,12 @@ class Message:
 def step_calls(cost: StepCost) -> Iterator[tuple[Op, float]]:
     """Every collective of the slowest rank with the number of calls in a step; sends between stages are not among them."""
     program = cost.program
-    held = program.ranks[int(cost.slowest[0])]
+    rank = program.ranks[int(cost.slowest[0])]
     rounds = max(1.0, float(program.batch.microbatches[0]))
     for key, ops in program.blocks.items():
         for op in ops:
             if op.axis:
-                yield op, rounds * scalar(op.count) * scalar(held.times(*key))
+                yield op, rounds * scalar(op.count) * scalar(rank.times(*key))
     for op in program.closing:
         if op.axis and op.axis != "ends":
             yield op, scalar(op.count)
@@ -58,16 +58,16 @@ def messages(cost: StepCost, cluster: Cluster) -> list[Message]:
     rounds = max(1.0, float(program.batch.microbatches[0]))
     sends = program.ranks[int(cost.slowest[0])].sends
     calls = [*step_calls(cost), *((op, rounds * scalar(op.count) * scalar(times)) for op, times in sends)]
-    found: dict[tuple[str, str, str, float], Message] = {}
+    by_call: dict[tuple[str, str, str, float], Message] = {}
     for op, times in calls:
         size = scalar(op.message_bytes)
         ranks = int(scalar(program.batch.size(op.axis)))
         if times <= 0 or ranks < 2 or size <= 0:
             continue
         key = (op.name, op.axis, op.collective, size)
-        before = found[key].count if key in found else 0.0
-        found[key] = _message(network, op, ranks, before + times, size)
-    return sorted(found.values(), key=lambda m: -m.count * m.seconds)
+        before = by_call[key].count if key in by_call else 0.0
+        by_call[key] = _message(network, op, ranks, before + times, size)
+    return sorted(by_call.values(), key=lambda m: -m.count * m.seconds)
 
 
 def _message(network: CollectiveTimes, op: Op, ranks: int, count: float, size: float) -> Message:

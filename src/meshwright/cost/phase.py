@@ -178,13 +178,13 @@ def add(table: dict[str, Array], key: str, value: Array) -> None:
 
 
 def rank_time(
-    program: StepProgram, times: dict[tuple[str, str], PhaseTime], held: StageBlocks, boundary: Array
+    program: StepProgram, times: dict[tuple[str, str], PhaseTime], blocks: StageBlocks, boundary: Array
 ) -> RankTime:
     """Seconds of one micro-batch on one rank: each phase combines the device and the host time."""
     b = program.batch
     busy, host = ({phase: np.zeros(b.n) for phase in TIMED_AS.values()} for _ in range(2))
     for (block, phase), t in times.items():
-        runs = held.times(block, phase)
+        runs = blocks.times(block, phase)
         busy[TIMED_AS[phase]] = busy[TIMED_AS[phase]] + runs * t.busy
         host[TIMED_AS[phase]] = host[TIMED_AS[phase]] + runs * t.host
     total = {phase: together(b.stack, x, host[phase]) for phase, x in busy.items()}

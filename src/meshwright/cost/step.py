@@ -87,16 +87,16 @@ def step_cost(program: StepProgram, cluster: Cluster) -> StepCost:
     times = phase_times(program, cluster, network)
     message_ops = program.sync.get("boundary-F", []) + program.sync.get("boundary-gather", [])
     boundary = b.full(sum((op.count * network.time(op) for op in message_ops), np.zeros(b.n)))
-    held = program.ranks
-    ranks = [rank_time(program, times, h, boundary) for h in held]
+    rank_programs = program.ranks
+    ranks = [rank_time(program, times, h, boundary) for h in rank_programs]
     m = np.maximum(b.microbatches, 1.0)
 
     slowest, of_slowest = _slowest_rank(b, ranks, cluster.sharing if program.every_rank else 1.0)
-    counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
+    counts = {block: m * of_slowest([h.counts[block] for h in rank_programs]) for block in program.kinds()}
     # phases that only some blocks of a rank run
     partial_phases = {"R": b.some_recomputed, **dict.fromkeys(SPLIT_ONLY, b.splits_twice)}
     some = {
-        phase: {block: m * of_slowest([h.times(block, phase) for h in held]) for block in counts}
+        phase: {block: m * of_slowest([h.times(block, phase) for h in rank_programs]) for block in counts}
         for phase, on in partial_phases.items()
         if on
     }

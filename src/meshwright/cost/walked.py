@@ -83,7 +83,7 @@ def _mean_speed(
 
 def _exposed_gathers(cost: StepCost, n: int, at: int) -> float:
     """Exposed seconds of ZeRO-3's weight gathers in one micro-batch of the slowest rank. The stage times already include them."""
-    held = cost.program.ranks[int(cost.slowest[at])]
+    rank = cost.program.ranks[int(cost.slowest[at])]
     return sum(
-        float(np.broadcast_to(t.parts.get("dp", 0.0) * held.times(*key), n)[at]) for key, t in cost.times.items()
+        float(np.broadcast_to(t.parts.get("dp", 0.0) * rank.times(*key), n)[at]) for key, t in cost.times.items()
     )

@@ -146,7 +146,7 @@ def translate(error: ValidationError, cls: type[BaseModel], data: dict[str, Any]
         return MeshwrightError("MW-CONF-001", f"unknown key '{key[:60]}' in [{section}]", valid=known, fix=near)
     if first["type"] == "missing":
         return MeshwrightError("MW-CONF-002", f"[{section}] lacks '{place}'", why="It has no default")
-    given = shown(first.get("input"))
+    shown_value = shown(first.get("input"))
     valid = first.get("ctx", {}).get("expected", "")
     options = [v.strip(" '") for v in str(valid).replace(" or ", ",").split(",")] if valid else []
     near = nearest(str(first.get("input")), options) if options else ""
@@ -157,5 +157,5 @@ def translate(error: ValidationError, cls: type[BaseModel], data: dict[str, Any]
     else:
         fix = f"--set {section}.{place}={near}" if near and section in SECTIONS else near
     return MeshwrightError(
-        "MW-CONF-003", f"{section}.{place} = {given} is not valid", why=reason(first), valid=options, fix=fix
+        "MW-CONF-003", f"{section}.{place} = {shown_value} is not valid", why=reason(first), valid=options, fix=fix
     )

@@ -99,7 +99,7 @@ class Config(Shown):
     ) -> Self:
         """Merge names, tables or objects, one for each section."""
         draft = Draft()
-        given = {
+        sections = {
             "model": model,
             "cluster": cluster,
             "stack": stack,
@@ -110,7 +110,7 @@ class Config(Shown):
             "checkpoint": checkpoint,
             "run": run,
         }
-        for section, part in given.items():
+        for section, part in sections.items():
             if part:
                 draft.merge(section, part.as_dict() if isinstance(part, Described) else part, "given", HERE)
         return cls._resolved(draft, overrides)
@@ -436,8 +436,8 @@ def is_typical(stack: Stack) -> bool:
 def own_stack(device: str, compiled: bool = True) -> Stack:
     """Return the stack of our trainer on a kind of device: "cpu", or the name of a GPU."""
     name = "gloo-cpu" if device == "cpu" else OURS if compiled else "torch-eager"
-    found: Stack = catalog.load("stacks", name)
-    return found
+    stack: Stack = catalog.load("stacks", name)
+    return stack
 
 
 def with_own_stack(config: Config) -> Config:

@@ -87,31 +87,31 @@ class Draft:
         if base:
             self.merge_file(path.parent / base)
         lines = key_lines(text)
-        for section, given in document.items():
-            self.merge(section, given, str(path), path.parent, lines)
+        for section, part in document.items():
+            self.merge(section, part, str(path), path.parent, lines)
         self.reading = before
 
-    def merge(self, section: str, given: Any, origin: str, folder: Path, lines: dict[str, int] | None = None) -> None:
+    def merge(self, section: str, part: Any, origin: str, folder: Path, lines: dict[str, int] | None = None) -> None:
         """Merge a section: a name, or a table that may extend one."""
         if section not in SECTIONS and (owner := section_with(section)):
             raise MeshwrightError(
                 "MW-CONF-010",
                 f"in {origin}: '{section}' is not in a section",
                 why=f"It is a key of [{owner}]",
-                fix=f"[{owner}]\n{section} = {shown(given)}" if isinstance(given, int | float | str) else f"[{owner}]",
+                fix=f"[{owner}]\n{section} = {shown(part)}" if isinstance(part, int | float | str) else f"[{owner}]",
             )
         if section not in SECTIONS:
             raise unknown("MW-CONF-010", f"in {origin}: section", section, SECTIONS, "[{}]")
-        if not isinstance(given, str | dict):
+        if not isinstance(part, str | dict):
             raise MeshwrightError("MW-CONF-009", f"in {origin}: [{section}] is neither a name nor a table")
-        given = {"extends": given} if isinstance(given, str) else dict(given)
+        part = {"extends": part} if isinstance(part, str) else dict(part)
         if section in PATHS:
-            given = paths_in(given, folder, PATHS[section])
+            part = paths_in(part, folder, PATHS[section])
         source = Source(origin, lines or {})
-        if "extends" in given:
+        if "extends" in part:
             self.clear(section)
-            self.tables[section] = self._table_of(section, given.pop("extends"), section, source, folder)
-        self._overlay(self.tables.setdefault(section, {}), given, section, source)
+            self.tables[section] = self._table_of(section, part.pop("extends"), section, source, folder)
+        self._overlay(self.tables.setdefault(section, {}), part, section, source)
 
     def model_from_start(self) -> None:
         """Take the model of the Transformers folder from which the run starts, if no model is named."""
@@ -161,9 +161,9 @@ class Draft:
         self.origins.update({leaf: origin for leaf, origin in other.origins.items() if leaf.startswith(f"{section}.")})
         return table
 
-    def _overlay(self, base: dict[str, Any], given: dict[str, Any], path: str, source: Source) -> None:
-        """Merge the values of `given` into `base`, table by table."""
-        for key, value in given.items():
+    def _overlay(self, base: dict[str, Any], changes: dict[str, Any], path: str, source: Source) -> None:
+        """Merge the values of `changes` into `base`, table by table."""
+        for key, value in changes.items():
             here, old = f"{path}.{key}", base.get(key)
             if isinstance(value, dict) and "extends" not in value:
                 if isinstance(old, str) and here in NAMED:
@@ -261,15 +261,15 @@ class Draft:
         return table
 
     def _open_inside(self, table: dict[str, Any], key: str, path: str) -> None:
-        given, here = table.get(key), f"{path}.{key}"
-        given = {"extends": given} if isinstance(given, str) else given
-        if isinstance(given, dict) and "extends" in given:
+        section, here = table.get(key), f"{path}.{key}"
+        section = {"extends": section} if isinstance(section, str) else section
+        if isinstance(section, dict) and "extends" in section:
             source = Source(self.origins.pop(here, "") or self.origins.pop(f"{here}.extends", ""))
-            overrides = {inner: value for inner, value in given.items() if inner != "extends"}
+            overrides = {inner: value for inner, value in section.items() if inner != "extends"}
             origins_before = {
                 leaf: self.origins.get(leaf, source.name) for leaf, _ in leaves(overrides, here) if overrides
             }
-            table[key] = self._table_of(POSITION.sub("", here), given["extends"], here, source)
+            table[key] = self._table_of(POSITION.sub("", here), section["extends"], here, source)
             self._overlay(table[key], overrides, here, source)
             self.origins.update(origins_before)
 

@@ -119,10 +119,10 @@ def tables(kind: str) -> dict[str, dict[str, Any]]:
     if kind not in KINDS:
         raise unknown("MW-CAT-001", "catalog", kind, KINDS)
     raw = _written(kind)
-    found = {name: _resolved(name, raw) for name in raw}
+    resolved = {name: _resolved(name, raw) for name in raw}
     if kind == "stacks":
-        found = {name: {**entry, **fitted()["stacks"].get(name, {})} for name, entry in found.items()}
-    return found
+        resolved = {name: {**entry, **fitted()["stacks"].get(name, {})} for name, entry in resolved.items()}
+    return resolved
 
 
 @cache

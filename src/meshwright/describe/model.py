@@ -64,7 +64,7 @@ class Model(ModelShape):
     def layers_before(self, kind: str) -> np.ndarray:
         """For each layer, and for the end, the number of layers of a kind before it."""
         if kind not in self._layers_before:
-            self._layers_before[kind] = np.cumsum([0, *(found == kind for found in self.layer_kinds)])
+            self._layers_before[kind] = np.cumsum([0, *(one == kind for one in self.layer_kinds)])
         return self._layers_before[kind]
 
     @cached_property

@@ -103,11 +103,11 @@ class Plan(PlanFields):
         words = []
         if self.reduces_each != (self.zero >= 2):
             words.append(f"gradients reduced once per {'micro-batch' if self.reduces_each else 'step'}")
-        kept: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for name, what in (("param_dtype", "parameters"), ("grad_dtype", "gradients"), ("state_dtype", "states")):
             if getattr(self, name) != type(self).model_fields[name].default:
-                kept.setdefault(getattr(self, name), []).append(what)
-        words += [f"{' and '.join(parts)} kept in {dtype}" for dtype, parts in kept.items()]
+                names.setdefault(getattr(self, name), []).append(what)
+        words += [f"{' and '.join(parts)} kept in {dtype}" for dtype, parts in names.items()]
         if not self.master and self.param_dtype in ("fp16", "bf16"):
             words.append("no fp32 master weights")
         if self.comm_dtype and self.wire == "none" and self.comm_dtype != self.grad_dtype:

@@ -116,11 +116,11 @@ def read_json(file: Path) -> Any:
 
 def read_about(folder: Path) -> dict[str, Any]:
     """The content of run.json; empty for a folder of an earlier release."""
-    found = read_json(folder / RUN) if is_inside(folder / RUN, folder) else {}
-    if not isinstance(found, dict) or found.get("version", VERSION) != VERSION:
+    about = read_json(folder / RUN) if is_inside(folder / RUN, folder) else {}
+    if not isinstance(about, dict) or about.get("version", VERSION) != VERSION:
         why = f"This release reads version {VERSION}"
         raise MeshwrightError("MW-REP-002", f"{RUN} of {folder.name} is not a file that `train` writes", why=why)
-    return found
+    return about
 
 
 def complete_lines(file: Path, offset: int = 0) -> Iterator[bytes]:

@@ -87,11 +87,11 @@ class RopeOptions(Described):
                 fix="--set model.rope.low_freq_factor=1 --set model.rope.high_freq_factor=4",
             )
         for field in ("short_factor", "long_factor") if self.kind == "longrope" else ():
-            given = getattr(self, field)
-            if len(given) != width // 2 or not all(0 < value < math.inf for value in given):
+            setting = getattr(self, field)
+            if len(setting) != width // 2 or not all(0 < value < math.inf for value in setting):
                 raise MeshwrightError(
                     "MW-MODEL-009",
-                    f"rope.{field} has {len(given)} numbers",
+                    f"rope.{field} has {len(setting)} numbers",
                     why=f"{width} elements of each head are rotated, so longrope needs {width // 2} numbers above 0",
                     fix="--set model.rope.kind=default",
                 )
@@ -157,11 +157,11 @@ class RouterOptions(Described):
 
     def check(self, experts: int, top_k: int) -> None:
         """Raise if a token cannot choose k experts within its groups."""
-        kept = self.groups_kept or self.groups
-        if experts % self.groups or kept > self.groups or top_k > kept * (experts // self.groups):
+        groups_used = self.groups_kept or self.groups
+        if experts % self.groups or groups_used > self.groups or top_k > groups_used * (experts // self.groups):
             raise MeshwrightError(
                 "MW-MODEL-008",
-                f"top {top_k} of {experts} experts in {kept} of {self.groups} groups",
+                f"top {top_k} of {experts} experts in {groups_used} of {self.groups} groups",
                 why="Groups have equal sizes, and the groups that are kept must hold at least top_k experts",
                 fix="--set model.router.groups=1 --set model.router.groups_kept=0",
             )

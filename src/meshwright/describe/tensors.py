@@ -134,15 +134,15 @@ class ParameterBlock:
 
     def fused_matrices(self) -> list[list[LinearShape]]:
         """Group matrices that multiply the same input (query, key and value; gate and up), in order."""
-        found: list[list[LinearShape]] = []
+        groups: list[list[LinearShape]] = []
         columns: list[LinearShape] = []
         for linear in self.linears:
             if linear.style in ("row", "experts-row"):
-                found += [columns, [linear]] if columns else [[linear]]
+                groups += [columns, [linear]] if columns else [[linear]]
                 columns = []
             else:
                 columns.append(linear)
-        return [*found, columns] if columns else found
+        return [*groups, columns] if columns else groups
 
 
 def joined(kind: str, parts: Sequence[ParameterBlock]) -> ParameterBlock:

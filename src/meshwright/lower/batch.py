@@ -199,12 +199,12 @@ class Batch(PlanArrays):
     def _pipelines(self) -> list[Pipelines]:
         """The plans with a pipeline, by schedule."""
         piped = self.pp > 1
-        found = []
+        pipelines = []
         for code in distinct_codes(self.schedule[piped]):
             at = np.flatnonzero((self.schedule == code) & piped)
             pp, virtual = (x[at].astype(int) for x in (self.pp, self.virtual))
-            found.append(Pipelines(SCHEDULES.names[code], at, pp, self.rounds[at], virtual))
-        return found
+            pipelines.append(Pipelines(SCHEDULES.names[code], at, pp, self.rounds[at], virtual))
+        return pipelines
 
     @cached_property
     def partly_recomputed(self) -> PartlyRecomputed:
@@ -213,22 +213,22 @@ class Batch(PlanArrays):
         places = {key: k for k, key in enumerate(distinct)}
         row = np.array([places[id(plan)] for plan in self.some_recomputed.values()])
         shape = len(distinct), max(plan.stages for plan in distinct.values()) + 1
-        recomputed, kept = ({kind: np.zeros(shape) for kind in self.model.kinds} for _ in range(2))
+        recomputed, saved = ({kind: np.zeros(shape) for kind in self.model.kinds} for _ in range(2))
         for k, plan in enumerate(distinct.values()):
             edges = [0, *accumulate(plan.stage_layers(self.model.layers))]
             for stage, layers in enumerate(starmap(range, pairwise(edges))):
                 chosen = plan.recomputed_layers(layers)
                 for layer in layers:
-                    (recomputed if layer in chosen else kept)[self.model.layer_kinds[layer]][k, stage] += 1
-        return PartlyRecomputed(np.array(list(self.some_recomputed)), row, recomputed, kept)
+                    (recomputed if layer in chosen else saved)[self.model.layer_kinds[layer]][k, stage] += 1
+        return PartlyRecomputed(np.array(list(self.some_recomputed)), row, recomputed, saved)
 
     def _wires(self) -> list[tuple[str, Any]]:
         """Map each way to send gradients to the plans that use it: a compression, or 16 bits where messages are narrower than gradients."""
         if not self.compresses:
             return [("none", np.True_)]
-        found = [(name, self.compression == code) for code, name in self.compressions if name != "none"]
+        wires = [(name, self.compression == code) for code, name in self.compressions if name != "none"]
         narrow = self.lossy & (self.compression == 0)
-        return [(name, on) for name, on in (("none", ~self.lossy), ("bf16", narrow), *found) if on.any()]
+        return [(name, on) for name, on in (("none", ~self.lossy), ("bf16", narrow), *wires) if on.any()]
 
     @property
     def sends_factors(self) -> Any:

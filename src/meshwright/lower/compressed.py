@@ -34,7 +34,7 @@ Array = Any
 Exchanges = list[tuple[str, Any]]  # collective, bytes of the full buffer
 
 
-class Options(Protocol):
+class CompressedOptions(Protocol):
     """Options of compression of a plan, or of a batch of plans."""
 
     @property
@@ -45,7 +45,7 @@ class Options(Protocol):
     def compression_rank(self) -> Number: ...
 
 
-class CompressedPlan(Options, Protocol):
+class CompressedPlan(CompressedOptions, Protocol):
     @property
     def wire(self) -> str: ...
 
@@ -65,7 +65,7 @@ def exchanges(
 
 
 def on_the_wire(
-    options: Options,
+    options: CompressedOptions,
     wire: str,
     elements: Number,
     width: Number,
@@ -76,8 +76,8 @@ def on_the_wire(
 ) -> Exchanges:
     """(collective, bytes of the full buffer) of one message; zero bytes where a plan sends nothing."""
     request = Request(options, elements, width, ranks, scattered, factors, passed)
-    found: Exchanges = COMPRESSIONS.part(wire, "wire")(request)
-    return found
+    exchanges: Exchanges = COMPRESSIONS.part(wire, "wire")(request)
+    return exchanges
 
 
 class Request(NamedTuple):
@@ -86,7 +86,7 @@ class Request(NamedTuple):
     `factors` are the elements of PowerSGD's two sums; `passed` is how many values a threshold let pass on the fullest rank.
     """
 
-    options: Options
+    options: CompressedOptions
     elements: Number
     width: Number
     ranks: Number

@@ -61,13 +61,13 @@ def degrees(b: Batch) -> Degrees:
 def tensors(b: Batch, block: ParameterBlock) -> list[Tensor]:
     """Every parameter of a block."""
     model, d = b.model, degrees(b)
-    found: list[tuple[Parameter, Array]] = [(p, 1.0) for p in block_parameters(model, block)]
+    counted: list[tuple[Parameter, Array]] = [(p, 1.0) for p in block_parameters(model, block)]
     # A stage without the embedding has a copy of it, if the head or multi-token prediction uses it.
     if block.kind == "head" and (model.tied or model.mtp_layers) and model.kind == "transformer":
-        found.append((tied_copy(model), b.pp > 1))
+        counted.append((tied_copy(model), b.pp > 1))
     boxes: dict[tuple[str, tuple[int, ...]], tuple[list[Array], Array, Array]] = {}  # many parameters have equal shapes
     out = []
-    for p, on in found:
+    for p, on in counted:
         key = p.style, tuple(p.shape)
         if key not in boxes:
             shape = local_shape(p.style, p.shape, d)
@@ -77,40 +77,40 @@ def tensors(b: Batch, block: ParameterBlock) -> list[Tensor]:
     return out
 
 
-def parameters(b: Batch, held: list[Tensor]) -> dict[str, Array]:
+def parameters(b: Batch, block_tensors: list[Tensor]) -> dict[str, Array]:
     """Elements on one rank by group: dense ones are reduced over dp·cp, experts over expert_dp."""
-    return {group: sum((t.size for t in held if t.group == group), np.zeros(b.n)) for group in DATA_PARALLEL}
+    return {group: sum((t.size for t in block_tensors if t.group == group), np.zeros(b.n)) for group in DATA_PARALLEL}
 
 
-def loads(b: Batch, held: list[Tensor]) -> dict[str, Load]:
+def loads(b: Batch, block_tensors: list[Tensor]) -> dict[str, Load]:
     """Elements of a block that data parallelism gathers and reduces, by group."""
-    return {group: _load(b, [t for t in held if t.group == group]) for group in DATA_PARALLEL}
+    return {group: _load(b, [t for t in block_tensors if t.group == group]) for group in DATA_PARALLEL}
 
 
-def _load(b: Batch, held: list[Tensor]) -> Load:
-    learns = [t for t in held if t.learns]
+def _load(b: Batch, block_tensors: list[Tensor]) -> Load:
+    learns = [t for t in block_tensors if t.learns]
     exact: Array
-    whole, sent, exact = (sum((t.size + t.padding for t in some), 0.0) for some in (held, learns, ()))
+    whole, sent, exact = (sum((t.size + t.padding for t in some), 0.0) for some in (block_tensors, learns, ()))
     if b.compresses:
         d = degrees(b)
         exact = sum(((t.size + t.padding) * np.logical_not(compressible(t.style, d)) for t in learns), 0.0) * b.lossy
     first, second = (sum((sums[k] for sums in compressed(b, learns)), 0.0) for k in (1, 2))
-    fp8 = sum((t.size + t.padding for t in held if t.multiplied_in_fp8), 0.0) if b.gathers_fp8 else 0.0
+    fp8 = sum((t.size + t.padding for t in block_tensors if t.multiplied_in_fp8), 0.0) if b.gathers_fp8 else 0.0
     return Load(whole, sent - exact, exact, first, second, fp8)
 
 
 def fp8_weights(model: Model, kind: str, group: str) -> int:
     """Weights of a group in a block that an fp8 workload multiplies by in fp8; the weights of all experts of a layer count as one."""
-    found = [p for p in block_parameters(model, model.blocks[kind]) if RULES[p.style].group == group]
-    return sum(p.multiplied_in_fp8 for p in found)
+    parameters_of_group = [p for p in block_parameters(model, model.blocks[kind]) if RULES[p.style].group == group]
+    return sum(p.multiplied_in_fp8 for p in parameters_of_group)
 
 
-def compressed(b: Batch, held: list[Tensor]) -> list[tuple[Array, Array, Array]]:
+def compressed(b: Batch, block_tensors: list[Tensor]) -> list[tuple[Array, Array, Array]]:
     """(elements, PowerSGD's two sums) of each parameter that a plan compresses, where plans use PowerSGD."""
     if not present(b.sends_factors):
         return []
     d, out = degrees(b), []
-    for t in held:
+    for t in block_tensors:
         ranks = b.size(DATA_AXES[t.group].shard)
         stacked = np.where(
             b.sharded(t.group) & (shard_dim(t.shape, ranks) == 1), ranks, 1.0
@@ -121,14 +121,14 @@ def compressed(b: Batch, held: list[Tensor]) -> list[tuple[Array, Array, Array]]
     return out
 
 
-def partial_sums(b: Batch, held: list[Tensor]) -> dict[str, Array]:
+def partial_sums(b: Batch, block_tensors: list[Tensor]) -> dict[str, Array]:
     """Axis → elements whose gradient is a partial sum over it, after ZeRO.
 
     A norm of heads and a router see this rank's heads or tokens always; modules between the tensor-parallel regions see a share of
     the tokens under sequence parallelism; the bias behind a split expert's product is whole on each of its ranks.
     """
     d, out = degrees(b), dict[str, Array]()
-    for t in held:
+    for t in block_tensors:
         for axis, on in partial_over(t.style, d).items() if t.learns else ():
             if present(on):
                 out[axis] = out.get(axis, 0.0) + on * own_elements(b, t)

@@ -71,9 +71,9 @@ class BackwardReach:
     trained: frozenset[str]
 
     @classmethod
-    def of(cls, model: Model, layers: range, held: list[Box], later: bool) -> BackwardReach:
+    def of(cls, model: Model, layers: range, stage_boxes: list[Box], later: bool) -> BackwardReach:
         """The reach in the stage that holds `layers`; a `later` stage of a pipeline computes the gradient of its input."""
-        trained = frozenset(s.name for s in held if s.learns)
+        trained = frozenset(s.name for s in stage_boxes if s.learns)
         points = [point_of(name, layers) for name in trained]
         return cls(model, layers, (-1, 0.0) if later else min(points, default=(len(layers) + 2, 0.0)), trained)
 

@@ -155,10 +155,10 @@ def gathered_weights(b: Batch, group: str, load: Load) -> Array:
     return np.where(on, n - load.fp8 * b.param_bytes + narrow, n)
 
 
-def flat_gather(b: Batch, group: str, held: Array) -> list[Op]:
+def flat_gather(b: Batch, group: str, elements: Array) -> list[Op]:
     """ZeRO-1 and 2 of a stack that shards flat buffers: updated parameters are gathered in buckets where the next forward hides them, in one
     call otherwise. Its `launches` copy the shard of each parameter of each rank, in stacks that do so (`Stack.shard_copy`)."""
-    n = held * b.param_bytes * (b.sharded(group) & (b.zero < 3))
+    n = elements * b.param_bytes * (b.sharded(group) & (b.zero < 3))
     ahead = b.overlap["dp"] * b.prefetch * b.stack.gathers_ahead > 0
     count = np.where(ahead, np.ceil(n / b.bucket), n > 0)
     if not present(count):
@@ -222,28 +222,28 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array | None) -> dict[str,
 # The messages of a batch of plans
 
 
-def batch_messages(program: StepProgram, held: StageBlocks, group: str) -> list[GradientMessage]:
+def batch_messages(program: StepProgram, blocks: StageBlocks, group: str) -> list[GradientMessage]:
     """The messages of the ranks that hold these blocks, of each plan of the batch."""
     units = program.batch.sharded(group) & program.batch.units
-    out = list(_units(program, held, group)) if units.any() else []
-    return out if units.all() else [*out, *_buckets(program, held, group)]
+    out = list(_units(program, blocks, group)) if units.any() else []
+    return out if units.all() else [*out, *_buckets(program, blocks, group)]
 
 
-def _units(program: StepProgram, held: StageBlocks, group: str) -> Iterator[GradientMessage]:
-    b, counts = program.batch, held.counts
+def _units(program: StepProgram, blocks: StageBlocks, group: str) -> Iterator[GradientMessage]:
+    b, counts = program.batch, blocks.counts
     loads = {block: groups[group] for block, groups in program.loads.items()}
     if group == "expert":
         for block in b.model.expert_kinds:
             yield GradientMessage(counts[block], loads[block], unit=True)
         return
-    yield from _ends(program, held, loads)
+    yield from _ends(program, blocks, loads)
     by_layer = b.wrap == 1.0 if b.wraps else np.True_
     for block in b.model.kinds:
         if present(counts[block]):
             yield GradientMessage(counts[block] * by_layer, loads[block], unit=True)
     for i in np.flatnonzero(~by_layer).tolist() if b.wraps else ():  # rare: unit by unit
         kinds: Counter[tuple[int, ...]] = Counter()
-        for layers in stage_ranges(b, held.rank, i):
+        for layers in stage_ranges(b, blocks.rank, i):
             run = len(layers) if b.one_unit[i] else int(b.wrap[i])
             for start in range(layers.start, layers.stop, run):
                 inside = b.model.layer_kinds[start : min(start + run, layers.stop)]
@@ -255,22 +255,22 @@ def _units(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Grad
             yield GradientMessage(at * float(count), combined(parts), unit=True)
 
 
-def _ends(program: StepProgram, held: StageBlocks, loads: dict[str, Load]) -> Iterator[GradientMessage]:
+def _ends(program: StepProgram, blocks: StageBlocks, loads: dict[str, Load]) -> Iterator[GradientMessage]:
     """Each end of the model is a unit; both together where they share a weight and a stage; none where a stage is one unit."""
-    b, (first, last) = program.batch, (held.counts[end] * np.logical_not(program.batch.one_unit) for end in ENDS)
+    b, (first, last) = program.batch, (blocks.counts[end] * np.logical_not(program.batch.one_unit) for end in ENDS)
     together = b.pp == 1 if b.model.tied else np.False_
     both = combined([(1.0, loads["embedding"]), (1.0 * together, loads["head"])])
     yield GradientMessage(first, both, unit=True)
     yield GradientMessage(last * ~together, loads["head"], unit=True)
     for block in b.model.mtp_kinds:
-        yield GradientMessage(held.counts[block] * np.logical_not(b.one_unit), loads[block], unit=True)
+        yield GradientMessage(blocks.counts[block] * np.logical_not(b.one_unit), loads[block], unit=True)
 
 
-def _buckets(program: StepProgram, held: StageBlocks, group: str) -> Iterator[GradientMessage]:
+def _buckets(program: StepProgram, blocks: StageBlocks, group: str) -> Iterator[GradientMessage]:
     b = program.batch
     aligned = b.sends_factors if b.model.kind != "counts" else np.False_
     linear = all(COMPRESSIONS[wire].proportional for wire, _ in b.wires)
-    for often, counts in blocks_by_stage(b, held):
+    for often, counts in blocks_by_stage(b, blocks):
         load = combined((counts[block], groups[group]) for block, groups in program.loads.items())
         for field in ("sent", "exact") if b.compresses else ("sent",):
             elements = getattr(load, field)
@@ -282,7 +282,7 @@ def _buckets(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Gr
             yield GradientMessage(times * np.maximum(count - 1.0, 0.0), _plain(field, each))
             yield GradientMessage(times * (count > 0), _plain(field, elements - np.maximum(count - 1.0, 0.0) * each))
     for i in np.flatnonzero(aligned & np.ones(b.n, bool)).tolist():
-        for layers in stage_ranges(b, held.rank, i):
+        for layers in stage_ranges(b, blocks.rank, i):
             for elements, first, second in flat_messages(
                 _in_order(program, group, layers, i), b.bucket[i], b.grad_bytes[i], True
             ):

@@ -332,8 +332,8 @@ class LayerLowering(BlockBuilder):
                 continue
             core = op.name in ("core", "scores", "softmax", "values", "tiles", "tile-softmax")
             products += op.kind == "gemm" and not core
-            kept = core or op.collective == "reduce_scatter" or (op.kind == "gemm" and products % 2 == 1)
-            reruns = full + (selective if (not kept if by_operator else core) else 0.0)
+            is_saved = core or op.collective == "reduce_scatter" or (op.kind == "gemm" and products % 2 == 1)
+            reruns = full + (selective if (not is_saved if by_operator else core) else 0.0)
             if present(reruns):
                 self.phases["R"].append(self._rerun(op, reruns))
 

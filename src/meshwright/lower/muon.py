@@ -80,14 +80,14 @@ def share_of(b: Batch, p: Parameter) -> MatrixShare:
     is_cut = any(axis == tensor and dim >= first for dim, axis in rule.cuts)
     by_tensor = is_cut & (b.size(tensor) / copies > 1)
     own = np.where(b.sharded(rule.group), (size + padding(shape, parts)) / parts, size)
-    kept = np.where(
+    local = np.where(
         by_zero, 1.0, own / np.maximum(size, 1.0)
     )  # ZeRO that cuts between experts leaves each rank some of them, whole
-    experts = (shape[0] if first else 1.0) * kept
+    experts = (shape[0] if first else 1.0) * local
     return MatrixShare(
         rule.group,
         size,
-        size * kept,
+        size * local,
         own,
         experts * math.prod(p.shape[-2:]),
         experts * newton_schulz_flops(*p.shape[-2:]),
@@ -98,24 +98,24 @@ def share_of(b: Batch, p: Parameter) -> MatrixShare:
     )
 
 
-def updated_elements(program: StepProgram, held: StageBlocks) -> dict[str, tuple[Array, Array]]:
+def updated_elements(program: StepProgram, blocks: StageBlocks) -> dict[str, tuple[Array, Array]]:
     """Elements that Muon updates, with one moment instead of two, by group: before ZeRO, and after it on the fullest rank."""
     out: dict[str, tuple[Array, Array]] = {}
-    for block, found in program.matrices.items():
-        for m in found:
+    for block, block_matrices in program.matrices.items():
+        for m in block_matrices:
             before, after = out.get(m.group, (0.0, 0.0))
-            out[m.group] = before + held.counts[block] * m.size, after + held.counts[block] * m.own
+            out[m.group] = before + blocks.counts[block] * m.size, after + blocks.counts[block] * m.own
     return out
 
 
-def step_ops(program: StepProgram, held: StageBlocks) -> list[Op]:
+def step_ops(program: StepProgram, blocks: StageBlocks) -> list[Op]:
     """Return Muon's operations once per step on the ranks that hold these blocks, besides the update of each element."""
     if not program.matrices:
         return []
     b, ops = program.batch, []
-    found = [(held.counts[block], m) for block, several in program.matrices.items() for m in several]
+    counted = [(blocks.counts[block], m) for block, several in program.matrices.items() for m in several]
     for group, (_, shard, _) in DATA_AXES.items():
-        here = [(count, m) for count, m in found if m.group == group]
+        here = [(count, m) for count, m in counted if m.group == group]
         if not here:
             continue
         rows = [(count, m, np.where(m.by_zero, b.size(shard), 1.0)) for count, m in here]  # ranks that share a place
@@ -183,11 +183,11 @@ def products(b: Batch, flops: Array, elements: Array, stacks: Array, rounds: Arr
     )
 
 
-def buffer_bytes(program: StepProgram, held: StageBlocks) -> Array:
+def buffer_bytes(program: StepProgram, blocks: StageBlocks) -> Array:
     """Bytes of the buffers of the update: what a rank sends and receives in a round, there of one and back of another, and the matrices of
     two rounds, before and after a step of the iteration."""
     out = np.zeros(program.batch.n)
-    for op in step_ops(program, held):
+    for op in step_ops(program, blocks):
         if op.axis:
             out = out + 2 * op.message_bytes * np.minimum(op.count, 4) / 2
         else:
@@ -195,11 +195,11 @@ def buffer_bytes(program: StepProgram, held: StageBlocks) -> Array:
     return out
 
 
-def exchanges_of_rank(b: Batch, held: Sequence[Box], d: Degrees, index: Mapping[str, int]) -> Iterator[Op]:
+def exchanges_of_rank(b: Batch, rank_boxes: Sequence[Box], d: Degrees, index: Mapping[str, int]) -> Iterator[Op]:
     """The all-to-alls of one rank, which holds these boxes at these places on the axes, with the real owners of the matrices."""
-    found = matrices(held, d) if is_used(b) else []
+    rank_matrices = matrices(rank_boxes, d) if is_used(b) else []
     for group, (_, shard, _) in DATA_AXES.items():
-        own = [m for m in found if m.box.group == group]
+        own = [m for m in rank_matrices if m.box.group == group]
         tensor = TENSOR_AXES[group]
         row = [m for m in own if m.cut_over(shard) is None or m.owner_on(shard) == index[shard]]
         by_zero = [m for m in own if m.cut_over(shard)]
@@ -220,5 +220,5 @@ def returned_size(m: Matrix, axis: str) -> int:
     ranks hold, such as a KV head, for each of them."""
     cut = m.cut_over(axis)
     assert cut is not None
-    held = sum(stop - start for start, stop in cut.ranges)
-    return math.prod(m.box.local_shape[:-2]) * math.prod(m.box.full_shape[-2:]) // cut.length * held
+    local = sum(stop - start for start, stop in cut.ranges)
+    return math.prod(m.box.local_shape[:-2]) * math.prod(m.box.full_shape[-2:]) // cut.length * local

@@ -33,8 +33,8 @@ def _kept_by_some(program: StepProgram, kind: str) -> Array:
     b = program.batch
     more = np.zeros(b.n)
     if b.some_recomputed:
-        at, row, _, kept = b.partly_recomputed
-        share = sum(table.sum(axis=1) for table in kept.values())[row] / b.model.layers
+        at, row, _, saved = b.partly_recomputed
+        share = sum(table.sum(axis=1) for table in saved.values())[row] / b.model.layers
         more[at] = share * b.full(program.recompute_savings.get(kind, 0.0))[at]
     return more
 

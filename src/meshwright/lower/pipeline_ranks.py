@@ -27,7 +27,7 @@ def add_ranks(program: StepProgram, every_rank: bool, stages: bool) -> StepProgr
 
 def pipeline_ranks(program: StepProgram, every_rank: bool = False) -> list[RankProgram]:
     """The ranks that can be the slowest or the fullest of each plan, from the first to the last; or all ranks."""
-    return [rank_program(program, held) for held in bounding_ranks(program.batch, every_rank)]
+    return [rank_program(program, blocks) for blocks in bounding_ranks(program.batch, every_rank)]
 
 
 def every_stage(program: StepProgram) -> list[StageBlocks]:
@@ -39,44 +39,44 @@ def every_stage(program: StepProgram) -> list[StageBlocks]:
     ]
 
 
-def rank_program(program: StepProgram, held: StageBlocks) -> RankProgram:
+def rank_program(program: StepProgram, blocks: StageBlocks) -> RankProgram:
     """What follows from the blocks of a rank: its elements, sends, and the bytes that it keeps and buffers."""
     b = program.batch
-    one, flying = saved_bytes(program, held), in_flight(b, held.rank)
+    one, flying = saved_bytes(program, blocks), in_flight(b, blocks.rank)
     rank = RankProgram(
-        **vars(held),
-        elements=program.elements(held),
-        padded=program.padded_elements(held),
-        by_muon=muon.updated_elements(program, held),
-        sums=sync.summed(program, held),
-        sends=boundary_calls(program, held.rank),
+        **vars(blocks),
+        elements=program.elements(blocks),
+        padded=program.padded_elements(blocks),
+        by_muon=muon.updated_elements(program, blocks),
+        sums=sync.summed(program, blocks),
+        sends=boundary_calls(program, blocks.rank),
         in_flight=flying,
-        kept=kept_bytes(program, held, one, flying),
+        kept=kept_bytes(program, blocks, one, flying),
     )
     if present(b.zero == 3):
         rank.gathered = all_gathered(program, rank)
     if b.compresses:
         groups = DATA_PARALLEL if b.model.experts else DATA_PARALLEL[:1]
-        buffers = [compression_buffers(b, group, batch_messages(program, held, group)) for group in groups]
+        buffers = [compression_buffers(b, group, batch_messages(program, blocks, group)) for group in groups]
         rank.compression = sum(total for total, _ in buffers), np.maximum.reduce([b.full(one) for _, one in buffers])
     if program.matrices:
-        rank.matrix_buffers = muon.buffer_bytes(program, held)
+        rank.matrix_buffers = muon.buffer_bytes(program, blocks)
     return rank
 
 
-def saved_bytes(program: StepProgram, held: StageBlocks) -> Array:
+def saved_bytes(program: StepProgram, blocks: StageBlocks) -> Array:
     """Bytes that the layers of a rank save for the backward of one micro-batch."""
     one = np.zeros(program.batch.n)
     for block, parts in program.saved.items():
         if block not in AFTER_LAYERS:
-            one = one + held.counts[block] * sum(parts.values())
-    if held.recomputed is not None:  # the layers that are not recomputed save everything
+            one = one + blocks.counts[block] * sum(parts.values())
+    if blocks.recomputed is not None:  # the layers that are not recomputed save everything
         for block, saving in program.recompute_savings.items():
-            one = one + (held.counts[block] - held.recomputed[block]) * saving
+            one = one + (blocks.counts[block] - blocks.recomputed[block]) * saving
     return one
 
 
-def kept_bytes(program: StepProgram, held: StageBlocks, one: Array, flying: Array) -> Array:
+def kept_bytes(program: StepProgram, blocks: StageBlocks, one: Array, flying: Array) -> Array:
     """Bytes that the layers of a rank hold at its peak: those of `one` micro-batch for each that is in flight. A split backward keeps gradients
     between its halves too; offloaded activations leave the running and the transferred layer."""
     b = program.batch
@@ -84,11 +84,11 @@ def kept_bytes(program: StepProgram, held: StageBlocks, one: Array, flying: Arra
         b.splits
     ):  # the first half recomputes layers, the second needs their tensors again
         gradients = sum(
-            held.counts[block] * (bytes_ + np.where(b.reruns_layers, program.recompute_savings.get(block, 0.0), 0.0))
+            blocks.counts[block] * (bytes_ + np.where(b.reruns_layers, program.recompute_savings.get(block, 0.0), 0.0))
             for block, bytes_ in program.output_gradients.items()
         )
-        flying = in_flight(b, held.rank, gradients / np.maximum(one, 1.0))
-    two_layers = one * 2 / np.maximum(sum(held.counts.values()), 1)
+        flying = in_flight(b, blocks.rank, gradients / np.maximum(one, 1.0))
+    two_layers = one * 2 / np.maximum(sum(blocks.counts.values()), 1)
     return np.where(b.offload_activations, np.minimum(one, two_layers), one * flying)
 
 

@@ -197,17 +197,17 @@ class StepProgram:
     def kinds(self) -> list[str]:
         return list(dict.fromkeys(block for block, _ in self.blocks))
 
-    def elements(self, held: StageBlocks) -> dict[str, Array]:
+    def elements(self, blocks: StageBlocks) -> dict[str, Array]:
         """Parameters of some blocks by group, before ZeRO."""
         return {
-            group: held.total({block: sizes[group] for block, sizes in self.parameters.items()})
+            group: blocks.total({block: sizes[group] for block, sizes in self.parameters.items()})
             for group in DATA_PARALLEL
         }
 
-    def padded_elements(self, held: StageBlocks) -> dict[str, Array]:
+    def padded_elements(self, blocks: StageBlocks) -> dict[str, Array]:
         """The same with the rows that ZeRO adds."""
         return {
-            group: held.total({block: loads[group].held for block, loads in self.loads.items()})
+            group: blocks.total({block: loads[group].held for block, loads in self.loads.items()})
             for group in DATA_PARALLEL
         }
 

@@ -88,11 +88,11 @@ def traffic_of_rank(
     plan: Plan,
     rank: int,
     order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
-    given: Given | None = None,
+    data: Given | None = None,
 ) -> list[Record]:
     """All messages of this rank in the step of a program of one plan."""
     b = program.batch
-    model, given, plan = b.model, given or Given(), resolve_recompute_budget(b.model, plan, b.workload, b.stack)
+    model, data, plan = b.model, data or Given(), resolve_recompute_budget(b.model, plan, b.workload, b.stack)
     layout, m = Layout(plan, order), plan.microbatches(b.workload)
     if model.resnet.stages:  # its parameters are known one by one here
         program = replace(program, batch=copy(b))
@@ -100,24 +100,24 @@ def traffic_of_rank(
     pipeline = build(plan.schedule, plan.pp, m, plan.virtual) if plan.pp > 1 else None
     at = layout.coordinates(rank)["pp"]
     stages = stages_of(model, plan, pipeline, at)
-    held = [boxes(model, plan, layout, rank, stage.layers, given.frozen) for stage in stages]
-    found = list(boundaries(program, pipeline, at, m))
-    for stage, stage_boxes in zip(stages, held, strict=True):
-        found += in_blocks(program, plan, stage, stage_boxes, m, given)
+    boxes_by_stage = [boxes(model, plan, layout, rank, stage.layers, data.frozen) for stage in stages]
+    issued = list(boundaries(program, pipeline, at, m))
+    for stage, stage_boxes in zip(stages, boxes_by_stage, strict=True):
+        issued += in_blocks(program, plan, stage, stage_boxes, m, data)
     ops = [
-        *reductions(program, plan, stages, held, given),
-        *other_sums(program, plan, [b for s in held for b in s], given),
+        *reductions(program, plan, stages, boxes_by_stage, data),
+        *other_sums(program, plan, [b for s in boxes_by_stage for b in s], data),
         *muon.exchanges_of_rank(
-            program.batch, [b for s in held for b in s], degrees_of(model, plan), places(layout, rank, model)
+            program.batch, [b for s in boxes_by_stage for b in s], degrees_of(model, plan), places(layout, rank, model)
         ),
     ]
-    found += [
+    issued += [
         (op.name, op.axis, op.collective, scalar(op.count), scalar(op.count * op.message_bytes))
         for op in ops
         if op.axis
     ]
-    sizes = {axis: scalar(program.batch.size(axis)) for _, axis, *_ in found}
-    return records(row for row in found if row[3] and sizes[row[1]] > 1)
+    sizes = {axis: scalar(program.batch.size(axis)) for _, axis, *_ in issued}
+    return records(row for row in issued if row[3] and sizes[row[1]] > 1)
 
 
 def places(layout: Layout, rank: int, model: Model) -> dict[str, int]:
@@ -143,14 +143,14 @@ def stages_of(model: Model, plan: Plan, pipeline: PipelineProgram | None, at: in
 
 
 def in_blocks(
-    program: StepProgram, plan: Plan, stage: RankStage, held: list[Box], m: int, given: Given
+    program: StepProgram, plan: Plan, stage: RankStage, stage_boxes: list[Box], m: int, data: Given
 ) -> Iterator[Sent]:
     """Yield the messages of every block of a stage, in each micro-batch."""
     model, recomputed = program.batch.model, set(plan.recomputed_layers(stage.layers))
     blocks = [("embedding", -1)] * (stage.layers.start == 0)
     blocks += [(model.layer_kinds[layer], layer) for layer in stage.layers]
     blocks += [("head", -1)] * (stage.layers.stop == model.layers)
-    reach = BackwardReach.of(model, stage.layers, held, later=stage.index > 0)
+    reach = BackwardReach.of(model, stage.layers, stage_boxes, later=stage.index > 0)
     for block, layer in blocks:
         reruns = layer in recomputed or (plan.recompute == "selective" and layer >= 0)
         for phase, op in program.ops(block):
@@ -158,8 +158,8 @@ def in_blocks(
                 continue
             times = scalar(op.count) * rounds(op, phase, block, layer, stage, reach, layer in recomputed, m)
             n = times * scalar(op.message_bytes)
-            if times and given.routed is not None and data_decides(op, model):
-                n = routed_bytes(program, op, given.routed[layer])
+            if times and data.routed is not None and data_decides(op, model):
+                n = routed_bytes(program, op, data.routed[layer])
             yield op.name, op.axis, op.collective, times, n
 
 
@@ -211,20 +211,20 @@ def boundaries(program: StepProgram, pipeline: PipelineProgram | None, at: int, 
 
 
 def reductions(
-    program: StepProgram, plan: Plan, stages: list[RankStage], held: list[list[Box]], given: Given
+    program: StepProgram, plan: Plan, stages: list[RankStage], boxes_by_stage: list[list[Box]], data: Given
 ) -> Iterator[Op]:
     """The messages of data parallelism, of all stages of the rank."""
-    passed = iter(given.passed) if given.passed is not None else None
+    passed = iter(data.passed) if data.passed is not None else None
     messages: dict[str, list[GradientMessage]] = {"dense": [], "expert": []}
-    for stage, stage_boxes in zip(stages, held, strict=True):
+    for stage, stage_boxes in zip(stages, boxes_by_stage, strict=True):
         for group, message in stage_messages(program.batch.model, plan, stage.layers, stage_boxes, passed):
             messages[group].append(message)
-    for group, found in messages.items():
-        yield from data_parallel_ops(program.batch, group, found, zero_3=True)
+    for group, group_messages in messages.items():
+        yield from data_parallel_ops(program.batch, group, group_messages, zero_3=True)
 
 
 def stage_messages(
-    model: Model, plan: Plan, layers: range, held: list[Box], passed: Iterator[Sequence[int]] | None
+    model: Model, plan: Plan, layers: range, stage_boxes: list[Box], passed: Iterator[Sequence[int]] | None
 ) -> Iterator[tuple[str, GradientMessage]]:
     """The units of ZeRO of one stage, then its buckets: dense parameters before experts, compressed gradients before exact ones."""
     lossy = plan.wire != "none"
@@ -236,12 +236,12 @@ def stage_messages(
         values = next(passed)
         return sum(values) / len(values)
 
-    units = list(zero_units(model, plan, layers, [box for box in held if box.zero]))
+    units = list(zero_units(model, plan, layers, [box for box in stage_boxes if box.zero]))
     for unit, regathered in zip(units, gathered_in_backward(units, plan.prefetch is True), strict=True):
         load = load_of(unit, plan)
         yield unit[0].group, GradientMessage(1.0, load, True, float(regathered), measured(bool(load.sent > 0)))
     for group in ("dense", "expert"):
-        learns = [box for box in held if box.group == group and box.learns and not box.zero][::-1]
+        learns = [box for box in stage_boxes if box.group == group and box.learns and not box.zero][::-1]
         sent = [box for box in learns if not lossy or box.compressible]
         parts = [(box.size, *factor_size(box.shape, plan.compression_rank)) for box in sent]
         width = DTYPE_BYTES[plan.grad_dtype]
@@ -270,9 +270,9 @@ def load_of(unit: list[Box], plan: Plan) -> Load:
     )
 
 
-def zero_units(model: Model, plan: Plan, layers: range, held: list[Box]) -> Iterator[list[Box]]:
+def zero_units(model: Model, plan: Plan, layers: range, stage_boxes: list[Box]) -> Iterator[list[Box]]:
     """The units of one stage: what ZeRO gathers and reduces together."""
-    dense = [box for box in held if not box.expert]
+    dense = [box for box in stage_boxes if not box.expert]
     if not plan.wrap:
         groups = [dense]
     else:
@@ -284,7 +284,7 @@ def zero_units(model: Model, plan: Plan, layers: range, held: list[Box]) -> Iter
             if box.parameter.layer >= 0:
                 runs[(box.parameter.layer - layers.start) // plan.wrap].append(box)
         groups = [ends[0], *runs, ends[1]]
-    groups += [[box for box in held if box.expert and box.parameter.layer == layer] for layer in layers]
+    groups += [[box for box in stage_boxes if box.expert and box.parameter.layer == layer] for layer in layers]
     yield from (group for group in groups if group)
 
 
@@ -304,22 +304,22 @@ def forward_end(unit: list[Box]) -> tuple[float, bool]:
     return last, not unit[0].expert
 
 
-def other_sums(program: StepProgram, plan: Plan, held: list[Box], given: Given) -> list[Op]:
+def other_sums(program: StepProgram, plan: Plan, stage_boxes: list[Box], data: Given) -> list[Op]:
     """Yield the reductions after those of gradients: partial sums, weights shared by stages, loads, three scalars, averages of replicas."""
     elements: dict[str, float] = {}
-    for box in held:
+    for box in stage_boxes:
         if box.partial:
             elements[box.partial] = elements.get(box.partial, 0.0) + box.local_size
-    tied = [box for box in held if box.tied]
+    tied = [box for box in stage_boxes if box.tied]
     if len(tied) == 1:
         elements["ends"] = float(tied[0].local_size)
-    routers = sum(box.name.endswith(".router.weight") for box in held)
+    routers = sum(box.name.endswith(".router.weight") for box in stage_boxes)
     elements["stage"] = sync.ROUTER_LOADS * program.batch.model.experts * routers
     if program.batch.scales:
         for group, name in sync.FP8_SCALES.items():
-            found = [box for box in held if box.group == group and box.parameter.multiplied_in_fp8]
-            scales = sum(box.shape[0] if box.expert else 1 for box in found)
+            multiplied = [box for box in stage_boxes if box.group == group and box.parameter.multiplied_in_fp8]
+            scales = sum(box.shape[0] if box.expert else 1 for box in multiplied)
             elements[name] = scales * scalar(program.batch.gathers_fp8_weights(group))
-    averages = plan.average_every > 0 and given.step % plan.average_every == 0
-    own = float(sum(box.local_size for box in held))
+    averages = plan.average_every > 0 and data.step % plan.average_every == 0
+    own = float(sum(box.local_size for box in stage_boxes))
     return [*sync.small_sums(program.batch, elements), *sync.parameter_average(program.batch, own, float(averages))]

@@ -49,21 +49,22 @@ def layers_to_recompute(model: Model, plan: Plan, workload: Workload, budget: fl
     batch = Batch.of([plain, plain.but(recompute="full")], model, workload, stack or Stack())
     kinds = [model.blocks[kind] for kind in model.kinds]
     saved = [sum(footprint.saved(batch, block, activation_bytes(workload)).values()) for block in kinds]
-    whole, kept = np.max([np.broadcast_to(size, 2) for size in saved], axis=0).tolist()
+    whole, checkpoint = np.max([np.broadcast_to(size, 2) for size in saved], axis=0).tolist()
     lengths = plan.stage_layers(model.layers)
     ranks = [[lengths[s] for s in stages_of_rank(plan, rank)] for rank in range(plan.pp)]
     flying = [float(np.broadcast_to(in_flight(batch, np.full(2, float(r))), 2)[0]) for r in range(plan.pp)]
     for count in range(max(lengths) + 1):
         recomputed = [sum(min(count, n) for n in stages) for stages in ranks]
         sizes = [
-            f * ((sum(stages) - c) * whole + c * kept) for f, stages, c in zip(flying, ranks, recomputed, strict=True)
+            f * ((sum(stages) - c) * whole + c * checkpoint)
+            for f, stages, c in zip(flying, ranks, recomputed, strict=True)
         ]
-        found = Fit(count, max(lengths), max(sizes) + (whole if count else 0.0))
-        if found.bytes <= budget:
-            return found
+        fit = Fit(count, max(lengths), max(sizes) + (whole if count else 0.0))
+        if fit.bytes <= budget:
+            return fit
     raise MeshwrightError(
         "MW-PAR-003",
-        f"{format_bytes(found.bytes)} of activations with every layer recomputed, more than the "
+        f"{format_bytes(fit.bytes)} of activations with every layer recomputed, more than the "
         f"budget of {format_bytes(budget)}",
         fix="--set plan.microbatch=1",
     )

@@ -72,19 +72,19 @@ def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
     """The blocks of all stages of one pipeline rank."""
     v_shaped = SCHEDULES.column("is_v_shaped")[batch.schedule]
     if _layers_alike(batch):
-        held = _blocks_of_one_kind(batch, rank, v_shaped & (batch.virtual > 1))
+        blocks = _blocks_of_one_kind(batch, rank, v_shaped & (batch.virtual > 1))
     else:
         stage = _stages_of(batch, rank)
         parts = stage_counts(batch, stage)
-        held = StageBlocks(
+        blocks = StageBlocks(
             rank, {kind: np.broadcast_to(count, stage.shape).sum(axis=0) for kind, count in parts.items()}
         )
     if batch.splits_twice:
         down = stage_counts(batch, rank)
         first = split_share(batch, rank)
         second_share = split_share(batch, np.where(v_shaped, 2 * batch.pp - 1 - rank, rank + batch.pp))
-        held.split = {kind: first * down[kind] + second_share * (n - down[kind]) for kind, n in held.counts.items()}
-    return _with_recompute(batch, held, lambda: _stages_of(batch, rank))
+        blocks.split = {kind: first * down[kind] + second_share * (n - down[kind]) for kind, n in blocks.counts.items()}
+    return _with_recompute(batch, blocks, lambda: _stages_of(batch, rank))
 
 
 def _layers_alike(batch: Batch) -> bool:
@@ -100,26 +100,31 @@ def _stages_of(batch: Batch, rank: Array) -> Column:
     return np.where(batch.virtual > v, stage, -1.0)
 
 
-def blocks_by_stage(batch: Batch, held: StageBlocks) -> list[tuple[Array, dict[str, Array]]]:
+def blocks_by_stage(batch: Batch, of_rank: StageBlocks) -> list[tuple[Array, dict[str, Array]]]:
     """(count, blocks) of the stages of a rank, equal stages together. If all layers are of one kind there are five sorts at most: the only
     stage of a rank, a shorter one, a longer one, the first and the last of the model."""
     several = (batch.virtual > 1) & (batch.pp > 1)
     if not several.any():
-        return [(1.0, held.counts)]
+        return [(1.0, of_rank.counts)]
     if not _layers_alike(batch):
-        stage = _stages_of(batch, held.rank)
-        found = {kind: np.broadcast_to(count, stage.shape) for kind, count in stage_counts(batch, stage).items()}
-        rows = [((stage[v] >= 0) * several, {kind: x[v] for kind, x in found.items()}) for v in range(len(stage))]
-        return [(~several * 1.0, held.counts), *rows]
+        stage = _stages_of(batch, of_rank.rank)
+        stage_blocks_by_kind = {
+            kind: np.broadcast_to(count, stage.shape) for kind, count in stage_counts(batch, stage).items()
+        }
+        rows = [
+            ((stage[v] >= 0) * several, {kind: x[v] for kind, x in stage_blocks_by_kind.items()})
+            for v in range(len(stage))
+        ]
+        return [(~several * 1.0, of_rank.counts), *rows]
     model, stages = batch.model, batch.pp * batch.virtual
     kind = model.kinds[0]
     least, start, end = _long_stages(batch, stages)
-    first, last = held.counts["embedding"], held.counts["head"]
+    first, last = of_rank.counts["embedding"], of_rank.counts["head"]
     firsts, lasts = ((start <= s) & (s < end) for s in (0, stages - 1))  # whether the ends are longer stages
     ends = [first * ~firsts + last * ~lasts, first * firsts + last * lasts]
-    longer = held.counts[kind] - batch.virtual * least
+    longer = of_rank.counts[kind] - batch.virtual * least
     sorts = [
-        (~several * 1.0, held.counts),
+        (~several * 1.0, of_rank.counts),
         (several * (batch.virtual - longer - ends[0]), block_counts(model, 0.0, {kind: least}, 0.0)),
         (several * (longer - ends[1]), block_counts(model, 0.0, {kind: least + 1}, 0.0)),
         (several * first, block_counts(model, 1.0, {kind: least + firsts}, 0.0)),
@@ -154,28 +159,28 @@ def stage_ranges(batch: Batch, rank: Array, i: int) -> list[range]:
     return [range(start[v, i], end[v, i]) for v in range(len(stage)) if stage[v, i] >= 0]
 
 
-def _with_recompute(batch: Batch, held: StageBlocks, stages: Callable[[], Column]) -> StageBlocks:
+def _with_recompute(batch: Batch, blocks: StageBlocks, stages: Callable[[], Column]) -> StageBlocks:
     """Count the recomputed layers in some stages of each plan, (stages, plans) with −1 for none, for the few plans that recompute some of their
     layers. A recomputed layer gathers its inputs once, for the recomputation, and keeps them: a split backward does not gather them twice."""
-    if held.split is not None:
-        kept = batch.recompute != 2
-        held.regathered = {
-            kind: np.asarray(n * kept if kind in batch.model.kinds else n) for kind, n in held.split.items()
+    if blocks.split is not None:
+        saves = batch.recompute != 2
+        blocks.regathered = {
+            kind: np.asarray(n * saves if kind in batch.model.kinds else n) for kind, n in blocks.split.items()
         }
     if not batch.some_recomputed:
-        return held
-    held.recomputed = {kind: np.array(batch.full(count), dtype=float) for kind, count in held.counts.items()}
+        return blocks
+    blocks.recomputed = {kind: np.array(batch.full(count), dtype=float) for kind, count in blocks.counts.items()}
     partly = batch.partly_recomputed
     at = partly.plans
     stage = stages()
     stage = np.broadcast_to(stage, (len(stage), batch.n))[:, at].astype(int)
     stage = np.where((stage >= 0) & (stage < (batch.pp * batch.virtual)[at]), stage, -1)
     for kind in batch.model.kinds:
-        held.recomputed[kind][at] = partly.recomputed[kind][partly.row, stage].sum(axis=0)
-        if held.regathered is not None:
+        blocks.recomputed[kind][at] = partly.recomputed[kind][partly.row, stage].sum(axis=0)
+        if blocks.regathered is not None:
             gathered = split_share(batch, stage, at) * partly.kept[kind][partly.row, stage]
-            held.regathered[kind][at] = gathered.sum(axis=0)
-    return held
+            blocks.regathered[kind][at] = gathered.sum(axis=0)
+    return blocks
 
 
 def _blocks_of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> StageBlocks:
@@ -197,20 +202,20 @@ def average_blocks(batch: Batch) -> StageBlocks:
     if model.kind == "counts":
         return StageBlocks(zero, block_counts(model, zero, {"dense": zero + 1}, zero))
     layers = {kind: model.layer_count(kind) / batch.pp for kind in model.kinds}
-    held = StageBlocks(zero, block_counts(model, 1 / batch.pp, layers, 1 / batch.pp))
+    blocks = StageBlocks(zero, block_counts(model, 1 / batch.pp, layers, 1 / batch.pp))
     if batch.splits_twice:
-        held.split = _mean_split(batch, held)
-    held = _with_recompute(batch, held, lambda: np.arange(int((batch.pp * batch.virtual).max()))[:, None])
-    if held.recomputed is not None:
+        blocks.split = _mean_split(batch, blocks)
+    blocks = _with_recompute(batch, blocks, lambda: np.arange(int((batch.pp * batch.virtual).max()))[:, None])
+    if blocks.recomputed is not None:
         here = batch.partly_recomputed.plans
         for kind in layers:
-            held.recomputed[kind][here] /= batch.pp[here]
-            if held.regathered is not None:
-                held.regathered[kind][here] /= batch.pp[here]
-    return held
+            blocks.recomputed[kind][here] /= batch.pp[here]
+            if blocks.regathered is not None:
+                blocks.regathered[kind][here] /= batch.pp[here]
+    return blocks
 
 
-def _mean_split(batch: Batch, held: StageBlocks) -> dict[str, Array]:
+def _mean_split(batch: Batch, blocks: StageBlocks) -> dict[str, Array]:
     """The split part of the mean rank's blocks: all stages but the first, or in DualPipeV the mean of `split_share` over equal stages:
     Σ⌈r/2⌉ = ⌊P²/4⌋ over the ranks, and Σ⌈(r+1)/2⌉ = ⌊(P+1)²/4⌋."""
     pp = batch.pp
@@ -218,17 +223,17 @@ def _mean_split(batch: Batch, held: StageBlocks) -> dict[str, Array]:
     in_pairs = SCHEDULES.column("splits_in_pairs")[batch.schedule]
     share = np.where(in_pairs, paired / (2 * pp * batch.rounds), 1.0)
     first = stage_counts(batch, np.zeros(batch.n))
-    whole = {kind: count - np.where(in_pairs, 0.0, first[kind] / pp) for kind, count in held.counts.items()}
+    whole = {kind: count - np.where(in_pairs, 0.0, first[kind] / pp) for kind, count in blocks.counts.items()}
     return {kind: batch.splits * share * count for kind, count in whole.items()}
 
 
 def stage_blocks(batch: Batch, stage: Column, rank: Array) -> StageBlocks:
     """The blocks of one stage of each plan; a negative stage has none."""
-    held = StageBlocks(rank, stage_counts(batch, stage))
+    blocks = StageBlocks(rank, stage_counts(batch, stage))
     if batch.splits_twice:
         share = split_share(batch, stage)
-        held.split = {kind: share * count for kind, count in held.counts.items()}
-    return _with_recompute(batch, held, lambda: stage[None, :])
+        blocks.split = {kind: share * count for kind, count in blocks.counts.items()}
+    return _with_recompute(batch, blocks, lambda: stage[None, :])
 
 
 def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:
@@ -286,5 +291,5 @@ def split_peaks(schedule: str, ranks: int, microbatches: int, virtual: int, grad
     has no input gradient to send: it runs its whole backward as W."""
     program = build(schedule, ranks, microbatches, virtual)
     one = np.ones(program.stages)
-    held = held_memory(program, one, np.where(np.arange(program.stages) > 0, -gradients, 0.0))
-    return np.maximum.reduceat(held, program.first[:-1])
+    memory = held_memory(program, one, np.where(np.arange(program.stages) > 0, -gradients, 0.0))
+    return np.maximum.reduceat(memory, program.first[:-1])

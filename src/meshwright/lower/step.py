@@ -60,7 +60,7 @@ def lower_blocks(batch: Batch, element: float = 0.0) -> StepProgram:
     makers = {"embedding": ends.embedding, "head": ends.head, "mtp": ends.multi_token_prediction}
     messages: dict[Any, Array] = {}
     for kind, block in model.blocks.items():
-        low, held = LayerLowering(batch, block, element, messages), footprint.tensors(batch, block)
+        low, tensors = LayerLowering(batch, block, element, messages), footprint.tensors(batch, block)
         for phase, ops in makers.get(kind, layer)(low).items():
             program.blocks[kind, phase] = ops
         program.saved[kind] = footprint.saved(batch, block, element)
@@ -70,13 +70,13 @@ def lower_blocks(batch: Batch, element: float = 0.0) -> StepProgram:
             whole = sum(footprint.saved(batch, block, element, recompute=False).values())
             program.transient = np.maximum(program.transient, whole)
             program.recompute_savings[kind] = whole - sum(program.saved[kind].values())
-        program.parameters[kind] = footprint.parameters(batch, held)
-        program.loads[kind] = footprint.loads(batch, held)
-        program.partial[kind] = footprint.partial_sums(batch, held)
+        program.parameters[kind] = footprint.parameters(batch, tensors)
+        program.loads[kind] = footprint.loads(batch, tensors)
+        program.partial[kind] = footprint.partial_sums(batch, tensors)
         if muon.is_used(batch):
             program.matrices[kind] = muon.shares(batch, kind)
         if present(batch.sends_factors):
-            groups = {group: [t for t in held if t.group == group] for group in DATA_PARALLEL}
+            groups = {group: [t for t in tensors if t.group == group] for group in DATA_PARALLEL}
             program.compressed[kind] = {group: footprint.compressed(batch, mine) for group, mine in groups.items()}
     _add_boundary(program, element)
     program.tile = working_bytes(batch)

@@ -31,51 +31,51 @@ NORM_LAUNCHES = 4.0  # the same of the norm of the gradients and of clipping
 
 
 def step_ops(
-    program: StepProgram, held: StageBlocks, zero_3: bool = False, sums: Mapping[str, Array] | None = None
+    program: StepProgram, blocks: StageBlocks, zero_3: bool = False, sums: Mapping[str, Array] | None = None
 ) -> list[Op]:
     """Return the operations once per step of the ranks that hold these blocks, in order: reduce, clip, update, gather. `zero_3` adds the messages of
     ZeRO-3, which overlap with the blocks and are listed there (`gradients.unit_ops`); `sums` replaces what `summed` says of the rank."""
     b = program.batch
-    elements = program.padded_elements(held)
+    elements = program.padded_elements(blocks)
     groups = ["dense", "expert"] if b.model.experts else ["dense"]
     exchanges = [
         op
         for group in groups
         if present(b.size(DATA_AXES[group].whole) > 1)
-        for op in data_parallel_ops(b, group, batch_messages(program, held, group), zero_3)
+        for op in data_parallel_ops(b, group, batch_messages(program, blocks, group), zero_3)
     ]
     gathers = [op for op in exchanges if op.name == "gather-parameters"]
     reductions = [op for op in exchanges if op.name != "gather-parameters"]
     if not b.units:
         gathers += [op for group in groups for op in flat_gather(b, group, elements[group])]
     owned = sum(elements[g] / np.where(b.zero >= 1, b.size(DATA_AXES[g].shard), 1.0) for g in groups)
-    by_muon = sum(after for _, after in muon.updated_elements(program, held).values())
+    by_muon = sum(after for _, after in muon.updated_elements(program, blocks).values())
     ops = [
         *reductions,
-        *small_sums(b, summed(program, held) if sums is None else sums),
-        *muon.step_ops(program, held),
+        *small_sums(b, summed(program, blocks) if sums is None else sums),
+        *muon.step_ops(program, blocks),
         *optimizer(b, owned, b.parameter_tensors, by_muon),
         *gathers,
     ]
     return [op for op in (*ops, *parameter_average(b, elements["dense"])) if present(op.count)]
 
 
-def summed(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
+def summed(program: StepProgram, blocks: StageBlocks) -> dict[str, Array]:
     """Elements that a rank reduces once per step besides its gradients, by axis; `stage`: the loads of the routers; `FP8_SCALES`: scales of
     weights."""
     b, out = program.batch, dict[str, Array]()
     for block, axes in program.partial.items():
         for axis, count in axes.items():
-            out[axis] = out.get(axis, 0.0) + held.counts[block] * count
+            out[axis] = out.get(axis, 0.0) + blocks.counts[block] * count
     if present(program.tied):  # a rank with both ends, as in a V-shaped pipeline, adds its two copies locally
-        out["ends"] = np.abs(held.counts["embedding"] - held.counts["head"]) * (b.pp > 1) * program.tied
+        out["ends"] = np.abs(blocks.counts["embedding"] - blocks.counts["head"]) * (b.pp > 1) * program.tied
     if b.scales and b.gathers_fp8:
         for group, name in FP8_SCALES.items():
-            weights = sum(held.counts[kind] * fp8_weights(b.model, kind, group) for kind in b.model.kinds)
+            weights = sum(blocks.counts[kind] * fp8_weights(b.model, kind, group) for kind in b.model.kinds)
             each = b.model.experts / b.ep if group == "expert" else 1.0
             out[name] = weights * each * b.gathers_fp8_weights(group)
     if b.model.experts:
-        out["stage"] = sum(held.counts[kind] for kind in b.model.expert_kinds) * ROUTER_LOADS * b.model.experts
+        out["stage"] = sum(blocks.counts[kind] for kind in b.model.expert_kinds) * ROUTER_LOADS * b.model.experts
     return out
 
 

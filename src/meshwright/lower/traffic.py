@@ -35,10 +35,10 @@ class Record:
     names: tuple[str, ...]
 
 
-def records(found: Iterable[tuple[str, str, str, float, float]]) -> list[Record]:
+def records(ops: Iterable[tuple[str, str, str, float, float]]) -> list[Record]:
     """One record for each axis and collective of many (name, axis, collective, count, bytes)."""
     by: dict[Key, list[tuple[str, float, float]]] = {}
-    for name, axis, kind, count, n in found:
+    for name, axis, kind, count, n in ops:
         by.setdefault((axis, kind), []).append((name, count, n))
     return [
         Record(

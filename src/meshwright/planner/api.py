@@ -63,13 +63,13 @@ def run(question: Question, top: int = 10, progress: Progress | None = None) -> 
     space = question.space()
     if not len(space.frames):
         raise no_plan(space)
-    found, ranking = solve(space, question.headroom, progress)
+    outcome, ranking = solve(space, question.headroom, progress)
     if ranking is None:
-        raise none_fits(space, found, question.headroom)
+        raise none_fits(space, outcome, question.headroom)
     return Result(
         config=question.config.but(plan=ranking.best.plan),
         space=space,
-        found=found,
+        found=outcome,
         ranking=ranking,
         headroom=question.headroom,
         seconds=time.perf_counter() - start,

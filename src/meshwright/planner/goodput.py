@@ -118,7 +118,7 @@ def read_reliability(
     if not restart:
         assumed.append(f"restart: {RESTART / 60:g} minutes after a failure")
     between = parse_seconds(mtbf) if mtbf else system_mtbf(GPU_MTBF, gpus)
-    save, back = (parse_seconds(given or usual) for given, usual in ((checkpoint, SAVE), (restart, RESTART)))
+    save, back = (parse_seconds(text or usual) for text, usual in ((checkpoint, SAVE), (restart, RESTART)))
     return Reliability(_positive("mtbf", between), _positive("checkpoint", save), back, tuple(assumed))
 
 

@@ -70,16 +70,16 @@ def read(
 
 def base_plan(config: Config) -> Plan:
     """Keep the fields of the user's plan that are not searched: dtypes, overlap and others."""
-    kept = {
+    fields = {
         name: value
         for name, value in config.plan.as_dict().items()
         if name not in search_choices.SEARCHED or name in (*search_choices.DTYPES, "overlap")
     }
     for name in DROPPED:
-        kept.pop(name, None)
+        fields.pop(name, None)
     if "plan.grad_dtype" not in config.origins:
-        kept["grad_dtype"] = config.stack.gradient_dtype
-    return Plan(**kept)
+        fields["grad_dtype"] = config.stack.gradient_dtype
+    return Plan(**fields)
 
 
 def assumptions(config: Config, stack: Any) -> tuple[str, ...]:

@@ -29,9 +29,9 @@ def plan_for_world(config: Config, world: int) -> Config:
     if config.plan.world == world:
         return config
     for count in range(world, 0, -1):
-        found = next(trainable_plans(config, count), None)
-        if found is not None:
-            return found
+        resized = next(trainable_plans(config, count), None)
+        if resized is not None:
+            return resized
     raise MeshwrightError(
         "MW-PLANNER-009",
         f"no plan trains {config.model.name or 'this model'} with a batch of {config.workload.batch} on {world} devices or fewer",

@@ -214,9 +214,9 @@ def explore(request: Question, days: float, budget: float, progress: Progress | 
         if progress:
             progress(min(0.7, 0.05 * nodes.bit_length()))
         nodes *= 2
-    found = [k for k, one in enumerate(curve) if one.meets]
-    if found and found[0] > 0:
-        low, high = curve[found[0] - 1].nodes, curve[found[0]].nodes
+    meeting = [k for k, one in enumerate(curve) if one.meets]
+    if meeting and meeting[0] > 0:
+        low, high = curve[meeting[0] - 1].nodes, curve[meeting[0]].nodes
         inner = sorted({low + (high - low) * k // BETWEEN for k in range(1, BETWEEN)} - {low, high})
         curve += [one for n in inner if (one := sized(request, n, days, budget)) is not None]
     return sorted(curve, key=lambda one: one.gpus)

@@ -35,10 +35,10 @@ def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack
         return plan.but(recompute="full", recompute_layers=count)
 
     counts = range(1, max(plan.stage_layers(model.layers)) + 1)  # empty for a model without layers
-    found = bisect_left(
+    fewest = bisect_left(
         counts, True, key=lambda c: peak(model, recomputing(c), workload, stack) <= USABLE_MEMORY * device_memory
     )
-    if found == len(counts):
+    if fewest == len(counts):
         least = peak(model, recomputing(counts[-1]) if counts else none, workload, stack)
         raise MeshwrightError(
             "MW-PAR-003",
@@ -48,7 +48,7 @@ def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack
             valid=["smaller micro-batches", "more ranks for the states"],
             fix=f"--set plan.{'microbatch=1' if plan.microbatch > 1 else 'recompute=full'}",
         )
-    return recomputing(counts[found])
+    return recomputing(counts[fewest])
 
 
 def peak(model: Model, plan: Plan, workload: Workload, stack: Stack) -> float:

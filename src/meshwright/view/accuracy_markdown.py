@@ -62,47 +62,49 @@ same settings took 10.1 s per step in Megatron-Bridge 26.04 and 6.4 s in 26.06. 
 predicted 10% too fast: its host is slower than that of the other sources of Megatron-LM."""
 
 
-def document(found: Accuracy) -> str:
+def document(accuracy: Accuracy) -> str:
     """The whole page."""
     parts = [
-        introduction(found),
-        sources_table(found),
+        introduction(accuracy),
+        sources_table(accuracy),
         HOW.format(freedom=FREEDOM, noise=NOISE[0], most=MOST_RUNS),
-        stacks(found),
-        bands(found),
-        memory(found),
-        misses(found),
-        regrets(found),
-        headlines(found),
+        stacks(accuracy),
+        bands(accuracy),
+        memory(accuracy),
+        misses(accuracy),
+        regrets(accuracy),
+        headlines(accuracy),
         licences(),
     ]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
 
 
-def introduction(found: Accuracy) -> str:
-    counts = {name: sum(getattr(s, name) for s in found.sources.values()) for name in ("refused", "not_scored")}
-    return INTRODUCTION.format(rows=len(found.outcomes) + len(found.failed), failed=len(found.failed), **counts)
+def introduction(accuracy: Accuracy) -> str:
+    counts = {name: sum(getattr(s, name) for s in accuracy.sources.values()) for name in ("refused", "not_scored")}
+    return INTRODUCTION.format(
+        rows=len(accuracy.outcomes) + len(accuracy.failed), failed=len(accuracy.failed), **counts
+    )
 
 
-def sources_table(found: Accuracy) -> str:
+def sources_table(accuracy: Accuracy) -> str:
     names = ("source", "rows", "stack known", "bias", "source left out", "p90", *(f"after {n}" for n in SEEN))
     rows = []
-    for name, s in found.unseen.items():
+    for name, s in accuracy.unseen.items():
         after = [percent(s.after[count]) for count in SEEN]
-        shipped = found.sources[name].median if name in found.sources else None
+        shipped = accuracy.sources[name].median if name in accuracy.sources else None
         known = "yes" if s.stack_known else "no"
         cells = (percent(s.bias, True), percent(s.median), percent(s.p90), *after, percent(s.model), percent(shipped))
         rows.append((name, str(s.runs), known, *cells))
-    o = found.unseen_overall
+    o = accuracy.unseen_overall
     means = [percent(o[key]) for key in ("median", "p90", *(f"after_{n}" for n in SEEN), "model")]
-    last = ["**macro average**", "", "", percent(o["bias"], True), *means, percent(found.overall.get("median"))]
+    last = ["**macro average**", "", "", percent(o["bias"], True), *means, percent(accuracy.overall.get("median"))]
     head = (*names, "model left out", "as shipped")
-    return table(head, [*rows, [f"**{c}**" if c and "*" not in c else c for c in last]]) + _floor(found)
+    return table(head, [*rows, [f"**{c}**" if c and "*" not in c else c for c in last]]) + _floor(accuracy)
 
 
-def _floor(found: Accuracy) -> str:
+def _floor(accuracy: Accuracy) -> str:
     """Return how much of the error a calibration can remove at all: that of six numbers fitted to all runs of a source remains."""
-    left = found.left_out
+    left = accuracy.left_out
     if left is None or not np.isfinite(left.after[1]).any():
         return ""
     floor = _macro_median(left.by_source(np.abs(np.expm1(left.fitted))))
@@ -117,19 +119,19 @@ def _floor(found: Accuracy) -> str:
         f"{worse}, by {100 * most:.1f} points (the standard error of the mean error of its {len(sizes)} runs is "
         f"{100 * sizes.std(ddof=1) / math.sqrt(len(sizes)):.1f} points). Which sources are off as a whole cannot be seen from one run, so a "
         "calibration averages over that (`calibrate/runs/stack_fit.py`); the scales of that average were chosen after seeing these errors. With "
-        f"all runs of a source seen, {percent(floor)} remain: six numbers of a stack cannot explain more.{_unnamed(found)}"
+        f"all runs of a source seen, {percent(floor)} remain: six numbers of a stack cannot explain more.{_unnamed(accuracy)}"
     )
 
 
-def _unnamed(found: Accuracy) -> str:
+def _unnamed(accuracy: Accuracy) -> str:
     """The errors of a user whose framework is not in the catalog."""
-    if found.unnamed is None:
+    if accuracy.unnamed is None:
         return ""
-    o = macro_scores(scores(found.unnamed))
+    o = macro_scores(scores(accuracy.unnamed))
     after = ", ".join(f"{percent(o[f'after_{n}'])} after {n}" for n in SEEN)
     return (
         "\n\nIf no run named its stack, as for a framework that is not in the catalog, all would be predicted with the typical one: a macro-averaged "
-        f"median of {percent(o['median'])} (90th percentile {percent(o['p90'])}), {after} of the source's runs ({len(found.unnamed.runs)} runs, "
+        f"median of {percent(o['median'])} (90th percentile {percent(o['p90'])}), {after} of the source's runs ({len(accuracy.unnamed.runs)} runs, "
         "a part of each large source). From these come the bands of an unknown stack, also of one that is calibrated: the numbers of a stack do not "
         "make up for unknown switches."
     )
@@ -151,10 +153,10 @@ def _most_harm(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> t
     return max(growth.items(), key=lambda item: item[1])
 
 
-def stacks(found: Accuracy) -> str:
-    if found.left_out is None:
+def stacks(accuracy: Accuracy) -> str:
+    if accuracy.left_out is None:
         return ""
-    fit = found.left_out.fit
+    fit = accuracy.left_out.fit
     names = sorted({leaf.family for leaf in fit.leaves if not leaf.family.startswith("unknown")})
     rows = []
     for name in [*names, "typical"]:
@@ -165,7 +167,7 @@ def stacks(found: Accuracy) -> str:
     return table(("stack", "rows", "launch", "products", "attention", "elementwise", "network", "hides"), rows)
 
 
-def bands(found: Accuracy) -> str:
+def bands(accuracy: Accuracy) -> str:
     rows = [
         (
             level,
@@ -176,7 +178,7 @@ def bands(found: Accuracy) -> str:
             percent(b.half_width),
             percent(b.mean_of_medians),
         )
-        for level, b in found.bands.items()
+        for level, b in accuracy.bands.items()
     ]
     text = (
         "## Bands\n\nFrom the residuals of left-out sources, by what is known of the stack; wider where exposed communication between nodes, the "
@@ -193,7 +195,7 @@ def bands(found: Accuracy) -> str:
         "median half-width",
         "mean of medians",
     )
-    return text + table(head, rows) + _widths_by_source(found)
+    return text + table(head, rows) + _widths_by_source(accuracy)
 
 
 def _fewest_inside(b: Band) -> str:
@@ -202,9 +204,9 @@ def _fewest_inside(b: Band) -> str:
     return f"{percent(b.by_source[name][0])} ({name})"
 
 
-def _widths_by_source(found: Accuracy) -> str:
+def _widths_by_source(accuracy: Accuracy) -> str:
     """Tabulate the contributions to the width of the bands of known stacks."""
-    if "published" not in found.bands or found.left_out is None:
+    if "published" not in accuracy.bands or accuracy.left_out is None:
         return ""
     common = math.sqrt(BETWEEN_SOURCES[0, 1])  # of ln seconds, in all numbers of a source together
     alone = math.sinh(deviations_inside() * common)
@@ -220,10 +222,10 @@ def _widths_by_source(found: Accuracy) -> str:
         "the runs with ZeRO-3 of an early DeepSpeed (`deepspeed-2021`) count as an unknown stack: it gathers parameter by parameter.\n\n"
     )
     cells: dict[str, list[str]] = {}
-    levels = [level for level in ("published", "calibrated") if level in found.bands]
-    names = sorted({name for level in levels for name in found.bands[level].by_source})
+    levels = [level for level in ("published", "calibrated") if level in accuracy.bands]
+    names = sorted({name for level in levels for name in accuracy.bands[level].by_source})
     for level in levels:
-        without, known = half_width_without(found.left_out, level), found.bands[level].by_source
+        without, known = half_width_without(accuracy.left_out, level), accuracy.bands[level].by_source
         for name in names:
             values = (*known[name], without.get(name)) if name in known else (None, None, None)
             cells.setdefault(name, [name]).extend(percent(value) if value is not None else "–" for value in values)
@@ -236,13 +238,13 @@ def deviations_inside() -> float:
     return NormalDist().inv_cdf((1 + INSIDE) / 2)
 
 
-def memory(found: Accuracy) -> str:
+def memory(accuracy: Accuracy) -> str:
     rows = [
         (name, percent(s.memory_median), percent(s.false_alarms))
-        for name, s in sorted(found.sources.items())
+        for name, s in sorted(accuracy.sources.items())
         if s.memory_median is not None
     ]
-    o = found.overall
+    o = accuracy.overall
     alarms = percent(o.get("false_alarms"))
     text = (
         "## Memory\n\nPeak memory, of the quantity that a source reports: *allocated* (torch's live tensors), *reserved* (with fragments) or *used* "
@@ -250,22 +252,22 @@ def memory(found: Accuracy) -> str:
     )
     if "recall_failed" in o:
         text += (
-            f"Of {len(found.failed)} runs of the H100 sweep that crashed or ran out of memory, {percent(o['recall_failed'])} are predicted not to "
+            f"Of {len(accuracy.failed)} runs of the H100 sweep that crashed or ran out of memory, {percent(o['recall_failed'])} are predicted not to "
             "fit (the cause of a crash is not published). "
         )
     rows.append(("**macro average**", f"**{percent(o.get('memory_median'))}**", f"**{alarms}**"))
     return text + "\n\n" + table(("source", "median error", "finished, predicted not to fit"), rows)
 
 
-def misses(found: Accuracy) -> str:
+def misses(accuracy: Accuracy) -> str:
     """Describe what the largest left-out errors have in common."""
-    if found.left_out is None:
+    if accuracy.left_out is None:
         return ""
-    text = MISSES + _largest_runs(found.left_out) + "\n\n"
+    text = MISSES + _largest_runs(accuracy.left_out) + "\n\n"
     rows = [
         row
-        for label, groups in residual_groups(found.left_out).items()
-        for row in _group_rows(label, groups, found.left_out)
+        for label, groups in residual_groups(accuracy.left_out).items()
+        for row in _group_rows(label, groups, accuracy.left_out)
     ]
     return text + table(("group", "runs", "bias", "median error", "p90"), rows)
 
@@ -316,10 +318,10 @@ def _group_rows(label: str, groups: list[str], left_out: LeftOut) -> list[tuple[
     return rows
 
 
-def headlines(found: Accuracy) -> str:
-    if not found.headlines:
+def headlines(accuracy: Accuracy) -> str:
+    if not accuracy.headlines:
         return ""
-    rows = [headline_cells(o) for o in found.headlines]
+    rows = [headline_cells(o) for o in accuracy.headlines]
     text = (
         "## Well-known runs\n\n`meshwright validate --headline`. Settings that were not published are assumed: the least recompute that fits, 1F1B "
         "where the interleaving is unknown.\n\n"

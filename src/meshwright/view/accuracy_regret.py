@@ -23,12 +23,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return markdown_table([columns[0], *(f">{name}" for name in columns[1:])], rows) + "\n"
 
 
-def regrets(found: Accuracy) -> str:
+def regrets(accuracy: Accuracy) -> str:
     """The mean slowdown of the plan that is predicted to be the fastest, by source, and where it comes from."""
-    rows = [(name, percent(s.regret)) for name, s in found.unseen.items() if s.regret is not None]
-    if not rows or found.left_out is None:
+    rows = [(name, percent(s.regret)) for name, s in accuracy.unseen.items() if s.regret is not None]
+    if not rows or accuracy.left_out is None:
         return ""
-    left = found.left_out
+    left = accuracy.left_out
     made = choices(left.runs, np.exp(left.source) * np.array([o.case.step_time for o in left.runs]))
     right = sum(choice.regret == 0 for choice in made)
     usual = [c for c in made if c.chosen.measured <= UNEXPLAINED * c.chosen.predicted]
@@ -41,7 +41,7 @@ def regrets(found: Accuracy) -> str:
         f"{UNEXPLAINED:g} times its prediction; without these the macro average is {percent(remaining)}.{_pipelines_with_tensors(left)}"
         f"{_composed(left)}\n\n"
     )
-    rows.append(("**macro average**", f"**{percent(found.unseen_overall['regret'])}**"))
+    rows.append(("**macro average**", f"**{percent(accuracy.unseen_overall['regret'])}**"))
     largest = sorted((c for c in made if c.regret > 0), key=lambda c: -c.regret)[:MOST_CHOICES]
     head = ("problem", "chosen plan (error)", "measured fastest (error)", "the predictions differ most in", "regret")
     text += table(("source", "mean regret"), rows)
@@ -92,7 +92,7 @@ def _composed(left: LeftOut) -> str:
     for name in sorted({o.source for o in left.runs}):
         inside = np.array([o.source == name for o in left.runs])
         few, many = inside & on_one_node, inside & ~on_one_node
-        distance = off_the_line([o for o, kept in zip(left.runs, few, strict=True) if kept])
+        distance = off_the_line([o for o, runs in zip(left.runs, few, strict=True) if runs])
         if len(distance) < 3 or np.median(distance) > MEASURABLE:
             continue
         text += (
@@ -101,6 +101,6 @@ def _composed(left: LeftOut) -> str:
             "so a choice between two plans is a choice between two profiles."
         )
         if many.any():
-            errors = [percent(float(np.median(np.abs(np.expm1(left.source[kept]))))) for kept in (few, many)]
+            errors = [percent(float(np.median(np.abs(np.expm1(left.source[runs]))))) for runs in (few, many)]
             text += f" Median errors: {errors[0]} of these, {errors[1]} of its {many.sum()} runs on several nodes."
     return text

@@ -95,10 +95,10 @@ def spread(point: Point | DevicePoint) -> Text:
 
 def by_series(points: Iterable[Point]) -> dict[tuple, list[Point]]:
     """Points that differ in size only, by size."""
-    found: dict[tuple, list[Point]] = {}
+    series: dict[tuple, list[Point]] = {}
     for point in sorted(points, key=lambda p: p.bytes):
-        found.setdefault((*point.series, point.ranks), []).append(point)
-    return dict(sorted(found.items(), key=lambda item: str(item[0][:3])))
+        series.setdefault((*point.series, point.ranks), []).append(point)
+    return dict(sorted(series.items(), key=lambda item: str(item[0][:3])))
 
 
 def pairs_table(points: Sequence[Point], bench: Bench) -> RenderableType:
@@ -116,10 +116,10 @@ def pairs_table(points: Sequence[Point], bench: Bench) -> RenderableType:
             point
         )
     rows = []
-    for (backend, kind), found in kinds.items():
-        line = line_of(found)
+    for (backend, kind), kind_points in kinds.items():
+        line = line_of(kind_points)
         if line:
-            count = len({p.ranks for p in found})
+            count = len({p.ranks for p in kind_points})
             rows.append((f"{PAIR} {kind}", backend, count, *line_cells(line)))
     return filled(("transfers", "backend", ">pairs", ">α", ">rate", ">n*", ">residual", "~largest deviation"), rows)
 

@@ -131,25 +131,25 @@ def adjusted_page(result: Adjusted) -> RenderableType:
 
 def adjusted_notes(result: Adjusted) -> list[str]:
     """Return notes on the measurements, and on the band of later predictions."""
-    after, found = result.after, []
+    after, notes = result.after, []
     for run in result.runs:
         if run.memory:
             old, new = result.memory_of(run)
-            found.append(
+            notes.append(
                 f"{run.name}: memory {run.memory / GIB:.1f} GiB measured, {old:.1f} predicted before, {new:.1f} after (only fragments are adjusted)"
             )
     if result.far_off:
         names = ", ".join(dict.fromkeys(result.far_off))
-        found.append(
+        notes.append(
             f"{names}: measured and predicted differ by more than a factor of {FAR:g}, so the run moves little and is not counted. "
             "Check that --tokens-per-s is of all devices together, and that the plan file is what ran"
         )
     if after.measured_runs < ENOUGH:
-        found.append(
+        notes.append(
             f"predictions keep the band of a {after.evidence} stack until {ENOUGH} runs are measured (so far: {after.measured_runs}); "
             "add runs with --stack FILE of this one"
         )
-    return found
+    return notes
 
 
 def runs_table(result: Adjusted) -> RenderableType:

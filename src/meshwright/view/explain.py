@@ -49,12 +49,12 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
         CollectiveTimes(e.cluster, e.program.batch),
         e.prediction.exposed_s[part],
     )
-    found = list(operations_of(e, part, rank))
+    operations = list(operations_of(e, part, rank))
     lines: list[RenderableType] = [Text(f"{part}: {format_seconds(exposed)} of the step", style="bold")]
-    lines += formulas_of([op for *_, op in found], e, network)
-    if found:
+    lines += formulas_of([op for *_, op in operations], e, network)
+    if operations:
         rows, total = [], 0.0
-        for block, times, phase, op in found:
+        for block, times, phase, op in operations:
             seconds, count = seconds_of(op, e, network), scalar(op.count)
             total += times * count * seconds
             row = f"{block} × {times:.0f}", phase, f"{op.name} × {count:g}", shape_of(op, network)
@@ -68,17 +68,17 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
     closing = once_per_step(e, part, network)
     if closing.row_count:
         lines += [Text("once per step:"), closing]
-    elif not found:
+    elif not operations:
         lines.append(Text("once per step: optimizer and overhead are not micro-batch operations", style="dim"))
     return Group(*lines)
 
 
 def operations_of(e: Estimate, part: str, rank: int) -> Iterator[tuple[str, float, str, Op]]:
     """(block, number of such blocks, phase, operation) of one part on one pipeline rank."""
-    held = e.program.ranks[rank]
+    rank_program = e.program.ranks[rank]
     for block in e.program.kinds():
         for phase in PHASES:
-            if times := scalar(held.times(block, phase)):
+            if times := scalar(rank_program.times(block, phase)):
                 for op in e.program.blocks.get((block, phase), ()):
                     if part_of(op, phase) == part:
                         yield block, times, phase, op

@@ -97,14 +97,14 @@ class LiveRun:
 
     def recent(self, key: str) -> float | None:
         """The median of the last steps; None if the run does not have it."""
-        found = [row[key] for row in self.rows[-WINDOW:] if isinstance(row.get(key), int | float)]
-        return median(found) if found else None
+        values = [row[key] for row in self.rows[-WINDOW:] if isinstance(row.get(key), int | float)]
+        return median(values) if values else None
 
     def exposed(self) -> dict[str, float]:
         """Median seconds that rank 0 was blocked in communication, by part."""
-        found = [row["exposed_s"] for row in self.rows[-WINDOW:] if isinstance(row.get("exposed_s"), dict)]
-        parts = dict.fromkeys(part for row in found for part in row)
-        return {part: median(row.get(part, 0.0) for row in found) for part in parts}
+        recent_rows = [row["exposed_s"] for row in self.rows[-WINDOW:] if isinstance(row.get("exposed_s"), dict)]
+        parts = dict.fromkeys(part for row in recent_rows for part in row)
+        return {part: median(row.get(part, 0.0) for row in recent_rows) for part in parts}
 
     def elapsed_s(self) -> float:
         began = float(self.about.get("started") or self.started)

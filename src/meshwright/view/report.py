@@ -60,10 +60,10 @@ def read_part(folder: Path, name: str) -> Any:
     value = read_json(path)
     if not isinstance(value, list if name == "difference" else dict):
         raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is not a file that `train` writes")
-    found = value.get("version") if isinstance(value, dict) else None
-    if name in ("communication", "timeline") and found != VERSION:
+    version = value.get("version") if isinstance(value, dict) else None
+    if name in ("communication", "timeline") and version != VERSION:
         why = f"This release reads version {VERSION}"
-        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} has version {found}", why=why)
+        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} has version {version}", why=why)
     for row in value if name == "difference" else ():
         if not isinstance(row, dict) or not {"what", "unit", "predicted", "measured"} <= set(row):
             why = "A row lacks what, unit, predicted or measured"
@@ -94,11 +94,11 @@ def trace_of(folders: Sequence[Path]) -> dict[str, Any]:
             fix="meshwright report RUN --trace FILE",
         )
     trace = both_steps(timeline, {"plan": run_entry(folder)["title"]})
-    first = min((found["otherData"]["origin_s"] for found in profiled), default=0.0)
+    first = min((profile["otherData"]["origin_s"] for profile in profiled), default=0.0)
     above = 1 + max((event["pid"] for event in trace["traceEvents"]), default=-1)
-    for found in profiled:
-        rank, later = found["otherData"]["rank"], MICROSECONDS * (found["otherData"]["origin_s"] - first)
-        for event in found["traceEvents"]:
+    for profile in profiled:
+        rank, later = profile["otherData"]["rank"], MICROSECONDS * (profile["otherData"]["origin_s"] - first)
+        for event in profile["traceEvents"]:
             event |= {"pid": above + rank, "ts": event["ts"] + later if event["ph"] != "M" else 0}
             if event["ph"] == "M" and event["name"] == "process_name":
                 event["args"] = {"name": f"profiled: rank {rank}"}
@@ -108,8 +108,8 @@ def trace_of(folders: Sequence[Path]) -> dict[str, Any]:
 
 def profiles(folder: Path) -> list[dict[str, Any]]:
     """The traces that `train --profile` wrote, by rank."""
-    found = [read_json(file) for file in sorted((folder / PROFILE).glob("rank-*.json"))]
-    for trace in found:
+    traces = [read_json(file) for file in sorted((folder / PROFILE).glob("rank-*.json"))]
+    for trace in traces:
         if not isinstance(trace, dict) or not {"rank", "origin_s"} <= set(trace.get("otherData", {})):
             raise MeshwrightError("MW-REP-002", f"a file in {PROFILE}/ of {folder.name} is not one that `train` writes")
-    return sorted(found, key=lambda trace: int(trace["otherData"]["rank"]))
+    return sorted(traces, key=lambda trace: int(trace["otherData"]["rank"]))

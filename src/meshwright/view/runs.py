@@ -40,7 +40,7 @@ MEASURED_SECTIONS = (
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
     """The run folders that are given, and those directly below a folder that is none; the newest first."""
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for place in places:
         if not place.is_dir():
             raise MeshwrightError(
@@ -49,8 +49,8 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
                 fix="meshwright train PLAN.toml --out FOLDER",
             )
         inside = [place] if is_run(place) else sorted(p for p in place.iterdir() if p.is_dir() and is_run(p))
-        found |= dict.fromkeys(inside[:MOST_RUNS])
-    return sorted(found, key=modified, reverse=True)
+        folders |= dict.fromkeys(inside[:MOST_RUNS])
+    return sorted(folders, key=modified, reverse=True)
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -107,10 +107,10 @@ def _values(folder: Path, modified_s: float) -> dict[str, Any]:
 
 def read_table(file: Path) -> dict[str, Any]:
     """A JSON file that holds a table; empty if there is none."""
-    found = read_json(file) if file.is_file() else {}
-    if not isinstance(found, dict):
+    table = read_json(file) if file.is_file() else {}
+    if not isinstance(table, dict):
         raise MeshwrightError("MW-REP-002", f"{file.name} of {file.parent.name} is not a file that `train` writes")
-    return found
+    return table
 
 
 def configuration(folder: Path) -> Config | None:
@@ -177,19 +177,19 @@ def listed_cells(row: dict[str, Any]) -> list[Text]:
 
 def comparison(folders: Sequence[Path]) -> RenderableType:
     """Several runs as columns: results first, then the values of the run files in which they differ from the first one."""
-    found = [summary(folder) for folder in folders]
+    summaries = [summary(folder) for folder in folders]
     lines: list[list[object]] = []
-    units = "/s, ".join(sorted({row["unit"] for row in found}))
+    units = "/s, ".join(sorted({row["unit"] for row in summaries}))
     for name, key, form in RESULTS:
         name = f"{units}/s" if key == "tokens_per_s" else name
-        values = [row[key] for row in found]
+        values = [row[key] for row in summaries]
         if any(value not in (None, "") for value in values):
             lines.append([name, *(formatted(value, form) for value in values)])
-    columns = ["", *(f">{row['name']}" for row in found)]
+    columns = ["", *(f">{row['name']}" for row in summaries)]
     tables: list[RenderableType] = [filled(columns, lines, title="Results")]
     changed = differences([configuration(folder) for folder in folders])
     if changed:
-        tables.append(filled(["", *(row["name"] for row in found)], changed, title="Different in the run files"))
+        tables.append(filled(["", *(row["name"] for row in summaries)], changed, title="Different in the run files"))
     else:
         tables.append(Text("The run files are equal", "dim"))
     return Group(*tables)
@@ -216,14 +216,15 @@ def differences(configs: Sequence[Config | None]) -> list[list[object]]:
     if base is None:
         return []
     changed = [diff(base, config) if config is not None else {} for config in configs]
-    paths = dict.fromkeys(path for found in changed for path in found)
-    base_values = {path: next(found[path][0] for found in changed if path in found) for path in paths}
+    paths = dict.fromkeys(path for changes in changed for path in changes)
+    base_values = {path: next(changes[path][0] for changes in changed if path in changes) for path in paths}
     shown = [path for path in paths if not path.startswith(MEASURED_SECTIONS)]
     rows: list[list[object]] = [
-        [path, *(plain(found[path][1] if path in found else base_values[path]) for found in changed)] for path in shown
+        [path, *(plain(changes[path][1] if path in changes else base_values[path]) for changes in changed)]
+        for path in shown
     ]
     for section in MEASURED_SECTIONS:
-        counts = [sum(path.startswith(section) for path in found) for found in changed]
+        counts = [sum(path.startswith(section) for path in changes) for changes in changed]
         if any(counts):
             rows.append([f"{section[:-1]} constants", *(f"{count} differ" if count else "base" for count in counts)])
     return rows

@@ -82,15 +82,17 @@ class Filler:
         return self._pieces[key]
 
     def _operations(self, stage: int, kind: str) -> list[ActionPiece]:
-        held = self.e.program.stages[stage]
-        blocks = [b for b in ORDER if b in held.counts for _ in range(round(scalar(held.counts[b])))]
+        stage_blocks = self.e.program.stages[stage]
+        blocks = [b for b in ORDER if b in stage_blocks.counts for _ in range(round(scalar(stage_blocks.counts[b])))]
         if kind != "F":
             blocks.reverse()
         out: list[ActionPiece] = []
         free: dict[str, float] = {}  # when each communication stream becomes idle
-        recomputed = {block: round(scalar(held.times(block, "R"))) for block in held.counts}
+        recomputed = {block: round(scalar(stage_blocks.times(block, "R"))) for block in stage_blocks.counts}
         in_backward = {
-            (block, phase): scalar(held.times(block, phase)) > 0 for block in held.counts for phase in ("S", "G")
+            (block, phase): scalar(stage_blocks.times(block, phase)) > 0
+            for block in stage_blocks.counts
+            for phase in ("S", "G")
         }
         at = 0.0
         for number, block in enumerate(blocks):

@@ -34,26 +34,28 @@ def bold(cells: list[str]) -> list[str]:
     return [f"[bold]{cell}[/]" for cell in cells]
 
 
-def page(found: Accuracy, columns: list[str], title: str) -> list[RenderableType]:
+def page(accuracy: Accuracy, columns: list[str], title: str) -> list[RenderableType]:
     """Everything that `validate` prints: the runs with the catalog's numbers, sources left out, failed runs, well-known runs."""
     parts: list[RenderableType] = []
-    if found.outcomes:
+    if accuracy.outcomes:
         scores = (
-            found.sources if columns == ["source"] else {n: score(p) for n, p in by(found.outcomes, columns).items()}
+            accuracy.sources
+            if columns == ["source"]
+            else {n: score(p) for n, p in by(accuracy.outcomes, columns).items()}
         )
-        parts += [table(scores, found.overall, title), refusals(found.outcomes)]
-    if found.unseen:
-        parts += ["", unseen_table(found.unseen, found.unseen_overall), "", bands_table(found.bands)]
-        if found.unnamed is None:
+        parts += [table(scores, accuracy.overall, title), refusals(accuracy.outcomes)]
+    if accuracy.unseen:
+        parts += ["", unseen_table(accuracy.unseen, accuracy.unseen_overall), "", bands_table(accuracy.bands)]
+        if accuracy.unnamed is None:
             parts.append(Text("typical (a stack that is not in the catalog): with --json, --html or --markdown", "dim"))
-    if "recall_failed" in found.overall:
+    if "recall_failed" in accuracy.overall:
         parts += [
             "",
-            f"{100 * found.overall['recall_failed']:.0f}% of {len(found.failed)} failed runs are predicted not to fit in memory "
+            f"{100 * accuracy.overall['recall_failed']:.0f}% of {len(accuracy.failed)} failed runs are predicted not to fit in memory "
             "(the failed runs include crashes for other reasons)",
         ]
-    if found.headlines:
-        parts.append(headline_table(found.headlines))
+    if accuracy.headlines:
+        parts.append(headline_table(accuracy.headlines))
     return parts
 
 

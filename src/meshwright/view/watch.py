@@ -111,13 +111,13 @@ def progress_display(steps: int, folder: Path) -> Iterator[ProgressDisplay]:
         thread.join()
 
 
-def watch_run(found: Sequence[Path]) -> None:
+def watch_run(folders: Sequence[Path]) -> None:
     """Show the newest run until it ends; one that has ended is shown as it ended."""
-    if not found:
+    if not folders:
         raise MeshwrightError(
             "MW-REP-001", "there is no run to watch", fix="meshwright train PLAN.toml --out runs/NAME"
         )
-    folder = found[0]
+    folder = folders[0]
     out = console()
     display = ProgressDisplay(LiveRun(folder), out)
     if not out.is_terminal:

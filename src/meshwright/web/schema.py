@@ -162,8 +162,8 @@ def post(summary: str, body: Schema, answer: Schema, media: str = "application/j
 
 def get(summary: str, answer: Schema, parameters: list[Schema] | None = None) -> Schema:
     statuses = [400, 403, *([404] if parameters else [])]
-    found = {"summary": summary, "responses": responses(answer, "application/json", statuses)}
-    return {"get": {**found, "parameters": parameters} if parameters else found}
+    operation = {"summary": summary, "responses": responses(answer, "application/json", statuses)}
+    return {"get": {**operation, "parameters": parameters} if parameters else operation}
 
 
 def responses(answer: Schema, media: str, statuses: list[int]) -> Schema:

@@ -50,8 +50,8 @@ def simulate(body: dict[str, Any]) -> Lines:
     from meshwright.view.simulate import choose_detail
 
     subject = subject_of(body)
-    found = subject.estimate
-    yield Simulation(found, subject.walked).as_dict() | {"detail": choose_detail(found, subject.walked)}
+    estimate = subject.estimate
+    yield Simulation(estimate, subject.walked).as_dict() | {"detail": choose_detail(estimate, subject.walked)}
 
 
 def plan(body: dict[str, Any]) -> Lines:
@@ -119,17 +119,17 @@ def line(
     name: str, subject: Subject, second: Subject | None, options: dict[str, Any], final: bool = True
 ) -> dict[str, Any]:
     """One line of an answer: the data of a view, and of the second plan where there is one; or the error in its place."""
-    found: dict[str, Any] = {"view": name, "data": None, "compare_data": None, "final": final, "error": None}
+    out: dict[str, Any] = {"view": name, "data": None, "compare_data": None, "final": final, "error": None}
     try:
-        found["data"] = view(name).data(subject.with_options(options))
+        out["data"] = view(name).data(subject.with_options(options))
         if second is not None:
-            found["compare_data"] = view(name).data(second.with_options(options))
+            out["compare_data"] = view(name).data(second.with_options(options))
     except MeshwrightError as error:
-        found["error"] = error.as_dict()
+        out["error"] = error.as_dict()
     except Exception as error:
         # A view may fail on a plan that is illegal here: that is then the error to show. The other views are still computed.
-        found["error"] = (problem_of(subject) or internal_error(error)).as_dict()
-    return found
+        out["error"] = (problem_of(subject) or internal_error(error)).as_dict()
+    return out
 
 
 def problem_of(subject: Subject) -> MeshwrightError | None:

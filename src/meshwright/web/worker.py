@@ -51,8 +51,8 @@ def serve(pipe: Connection, kind: str, limit_s: float, plugin_names: list[str]) 
 def answer(pipe: Connection, task: str, body: Any) -> None:
     """Send the lines of one request, and whether it succeeded."""
     try:
-        for found in tasks.TASKS[task](body):
-            pipe.send_bytes(LINE + to_line(found))
+        for line in tasks.TASKS[task](body):
+            pipe.send_bytes(LINE + to_line(line))
     except OSError:
         raise
     except Exception as error:
@@ -63,8 +63,8 @@ def answer(pipe: Connection, task: str, body: Any) -> None:
 
 def failure(error: Exception) -> dict[str, Any]:
     """The status and the error of a request that raised: the input is wrong, it is too large, or Meshwright has a bug."""
-    found = error if isinstance(error, MeshwrightError) else tasks.internal_error(error)
-    return {"status": 500 if found.code == "MW-WEB-009" else 400, "error": found.as_dict()}
+    known = error if isinstance(error, MeshwrightError) else tasks.internal_error(error)
+    return {"status": 500 if known.code == "MW-WEB-009" else 400, "error": known.as_dict()}
 
 
 def to_line(value: Any) -> bytes:

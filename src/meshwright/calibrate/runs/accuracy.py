@@ -104,7 +104,7 @@ def bands(left_out: LeftOut, unnamed: LeftOut | None) -> dict[str, Band]:
     comes."""
     runs = {level: unnamed if level.endswith("typical") else left_out for level in LEVELS}
     residuals = {level: residuals_of(part, level) for level, part in runs.items() if part is not None}
-    return {level: _band(*found) for level, found in residuals.items() if len(set(found[2].tolist())) > 1}
+    return {level: _band(*residual) for level, residual in residuals.items() if len(set(residual[2].tolist())) > 1}
 
 
 def half_width_without(left_out: LeftOut, level: str) -> dict[str, float]:
@@ -112,7 +112,9 @@ def half_width_without(left_out: LeftOut, level: str) -> dict[str, float]:
     scaled, widths, sources, runs = residuals_of(left_out, level)
     names = sorted(set(sources.tolist()))
     parts = {name: sources != name for name in names if len(names) > 2}
-    return {name: _band(scaled[kept], widths[kept], sources[kept], runs).half_width for name, kept in parts.items()}
+    return {
+        name: _band(scaled[others], widths[others], sources[others], runs).half_width for name, others in parts.items()
+    }
 
 
 def residuals_of(left_out: LeftOut, level: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
@@ -200,15 +202,15 @@ def stack_numbers(fit: StackFit) -> dict[str, dict[str, float | str]]:
     runs = Counter[str]()
     for leaf in fit.leaves:
         runs[leaf.family] += len(leaf.runs)
-    found: dict[str, dict[str, float | str]] = {}
+    numbers: dict[str, dict[str, float | str]] = {}
     for name in catalog.names("stacks"):
         if name in MEASURED:
             continue
         base = base_of("stacks", name)
         x = (fit.family(base) if base in runs else fit.population()).mean
         evidence = "published" if runs[base] >= SEEN[-1] else "typical"
-        found[name] = {**rounded(x, catalog.load("stacks", name)), "evidence": evidence}
-    return found
+        numbers[name] = {**rounded(x, catalog.load("stacks", name)), "evidence": evidence}
+    return numbers
 
 
 def rounded(x: np.ndarray, stack: Stack) -> dict[str, float]:
@@ -287,11 +289,11 @@ def assess(
     recall = validate.recall(crashed)
     if recall is not None:
         overall["recall_failed"] = recall
-    found = Accuracy(outcomes, famous, crashed, sources, overall)
+    accuracy = Accuracy(outcomes, famous, crashed, sources, overall)
     if len({o.source for o in usable(outcomes)}) > 1:
-        found.left_out = leave_out(outcomes)
-        found.unseen = scores(found.left_out)
-        found.unseen_overall = macro_scores(found.unseen)
-        found.unnamed = without_stacks(found.left_out.runs) if unnamed else None
-        found.bands = bands(found.left_out, found.unnamed)
-    return found
+        accuracy.left_out = leave_out(outcomes)
+        accuracy.unseen = scores(accuracy.left_out)
+        accuracy.unseen_overall = macro_scores(accuracy.unseen)
+        accuracy.unnamed = without_stacks(accuracy.left_out.runs) if unnamed else None
+        accuracy.bands = bands(accuracy.left_out, accuracy.unnamed)
+    return accuracy

@@ -107,11 +107,11 @@ def measured_runs(
     paths: Sequence[str], tokens_per_s: Sequence[str], memory: Sequence[str], stack: str
 ) -> list[MeasuredRun]:
     """The runs of run folders and of plan files with typed measurements, in the given order."""
-    typed, sizes, found = list(tokens_per_s), list(memory), []
+    typed, sizes, runs = list(tokens_per_s), list(memory), []
     for path in paths:
         folder = Path(path)
         if folder.is_dir():
-            found.append(_of_folder(folder, stack))
+            runs.append(_of_folder(folder, stack))
             continue
         if not typed:
             raise MeshwrightError(
@@ -123,7 +123,7 @@ def measured_runs(
         config = configure(folder, stack=stack).check()
         rate = _positive(typed.pop(0), "--tokens-per-s")
         size = float(parse_bytes(sizes.pop(0))) if sizes else 0.0
-        found.append(_possible(MeasuredRun(folder.name, config, config.workload.tokens_per_step / rate, size)))
+        runs.append(_possible(MeasuredRun(folder.name, config, config.workload.tokens_per_step / rate, size)))
     if typed or sizes:
         raise MeshwrightError(
             "MW-CALIB-003",
@@ -131,7 +131,7 @@ def measured_runs(
             why="Each --tokens-per-s and --memory belongs to one --from-run PLAN.toml",
             fix="give one --from-run for each",
         )
-    return found
+    return runs
 
 
 def _of_folder(folder: Path, stack: str) -> MeasuredRun:
@@ -205,19 +205,19 @@ def prior_of(stack: Stack) -> Normal:
 def _covariance(stack: Stack) -> np.ndarray:
     """The covariance of an earlier calibration."""
     size = len(NUMBERS)
-    found = np.array(stack.covariance)
+    covariance = np.array(stack.covariance)
     if (
-        len(found) != size**2
-        or not np.isfinite(found).all()
-        or np.linalg.eigvalsh(found.reshape(size, size)).min() <= 0
+        len(covariance) != size**2
+        or not np.isfinite(covariance).all()
+        or np.linalg.eigvalsh(covariance.reshape(size, size)).min() <= 0
     ):
         raise MeshwrightError(
             "MW-CALIB-003",
             f"stack.covariance of {stack.name} is not a covariance of {size} numbers",
-            why=f"It has {len(found)} numbers; {size**2} are needed, of a positive definite matrix",
+            why=f"It has {len(covariance)} numbers; {size**2} are needed, of a positive definite matrix",
             fix="use a file of `meshwright calibrate --from-run` as it was written",
         )
-    return found.reshape(size, size)
+    return covariance.reshape(size, size)
 
 
 def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
@@ -235,12 +235,12 @@ def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
     points = grid()
     response = Response.of([_times(run, stack, points) for run in runs], [_doubt(run, stack) for run in runs])
     measured = np.log([run.step_time for run in runs])
-    found = posterior(response, measured, prior_of(stack), (1.0,) if stack.covariance else SCALES)
-    fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(found.mean, stack).items()}
+    updated = posterior(response, measured, prior_of(stack), (1.0,) if stack.covariance else SCALES)
+    fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(updated.mean, stack).items()}
     after = stack.but(
         **fields,
         name=name or (stack.name if stack.covariance else f"{stack.name}-calibrated"),
-        covariance=tuple(float(f"{x:.6g}") for x in found.covariance.ravel()),
+        covariance=tuple(float(f"{x:.6g}") for x in updated.covariance.ravel()),
         allocator_slack=_slack(runs, stack),
     )
     before, new = ([float(_times(run, s, numbers_of(s)[None])[0]) for run in runs] for s in (stack, after))
@@ -274,7 +274,7 @@ def _times(run: MeasuredRun, stack: Stack, x: np.ndarray) -> np.ndarray:
 
 def _slack(runs: Sequence[MeasuredRun], stack: Stack) -> float:
     """The allocator's slack, moved half of the way to what the measured peaks show."""
-    found = []
+    slacks = []
     for run in runs:
         if run.memory:
             c = run.config
@@ -283,8 +283,8 @@ def _slack(runs: Sequence[MeasuredRun], stack: Stack) -> float:
             live = sum(fullest[part] for part in ("activations", "gathered", "working"))
             without = ("slack",) if run.quantity == "used" else OVERHEAD
             excess = run.memory / GIB - sum(x for part, x in fullest.items() if part not in without)
-            found.append(excess / live if live else stack.allocator_slack)
-    if not found:
+            slacks.append(excess / live if live else stack.allocator_slack)
+    if not slacks:
         return stack.allocator_slack
-    middle = (stack.allocator_slack + float(np.median(found))) / 2
+    middle = (stack.allocator_slack + float(np.median(slacks))) / 2
     return float(f"{min(max(middle, LEAST_SLACK), MOST_SLACK):.4g}")

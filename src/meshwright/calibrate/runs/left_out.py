@@ -66,12 +66,12 @@ class SourceScore:
 def scores(left_out: LeftOut) -> dict[str, SourceScore]:
     """The scores of every source."""
     sources = np.array([o.source for o in left_out.runs])
-    found = {}
+    by_source = {}
     for name in sorted(set(sources)):
         at = np.flatnonzero(sources == name)
         runs, size = [left_out.runs[k] for k in at], np.abs(np.expm1(left_out.source[at]))
         predicted = np.exp(left_out.source[at]) * np.array([o.case.step_time for o in runs])
-        found[name] = SourceScore(
+        by_source[name] = SourceScore(
             len(at),
             float(np.median(np.expm1(left_out.source[at]))),
             float(np.median(size)),
@@ -81,7 +81,7 @@ def scores(left_out: LeftOut) -> dict[str, SourceScore]:
             ranking(runs, predicted)[1],
             bool(left_out.named[at].mean() > 0.5),
         )
-    return found
+    return by_source
 
 
 def finite_or_none(table: dict[Any, Any]) -> dict[Any, Any]:
@@ -97,14 +97,14 @@ def median_or_nan(values: np.ndarray) -> float:
     return float(np.median(values)) if len(values) else math.nan
 
 
-def macro_scores(found: dict[str, SourceScore]) -> dict[str, float]:
+def macro_scores(by_source: dict[str, SourceScore]) -> dict[str, float]:
     """The means over sources; a source with too few runs for a calibration counts in none of those columns."""
 
     def mean(values: Iterable[float | None]) -> float:
         known_values = [v for v in values if v is not None and math.isfinite(v)]
         return float(np.mean(known_values)) if known_values else math.nan
 
-    parts = list(found.values())
+    parts = list(by_source.values())
     return {
         "median": mean(s.median for s in parts),
         "p90": mean(s.p90 for s in parts),
@@ -173,14 +173,14 @@ def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
     response = Response.of(*responses(runs))
     measured = np.log([o.case.step_time or np.nan for o in runs])
     leaves = leaves_of(runs)
-    found = fit(response, measured, leaves)
+    whole_fit = fit(response, measured, leaves)
     n = len(runs)
     after = {k: np.full(n, np.nan) for k in SEEN}
     source, model, fitted = (np.zeros(n) for _ in range(3))
-    out = LeftOut(runs, found, source, model, fitted, np.full((n, DRAWS), np.nan), np.zeros(n, dtype=bool), after)
+    out = LeftOut(runs, whole_fit, source, model, fitted, np.full((n, DRAWS), np.nan), np.zeros(n, dtype=bool), after)
     random = np.random.default_rng(seed)
     for leaf in leaves:
-        prior = found.source(leaf)
+        prior = whole_fit.source(leaf)
         part, truth = response.take(leaf.runs), measured[leaf.runs]
         out.named[leaf.runs] = any(a.family == leaf.family and a.source != leaf.source for a in leaves)
         out.source[leaf.runs] = part.log_time(prior.mean) - truth

@@ -123,13 +123,13 @@ def read_model(c: PublishedRun) -> Model:
         if "reduced" in name and count is None:
             _require_reduced(c, name)
         if published.get("hidden", shape.hidden) == shape.hidden:
-            found = _variant(c, shape, published)
-            if count is None or abs(found.total / count - 1) <= TOLERANCE:
+            model = _variant(c, shape, published)
+            if count is None or abs(model.total / count - 1) <= TOLERANCE:
                 if not published:
                     c.assumed.append(f"shape: catalog {base}")
-                return found
+                return model
             if not {"layers", "hidden"} <= set(published):
-                raise _other_count(found, count)
+                raise _other_count(model, count)
     if not {"layers", "hidden"} <= set(published):
         raise refusal("the shape of the model is not published")
     if re.search(HYBRID, name) or (base and shape.pattern):
@@ -208,8 +208,8 @@ class Widths:
     @classmethod
     def of(cls, text: str) -> Widths:
         def first(*patterns: str) -> int:
-            found = (re.search(pattern, text) for pattern in patterns)
-            return next((int(m[1]) for m in found if m), 0)
+            matches = (re.search(pattern, text) for pattern in patterns)
+            return next((int(m[1]) for m in matches if m), 0)
 
         return cls(
             integer(text),
@@ -245,7 +245,7 @@ def _variant(c: PublishedRun, shape: Model, published: dict[str, int]) -> Model:
 
 def _built(c: PublishedRun, published: dict[str, int], name: str, count: float | None, rounding: float) -> Model:
     """A transformer of the row's numbers: of the choices that the row leaves open, the usual one, or one that meets the published count."""
-    found: list[tuple[float, Model, list[str]]] = []
+    candidates: list[tuple[float, Model, list[str]]] = []
     for fields, assumed in _choices(c, published, name, count is not None):
         try:
             model = Model(**fields)
@@ -254,15 +254,15 @@ def _built(c: PublishedRun, published: dict[str, int], name: str, count: float |
                 raise
             continue
         error = abs(model.total / count - 1) if count else 0.0
-        found.append((error, model, assumed))
+        candidates.append((error, model, assumed))
         if error <= rounding:
             break
-    if not found:
+    if not candidates:
         raise refusal("no shape of the row's numbers is a transformer")
-    near = [x for x in found if x[0] <= rounding] or [x for x in found if x[0] <= TOLERANCE]
+    near = [x for x in candidates if x[0] <= rounding] or [x for x in candidates if x[0] <= TOLERANCE]
     if not near:
         assert count is not None
-        raise _other_count(min(found, key=lambda choice: choice[0])[1], count)
+        raise _other_count(min(candidates, key=lambda choice: choice[0])[1], count)
     _, model, assumed = near[0]
     c.assumed += assumed
     return model

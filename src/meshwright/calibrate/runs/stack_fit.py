@@ -314,7 +314,7 @@ def evidence(
     if not len(measured):
         return Normal.flat()
     x = prior.mean
-    found = Normal(np.zeros_like(prior.precision), np.zeros_like(prior.shift))
+    total = Normal(np.zeros_like(prior.precision), np.zeros_like(prior.shift))
     trust = credibility(response, measured, prior) if trust is None else trust
     trust = trust * min(1.0, MOST_RUNS / len(measured))
     moving = np.ones(x.shape[:-1], dtype=bool)
@@ -325,16 +325,16 @@ def evidence(
         weighted = np.swapaxes(precision_of_run[..., None] * slope, -1, -2)
         precision = weighted @ slope
         shift = times(precision, x) - times(weighted, error)
-        found = Normal(
-            np.where(moving[..., None, None], precision, found.precision),
-            np.where(moving[..., None], shift, found.shift),
+        total = Normal(
+            np.where(moving[..., None, None], precision, total.precision),
+            np.where(moving[..., None], shift, total.shift),
         )
-        step = np.clip((prior * found).mean - x, -0.7, 0.7) * moving[..., None]
+        step = np.clip((prior * total).mean - x, -0.7, 0.7) * moving[..., None]
         x = x + step
         moving = moving & (np.abs(step).max(axis=-1) >= 1e-3)
         if not moving.any():
             break
-    return found
+    return total
 
 
 def credibility(response: Response, measured: np.ndarray, prior: Normal) -> np.ndarray:
@@ -363,15 +363,15 @@ def weights(response: Response, error: np.ndarray, slope: np.ndarray, noise: flo
 def fit(response: Response, measured: np.ndarray, leaves: list[Leaf]) -> StackFit:
     """The fit of all leaves. `measured`: ln seconds of every run."""
     typical = Normal.of(TYPICAL, UNCERTAIN)
-    found = StackFit(leaves, {k: Normal.flat() for k in range(len(leaves))}, typical)
+    fitted = StackFit(leaves, {k: Normal.flat() for k in range(len(leaves))}, typical)
     parts = [(response.take(leaf.runs), measured[leaf.runs]) for leaf in leaves]
     for _ in range(ROUNDS):
         messages = {}
         for k, leaf in enumerate(leaves):
-            others = StackFit(leaves, {**found.messages, k: Normal.flat()}, typical)
+            others = StackFit(leaves, {**fitted.messages, k: Normal.flat()}, typical)
             messages[k] = evidence(*parts[k], others.family(leaf.family).through(BETWEEN_SOURCES))
-        found = StackFit(leaves, messages, typical)
-    return found
+        fitted = StackFit(leaves, messages, typical)
+    return fitted
 
 
 SCALES = (0.3, 1.0)  # λ
@@ -387,12 +387,12 @@ def posterior(response: Response, measured: np.ndarray, prior: Normal, scales: S
     scale, noise = np.array([(scale, noise) for scale in scales for noise in NOISES]).T
     covariance = scale[:, None, None] ** 2 * prior.covariance
     narrow = Normal.of(np.tile(prior.mean, (len(scale), 1)), covariance)
-    found = evidence(response, measured, narrow, noise, credibility(response, measured, prior), NEWTON_STEPS)
-    after = narrow * found
+    updated = evidence(response, measured, narrow, noise, credibility(response, measured, prior), NEWTON_STEPS)
+    after = narrow * updated
     means, covariances = after.mean, after.covariance
     move = means - prior.mean
     distance = (move * times(narrow.precision, move)).sum(axis=-1)
-    volume = np.linalg.slogdet(np.eye(len(prior.mean)) + covariance @ found.precision)[1]
+    volume = np.linalg.slogdet(np.eye(len(prior.mean)) + covariance @ updated.precision)[1]
     logs = _log_likelihood(response, measured, means, noise) - (distance + volume) / 2
     weight = np.exp(logs - logs.max())
     weight /= weight.sum()

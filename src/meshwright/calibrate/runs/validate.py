@@ -337,13 +337,13 @@ def _configuration(runs: list[Outcome], predicted: float) -> Configuration:
 
 def ranking(outcomes: list[Outcome], predicted: np.ndarray) -> tuple[float | None, float | None]:
     """Mean Spearman and mean regret of the predicted seconds over problems."""
-    found, rhos = choices(outcomes, predicted), []
-    for choice in found:
+    groups, rhos = choices(outcomes, predicted), []
+    for choice in groups:
         seconds = np.array([(c.predicted, c.measured) for c in choice.plans]).T
         ranks = [np.argsort(np.argsort(x)).astype(float) for x in seconds]
         if ranks[0].std() and ranks[1].std():
             rhos.append(float(np.corrcoef(ranks[0], ranks[1])[0, 1]))
-    regrets = [choice.regret for choice in found]
+    regrets = [choice.regret for choice in groups]
     return (float(np.mean(rhos)) if rhos else None), (float(np.mean(regrets)) if regrets else None)
 
 
@@ -360,13 +360,13 @@ def off_the_line(outcomes: list[Outcome]) -> np.ndarray:
         shape = model.model_dump_json(exclude={"name", "layers"}, exclude_defaults=True)
         key = (o.source, shape, row["gpus"], row["global_batch"], row["seq_len"], o.case.stack.name, plan.title())
         groups[key][model.layers] = o.case.step_time or math.nan
-    found = []
+    errors = []
     for times in groups.values():
         layers = sorted(times)
         for low, middle, high in zip(layers, layers[1:], layers[2:], strict=False):
             on_line = np.interp(middle, [low, high], [times[low], times[high]])
-            found.append(abs(on_line / times[middle] - 1))
-    return np.array(found)
+            errors.append(abs(on_line / times[middle] - 1))
+    return np.array(errors)
 
 
 def macro(scores: dict[str, Score]) -> dict[str, float]:

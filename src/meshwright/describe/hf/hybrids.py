@@ -325,12 +325,12 @@ def _compressed_mixers(c: HfConfig, layers: int, near: int, far: int) -> list[st
     if words is None and ratios is None:
         raise MeshwrightError("MW-HF-005", "the deepseek_v4 config lacks 'layer_types'", why="It has no default")
     by_ratio = {0: "W", near: "S", far: "C"}
-    found = [COMPRESSED.get(word, "") for word in words] if words else [by_ratio.get(r, "") for r in ratios or ()]
-    if "" in found[:layers]:
+    mixers = [COMPRESSED.get(word, "") for word in words] if words else [by_ratio.get(r, "") for r in ratios or ()]
+    if "" in mixers[:layers]:
         raise MeshwrightError(
             "MW-HF-007", "a layer of this deepseek_v4 config has an unknown kind of attention", valid=COMPRESSED
         )
-    return found[:layers]
+    return mixers[:layers]
 
 
 HYBRIDS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {

@@ -177,8 +177,8 @@ DEEPSEEK = {
 
 def _options(top_k: int, normalise: bool, **options: Any) -> dict[str, Any]:
     """Router options that differ from their defaults."""
-    kept = options | ({} if normalise == (top_k > 1) else {"normalise": normalise})
-    return {"router": kept} if kept else {}
+    named = options | ({} if normalise == (top_k > 1) else {"normalise": normalise})
+    return {"router": named} if named else {}
 
 
 def _coefficient(c: HfConfig, top_k: int, layers: int) -> dict[str, float]:
@@ -202,8 +202,8 @@ def deepseek_router(c: HfConfig, top_k: int) -> dict[str, Any]:
     method = c.word("topk_method", default.methods[0])
     if method not in default.methods:
         c.notes.append(f"topk_method {shown(method)} is read as {default.methods[0]}")
-    groups, kept = c.number("n_group", default.groups), c.number("topk_group", default.groups_kept)
-    grouped = {"groups": groups, "groups_kept": kept} if method != "greedy" and kept < groups else {}
+    groups, chosen_groups = c.number("n_group", default.groups), c.number("topk_group", default.groups_kept)
+    grouped = {"groups": groups, "groups_kept": chosen_groups} if method != "greedy" and chosen_groups < groups else {}
     normalise, scale = c.flag("norm_topk_prob", default.normalise), c.decimal("routed_scaling_factor", default.scale)
     if normalise and c.family == "deepseek_v2":
         c.notes.append("norm_topk_prob is ignored, as by the class of deepseek_v2")

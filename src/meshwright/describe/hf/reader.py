@@ -143,8 +143,8 @@ def _scaling(c: HfConfig, table: HfConfig, kind: str, fields: dict[str, Any], ou
             key: table.decimal(key, 0.0) for key in ("low_freq_factor", "high_freq_factor") if key in table.data
         }
     if kind == "yarn":
-        given = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        options |= {key: table.decimal(key, 0.0) for key in given if table.data.get(key)}
+        yarn_fields = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        options |= {key: table.decimal(key, 0.0) for key in yarn_fields if table.data.get(key)}
         options |= {} if table.flag("truncate", True) else {"truncate": False}
     if kind == "longrope":
         options |= {key: table.decimals(key) for key in ("short_factor", "long_factor")}
@@ -290,8 +290,8 @@ def rotation(model: Model) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_dim": model.rotated_width, "max_positions": None}
     if model.window_rope_theta == model.rope_theta and options.kind == "default":
         out["window_rope_theta"] = 0.0
-    kept = {"kind", "interleaved"} if options.kind == "default" else set(type(options).model_fields)
-    fields = {name: value for name, value in options.model_dump().items() if name in kept}
+    compared = {"kind", "interleaved"} if options.kind == "default" else set(type(options).model_fields)
+    fields = {name: value for name, value in options.model_dump().items() if name in compared}
     if options.kind in NEED_ORIGINAL:
         fields["original_positions"] = options.original_positions or model.max_positions
     return out | {f"rope.{name}": value for name, value in fields.items()}
@@ -389,6 +389,6 @@ def _cannot_be_described(kind: str) -> MeshwrightError:
 
 
 def _name(data: dict[str, Any], family: str) -> str:
-    given = data.get("_name_or_path")
-    last = given.rstrip("/").rsplit("/", 1)[-1] if isinstance(given, str) else ""
+    name = data.get("_name_or_path")
+    last = name.rstrip("/").rsplit("/", 1)[-1] if isinstance(name, str) else ""
     return last if re.fullmatch(r"[\w.+-]{1,60}", last, re.ASCII) and last.strip(".") else family

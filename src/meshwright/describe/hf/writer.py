@@ -92,10 +92,10 @@ def is_quick(m: Model) -> bool:
 def _scaling(m: Model) -> dict[str, Any]:
     """The table of scaled rotary positions, with the keys that Transformers 4 and 5 read."""
     options = m.rope
-    given = {name: getattr(options, name) for name in SCALING[options.kind]}
+    fields = {name: getattr(options, name) for name in SCALING[options.kind]}
     keys = {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in given.items()
+        for name, value in fields.items()
         if value != 0 or value is False
     }
     keys |= {"rope_type": options.kind, "factor": options.factor}

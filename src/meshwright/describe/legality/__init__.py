@@ -37,9 +37,9 @@ ALL_RULES: tuple[LegalityRule, ...] = tuple(
 
 
 @cache
-def rules_for(given: frozenset[str]) -> tuple[LegalityRule, ...]:
+def rules_for(known: frozenset[str]) -> tuple[LegalityRule, ...]:
     """The rules that apply where these things are known."""
-    return tuple(rule for rule in ALL_RULES if set(rule.needs) <= given)
+    return tuple(rule for rule in ALL_RULES if set(rule.needs) <= known)
 
 
 __all__ = ["Case", "batch_unit", "check", "lacking_precision", "lacking_range", "legal", "problem"]
@@ -63,9 +63,9 @@ def problem(case: Case) -> MeshwrightError | None:
 
 
 def _error(rule: LegalityRule, case: Case) -> MeshwrightError:
-    found = rule.explain(case)
-    fix = legal_fix(case, found.fixes, legal)
-    return MeshwrightError(rule.code, found.what, why=found.why, valid=found.valid, fix=fix)
+    problem_found = rule.explain(case)
+    fix = legal_fix(case, problem_found.fixes, legal)
+    return MeshwrightError(rule.code, problem_found.what, why=problem_found.why, valid=problem_found.valid, fix=fix)
 
 
 def lacking_precision(workload: Workload, cluster: Cluster) -> MeshwrightError | None:

@@ -190,10 +190,10 @@ def completed(case: Case, settings: Settings) -> dict[str, Any]:
     """Add the settings that must follow so that degrees, experts, sequence and batch still divide."""
     out, now = dict(settings), case.with_settings(settings)
     for repair in (_data_parallel, _sequence, _experts, _microbatch):
-        found = repair(now)
-        if any(now.setting(path) != value for path, value in found.items()):
-            now = now.with_settings(found)
-        out |= found
+        fixed = repair(now)
+        if any(now.setting(path) != value for path, value in fixed.items()):
+            now = now.with_settings(fixed)
+        out |= fixed
     return out
 
 

@@ -64,13 +64,13 @@ def choices(case: Case, legal: Callable[[Case], Flag]) -> dict[str, list[Choice]
 
 def candidates(case: Case) -> dict[str, list[Any]]:
     """The values to offer for each field, in order; the present value is always among them."""
-    found: dict[str, list[Any]] = {name: list(WORDS[name]) for name in RULED_WORDS}
+    by_field: dict[str, list[Any]] = {name: list(WORDS[name]) for name in RULED_WORDS}
     world = case.cluster.world if "cluster" in case.given else 0
     degrees = divisors(world) if world else list(FREE_DEGREES)
-    found |= dict.fromkeys(DEGREES, degrees)
+    by_field |= dict.fromkeys(DEGREES, degrees)
     experts = case.model.experts if "model" in case.given else 0
     batch = case.workload.batch // case.dp if "workload" in case.given and case.workload.batch % case.dp == 0 else 0
-    found |= {
+    by_field |= {
         "virtual": list(range(1, MOST_VIRTUAL + 1)),
         "ep": divisors(experts) if experts else [1],
         "expert_tp": [0, *divisors(case.tp)] if experts else [0],
@@ -79,7 +79,7 @@ def candidates(case: Case) -> dict[str, list[Any]]:
         "sp": [False, True],
         "master": [False, True],
     }
-    return {name: _around(values, case.setting(f"plan.{name}")) for name, values in found.items()}
+    return {name: _around(values, case.setting(f"plan.{name}")) for name, values in by_field.items()}
 
 
 def _around(values: list[Any], present: Any) -> list[Any]:
@@ -115,8 +115,8 @@ def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case]
                 )
     best = case.with_settings(completed(case, chosen) | chosen)  # what stays broken when the other degrees follow
     broken = _first_broken(best)
-    found = broken.explain(best) if broken else None
-    return Choice(value, False, ". ".join(filter(None, (found.what, found.why))) if found else "")
+    problem = broken.explain(best) if broken else None
+    return Choice(value, False, ". ".join(filter(None, (problem.what, problem.why))) if problem else "")
 
 
 def _completions(case: Case, field: str, value: Any) -> Iterator[dict[str, Any]]:
@@ -182,12 +182,12 @@ def free_values(plan: PlanFields, layers: int, flat_shards: bool = False) -> dic
     dtypes = [
         d for d in DTYPES if d != "fp64" or d in (plan.grad_dtype, plan.comm_dtype)
     ]  # wider than gradients: no effect
-    found: dict[str, tuple[Any, ...] | list[Any]] = {"comm_dtype": [None, *dtypes]} if reduces else {}
+    by_field: dict[str, tuple[Any, ...] | list[Any]] = {"comm_dtype": [None, *dtypes]} if reduces else {}
     by_unit = plan.zero == 3 or (plan.zero > 0 and not flat_shards)
     if reduces:
-        found |= {"wrap": [*units, 0]} if by_unit else {"bucket": BUCKETS}
-    found |= {name: COMPRESSION_OPTIONS[name] for name in COMPRESSIONS[plan.compression].options}
-    out = {name: list(values) for name, values in found.items()}
+        by_field |= {"wrap": [*units, 0]} if by_unit else {"bucket": BUCKETS}
+    by_field |= {name: COMPRESSION_OPTIONS[name] for name in COMPRESSIONS[plan.compression].options}
+    out = {name: list(values) for name, values in by_field.items()}
     for name, values in out.items():
         if getattr(plan, name) not in values:
             out[name] = sorted([*values, getattr(plan, name)])
@@ -198,10 +198,10 @@ def free_values(plan: PlanFields, layers: int, flat_shards: bool = False) -> dic
 def order_values(plan: PlanFields) -> list[list[str]]:
     """The orders of the axes that place ranks differently: the position of axes of one rank does not matter. Empty: the stack's order."""
     used = [axis for axis in AXES if getattr(plan, axis) > 1]
-    found = {order: [*order, *(axis for axis in AXES if axis not in order)] for order in permutations(used)}
+    orders = {order: [*order, *(axis for axis in AXES if axis not in order)] for order in permutations(used)}
     if sorted(plan.order) == sorted(AXES):
-        found[tuple(axis for axis in plan.order if axis in used)] = list(plan.order)
-    return [[], *found.values()]
+        orders[tuple(axis for axis in plan.order if axis in used)] = list(plan.order)
+    return [[], *orders.values()]
 
 
 def word_values() -> dict[str, list[Any]]:

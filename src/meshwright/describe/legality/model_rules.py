@@ -115,13 +115,13 @@ def tensor_degrees(p: Case) -> list[int]:
     """Tensor-parallel degrees that this model accepts, by these same rules."""
     m = p.model
     split = m.hidden if m.kind == "mlp" else m.heads if m.has_attention_layers else m.linear.heads
-    found = np.array([d for d in divisors(split) if d <= MOST_DEGREE])
-    alone = Case({**p.columns, "tp": found, "expert_tp": p.columns["expert_tp"] * 0}, m)
-    broken = np.zeros(len(found), bool)
+    degrees = np.array([d for d in divisors(split) if d <= MOST_DEGREE])
+    alone = Case({**p.columns, "tp": degrees, "expert_tp": p.columns["expert_tp"] * 0}, m)
+    broken = np.zeros(len(degrees), bool)
     for rule in LegalityRule.__subclasses__():
         if rule.code == UNEVEN:
             broken = broken | rule().broken(alone)
-    return [int(d) for d in found[~broken]]
+    return [int(d) for d in degrees[~broken]]
 
 
 def cannot_split(p: Case, what: str, why: str = "") -> Problem:

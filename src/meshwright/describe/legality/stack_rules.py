@@ -79,9 +79,9 @@ class StackHasSchedule(LegalityRule, code=CODE, needs=NEEDS):
         return (p.pp > 1) & outside(p.schedule, SCHEDULES.names, p.stack.can.schedules)
 
     def explain(self, p: Case) -> Problem:
-        found = refusal(p, f"the schedule {p.word('schedule')}", "schedule", p.stack.can.schedules)
+        problem = refusal(p, f"the schedule {p.word('schedule')}", "schedule", p.stack.can.schedules)
         plain = {"plan.schedule": "1f1b", "plan.virtual": 1}
-        return Problem(found.what, found.why, found.valid, [*found.fixes, plain])
+        return Problem(problem.what, problem.why, problem.valid, [*problem.fixes, plain])
 
 
 class StackHasZero(LegalityRule, code=CODE, needs=NEEDS):
@@ -104,9 +104,9 @@ class StackHasZero(LegalityRule, code=CODE, needs=NEEDS):
             in_pipeline = p.pp > 1 and can.zero_in_pipeline and p.zero not in can.zero_in_pipeline
             stages = can.zero_in_pipeline if in_pipeline else can.zero_in_tensor
             where = " in a pipeline" if in_pipeline else " with tensor parallelism"
-        found = refusal(p, f"ZeRO-{p.zero}{where}", "zero", stages)
+        problem = refusal(p, f"ZeRO-{p.zero}{where}", "zero", stages)
         replicas = {"plan.zero": 0, "plan.shard": 1, "plan.replicate": p.dp}
-        return Problem(found.what, found.why, found.valid, [*found.fixes, replicas])
+        return Problem(problem.what, problem.why, problem.valid, [*problem.fixes, replicas])
 
 
 class StackHasContextKind(LegalityRule, code=CODE, needs=NEEDS):

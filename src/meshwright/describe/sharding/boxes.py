@@ -273,21 +273,21 @@ def newton_schulz_flops(rows: float, columns: float) -> float:
 
 def matrices(boxes: Sequence[Box], d: Degrees) -> list[Matrix]:
     """The matrices of a rank that Muon updates, with their owners and rounds; the same ones on every rank that holds one."""
-    found = [Matrix(box, cuts_of(box, d)) for box in boxes if box.learns and box.parameter.role == "matrix"]
-    groups = [(axes_of(group), [i for i, m in enumerate(found) if m.box.group == group]) for group in DATA_AXES]
+    all_matrices = [Matrix(box, cuts_of(box, d)) for box in boxes if box.learns and box.parameter.role == "matrix"]
+    groups = [(axes_of(group), [i for i, m in enumerate(all_matrices) if m.box.group == group]) for group in DATA_AXES]
     for axes, own in groups:
-        for i, owner in zip(own, owners_of([found[i] for i in own], axes), strict=True):
-            found[i] = replace(found[i], owner=owner)
+        for i, owner in zip(own, owners_of([all_matrices[i] for i in own], axes), strict=True):
+            all_matrices[i] = replace(all_matrices[i], owner=owner)
     first = 0
     in_order: list[tuple[Sequence[str], list[int]]] = []
-    in_order += [(axes, [i for i in own if found[i].cuts]) for axes, own in groups]
-    in_order.append(((), [i for i, m in enumerate(found) if not m.cuts]))
+    in_order += [(axes, [i for i in own if all_matrices[i].cuts]) for axes, own in groups]
+    in_order.append(((), [i for i, m in enumerate(all_matrices) if not m.cuts]))
     for cut_over, some in in_order:
-        rounds = in_rounds([found[i] for i in some], cut_over)
+        rounds = in_rounds([all_matrices[i] for i in some], cut_over)
         for i, index in zip(some, rounds, strict=True):
-            found[i] = replace(found[i], round=first + index)
+            all_matrices[i] = replace(all_matrices[i], round=first + index)
         first += 1 + max(rounds, default=-1)
-    return found
+    return all_matrices
 
 
 def axes_of(group: str) -> tuple[str, str]:
@@ -295,28 +295,28 @@ def axes_of(group: str) -> tuple[str, str]:
     return DATA_AXES[group].shard, TENSOR_AXES[group]
 
 
-def sizes_of(found: Sequence[Matrix], axes: Sequence[str]) -> tuple[int, ...]:
+def sizes_of(group: Sequence[Matrix], axes: Sequence[str]) -> tuple[int, ...]:
     """The ranks of each axis that holds parts of these matrices; 1 for an axis that cuts none of them."""
-    return tuple(max((len(cut.ranges) for m in found if (cut := m.cut_over(axis))), default=1) for axis in axes)
+    return tuple(max((len(cut.ranges) for m in group if (cut := m.cut_over(axis))), default=1) for axis in axes)
 
 
-def owners_of(found: Sequence[Matrix], axes: Sequence[str]) -> list[tuple[int, ...]]:
+def owners_of(group: Sequence[Matrix], axes: Sequence[str]) -> list[tuple[int, ...]]:
     """The owner of each matrix on the axes of its cuts."""
-    on_axes = [tuple(m.cut_over(axis) is not None for axis in axes) for m in found]
-    owners = assign([work(m.box) for m in found], on_axes, sizes_of(found, axes))
+    on_axes = [tuple(m.cut_over(axis) is not None for axis in axes) for m in group]
+    owners = assign([work(m.box) for m in group], on_axes, sizes_of(group, axes))
     return [
         tuple(place for place, is_cut in zip(places, on, strict=True) if is_cut)
         for places, on in zip(owners, on_axes, strict=True)
     ]
 
 
-def in_rounds(found: Sequence[Matrix], axes: Sequence[str]) -> list[int]:
+def in_rounds(group: Sequence[Matrix], axes: Sequence[str]) -> list[int]:
     """The round of each matrix, matrices of equal shape one after the other: no earlier than the rounds of its owners so far, and one in
     which each of them has room for it."""
-    last, filled = np.zeros(sizes_of(found, axes), int), np.zeros(sizes_of(found, axes))
-    out = [0] * len(found)
-    for i in sorted(range(len(found)), key=lambda i: (*found[i].box.full_shape, i)):
-        m = found[i]
+    last, filled = np.zeros(sizes_of(group, axes), int), np.zeros(sizes_of(group, axes))
+    out = [0] * len(group)
+    for i in sorted(range(len(group)), key=lambda i: (*group[i].box.full_shape, i)):
+        m = group[i]
         at = tuple(m.owner_on(axis) if m.cut_over(axis) else slice(None) for axis in axes)
         size = elements(m.box)
         out[i] = int(np.max(last[at] + ((filled[at] > 0) & (filled[at] + size > ROUND))))

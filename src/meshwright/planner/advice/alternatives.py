@@ -99,8 +99,8 @@ def rebatched(plan: Plan | None, workload: Workload, stack: Stack | None = None)
         return None
     sizes = np.array([d for d in divisors(workload.batch // plan.dp) if d <= plan.microbatch])
     legal = legality.legal(Case.of(plan, workload=workload, stack=stack).with_columns({"microbatch": sizes}))
-    found = sizes[np.broadcast_to(legal, len(sizes))]
-    return changed(plan, microbatch=int(found[-1])) if len(found) else None
+    legal_sizes = sizes[np.broadcast_to(legal, len(sizes))]
+    return changed(plan, microbatch=int(legal_sizes[-1])) if len(legal_sizes) else None
 
 
 def moved(

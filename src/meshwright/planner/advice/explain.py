@@ -119,7 +119,7 @@ def itemised(parts: list[tuple[str, float]], step: float, most: int = 3) -> str:
 
 
 def why_not(
-    space: Space, found: SearchOutcome, best: Candidate, e: Estimate, lost: dict[str, Candidate]
+    space: Space, outcome: SearchOutcome, best: Candidate, e: Estimate, lost: dict[str, Candidate]
 ) -> list[WhyNot]:
     """List the strategies that lost, the closest first."""
     out = []
@@ -132,8 +132,8 @@ def why_not(
         tight = candidate.plan.recompute != "none" and best.plan.recompute == "none"
         words += "; the same without recompute does not fit" if tight else ""
         out.append(WhyNot(name, candidate.plan, True, slower, words, candidate.proved))
-    limit = found.incumbents.limit
-    for code, rows in found.misfits.items():
+    limit = outcome.incumbents.limit
+    for code, rows in outcome.misfits.items():
         over = float(rows.memory[0]) - limit
         words = f"does not fit: at least {format_bytes(float(rows.memory[0]))}, {format_bytes(over)} too much"
         out.append(WhyNot(strategies.NAMES[code], space.plan(rows, 0), False, float("inf"), words))

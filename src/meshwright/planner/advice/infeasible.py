@@ -135,15 +135,15 @@ def _nearest_worlds(space: Space) -> list[int]:
 # No plan fits
 
 
-def none_fits(space: Space, found: SearchOutcome, headroom: float) -> MeshwrightError:
+def none_fits(space: Space, outcome: SearchOutcome, headroom: float) -> MeshwrightError:
     """Build the error if no plan fits: the excess, and the smallest change that fits. Exit code 3."""
-    code, leanest = min(found.misfits.items(), key=lambda item: float(item[1].memory[0]))
+    code, leanest = min(outcome.misfits.items(), key=lambda item: float(item[1].memory[0]))
     memory, device = float(leanest.memory[0]), space.cluster.accelerator
     limit = device.memory * (1 - headroom)
     plan = space.plan(leanest, 0)
     spare = f" less {headroom:.0%} headroom" if headroom else ""
     what = (
-        f"no plan fits: of {found.legal:,} plans the leanest needs {format_bytes(memory)} on its fullest GPU, "
+        f"no plan fits: of {outcome.legal:,} plans the leanest needs {format_bytes(memory)} on its fullest GPU, "
         f"{format_bytes(memory - limit)} more than the {format_bytes(device.memory)} of {device.name}{spare}"
     )
     least = minimum_gpus(space.model.total, limit)

@@ -50,9 +50,9 @@ def near_misses(space: Space, winner: Estimate, headroom: float) -> list[NearMis
     """Return sizes worth changing: the nearest of each kind, the largest gain first."""
     if winner.model.kind != "transformer":
         return []
-    found = [*_batches(space, winner, headroom), *_gpus(space, winner, headroom), *_sequences(space, winner, headroom)]
+    misses = [*_batches(space, winner, headroom), *_gpus(space, winner, headroom), *_sequences(space, winner, headroom)]
     nearest: dict[str, NearMiss] = {}
-    for miss in sorted(found, key=lambda m: abs(m.offered - m.given)):
+    for miss in sorted(misses, key=lambda m: abs(m.offered - m.given)):
         nearest.setdefault(miss.what, miss)
     return [*sorted(nearest.values(), key=lambda m: -m.gain), *_vocabulary(winner)]
 
@@ -61,12 +61,12 @@ def rounder(value: int, share: float, most: int = MOST) -> list[int]:
     """Return numbers near `value`, at most `most`, that a larger power of two divides; the roundest first."""
     low, high = int(value * (1 - share)), min(int(value * (1 + share)), most)
     unit = 1 << max(high.bit_length() - 1, 0)
-    found: list[int] = []
-    while unit > value & -value and len(found) < MOST_TRIED:
+    sizes: list[int] = []
+    while unit > value & -value and len(sizes) < MOST_TRIED:
         below = value // unit * unit
-        found += [n for n in (below + unit, below) if low <= n <= high and n > 0 and n not in found]
+        sizes += [n for n in (below + unit, below) if low <= n <= high and n > 0 and n not in sizes]
         unit //= 2
-    return found[:MOST_TRIED]
+    return sizes[:MOST_TRIED]
 
 
 def _throughput(space: Space, headroom: float) -> tuple[float, Plan | None]:

@@ -101,21 +101,21 @@ def _one(space: Space, best: Candidate, rivals: Sequence[Candidate], what: str) 
     plans = [best.plan, *(c.plan for c in rivals if c.plan != best.plan)]
     walked = np.array([1.0, *(c.time / c.closed for c in rivals if c.plan != best.plan)])
     walked[0] = best.time / best.closed
-    found, notes = [], []
+    changes, notes = [], []
     for by, word in ((1 - SHARE, "less"), (1 + SHARE, "more")):
         cluster, stack, workload = changed(space, what, by)
         times = walked * step_cost(step_program(space.model, plans, workload, stack), cluster).time
-        found.append(best.time / float(times[0]) - 1)
+        changes.append(best.time / float(times[0]) - 1)
         if times.min() < times[0] * (1 - CLEARLY):
             notes.append(f"with 20% {word}: {plans[int(times.argmin())].title()}")
-    return Sensitivity(what, found[0], found[1], "; ".join(notes))
+    return Sensitivity(what, changes[0], changes[1], "; ".join(notes))
 
 
 def _batch(space: Space, best: Candidate) -> Sensitivity:
     """The nearest batches to ±20% that the plan divides; throughput in samples, since the step itself grows."""
     plan, batch = best.plan, space.workload.batch
     unit = batch_unit(plan, space.stack)
-    found: list[float | None] = []
+    changes: list[float | None] = []
     used = []
     for by in (1 - SHARE, 1 + SHARE):
         other = round(batch * by / unit) * unit
@@ -123,8 +123,8 @@ def _batch(space: Space, best: Candidate) -> Sensitivity:
             other = batch + (unit if by > 1 else -unit)
         time = timed(space, plan, space.workload.but(batch=other)) if 0 < other <= MOST else None
         used.append(f"{other:,}")
-        found.append(None if time is None else (other / time) / (batch / best.closed) - 1)
-    return Sensitivity("batch", found[0], found[1], f"batches of {used[0]} and {used[1]}")
+        changes.append(None if time is None else (other / time) / (batch / best.closed) - 1)
+    return Sensitivity("batch", changes[0], changes[1], f"batches of {used[0]} and {used[1]}")
 
 
 def timed(space: Space, plan: Plan, workload: Workload | None = None, cluster: Cluster | None = None) -> float | None:

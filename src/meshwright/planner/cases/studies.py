@@ -206,15 +206,15 @@ def choices() -> dict[str, dict[str, Any]]:
 
 def chosen(name: str) -> Plan | None:
     """The plan that the search chose for a case when `case_choices.toml` was written."""
-    kept = choices().get(name)
-    return Plan(**kept) if kept else None
+    fields = choices().get(name)
+    return Plan(**fields) if fields else None
 
 
 def choose(name: str) -> Plan | None:
     """Run the search: the fastest plan for the case's devices, batch, stack and dtypes that leaves 5% of the memory free."""
     c = load(name).config
-    given = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
-    base = Plan(**{field: getattr(c.plan, field) for field in given})
+    dtypes = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
+    base = Plan(**{field: getattr(c.plan, field) for field in dtypes})
     _, ranking = solve(Space(c.but(plan=base)), headroom=1 - USABLE_MEMORY)
     return ranking.best.plan if ranking else None
 

@@ -95,16 +95,16 @@ def kernel(space: Space, rows: PlanArrays) -> PlanArrays:
     layer = np.maximum.reduce(layers)
     lighter = sum(counts[kind] * b.pp * (layer - size) for kind, size in zip(kinds, layers, strict=True))
     recompute_bytes = np.where(b.reruns_layers, program.transient, 0.0)
-    kept = slack * ~b.offload_activations
+    device_slack = slack * ~b.offload_activations
     return PlanArrays(
         f=mean.f * b.pp,
         i=mean.i * b.pp,
         w=mean.w * b.pp,
         dense=dense,
         expert=expert,
-        saved=kept * saved * b.pp,
-        layer=kept * layer,
-        lighter=kept * lighter,
+        saved=device_slack * saved * b.pp,
+        layer=device_slack * layer,
+        lighter=device_slack * lighter,
         recompute_bytes=b.full(slack * recompute_bytes),
     )
 
@@ -115,8 +115,8 @@ def kernels(space: Space, rows: PlanArrays) -> PlanArrays:
     if "order" in rows:
         columns += [rows.order, rows.pp, rows.dp]
     _, first, which = np.unique(codes(columns), return_index=True, return_inverse=True)
-    found = join([kernel(space, part) for part in rows.take(first).chunks(CHUNK)])
-    return rows.but(**found.take(which).columns)
+    computed = join([kernel(space, part) for part in rows.take(first).chunks(CHUNK)])
+    return rows.but(**computed.take(which).columns)
 
 
 def of_frames(space: Space, rows: PlanArrays) -> PlanArrays:
@@ -159,8 +159,8 @@ def of_kernels(space: Space, rows: PlanArrays, limit: float = np.inf) -> PlanArr
         for the remaining layers, the smaller of the two numbers; for the correction by lighter layers, the larger."""
         ends = [least_in_flight(name, some, virtuals, rank) for rank in (np.zeros_like(some.pp), some.pp - 1)]
         remaining = space.model.layers / some.pp - fewest
-        kept = some.layer * (fewest * (ends[0] + ends[1]) / 2 + remaining * np.minimum(*ends))
-        return some.alone + np.maximum(0.0, kept - (some.lighter * np.maximum(*ends) + some.saved) / some.pp)
+        saved = some.layer * (fewest * (ends[0] + ends[1]) / 2 + remaining * np.minimum(*ends))
+        return some.alone + np.maximum(0.0, saved - (some.lighter * np.maximum(*ends) + some.saved) / some.pp)
 
     over = space.stack.step_overhead + host_update(space, rows)
     work = rows.select("pp", "layer", "lighter", "saved").but(
@@ -234,11 +234,11 @@ def best_schedule(
     for name in space.choices.words["schedule"] if len(piped) else ():
         rule = SCHEDULES[name]
         v = np.full_like(some.pp, rule.virtual)
-        *virtuals, kept = looped if rule.most_virtual > 2 else (v, space.fewest_layers(some.pp, v))
+        *virtuals, fewest_layers = looped if rule.most_virtual > 2 else (v, space.fewest_layers(some.pp, v))
         if name == "auto":  # a searched schedule may have no bubble and one micro-batch in flight
             size = some.alone
         else:
-            size = np.where(some.pp * virtuals[0] <= layers, memory(name, some, tuple(virtuals), kept), np.inf)
+            size = np.where(some.pp * virtuals[0] <= layers, memory(name, some, tuple(virtuals), fewest_layers), np.inf)
         least[piped] = np.minimum(least[piped], size)
         fits = np.flatnonzero(size <= limit)
         f, i, w, closing = (
@@ -377,10 +377,10 @@ def of_schedules(space: Space, plans: PlanArrays) -> PlanArrays:
             total = formulas.makespan(name, rows.pp, rows.m, v, rows.f / v, rows.i / v, rows.w / v, rows.message)
             ramp[at] = np.maximum(total - rows.m * (rows.f + rows.i + rows.w), 0.0)
             exact[at] = same
-    found = intervals.interval(
+    bound = intervals.interval(
         space, plans.but(ramp=ramp, mean=plans.f + plans.i + plans.w, leads=np.zeros(len(plans), bool))
     )
-    return plans.but(memory=memory, exact=exact, **found.columns).but(time=np.where(exact, found.time, time))
+    return plans.but(memory=memory, exact=exact, **bound.columns).but(time=np.where(exact, bound.time, time))
 
 
 def looped_bytes(rows: PlanArrays, schedule: str, virtuals: Virtuals) -> np.ndarray:

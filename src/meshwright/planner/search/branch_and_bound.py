@@ -213,8 +213,8 @@ class Search:
         hidden = (memory <= self.best.limit) & self.space.mixed & (rows.virtual > 1) & self.space.uneven(rows)
         if hidden.any():
             memory[hidden] = fullest(lower(self.space.batch(rows.take(hidden)), every_rank=True))
-        found = intervals.of(self.space, cost)
-        return rows.select(*PLAN).but(memory=memory, **found.columns)
+        bounds = intervals.of(self.space, cost)
+        return rows.select(*PLAN).but(memory=memory, **bounds.columns)
 
     # Down the layers
 
@@ -335,9 +335,9 @@ class Search:
         usual = SCHEDULES.names.index("1f1b")
 
         def plain(pp: int, microbatches: int) -> PlanArrays:
-            found = space.schedules(pp, microbatches)
-            one = found.take(found.schedule == usual)
-            return one if len(one) else found.take(slice(0, 1))
+            options = space.schedules(pp, microbatches)
+            one = options.take(options.schedule == usual)
+            return one if len(one) else options.take(slice(0, 1))
 
         return crossed(rows, (rows.pp, space.microbatches(rows)), plain)
 
@@ -361,8 +361,8 @@ class Search:
         shapes = crossed(frames, (frames.dp, frames.pp), lambda dp, pp: self.space.sizes(dp, pp).take(slice(0, 1)))
         rows = self.cost(self.space.scheduled(self.space.sharded(self.space.placed(shapes))))
         strategy = strategies.strategy(rows)
-        found = {code: rows.take(strategy == code) for code in absent if (strategy == code).any()}
-        return {code: mine.take([int(mine.memory.argmin())]) for code, mine in found.items()}
+        misfits = {code: rows.take(strategy == code) for code in absent if (strategy == code).any()}
+        return {code: mine.take([int(mine.memory.argmin())]) for code, mine in misfits.items()}
 
     def least_memory(self, frames: PlanArrays) -> PlanArrays:
         """A plan of some frames that fits; where there is none, the one with the least memory."""

@@ -80,14 +80,14 @@ class CellIncumbents(Incumbents):
             self._take(fitting, fitting.estimate, self.time, self.fastest)
             self.front[0] = self.time.min()
 
-    def _take(self, rows: PlanArrays, values: np.ndarray, best: np.ndarray, kept: dict[int, PlanArrays]) -> None:
+    def _take(self, rows: PlanArrays, values: np.ndarray, best: np.ndarray, best_rows: dict[int, PlanArrays]) -> None:
         """Replace the best row of each cell by a row with a smaller value."""
         cell = self.groups(rows)
         order = np.lexsort((values, cell))
         first = order[np.flatnonzero(np.diff(cell[order], prepend=-1))]
         for k in first[values[first] < best[cell[first]]].tolist():
             best[cell[k]] = values[k]
-            kept[int(cell[k])] = rows.take([k])
+            best_rows[int(cell[k])] = rows.take([k])
 
 
 def cells(space: Space, headroom: float = HEADROOM) -> Iterator[list[Cell]]:
@@ -114,25 +114,25 @@ def cells(space: Space, headroom: float = HEADROOM) -> Iterator[list[Cell]]:
 
 def _found(space: Space, best: CellIncumbents, simulate: bool) -> list[Cell]:
     """The cells of which a plan was costed."""
-    kept = {cell: best.fastest.get(cell, leanest) for cell, leanest in sorted(best.leanest.items())}
-    if not kept:
+    best_rows = {cell: best.fastest.get(cell, leanest) for cell, leanest in sorted(best.leanest.items())}
+    if not best_rows:
         return []
-    rows = join(list(kept.values()))
+    rows = join(list(best_rows.values()))
     closed, times, peaks = walk(space, rows) if simulate else (rows.closed, rows.estimate, rows.memory)
-    found = []
-    for k, cell in enumerate(kept):
+    cells = []
+    for k, cell in enumerate(best_rows):
         tp, pp = best.cells[cell]
         fits, memory = cell in best.fastest, space.cluster.accelerator.memory
         reason = "" if fits else f"the leanest plan needs {peaks[k] / 2**30:.0f} GiB, a GPU has {memory / 2**30:.0f}"
         plan = space.plan(rows, k)
         one = Candidate(plan, strategies.name_of(plan), float(times[k]), float(closed[k]), float(peaks[k]), k, 0.0)
-        found.append(Cell(tp, pp, one, fits, "" if fits else MEMORY, reason))
-    return found
+        cells.append(Cell(tp, pp, one, fits, "" if fits else MEMORY, reason))
+    return cells
 
 
-def _all_cells(space: Space, found: list[Cell]) -> list[Cell]:
+def _all_cells(space: Space, cells: list[Cell]) -> list[Cell]:
     """Every pair of degrees up to `LARGEST_DEGREE` that divides the GPUs: those found, and for the others the reason."""
-    by_degrees = {(cell.tp, cell.pp): cell for cell in found}
+    by_degrees = {(cell.tp, cell.pp): cell for cell in cells}
     sizes = [n for n in divisors(space.cluster.world) if n <= LARGEST_DEGREE]
     pairs = [(tp, pp) for tp in sizes for pp in sizes]
     return [by_degrees.get(pair) or _illegal(space, *pair) for pair in pairs]

@@ -157,8 +157,8 @@ def narrowed(c: Choices, one: Constraint, stack_order: tuple[str, ...]) -> Choic
     if kind == "flag":
         return replace(c, **{name: what})
     if kind == "words":
-        kept = tuple(w for w in c.words[name] if w in what) if what else (stack_order,)
-        return replace(c, words={**c.words, name: kept})
+        allowed = tuple(w for w in c.words[name] if w in what) if what else (stack_order,)
+        return replace(c, words={**c.words, name: allowed})
     return replace(c, words={**c.words, name: tuple(w for w in c.words[name] if w != what)})
 
 
@@ -278,10 +278,10 @@ def limited(choices: Choices, stack: Stack) -> Choices:
 
 
 def _kept(choices: Choices, name: str, allowed: tuple[Any, ...], stack: Stack) -> tuple[Any, ...]:
-    found = tuple(word for word in choices.words[name] if word in allowed)
-    if not found:
+    words = tuple(word for word in choices.words[name] if word in allowed)
+    if not words:
         raise _refused(choices, name, stack)
-    return found
+    return words
 
 
 def _refused(choices: Choices, name: str, stack: Stack) -> MeshwrightError:

@@ -44,5 +44,5 @@ def best_common_plan(space: Space, headroom: float = HEADROOM) -> tuple[Candidat
     few = Space(space.config, choices, space.bucket)
     if not len(few.frames):
         return None, 0
-    found, ranking = solve(few, headroom)
-    return (ranking.best if ranking else None), found.legal
+    outcome, ranking = solve(few, headroom)
+    return (ranking.best if ranking else None), outcome.legal

@@ -52,29 +52,29 @@ class Ranking:
     front: list[Candidate]  # Pareto front: each has more free memory than every faster plan
 
 
-def rank(space: Space, found: SearchOutcome) -> Ranking | None:
+def rank(space: Space, outcome: SearchOutcome) -> Ranking | None:
     """Rank the plans that a search found; None if no plan is left."""
-    fitting = candidates(space, found)
+    fitting = candidates(space, outcome)
     return ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
 
-def candidates(space: Space, found: SearchOutcome) -> list[Candidate]:
+def candidates(space: Space, outcome: SearchOutcome) -> list[Candidate]:
     """Walk the leaders in waves and refine them. Plans that exceed the memory limit once all ranks are checked are dropped."""
-    rows = described(space, found.rows)
+    rows = described(space, outcome.rows)
     first = rows.estimate
     rows = rows.but(estimate=first.copy(), gain=rows.balanced / first)
     seen: dict[int, Candidate] = {}
     for _ in range(MOST_WAVES):
-        wave = [i for i in leading_rows(rows, found, space.cluster.accelerator.memory) if i not in seen]
+        wave = [i for i in leading_rows(rows, outcome, space.cluster.accelerator.memory) if i not in seen]
         if not wave:
             break
-        for i, candidate in zip(wave, walked(space, rows.take(wave), found), strict=True):
+        for i, candidate in zip(wave, walked(space, rows.take(wave), outcome), strict=True):
             seen[i] = candidate
             same = rows.flow == rows.flow[i]
             rows.estimate[same] = first[same] * candidate.time / first[i]
         for i, candidate in seen.items():
-            rows.estimate[i] = candidate.time if candidate.memory <= found.incumbents.limit else np.inf
-    limit = found.incumbents.limit
+            rows.estimate[i] = candidate.time if candidate.memory <= outcome.incumbents.limit else np.inf
+    limit = outcome.incumbents.limit
     return refined(space, [c for c in seen.values() if c.memory <= limit], limit)
 
 
@@ -88,18 +88,18 @@ def described(space: Space, rows: PlanArrays) -> PlanArrays:
     )
 
 
-def too_large(space: Space, found: SearchOutcome, limit: float, enough: float) -> list[Candidate]:
+def too_large(space: Space, outcome: SearchOutcome, limit: float, enough: float) -> list[Candidate]:
     """Return the fastest of each look among plans with one stage per rank that do not fit, but may with balanced stages, in `enough` seconds."""
-    rows = found.rows
+    rows = outcome.rows
     rows = rows.take((rows.pp > 1) & (rows.virtual == 1) & (rows.memory > limit) & (rows.balanced <= enough))
     if not len(rows):
         return []
     rows = described(space, rows)
     _, first = np.unique(rows.look, return_index=True)  # rows come with the fastest first
-    return walked(space, rows.take(np.sort(first)[:MOST_TOO_LARGE]), found)
+    return walked(space, rows.take(np.sort(first)[:MOST_TOO_LARGE]), outcome)
 
 
-def leading_rows(rows: PlanArrays, found: SearchOutcome, memory: float) -> list[int]:
+def leading_rows(rows: PlanArrays, outcome: SearchOutcome, memory: float) -> list[int]:
     """Rows that lead by the current estimates."""
     order = np.argsort(rows.estimate, kind="stable")
     sorted_rows = rows.take(order)
@@ -107,10 +107,10 @@ def leading_rows(rows: PlanArrays, found: SearchOutcome, memory: float) -> list[
         {
             int(order[k])
             for k in (
-                *near(sorted_rows, found.incumbents.margin, memory),
-                *divisible(sorted_rows, found.incumbents.margin),
+                *near(sorted_rows, outcome.incumbents.margin, memory),
+                *divisible(sorted_rows, outcome.incumbents.margin),
                 *strategy_bests(sorted_rows),
-                *rungs(sorted_rows, found),
+                *rungs(sorted_rows, outcome),
             )
         }
     )
@@ -169,9 +169,9 @@ def strategy_bests(rows: PlanArrays) -> list[int]:
     return first.tolist()
 
 
-def rungs(rows: PlanArrays, found: SearchOutcome) -> list[int]:
+def rungs(rows: PlanArrays, outcome: SearchOutcome) -> list[int]:
     """The fastest row within each memory limit."""
-    within = [np.flatnonzero(rows.memory <= limit) for limit in found.incumbents.limits]
+    within = [np.flatnonzero(rows.memory <= limit) for limit in outcome.incumbents.limits]
     return [int(mine[0]) for mine in within if len(mine)]
 
 
@@ -184,7 +184,7 @@ def pareto(order: list[Candidate], memory: float) -> list[Candidate]:
     return out[: 2 * STEPS]
 
 
-def walked(space: Space, rows: PlanArrays, found: SearchOutcome) -> list[Candidate]:
+def walked(space: Space, rows: PlanArrays, outcome: SearchOutcome) -> list[Candidate]:
     """Rows as candidates, their pipelines walked."""
     closed, times, peaks = walk(space, rows)
     out = []
@@ -199,7 +199,7 @@ def walked(space: Space, rows: PlanArrays, found: SearchOutcome) -> list[Candida
                 float(peaks[k]),
                 int(rows.shape[k]),
                 float(rows.complexity[k]),
-                code not in found.unproved,
+                code not in outcome.unproved,
             )
         )
     return out

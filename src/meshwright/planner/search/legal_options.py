@@ -78,7 +78,7 @@ class LegalOptions(Configured):
         """[4, n]: every (tp, cp, pp, dp) that is legal with some choice of the lower layers."""
         c, world = self.choices, self.cluster.world
         splits = self._splits(np.array(c.numbers("tp", divisors(world)), np.int64))
-        found = [
+        degrees = [
             (tp, cp, pp, dp)
             for tp in splits
             for pp in c.numbers("pp", divisors(world // tp))
@@ -86,7 +86,7 @@ class LegalOptions(Configured):
             for cp in c.numbers("cp", divisors(world // (tp * pp)))
             if c.allows("dp", dp := world // (tp * pp * cp))
         ]
-        rows = np.array(found, np.int64).reshape(-1, 4).T
+        rows = np.array(degrees, np.int64).reshape(-1, 4).T
         tps, cps, pps, dps = rows
         known = {"tp": tps, "cp": cps, "pp": pps, "replicate": dps, "expert_tp": self._least_expert_tp(tps)}
         return rows[:, self.legal(known)]
@@ -94,11 +94,11 @@ class LegalOptions(Configured):
     def _splits(self, tp: np.ndarray) -> list[int]:
         """Tensor-parallel degrees that the model accepts."""
         case = Case.of(self.base.but(tp=1), self.model).with_columns({"tp": tp, "expert_tp": self._least_expert_tp(tp)})
-        found = [int(t) for t in tp[np.broadcast_to(legality.legal(case), len(tp))]]
+        legal_tp = [int(t) for t in tp[np.broadcast_to(legality.legal(case), len(tp))]]
         grouped = self.model.kind == "transformer" and ATTENTIONS[self.model.attention].reads("kv_heads")
         if grouped and self.stack.can.tensor_divides_kv:
-            return [t for t in found if self.model.kv_groups % t == 0]
-        return found
+            return [t for t in legal_tp if self.model.kv_groups % t == 0]
+        return legal_tp
 
     def _least_expert_tp(self, tp: np.ndarray) -> np.ndarray:
         """The least demanding expert_tp: 1, or 0 for a model without experts."""
@@ -117,20 +117,20 @@ class LegalOptions(Configured):
         tp, cp, pp, dp, sp, kind = np.array(options, np.int64).reshape(-1, 6).T
         known = {"tp": tp, "cp": cp, "pp": pp, "replicate": dp, "expert_tp": self._least_expert_tp(tp)}
         legal = self.legal({**known, "sp": sp > 0, "cp_kind": kind})
-        found: dict[tuple[int, int], list[tuple[bool, int]]] = {}
+        by_degrees: dict[tuple[int, int], list[tuple[bool, int]]] = {}
         for t, c, s, k in zip(tp[legal], cp[legal], sp[legal], kind[legal], strict=True):
-            found.setdefault((int(t), int(c)), []).append((bool(s), int(k)))
-        return found
+            by_degrees.setdefault((int(t), int(c)), []).append((bool(s), int(k)))
+        return by_degrees
 
     @cached_property
     def experts(self) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
         """Legal (expert tp, ep) of every (tp, cp, dp): both re-factorise the ranks of one stage."""
         c = self.choices
-        found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        by_degrees: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         if not self.model.experts:
             for tp, cp, _, dp in self.degrees.T.tolist():
-                found[tp, cp, dp] = [(tp, 1)] if c.allows("ep", 1) else []
-            return found
+                by_degrees[tp, cp, dp] = [(tp, 1)] if c.allows("ep", 1) else []
+            return by_degrees
         eps = c.numbers("ep", divisors(self.model.experts))
         options = [
             (*row, etp, ep)
@@ -141,8 +141,8 @@ class LegalOptions(Configured):
         tp, cp, pp, dp, etp, ep = np.array(options, np.int64).reshape(-1, 6).T
         legal = self.legal({"tp": tp, "cp": cp, "pp": pp, "replicate": dp, "expert_tp": etp, "ep": ep})
         for t, k, d, e, n in zip(*(x[legal].tolist() for x in (tp, cp, dp, etp, ep)), strict=True):
-            found.setdefault((t, k, d), []).append((e, n))
-        return found
+            by_degrees.setdefault((t, k, d), []).append((e, n))
+        return by_degrees
 
     @cached_property
     def recompute_codes(self) -> list[int]:
@@ -167,10 +167,10 @@ class LegalOptions(Configured):
         plan = SimpleNamespace(tp=tp, cp=cp, pp=pp, replicate=dp, shard=1)
         strides = dict(zip(("tp", "cp", "pp", "replicate"), stride.T, strict=True)) | {"shard": stride[:, 3]}
         inside = [members_in_unit(plan, strides, axis, unit) for axis in AXES for unit in self.units]
-        found: dict[tuple[int, ...], int] = {}
+        by_members: dict[tuple[int, ...], int] = {}
         for row, code in zip(np.array(inside).reshape(-1, len(codes)).T.tolist(), codes, strict=True):
-            found.setdefault(tuple(row), code)
-        return PlanArrays(order=np.array(list(found.values()), np.int64))
+            by_members.setdefault(tuple(row), code)
+        return PlanArrays(order=np.array(list(by_members.values()), np.int64))
 
     @cache  # noqa: B019
     def shardings(self, dp: int, repeated: int, piped: int, split: int = 0) -> PlanArrays:
@@ -185,7 +185,7 @@ class LegalOptions(Configured):
             stages = [z for z in stages if z in can.zero_in_tensor or (z == 0 and dp == 1)]
         if repeated and can.shards_context:
             stages = [z for z in stages if z == 3]
-        found = []
+        options = []
         for zero in [z for z in stages if z != 2 or not piped or 1 not in stages]:
             for shard in c.numbers("shard", divisors(dp) if zero else [1]):
                 replicate = dp // shard
@@ -197,8 +197,8 @@ class LegalOptions(Configured):
                 reshards, reduces = (c.words[name][: 1 if piped else None] for name in ("reshard", "reduce"))
                 for reshard in reshards if zero == 3 else (True,):
                     for reduce in reduces if zero == 3 else (self.base.reduce,):
-                        found.append((replicate, shard, zero, reshard, encode("reduce", reduce)))
-        columns = np.array(found, np.int64).reshape(-1, 5).T
+                        options.append((replicate, shard, zero, reshard, encode("reduce", reduce)))
+        columns = np.array(options, np.int64).reshape(-1, 5).T
         return PlanArrays(
             replicate=columns[0], shard=columns[1], zero=columns[2], reshard=columns[3] > 0, reduce=columns[4]
         )
@@ -219,7 +219,7 @@ class LegalOptions(Configured):
         c, layers = self.choices, self.model.layers
         if pp == 1:
             return PlanArrays(schedule=np.array([SCHEDULES.names.index("1f1b")]), virtual=np.array([1]))
-        found = [
+        options = [
             (SCHEDULES.names.index(name), virtual)
             for name in c.words["schedule"]
             for virtual in (
@@ -229,7 +229,7 @@ class LegalOptions(Configured):
             )
             if c.uneven or layers % (pp * virtual) == 0
         ]
-        schedule, virtual = np.array(found, np.int64).reshape(-1, 2).T
+        schedule, virtual = np.array(options, np.int64).reshape(-1, 2).T
         workload = self.workload.model_copy(update={"batch": microbatches})  # the batch of one rank, with micro-batch 1
         case = Case(self.least.columns, self.model, workload, stack=self.stack)
         legal = legality.legal(case.with_columns({"pp": pp, "schedule": schedule, "virtual": virtual}))

@@ -37,8 +37,8 @@ EIGHTHS = 8
 
 def refined(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:
     """Return candidates with their best bucket size, and variants that recompute fewer layers or have unequal stages."""
-    found = rebucketed(space, [*candidates, *partial_recompute(space, candidates, limit)], limit)
-    return [*found, *divided(space, found, limit)]
+    variants = rebucketed(space, [*candidates, *partial_recompute(space, candidates, limit)], limit)
+    return [*variants, *divided(space, variants, limit)]
 
 
 def partial_recompute(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:

@@ -45,59 +45,61 @@ def solve(
     space: Space, headroom: float = 0.0, progress: Progress | None = None
 ) -> tuple[SearchOutcome, Ranking | None]:
     """Search and rank. The ranking is None where no plan fits."""
-    found = search(space, headroom, progress)
-    fitting = candidates(space, found) if len(found.rows) else []
-    found, more = unequal_stages(space, found, fitting)
+    outcome = search(space, headroom, progress)
+    fitting = candidates(space, outcome) if len(outcome.rows) else []
+    outcome, more = unequal_stages(space, outcome, fitting)
     fitting += more
-    found, more = other_bases(space, found, fitting)
+    outcome, more = other_bases(space, outcome, fitting)
     fitting += more
-    return found, ranked(fitting, space.cluster.accelerator.memory) if fitting else None
+    return outcome, ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
 
 def unequal_stages(
-    space: Space, found: SearchOutcome, fitting: list[Candidate]
+    space: Space, outcome: SearchOutcome, fitting: list[Candidate]
 ) -> tuple[SearchOutcome, list[Candidate]]:
-    """Return candidates that fit only with unequal stages and are clearly faster than every plan found; and `found` with the plans
+    """Return candidates that fit only with unequal stages and are clearly faster than every plan found; and `outcome` with the plans
     costed for them."""
-    limit = found.incumbents.limit
-    least = min((float(rows.memory[0]) for rows in found.misfits.values()), default=np.inf)
+    limit = outcome.incumbents.limit
+    least = min((float(rows.memory[0]) for rows in outcome.misfits.values()), default=np.inf)
     more = limit * (1 + TOO_LARGE)
-    if not space.divides or not (memory_slows(found, fitting) if fitting else least <= more):
-        return found, []
+    if not space.divides or not (memory_slows(outcome, fitting) if fitting else least <= more):
+        return outcome, []
     enough = min((c.time for c in fitting), default=np.inf) * (1 - DIVISION_WORTH)
     wider = Search(space, more)
-    assert found.frames is not None
-    there = wider.run_below(found.frames, enough, DIVISION_EFFORT) if fitting else wider.run()
-    found = replace(found, costed=found.costed + there.costed)
+    assert outcome.frames is not None
+    there = wider.run_below(outcome.frames, enough, DIVISION_EFFORT) if fitting else wider.run()
+    outcome = replace(outcome, costed=outcome.costed + there.costed)
     large = too_large(space, there, limit, enough) if len(there.rows) else []
     large = [replace(c, time=enough) for c in large]  # what another division has to beat
-    return found, [replace(c, shape=c.shape - MOST_SHAPES, proved=False) for c in lightened(space, large, limit)]
+    return outcome, [replace(c, shape=c.shape - MOST_SHAPES, proved=False) for c in lightened(space, large, limit)]
 
 
-def other_bases(space: Space, found: SearchOutcome, fitting: list[Candidate]) -> tuple[SearchOutcome, list[Candidate]]:
-    """Return candidates with offload or compression that are clearly faster than all without; and `found` with the plans costed for them."""
+def other_bases(
+    space: Space, outcome: SearchOutcome, fitting: list[Candidate]
+) -> tuple[SearchOutcome, list[Candidate]]:
+    """Return candidates with offload or compression that are clearly faster than all without; and `outcome` with the plans costed for them."""
     best = min((c.time for c in fitting), default=np.inf)
-    tried = [({"offload": kind}, OFFLOAD_WORTH) for kind in offloads(space) if memory_slows(found, fitting)]
+    tried = [({"offload": kind}, OFFLOAD_WORTH) for kind in offloads(space) if memory_slows(outcome, fitting)]
     tried += [({"compression": name}, TIE) for name in compressions(space) if fitting]
     out: list[Candidate] = []
     for number, (changes, worth) in enumerate(tried, 1):
         enough = best / (1 + worth)
         other = space.with_base(space.base.but(**changes))
-        there = search_base(other, found, min((enough, *(c.time for c in out))))
-        found = replace(found, costed=found.costed + there.costed)
+        there = search_base(other, outcome, min((enough, *(c.time for c in out))))
+        outcome = replace(outcome, costed=outcome.costed + there.costed)
         faster = [c for c in candidates(other, there) if c.time <= enough] if len(there.rows) else []
         out += [
             replace(c, shape=c.shape + number * MOST_SHAPES, complexity=c.complexity + PART, proved=False)
             for c in faster
         ]
-    return found, out
+    return outcome, out
 
 
-def memory_slows(found: SearchOutcome, fitting: list[Candidate]) -> bool:
+def memory_slows(outcome: SearchOutcome, fitting: list[Candidate]) -> bool:
     """Whether more memory may help: nothing fits, the best plan recomputes whole layers, or less memory makes plans slower."""
     if not fitting or min(fitting, key=lambda c: c.time).plan.recompute == "full":
         return True
-    front = found.incumbents.front  # best times, for the whole limit and in steps of 10% less
+    front = outcome.incumbents.front  # best times, for the whole limit and in steps of 10% less
     return bool(front[FIFTH_LESS] > (1 + OFFLOAD_WORTH) * front[0])
 
 

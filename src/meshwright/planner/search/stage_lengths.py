@@ -63,7 +63,7 @@ def divided(space: Space, candidates: Sequence[Candidate], limit: float) -> list
         if shorter < 1 - WORTH and c.time * shorter <= enough:
             plans = [c.plan.but(layers_per_stage=lengths) for lengths in (balance, *neighbours(balance))]
             variants.setdefault(c.plan.pp, []).extend((c, plan) for plan in plans)
-    return [found for some in variants.values() for found in simulated(space, some, limit)]
+    return [variant for some in variants.values() for variant in simulated(space, some, limit)]
 
 
 def simulated(space: Space, variants: Sequence[tuple[Candidate, Plan]], limit: float) -> list[Candidate]:
@@ -148,8 +148,8 @@ def seconds_of(cost: StepCost, plans: Sequence[Plan], block: str) -> np.ndarray:
     n, layers, counts = b.n, b.model.layers, one_block(b.model, block, b.n)
     share = np.array([min(1.0, p.recompute_layers * p.stages / layers) if p.recompute_layers else 1.0 for p in plans])
     recomputed = {kind: count * share for kind, count in counts.items()}
-    held = StageBlocks(np.zeros(n), counts, recomputed)
-    return np.broadcast_to(rank_time(cost.program, cost.times, held, np.zeros(n)).total, n)
+    blocks = StageBlocks(np.zeros(n), counts, recomputed)
+    return np.broadcast_to(rank_time(cost.program, cost.times, blocks, np.zeros(n)).total, n)
 
 
 def slowest_rank(plan: Plan, seconds: Seconds) -> float:
@@ -160,7 +160,7 @@ def slowest_rank(plan: Plan, seconds: Seconds) -> float:
     stages[0] += seconds[0]
     stages[-1] += seconds[-1]
     ranks = (stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank) for rank in range(plan.pp))
-    return max(float(stages[held].sum()) for held in ranks)
+    return max(float(stages[rank_stages].sum()) for rank_stages in ranks)
 
 
 def other_division(plan: Plan, seconds: Seconds) -> tuple[int, ...]:

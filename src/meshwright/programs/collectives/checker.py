@@ -237,21 +237,21 @@ class State:
         """Check that every required slot holds the contributions of all ranks that started with its chunk."""
         program = self.program
         rank, chunk = rank_and_chunk(program, program.ends)
-        found = self.value_in[ends]
-        if (found < 0).any():
-            self.refuse_end(rank, chunk, found < 0, "never receives it")
+        values = self.value_in[ends]
+        if (values < 0).any():
+            self.refuse_end(rank, chunk, values < 0, "never receives it")
         if self.origin is not None and (self.origin[ends] != chunk).any():
             self.refuse_end(rank, chunk, self.origin[ends] != chunk, "holds another chunk's data there")
         is_operand = np.zeros(len(self.size), dtype=bool)
         is_operand[self.operands[0, : self.reduced]] = is_operand[self.operands[1, : self.reduced]] = True
         sets = None if np.count_nonzero(is_operand) == 2 * self.reduced else self.contributions()
         starters = np.bincount(rank_and_chunk(program, program.starts)[1], minlength=program.chunks)
-        wrong = self.size[found] != starters[chunk]  # the leaves are distinct, so the right count means all of them
+        wrong = self.size[values] != starters[chunk]  # the leaves are distinct, so the right count means all of them
         if wrong.any():
             k = int(np.argmax(wrong))
             sets = sets or self.contributions()
             wanted = set((program.starts[program.starts % program.chunks == chunk[k]] // program.chunks).tolist())
-            lacking = sorted(wanted - set(members(sets[found[k]])))
+            lacking = sorted(wanted - set(members(sets[values[k]])))
             self.refuse_end(rank, chunk, wrong, f"lacks the contribution of {ranks_of(lacking)}")
 
     def contributions(self) -> list[int]:

@@ -50,14 +50,14 @@ class Comparison:
     @property
     def crossovers(self) -> list[Crossover]:
         """Sizes at which another algorithm becomes the fastest, in ascending order."""
-        found = []
+        sizes = []
         for k, (before, after) in enumerate(pairwise(self.best)):
             if before != after:
                 lead = [self.times[after][j] - self.times[before][j] for j in (k, k + 1)]
                 share = lead[0] / (lead[0] - lead[1]) if lead[0] > lead[1] else 0.0
                 size = self.sizes[k] + share * (self.sizes[k + 1] - self.sizes[k])
-                found.append(Crossover(size, before, after))
-        return found
+                sizes.append(Crossover(size, before, after))
+        return sizes
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -50,15 +50,15 @@ class Instruction(NamedTuple):
 def instructions(program: Program, rank: int) -> list[Instruction]:
     """Return the instructions of one rank in order; within a step, sends come before receives."""
     table = take(program.moves, np.flatnonzero((program.moves.source == rank) | (program.moves.target == rank)))
-    found = []
+    steps = []
     for step, source, target, chunk, width, adds, into in zip(*(c.tolist() for c in table), strict=True):
         if source == target:
-            found.append(Instruction(step, "reduce" if adds else "copy", rank, chunk, width, into))
+            steps.append(Instruction(step, "reduce" if adds else "copy", rank, chunk, width, into))
         elif source == rank:
-            found.append(Instruction(step, "send", target, chunk, width))
+            steps.append(Instruction(step, "send", target, chunk, width))
         else:
-            found.append(Instruction(step, "reduce" if adds else "receive", source, into, width))
-    return sorted(found, key=lambda i: (i.step, i.kind != "send"))
+            steps.append(Instruction(step, "reduce" if adds else "receive", source, into, width))
+    return sorted(steps, key=lambda i: (i.step, i.kind != "send"))
 
 
 def rank_lists(program: Program) -> list[list[Instruction]]:

@@ -108,12 +108,12 @@ def _first(mask: np.ndarray) -> int | None:
 
 
 def _check_places(program: PipelineProgram) -> None:
-    held = np.bincount(program.rank_of, minlength=program.ranks)
-    if len(held) != program.ranks or (held == 0).any():
+    stages_of_rank = np.bincount(program.rank_of, minlength=program.ranks)
+    if len(stages_of_rank) != program.ranks or (stages_of_rank == 0).any():
         raise MeshwrightError(
             "MW-PIPE-010",
             f"{program.stages} stages do not cover {program.ranks} ranks",
-            why=f"Stages a rank: {held.tolist()}",
+            why=f"Stages a rank: {stages_of_rank.tolist()}",
         )
     outside = (program.stage < 0) | (program.stage >= program.stages)
     outside |= (program.microbatch < 0) | (program.microbatch >= program.microbatches)
@@ -213,11 +213,11 @@ def _raise_deadlock(program: PipelineProgram, needs: np.ndarray, order: list[int
 def _check_memory(program: PipelineProgram) -> None:
     if program.promised is None:
         return
-    held = count_in_flight(program)
-    bad = _first(held > program.promised[program.rank])
+    in_flight = count_in_flight(program)
+    bad = _first(in_flight > program.promised[program.rank])
     if bad is not None:
         raise MeshwrightError(
             "MW-PIPE-014",
-            f"{place(program, bad)} is activation number {held[bad]} in flight",
+            f"{place(program, bad)} is activation number {in_flight[bad]} in flight",
             why=f"{program.schedule} allows at most {int(program.promised[program.rank[bad]])} on this rank",
         )

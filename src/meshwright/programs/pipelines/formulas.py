@@ -95,8 +95,8 @@ def in_flight(schedule: str, ranks: Number, microbatches: Number, virtual: Numbe
     p, m, v, r = (np.asarray(x) for x in (ranks, microbatches, virtual, rank))
     if not p.shape == m.shape == v.shape == r.shape:
         p, m, v, r = np.broadcast_arrays(p, m, v, r)
-    found: np.ndarray = SCHEDULES.part(costed_as(schedule), "in_flight")(p, m, v, r)
-    return found
+    counts: np.ndarray = SCHEDULES.part(costed_as(schedule), "in_flight")(p, m, v, r)
+    return counts
 
 
 def costed_as(schedule: str) -> str:

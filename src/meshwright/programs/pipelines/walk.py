@@ -136,9 +136,9 @@ def walk(
     busy = np.add.reduceat(took, program.first[:-1])
     start[pairs], end[pairs] = start[pairs + 1], end[pairs + 1]
     weights = by_stage(1.0 / program.virtual if activation is None else activation, program.stages, "activation")
-    held = held_memory(program, weights, by_stage(released_at_input, program.stages, "released_at_input"))
+    memory = held_memory(program, weights, by_stage(released_at_input, program.stages, "released_at_input"))
     counted = _peaks(program, count_in_flight(program))
-    return Walked(program, durations, start, end, busy, counted, _peaks(program, held))
+    return Walked(program, durations, start, end, busy, counted, _peaks(program, memory))
 
 
 def walked_makespan(program: PipelineProgram, durations: Durations, *, p2p: Times = 0.0, overlap: bool = True) -> float:
@@ -180,8 +180,8 @@ def by_stage(value: Times, count: int, what: str) -> np.ndarray:
     return np.broadcast_to(array, (count,))
 
 
-def _peaks(program: PipelineProgram, held: np.ndarray) -> np.ndarray:
-    return np.maximum.reduceat(held, program.first[:-1])
+def _peaks(program: PipelineProgram, memory: np.ndarray) -> np.ndarray:
+    return np.maximum.reduceat(memory, program.first[:-1])
 
 
 def _transfers(program: PipelineProgram, p2p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -158,10 +158,10 @@ def hosts_of(config: Config, per_node: int) -> tuple[int, int]:
     return world // per_node, per_node
 
 
-def interval(config: Config, prediction: Prediction, given: int) -> tuple[int, str]:
+def interval(config: Config, prediction: Prediction, save_every: int) -> tuple[int, str]:
     """Steps between checkpoints, and why: without them a restart begins at step 0."""
-    if given:
-        return given, "as asked for"
+    if save_every:
+        return save_every, "as asked for"
     if config.checkpoint.every:
         return config.checkpoint.every, "as in [checkpoint] of the plan file"
     steps = max(1, round(SAVE_SECONDS / prediction.step_time_s))

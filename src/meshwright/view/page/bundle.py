@@ -50,9 +50,9 @@ def state(subject: Subject) -> dict[str, Any]:
 def answer(subject: Subject, name: str) -> dict[str, Any]:
     """The data of one view; a view that this plan cannot have says why in its place."""
     entry = view(name)
-    found: dict[str, Any] = {"title": entry.title, "data": None, "compare_data": None, "error": None}
+    out: dict[str, Any] = {"title": entry.title, "data": None, "compare_data": None, "error": None}
     try:
-        found["data"] = entry.data(subject)
+        out["data"] = entry.data(subject)
     except MeshwrightError as error:
-        found["error"] = error.as_dict()
-    return found
+        out["error"] = error.as_dict()
+    return out

@@ -32,14 +32,14 @@ def choices(document: dict[str, Any]) -> dict[str, Any]:
     plan = PlanFields(**fields) if isinstance(fields, dict) else PlanFields()
     cluster = config.cluster if config.cluster.gpus else None
     case = Case.of(plan, config.model, config.workload, cluster, config.stack)
-    found = {field: [one.as_dict() for one in values] for field, values in legal_choices(case, legal).items()}
+    by_field = {field: [one.as_dict() for one in values] for field, values in legal_choices(case, legal).items()}
     free = {
         field: [{"value": v, "legal": True, "reason": "", "changes": {}} for v in values]
         for field, values in free_values(plan, config.model.layers, config.stack.flat_shards).items()
     }
     error = problem(case)
     return {
-        "fields": found | free,
+        "fields": by_field | free,
         "sizes": sizes(config, plan),
         "world": plan.world,
         "problem": error.as_dict() if error else None,
@@ -52,7 +52,8 @@ def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:
     model, workload, stack, cluster = config.model, config.workload, config.stack, config.cluster
     out = {
         "cluster.gpus": [
-            _choice(Case.of(plan, model, workload, found, stack), gpus) for gpus, found in _clusters(cluster)
+            _choice(Case.of(plan, model, workload, sized_cluster, stack), gpus)
+            for gpus, sized_cluster in _clusters(cluster)
         ]
     }
     fixed = cluster if cluster.gpus else None

@@ -52,22 +52,22 @@ def data(subject: Subject) -> dict[str, Any]:
     usable = [name for name in ALGORITHMS[operation] if runs_on(cluster, name)]
     algorithm = subject.option("algorithm", "", ["", *usable])
     request = CollectiveRequest(operation, algorithm=algorithm, ranks=ranks, size=size)
-    found = prepared(request, cluster)
-    step_by_step = prepared(request._replace(size="", algorithm=found.program.algorithm))
+    collective = prepared(request, cluster)
+    step_by_step = prepared(request._replace(size="", algorithm=collective.program.algorithm))
     compared = (
         None if subject.is_provisional else compare(operation, cluster, ranks, SIZES, element_bytes=ELEMENT_BYTES)
     )
     return {
-        **about(operation, found.program.algorithm, usable),
+        **about(operation, collective.program.algorithm, usable),
         "chosen": bool(algorithm),
         "ranks": ranks,
         "size_bytes": parse_bytes(size),
         "cluster": cluster.name,
         "program": program_data(step_by_step.program),
-        "time_s": found.charge.seconds if found.charge else found.walked.makespan,
-        "timeline": timeline(found.walked),
+        "time_s": collective.charge.seconds if collective.charge else collective.walked.makespan,
+        "timeline": timeline(collective.walked),
         "comparison": compared.as_dict() if compared else None,
-        "formulas": formulas(found, compared),
+        "formulas": formulas(collective, compared),
     }
 
 
@@ -90,9 +90,9 @@ def about(operation: str, algorithm: str, usable: Sequence[str]) -> dict[str, An
     }
 
 
-def program_html(found: PreparedCollective) -> str:
+def program_html(collective: PreparedCollective) -> str:
     """One program as an HTML file that opens from disk, for `show OPERATION --html`."""
-    program = found.program
+    program = collective.program
     if program_data(program) is None:
         raise MeshwrightError(
             "MW-SHOW-002",
@@ -100,18 +100,20 @@ def program_html(found: PreparedCollective) -> str:
             why=f"It draws up to {MOST_DRAWN} ranks",
             fix="--ranks 8",
         )
-    timed = found.charge.seconds if found.charge else found.walked.makespan if found.walked else None
+    timed = (
+        collective.charge.seconds if collective.charge else collective.walked.makespan if collective.walked else None
+    )
     data = {
         **about(program.operation, program.algorithm, list(ALGORITHMS[program.operation])),
         "chosen": True,
         "ranks": program.ranks,
         "size_bytes": None,
-        "cluster": found.on,
+        "cluster": collective.on,
         "program": program_data(program),
         "time_s": timed,
-        "timeline": timeline(found.walked),
+        "timeline": timeline(collective.walked),
         "comparison": None,
-        "formulas": formulas(found, None),
+        "formulas": formulas(collective, None),
     }
     return written_view("collectives", f"{program.algorithm} {program.operation}", data)
 
@@ -148,18 +150,19 @@ def timeline(walked: Walk | None) -> list[dict[str, Any]]:
     return [{"step": k, "end_s": end} for k, end in enumerate(ends[:512])]
 
 
-def formulas(found: PreparedCollective, compared: Comparison | None) -> dict[str, str]:
+def formulas(collective: PreparedCollective, compared: Comparison | None) -> dict[str, str]:
     """The formula of the program with its time, and where another algorithm becomes the fastest."""
-    program = found.program
+    program = collective.program
     text = f"{program.algorithm} {program.operation}: t = {formula(program.operation, program.algorithm)}"
-    if found.charge:
-        extra = format_seconds(found.charge.seconds - found.charge.walked)
+    if collective.charge:
+        extra = format_seconds(collective.charge.seconds - collective.charge.walked)
         text += (
-            f"\n= {format_seconds(found.charge.walked)} on the links at the rates of {found.charge.library} + {extra} for the call and its chunks"
-            f" = {format_seconds(found.charge.seconds)} {found.on}"
+            f"\n= {format_seconds(collective.charge.walked)} on the links at the rates of {collective.charge.library}"
+            f" + {extra} for the call and its chunks"
+            f" = {format_seconds(collective.charge.seconds)} {collective.on}"
         )
-    elif found.walked is not None:
-        text += f"\n= {format_seconds(found.walked.makespan)} {found.on}"
+    elif collective.walked is not None:
+        text += f"\n= {format_seconds(collective.walked.makespan)} {collective.on}"
     return {"time_s": text, "crossovers": crossovers(compared)}
 
 

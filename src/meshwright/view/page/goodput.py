@@ -13,8 +13,8 @@ POINTS, REACH = 61, 32.0
 
 def data(subject: Subject) -> dict[str, Any]:
     """The curve around the best interval; options: mtbf, checkpoint and restart, as `plan` takes them."""
-    given = {name: subject.option(name, "") for name in ("mtbf", "checkpoint", "restart")}
-    rel = goodput.read_reliability(subject.plan.world, **given)
+    options = {name: subject.option(name, "") for name in ("mtbf", "checkpoint", "restart")}
+    rel = goodput.read_reliability(subject.plan.world, **options)
     young = goodput.young_interval(rel.save, rel.mtbf)
     curve = goodput.curve(rel.save, rel.restart, rel.mtbf, POINTS, REACH)
     mfu = subject.estimate.prediction.mfu or 0.0

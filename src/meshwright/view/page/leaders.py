@@ -15,29 +15,29 @@ def data(subject: Subject) -> dict[str, Any]:
     The provisional answer leaves out the reasons and the other strategies: they take a fifth of its time, and the complete search may find
     another winner.
     """
-    found = subject.result
+    result = subject.result
     explained = not subject.is_provisional
-    mine = found.compare(subject.plan)
+    mine = result.compare(subject.plan)
     return {
-        "searched": found.searched,
-        "costed": found.found.costed,
-        "seconds": found.seconds,
+        "searched": result.searched,
+        "costed": result.found.costed,
+        "seconds": result.seconds,
         "provisional": subject.is_provisional,
-        "chosen_from": found.chosen_from,
-        "choice": found.choice,
+        "chosen_from": result.chosen_from,
+        "choice": result.choice,
         "leaders": [
             {
                 "title": c.plan.title(),
                 "plan": c.plan.as_dict(),
                 "strategy": c.strategy,
                 "step_time_s": p.step_time_s,
-                "slower": p.step_time_s / found.prediction.step_time_s - 1,
+                "slower": p.step_time_s / result.prediction.step_time_s - 1,
                 **values_of(p, "memory_gib", "memory_limit_gib", "mfu", "tokens_per_s", "bound_by"),
                 "present": c.plan.as_dict() == subject.plan.as_dict(),
             }
-            for c, p in found.leaders
+            for c, p in result.leaders
         ],
-        "reasons": [{"field": name, "why": text} for name, text in reasons(found.estimate).items() if text]
+        "reasons": [{"field": name, "why": text} for name, text in reasons(result.estimate).items() if text]
         if explained
         else [],
         "strategies": [
@@ -49,7 +49,7 @@ def data(subject: Subject) -> dict[str, Any]:
                 "title": w.plan.title(),
                 "plan": w.plan.as_dict(),
             }
-            for w in (found.why_not if explained else ())
+            for w in (result.why_not if explained else ())
         ],
         "mine": {
             "legal": mine.user is not None,

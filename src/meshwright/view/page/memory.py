@@ -25,7 +25,7 @@ def data(subject: Subject) -> dict[str, Any]:
     totals = [sum(stage.values()) for stage in stages]
     fullest = int(np.argmax(totals))
     stage = min(int(subject.option("stage", fullest, most=1e6)), len(stages) - 1)
-    found = [part for part in PARTS if any(one[part] > 0 for one in stages)]
+    parts = [part for part in PARTS if any(one[part] > 0 for one in stages)]
     texts = part_formulas(e)
     return {
         "limit_gib": e.prediction.memory_limit_gib,
@@ -34,12 +34,12 @@ def data(subject: Subject) -> dict[str, Any]:
         "states_gib": sum(stages[fullest][part] for part in STATES),
         "activations_gib": stages[fullest]["activations"],
         "in_flight": float(e.walked.walk.peak_memory[fullest]),
-        "parts": found,
+        "parts": parts,
         "stages": [
             {
                 "stage": s,
                 "total_gib": totals[s],
-                "parts": [{"name": part, "gib": one[part], "formula": texts[part]} for part in found],
+                "parts": [{"name": part, "gib": one[part], "formula": texts[part]} for part in parts],
             }
             for s, one in enumerate(stages)
         ],
@@ -47,7 +47,7 @@ def data(subject: Subject) -> dict[str, Any]:
         "timeline": timeline(e, stage),
         "formulas": {
             "peak": "peak = "
-            + " + ".join(f"{part} {stages[fullest][part]:.2f}" for part in found)
+            + " + ".join(f"{part} {stages[fullest][part]:.2f}" for part in parts)
             + f" = {totals[fullest]:.2f} GiB",
             "states": texts["states"],
             "activations": texts["activations"],

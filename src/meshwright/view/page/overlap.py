@@ -32,8 +32,8 @@ def data(subject: Subject) -> dict[str, Any]:
             "fsdp": None,
             "note": "One data-parallel rank: there are no gradients to reduce and no weights to gather.",
         }
-    given = min(BUCKETS, key=lambda size: abs(size - e.plan.bucket))
-    bucket = float(subject.option("bucket", given, BUCKETS))
+    nearest = min(BUCKETS, key=lambda size: abs(size - e.plan.bucket))
+    bucket = float(subject.option("bucket", nearest, BUCKETS))
     count = min(LAYERS, max(1, e.model.layers // e.plan.stages)) if e.model.layers else 1
     ranks = e.plan.dp * e.plan.cp
     ddp = ddp_timelines(e, bucket, count)
@@ -62,14 +62,14 @@ def layer_seconds(e: Estimate, phases: str) -> float:
 
 def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | None:
     """Backward with gradients reduced after it, and behind it."""
-    found = PlanTrials(e.config).of(changed(e.plan, zero=0, replicate=e.plan.dp, shard=1, reduce="auto", reshard=True))
-    if found is None:
+    ddp = PlanTrials(e.config).of(changed(e.plan, zero=0, replicate=e.plan.dp, shard=1, reduce="auto", reshard=True))
+    if ddp is None:
         return None
-    batch = found.program.batch
-    block = "dense" if "dense" in found.program.loads else next(iter(found.program.loads))
-    size = scalar(found.program.loads[block]["dense"].held) * scalar(batch.grad_bytes)
-    seconds = layer_seconds(found, "IWR" if found.plan.recompute == "full" else "IW")
-    network = CollectiveTimes(found.cluster, batch)
+    batch = ddp.program.batch
+    block = "dense" if "dense" in ddp.program.loads else next(iter(ddp.program.loads))
+    size = scalar(ddp.program.loads[block]["dense"].held) * scalar(batch.grad_bytes)
+    seconds = layer_seconds(ddp, "IWR" if ddp.plan.recompute == "full" else "IW")
+    network = CollectiveTimes(ddp.cluster, batch)
 
     def time_of(n: float) -> float:
         op = Op(
@@ -77,7 +77,7 @@ def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | No
         )
         return scalar(network.time(op))
 
-    layers = [BackwardLayer(f"layer {found.model.layers - 1 - k}", seconds, size) for k in range(count)]
+    layers = [BackwardLayer(f"layer {ddp.model.layers - 1 - k}", seconds, size) for k in range(count)]
     ways = [bucket_timeline(layers, bucket, time_of, overlap) for overlap in (False, True)]
     each = f"{format_decimal_bytes(bucket)} in {format_seconds(time_of(bucket))}"
     words = f"a layer's backward takes {format_seconds(seconds)} and leaves {format_decimal_bytes(size)} of gradients; one bucket of {each}"
@@ -86,19 +86,19 @@ def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | No
 
 def fsdp_timelines(e: Estimate, count: int) -> dict[str, Any] | None:
     """Forward with weights gathered just in time, and one layer ahead."""
-    found = PlanTrials(e.config).of(changed(e.plan, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto"))
-    if found is None:
+    fsdp = PlanTrials(e.config).of(changed(e.plan, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto"))
+    if fsdp is None:
         return None
-    network = CollectiveTimes(found.cluster, found.program.batch)
-    block = "dense" if ("dense", "F") in found.program.blocks else next(iter(found.program.blocks))[0]
-    gathers = [op for op in found.program.blocks[block, "F"] if op.collective == "all_gather" and op.part == "dense"]
+    network = CollectiveTimes(fsdp.cluster, fsdp.program.batch)
+    block = "dense" if ("dense", "F") in fsdp.program.blocks else next(iter(fsdp.program.blocks))[0]
+    gathers = [op for op in fsdp.program.blocks[block, "F"] if op.collective == "all_gather" and op.part == "dense"]
     if not gathers:
         return None
     # The stages of a pipeline gather once per step; a layer of a larger unit counts its share of it.
-    times = found.plan.microbatches(found.workload) if found.plan.pp > 1 else 1
+    times = fsdp.plan.microbatches(fsdp.workload) if fsdp.plan.pp > 1 else 1
     gather = sum(min(1.0, times * scalar(op.count)) * scalar(network.time(op)) for op in gathers)
     size = sum(min(1.0, times * scalar(op.count)) * scalar(op.message_bytes) for op in gathers)
-    compute = layer_seconds(found, "F")
+    compute = layer_seconds(fsdp, "F")
     names = [f"layer {k}" for k in range(count)]
     ways = [prefetch_timeline(names, compute, gather, ahead) for ahead in (False, True)]
     words = f"a layer's forward takes {format_seconds(compute)}, gathering its {format_decimal_bytes(size)} of weights {format_seconds(gather)}"

@@ -25,17 +25,17 @@ def data(subject: Subject) -> dict[str, Any]:
     best: Candidate | None = None
     if not subject.is_provisional and subject.shared.feasible:
         ranking = subject.result.ranking
-        found, front, best = (
+        candidates, front, best = (
             [*ranking.leaders, *ranking.strategies.values(), *ranking.front],
             ranking.front,
             ranking.best,
         )
     else:
-        found = []
+        candidates = []
     cells = subject.shared.first_cells if subject.is_provisional else subject.shared.cells
-    found += [cell.best for cell in cells if cell.best is not None]
+    candidates += [cell.best for cell in cells if cell.best is not None]
     winner, leading = best.plan if best else None, [one.plan for one in front]
-    unique = list({one.plan: one for one in sorted(found, key=lambda c: -c.time)}.values())
+    unique = list({one.plan: one for one in sorted(candidates, key=lambda c: -c.time)}.values())
     return {
         "limit_bytes": subject.cluster.accelerator.memory,
         "points": [

@@ -110,19 +110,19 @@ def all_rows() -> tuple[dict[str, Any], ...]:
     """The figures of all cases. They do not depend on what the page shows, so they are computed once."""
     out = []
     for name in studies.CASES:
-        found = studies.evaluate(name)
-        for row in found.rows:
+        study = studies.evaluate(name)
+        for row in study.rows:
             if row.what not in COMPARED:
                 continue
             ours, theirs = (format_count(x) if x >= 1000 else f"{x:.3g}" for x in (row.ours, row.published))
             out.append(
                 {
                     "case": name,
-                    "title": found.case.title,
-                    "model": found.case.config.model.name,
-                    "by": found.case.by,
+                    "title": study.case.title,
+                    "model": study.case.config.model.name,
+                    "by": study.case.by,
                     **values_of(row, "what", "unit", "published", "ours", "low", "high", "ratio", "within", "source"),
-                    "formula": f"{found.case.title}: predicted {ours} / published {theirs} {row.unit} = {row.ratio:.2f}; "
+                    "formula": f"{study.case.title}: predicted {ours} / published {theirs} {row.unit} = {row.ratio:.2f}; "
                     f"{'inside' if row.within else 'outside'} the band. Source: {row.source}",
                 }
             )
@@ -137,11 +137,11 @@ def by_source(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "source": source,
-            "figures": len(found),
-            "error": sum(map(abs, found)) / len(found),
-            "bias": sum(found) / len(found),
+            "figures": len(source_errors),
+            "error": sum(map(abs, source_errors)) / len(source_errors),
+            "bias": sum(source_errors) / len(source_errors),
         }
-        for source, found in errors.items()
+        for source, source_errors in errors.items()
     ]
 
 

@@ -56,9 +56,9 @@ def coordinates(layout: Layout, drawn: int) -> dict[str, np.ndarray]:
     """Return the coordinates of the first ranks on tp, cp, pp and dp."""
     sizes = [getattr(layout.plan, axis) for axis in layout.axes]
     places = np.unravel_index(np.arange(drawn), sizes[::-1])[::-1]  # the first axis is the fastest
-    found = dict(zip(layout.axes, places, strict=True))
-    dp = found.pop("replicate") * layout.plan.shard + found.pop("shard")
-    return {**found, "dp": dp}
+    axes = dict(zip(layout.axes, places, strict=True))
+    dp = axes.pop("replicate") * layout.plan.shard + axes.pop("shard")
+    return {**axes, "dp": dp}
 
 
 def note(world: int, drawn: int, axes: list[dict[str, Any]]) -> str:

@@ -28,8 +28,8 @@ class View:
     kind: Literal["cheap", "search"] = CHEAP
 
     def data(self, subject: Subject) -> dict[str, Any]:
-        found: dict[str, Any] = importlib.import_module(self.module).data(subject)
-        return found
+        out: dict[str, Any] = importlib.import_module(self.module).data(subject)
+        return out
 
 
 def _view(name: str, title: str, kind: Literal["cheap", "search"] = CHEAP) -> tuple[str, View]:

@@ -45,9 +45,9 @@ def curve(e: Estimate, grows: bool) -> list[dict[str, Any]]:
     out = []
     counts = [e.plan.dp * 2**k if k >= 0 else e.plan.dp / 2**-k for k in range(-SMALLER, LARGER + 1)]
     for dp in [int(n) for n in counts if n >= 1 and n == int(n)]:
-        found = at_size(e, dp, grows)
-        if found is not None:
-            out.append(point(found))
+        estimated = at_size(e, dp, grows)
+        if estimated is not None:
+            out.append(point(estimated))
     reference = next((row for row in out if row["fits"]), out[0] if out else None)
     for row in out:
         assert reference is not None

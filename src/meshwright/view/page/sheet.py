@@ -105,23 +105,23 @@ def series_name(point: Point, bench: Bench) -> str:
 # Accuracy: predicted over measured step time of every run, by source, and of sources that the fit has not seen.
 
 
-def accuracy_sheet(found: Accuracy) -> str:
+def accuracy_sheet(accuracy: Accuracy) -> str:
     """The tables of `meshwright validate` with a scatter of predicted over measured step time."""
-    outcomes = [*found.outcomes, *found.headlines]
+    outcomes = [*accuracy.outcomes, *accuracy.headlines]
     parts = [scatter(outcomes)]
-    if found.left_out is not None:
-        sources = found.left_out.by_source(found.left_out.source)
+    if accuracy.left_out is not None:
+        sources = accuracy.left_out.by_source(accuracy.left_out.source)
         parts.append(ratios("Predicted over measured step time, the source left out", sources))
-        parts.append(ratios("The same by what the step is made of", by_part(found.left_out)))
+        parts.append(ratios("The same by what the step is made of", by_part(accuracy.left_out)))
     scores = {name: score(part) for name, part in by(outcomes, ["source"]).items()}
     parts.append(grid(validate.table(scores, macro(scores))))
-    if found.unseen:
+    if accuracy.unseen:
         parts += [
-            grid(validate.unseen_table(found.unseen, found.unseen_overall)),
-            grid(validate.bands_table(found.bands)),
+            grid(validate.unseen_table(accuracy.unseen, accuracy.unseen_overall)),
+            grid(validate.bands_table(accuracy.bands)),
         ]
-    if found.headlines:
-        parts.append(grid(validate.headline_table(found.headlines)))
+    if accuracy.headlines:
+        parts.append(grid(validate.headline_table(accuracy.headlines)))
     return sheet("Predicted and measured step time", [], parts)
 
 

@@ -97,9 +97,9 @@ def step(e: Estimate) -> list[dict[str, Any]]:
 
 
 def note(e: Estimate) -> str:
-    found = bandwidth(e)
-    if found is None:
+    rate = bandwidth(e)
+    if rate is None:
         return "This plan has no pipeline, so no stage waits for another."
-    needed, available = found["most_needed"], found["available"]
+    needed, available = rate["most_needed"], rate["available"]
     words = "enough" if available >= needed else "too little"
-    return f"The busiest boundary needs {needed * 8 / 1e9:.1f} Gb/s; {found['level']} links give a device {available * 8 / 1e9:.0f} Gb/s: {words}."
+    return f"The busiest boundary needs {needed * 8 / 1e9:.1f} Gb/s; {rate['level']} links give a device {available * 8 / 1e9:.0f} Gb/s: {words}."

@@ -25,7 +25,7 @@ def names_of(plan: Plan) -> set[str]:
     data_parallel = {0: "data parallel (DDP)", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}[plan.zero]
     if plan.zero == 3 and plan.replicate > 1 and plan.shard > 1:
         data_parallel = "HSDP"
-    found = {
+    names = {
         data_parallel: plan.dp > 1,
         "tensor parallel": plan.tp > 1,
         "+ sequence parallel": plan.tp > 1 and plan.sp,
@@ -33,4 +33,4 @@ def names_of(plan: Plan) -> set[str]:
         "pipeline parallel": plan.pp > 1,
         "expert parallel": plan.ep > 1,
     }
-    return {name for name, on in found.items() if on}
+    return {name for name, on in names.items() if on}

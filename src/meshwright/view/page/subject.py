@@ -75,8 +75,8 @@ class Shared:
         """The complete map of tp × pp (`planner.search.cells`)."""
         if self.first:
             return self.first.cells
-        found = self.first_cells
-        return next(self._cells, found)
+        all_cells = self.first_cells
+        return next(self._cells, all_cells)
 
     @cached_property
     def feasible(self) -> bool:

@@ -172,8 +172,8 @@ def stage_cards(e: Estimate) -> list[dict[str, Any]]:
     out = []
     for stage, times in enumerate(walked.stages):
         rank = int(walked.walk.program.rank_of[stage])
-        held = e.program.stages[stage]
-        ends = [name for name in ("embedding", "head") if scalar(held.counts.get(name, 0.0)) > 0]
+        blocks = e.program.stages[stage]
+        ends = [name for name in ("embedding", "head") if scalar(blocks.counts.get(name, 0.0)) > 0]
         f, i, w = (scalar(x) for x in (times.f, times.i, times.w))
         memory = e.prediction.memory_by_stage[min(rank, len(e.prediction.memory_by_stage) - 1)]
         out.append(
@@ -182,7 +182,7 @@ def stage_cards(e: Estimate) -> list[dict[str, Any]]:
                 "rank": rank,
                 "layers": layers[stage],
                 "ends": ends,
-                "parameters": sum(scalar(x) for x in e.program.elements(held).values()),
+                "parameters": sum(scalar(x) for x in e.program.elements(blocks).values()),
                 "forward_s": f,
                 "backward_s": i + w,
                 "message_bytes": size,

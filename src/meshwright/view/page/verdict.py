@@ -120,8 +120,8 @@ def enough_microbatches(e: Estimate) -> int | None:
         high *= 2
         if high * unit * plan.stages > MOST_ACTIONS:
             return None
-    found = bisect_left(range(high + 1), True, lo=max(low, high // 2), key=lambda n: reached(n * unit))
-    return found * unit
+    fewest = bisect_left(range(high + 1), True, lo=max(low, high // 2), key=lambda n: reached(n * unit))
+    return fewest * unit
 
 
 def fewer_stages(e: Estimate) -> dict[str, Any] | None:

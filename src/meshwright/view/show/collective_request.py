@@ -106,24 +106,24 @@ def options(
 ) -> dict[str, Any]:
     """Return the builder's options: from the command line, from the cluster, or defaults for a small drawing."""
     accepted = accepts(request.operation, algorithm)
-    found = options_for(request.operation, algorithm, cluster, ranks, size) if cluster else {}
+    choices = options_for(request.operation, algorithm, cluster, ranks, size) if cluster else {}
     if request.node > 0:
         if "groups" not in accepted:
             raise unused("--node", f"{algorithm} {request.operation} is not node-aware", "--algorithm multi-ring")
-        found["groups"] = [range(a, min(a + request.node, ranks)) for a in range(0, ranks, request.node)]
+        choices["groups"] = [range(a, min(a + request.node, ranks)) for a in range(0, ranks, request.node)]
     elif "groups" in accepted and algorithm not in SWITCHED and not (cluster and ranks > cluster.node_size):
-        found["groups"] = as_groups(None, ranks)  # two nodes, so that there is traffic between nodes to show
+        choices["groups"] = as_groups(None, ranks)  # two nodes, so that there is traffic between nodes to show
     elif "groups" in accepted:
-        found["groups"] = groups_of(cluster, ranks) if cluster else [range(ranks)]
+        choices["groups"] = groups_of(cluster, ranks) if cluster else [range(ranks)]
     if request.root >= 0:
-        found["root"] = request.root
+        choices["root"] = request.root
     if request.segments > 0:
-        found["segments"] = request.segments
+        choices["segments"] = request.segments
     elif choice and "segments" in accepted:
-        found["segments"] = choice.segments
+        choices["segments"] = choice.segments
     elif "segments" in accepted:
-        found["segments"] = min(found.get("segments", 3), 64)
-    return found
+        choices["segments"] = min(choices.get("segments", 3), 64)
+    return choices
 
 
 def cluster_of(name: str | Cluster, ranks: int) -> Cluster:

@@ -58,14 +58,14 @@ def show(request: CollectiveRequest) -> None:
 
 def show_comparison(request: CollectiveRequest) -> None:
     """Print the times of all algorithms, or of the named ones, by message size."""
-    found = compared(request)
+    comparison = compared(request)
     if request.html:
         from meshwright.view.page.collectives import comparison_html
 
-        write_figure(request.html, comparison_html(found))
+        write_figure(request.html, comparison_html(comparison))
     if request.as_json:
-        return show_json(found.as_dict())
-    return print_out(view.comparison_page(found))
+        return show_json(comparison.as_dict())
+    return print_out(view.comparison_page(comparison))
 
 
 def compared(request: CollectiveRequest) -> Comparison:
@@ -77,8 +77,8 @@ def compared(request: CollectiveRequest) -> Comparison:
         "--segments": request.segments > 0,
         "--node": request.node > 0,
     }
-    for option, given in options_of_one.items():
-        if given:
+    for option, value in options_of_one.items():
+        if value:
             raise unused(option, "a comparison sets it for each algorithm and size", "--size 64MiB")
     algorithms_of(request.operation)
     ranks = request.ranks or 8

@@ -21,19 +21,19 @@ INSTEAD = {
 }
 
 
-def refuse_unused(topic: str, kind: str, given: Iterable[str]) -> None:
+def refuse_unused(topic: str, kind: str, names: Iterable[str]) -> None:
     """Raise for the first option of the command line that topics of this kind do not use."""
-    for name in given:
+    for name in names:
         if name not in USED[kind]:
             used = [f"--{option}" for option in sorted(USED[kind] - {"names"})] or ["--json"]
             option = "the second argument" if name == "names" else f"--{name}"
             raise unused(option, f"{topic} is a {kind}", INSTEAD.get((kind, name), ""), used)
 
 
-def refuse_zero(given: Mapping[str, object]) -> None:
+def refuse_zero(options: Mapping[str, object]) -> None:
     """Raise for a count of 0 on the command line: 0 stands for the default of an option that is not given."""
     for name, example in EXAMPLES.items():
-        if given.get(name) == 0:
+        if options.get(name) == 0:
             what = f"--{name} 0 is not a whole number of 1 or more"
             raise MeshwrightError("MW-SHOW-003", what, fix=f"--{name} {example}")
 

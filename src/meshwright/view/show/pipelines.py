@@ -81,17 +81,17 @@ def walked_for(
 def names(topic: str, compare: str | Sequence[str] | None) -> list[str]:
     """Return the schedules to draw: the topic and those in `compare`; --compare without names means the classics."""
     listed = compare.split(",") if isinstance(compare, str) else list(compare or ())
-    found = [name_of(word.strip()) for word in listed if word.strip()]
+    schedules = [name_of(word.strip()) for word in listed if word.strip()]
     first = name_of(topic)
-    if compare is not None and not found:
-        found = list(CLASSICS)
-    return list(dict.fromkeys(found if first in found else [first, *found]))
+    if compare is not None and not schedules:
+        schedules = list(CLASSICS)
+    return list(dict.fromkeys(schedules if first in schedules else [first, *schedules]))
 
 
 def data(several: Sequence[Walked]) -> dict[str, Any] | list[dict[str, Any]]:
     """Return what `--json` prints: one timeline, or a list of those that are compared."""
-    found = [_as_json(walked) for walked in several]
-    return found[0] if len(found) == 1 else found
+    rows = [_as_json(walked) for walked in several]
+    return rows[0] if len(rows) == 1 else rows
 
 
 def _as_json(walked: Walked) -> dict[str, Any]:

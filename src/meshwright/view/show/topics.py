@@ -60,16 +60,18 @@ def data(topic: str, options: dict[str, Any]) -> Any:
     if not topic:
         return all_topics()
     kind = kind_of(topic.lower())
-    given = {name: checked(name, value) for name, value in options.items()}
-    refuse_unused(topic, kind, given)
+    values = {name: checked(name, value) for name, value in options.items()}
+    refuse_unused(topic, kind, values)
     if kind == LESSON:
         return module_of(topic).data(topic)
     if kind == PIPELINES:
-        names = pipelines.names(topic, given.get("names", "") if given.get("compare") or given.get("names") else None)
-        sizes = given.get("stages", 4), given.get("microbatches", 8), given.get("virtual") or None
+        names = pipelines.names(
+            topic, values.get("names", "") if values.get("compare") or values.get("names") else None
+        )
+        sizes = values.get("stages", 4), values.get("microbatches", 8), values.get("virtual") or None
         return pipelines.data([pipelines.walked_for(name, *sizes) for name in names])
-    compare = bool(given.pop("compare", False) or given.get("names"))
-    return collectives.data(collectives.CollectiveRequest(topic.lower(), compare=compare, **given))
+    compare = bool(values.pop("compare", False) or values.get("names"))
+    return collectives.data(collectives.CollectiveRequest(topic.lower(), compare=compare, **values))
 
 
 def checked(name: str, value: Any) -> Any:
@@ -90,9 +92,9 @@ def checked(name: str, value: Any) -> Any:
 
 def all_topics() -> dict[str, Any]:
     """Return what `meshwright show --json` prints."""
-    found = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
+    topics = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
     return {
-        "collectives": found,
+        "collectives": topics,
         "pipelines": {name: rule.about for name, rule in SCHEDULES.items()},
         "lessons": LESSONS,
     }

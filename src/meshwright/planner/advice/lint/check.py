@@ -45,10 +45,10 @@ def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
     now = estimate or trial.of(config.plan)
     assert now is not None, "a legal plan has an estimate"
     seen = Seen(config, now, trial)
-    found = [finding for rule in RULES if (finding := rule(seen)) is not None]
-    found += beyond_framework(config)
+    findings = [finding for rule in RULES if (finding := rule(seen)) is not None]
+    findings += beyond_framework(config)
     rank = {"error": 0, "warning": 1, "note": 2}
-    return sorted(found, key=lambda f: (rank[f.severity], -(f.cost_s or 0.0)))
+    return sorted(findings, key=lambda f: (rank[f.severity], -(f.cost_s or 0.0)))
 
 
 def beyond_framework(config: Config) -> list[Finding]:

@@ -181,11 +181,11 @@ def sharded_over_slow(seen: Seen) -> Finding | None:
     node = math.gcd(plan.shard, cluster.node_size)
     hybrid = changed(plan, shard=node, replicate=plan.dp // node) if 1 < node < plan.shard else None
     lighter = [changed(plan, zero=stage) for stage in (1, 2)]
-    kept = changed(plan, reshard=False)
+    unsharded = changed(plan, reshard=False)
     bigger = [p for p in microbatches(plan, seen.config.workload) if p and p.microbatch > plan.microbatch]
     split = [p for p in moves(plan, "dp", seen.config.workload, seen.config.stack, ("tp", "pp")) if p]
     lighter_split = [changed(p, zero=1) for p in split]
-    fixed = seen.trial.fastest([hybrid, kept, *lighter, *bigger, *split, *lighter_split])
+    fixed = seen.trial.fastest([hybrid, unsharded, *lighter, *bigger, *split, *lighter_split])
     gathers = "gathers of weights" if slow else "gathers of weights outlast what they could hide behind:"
     what = f"{gathers} over {level_words(cluster, level)} expose {format_seconds(cost)}"
     return finding(seen, "MW-LINT-007", "ZeRO-3 on a slow network", what, cost, fixed)
