@@ -72,12 +72,12 @@ def test_shards_of_partial_gradients_have_the_rows_of_this_rank():
 
 def test_frozen_parameters_are_gathered_but_not_reduced():
     frozen = frozenset(p.name for p in parameters(ODD, range(4)) if p.name.startswith("layers.1."))
-    every, some = (messages({"shard": 2, "zero": 3}, given=Given(frozen=names)) for names in (frozenset(), frozen))
+    every, some = (messages({"shard": 2, "zero": 3}, data=Given(frozen=names)) for names in (frozenset(), frozen))
     assert some["shard_cp", "all_gather"] == every["shard_cp", "all_gather"]
     count, n = every["shard_cp", "reduce_scatter"]
     assert some["shard_cp", "reduce_scatter"] == (count - 8, n - 8 * 4 * LAYER)
     gathers = [
-        messages({"tp": 2, "sp": True}, given=Given(frozen=names))["tp", "all_gather"]
+        messages({"tp": 2, "sp": True}, data=Given(frozen=names))["tp", "all_gather"]
         for names in (frozenset(), frozen)
     ]
     assert gathers[0][0] - gathers[1][0] == 2 * 16  # no gradient needs the input of that layer's two regions
@@ -98,16 +98,16 @@ def test_frozen_parameters_are_gathered_but_not_reduced():
 def test_backward_ends_at_the_first_trained_parameter(plan, key, spared):
     frozen = frozenset(p.name for p in parameters(ODD, range(4)) if p.name.startswith(("embedding.", "layers.0.")))
     micro = 16 // plan.get("shard", 1)
-    (every, n), (some, less) = (messages(plan, given=Given(frozen=names))[key] for names in (frozenset(), frozen))
+    (every, n), (some, less) = (messages(plan, data=Given(frozen=names))[key] for names in (frozenset(), frozen))
     assert every - some == spared * micro
     assert (less < n) == bool(spared)
 
 
 def test_replicas_average_in_the_configured_step():
     plan = {"replicate": 2, "average_every": 3}
-    assert ("replicate", "all_reduce") not in messages(plan, given=Given(step=2))
+    assert ("replicate", "all_reduce") not in messages(plan, data=Given(step=2))
     total = int(ODD.total)
-    assert messages(plan, given=Given(step=3))["replicate", "all_reduce"] == (1, 4 * (total + 1))
+    assert messages(plan, data=Given(step=3))["replicate", "all_reduce"] == (1, 4 * (total + 1))
 
 
 def test_a_split_backward_gathers_twice_on_all_stages_but_the_first():
@@ -126,14 +126,14 @@ def test_routing_is_even_unless_given():
     copies = 32 * MOE.top_k
     same = {layer: [Routed(copies, copies, copies, copies)] * 8 for layer in layers}
     assert (
-        messages(plan, model=MOE, given=Given(routed=same), element=4.0)["ep", "all_to_all"]
+        messages(plan, model=MOE, data=Given(routed=same), element=4.0)["ep", "all_to_all"]
         == messages(plan, model=MOE, element=4.0)["ep", "all_to_all"]
     )
     more = {
         **same,
         0: [Routed(copies - 9, copies + 3, copies, copies)] * 8,
     }  # what it says of copies sent cannot be: none is dropped
-    got = messages(plan, model=MOE, given=Given(routed=more), element=4.0)["ep", "all_to_all"]
+    got = messages(plan, model=MOE, data=Given(routed=more), element=4.0)["ep", "all_to_all"]
     assert got == (
         even[0],
         messages(plan, model=MOE, element=4.0)["ep", "all_to_all"][1] + 2 * 8 * 3 * n,

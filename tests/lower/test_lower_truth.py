@@ -82,7 +82,7 @@ def assert_equal(model, plan: Plan, work: Workload) -> None:
     steps = [Given(step=step + 1) for step in range(plan.average_every or 1)]
     for stage, rank in firsts.items():
         arrays = batch_traffic(program, rank_blocks(program.batch, np.array([float(stage)])))
-        per_step = [traffic_of_rank(program, plan, rank, given=given) for given in steps]
+        per_step = [traffic_of_rank(program, plan, rank, data=given) for given in steps]
         for k, field in enumerate(("count", "bytes")):
             expected: dict[tuple[str, str], float] = {}
             for record in (r for found in per_step for r in found):
