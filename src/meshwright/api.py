@@ -64,8 +64,7 @@ def estimate(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Esti
 def with_best_plan(config: Config) -> Config:
     """Add the best common plan to the configuration (if none fits, the one closest to fitting), and note this assumption."""
     from meshwright.planner.question import base_plan
-    from meshwright.planner.search.common_plans import best_common_plan
-    from meshwright.planner.search.first_fit import first_that_fits
+    from meshwright.planner.search.common_plans import best_common_plan, first_that_fits
     from meshwright.planner.search.space import Space
 
     best, count = best_common_plan(Space(config.but(plan=base_plan(config))))

@@ -11,8 +11,7 @@ from meshwright.cost.band import band, difference_doubt, indistinguishable, widt
 from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.compute import device_time
 from meshwright.cost.memory import memory
-from meshwright.cost.messages import messages
-from meshwright.cost.step import step_cost
+from meshwright.cost.step import messages, step_cost
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Efficiency
 from meshwright.describe.config import Config

@@ -77,8 +77,7 @@ def test_frozen_parameters_are_gathered_but_not_reduced():
     count, n = every["shard_cp", "reduce_scatter"]
     assert some["shard_cp", "reduce_scatter"] == (count - 8, n - 8 * 4 * LAYER)
     gathers = [
-        messages({"tp": 2, "sp": True}, data=Given(frozen=names))["tp", "all_gather"]
-        for names in (frozenset(), frozen)
+        messages({"tp": 2, "sp": True}, data=Given(frozen=names))["tp", "all_gather"] for names in (frozenset(), frozen)
     ]
     assert gathers[0][0] - gathers[1][0] == 2 * 16  # no gradient needs the input of that layer's two regions
 

@@ -10,8 +10,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.search import bounds
 from meshwright.planner.search.branch_and_bound import Search, search
 from meshwright.planner.search.choices import read
-from meshwright.planner.search.solve import compressions, solve
-from meshwright.planner.search.table import join
+from meshwright.planner.search.leaders import compressions, solve
+from meshwright.planner.search.space import join
 from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MOE, space
 from ranks import soak

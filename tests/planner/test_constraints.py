@@ -11,7 +11,7 @@ from meshwright.cost.advice import bucket_for
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.infeasible import no_plan, none_fits
 from meshwright.planner.search.choices import read
-from meshwright.planner.search.solve import solve
+from meshwright.planner.search.leaders import solve
 from meshwright.planner.search.space import Space
 from meshwright.predict.estimate import estimate
 from planner.spaces import MODELS, space

@@ -13,7 +13,7 @@ from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import data_parallel, moved, orders, settings
 from meshwright.planner.advice.lint import check as lint
-from meshwright.planner.advice.lint.illegal import padded
+from meshwright.planner.advice.lint.check import padded
 from meshwright.predict.estimate import Estimate, estimate
 
 

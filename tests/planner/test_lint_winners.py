@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.describe.config import Config
 from meshwright.planner.advice.lint import check as lint
-from meshwright.planner.search.solve import solve
+from meshwright.planner.search.leaders import solve
 from meshwright.planner.search.space import Space
 from meshwright.predict.estimate import Estimate, estimate
 

@@ -13,10 +13,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.search import bounds
 from meshwright.planner.search.branch_and_bound import Search, search
 from meshwright.planner.search.choices import choices, read
-from meshwright.planner.search.leaders import candidates
-from meshwright.planner.search.solve import OFFLOAD_WORTH, memory_slows, offloads, solve
-from meshwright.planner.search.space import Space
-from meshwright.planner.search.table import join
+from meshwright.planner.search.leaders import OFFLOAD_WORTH, candidates, memory_slows, offloads, solve
+from meshwright.planner.search.space import Space, join
 from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MOE, space
 

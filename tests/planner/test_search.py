@@ -17,13 +17,10 @@ from meshwright.planner.advice.alternatives import step
 from meshwright.planner.search import bounds, choices, leaders, pipeline_walk, refine, strategies
 from meshwright.planner.search.branch_and_bound import MARGIN, Search, SearchOutcome, search
 from meshwright.planner.search.choices import DTYPES
-from meshwright.planner.search.common_plans import best_common_plan
-from meshwright.planner.search.first_fit import first_that_fits
-from meshwright.planner.search.leaders import TIE, rank
-from meshwright.planner.search.solve import solve
-from meshwright.planner.search.space import Space
+from meshwright.planner.search.common_plans import best_common_plan, first_that_fits
+from meshwright.planner.search.leaders import TIE, rank, solve
+from meshwright.planner.search.space import Space, join
 from meshwright.planner.search.strategies import Candidate
-from meshwright.planner.search.table import join
 from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MODELS, MOE, TIED, space
 from ranks import soak

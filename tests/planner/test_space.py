@@ -14,7 +14,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.lower.batch import RECOMPUTE
 from meshwright.lower.step import lower, step_program
 from meshwright.planner.search import choices as chosen
-from meshwright.planner.search.table import LARGEST_TABLE, codes, crossed, grid, join
+from meshwright.planner.search.space import LARGEST_TABLE, codes, crossed, grid, join
 from planner.spaces import DENSE, MODELS, MOE, name, placement, space
 
 PROBLEMS = [("dense", 8, 8), ("dense", 12, 12), ("tied", 8, 24), ("moe", 8, 8), ("moe", 6, 12)]

@@ -8,8 +8,7 @@ import pytest
 from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
-from meshwright.planner.search.leaders import TIE
-from meshwright.planner.search.solve import solve
+from meshwright.planner.search.leaders import TIE, solve
 from meshwright.planner.search.stage_lengths import balanced, block_seconds, filled, simulated, slowest_rank
 from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MOE, space

@@ -2,7 +2,7 @@
 
 DDP: backward produces gradients layer by layer; a bucket is sent as soon as its last gradient exists and the previous bucket has left. FSDP: the
 weights of a layer must be gathered before it computes; with prefetching, the next layer is gathered while this one computes. Both are drawn for a
-few layers, to show the rule that `cost.closing` and `cost.phase` charge for all of them.
+few layers, to show the rule that `cost.phase` charges for all of them.
 """
 
 from __future__ import annotations

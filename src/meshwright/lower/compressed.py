@@ -34,7 +34,7 @@ Array = Any
 Exchanges = list[tuple[str, Any]]  # collective, bytes of the full buffer
 
 
-class CompressedOptions(Protocol):
+class WireOptions(Protocol):
     """Options of compression of a plan, or of a batch of plans."""
 
     @property
@@ -45,7 +45,7 @@ class CompressedOptions(Protocol):
     def compression_rank(self) -> Number: ...
 
 
-class CompressedPlan(CompressedOptions, Protocol):
+class CompressedPlan(WireOptions, Protocol):
     @property
     def wire(self) -> str: ...
 
@@ -65,7 +65,7 @@ def exchanges(
 
 
 def on_the_wire(
-    options: CompressedOptions,
+    options: WireOptions,
     wire: str,
     elements: Number,
     width: Number,
@@ -86,7 +86,7 @@ class Request(NamedTuple):
     `factors` are the elements of PowerSGD's two sums; `passed` is how many values a threshold let pass on the fullest rank.
     """
 
-    options: CompressedOptions
+    options: WireOptions
     elements: Number
     width: Number
     ranks: Number

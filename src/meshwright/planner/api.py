@@ -18,7 +18,7 @@ from meshwright.planner.question import Question, read
 from meshwright.planner.result import Result
 from meshwright.planner.search.branch_and_bound import Progress
 from meshwright.planner.search.common_plans import common_choices
-from meshwright.planner.search.solve import solve
+from meshwright.planner.search.leaders import solve
 from meshwright.units import parse_rate
 
 

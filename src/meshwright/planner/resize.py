@@ -18,7 +18,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.question import base_plan
 from meshwright.planner.search.choices import DTYPES, choices
 from meshwright.planner.search.common_plans import HEADROOM, common_choices
-from meshwright.planner.search.solve import solve
+from meshwright.planner.search.leaders import solve
 from meshwright.planner.search.space import Space
 
 NOT_FIT = 3  # exit code

@@ -14,9 +14,8 @@ import numpy as np
 
 from meshwright.cost import advice
 from meshwright.cost.collective import CollectiveTimes
-from meshwright.cost.messages import Message, messages, step_calls
 from meshwright.cost.roofline import Position, position
-from meshwright.cost.step import StepCost, step_cost
+from meshwright.cost.step import Message, StepCost, messages, step_calls, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster

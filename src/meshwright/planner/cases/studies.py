@@ -27,7 +27,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import unknown
 from meshwright.planner.advice.alternatives import USABLE_MEMORY, exposed, fits, step
-from meshwright.planner.search.solve import solve
+from meshwright.planner.search.leaders import solve
 from meshwright.planner.search.space import Space
 from meshwright.predict.estimate import Estimate, estimate
 

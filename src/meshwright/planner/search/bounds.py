@@ -31,9 +31,8 @@ from functools import partial, reduce
 
 import numpy as np
 
-from meshwright.cost.closing import host_update_time
 from meshwright.cost.collective import CollectiveTimes
-from meshwright.cost.phase import phase_times, rank_time
+from meshwright.cost.phase import host_update_time, phase_times, rank_time
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
@@ -43,8 +42,7 @@ from meshwright.lower.program import AFTER_LAYERS
 from meshwright.lower.step import lower, lower_blocks
 from meshwright.planner.search import intervals
 from meshwright.planner.search.choices import DTYPES
-from meshwright.planner.search.space import Space
-from meshwright.planner.search.table import codes, grouped, join
+from meshwright.planner.search.space import Space, codes, grouped, join
 from meshwright.programs.pipelines import formulas
 
 Virtuals = tuple[np.ndarray, ...]  # numbers of virtual stages per rank: one number, or the smallest and the largest

@@ -33,8 +33,7 @@ from meshwright.lower.step import lower
 from meshwright.planner.search import bounds, intervals, strategies
 from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.pipeline_walk import fullest, walk
-from meshwright.planner.search.space import NAIVE, Space
-from meshwright.planner.search.table import codes, crossed, join
+from meshwright.planner.search.space import NAIVE, Space, codes, crossed, join
 
 MARGIN = 0.01  # plans this close to the best are all costed …
 STRATEGY_MARGIN = 0.002  # … and those this close to the best of their strategy

@@ -24,9 +24,8 @@ from meshwright.planner.search import bounds, strategies
 from meshwright.planner.search.branch_and_bound import COSTED, PLAN, Incumbents, Search
 from meshwright.planner.search.common_plans import HEADROOM, common_choices
 from meshwright.planner.search.pipeline_walk import walk
-from meshwright.planner.search.space import Space
+from meshwright.planner.search.space import Space, join
 from meshwright.planner.search.strategies import Candidate
-from meshwright.planner.search.table import join
 
 LARGEST_DEGREE = 64
 FEW = 4  # frames of each cell that are tried first

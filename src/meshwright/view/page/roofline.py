@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.calibrate.points import bus_factor
 from meshwright.cost.link import crossover, message_time
-from meshwright.cost.messages import Message
+from meshwright.cost.step import Message
 from meshwright.describe.result import values_of
 from meshwright.predict.estimate import Estimate
 from meshwright.units import format_decimal_bytes, format_flops, format_rate, format_seconds

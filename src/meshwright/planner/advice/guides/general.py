@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.guides.problem import Advice, GuideProblem, guide
-from meshwright.planner.search.first_fit import first_that_fits
+from meshwright.planner.search.common_plans import first_that_fits
 from meshwright.units import format_count, format_decimal_bytes, format_rate
 
 SMALL, LARGE = 10e9, 100e9  # parameters: where the guides change their advice
