@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {"tp": 8, "sp": True, "pp": 2, "shard": 4, "zero": 1}
 
 
 def offered(plan: dict[str, Any], field: str, model: Any = MODEL) -> dict[Any, Choice]:
-    case = Case.of(PlanFields(**plan), model, WORKLOAD, CLUSTER, STACK)
+    case = Case(PlanFields(**plan), model, WORKLOAD, CLUSTER, STACK)
     return {choice.value: choice for choice in choices(case, legal)[field]}
 
 
@@ -68,17 +68,17 @@ def test_an_illegal_choice_says_why() -> None:
 def test_every_legal_choice_is_a_legal_plan() -> None:
     """Applied with its changes, it breaks no rule and has the cluster's size."""
     for plan in (BASE, {"tp": 2, "shard": 32, "zero": 3}, {"tp": 3, "replicate": 5}):
-        case = Case.of(PlanFields(**plan), MODEL, WORKLOAD, CLUSTER, STACK)
+        case = Case(PlanFields(**plan), MODEL, WORKLOAD, CLUSTER, STACK)
         for field, values in choices(case, legal).items():
             assert plan.get(field, getattr(PlanFields(), field)) in [choice.value for choice in values]
             for choice in (one for one in values if one.legal):
                 done = PlanFields(**{**plan, field: choice.value, **(choice.changes or {})})
-                assert bool(legal(Case.of(done, MODEL, WORKLOAD, CLUSTER, STACK))), (plan, field, choice)
+                assert bool(legal(Case(done, MODEL, WORKLOAD, CLUSTER, STACK))), (plan, field, choice)
                 assert done.world == 64
 
 
 def test_without_a_size_of_the_cluster_degrees_are_free() -> None:
-    case = Case.of(PlanFields(**BASE), MODEL, WORKLOAD, None, STACK)
+    case = Case(PlanFields(**BASE), MODEL, WORKLOAD, None, STACK)
     found = {choice.value: choice for choice in choices(case, legal)["tp"]}
     assert found[4].legal
     assert not found[4].changes
@@ -92,7 +92,7 @@ def random_case(rng: random.Random) -> Case:
         zero=rng.choice((0, 1, 3)), schedule=rng.choice(("1f1b", "interleaved")), virtual=rng.choice((1, 2)),
     )  # fmt: skip
     model = rng.choice((MODEL, MIXTURE))
-    return Case.of(plan, model, WORKLOAD.but(batch=rng.choice((6, 64, 128))), CLUSTER, STACK)
+    return Case(plan, model, WORKLOAD.but(batch=rng.choice((6, 64, 128))), CLUSTER, STACK)
 
 
 def all_rules_hold(case: Case) -> bool:
@@ -112,7 +112,7 @@ def completed_step_by_step(case: Case, settings: dict[str, Any]) -> dict[str, An
 def test_choices_are_those_of_all_rules_and_all_repairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choices and the nearest legal plan stay the same where no rule and no repair is left out."""
     rng = random.Random(16)
-    cases = [Case.of(PlanFields(**BASE), MODEL, WORKLOAD, CLUSTER, STACK), *(random_case(rng) for _ in range(6))]
+    cases = [Case(PlanFields(**BASE), MODEL, WORKLOAD, CLUSTER, STACK), *(random_case(rng) for _ in range(6))]
     assert {bool(legal(case)) for case in cases} == {True, False}
     assert [legal(case) for case in cases] == [all_rules_hold(case) for case in cases]
     found = [(choices(case, legal), mended(case, legal)) for case in cases]
@@ -127,7 +127,7 @@ def test_choices_are_those_of_all_rules_and_all_repairs(monkeypatch: pytest.Monk
 
 def test_given_names_what_the_case_is_checked_against() -> None:
     plan = PlanFields(**BASE)
-    assert Case.of(plan).given == frozenset()
-    assert Case.of(plan, MODEL, None, CLUSTER).given == {"model", "cluster"}
-    assert Case.of(plan, workload=WORKLOAD, stack=STACK, trainer=True).given == {"workload", "stack", "trainer"}
-    assert Case.of(plan, dtypes=True).with_settings({"plan.tp": 1}).given == {"dtypes"}
+    assert Case(plan).given == frozenset()
+    assert Case(plan, MODEL, None, CLUSTER).given == {"model", "cluster"}
+    assert Case(plan, workload=WORKLOAD, stack=STACK, trainer=True).given == {"workload", "stack", "trainer"}
+    assert Case(plan, dtypes=True).with_settings({"plan.tp": 1}).given == {"dtypes"}

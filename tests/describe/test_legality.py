@@ -80,7 +80,7 @@ def cases(draw) -> Case:
     cluster = catalog.load("clusters", "dgx-a100").with_gpus(min(gpus, 10**6))
     known = draw(st.integers(0, 4))
     trainer = draw(st.booleans())
-    return Case.of(
+    return Case(
         plan,
         draw(st.sampled_from(MODELS)) if known > 0 else None,
         workload if known > 1 else None,
@@ -103,8 +103,8 @@ def as_one_batch(several: list[Case]) -> Case:
 @settings(max_examples=150)
 @given(cases(), st.lists(FIELDS, min_size=1, max_size=6))
 def test_a_batch_is_legal_where_its_plans_are(case, others) -> None:
-    given = (case._model, case._workload, case._cluster, case._stack, case.trainer, case.dtypes)
-    several = [case, *(Case.of(PlanFields(**fields), *given) for fields in others)]
+    given = (case.model, case.workload, case.cluster, case.stack, case.trainer, case.dtypes)
+    several = [case, *(Case(PlanFields(**fields), *given) for fields in others)]
     answers = [bool(legality.legal(one)) for one in several]
     assert np.broadcast_to(legality.legal(as_one_batch(several)), len(several)).tolist() == answers
 
@@ -239,7 +239,7 @@ def test_each_rule_is_broken_and_explained(rule) -> None:
     trains = "trainer" in rule.needs or "dtypes" in rule.needs
     limits = LIMITS.get(type(rule).__name__, {})
     stack = (Stack(interleaved_rounds=True, can=limits),) if model is not None else ()
-    case = Case.of(PlanFields(**plan), *surroundings, *stack, trainer=trains, dtypes=trains, framework=bool(limits))
+    case = Case(PlanFields(**plan), *surroundings, *stack, trainer=trains, dtypes=trains, framework=bool(limits))
     first = next(r for r in ALL_RULES if set(r.needs) <= case.given and r.broken(case))
     assert first is rule
     error = legality.problem(case)
@@ -254,7 +254,7 @@ def test_schedule_rules_match_the_builders(name) -> None:
     """The predicate and the builder of the schedule accept the same values."""
     for pp, virtual, microbatches in itertools.product((2, 3, 4), (1, 2, 3, 2000), (1, 3, 8)):
         plan = PlanFields(pp=pp, virtual=virtual, schedule=name)
-        legal = bool(legality.legal(Case.of(plan, workload=Workload(batch=microbatches))))
+        legal = bool(legality.legal(Case(plan, workload=Workload(batch=microbatches))))
         assert legal == (refusal(name, pp, microbatches, virtual) is None)
 
 
@@ -348,7 +348,7 @@ def test_the_planner_refuses_a_precision_that_the_chip_lacks() -> None:
     from meshwright import planner
 
     with pytest.raises(MeshwrightError, match="MW-CLUS-003"):
-        planner.plan("llama3-8b", "dgx-a100", nodes=1, settings=["workload.precision=fp8"])
+        planner.plan("llama3-8b", "dgx-a100", nodes=1, set=["workload.precision=fp8"])
 
 
 def test_a_plan_file_is_planned_on_the_given_cluster(tmp_path) -> None:

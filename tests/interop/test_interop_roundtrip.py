@@ -73,7 +73,7 @@ def random_config(framework: Framework, model: str, rng: random.Random) -> Confi
     )
     if framework.name == "deepspeed":  # its file has no fp8
         work = work.but(precision="bf16")
-    case = Case.of(plan, shape, work, None, stack, framework=True)
+    case = Case(plan, shape, work, None, stack, framework=True)
     if legality.problem(case) is not None:
         return None
     return Config(shape, catalog.load("clusters", "dgx-h100").with_gpus(plan.world), plan, work, stack)

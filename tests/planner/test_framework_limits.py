@@ -30,7 +30,7 @@ def test_every_plan_of_the_space_can_run(name: str, model: Model) -> None:
     for rows in space.plans():
         for i in range(0, len(rows), max(1, len(rows) // 40)):
             plan = space.plan(rows, i)
-            problem = legality.problem(Case.of(plan, model, workload, cluster, stack, framework=True))
+            problem = legality.problem(Case(plan, model, workload, cluster, stack, framework=True))
             assert problem is None, f"{plan.title()}: {problem}"
             seen += 1
         if seen > 200:
@@ -58,13 +58,12 @@ def test_the_plan_is_for_the_stack_that_is_named() -> None:
 def test_deepspeed_has_no_zero_3_with_tensor_parallelism() -> None:
     stack = catalog.load("stacks", "deepspeed")
     plan = Plan(shard=4, tp=2, zero=3)
-    found = legality.problem(Case.of(plan, DENSE, Workload(batch=16, seq=64), None, stack, framework=True))
+    found = legality.problem(Case(plan, DENSE, Workload(batch=16, seq=64), None, stack, framework=True))
     assert found is not None
     assert found.what == "DeepSpeed does not run ZeRO-3 with tensor parallelism"
     assert found.valid == ["zero=0", "zero=1", "zero=2"]
     assert (
-        legality.problem(Case.of(plan.but(zero=2), DENSE, Workload(batch=16, seq=64), None, stack, framework=True))
-        is None
+        legality.problem(Case(plan.but(zero=2), DENSE, Workload(batch=16, seq=64), None, stack, framework=True)) is None
     )
 
 

@@ -49,7 +49,7 @@ class Plan(PlanFields):
         self, model: Model, workload: Workload, cluster: Cluster | None = None, stack: Stack | None = None
     ) -> bool:
         """Whether the plan breaks no rule here."""
-        return bool(legality.legal(legality.Case.of(self, model, workload, cluster, stack)))
+        return bool(legality.legal(legality.Case(self, model, workload, cluster, stack)))
 
     def title(self) -> str:
         """Describe the plan in one line: `dp 4 (ZeRO-3) · tp 8 · pp 2 (1f1b) · micro-batch 1`.

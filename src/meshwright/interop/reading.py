@@ -284,7 +284,7 @@ def _illegal(reading: SettingsReading) -> list[SettingsProblem]:
         stack = stack.but(can={"framework": stack.can.framework, "tensor_divides_kv": stack.can.tensor_divides_kv})
         if reading.facts.get("microbatch_group"):
             stack = stack.but(interleaved_rounds=False)
-        error = legality.problem(Case.of(plan, reading.shape.model, workload, None, stack, framework=True))
+        error = legality.problem(Case(plan, reading.shape.model, workload, None, stack, framework=True))
     except MeshwrightError as failure:
         error = failure
     return [] if error is None else [SettingsProblem(error.code, error.what, error.why, error.fix)]

@@ -1,6 +1,6 @@
 """One predicate decides whether a plan is legal: a table of rules, for one plan (integers) or a batch of plans (arrays).
 
-    legal(Case.of(plan, model, workload, cluster, stack))     True or False; an array of them for a batch
+    legal(Case(plan, model, workload, cluster, stack))     True or False; an array of them for a batch
     check(plan, model, workload, cluster, stack)              raise the first broken rule as a MeshwrightError
 
 A rule has an error code, a condition that works on integers and on arrays, and a function that explains it: the arithmetic, the
@@ -70,14 +70,14 @@ def _error(rule: LegalityRule, case: Case) -> MeshwrightError:
 
 def lacking_precision(workload: Workload, cluster: Cluster) -> MeshwrightError | None:
     """Return the error if the accelerator cannot compute in the workload's precision, whatever the plan."""
-    case = Case.of(PlanFields(replicate=cluster.world), None, workload.but(batch=cluster.world), cluster)
+    case = Case(PlanFields(replicate=cluster.world), None, workload.but(batch=cluster.world), cluster)
     rule = DeviceHasPrecision()
     return _error(rule, case) if rule.broken(case) else None
 
 
 def batch_unit(plan: PlanFields, stack: Stack) -> int:
     """Smallest step by which the batch of a plan can grow: the sequences of one micro-batch, or of one round of them."""
-    case = Case.of(plan, stack=stack)
+    case = Case(plan, stack=stack)
     return int(case.unit * round_size(case))
 
 
@@ -85,7 +85,7 @@ def not_trained(plan: PlanFields, model: Model, workload: Workload, stack: Stack
     """Return why our trainer cannot run a plan; None if it can, or if the stack is another framework's."""
     if stack.can.framework:
         return None
-    return problem(Case.of(plan, model, workload, None, stack, trainer=True, dtypes=True))
+    return problem(Case(plan, model, workload, None, stack, trainer=True, dtypes=True))
 
 
 def check(
@@ -99,6 +99,6 @@ def check(
     framework: bool = False,
 ) -> None:
     """Raise the first rule that the plan breaks here."""
-    error = problem(Case.of(plan, model, workload, cluster, stack, trainer, dtypes, framework))
+    error = problem(Case(plan, model, workload, cluster, stack, trainer, dtypes, framework))
     if error is not None:
         raise error

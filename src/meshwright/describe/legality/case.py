@@ -21,11 +21,11 @@ __all__ = ["Case", "Flag", "lookup"]
 
 
 class Case(PlanArrays):
-    """Plan fields, the numbers that follow from them, and the objects the plan is checked against."""
+    """The fields of one plan, or of a batch of plans as arrays; the numbers that follow from them; and the objects they are checked against."""
 
     def __init__(
         self,
-        fields: Mapping[str, Number],
+        plan: PlanFields | Mapping[str, Number],
         model: Model | None = None,
         workload: Workload | None = None,
         cluster: Cluster | None = None,
@@ -34,8 +34,12 @@ class Case(PlanArrays):
         dtypes: bool = False,
         framework: bool = False,
     ) -> None:
-        super().__init__(**fields)
-        self._model, self._workload, self._cluster, self._stack = model, workload, cluster, stack
+        super().__init__(**(encoded(plan) if isinstance(plan, PlanFields) else plan))
+        # None where it is not known: only rules that need it read it, and those do not apply.
+        self.model: Model = model  # type: ignore[assignment]
+        self.workload: Workload = workload  # type: ignore[assignment]
+        self.cluster: Cluster = cluster  # type: ignore[assignment]
+        self.stack: Stack = stack  # type: ignore[assignment]
         self.trainer, self.dtypes, self.framework = trainer, dtypes, framework
         # What the plan is checked against: rules that need more do not apply.
         self.given = _given(
@@ -53,24 +57,9 @@ class Case(PlanArrays):
         """For type checkers: a field is an integer in a case of one plan, an array in a batch."""
         raise AttributeError(name)
 
-    @classmethod
-    def of(
-        cls,
-        plan: PlanFields,
-        model: Model | None = None,
-        workload: Workload | None = None,
-        cluster: Cluster | None = None,
-        stack: Stack | None = None,
-        trainer: bool = False,
-        dtypes: bool = False,
-        framework: bool = False,
-    ) -> Case:
-        """One plan."""
-        return cls(encoded(plan), model, workload, cluster, stack, trainer, dtypes, framework)
-
     def with_settings(self, settings: Mapping[str, Any]) -> Case:
         """The case with some settings changed, named as `--set` names them: {"plan.tp": 8, "workload.batch": 64}."""
-        columns, workload = dict[str, Any](), self._workload
+        columns, workload = dict[str, Any](), self.workload
         for path, value in settings.items():
             section, _, name = path.partition(".")
             if section == "workload" and workload is not None:
@@ -82,7 +71,7 @@ class Case(PlanArrays):
     def with_columns(self, columns: Mapping[str, Number], workload: Workload | None = None) -> Case:
         """The case with some fields as arrays: a batch of plans."""
         fields, flags = {**self.columns, **columns}, (self.trainer, self.dtypes, self.framework)
-        return Case(fields, self._model, workload or self._workload, self._cluster, self._stack, *flags)
+        return Case(fields, self.model, workload or self.workload, self.cluster, self.stack, *flags)
 
     def setting(self, path: str) -> Any:
         """The value of a setting now, as a person writes it."""
@@ -97,26 +86,6 @@ class Case(PlanArrays):
     def is_one_plan(self) -> bool:
         """Whether no field is an array: the case is one plan, not a batch of them."""
         return np.ndarray not in map(type, self.columns.values())
-
-    @property
-    def model(self) -> Model:
-        assert self._model is not None
-        return self._model
-
-    @property
-    def workload(self) -> Workload:
-        assert self._workload is not None
-        return self._workload
-
-    @property
-    def cluster(self) -> Cluster:
-        assert self._cluster is not None
-        return self._cluster
-
-    @property
-    def stack(self) -> Stack:
-        assert self._stack is not None
-        return self._stack
 
 
 @cache

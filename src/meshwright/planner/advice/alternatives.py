@@ -56,7 +56,7 @@ class PlanTrials(Configured):
         """Whether the framework of the stack can run a plan."""
         if plan is None or not self.stack.can.framework:
             return plan is not None
-        return bool(legality.legal(Case.of(plan, self.model, stack=self.stack, framework=True)))
+        return bool(legality.legal(Case(plan, self.model, stack=self.stack, framework=True)))
 
     def with_changes(self, plan: Plan, **changes: Described) -> Estimate | None:
         """The plan on another cluster, workload, model or stack."""
@@ -98,7 +98,7 @@ def rebatched(plan: Plan | None, workload: Workload, stack: Stack | None = None)
     if plan is None or workload.batch % plan.dp:
         return None
     sizes = np.array([d for d in divisors(workload.batch // plan.dp) if d <= plan.microbatch])
-    legal = legality.legal(Case.of(plan, workload=workload, stack=stack).with_columns({"microbatch": sizes}))
+    legal = legality.legal(Case(plan, workload=workload, stack=stack).with_columns({"microbatch": sizes}))
     legal_sizes = sizes[np.broadcast_to(legal, len(sizes))]
     return changed(plan, microbatch=int(legal_sizes[-1])) if len(legal_sizes) else None
 

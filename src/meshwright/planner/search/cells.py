@@ -147,7 +147,7 @@ def _illegal(space: Space, tp: int, pp: int) -> Cell:
     schedules = space.choices.words["schedule"]
     schedule = "1f1b" if "1f1b" in schedules else schedules[0]
     plan = space.simplest.but(tp=tp, pp=pp, schedule=schedule, replicate=world // (tp * pp), **experts)
-    case = legality.Case.of(plan, space.model, space.workload, space.cluster, space.stack, framework=True)
+    case = legality.Case(plan, space.model, space.workload, space.cluster, space.stack, framework=True)
     error = legality.problem(case)
     if error is None:
         return Cell(tp, pp, None, False, "constraint", "excluded by the constraints of the question")

@@ -65,7 +65,7 @@ class LegalOptions(Configured):
     @cached_property
     def least(self) -> Case:
         """The simplest plan with the problem that it is checked against."""
-        return Case.of(self.simplest, self.model, self.workload, self.cluster, self.stack)
+        return Case(self.simplest, self.model, self.workload, self.cluster, self.stack)
 
     @cached_property
     def simplest(self) -> Plan:
@@ -93,7 +93,7 @@ class LegalOptions(Configured):
 
     def _splits(self, tp: np.ndarray) -> list[int]:
         """Tensor-parallel degrees that the model accepts."""
-        case = Case.of(self.base.but(tp=1), self.model).with_columns({"tp": tp, "expert_tp": self._least_expert_tp(tp)})
+        case = Case(self.base.but(tp=1), self.model).with_columns({"tp": tp, "expert_tp": self._least_expert_tp(tp)})
         legal_tp = [int(t) for t in tp[np.broadcast_to(legality.legal(case), len(tp))]]
         grouped = self.model.kind == "transformer" and ATTENTIONS[self.model.attention].reads("kv_heads")
         if grouped and self.stack.can.tensor_divides_kv:
@@ -148,7 +148,7 @@ class LegalOptions(Configured):
     def recompute_codes(self) -> list[int]:
         """Codes of the legal kinds of recompute."""
         codes = np.array([RECOMPUTES.index(word) for word in self.choices.words["recompute"]])
-        case = Case.of(self.base, self.model).with_columns({"recompute": codes})
+        case = Case(self.base, self.model).with_columns({"recompute": codes})
         return [int(code) for code in codes[np.broadcast_to(legality.legal(case), len(codes))]]
 
     @cache  # noqa: B019  (a space lives as long as its search)

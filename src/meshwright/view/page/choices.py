@@ -31,7 +31,7 @@ def choices(document: dict[str, Any]) -> dict[str, Any]:
     fields = document.get("plan")
     plan = PlanFields(**fields) if isinstance(fields, dict) else PlanFields()
     cluster = config.cluster if config.cluster.gpus else None
-    case = Case.of(plan, config.model, config.workload, cluster, config.stack)
+    case = Case(plan, config.model, config.workload, cluster, config.stack)
     by_field = {field: [one.as_dict() for one in values] for field, values in legal_choices(case, legal).items()}
     free = {
         field: [{"value": v, "legal": True, "reason": "", "changes": {}} for v in values]
@@ -52,7 +52,7 @@ def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:
     model, workload, stack, cluster = config.model, config.workload, config.stack, config.cluster
     out = {
         "cluster.gpus": [
-            _choice(Case.of(plan, model, workload, sized_cluster, stack), gpus)
+            _choice(Case(plan, model, workload, sized_cluster, stack), gpus)
             for gpus, sized_cluster in _clusters(cluster)
         ]
     }
@@ -67,7 +67,7 @@ def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:
     if model.unit != "tokens":  # the page shows no field for a sequence
         offered.pop("seq")
     for field, values in offered.items():
-        cases = ((v, Case.of(plan, model, workload.but(**{field: v}), fixed, stack)) for v in values)
+        cases = ((v, Case(plan, model, workload.but(**{field: v}), fixed, stack)) for v in values)
         out[f"workload.{field}"] = [_choice(case, value) for value, case in cases]
     return out
 

@@ -140,7 +140,7 @@ def fewer_stages(e: Estimate) -> dict[str, Any] | None:
 
 def stage_changes(e: Estimate, stages: int) -> dict[str, Any]:
     """The changes of plan fields for another number of stages, with what must follow; {}: no such plan is legal."""
-    case = Case.of(e.plan, e.model, e.workload, e.cluster, e.stack)
+    case = Case(e.plan, e.model, e.workload, e.cluster, e.stack)
     changes = completed(
         case, {"plan.pp": stages} | ({"plan.virtual": 1, "plan.schedule": "1f1b"} if stages == 1 else {})
     )

@@ -72,7 +72,7 @@ def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
 
 def beyond_framework(config: Config) -> list[Finding]:
     """Return the first rule of the stack's framework that the plan breaks."""
-    case = Case.of(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
+    case = Case(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
     error = legality.problem(case) if config.stack.can.framework else None
     if error is None:
         return []
