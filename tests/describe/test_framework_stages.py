@@ -72,7 +72,7 @@ def test_an_estimate_of_a_plan_is_the_prediction_of_the_published_run(capsys):
     (run,) = predict_rows([row])
     c = run.case
     without = run.plan.but(layers_per_stage=())
-    found = estimate(Config(c.model, c.cluster, without, c.workload, c.stack))
+    found = estimate(c.config.but(plan=without))
     assert run.plan.layers_per_stage == found.plan.layers_per_stage == framework_stages(c.model, STACK, 4)
     assert found.prediction.memory_gib == pytest.approx(run.prediction.memory_gib)
     assert found.prediction.step_time_s == pytest.approx(run.prediction.step_time_s, rel=1e-3)

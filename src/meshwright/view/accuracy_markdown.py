@@ -298,8 +298,8 @@ def residual_groups(left_out: LeftOut) -> dict[str, list[str]]:
             (bubble, "bubble above 15%"),
         )
         by_part.append(largest[1] if largest[0] > 0.15 else "compute")
-        by_gpu.append(o.case.cluster.accelerator.name if o.case.cluster else "")
-        by_kind.append("experts" if o.case.model and o.case.model.experts else "dense")
+        by_gpu.append(o.case.cluster.accelerator.name)
+        by_kind.append("experts" if o.case.model.experts else "dense")
     return {"part": by_part, "GPU": by_gpu, "model": by_kind}
 
 

@@ -52,7 +52,6 @@ def _choice_cells(c: PlannerChoice) -> tuple[str, ...]:
     """One row of the table of regrets. A part counts as a share of the predicted step of the measured fastest plan."""
     plans = [f"{_plan_title(x)} ({percent(x.predicted / x.measured - 1, True)})" for x in (c.chosen, c.fastest)]
     row, cluster = c.chosen.run.case.row, c.chosen.run.case.cluster
-    assert cluster is not None
     problem = f"{c.chosen.run.source}: {row['model']}, {cluster.world} × {cluster.accelerator.name}, batch {row['global_batch']}"
     parts = [x.run.prediction.exposed_s if x.run.prediction else {} for x in (c.chosen, c.fastest)]
     more = {part: parts[0].get(part, 0.0) - parts[1].get(part, 0.0) for part in {*parts[0], *parts[1]}}
@@ -86,9 +85,7 @@ def _pipelines_with_tensors(left: LeftOut) -> str:
 def _composed(left: LeftOut) -> str:
     """Return which sources publish times that were added up from those of layers: they have no noise, and what one layer has, all have."""
     text = ""
-    on_one_node = np.array(
-        [o.case.cluster is not None and o.case.cluster.world <= o.case.cluster.node_size for o in left.runs]
-    )
+    on_one_node = np.array([o.case.cluster.world <= o.case.cluster.node_size for o in left.runs])
     for name in sorted({o.source for o in left.runs}):
         inside = np.array([o.source == name for o in left.runs])
         few, many = inside & on_one_node, inside & ~on_one_node

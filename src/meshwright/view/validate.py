@@ -88,7 +88,7 @@ def refusals(outcomes: list[Outcome]) -> RenderableType:
 def headline_cells(o: Outcome) -> list[str]:
     """One well-known run: its name, plan, measured and predicted time, band and error."""
     p = o.prediction
-    if p is None or o.error is None or o.case.plan is None:
+    if p is None or o.error is None:
         return [o.case.row_id, o.refused, "", "", "", "refused"]
     measured, predicted, low, high = map(
         format_seconds, (o.case.step_time or 0, p.step_time_s, p.step_time_low_s, p.step_time_high_s)

@@ -136,7 +136,6 @@ def run_width(o: Outcome, level: str) -> float:
     assert o.prediction is not None
     assert o.plan is not None
     c = o.case
-    assert c.cluster is not None
     inside = inside_nodes(o.plan, c.stack, c.cluster)
     return width(o.prediction.exposed_s, inside, level, c.cluster.accelerator.efficiency.doubt)
 

@@ -208,7 +208,7 @@ def without_stacks(runs: list[Outcome]) -> LeftOut:
 
 def responses(runs: list[Outcome]) -> tuple[list[np.ndarray], list[float]]:
     """The seconds of each run at the points of the grid, and its doubt."""
-    known = [(o.times, doubt_of(o.prediction, o.case.cluster)) for o in runs if o.prediction and o.case.cluster]
+    known = [(o.times, doubt_of(o.prediction, o.case.cluster)) for o in runs if o.prediction]
     return [times for times, _ in known if times is not None], [doubt for _, doubt in known]
 
 
@@ -236,4 +236,4 @@ def _mean_error(residuals: np.ndarray) -> np.ndarray:
 def shape_key(o: Outcome) -> str:
     """Return the key of a model for leaving it out: its hidden size and its layers."""
     model = o.case.model
-    return "" if model is None else f"{model.hidden}x{model.layers}x{model.experts}"
+    return f"{model.hidden}x{model.layers}x{model.experts}"

@@ -19,28 +19,26 @@ from itertools import product
 from typing import Any
 
 from meshwright.describe import catalog
-from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config, Configured
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.stack import Stack
 from meshwright.describe.variants import ATTENTIONS
-from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_count
 
 
 @dataclass
-class PublishedRun:
-    """One published run: its measurements and its configuration."""
+class PublishedRun(Configured):
+    """One published run: its measurements and its configuration, or why it has none."""
 
     row: dict[str, str]
-    model: Model | None = None
-    cluster: Cluster | None = None
-    stack: Stack = field(default_factory=Stack)
-    workload: Workload | None = None
-    plan: Plan | None = None
     assumed: list[str] = field(default_factory=list)
     refused: str = ""
+    config: Config = None  # type: ignore[assignment]  # only a refused row has none
+
+    @property
+    def plan(self) -> Plan:
+        return self.config.plan
 
     @property
     def row_id(self) -> str:
@@ -51,7 +49,7 @@ class PublishedRun:
         """The published step time, or the one that follows from tokens per second and device."""
         published = number(self.row.get("step_time_s", ""))
         rate = number(self.row.get("tokens_per_s_per_gpu", ""))
-        if published is None and rate and self.workload and self.cluster:
+        if published is None and rate and not self.refused:
             return self.workload.tokens_per_step / (rate * self.cluster.world)
         return published
 

@@ -102,16 +102,14 @@ class RowDegrees:
 
 def read_plan(c: PublishedRun) -> None:
     """Set the plan and the workload of a case whose model, cluster and stack are known."""
-    assert c.cluster is not None
-    assert c.model is not None
-    d = _degrees(c, c.cluster.world)
-    c.workload = _workload(c)
-    fields: Json = {"tp": d.tp, "cp": d.cp, "pp": d.pp, "microbatch": _microbatch(c, d, c.workload.batch)}
+    d, workload = _degrees(c, c.cluster.world), _workload(c)
+    fields: Json = {"tp": d.tp, "cp": d.cp, "pp": d.pp, "microbatch": _microbatch(c, d, workload.batch)}
     fields |= _stages(c, d.pp, c.model.layers) | _sequence_parallel(c, d.tp) | _sharding(c, d)
     if c.model.experts:
         fields |= _experts(c, d)
     mode = c.row["recompute_mode"]
-    c.plan = in_framework(Plan(**fields, recompute=mode or "none"), c.model, c.stack)
+    plan = in_framework(Plan(**fields, recompute=mode or "none"), c.model, c.stack)
+    c.config = c.config.but(plan=plan, workload=workload)
     if not mode:
         c.assumed.append("recompute: the least that fits")
 
@@ -226,7 +224,6 @@ def _bucket(c: PublishedRun, d: RowDegrees) -> float:
         return 160e6
     if integer(c.row["zero"]) == 3:  # units, no buckets
         return DDP_BUCKET
-    assert c.model is not None
     block = c.model.blocks[c.model.layer_kinds[0]]
     tensors = [sum(linear.parameters for linear in fused) / d.tp for fused in reversed(block.fused_matrices())]
     closed, filled, total = 0, 0.0, 0.0

@@ -39,6 +39,7 @@ from meshwright.calibrate.runs.row_model import MODEL_COLUMNS, PublishedRun, num
 from meshwright.calibrate.runs.row_plan import CLUSTER_COLUMNS, read_cluster, read_plan
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
@@ -112,13 +113,12 @@ def case(row: dict[str, str]) -> PublishedRun:
         if out.row["task"] == "lora":
             raise refusal("LoRA trains adapters only, which a plan cannot express")
         _check_numbers(out)
-        out.stack = _stack(out)
-        out.model, assumed = _model(tuple(out.row[name] for name in MODEL_COLUMNS))
-        out.cluster, more = _cluster(tuple(out.row[name] for name in CLUSTER_COLUMNS))
+        stack = _stack(out)
+        model, assumed = _model(tuple(out.row[name] for name in MODEL_COLUMNS))
+        cluster, more = _cluster(tuple(out.row[name] for name in CLUSTER_COLUMNS))
         out.assumed += (*assumed, *more)
+        out.config = Config(model, cluster, stack=stack)
         read_plan(out)
-        assert out.plan is not None
-        assert out.workload is not None
         out.plan.check(out.model, out.workload, out.cluster)
     except MeshwrightError as error:
         out.refused = error.what
@@ -182,7 +182,7 @@ EAGER_LOSS = r"compile-block|Megatron-LM functional-test"
 
 def apply_readings(c: PublishedRun) -> PublishedRun:
     """The case with what its free text says; as it was, if there is nothing to read or the result is not legal."""
-    if c.refused or c.plan is None or c.model is None or c.workload is None:
+    if c.refused:
         return c
     stack, plan_changes = _stack_name(c), {**_schedule(c), **_precision(c)}
     eager_loss = re.search(EAGER_LOSS, f"{c.row['source']} {c.row['notes']}") is not None
@@ -199,14 +199,13 @@ def apply_readings(c: PublishedRun) -> PublishedRun:
         plan.check(c.model, c.workload, c.cluster)
     except MeshwrightError:
         return c
-    c.plan, c.stack = plan, new_stack
+    c.config = c.config.but(plan=plan, stack=new_stack)
     c.assumed = _updated(c)
     return c
 
 
 def _updated(c: PublishedRun) -> list[str]:
     """The assumptions with the stack, its attention kernel and the schedule that were read."""
-    assert c.plan is not None
     values = {"stack": c.stack.name, "attention": c.stack.attention, "schedule": c.plan.schedule}
     updated = []
     for text in c.assumed:
@@ -231,7 +230,7 @@ def _stack_name(c: PublishedRun) -> str | None:
     if c.row["stack"] == "megatron-lm" and c.row["zero"] == "3" and "DeepSpeed" in c.row["zero_fsdp"]:
         return "deepspeed-2021"
     unknown = c.row["stack"] not in catalog.names("stacks")
-    sharded = c.plan is not None and c.plan.zero == 3
+    sharded = c.plan.zero == 3
     return "fsdp" if unknown and sharded and re.search(r"\bfsdp|fully.shard", text, re.IGNORECASE) else None
 
 
@@ -248,8 +247,6 @@ def _precision(c: PublishedRun) -> Json:
 
 
 def _schedule(c: PublishedRun) -> Json:
-    assert c.plan is not None
-    assert c.model is not None
     text, pp = _text(c), c.plan.pp
     if pp < 2 or c.plan.schedule == "interleaved":
         return {}

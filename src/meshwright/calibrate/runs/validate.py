@@ -32,7 +32,6 @@ from meshwright.calibrate.runs.rows import PublishedRun, apply_readings, case, n
 from meshwright.calibrate.runs.stack_fit import grid, varied_stack
 from meshwright.cost.memory import rank_peaks
 from meshwright.cost.step import step_cost
-from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.describe.workload import Workload
@@ -127,16 +126,11 @@ def predict_rows(
 
 def problem_of(c: PublishedRun) -> tuple[Any, ...]:
     """Return the key of runs that differ in their plans only."""
-    assert c.cluster is not None
-    assert c.workload is not None
     return *costed_together(c), c.workload.batch, c.cluster.world
 
 
 def costed_together(c: PublishedRun) -> tuple[Any, ...]:
     """Return the key of runs that can be costed in one batch. A model is compared without its name, which differs between spellings."""
-    assert c.model is not None
-    assert c.cluster is not None
-    assert c.workload is not None
     model = c.model.model_dump_json(exclude={"name"}, exclude_defaults=True)
     workload = c.workload.model_dump_json(exclude={"batch"}, exclude_defaults=True)
     rates = tuple(c.cluster.device_bandwidth(k) for k in range(len(c.cluster.levels)))
@@ -145,20 +139,17 @@ def costed_together(c: PublishedRun) -> tuple[Any, ...]:
 
 def _varied_workload(runs: list[Outcome]) -> Workload:
     """The workload of a batch of plans, one of each run, with an array over the batch in the place of the global batch."""
-    workloads = [o.case.workload for o in runs if o.case.workload is not None]
-    return workloads[0].model_copy(update={"batch": np.array([float(w.batch) for w in workloads])})
+    batches = np.array([float(o.case.workload.batch) for o in runs])
+    return runs[0].case.workload.model_copy(update={"batch": batches})
 
 
 def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
     """Set the predictions of runs of one problem, and the step times of some of them at the points of the grid. All are costed as one batch,
     first every run with the numbers of its stack, then the points of each responding run."""
     first = together[0].case
-    assert first.model is not None
-    assert first.cluster is not None
     unknown = [o for o in together if not o.case.row.get("recompute_mode")]
     least = dict(zip(map(id, unknown), _least_that_fits(unknown), strict=True))
     for o in together:
-        assert o.case.plan is not None
         o.plan = least.get(id(o)) or o.case.plan
     points = grid()
     varied, stack = together, first.stack
@@ -177,11 +168,7 @@ def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
             text = str("full" if used is None else used.recompute)
             text += f" of {used.recompute_layers} layers per stage" if used and used.recompute_layers else ""
             c.assumed = [a if not a.startswith("recompute") else f"recompute: {text}" for a in c.assumed]
-        assert c.model is not None
-        assert c.cluster is not None
-        assert c.workload is not None
-        config = Config(c.model, c.cluster, plans[at], c.workload, c.stack, assumed=tuple(c.assumed))
-        o.prediction = prediction(cost, config, at)
+        o.prediction = prediction(cost, c.config.but(plan=plans[at], assumed=tuple(c.assumed)), at)
 
 
 def _recompute_choices(plan: Plan, layers: int) -> list[Plan]:
@@ -197,9 +184,7 @@ def _least_that_fits(runs: list[Outcome]) -> list[Plan | None]:
     if not runs:
         return []
     first = runs[0].case
-    assert first.model is not None
-    assert first.cluster is not None
-    choices = [_recompute_choices(o.case.plan, first.model.layers) for o in runs if o.case.plan is not None]
+    choices = [_recompute_choices(o.case.plan, first.model.layers) for o in runs]
     plans = [plan for some in choices for plan in some]
     workload = _varied_workload([o for o, some in zip(runs, choices, strict=True) for _ in some])
     peak = rank_peaks(step_program(first.model, plans, workload, first.stack)).max(axis=0)
@@ -320,7 +305,7 @@ def choices(outcomes: list[Outcome], predicted: np.ndarray) -> list[PlannerChoic
     """The choice between the plans of every problem with at least three. Repeated runs of one plan count once, by their median."""
     groups: dict[tuple, dict[tuple, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
     for o, seconds in zip(outcomes, predicted, strict=True):
-        configuration = float(f"{seconds:.9g}"), o.case.plan.title()  # type: ignore[union-attr]
+        configuration = float(f"{seconds:.9g}"), o.case.plan.title()
         groups[group_key(o)][configuration].append(o)
     return [
         PlannerChoice(
@@ -354,9 +339,9 @@ def off_the_line(outcomes: list[Outcome]) -> np.ndarray:
     cluster. Where they are a millionth, the times were not measured as whole steps but added up from the times of single layers."""
     groups: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
     for o in outcomes:
-        model, plan, row = o.case.model, o.case.plan, o.case.row
-        if model is None or plan is None or plan.layers_per_stage:
+        if o.refused or o.case.plan.layers_per_stage:
             continue
+        model, plan, row = o.case.model, o.case.plan, o.case.row
         shape = model.model_dump_json(exclude={"name", "layers"}, exclude_defaults=True)
         key = (o.source, shape, row["gpus"], row["global_batch"], row["seq_len"], o.case.stack.name, plan.title())
         groups[key][model.layers] = o.case.step_time or math.nan
