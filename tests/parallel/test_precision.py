@@ -9,7 +9,7 @@ import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.models.parts import Linear
+from meshwright.models.parts import ProductLinear
 from meshwright.parallel.numerics import fp8, fp8_grouped
 from meshwright.parallel.numerics.precision import LossScale, cast
 from meshwright.training.hooks import Hook
@@ -164,7 +164,7 @@ def test_a_weight_that_is_quantised_in_each_call_is_saved_as_it_is():
 
 
 def test_fp8_layers_use_the_weights_that_were_quantised_last():
-    layer, x = Linear(16, 16), torch.randn(4, 16)
+    layer, x = ProductLinear(16, 16), torch.randn(4, 16)
     fp8.enable_fp8([layer], keeps=True)
     fp8.quantise_weights([layer])
     first = layer(x)

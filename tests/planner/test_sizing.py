@@ -9,7 +9,7 @@ from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.sizing import Size, read_budget, undominated
 
-SMALL = {"batch": 256, "seq": 1024, "tokens": "100B", "settings": ["cluster.price=2.0"]}
+SMALL = {"batch": 256, "seq": 1024, "tokens": "100B", "set": ["cluster.price=2.0"]}
 
 
 def sized(**limits):
@@ -50,7 +50,7 @@ def test_a_size_that_is_slower_and_costs_more_is_dominated():
 @pytest.mark.slow
 def test_a_dominated_size_is_never_recommended():
     """The fewest GPUs may need a plan that suits them badly: a larger size that is faster and cheaper is recommended instead."""
-    question = {"tokens": "1T", "days": 30, "batch": 512, "seq": 8192, "settings": ["cluster.price=6"]}
+    question = {"tokens": "1T", "days": 30, "batch": 512, "seq": 8192, "set": ["cluster.price=6"]}
     s = planner.size("llama3-8b", "dgx-h100", **question, fix={"tp": 1, "cp": 1, "ep": 1})
     t, gpus = s.result.explanation.training, s.result.plan.world
     assert not [one for one in s.curve if one.gpus != gpus and one.days < t.days and one.dollars < t.dollars]
@@ -102,7 +102,7 @@ def test_constraints_hold_on_the_curve_too():
         ({"budget": "much"}, "MW-PLANNER-007", "not an amount"),
         ({"days": 30, "tokens": ""}, "MW-PLANNER-007", "number of tokens"),
         ({"days": 30, "nodes": 4}, "MW-PLANNER-007", "--nodes"),
-        ({"budget": "2M$", "settings": ["cluster.price=0"]}, "MW-PLANNER-007", "price"),
+        ({"budget": "2M$", "set": ["cluster.price=0"]}, "MW-PLANNER-007", "price"),
         ({"days": 0.001, "fix": {"tp": 1, "cp": 1}}, "MW-PLANNER-008", "within 0.001 days"),
         ({"budget": 10, "fix": {"tp": 1, "cp": 1}}, "MW-PLANNER-008", "within $10"),
     ],

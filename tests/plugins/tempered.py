@@ -4,7 +4,7 @@ Nothing at the top of the file imports torch: `plan` and `estimate` do not need 
 """
 
 from meshwright.describe.anatomy import core_saved, with_options
-from meshwright.describe.tensors import AttentionCore, LinearShape, Vector
+from meshwright.describe.tensors import AttentionCore, Linear, Vector
 from meshwright.describe.variants import ATTENTIONS, OPTIMIZERS, Attention, OptimizerKind
 
 
@@ -12,10 +12,10 @@ def block(m, mixer):
     width = m.head_width
     keys = m.heads * width
     linears = [
-        LinearShape("q", "attention", m.hidden, keys, "column"),
-        LinearShape("k", "attention", m.hidden, keys, "column", saves_input=False),
-        LinearShape("v", "attention", m.hidden, keys, "column", saves_input=False),
-        LinearShape("o", "attention", keys, m.hidden, "row"),
+        Linear("q", "attention", m.hidden, keys, "column"),
+        Linear("k", "attention", m.hidden, keys, "column", saves_input=False),
+        Linear("v", "attention", m.hidden, keys, "column", saves_input=False),
+        Linear("o", "attention", keys, m.hidden, "row"),
     ]
     core = AttentionCore(m.heads, m.heads, width, width)
     return with_options(
@@ -34,7 +34,7 @@ def module(model, geometry, layer):
 
     from meshwright.models.attention import Sinks, positions_of, rule_of
     from meshwright.models.dropout import Probabilities
-    from meshwright.models.parts import LinearShape as Product
+    from meshwright.models.parts import Linear as Product
 
     class Tempered(nn.Module):
         def __init__(self):

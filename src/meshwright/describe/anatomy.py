@@ -27,7 +27,7 @@ from typing import Literal
 from meshwright.describe.shape import ModelShape
 from meshwright.describe.tensors import (
     AttentionCore,
-    LinearShape,
+    Linear,
     ParameterBlock,
     Saved,
     Vector,
@@ -53,11 +53,11 @@ def grouped(m: ModelShape, mixer: str) -> ParameterBlock:
     """Grouped-query attention. A `query` mixer reads the keys and values of an earlier layer: it has neither their projections nor their norm."""
     q_out, kv_out = m.heads * m.head_width, m.kv_groups * m.head_width
     names = () if mixer == "query" else ("k", "v")
-    keys = [LinearShape(name, "attention", m.hidden, kv_out, "keys", m.qkv_bias, saves_input=False) for name in names]
+    keys = [Linear(name, "attention", m.hidden, kv_out, "keys", m.qkv_bias, saves_input=False) for name in names]
     linears = [
-        LinearShape("q", "attention", m.hidden, q_out, "column", m.qkv_bias),
+        Linear("q", "attention", m.hidden, q_out, "column", m.qkv_bias),
         *keys,
-        LinearShape("o", "attention", q_out, m.hidden, "row", m.out_bias),
+        Linear("o", "attention", q_out, m.hidden, "row", m.out_bias),
     ]
     core = AttentionCore(m.heads, m.kv_groups, m.head_width, m.head_width, m.index_heads * m.index_dim)
     return with_options(m, mixer, linears, [], core_saved(m, core, mixer), core, m.hidden)
@@ -69,17 +69,17 @@ def latent(m: ModelShape, mixer: str) -> ParameterBlock:
     q_out, kv_out = m.heads * qk, m.heads * (m.nope_dim + v)
     query = (
         [
-            LinearShape("q_a", "attention", m.hidden, m.q_rank, "between", m.qkv_bias),
-            LinearShape("q_b", "attention", m.q_rank, q_out, "column"),
+            Linear("q_a", "attention", m.hidden, m.q_rank, "between", m.qkv_bias),
+            Linear("q_b", "attention", m.q_rank, q_out, "column"),
         ]
         if m.q_rank
-        else [LinearShape("q", "attention", m.hidden, q_out, "column")]
+        else [Linear("q", "attention", m.hidden, q_out, "column")]
     )
     linears = [
         *query,
-        LinearShape("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "between", m.qkv_bias, saves_input=False),
-        LinearShape("kv_b", "attention", m.kv_rank, kv_out, "column"),
-        LinearShape("o", "attention", m.heads * v, m.hidden, "row", m.out_bias),
+        Linear("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "between", m.qkv_bias, saves_input=False),
+        Linear("kv_b", "attention", m.kv_rank, kv_out, "column"),
+        Linear("o", "attention", m.heads * v, m.hidden, "row", m.out_bias),
     ]
     norms = [*([norm(m, "q-norm", m.q_rank)] if m.q_rank else []), norm(m, "kv-norm", m.kv_rank)]
     core = AttentionCore(m.heads, m.heads, qk, v)
@@ -96,7 +96,7 @@ def latent(m: ModelShape, mixer: str) -> ParameterBlock:
 def with_options(
     m: ModelShape,
     mixer: str,
-    linears: list[LinearShape],
+    linears: list[Linear],
     norms: list[Vector],
     saved: list[Saved],
     core: AttentionCore,
@@ -110,7 +110,7 @@ def with_options(
     if m.sinks:
         vectors.append(Vector("sinks", "attention", m.heads, "per-head"))
     if m.output_gate:  # the gate, and the output that it scales
-        gate = LinearShape("gate", "attention", m.hidden, linears[-1].d_in, "column", m.qkv_bias, saves_input=False)
+        gate = Linear("gate", "attention", m.hidden, linears[-1].d_in, "column", m.qkv_bias, saves_input=False)
         linears = [*linears, gate]
         saved.append(Saved("output-gate", "attention", 2 * core.heads * core.v, "tensor"))
     if m.index_heads:
@@ -152,11 +152,11 @@ def core_saved(m: ModelShape, core: AttentionCore, mixer: str) -> list[Saved]:
     return saved
 
 
-def _indexer(m: ModelShape, queries: int) -> list[LinearShape]:
+def _indexer(m: ModelShape, queries: int) -> list[Linear]:
     return [
-        LinearShape("index_q", "attention", queries, m.index_heads * m.index_dim, "between", saves_input=False),
-        LinearShape("index_k", "attention", m.hidden, m.index_dim, "between", saves_input=False),
-        LinearShape("index_weights", "attention", m.hidden, m.index_heads, "between", saves_input=False),
+        Linear("index_q", "attention", queries, m.index_heads * m.index_dim, "between", saves_input=False),
+        Linear("index_k", "attention", m.hidden, m.index_dim, "between", saves_input=False),
+        Linear("index_weights", "attention", m.hidden, m.index_heads, "between", saves_input=False),
     ]
 
 
@@ -172,16 +172,16 @@ ATTENTIONS.provide("compressed", block=compressed)
 
 def ffn_linears(
     m: ModelShape, part: str, width: int, copies: int = 1, uses: float = 1, saves_input: bool = True
-) -> list[LinearShape]:
+) -> list[Linear]:
     """GELU: up, down. Gated (SwiGLU, GeGLU): gate, up, down. Shared experts read the input the router already keeps."""
     common: Json = {"bias": m.ffn_bias, "copies": copies, "uses": uses}
     column, row = ("experts", "experts-row") if part == "experts" else ("column", "row")
     d_in = m.routed_width if part == "experts" else m.hidden
-    gate = [LinearShape(f"{part}-gate", part, d_in, width, column, saves_input=False, **common)] if m.gated else []
+    gate = [Linear(f"{part}-gate", part, d_in, width, column, saves_input=False, **common)] if m.gated else []
     return [
         *gate,
-        LinearShape(f"{part}-up", part, d_in, width, column, saves_input=saves_input, **common),
-        LinearShape(f"{part}-down", part, width, d_in, row, **common),
+        Linear(f"{part}-up", part, d_in, width, column, saves_input=saves_input, **common),
+        Linear(f"{part}-down", part, width, d_in, row, **common),
     ]
 
 
@@ -204,7 +204,7 @@ def norm_saved(m: ModelShape, name: str) -> list[Saved]:
 def layer_block(m: ModelShape, kind: str) -> ParameterBlock:
     """A layer of a kind: its mixer, then its channel part, then its norms."""
     if m.kind == "mlp":
-        layer = LinearShape("linear", "ffn", m.hidden, m.hidden, "column", m.ffn_bias)
+        layer = Linear("linear", "ffn", m.hidden, m.hidden, "column", m.ffn_bias)
         return ParameterBlock("dense", (layer,), (), (Saved("activation-in", "ffn", m.hidden, "tensor"),))
     mixer, channel = m.parts_of(kind)
     parts = [mixer_part(m, mixer)] if mixer else []
@@ -232,7 +232,7 @@ def mixer_part(m: ModelShape, mixer: str) -> ParameterBlock:
 def extra_part(m: ModelShape, where: str) -> ParameterBlock:
     """The weights of `model.extra` in a layer, the embedding or the head."""
     there = [e for e in m.extra if e.where == where]
-    products = [LinearShape(e.name, "extra", e.rows, e.columns, "between") for e in there if e.rows and not e.lookup]
+    products = [Linear(e.name, "extra", e.rows, e.columns, "between") for e in there if e.rows and not e.lookup]
     tables = [
         Vector(e.name, "extra", max(1, e.rows) * e.columns, "vocabulary" if e.lookup else "between")
         for e in there
@@ -245,7 +245,7 @@ def stream_part(m: ModelShape, name: str) -> ParameterBlock:
     """The weights with which a part reads from the residual streams, writes to them and mixes them (hyper-connections): n reading, n writing and
     n² mixing weights for each token, from one product with all streams, with a base for each and three scales."""
     weights = (2 + m.streams) * m.streams
-    product = LinearShape(name, "norm", m.residual_width, weights, "between", saves_input=False)
+    product = Linear(name, "norm", m.residual_width, weights, "between", saves_input=False)
     saved = Saved(f"{name}-in", "norm", m.residual_width, "sequence")
     return ParameterBlock("", (product,), (Vector(f"{name}-base", "norm", weights + 3),), (saved,))
 
@@ -256,11 +256,11 @@ def ffn_part(m: ModelShape) -> ParameterBlock:
 
 
 def experts_part(m: ModelShape) -> ParameterBlock:
-    linears = [LinearShape("router", "router", m.hidden, m.experts, "inside", m.router_bias)]
+    linears = [Linear("router", "router", m.hidden, m.experts, "inside", m.router_bias)]
     if m.expert_hidden:  # latent experts: one projection before dispatch, one after the results are combined
         linears += [
-            LinearShape("latent-down", "latent", m.hidden, m.expert_hidden, "between", saves_input=False),
-            LinearShape("latent-up", "latent", m.expert_hidden, m.hidden, "between"),
+            Linear("latent-down", "latent", m.hidden, m.expert_hidden, "between", saves_input=False),
+            Linear("latent-up", "latent", m.expert_hidden, m.hidden, "between"),
         ]
     linears += ffn_linears(m, "experts", m.expert_width, copies=m.experts, uses=m.top_k)
     saved = [Saved("router-scores", "router", m.experts, "sequence", 4)]
@@ -272,7 +272,7 @@ def experts_part(m: ModelShape) -> ParameterBlock:
         linears += ffn_linears(m, "shared", m.shared_width, saves_input=False)
         saved += ffn_saved(m, "shared", m.shared_width)
     if m.shared_gate:
-        linears.append(LinearShape("shared-scale", "shared", m.hidden, 1, "between", saves_input=False))
+        linears.append(Linear("shared-scale", "shared", m.hidden, 1, "between", saves_input=False))
     vectors = [Vector("balance-bias", "router", m.experts, "inside")] if m.balance_bias else []
     return ParameterBlock("", tuple(linears), tuple(vectors), tuple(saved))
 
@@ -287,7 +287,7 @@ def embedding_block(m: ModelShape) -> ParameterBlock:
     if m.embedding_norm:
         vectors.append(norm(m, "embedding-norm"))
     saved = [Saved("embedding-mask", "embedding", m.hidden, "sequence", 1, condition="dropout")] if m.vocab else []
-    project = (LinearShape("embedding-in", "embedding", m.token_width, m.hidden, "between"),) if m.embedding_dim else ()
+    project = (Linear("embedding-in", "embedding", m.token_width, m.hidden, "between"),) if m.embedding_dim else ()
     return joined("embedding", [ParameterBlock("", project, tuple(vectors), tuple(saved)), extra_part(m, "embedding")])
 
 
@@ -295,12 +295,12 @@ def head_block(m: ModelShape) -> ParameterBlock:
     """Final norm, output projection and loss. Tied weights are counted with the embedding."""
     if m.kind != "transformer" or not m.vocab:
         return ParameterBlock("head", ())
-    project = LinearShape("head", "head", m.token_width, m.padded_vocab, "logits", copies=0 if m.tied else 1)
-    narrow = (LinearShape("embedding-out", "head", m.hidden, m.token_width, "between"),) if m.embedding_dim else ()
+    project = Linear("head", "head", m.token_width, m.padded_vocab, "logits", copies=0 if m.tied else 1)
+    narrow = (Linear("embedding-out", "head", m.hidden, m.token_width, "between"),) if m.embedding_dim else ()
     vectors = [norm(m, "final-norm")] if m.final_norm else []
-    streams: tuple[LinearShape, ...] = ()
+    streams: tuple[Linear, ...] = ()
     if m.streams > 1:  # the streams become one with a weight for each
-        streams = (LinearShape("streams-out", "norm", m.residual_width, m.streams, "between"),)
+        streams = (Linear("streams-out", "norm", m.residual_width, m.streams, "between"),)
         vectors.append(Vector("streams-out-base", "norm", m.streams + 1))
     # The loss needs the logits in fp32 and keeps their softmax for backward.
     saved = [*norm_saved(m, "final-norm"), Saved("logits", "head", m.padded_vocab, "tensor", 4)]
@@ -310,7 +310,7 @@ def head_block(m: ModelShape) -> ParameterBlock:
 
 def mtp_block(m: ModelShape) -> ParameterBlock:
     """A module of multi-token prediction: norms of both inputs and their joint projection, a layer, a norm, and the head's product again."""
-    join = LinearShape("mtp-join", "mtp", 2 * m.hidden, m.hidden, "column")
+    join = Linear("mtp-join", "mtp", 2 * m.hidden, m.hidden, "column")
     head = replace(head_block(m).linears[0], copies=0)
     norms = tuple(norm(m, name) for name in ("mtp-norm-1", "mtp-norm-2", "mtp-norm-3"))
     saved = (*norm_saved(m, "mtp-norm-1"), *norm_saved(m, "mtp-norm-2"), *head_block(m).saved)

@@ -17,7 +17,7 @@ from meshwright.errors import MeshwrightError
 
 
 @dataclass(frozen=True)
-class LinearShape:
+class Linear:
     """A weight matrix. `copies` of it exist (experts) and `uses` of them act on each token."""
 
     name: str
@@ -119,7 +119,7 @@ class LinearCore:
 @dataclass(frozen=True)
 class ParameterBlock:
     kind: str
-    linears: tuple[LinearShape, ...]
+    linears: tuple[Linear, ...]
     vectors: tuple[Vector, ...] = ()
     saved: tuple[Saved, ...] = ()
     attention: AttentionCore | None = None
@@ -127,15 +127,15 @@ class ParameterBlock:
 
     def parameters(self) -> dict[str, int]:
         out: dict[str, int] = {}
-        items: list[LinearShape | Vector] = [*self.linears, *self.vectors]
+        items: list[Linear | Vector] = [*self.linears, *self.vectors]
         for item in items:
             out[item.part] = out.get(item.part, 0) + item.parameters
         return out
 
-    def fused_matrices(self) -> list[list[LinearShape]]:
+    def fused_matrices(self) -> list[list[Linear]]:
         """Group matrices that multiply the same input (query, key and value; gate and up), in order."""
-        groups: list[list[LinearShape]] = []
-        columns: list[LinearShape] = []
+        groups: list[list[Linear]] = []
+        columns: list[Linear] = []
         for linear in self.linears:
             if linear.style in ("row", "experts-row"):
                 groups += [columns, [linear]] if columns else [[linear]]
@@ -228,15 +228,15 @@ class LinearOptions(Described):
 
 def linear_part(o: LinearOptions, hidden: int) -> ParameterBlock:
     """A linear mixer: one input projection, a convolution, the scan, a norm, one output projection (mamba1 has two more projections)."""
-    linears = [LinearShape("linear-in", "linear", hidden, o.projected, "column")]
+    linears = [Linear("linear-in", "linear", hidden, o.projected, "column")]
     vectors: list[Vector] = []
     if o.conv:
         vectors.append(Vector("conv", "linear", o.convolved * (o.conv + o.conv_bias), "per-head"))
     saved = [Saved("projected", "linear", o.projected, "tensor"), Saved("scan-out", "linear", o.inner, "tensor")]
     if o.kind == "mamba1":
         linears += [
-            LinearShape("linear-steps", "linear", o.inner, o.rank + 2 * o.state, "row"),
-            LinearShape("linear-rate", "linear", o.rank, o.inner, "column", bias=True),
+            Linear("linear-steps", "linear", o.inner, o.rank + 2 * o.state, "row"),
+            Linear("linear-rate", "linear", o.rank, o.inner, "column", bias=True),
         ]
         vectors += [
             Vector("decay", "linear", o.inner * (o.state + 1), "per-head"),
@@ -261,7 +261,7 @@ def linear_part(o: LinearOptions, hidden: int) -> ParameterBlock:
     else:
         vectors.append(Vector("scan-norm", "norm", o.inner, "per-head"))
         saved.append(Saved("activated", "linear", o.inner + 2 * o.keys, "tensor"))
-    linears.append(LinearShape("linear-out", "linear", o.inner, hidden, "row"))
+    linears.append(Linear("linear-out", "linear", o.inner, hidden, "row"))
     return ParameterBlock(
         "",
         tuple(linears),
@@ -308,11 +308,11 @@ def compressed_part(
     """The attention of one kind of layer; `index`: heads and width of the indexer, and the positions that it selects."""
     inner = heads * width
     linears = [
-        LinearShape("q_a", "attention", hidden, q_rank, "between"),
-        LinearShape("q_b", "attention", q_rank, inner, "column"),
-        LinearShape("kv", "attention", hidden, width, "between", saves_input=False),
-        LinearShape("o_a", "attention", inner // o.out_groups, o.out_groups * o.out_rank, "column", saves_input=False),
-        LinearShape("o", "attention", o.out_groups * o.out_rank, hidden, "row"),
+        Linear("q_a", "attention", hidden, q_rank, "between"),
+        Linear("q_b", "attention", q_rank, inner, "column"),
+        Linear("kv", "attention", hidden, width, "between", saves_input=False),
+        Linear("o_a", "attention", inner // o.out_groups, o.out_groups * o.out_rank, "column", saves_input=False),
+        Linear("o", "attention", o.out_groups * o.out_rank, hidden, "row"),
     ]
     vectors = [
         Vector("q-norm", "norm", q_rank),
@@ -335,8 +335,8 @@ def compressed_part(
     if mixer == "selected":
         index_heads, index_width, _ = index
         linears += [
-            LinearShape("index_q", "attention", q_rank, index_heads * index_width, "between", saves_input=False),
-            LinearShape("index_weights", "attention", hidden, index_heads, "between", saves_input=False),
+            Linear("index_q", "attention", q_rank, index_heads * index_width, "between", saves_input=False),
+            Linear("index_weights", "attention", hidden, index_heads, "between", saves_input=False),
             *_compressor("index", hidden, index_width, True),
         ]
         vectors += _compressor_vectors("index", index_width, ratio, True)
@@ -346,12 +346,12 @@ def compressed_part(
     return ParameterBlock("", tuple(linears), tuple(vectors), tuple(saved), core)
 
 
-def _compressor(name: str, hidden: int, width: int, overlaps: bool) -> list[LinearShape]:
+def _compressor(name: str, hidden: int, width: int, overlaps: bool) -> list[Linear]:
     """The projections that pool keys and values, and the weights of pooling; groups that overlap have both twice."""
     columns = (2 if overlaps else 1) * width
     return [
-        LinearShape(f"{name}_kv", "attention", hidden, columns, "between", saves_input=False),
-        LinearShape(f"{name}_gate", "attention", hidden, columns, "between", saves_input=False),
+        Linear(f"{name}_kv", "attention", hidden, columns, "between", saves_input=False),
+        Linear(f"{name}_gate", "attention", hidden, columns, "between", saves_input=False),
     ]
 
 

@@ -27,7 +27,7 @@ from meshwright.describe.sharding import (
     shard_dim,
     tied_copy,
 )
-from meshwright.describe.tensors import LinearShape, ParameterBlock, Saved
+from meshwright.describe.tensors import Linear, ParameterBlock, Saved
 from meshwright.lower import attention_dropout
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import factor_size
@@ -197,7 +197,7 @@ def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = Tru
     return out
 
 
-def kept_bytes(b: Batch, linear: LinearShape, element: float) -> float:
+def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
     """Bytes of an element of a product's input that is kept for backward.
 
     A stack with `keeps_quantised` keeps what it multiplied by (`QUANTISED`). One that quantises in compiled layers, with one scale per tensor, does

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.describe.sharding import local_shape
-from meshwright.describe.tensors import LinearShape
+from meshwright.describe.tensors import Linear
 from meshwright.describe.variants import ACTIVATIONS
 from meshwright.lower import attention_dropout, attention_tiles, sparse_attention
 from meshwright.lower.builder import BlockBuilder
@@ -69,12 +69,12 @@ class LayerLowering(BlockBuilder):
             if linear.part == "extra" or linear.name in ("embedding-in", "embedding-out"):
                 self.gemm(linear.name, linear.part, self.row_tokens, linear.d_out, linear.d_in)
 
-    def columns(self, linear: LinearShape) -> Array:
+    def columns(self, linear: Linear) -> Array:
         """Output width of this rank's part of a product."""
         return local_shape(linear.style, (linear.d_out, linear.d_in), self.degrees)[0]
 
     @property
-    def linears(self) -> dict[str, LinearShape]:
+    def linears(self) -> dict[str, Linear]:
         """The matrices of the layer, by name."""
         return {linear.name: linear for linear in self.block.linears}
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from meshwright.describe.model import Model
 from meshwright.models.documents import same_document
 from meshwright.models.dropout import Dropped, Probabilities
-from meshwright.models.parts import Linear, ProjectionNorm, at_least_single, rms_norm, soft_cap
+from meshwright.models.parts import ProductLinear, ProjectionNorm, at_least_single, rms_norm, soft_cap
 from meshwright.models.rotary import angles, rotate
 from meshwright.models.step_context import current
 
@@ -218,9 +218,9 @@ class SelfAttention(nn.Module):
         self.positions = positions_of(model, layer)
         self.probabilities = Probabilities(model.attention_dropout, f"layers.{layer}.probabilities")
         queries, keys = model.heads * self.width, model.kv_groups * self.width
-        self.q = Linear(model.hidden, queries, bias=model.qkv_bias)
-        self.k = Linear(model.hidden, keys, bias=model.qkv_bias)
-        self.v = Linear(model.hidden, keys, bias=model.qkv_bias)
+        self.q = ProductLinear(model.hidden, queries, bias=model.qkv_bias)
+        self.k = ProductLinear(model.hidden, keys, bias=model.qkv_bias)
+        self.v = ProductLinear(model.hidden, keys, bias=model.qkv_bias)
         weighted = model.qk_norm and model.qk_norm_weights
         self.whole = weighted and model.qk_norm_width == "projection"  # norms over all heads
         self.q_norm = self.make_norm(model, queries) if weighted else nn.Identity()
@@ -231,7 +231,7 @@ class SelfAttention(nn.Module):
             nn.RMSNorm(self.width, eps=model.norm_epsilon, elementwise_affine=False) if plain else nn.Identity()
         )
         self.sinks = Sinks(model.heads) if model.sinks else None
-        self.o = Linear(queries, model.hidden, bias=model.out_bias)
+        self.o = ProductLinear(queries, model.hidden, bias=model.out_bias)
 
     def make_norm(self, model: Model, projection: int) -> nn.Module:
         """The norm of queries or keys: over the whole projection, or of each head."""

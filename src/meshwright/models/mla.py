@@ -21,7 +21,7 @@ from torch import nn
 from meshwright.describe.model import Model
 from meshwright.models.attention import Geometry, positions_of, rule_of
 from meshwright.models.dropout import Probabilities
-from meshwright.models.parts import Linear, make_norm
+from meshwright.models.parts import ProductLinear, make_norm
 
 
 class Heads(nn.Module):
@@ -35,11 +35,11 @@ class Heads(nn.Module):
         self.widths = (model.q_rank or model.hidden, model.kv_rank, model.rope_dim)
         queries = model.heads * (self.nope + self.rope)
         if model.q_rank:
-            self.q_b = Linear(model.q_rank, queries, bias=False)
+            self.q_b = ProductLinear(model.q_rank, queries, bias=False)
         else:
-            self.q = Linear(model.hidden, queries, bias=False)
-        self.kv_b = Linear(model.kv_rank, model.heads * (self.nope + self.value), bias=False)
-        self.o = Linear(model.heads * self.value, model.hidden, bias=model.out_bias)
+            self.q = ProductLinear(model.hidden, queries, bias=False)
+        self.kv_b = ProductLinear(model.kv_rank, model.heads * (self.nope + self.value), bias=False)
+        self.o = ProductLinear(model.heads * self.value, model.hidden, bias=model.out_bias)
         self.has_rank = bool(model.q_rank)
 
     def forward(self, latents_BSL: torch.Tensor) -> torch.Tensor:
@@ -65,9 +65,9 @@ class LatentAttention(nn.Module):
         epsilon = model.latent_norm_epsilon
         self.ranks = (model.kv_rank, model.rope_dim)
         if model.q_rank:
-            self.q_a = Linear(model.hidden, model.q_rank, bias=model.qkv_bias)
+            self.q_a = ProductLinear(model.hidden, model.q_rank, bias=model.qkv_bias)
             self.q_a_norm = make_norm(model, model.q_rank, epsilon)
-        self.kv_a = Linear(model.hidden, model.kv_rank + model.rope_dim, bias=model.qkv_bias)
+        self.kv_a = ProductLinear(model.hidden, model.kv_rank + model.rope_dim, bias=model.qkv_bias)
         self.kv_a_norm = make_norm(model, model.kv_rank, epsilon)
         self.heads = Heads(model, geometry, layer)
 

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.models.dropout import make_dropout
-from meshwright.models.parts import Linear, activation_of
+from meshwright.models.parts import ProductLinear, activation_of
 
 
 class MlpLayer(nn.Module):
     def __init__(self, model: Model, index: int) -> None:
         super().__init__()
-        self.linear = Linear(model.hidden, model.hidden, bias=model.ffn_bias)
+        self.linear = ProductLinear(model.hidden, model.hidden, bias=model.ffn_bias)
         # A square layer has no gate, so a gated activation is replaced by its ungated form.
         self.activation = F.relu if model.activation == "swiglu" else activation_of(model)
         self.last = index == model.layers - 1

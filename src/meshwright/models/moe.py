@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.models.copies import Copies, Sums
-from meshwright.models.parts import FeedForward, Linear, activation_of, gated_product
+from meshwright.models.parts import FeedForward, ProductLinear, activation_of, gated_product
 from meshwright.models.router import Router, Tokens
 
 Counts = list[int] | torch.Tensor  # rows of each expert
@@ -170,7 +170,7 @@ class MixtureOfExperts(nn.Module):
         self.router, self.weighs_inputs = Router(model), model.router.weigh_inputs
         self.experts = Experts(model)
         self.shared = FeedForward(model, model.shared_width) if model.shared_experts else None
-        self.shared_scale = Linear(model.hidden, 1, bias=False) if model.shared_gate else None
+        self.shared_scale = ProductLinear(model.hidden, 1, bias=False) if model.shared_gate else None
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         local_TH = self.placement.local_tokens(x_BSH)

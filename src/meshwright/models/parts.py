@@ -45,7 +45,7 @@ def activation_of(model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-class Linear(nn.Linear):
+class ProductLinear(nn.Linear):
     """A linear layer whose product can be replaced, by one in fp8 for example."""
 
     product: Product
@@ -148,9 +148,9 @@ class FeedForward(nn.Module):
         super().__init__()
         width = width or model.ffn
         if model.gated:
-            self.gate = Linear(model.hidden, width, bias=model.ffn_bias)
-        self.up = Linear(model.hidden, width, bias=model.ffn_bias)
-        self.down = Linear(width, model.hidden, bias=model.ffn_bias)
+            self.gate = ProductLinear(model.hidden, width, bias=model.ffn_bias)
+        self.up = ProductLinear(model.hidden, width, bias=model.ffn_bias)
+        self.down = ProductLinear(width, model.hidden, bias=model.ffn_bias)
         self.gated, self.activation = model.gated, activation_of(model)
         self.product = gated_product(model)
 

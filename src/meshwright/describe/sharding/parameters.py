@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.describe.model import Model
-from meshwright.describe.tensors import LinearShape, ParameterBlock, Vector
+from meshwright.describe.tensors import Linear, ParameterBlock, Vector
 from meshwright.describe.variants import ATTENTIONS
 
 TOKENS, PROJECT = "embedding.tokens.weight", "head.project.weight"
@@ -159,7 +159,7 @@ def module_styles(model: Model) -> tuple[tuple[str, str], ...]:
     return tuple(out.items())
 
 
-def module_of(model: Model, linear: LinearShape) -> str:
+def module_of(model: Model, linear: Linear) -> str:
     """The module of a block that holds a matrix."""
     if linear.name in STREAMS:
         return STREAMS[linear.name]
@@ -180,7 +180,7 @@ def module_of(model: Model, linear: LinearShape) -> str:
     return linear.name if not kind else f"{'' if part == 'ffn' else 'moe.'}{part}.{kind}"
 
 
-def _matrix(model: Model, linear: LinearShape) -> Iterator[Parameter]:
+def _matrix(model: Model, linear: Linear) -> Iterator[Parameter]:
     path = module_of(model, linear)
     experts = (linear.copies,) if linear.style.startswith("experts") else ()
     yield Parameter(f"{path}.weight", (*experts, linear.d_out, linear.d_in), linear.style)

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.sharding.rules import shard_range, share
 from meshwright.models.moe import GroupedLinear
-from meshwright.models.parts import Linear
+from meshwright.models.parts import ProductLinear
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.fp8 import E4M3, Fp8Product, layers_of, max_over_ranks, quantise, scale_of
 from meshwright.parallel.numerics.fp8_grouped import Fp8Grouped
@@ -76,7 +76,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class GatheredWeight:
     """The weight of a linear layer or of its experts: the bytes of its shard, and the units that its product reads after a gather."""
 
-    def __init__(self, layer: Linear | GroupedLinear, product: Product, ranks: int, index: int, owner: Fp8Weights):
+    def __init__(
+        self, layer: ProductLinear | GroupedLinear, product: Product, ranks: int, index: int, owner: Fp8Weights
+    ):
         """The shard is the `index`-th of `ranks`."""
         assert isinstance(layer.weight, DTensor)
         self.parameter, self.product, self.owner = layer.weight, product, owner
@@ -137,7 +139,7 @@ class GatherFamily:
 
     def add(self, layer: nn.Module, owner: Fp8Weights) -> None:
         ranks, index = self.mesh.size(self.axes[0]), self.mesh.index(self.axes[0])
-        parts = [part for part in layer.modules() if isinstance(part, Linear | GroupedLinear)]
+        parts = [part for part in layer.modules() if isinstance(part, ProductLinear | GroupedLinear)]
         found = [(part, part.product) for part in parts if isinstance(part.product, self.kind)]
         weights = [GatheredWeight(part, product, ranks, index, owner) for part, product in found]
         self.layers += [weights] if weights else []

@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from meshwright.models.parts import Linear, at_least_single
+from meshwright.models.parts import ProductLinear, at_least_single
 from meshwright.models.wide_products import scaled_product
 from meshwright.parallel import exchange
 from meshwright.parallel.saved_tensors import is_saved_as_share
@@ -229,7 +229,7 @@ def enable_fp8(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = ()
     whenever the weights may have changed."""
     if torch.cuda.is_available():
         gpu_has_units()
-    for part in [part for module in modules for part in module.modules() if isinstance(part, Linear)]:
+    for part in [part for module in modules for part in module.modules() if isinstance(part, ProductLinear)]:
         part.product = Fp8Product(groups, keeps and not groups)
 
 
@@ -237,7 +237,7 @@ def enable_fp8(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = ()
 def quantise_weights(stages: Iterable[nn.Module]) -> None:
     """Quantise the weights that layers use until the next call."""
     for layer in (layer for stage in stages for layer in layers_of(stage)):
-        linears = [part for part in layer.modules() if isinstance(part, Linear)]
+        linears = [part for part in layer.modules() if isinstance(part, ProductLinear)]
         kept = [(p.product, p.weight) for p in linears if isinstance(p.product, Fp8Product) and p.product.keeps]
         if kept:
             weights = [weight for _, weight in kept]

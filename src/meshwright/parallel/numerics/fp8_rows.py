@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.parts import Linear, at_least_single
+from meshwright.models.parts import ProductLinear, at_least_single
 from meshwright.models.wide_products import scaled_product
 from meshwright.parallel.numerics.fp8 import E4M3, UNIT, Quantised, gpu_has_units, has_scaled_product, padded, quantise
 
@@ -77,5 +77,5 @@ def enable_fp8(modules: Iterable[nn.Module]) -> None:
     """Run the linear layers inside these modules in fp8 with a scale per row."""
     if torch.cuda.is_available():
         gpu_has_units()
-    for part in (part for module in modules for part in module.modules() if isinstance(part, Linear)):
+    for part in (part for module in modules for part in module.modules() if isinstance(part, ProductLinear)):
         part.product = linear

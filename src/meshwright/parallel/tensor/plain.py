@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
-from meshwright.models.parts import Linear
+from meshwright.models.parts import ProductLinear
 
 TRIED = 3  # rows in the trial
 
@@ -37,14 +37,16 @@ def output_dim(part: Any) -> int:
 
 
 def product(part: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    compute = part.product if isinstance(part, Linear) else F.linear
+    compute = part.product if isinstance(part, ProductLinear) else F.linear
     return compute(x, part.weight.T if is_transposed(part) else part.weight, bias)
 
 
 @torch.no_grad()
 def check_plain(name: str, part: Any) -> None:
     """Raise for a linear layer or an embedding that computes more than its product."""
-    known = type(part).forward in (nn.Linear.forward, Linear.forward, nn.Embedding.forward) or is_transposed(part)
+    known = type(part).forward in (nn.Linear.forward, ProductLinear.forward, nn.Embedding.forward) or is_transposed(
+        part
+    )
     if known and "forward" not in vars(part):
         return
     weight = part.weight

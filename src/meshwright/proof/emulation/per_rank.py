@@ -32,7 +32,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.models.attention import SelfAttention, Sinks
 from meshwright.models.moe import GroupedLinear, MixtureOfExperts
-from meshwright.models.parts import Linear, ProjectionNorm
+from meshwright.models.parts import ProductLinear, ProjectionNorm
 from meshwright.models.router import Router
 from meshwright.models.transformer import LearnedPositions
 from meshwright.parallel.context.sequence import token_order
@@ -183,7 +183,7 @@ class PerRankGradients:
         return out
 
 
-class CopiedHeads(Linear):
+class CopiedHeads(ProductLinear):
     """A projection that computes each KV head once per rank that holds it. In fp8 each copy rounds its part of the gradient of the
     head; with one head the sum would be rounded."""
 
