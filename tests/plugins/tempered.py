@@ -34,7 +34,7 @@ def module(model, geometry, layer):
 
     from meshwright.models.attention import Sinks, positions_of, rule_of
     from meshwright.models.dropout import Probabilities
-    from meshwright.models.parts import Linear as Product
+    from meshwright.models.parts import ProductLinear as Product
 
     class Tempered(nn.Module):
         def __init__(self):

@@ -270,7 +270,7 @@ PADDED = ("vocabulary", "logits")  # styles whose rows are padded on our side: t
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class HfPlace:
     """Locates the values of one of our parameters in Hugging Face's tensors."""
 
     theirs: str  # a name; contains {expert} if each expert has a separate tensor
@@ -318,13 +318,13 @@ class TensorPlace:
             yield self.offset + block * self.period + first - block * self.block, stop - first
 
 
-def places(model: Model, family: str, exists: Callable[[str], bool] | None = None) -> dict[str, TensorPlace]:
+def places(model: Model, family: str, exists: Callable[[str], bool] | None = None) -> dict[str, HfPlace]:
     """The place of each parameter of a model by our name. `exists`: whether a folder has a tensor, to decide between two layouts;
     by default the first layout of the table."""
     table = table_of(family)
     prefix = prefix_of(table, exists)
     every = {p.name: p for p in parameters(model, range(model.layers))}
-    out: dict[str, TensorPlace] = {}
+    out: dict[str, HfPlace] = {}
     for p in every.values():
         found = [_place(model, p, row, table, prefix, every) for row in _rows_of(table, p)]
         if not found:
@@ -369,7 +369,7 @@ def _local(name: str) -> str:
 
 def _place(
     model: Model, p: Parameter, row: TensorRow, table: Family, prefix: str, every: dict[str, Parameter]
-) -> TensorPlace:
+) -> HfPlace:
     joined, layout = row.ours.split(" + "), row.layout.split()
     by_module = _local(p.name) not in joined
     field = p.name.rpartition(".")[2]
@@ -387,7 +387,7 @@ def _place(
         theirs = f"{table.layers}.{p.layer}.{theirs}"
     stacked = (p.shape[0],) if p.expert and EXPERT not in theirs else ()
     interleaved, groups = INTERLEAVED in layout, model.kv_groups if GROUPED in layout else 1
-    return TensorPlace(
+    return HfPlace(
         theirs if row.theirs == table.head else prefix + theirs,
         (*stacked, *shape),
         rows=lengths[index],

@@ -35,7 +35,7 @@ from meshwright.describe.sharding import PROJECT, Parameter, parameters
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.models.hf.folder import COMPANIONS, CONFIG, INDEX, SINGLE, Folder
 from meshwright.models.hf.safetensors_file import StoredTensor, write_safetensors
-from meshwright.models.hf.tables import EXPERT, TensorPlace, places, table_of
+from meshwright.models.hf.tables import EXPERT, HfPlace, places, table_of
 from meshwright.models.initialise import Weights
 from meshwright.units import format_bytes
 
@@ -92,7 +92,7 @@ class FolderWeights:
                 why="Its config.json describes another model, or one with parts that are not supported",
             )
 
-    def _check_shape(self, theirs: str, place: TensorPlace) -> None:
+    def _check_shape(self, theirs: str, place: HfPlace) -> None:
         found = self.folder.tensors.shape(theirs)
         if found != place.shape:
             raise MeshwrightError(
@@ -189,7 +189,7 @@ class Contribution:
     """A parameter of ours that makes up a tensor of theirs, or a part of it; `expert`: the only expert in that tensor."""
 
     parameter: Parameter
-    place: TensorPlace
+    place: HfPlace
     expert: int | None
 
 
