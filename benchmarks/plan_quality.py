@@ -33,7 +33,7 @@ from meshwright.planner.advice.alternatives import USABLE_MEMORY, fits, step
 from meshwright.planner.cases.studies import gains
 from meshwright.planner.question import DROPPED
 from meshwright.planner.search import choices
-from meshwright.planner.search.solve import solve
+from meshwright.planner.search.leaders import solve
 from meshwright.planner.search.space import Space
 from meshwright.predict.estimate import Estimate, estimate
 
@@ -75,7 +75,7 @@ def compare(c: PublishedRun) -> dict[str, Any]:
     allowed = choices.choices(base, choices.read(without=missing), tuple(c.stack.order))
     space = Space(configured(c, base), allowed)
     _, ranking = solve(space, headroom=1 - USABLE_MEMORY)
-    problem = legality.problem(legality.Case.of(c.plan, c.model, c.workload, c.cluster, c.stack, framework=True))
+    problem = legality.problem(legality.Case(c.plan, c.model, c.workload, c.cluster, c.stack, framework=True))
     out = {
         "source": c.row["source"], "model": c.model.name, "gpus": c.cluster.world, "stack": c.stack.name,
         "published": c.plan.title(), "fits": fits(published), "broken": problem.what if problem else "",
