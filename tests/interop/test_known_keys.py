@@ -47,6 +47,12 @@ def test_a_known_key_is_read_and_its_misspelling_is_unknown(framework: str, righ
     assert check({"id": "1", "framework": framework, "settings": {wrong: "x"}}).unknown == [wrong]
 
 
+def test_a_key_that_speaks_of_parallelism_and_that_no_package_has_is_unknown() -> None:
+    for framework in ("ms-swift", "TRL", "Megatron-Bridge", "Automodel"):
+        row = {"id": "1", "framework": framework, "settings": {"my_own.shard_everything_twice": 4}}
+        assert check(row).unknown == ["my_own.shard_everything_twice"]
+
+
 def test_halves_of_the_mistakes_do_not_change() -> None:
     """The rule that splits the published mistakes into those that were looked at and those that only count."""
     assert [BENCHMARK["half"](n) for n in (3, 4, 7, 10)] == ["build", "build", "held", "held"]

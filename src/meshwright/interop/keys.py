@@ -126,6 +126,8 @@ class Table:
             return "unknown"
         if NO_EFFECT.fullmatch(last):
             return "no effect"
+        if known and last not in known and MATTERS.search(name.lower()):
+            return "unknown"
         if any(re.search(pattern, name) for pattern in self.not_modelled):
             return "not modelled"
         return "unknown" if MATTERS.search(name.lower()) else "ignored"
