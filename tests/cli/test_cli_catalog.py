@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from meshwright.cli import main
 from meshwright.describe import catalog
+from meshwright.interop.frameworks import FRAMEWORKS
 
 
 def run(capsys, *arguments: str) -> str:
@@ -38,6 +41,22 @@ def test_the_overview_counts(capsys) -> None:
     for kind in catalog.KINDS:
         assert f"{kind} " in out
         assert str(len(catalog.names(kind))) in out
+
+
+def test_frameworks_are_listed_with_the_versions_that_were_tried(capsys) -> None:
+    out = run(capsys, "frameworks")
+    assert all(name in out for name in FRAMEWORKS)
+    assert json.loads(run(capsys, "frameworks", "--json"))["frameworks"]["deepspeed"]["versions_tried"] == ["0.19.8"]
+
+
+def test_versions_that_were_tried_are_those_of_the_tests_with_real_frameworks() -> None:
+    """versions.toml pins what `make test-frameworks` installs."""
+    pinned = tomllib.loads((Path(__file__).parents[1] / "frameworks" / "versions.toml").read_text())
+    for framework in FRAMEWORKS.values():
+        package = framework.package or framework.name
+        entries = [entry["packages"] for entry in pinned.values() if entry["writes"] == framework.name]
+        versions = {word.partition("==")[2] for words in entries for word in words if word.startswith(f"{package}==")}
+        assert versions == set(framework.tried), framework.name
 
 
 def test_a_cluster_card_shows_levels_and_rates(capsys) -> None:

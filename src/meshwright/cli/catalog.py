@@ -16,8 +16,11 @@ def command(
     json: bool = False,
 ) -> None:
     """List the models, clusters, accelerators, links and stacks in the catalog, with sources."""
+    if kind == "frameworks":
+        show_json({kind: view.frameworks_json()}) if json else show(view.frameworks())
+        return
     if kind and kind not in catalog.KINDS:
-        raise unknown("MW-CAT-001", "catalog", kind, catalog.KINDS, "meshwright catalog {}")
+        raise unknown("MW-CAT-001", "catalog", kind, [*catalog.KINDS, "frameworks"], "meshwright catalog {}")
     if json:
         kinds = [kind] if kind else list(catalog.KINDS)
         if name:

@@ -13,6 +13,7 @@ from meshwright.describe.cluster import Accelerator, Cluster, Link
 from meshwright.describe.config import load_cluster
 from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
+from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.units import Json, format_bytes, format_count, format_flops, format_rate, format_seconds
 from meshwright.view.tables import facts, filled, heading
 
@@ -49,6 +50,32 @@ def as_json(kind: str, name: str) -> Json:
     if isinstance(entry, Model):
         out |= {"parameters": entry.total, "active_parameters": entry.active, "parameters_by_part": entry.parameters()}
     return out
+
+
+# Frameworks
+
+
+def frameworks_json() -> Json:
+    """The frameworks that settings are written for, with the versions whose own parser was given what we write."""
+    return {
+        f.name: {
+            "title": f.title,
+            "package": f.package or f.name,
+            "form": f.form,
+            "stack": f.stack,
+            "versions_tried": list(f.tried),
+        }
+        for f in FRAMEWORKS.values()
+    }
+
+
+def frameworks() -> RenderableType:
+    rows = [
+        (f.name, f.title, f.form, ", ".join(f.tried) or "none: read back by ourselves only")
+        for f in FRAMEWORKS.values()
+    ]
+    note = "versions tried: the package's own parser read what we write (make test-frameworks). Other versions may refuse it."
+    return Group(filled(("--for", "framework", "form", "~versions tried"), rows), Text(note, "dim"))
 
 
 # Models
