@@ -198,7 +198,7 @@ class PlanFields(Described):
 Column = NDArray[Any]  # a number for each plan
 Array = float | Column  # a column, or one number for all plans
 Number = Any  # an int or a float, or an array of them
-Flag = Any  # a bool, or an array of them
+Flag = bool | np.ndarray  # of one plan, or for each of many
 
 FIELDS = tuple(PlanFields.model_fields)
 OVERLAP_AXES: tuple[str, ...] = get_args(Axis)

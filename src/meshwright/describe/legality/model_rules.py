@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from meshwright.describe.legality.case import Case, Flag, LegalityRule, Problem, divisors, values
-from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES
+from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES, Number
 from meshwright.errors import shown
 
 MOST_DEGREE = 4096  # larger degrees are not offered
@@ -16,7 +16,7 @@ FULL, NONE = RECOMPUTES.index("full"), RECOMPUTES.index("none")
 RING, ULYSSES = CP_KINDS.index("ring"), CP_KINDS.index("ulysses")
 
 
-def neither_divides(a: Flag, b: Flag) -> Flag:
+def neither_divides(a: Number, b: Number) -> Flag:
     """Whether neither of two numbers divides the other."""
     return (a % b != 0) & (b % a != 0)
 

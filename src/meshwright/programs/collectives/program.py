@@ -35,11 +35,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from meshwright.errors import MeshwrightError
 
 Array = np.ndarray
-Numbers = Any  # an array, a nested list, or one number
+Numbers = ArrayLike  # an array, a nested list, or one number
 Row = tuple[int, int, int, int, int]  # step, source, target, chunk, width
 
 
