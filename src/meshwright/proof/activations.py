@@ -26,7 +26,7 @@ from meshwright.proof.records import Activations, Trace
 from meshwright.proof.tolerance import FP64_BOUND, NEARLY_ZERO, tensor_error
 
 BATCH = ("inputs", "targets")
-DIMS = ("sample", "position", "feature", "feature")
+DIMS = ("samples", "positions", "features", "features")
 Rows = Mapping[int, np.ndarray]
 
 
@@ -59,7 +59,7 @@ class Sides:
         return {f"{name.rpartition('.')[0]}{norm}" for name in shared for norm in ("", "_norm")}
 
     def named(self, what: str, name: str, copies: list[Copy]) -> FirstDifference:
-        pattern = another_ranks(copies) or added_parameter(self.one, name, copies)
+        pattern = another_ranks(copies) or another_sample(copies) or added_parameter(self.one, name, copies)
         return FirstDifference(what, name, pattern or pattern_of(copies, self.factors, self.axes))
 
 
@@ -76,6 +76,8 @@ def first_in_forward(sides: Sides) -> FirstDifference | None:
         if around not in outputs or around in wrong or not comparable(sides, "outputs", around):
             return sides.named("batch" if name in BATCH else "output", name, copies)
     losses = list(loss_copies(sides))
+    if not losses and (last := first_in_backward(sides)):  # each rank has a part of the tokens: their gradients tell
+        return replace(last, what="loss", name="")
     if not any(differs(c, c.expected) for c in losses):
         return None
     place = sides.named("loss of each micro-batch", "", losses)
@@ -176,7 +178,11 @@ def loss_copies(sides: Sides) -> Iterator[Copy]:
         if own and covered and activations(trace).positions is None:
             expected = [sum(single[(sample,)] for sample in samples) for samples in own]
             yield Copy(
-                trace.coordinates, (min(own)[0],), np.array([*own.values()]), np.array(expected), dims=("micro-batch",)
+                trace.coordinates,
+                (min(own)[0],),
+                np.array([*own.values()]),
+                np.array(expected),
+                dims=("micro-batches",),
             )
 
 
@@ -197,6 +203,19 @@ def another_ranks(copies: Iterable[Copy]) -> Pattern | None:
         for xs in zip(*((c.got, c.expected) for c in several), strict=True)
     )
     return Pattern("permutation", "the elements of all ranks in another order") if same(got, expected) else None
+
+
+def another_sample(copies: Iterable[Copy]) -> Pattern | None:
+    """Whether each wrong sample of a rank has the values of another of its samples."""
+    swaps: dict[int, int] = {}
+    for copy in (c for c in copies if c.got.ndim > 1 and not same(c.got, c.expected)):
+        for i, row in enumerate(copy.got):
+            owners = [j for j, other in enumerate(copy.expected) if same(row, other)]
+            if not owners:
+                return None
+            swaps |= {} if i in owners else {copy.start[0] + i: copy.start[0] + owners[0]}
+    text = ", ".join(f"{wrong} those of {right}" for wrong, right in list(swaps.items())[:3])
+    return Pattern("permutation", f"samples have the values of others: {text}") if swaps else None
 
 
 def added_parameter(one: Trace, name: str, copies: Iterable[Copy]) -> Pattern | None:

@@ -80,7 +80,15 @@ def interrupt(trainer: Trainer, trace: Trace, job: Job, phases: Phases) -> None:
 
 
 def train_resumed(trainer: Trainer, trace: Trace, job: Job, phases: Phases) -> None:
-    """Train the steps after the save with a trainer that resumes from it; its model has no weights yet."""
+    """Train the steps after the save with a trainer that resumes from it; its model has no weights yet. It has evaluated before, as one
+    that goes back to a checkpoint without a restart: weights that ZeRO-3 gathered for an evaluation must not survive."""
+    if (
+        phases.evaluate_every
+        and trainer.parallel.mesh.sharded
+        and not (job.model.experts or job.workload.precision == "fp8")
+    ):
+        samples: Any = RecordedSamples(validation_samples(phases.config), "", job.model.vocab, {})
+        Evaluation(trainer, samples, 1).loss()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(job.seed + 1)
     interrupt(trainer, trace, job, replace(phases, start=phases.folder))

@@ -35,7 +35,7 @@ class Copy:
     expected: np.ndarray
     before: np.ndarray | None = None  # what this rank had in the step before
     expected_before: np.ndarray | None = None
-    dims: tuple[str, ...] = ("row", "column")  # what the dimensions are called
+    dims: tuple[str, ...] = ("rows", "columns")  # what the dimensions are called
 
 
 @dataclass(frozen=True)
@@ -183,14 +183,14 @@ def part_of(
     for dim in range(wrong[0].got.ndim):
         rows = [bad_indices(c, dim) for c in wrong]
         if all(0 < len(r) <= MOST_PART * c.got.shape[dim] for r, c in zip(rows, wrong, strict=True)):
-            chosen, name = rows[0], (*wrong[0].dims, *(f"index of dimension {d}" for d in range(2, 9)))[dim]
+            chosen, name = rows[0], (*wrong[0].dims, *(f"indices of dimension {d}" for d in range(2, 9)))[dim]
             alike = [c for c in copies if (c.start, c.got.shape) == (wrong[0].start, wrong[0].got.shape)]
             inner = pattern_of(
                 [Copy(c.coordinates, c.start, c.got.take(chosen, dim), c.expected.take(chosen, dim)) for c in alike],
                 factors,
                 axes,
             )
-            text = f"{len(chosen)} of {wrong[0].got.shape[dim]} {name}s, from {chosen[0] + wrong[0].start[dim]} on"
+            text = f"{len(chosen)} of {wrong[0].got.shape[dim]} {name}, from {chosen[0] + wrong[0].start[dim]} on"
             return Pattern("part", f"{text}: {inner.kind} {inner.detail}".rstrip(), inner.axis)
     return None
 
