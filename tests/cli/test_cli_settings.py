@@ -144,7 +144,7 @@ def test_recipes_print_one_object_per_line(capsys, tmp_path) -> None:
     code, text = run(capsys, "lint", "--recipes", str(path), "--json")
     first, second = map(json.loads, text.splitlines())
     assert code == 0
-    assert list(first) == ["id", "read", "unknown", "legal", "fits", "findings"]
+    assert list(first) == ["id", "read", "unknown", "legal", "fits", "slow", "findings"]
     assert (first["id"], first["read"], first["legal"], first["fits"]) == ("a", True, True, None)
     assert second["legal"] is False
     code, text = run(capsys, "lint", "--recipes", str(path))

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from meshwright.models import router
 from meshwright.parallel import apply, exchange, pipeline
 from meshwright.parallel.context import sequence
 from meshwright.parallel.data import buckets, local_sgd
+from meshwright.parallel.expert import dispatch
+from meshwright.parallel.numerics import fp8
 from meshwright.parallel.tensor import split, vocabulary
 from meshwright.training import loop
 from meshwright.training.checkpoint import load
@@ -28,6 +31,7 @@ class Further(NamedTuple):
     model: dict[str, Any] | None = None
     workload: dict[str, Any] | None = None
     optimizer: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
     shared: bool = False
     daily: bool = False
 
@@ -208,6 +212,38 @@ def samples_of_the_batch_rotated_between_steps():
     loop.Trainer.train_step = step
 
 
+def rows_of_experts_in_the_order_of_arrival():
+    """Copies that came from several ranks are not sorted by expert."""
+    dispatch.ExpertDispatch._by_expert = lambda self, device: torch.arange(self.total, device=device)
+
+
+def capacity_of_half_the_tokens():
+    plain = router.Router.capacity
+    router.Router.capacity = lambda self, tokens, factor: plain(self, tokens // 2, factor)
+
+
+def fp8_weights_of_the_first_step():
+    plain, done = fp8.quantise_weights, []
+
+    def once(stages):
+        if not done:
+            plain(stages)
+        done.append(True)
+
+    fp8.quantise_weights = once
+
+
+def fp8_scales_of_the_first_products():
+    """A scale is kept for every shape of a tensor, and never follows its values."""
+    plain, first = fp8.amax_of, {}
+    fp8.amax_of = lambda x: first.setdefault(tuple(x.shape), plain(x).clone())
+
+
+def documents_ignored_by_the_ring():
+    plain = sequence.pattern_of
+    sequence.pattern_of = lambda *given: plain(*given)._replace(documents_BS=None)
+
+
 Z3, SP = {"shard": 2, "zero": 3}, {"tp": 2, "sp": True}
 EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn": 16}
 BF16 = {"param_dtype": "bf16", "master": True}
@@ -228,5 +264,10 @@ FURTHER = [
     Further("the_gradient_of_another_micro_batch_sent_back", {"pp": 2}, "backward", "permutation", "gradient of the output of layers.0"),
     Further("moving_average_before_the_update", {"replicate": 2}, "update", "stale", optimizer={"ema": 0.9}, shared=True),
     Further("moments_swapped_at_the_resume", {"shard": 2, "zero": 1}, "resume", "other", shared=True),
+    Further("rows_of_experts_in_the_order_of_arrival", {"replicate": 2, "ep": 2}, "forward", "other", "layers.0", EXPERTS),
+    Further("capacity_of_half_the_tokens", {"replicate": 2}, "forward", "other", "layers.0", {**EXPERTS, "router": {"capacity": 1.0}}),
+    Further("fp8_weights_of_the_first_step", {"replicate": 2}, "forward", "other", "layers.0", workload={"precision": "fp8"}),
+    Further("fp8_scales_of_the_first_products", {"tp": 2}, "forward", "other", "layers.0", workload={"precision": "fp8"}),
+    Further("documents_ignored_by_the_ring", {"cp": 2}, "forward", "other", "layers.0.attention", data={"document_mask": True}),
     Further("samples_of_the_batch_rotated_between_steps", {"replicate": 2}, "forward", "permutation", "batch of targets"),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ lists the model and the settings that show a bug, and the kind of the first diff
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import layouts
@@ -51,7 +51,9 @@ def rotation_counts_from_one():
 
 
 def document_mask_ignored():
-    patch(attention.Geometry, "documents", lambda self: None)
+    for room in (attention, sequence):
+        plain = room.current
+        patch(room, "current", lambda plain=plain: replace(plain(), documents_BS=None))
 
 
 def window_off_by_one():

@@ -24,7 +24,7 @@ def diagnosis_of(bug, monkeypatch):
     workload = {"batch": 12, "seq": 16, "precision": "fp32", **(bug.workload or {})}
     plan = {"param_dtype": "fp32", "master": False, **bug.plan}
     config = Config.from_parts(
-        {**TINY, **(bug.model or {})}, "laptop", workload=workload, plan=plan, optimizer=bug.optimizer
+        {**TINY, **(bug.model or {})}, "laptop", workload=workload, plan=plan, optimizer=bug.optimizer, data=bug.data
     )
     small = small_copy(config, 2)
     return proofs.prove_copy(config, small, 3, 0, "cpu", f"bugs_further:{bug.name}").diagnosis

@@ -119,13 +119,13 @@ class Table:
     def kind_of(self, name: str) -> str:
         """Classify an unlisted key: "no effect", "not modelled", "unknown" (it could matter) or "ignored"."""
         last = last_part(name)
+        if NO_EFFECT.fullmatch(last):
+            return "no effect"
         known = known_keys(self.known_as)
         if last not in known and any(is_misspelling(last, each, 2) for each in known):
             return "unknown"
         if any(is_misspelling(name, each) for each in self.names() if last not in known or last_part(each) == last):
             return "unknown"
-        if NO_EFFECT.fullmatch(last):
-            return "no effect"
         if known and last not in known and MATTERS.search(name.lower()):
             return "unknown"
         if any(re.search(pattern, name) for pattern in self.not_modelled):

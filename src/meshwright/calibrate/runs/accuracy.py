@@ -229,7 +229,7 @@ def to_toml(fit: StackFit, bands: dict[str, Band]) -> str:
     for level, band in bands.items():
         lines.append(f"[bands.{level}]\nlow = {band.low:.4f}\nhigh = {band.high:.4f}\n")
     for name, fields in stack_numbers(fit).items():
-        lines.append(f"[stacks.{name}]")
+        lines.append(f'[stacks."{name}"]')
         lines += [
             f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value!r}" for key, value in fields.items()
         ]
