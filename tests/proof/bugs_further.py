@@ -31,7 +31,7 @@ class Further(NamedTuple):
     model: dict[str, Any] | None = None
     workload: dict[str, Any] | None = None
     optimizer: dict[str, Any] | None = None
-    data: dict[str, Any] | None = None
+    documents: bool = False
     shared: bool = False
     daily: bool = False
 
@@ -266,8 +266,8 @@ FURTHER = [
     Further("moments_swapped_at_the_resume", {"shard": 2, "zero": 1}, "resume", "other", shared=True),
     Further("rows_of_experts_in_the_order_of_arrival", {"replicate": 2, "ep": 2}, "forward", "other", "layers.0", EXPERTS),
     Further("capacity_of_half_the_tokens", {"replicate": 2}, "forward", "other", "layers.0", {**EXPERTS, "router": {"capacity": 1.0}}),
-    Further("fp8_weights_of_the_first_step", {"replicate": 2}, "forward", "other", "layers.0", workload={"precision": "fp8"}),
-    Further("fp8_scales_of_the_first_products", {"tp": 2}, "forward", "other", "layers.0", workload={"precision": "fp8"}),
-    Further("documents_ignored_by_the_ring", {"cp": 2}, "forward", "other", "layers.0.attention", data={"document_mask": True}),
+    Further("fp8_weights_of_the_first_step", {"replicate": 2}, "forward", "stale", "layers.0", workload={"precision": "fp8"}),
+    Further("fp8_scales_of_the_first_products", {"tp": 2}, "forward", "stale", "layers.0", workload={"precision": "fp8"}),
+    Further("documents_ignored_by_the_ring", {"cp": 2}, "forward", "part", "layers.0.attention", documents=True),
     Further("samples_of_the_batch_rotated_between_steps", {"replicate": 2}, "forward", "permutation", "batch of targets"),
 ]  # fmt: skip
