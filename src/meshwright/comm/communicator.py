@@ -313,6 +313,3 @@ def with_sizes(program: Program, sizes: Sequence[int]) -> Program:
     per_shard = program.chunks // program.ranks
     chunks = np.concatenate([split(int(size), per_shard) for size in sizes])
     return program.but(sizes=chunks, elements=int(sum(sizes)))
-
-
-__all__ = ["Communicator", "with_sizes"]

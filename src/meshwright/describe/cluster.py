@@ -408,6 +408,3 @@ def uniform(ranks: int, alpha: float, bandwidth: float, memory_bandwidth: float 
     device = Accelerator(name="device", memory=80e9, memory_bandwidth=memory_bandwidth, peak={"bf16": 1e15})
     link = Link(name="link", alpha=alpha, bandwidth=bandwidth)
     return Cluster(name="uniform", accelerator=device, levels=(Level(name="switch", size=ranks, link=link),))
-
-
-__all__ = ["DTYPE_BYTES", "Accelerator", "Cluster", "Collectives", "Factors", "Level", "Link", "Path", "uniform"]

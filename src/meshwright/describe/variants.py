@@ -113,8 +113,6 @@ class NameIn:
         return {"type": "string", "enum": list(self.registry)}
 
 
-__all__ = ["NameIn", "Registry"]
-
 # --- The activation functions of the FFN: names, costs, and the torch function, which `models.parts` joins by name.
 
 

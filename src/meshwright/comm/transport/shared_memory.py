@@ -302,6 +302,3 @@ class Watch:
             self.memory.check_failure()
         if now >= self.start + self.memory.timeout:
             raise Lost(self.place, link.peer, "did not answer in time: Timed out waiting for a message")
-
-
-__all__ = ["SharedMemory"]

@@ -67,6 +67,3 @@ def chunks_of(program: Program, slots: Array, rank: int) -> list[int]:
     """Return the chunks of `rank` that occur in `slots`, in ascending order."""
     low, high = np.searchsorted(slots, [rank * program.chunks, (rank + 1) * program.chunks])
     return (slots[low:high] - rank * program.chunks).tolist()
-
-
-__all__ = ["chunks_of", "loaded", "run_on_arrays", "states"]

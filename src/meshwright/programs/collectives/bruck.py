@@ -63,6 +63,3 @@ def bruck_all_to_all(ranks: int, elements: int) -> Program:
         chunk = origin * ranks + (origin + distance) % ranks
         tables.append(moves(k, holder, (holder + 2**k) % ranks, chunk))
     return collective("all-to-all", ranks, elements, joined(tables) if tables else rows([]))
-
-
-__all__ = ["bruck_all_gather", "bruck_all_to_all", "bruck_reduce_scatter", "dissemination_barrier"]

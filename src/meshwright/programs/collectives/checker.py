@@ -307,6 +307,3 @@ def members(bits: int) -> list[int]:
 
 def ranks_of(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + listed([str(r) for r in ranks], 8)
-
-
-__all__ = ["check", "single_chunk_moves"]

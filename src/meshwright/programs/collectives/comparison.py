@@ -123,6 +123,3 @@ def compare(
             row.append(walk(program, cluster, placement, element_bytes).makespan)
         times[name] = tuple(row)
     return Comparison(operation, cluster.name, ranks, tuple(float(s) for s in sizes), times)
-
-
-__all__ = ["SIZES", "Comparison", "Crossover", "compare", "options_for"]

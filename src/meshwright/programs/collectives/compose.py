@@ -90,6 +90,3 @@ def grid(elements: int, parts: set[int]) -> tuple[Array, dict[int, Array]]:
     place = {cut: k for k, cut in enumerate(cuts)}
     offsets = np.array([int(cut * elements) for cut in cuts], dtype=np.int64)
     return np.diff(offsets), {p: np.array([place[Fraction(c, p)] for c in range(p + 1)]) for p in parts}
-
-
-__all__ = ["grid", "in_sequence", "in_turn", "relabelled", "reverse", "together"]

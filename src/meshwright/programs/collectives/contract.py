@@ -112,6 +112,3 @@ def collective(
     sizes = chunk_sizes(operation, ranks, elements, chunks) if sizes is None else sizes
     starts, ends = contract(operation, ranks, chunks, root, target)
     return Program(operation, "", ranks, elements, sizes, starts, ends, table, root, groups, switches)
-
-
-__all__ = ["DUAL", "OPERATIONS", "SHARDED", "chunk_sizes", "collective", "contract"]

@@ -105,6 +105,3 @@ def first_use(ranks: int) -> dict[Edge, int]:
         earliest = arrival[tree, parent] + 1
         first[edge] = arrival[tree, child] = earliest + (earliest + colour[edge]) % 2
     return first
-
-
-__all__ = ["double_tree_all_reduce", "double_tree_broadcast", "double_tree_reduce"]

@@ -120,6 +120,3 @@ class Events:
         until = np.maximum(self.busy[self.rank_of[finished]], now)
         goes_on = self.has_next[finished]
         self.schedule(until[goes_on], ENTERS, finished[goes_on] + 1)
-
-
-__all__ = ["play"]

@@ -57,6 +57,3 @@ def all_reduce(ranks: int, elements: int) -> Program:
     source, target = np.nonzero(~np.eye(ranks, dtype=bool))
     gather = collective("all-gather", ranks, elements, moves(0, source, target, source))
     return in_sequence("all-reduce", reduce_scatter(ranks, elements), gather)
-
-
-__all__ = ["all_reduce", "direct", "pairwise", "reduce_scatter"]

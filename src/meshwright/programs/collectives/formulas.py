@@ -363,6 +363,3 @@ def best_segments(algorithm: str, ranks: int, size: float, link: Link) -> int:
     if link.alpha == 0:
         return 2**12
     return min(2**12, max(1, round(math.sqrt(max(0, fill) * size * link.beta / link.alpha) / stride)))
-
-
-__all__ = ["FORMULAS", "Terms", "best_segments", "terms", "text"]

@@ -176,6 +176,3 @@ def stuck(
         f"rank {rank}, {waiting}: waits forever",
         why=f"Deadlock: rank {waiting.peer} reaches the matching instruction only after a step that waits for rank {rank}",
     )
-
-
-__all__ = ["Instruction", "assemble", "instructions", "rank_lists"]

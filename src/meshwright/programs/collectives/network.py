@@ -160,6 +160,3 @@ def bytes_by_port(sent: Messages, via: LinkRoutes) -> dict[tuple[Any, ...], floa
     total = np.zeros(len(via.capacity))
     np.add.at(total, via.ports, by_pair[:, None])
     return dict(zip(via.names, total[:-1].tolist(), strict=True))
-
-
-__all__ = ["LinkRoutes", "Messages", "bytes_by_port", "max_min_rates", "messages", "private_pairs", "routes"]

@@ -109,9 +109,3 @@ def coordinates(groups: Groups) -> tuple[Array, Array, Array]:
     for k, group in enumerate(groups):
         node[list(group)], place[list(group)] = k, np.arange(len(group))
     return node, place, np.array([np.resize(group, width) for group in groups])
-
-
-__all__ = [
-    "hierarchical_all_reduce", "two_level_all_gather", "two_level_all_reduce", "two_level_all_to_all",
-    "two_level_reduce_scatter",
-]  # fmt: skip

@@ -217,6 +217,3 @@ def split(elements: int, parts: int) -> Array:
     """Return the sizes of C = `parts` chunks of n elements: chunk c covers [c·n//C, (c+1)·n//C)."""
     edges = np.arange(parts + 1, dtype=object if elements * parts >= 2**62 else np.int64) * elements // parts
     return np.diff(edges).astype(np.int64)
-
-
-__all__ = ["Moves", "Program", "in_order", "joined", "moves", "rows", "split", "take"]

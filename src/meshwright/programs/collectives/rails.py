@@ -105,9 +105,3 @@ def on_rails(ranks: int, elements: int, groups: Groups, up: Program, down: Progr
         together([inside(last(len(group), elements), group) for group in groups]),
     )
     return collective("all-reduce", ranks, elements, table, chunks=rails * chunks, groups=groups)
-
-
-__all__ = [
-    "multi_ring_all_gather", "multi_ring_all_reduce", "multi_ring_reduce_scatter", "rail_double_tree_all_reduce",
-    "rail_tree_all_reduce",
-]  # fmt: skip

@@ -69,6 +69,3 @@ def halving_doubling_all_reduce(ranks: int, elements: int) -> Program:
     unfold = rows([(0, 2 * i, 2 * i + 1, 0, p) for i in range(e)])
     table = in_turn(fold, relabelled(inner.moves, core), unfold)
     return collective("all-reduce", ranks, elements, table, chunks=p)
-
-
-__all__ = ["doubling_all_gather", "halving_doubling_all_reduce", "halving_reduce_scatter"]

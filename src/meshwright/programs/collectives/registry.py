@@ -126,6 +126,3 @@ def groups_of(cluster: Cluster, ranks: int, placement: Sequence[int] | None = No
     for rank, device in enumerate(place(cluster, ranks, placement)):
         nodes.setdefault(device // cluster.node_size, []).append(rank)
     return tuple(tuple(group) for group in nodes.values())
-
-
-__all__ = ["ALGORITHMS", "accepts", "algorithm", "algorithms_of", "as_groups", "build", "builder", "groups_of", "place"]

@@ -48,6 +48,3 @@ def reduce_scatter(ranks: int, elements: int) -> Program:
 def all_reduce(ranks: int, elements: int) -> Program:
     """Reduce-scatter, then all-gather."""
     return in_sequence("all-reduce", reduce_scatter(ranks, elements), all_gather(ranks, elements))
-
-
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]

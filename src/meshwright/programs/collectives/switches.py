@@ -114,6 +114,3 @@ def switched(
     table = together(tables) if ranks > 1 else moves([], [], [], [])
     used = switches if any(len(group) > 1 for group in switches) else ()
     return collective("all-reduce", ranks, elements, table, chunks=segments * shards, groups=groups, switches=used)
-
-
-__all__ = ["nvls_all_reduce", "sharp_all_reduce"]

@@ -152,10 +152,3 @@ def wrapped(first: int, count: int, modulus: int) -> list[tuple[int, int]]:
     first %= modulus
     head = min(count, modulus - first)
     return [run for run in ((first, head), (0, count - head)) if run[1] > 0]
-
-
-__all__ = [
-    "binomial_broadcast", "binomial_gather", "binomial_reduce", "binomial_scatter", "chain_broadcast", "chain_reduce",
-    "naive_all_reduce", "naive_broadcast", "naive_gather", "naive_reduce", "naive_scatter", "point_to_point", "rounds",
-    "tree_all_gather", "tree_all_reduce", "tree_reduce_scatter", "wrapped",
-]  # fmt: skip

@@ -113,6 +113,3 @@ def by_step(sent: Messages, start: Array, done: Array) -> tuple[Array, Array]:
         last[filled] = np.maximum.reduceat(done, sent.bounds[filled])
     first[~np.isfinite(first)] = 0.0
     return first, last
-
-
-__all__ = ["Walk", "walk"]
