@@ -130,6 +130,12 @@ def test_cost_reads_the_step_program_and_never_lowers() -> None:
     assert of_lower == {"meshwright.lower.program"}
 
 
+def test_measured_communication_is_named_by_the_step_program() -> None:
+    """What a run issued is compared with the lowered value: the reader of its events asks `lower` for nothing else."""
+    of_lower = {t for t in imported("meshwright.training.measure.communication") if room(t) == "lower"}
+    assert of_lower == {"meshwright.lower.program", "meshwright.lower.step"}
+
+
 def has_hidden_state(code: str) -> bool:
     """Whether code rebinds a variable of its module, or keeps values by context or thread."""
     return bool(re.search(r"^ *global \w+$|\bcontextvars\b|\bthreading.local\b", code, re.MULTILINE))

@@ -22,6 +22,8 @@ def add_ranks(program: StepProgram, every_rank: bool, stages: bool) -> StepProgr
     program.ranks, program.every_rank = pipeline_ranks(program, every_rank), every_rank
     program.closing = sync.step_ops(program, fullest_rank(program), sums=largest_sums(program.ranks, program.batch.n))
     program.stages = every_stage(program) if stages else []
+    for rank in program.ranks if stages and program.batch.n == 1 else ():
+        rank.closing = sync.step_ops(program, rank)
     return program
 
 

@@ -147,6 +147,7 @@ class RankProgram(StageBlocks):
         0.0,
     )  # bytes of compressors' buffers: of all messages together, of the largest one
     matrix_buffers: Array = 0.0  # bytes that Muon sends, receives and multiplies
+    closing: list[Op] = field(default_factory=list)  # what it does once per step: of a single plan, with its stages
 
 
 @dataclass

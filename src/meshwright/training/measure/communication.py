@@ -32,17 +32,12 @@ from math import isnan, log
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
 from meshwright.cost.phase import AXIS_OF
 from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.result import Prediction
-from meshwright.lower import sync
 from meshwright.lower.program import Op, StepProgram, scalar
-from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
-from meshwright.lower.traffic import boundary_ops
 from meshwright.training.hooks import CommEvent, RankReport, RecordedStep
 from meshwright.units import Json
 
@@ -77,7 +72,7 @@ class LoweredNames:
     @cached_property
     def program(self) -> StepProgram:
         c = self.config
-        return step_program(c.model, c.plan, c.workload, c.stack)
+        return step_program(c.model, c.plan, c.workload, c.stack, every_rank=True, stages=True)
 
     def stage(self, rank: int) -> int:
         return self.layout.coordinates(rank)["pp"]
@@ -98,11 +93,11 @@ class LoweredNames:
 
     def _operations(self, stage: int) -> list[tuple[str, str, Op]]:
         """(block, phase, operation) of everything that the ranks of a pipeline stage send."""
-        held = rank_blocks(self.program.batch, np.full(1, float(stage)))
-        found = [(*key, op) for key, ops in self.program.blocks.items() for op in ops]
-        found += [("", ONCE, op) for op in sync.step_ops(self.program, held)]
-        found += [("", phase, op) for phase, op in boundary_ops(self.program)]
-        return [row for row in found if row[2].axis and scalar(row[2].count) > 0]
+        program = self.program
+        issued = [(*key, op) for key, ops in program.blocks.items() for op in ops]
+        issued += [("", ONCE, op) for op in program.ranks[stage].closing]
+        issued += [("", phase, op) for phase in ("F", "I") for op in program.sync.get(f"boundary-{phase}", ())]
+        return [row for row in issued if row[2].axis and scalar(row[2].count) > 0]
 
     def _find(self, rank: int, axis: str, kind: str, size: int) -> list[Lowered]:
         reported, ranks = AXES.get(axis, "other"), self.members(axis, rank)
