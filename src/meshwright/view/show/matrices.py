@@ -36,43 +36,31 @@ def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def column_parallel() -> Json:
-    """Split W by columns."""
+    """Split W by columns: each GPU has all of X, and computes half of the columns of Y."""
     x, w, dy = operands()
     parts = np.split(w, GPUS, axis=1)
     outputs = [x @ part for part in parts]
     gathered = run_collective([y.T.ravel() for y in outputs], "all-gather", w.shape[1] * 2)
-    y = gathered.reshape(w.shape[1], 2).T
     partial = [g @ part.T for g, part in zip(np.split(dy, GPUS, axis=1), parts, strict=True)]
     dx = run_collective([p.ravel() for p in partial], "all-reduce", x.size).reshape(x.shape)
-    return {
-        "X": x,
-        "W": parts,
-        "Y": outputs,
-        "whole Y": y,
-        "X·W": x @ w,
-        "dX": partial,
-        "whole dX": dx,
-        "dY·Wᵀ": dy @ w.T,
-    }
+    return example(x, parts, outputs, gathered.reshape(w.shape[1], 2).T, partial, dx)
 
 
 def row_parallel() -> Json:
-    """Split W by rows, and X by columns."""
+    """Split W by rows, and X by columns: each GPU computes a part of every sum."""
     x, w, dy = operands()
     inputs, parts = np.split(x, GPUS, axis=1), np.split(w, GPUS, axis=0)
     partial = [a @ b for a, b in zip(inputs, parts, strict=True)]
     y = run_collective([p.ravel() for p in partial], "all-reduce", partial[0].size).reshape(partial[0].shape)
     grads = [dy @ part.T for part in parts]
-    return {
-        "X": inputs,
-        "W": parts,
-        "Y": partial,
-        "whole Y": y,
-        "X·W": x @ w,
-        "dX": grads,
-        "whole dX": np.hstack(grads),
-        "dY·Wᵀ": dy @ w.T,
-    }
+    return example(inputs, parts, partial, y, grads, np.hstack(grads))
+
+
+def example(inputs: Any, weights: Any, outputs: Any, y: np.ndarray, grads: Any, dx: np.ndarray) -> Json:
+    """The matrices on each GPU, the combined ones, and those of one device."""
+    x, w, dy = operands()
+    names = ("X", "W", "Y", "whole Y", "X·W", "dX", "whole dX", "dY·Wᵀ")
+    return dict(zip(names, (inputs, weights, outputs, y, x @ w, grads, dx, dy @ w.T), strict=True))
 
 
 def run_collective(inputs: list[np.ndarray], operation: str, elements: int) -> np.ndarray:
@@ -100,65 +88,63 @@ def show(topic: str, *, as_json: bool = False) -> None:
     """Print the example."""
     if as_json:
         return show_json(data(topic))
-    example, equal = example_of(topic)
-    return print_out(*(column_page(example, equal) if topic == "column-parallel" else row_page(example, equal)))
+    return print_out(*page(topic))
 
 
-def column_page(example: Json, equal: bool) -> list[Any]:
-    cards = [
-        card(
-            g,
-            ("X: all of it", example["X"], ""),
-            (f"W{g}: columns {4 * g}–{4 * g + 3}", example["W"][g], TINTS[g]),
-            (f"Y{g} = X·W{g}", example["Y"][g], TINTS[g]),
-        )
-        for g in range(GPUS)
-    ]
-    return [
-        heading(
-            "Column-parallel",
-            "Y = X·W, the columns of W split over two GPUs: each has all of X and half of the output features",
-        ),
-        Columns(cards),
-        combined_panel("Y = [Y0 | Y1] by all-gather", example["Y"], example["whole Y"], "beside"),
-        verdict("Y", equal),
-        Text(
+# Of each topic: title, what is split, what a GPU has (name, and the key of its matrix), how the parts become Y and dX, and what is sent.
+PAGES: dict[str, Json] = {
+    "column-parallel": {
+        "split": "Y = X·W, the columns of W split over two GPUs: each has all of X and half of the output features",
+        "cards": (("X: all of it", "X"), ("W{g}: columns {first}–{last}", "W"), ("Y{g} = X·W{g}", "Y")),
+        "wide": 4,
+        "Y": ("Y = [Y0 | Y1] by all-gather", "beside"),
+        "forward": (
             "forward    no communication: the halves can be the input of a row-parallel product; the all-gather is needed only for the full Y"
         ),
-        Text("backward   each GPU has the partial dX of its columns of W; an all-reduce adds them:"),
-        combined_panel("dX = dX0 + dX1 by all-reduce", example["dX"], example["whole dX"], "sum"),
-        verdict("dX", equal),
-    ]
-
-
-def row_page(example: Json, equal: bool) -> list[Any]:
-    cards = [
-        card(
-            g,
-            (f"X{g}: columns {2 * g}–{2 * g + 1}", example["X"][g], TINTS[g]),
-            (f"W{g}: rows {2 * g}–{2 * g + 1}", example["W"][g], TINTS[g]),
-            (f"partial Y{g} = X{g}·W{g}", example["Y"][g], TINTS[g]),
-        )
-        for g in range(GPUS)
-    ]
-    return [
-        heading(
-            "Row-parallel",
-            "Y = X·W, the rows of W split over two GPUs: each has half of the input features and a part of every sum",
+        "backward": "backward   each GPU has the partial dX of its columns of W; an all-reduce adds them:",
+        "dX": ("dX = dX0 + dX1 by all-reduce", "sum"),
+    },
+    "row-parallel": {
+        "split": "Y = X·W, the rows of W split over two GPUs: each has half of the input features and a part of every sum",
+        "cards": (
+            ("X{g}: columns {first}–{last}", "X"),
+            ("W{g}: rows {first}–{last}", "W"),
+            ("partial Y{g} = X{g}·W{g}", "Y"),
         ),
-        Columns(cards),
-        combined_panel("Y = Y0 + Y1 by all-reduce", example["Y"], example["whole Y"], "sum"),
-        verdict("Y", equal),
-        Text("forward    one all-reduce of Y; a bias is added once, after it (or on one GPU), never by both"),
-        Text("backward   no communication: each GPU computes dX of its columns of X from all of dY"),
-        combined_panel("dX = [dX0 | dX1], as split", example["dX"], example["whole dX"], "beside"),
-        verdict("dX", equal),
+        "wide": 2,
+        "Y": ("Y = Y0 + Y1 by all-reduce", "sum"),
+        "forward": "forward    one all-reduce of Y; a bias is added once, after it (or on one GPU), never by both",
+        "backward": "backward   no communication: each GPU computes dX of its columns of X from all of dY",
+        "dX": ("dX = [dX0 | dX1], as split", "beside"),
+    },
+}
+
+
+def page(topic: str) -> list[Any]:
+    """What each GPU has, how Y and dX follow from it, and whether they equal those of one device."""
+    (matrices, equal), words = example_of(topic), PAGES[topic]
+    out: list[Any] = [
+        heading(topic.capitalize(), words["split"]),
+        Columns([card(g, matrices, words) for g in range(GPUS)]),
     ]
+    for what, notes in (("Y", (words["forward"], words["backward"])), ("dX", ())):
+        title, how = words[what]
+        out += [
+            combined_panel(title, matrices[what], matrices[f"whole {what}"], how),
+            verdict(what, equal),
+            *map(Text, notes),
+        ]
+    return out
 
 
-def card(gpu: int, *matrices: tuple[str, np.ndarray, str]) -> Panel:
-    """Return a panel with the matrices on one GPU."""
-    parts = [part for name, matrix, style in matrices for part in (Text(name, "dim"), grid(matrix, style))]
+def card(gpu: int, matrices: Json, words: Json) -> Panel:
+    """Return a panel with the matrices on one GPU; a matrix that is not split has no colour."""
+    first = words["wide"] * gpu
+    parts: list[Any] = []
+    for name, key in words["cards"]:
+        value, tint = matrices[key], TINTS[gpu]
+        value, tint = (value[gpu], tint) if isinstance(value, list) else (value, "")
+        parts += [Text(name.format(g=gpu, first=first, last=first + words["wide"] - 1), "dim"), grid(value, tint)]
     return Panel(Group(*parts), title=f"GPU {gpu}", border_style=TINTS[gpu], width=46)
 
 
