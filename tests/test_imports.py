@@ -142,13 +142,13 @@ def has_hidden_state(code: str) -> bool:
 
 
 def test_values_pass_by_signatures_except_in_the_step_context() -> None:
-    """`models.step_context` is the one variable that carries values past signatures where torch runs; a pool of processes keeps its tokenizer."""
+    """`models.step_context` is the one variable that carries values past signatures where torch runs."""
     assert has_hidden_state("from contextvars import ContextVar\nnow = ContextVar('now')")
     assert has_hidden_state("import threading\nnow = threading.local()")
     assert not has_hidden_state("import threading\nthreading.Lock()")
     wing = [name for name in MODULES if TORCH_FROM <= HEIGHT.get(room(name), 0) < HEIGHT["cli"]]
     hidden = {name for name in wing if has_hidden_state(MODULES[name].read_text("utf-8"))}
-    assert hidden == {"meshwright.models.step_context", "meshwright.training.data.prepare.run"}
+    assert hidden == {"meshwright.models.step_context"}
 
 
 def import_cycles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:

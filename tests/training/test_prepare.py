@@ -3,21 +3,14 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.host import process_start
 from meshwright.training.data.page import contents
 from meshwright.training.data.prepare import run as preparation
-from meshwright.training.data.prepare.chunks import Reading, chunks_of, source_files, texts_in
 from meshwright.training.data.prepare.run import prepare
+from meshwright.training.data.prepare.texts import Reading, source_files, texts_of
 from meshwright.training.data.token_file import open_tokens
 
 TEXTS = [f"Document {i}: " + "äé∑ words\nand lines " * (i % 7 + 1) for i in range(40)]
@@ -50,17 +43,14 @@ def test_json_lines_become_documents(tmp_path):
 
 @pytest.mark.parametrize("kind", ["file", "line", "blank-line"])
 @pytest.mark.parametrize("size", [1, 7, 64, 10**6])
-def test_a_text_file_cut_into_chunks_of_any_size_has_the_same_documents(tmp_path, kind, size):
+def test_a_text_file_cut_into_pieces_of_any_size_has_the_same_documents(tmp_path, kind, size):
     text = "\ufefffirst\n\n\nsecond line\nthird ä\r\n\r\nfourth\n  indented\n\n" + "\n" * 9 + "∑ last"
     (tmp_path / "a.txt").write_bytes(text.encode())
     (file,) = source_files([tmp_path / "a.txt"])
-    parts = [
-        part
-        for chunk in chunks_of(file, Reading(document=kind), size)
-        for part in texts_in(chunk, Reading(document=kind))
-    ]
-    joined, whole = [], ""
-    for part, ended in parts:
+    joined, whole, before = [], "", 0
+    for part, ended, read in texts_of(file, Reading(document=kind), size):
+        assert before < read <= file.size
+        before = read
         whole += part
         if ended:
             joined.append(whole)
@@ -75,58 +65,55 @@ def test_a_text_file_cut_into_chunks_of_any_size_has_the_same_documents(tmp_path
     assert whole == ""
 
 
-def test_the_result_does_not_depend_on_the_number_of_workers_or_on_the_size_of_chunks(tmp_path):
+def test_the_result_does_not_depend_on_the_size_of_batches(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", TEXTS * 4)
     outs = []
-    for name, workers, size in (("one", 1, 10**6), ("small", 1, 300), ("two", 2, 300)):
-        prepare([source], tmp_path / name, end_token="0", workers=workers, chunk_bytes=size)
+    for name, size in (("one", 10**6), ("small", 300)):
+        prepare([source], tmp_path / name, end_token="0", workers=1, batch=size)
         outs.append([(tmp_path / name / file).read_bytes() for file in ("tokens.bin", "documents.bin", "header.json")])
-    assert outs[0] == outs[1] == outs[2]
+    assert outs[0] == outs[1]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 5])
 def test_an_interrupted_preparation_continues(tmp_path, monkeypatch, stop):
     source, encoded = jsonl(tmp_path / "a.jsonl"), []
-    prepare([source], tmp_path / "whole", workers=1, chunk_bytes=200)
-    plain = preparation.encode_to_files
+    prepare([source], tmp_path / "whole", workers=1, batch=200)
+    plain = preparation.encode
 
-    def interrupted(chunk, reading, stem):
+    def interrupted(batch, tokenizer):
         if len(encoded) == stop:
             raise KeyboardInterrupt
-        encoded.append(chunk.start)
-        return plain(chunk, reading, stem)
+        encoded.append(batch.read)
+        return plain(batch, tokenizer)
 
-    monkeypatch.setattr(preparation, "encode_to_files", interrupted)
+    monkeypatch.setattr(preparation, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        prepare([source], tmp_path / "out", workers=1, chunk_bytes=200)
+        prepare([source], tmp_path / "out", workers=1, batch=200)
     with pytest.raises(MeshwrightError, match="not finished"):
         open_tokens(tmp_path / "out")
     partial = tmp_path / "out" / "partial"
-    with (partial / "tokens.bin").open("ab") as file:  # of an interruption while the chunks were joined
-        file.write(b"torn")
-    (partial / "000009.ends").write_bytes(np.array([5], "<i8").tobytes())  # a crash cut these tokens short
-    (partial / "000009.tokens").write_bytes(b"xy")
-    monkeypatch.setattr(preparation, "encode_to_files", lambda *a: encoded.append(a[0].start) or plain(*a))
-    prepare([source], tmp_path / "out", workers=1, chunk_bytes=200)
-    assert sorted(encoded) == sorted(set(encoded))  # no chunk was tokenized twice
+    for name in ("tokens.bin", "documents.bin"):  # of an interruption while a batch was written
+        with (partial / name).open("ab") as file:
+            file.write(b"torn")
+    monkeypatch.setattr(preparation, "encode", lambda *a: encoded.append(a[0].read) or plain(*a))
+    prepare([source], tmp_path / "out", workers=1, batch=200)
+    assert encoded == sorted(set(encoded))  # no batch was tokenized twice
     for name in ("tokens.bin", "documents.bin", "header.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not partial.exists()
 
 
 def test_an_interruption_before_the_header_continues(tmp_path, monkeypatch):
-    from meshwright.training.data.prepare import folder
-
     source = jsonl(tmp_path / "a.jsonl")
     prepare([source], tmp_path / "whole", workers=1)
-    plain = folder.replace_file
+    plain = preparation.replace_file
 
     def stopped(path, text):
         if path.name == "header.json":
             raise KeyboardInterrupt
         plain(path, text)
 
-    monkeypatch.setattr(folder, "replace_file", stopped)
+    monkeypatch.setattr(preparation, "replace_file", stopped)
     with pytest.raises(KeyboardInterrupt):
         prepare([source], tmp_path / "out", workers=1)
     monkeypatch.undo()
@@ -150,9 +137,7 @@ def test_nothing_is_overwritten(tmp_path):
 
 def test_changed_sources_or_a_second_process_are_refused(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl")
-    monkeypatch.setattr(
-        preparation.Preparation, "tokenize", lambda *a: refused("MW-DATA-015", [source], tmp_path / "out") and 1 / 0
-    )
+    monkeypatch.setattr(preparation, "encode", lambda *a: refused("MW-DATA-015", [source], tmp_path / "out") and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare([source], tmp_path / "out", workers=1)
     monkeypatch.undo()
@@ -177,16 +162,17 @@ def test_bad_sources_are_refused_with_their_line(tmp_path):
     ):
         (tmp_path / "a.jsonl").write_bytes(content)
         assert words in refused(code, [tmp_path / "a.jsonl"], out)
-        shutil.rmtree(out, ignore_errors=True)
+        assert not out.exists()
     (tmp_path / "a.txt").write_bytes(b"fine\nbad \xc3( byte")
     assert "a.txt:2 is not UTF-8" in refused("MW-DATA-011", [tmp_path / "a.txt"], out)
     (tmp_path / "a.txt.gz").write_bytes(b"")
     refused("MW-DATA-010", [tmp_path / "a.txt.gz"], out)
 
 
-def test_an_error_in_a_worker_process_reaches_the_user(tmp_path):
+def test_an_error_after_some_batches_keeps_them(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' * 20 + '{"txt": "x"}\n')
-    assert "a.jsonl:21" in refused("MW-DATA-012", [tmp_path / "a.jsonl"], tmp_path / "out", workers=2, chunk_bytes=100)
+    assert "a.jsonl:21" in refused("MW-DATA-012", [tmp_path / "a.jsonl"], tmp_path / "out", batch=8)
+    assert json.loads((tmp_path / "out" / "partial" / "done.json").read_text())["documents"] == 20
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
@@ -240,7 +226,7 @@ def test_a_tokenizer_file_closes_every_document(tmp_path, tokenizer):
 def test_a_text_file_cut_for_the_tokenizer_has_the_tokens_of_the_whole_text(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("\n".join(TEXTS))
     sizes = {
-        size: prepare([tmp_path / "a.txt"], tmp_path / str(size), tokenizer, workers=1, chunk_bytes=size)
+        size: prepare([tmp_path / "a.txt"], tmp_path / str(size), tokenizer, workers=1, batch=size)
         for size in (150, 10**6)
     }
     assert sizes[150].hashes == sizes[10**6].hashes
@@ -272,7 +258,7 @@ def test_parquet_and_arrow_are_read(tmp_path):
     with arrow.OSFile(str(tmp_path / "b.arrow"), "wb") as sink, arrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=9)
     for name in ("a.parquet", "a.arrow", "b.arrow"):
-        prepare([tmp_path / name], tmp_path / f"{name}.out", workers=1, chunk_bytes=500)
+        prepare([tmp_path / name], tmp_path / f"{name}.out", workers=1, batch=500)
         assert documents(tmp_path / f"{name}.out") == kept
         assert "is missing" in refused("MW-DATA-012", [tmp_path / name], tmp_path / "out", field="body")
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -293,50 +279,3 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert "pip install" in refused("MW-DATA-014", [tmp_path / "a.parquet"], tmp_path / "out")
     refused("MW-DATA-014", [jsonl(tmp_path / "a.jsonl")], tmp_path / "out", "tokenizer.json")
-
-
-def workers_of(process):
-    """The forked workers of a preparation: children of its forkserver."""
-
-    def children(pid):
-        return [int(n) for task in Path(f"/proc/{pid}/task").iterdir() for n in (task / "children").read_text().split()]
-
-    return [worker for child in children(process) for worker in children(child)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
-def test_workers_end_with_a_killed_preparation(tmp_path):
-    """Also those that wait for work: the parent is stopped first, so that it gives them none."""
-    source = jsonl(tmp_path / "a.jsonl", TEXTS * 4000)
-    arguments = f"[{str(source)!r}], {str(tmp_path / 'out')!r}, workers=2, chunk_bytes=2000"
-    code = f"from meshwright.training.data.prepare.run import prepare\nprepare({arguments})"
-    process = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        until, workers = time.monotonic() + 60, []
-        while len(workers) < 2 and time.monotonic() < until:
-            time.sleep(0.02)
-            workers = workers_of(process.pid)
-        assert len(workers) == 2
-        process.send_signal(signal.SIGSTOP)
-    finally:
-        process.kill()
-        process.wait()
-    while any(process_start(pid) for pid in workers) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not any(process_start(pid) for pid in workers)
-
-
-@pytest.mark.slow
-def test_a_script_needs_no_guard_around_its_main_part(tmp_path):
-    """Worker processes do not run the script of their parent."""
-    (tmp_path / "text.txt").write_text("a line\n" * 100)
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from meshwright.training.data.prepare.run import prepare\n"
-        "print(prepare(['text.txt'], 'tokens', document='line', workers=2, chunk_bytes=200).documents)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.stdout, done.stderr) == ("100\n", "")

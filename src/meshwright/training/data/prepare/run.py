@@ -1,127 +1,57 @@
-"""Run a preparation: cut the sources into chunks, tokenize them in worker processes, join them in order.
+"""Run a preparation: read the sources in order, tokenize their texts batch by batch, and append the tokens to the token file.
 
-The result does not depend on the number of workers: chunks are cut by their place in the files and joined in their order. A worker process
-tokenizes a chunk and writes it as two files, tokens and document ends, renamed when they are complete. An interrupted run continues
-where it stopped when the same command is given again.
+    OUT/partial/job.json                      what is being prepared: sources, tokenizer, options
+    OUT/partial/tokens.bin, documents.bin     the arrays so far
+    OUT/partial/done.json                     how much of them is complete: batches, tokens, documents
+
+A tokenizer file encodes the texts of a batch on all cores. An interrupted run continues after the last complete batch when the same command
+is given again. At the end the two arrays are moved to OUT and header.json is written last; nothing that was there before is overwritten.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import os
-import signal
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from meshwright.errors import MeshwrightError, cannot_write, unknown
-from meshwright.host import end_with_parent, usable_processes
-from meshwright.training.data.prepare.chunks import (
-    CHUNK,
+from meshwright.host import replace_file
+from meshwright.training.data.prepare import texts
+from meshwright.training.data.prepare.texts import Reading, SourceFile, source_files, texts_of
+from meshwright.training.data.token_file import (
     DOCUMENTS,
-    FORMATS,
-    Chunk,
-    Reading,
-    chunks_of,
-    source_files,
-    texts_in,
+    HEADER,
+    TOKENIZER,
+    TOKENS,
+    Header,
+    file_hash,
+    read_header,
+    smallest_dtype,
 )
-from meshwright.training.data.prepare.folder import OutputFolder, finished_header
-from meshwright.training.data.token_file import Header, smallest_dtype
-from meshwright.training.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_hash
-from meshwright.training.launch.local import main_hidden
+from meshwright.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer, tokenizer_hash
 from meshwright.units import Json
 
-TEXTS = 1 << 20  # characters that are handed to the tokenizer at once
-_tokenizer: Tokenizer | None = None  # opened once in each worker process
-
-
-class Encoded(NamedTuple):
-    """The tokens of a chunk, and where documents end in it; the last document may end in a later chunk."""
-
-    tokens: np.ndarray
-    ends: np.ndarray
-
-
-def begin(tokenizer: str, end: str) -> None:
-    """Called once in a new worker process: it ends with its parent, Ctrl-C is the parent's, and one process uses one core."""
-    end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    open_once(tokenizer, end)
-
-
-def open_once(tokenizer: str, end: str) -> None:
-    global _tokenizer
-    _tokenizer = open_tokenizer(tokenizer, end)
-
-
-def encode_to_files(chunk: Chunk, reading: Reading, stem: str) -> Json | None:
-    """Tokenize a chunk into STEM.tokens and STEM.ends. Returns the fields of an error, since an exception of ours cannot be sent
-    between processes."""
-    assert _tokenizer is not None
-    try:
-        encoded = encode(texts_in(chunk, reading), _tokenizer)
-        write(Path(stem), encoded)
-    except MeshwrightError as error:
-        return {**error.as_dict(), "exit_code": error.exit_code}
-    except OSError as error:
-        return {**cannot_write(stem, error).as_dict(), "exit_code": 2}
-    return None
-
-
-def encode(texts: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Encoded:
-    """The tokens of texts, each with the end token where a document ends."""
-    parts: list[np.ndarray] = []
-    ends: list[int] = []
-    length, dtype = 0, smallest_dtype(tokenizer.vocabulary)
-    closing = np.array([] if tokenizer.end is None else [tokenizer.end], dtype)
-    for batch in batches(texts):
-        for tokens, (_, ended) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
-            parts.append(tokens.astype(dtype, copy=False))
-            length += len(tokens)
-            if ended:
-                parts.append(closing)
-                length += len(closing)
-                ends.append(length)
-    return Encoded(np.concatenate(parts) if parts else np.empty(0, dtype), np.array(ends, "<i8"))
-
-
-def batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    """Lists of texts with at most about `TEXTS` characters together."""
-    batch: list[tuple[str, bool]] = []
-    size = 0
-    for text, ended in texts:
-        batch.append((text, ended))
-        size += len(text)
-        if size >= TEXTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def write(stem: Path, encoded: Encoded) -> None:
-    """Write both files under temporary names and rename them. The ends begin with the number of tokens, so that a file that a crash of the
-    machine cut short is found."""
-    counted = np.append(len(encoded.tokens), encoded.ends).astype("<i8")
-    for suffix, array in ((".ends", counted), (".tokens", encoded.tokens)):
-        temporary = stem.with_suffix(f"{suffix}.{os.getpid()}")
-        with temporary.open("wb") as file:
-            array.tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, stem.with_suffix(suffix))
-
-
-AHEAD = 3  # chunks that are handed to the pool, per worker
+BATCH = 1 << 21  # characters that are handed to the tokenizer at once
+PARTIAL = "partial"
 Listen = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class Batch(NamedTuple):
+    """Some texts, whether a document ends with each, and the bytes of all sources that were read until the end of the last."""
+
+    texts: list[str]
+    ended: list[bool]
+    read: int
 
 
 def prepare(
@@ -135,14 +65,15 @@ def prepare(
     split: str = "",
     end_token: str = "",
     workers: int = 0,
-    chunk_bytes: int = CHUNK,
+    batch: int = BATCH,
     listen: Listen | None = None,
 ) -> Header:
     """Tokenize sources into a token file and return its header. Raises before it writes anything if a source, the tokenizer or the
-    folder cannot be used; `listen` is called as chunks finish. `workers` 0: one per core."""
+    output folder cannot be used. `workers`: threads of the tokenizer; 0: as many as there are cores."""
     check_choices(document, format)
-    out = Path(out)
-    files = source_files(sources, format, split)
+    if workers:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when a tokenizer first encodes
+    out, files = Path(out), source_files(sources, format, split)
     opened = open_tokenizer(tokenizer, end_token)
     reading = Reading(field, document)
     header = {
@@ -155,77 +86,170 @@ def prepare(
     }
     if (found := finished_header(out, header)) is not None:
         return found
-    chunks = [chunk for file in files for chunk in chunks_of(file, reading, chunk_bytes)]
-    job = {**header, "files": [asdict(file) for file in files], "chunk_bytes": chunk_bytes}
+    job = {**header, "files": [asdict(file) for file in files], "batch": batch}
+    total = sum(file.size for file in files)
     with OutputFolder(out, job, smallest_dtype(opened.vocabulary)) as folder:
         try:
-            Preparation(folder, chunks, reading, listen).tokenize(tokenizer, end_token, workers or usable_processes())
-            return folder.finish(len(chunks), tokenizer, header)
+            for part in islice(batches(files, reading, batch), folder.done["batches"], None):
+                folder.append(*encode(part, opened))
+                if listen is not None:
+                    listen(part.read, total)
+            return folder.finish(tokenizer, header)
         except OSError as error:
             raise cannot_write(error.filename or out, error) from error
 
 
-class Preparation:
-    """The chunks of one preparation on their way into its folder."""
-
-    def __init__(self, folder: OutputFolder, chunks: list[Chunk], reading: Reading, listen: Listen | None) -> None:
-        self.folder, self.chunks, self.reading, self.listen = folder, chunks, reading, listen
-        self.total = sum(chunk.size for chunk in chunks)
-        self.done = 0
-
-    def tokenize(self, tokenizer: str, end_token: str, workers: int) -> None:
-        """Tokenize all chunks that are not finished."""
-        left = [i for i in range(len(self.chunks)) if not self.folder.is_finished(i)]
-        missing = set(left)
-        self.finished(*(i for i in range(len(self.chunks)) if i not in missing))
-        if not left:
-            return
-        if min(workers, len(left)) == 1:  # starting a process would take longer than many a chunk
-            open_once(tokenizer, end_token)
-            for i in left:
-                raise_error(encode_to_files(self.chunks[i], self.reading, str(self.folder.stem(i))))
-                self.finished(i)
-            return
-        pool = ProcessPoolExecutor(min(workers, len(left)), get_context("forkserver"), begin, (tokenizer, end_token))
-        try:
-            self._tokenize_in(pool, left, workers)
-        except BrokenProcessPool:
-            raise MeshwrightError(
-                "MW-DATA-018",
-                "a worker process ended unexpectedly",
-                why="The system may have run out of memory",
-                fix="run the same command again, with fewer workers (--workers 1); finished chunks are kept",
-            ) from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def _tokenize_in(self, pool: ProcessPoolExecutor, left: list[int], workers: int) -> None:
-        running: dict[Future[Any], int] = {}
-        waiting = iter(left)
-        while True:
-            for i in islice(waiting, workers * AHEAD - len(running)):
-                stem = str(self.folder.stem(i))
-                with main_hidden():  # the pool starts its processes here
-                    running[pool.submit(encode_to_files, self.chunks[i], self.reading, stem)] = i
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                raise_error(future.result())
-                self.finished(running.pop(future))
-
-    def finished(self, *chunks: int) -> None:
-        self.done += sum(self.chunks[i].size for i in chunks)
-        if self.listen is not None:
-            self.listen(self.done, self.total)
-
-
-def raise_error(fields: Json | None) -> None:
-    if fields is not None:
-        raise MeshwrightError(fields.pop("code"), fields.pop("what"), **fields)
-
-
 def check_choices(document: str, format: str) -> None:
-    if document not in DOCUMENTS:
-        raise unknown("MW-DATA-010", "the kind of document", document, DOCUMENTS, "--document {}")
-    if format not in ("auto", *FORMATS):
-        raise unknown("MW-DATA-010", "the format", format, ("auto", *FORMATS), "--format {}")
+    if document not in texts.DOCUMENTS:
+        raise unknown("MW-DATA-010", "the kind of document", document, texts.DOCUMENTS, "--document {}")
+    if format not in ("auto", *texts.FORMATS):
+        raise unknown("MW-DATA-010", "the format", format, ("auto", *texts.FORMATS), "--format {}")
+
+
+def batches(files: Iterable[SourceFile], reading: Reading, size: int) -> Iterator[Batch]:
+    """The texts of all files, in batches of at least `size` characters. They depend on nothing but the files and the options."""
+    batch, length, before = Batch([], [], 0), 0, 0
+    for file in files:
+        for text, ended, read in texts_of(file, reading, min(size, texts.PIECE)):
+            batch.texts.append(text)
+            batch.ended.append(ended)
+            length += len(text)
+            if length >= size:
+                yield batch._replace(read=before + read)
+                batch, length = Batch([], [], 0), 0
+        before += file.size
+    if batch.texts:
+        yield batch._replace(read=before)
+
+
+def encode(batch: Batch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a batch, each document with the end token, and where documents end; the last one may end in a later batch."""
+    dtype = smallest_dtype(tokenizer.vocabulary)
+    closing = np.array([] if tokenizer.end is None else [tokenizer.end], dtype)
+    parts: list[np.ndarray] = []
+    ends, length = [], 0
+    for tokens, ended in zip(tokenizer.encode(batch.texts), batch.ended, strict=True):
+        parts += [tokens.astype(dtype, copy=False), closing[: len(closing) * ended]]
+        length += len(tokens) + len(closing) * ended
+        ends += [length] * ended
+    return np.concatenate(parts), np.array(ends, "<i8")
+
+
+class OutputFolder:
+    """Use as a context manager: it holds the folder against a second process, and leaves nothing if no batch was completed."""
+
+    def __init__(self, path: Path, job: Json, dtype: np.dtype) -> None:
+        self.path, self.job, self.dtype = path, job, dtype
+        self.partial = path / PARTIAL
+        self.lock: BinaryIO | None = None
+        self.done = {"batches": 0, "tokens": 0, "documents": 0, "largest_token": 0}
+
+    def __enter__(self) -> OutputFolder:
+        try:
+            if self.path.exists() and not self.partial.is_dir() and any(self.path.iterdir()):
+                raise MeshwrightError(
+                    "MW-DATA-015",
+                    f"the folder '{self.path}' is not empty",
+                    why="A preparation overwrites nothing",
+                    fix="--out another folder",
+                )
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            self._check_job()
+            self._open()
+        except (OSError, MeshwrightError) as error:
+            if self.lock is not None:
+                self.lock.close()
+            if isinstance(error, MeshwrightError):
+                raise
+            raise cannot_write(self.path, error) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, MeshwrightError) and not self.done["batches"]:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            with suppress(OSError):  # a folder of the user's
+                self.path.rmdir()
+        for file in (self.tokens, self.ends, self.lock):
+            assert file is not None
+            file.close()
+
+    def _lock(self) -> None:
+        self.lock = (self.partial / "lock").open("wb")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise MeshwrightError(
+                "MW-DATA-015", f"another process is preparing '{self.path}'", fix="wait for it, or --out another folder"
+            ) from None
+
+    def _check_job(self) -> None:
+        file = self.partial / "job.json"
+        digest = hashlib.sha256(json.dumps(self.job, sort_keys=True).encode()).hexdigest()
+        if file.is_file() and file.read_text("utf-8") != digest:
+            raise MeshwrightError(
+                "MW-DATA-015",
+                f"'{self.path}' holds an unfinished preparation of other sources, or with other options",
+                why="The sources, their sizes or times, the tokenizer or the options differ",
+                fix=f"delete '{self.partial}', or --out another folder",
+            )
+        replace_file(file, digest)
+
+    def _open(self) -> None:
+        """Open the arrays without what an interrupted batch wrote. Those that an interrupted `finish` has moved come back."""
+        if (self.partial / "done.json").is_file():
+            self.done = json.loads((self.partial / "done.json").read_text("utf-8"))
+        for name in (TOKENS, DOCUMENTS):
+            if (self.path / name).is_file():
+                os.replace(self.path / name, self.partial / name)
+        self.tokens, self.ends = ((self.partial / name).open("ab") for name in (TOKENS, DOCUMENTS))
+        self.tokens.truncate(self.done["tokens"] * self.dtype.itemsize)
+        self.ends.truncate(8 * (self.done["documents"] + 1))  # a new file gets its first offset, 0
+
+    def append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        """Add the tokens of a batch, and where documents end in it; once it is on the disk, count it as done."""
+        done = self.done
+        self.tokens.write(tokens.tobytes())
+        self.ends.write((done["tokens"] + ends).astype("<i8").tobytes())
+        for file in (self.tokens, self.ends):
+            file.flush()
+            os.fsync(file.fileno())
+        self.done = {
+            "batches": done["batches"] + 1,
+            "tokens": done["tokens"] + len(tokens),
+            "documents": done["documents"] + len(ends),
+            "largest_token": max(done["largest_token"], int(tokens.max(initial=0))),
+        }
+        replace_file(self.partial / "done.json", json.dumps(self.done))
+
+    def finish(self, tokenizer: str, header: Json) -> Header:
+        """Move the arrays into the folder and write the header."""
+        counts = {name: count for name, count in self.done.items() if name != "batches"}
+        if not counts["tokens"]:
+            raise MeshwrightError("MW-DATA-017", "the sources contain no text", why="No token was written")
+        hashes = {name: file_hash(self.partial / name) for name in (TOKENS, DOCUMENTS)}
+        made = Header(dtype=self.dtype.name, hashes=hashes, **counts, **header)
+        for name in (TOKENS, DOCUMENTS):
+            os.replace(self.partial / name, self.path / name)
+        if tokenizer != BYTES:
+            shutil.copyfile(tokenizer, self.path / TOKENIZER)
+        replace_file(self.path / HEADER, json.dumps(made.as_dict(), indent=1))
+        shutil.rmtree(self.partial)
+        return made
+
+
+def finished_header(path: Path, header: Json) -> Header | None:
+    """The header of a folder that was already prepared from the same sources in the same way; None if there is none. Raises if
+    it was prepared from other sources, or in another way."""
+    if not (path / HEADER).is_file():
+        return None
+    prepared = read_header(path)
+    if all(getattr(prepared, name) == value for name, value in header.items()):
+        shutil.rmtree(path / PARTIAL, ignore_errors=True)
+        return prepared
+    raise MeshwrightError(
+        "MW-DATA-015",
+        f"'{path}' already contains tokens of other sources, or made with other options",
+        why="A preparation overwrites nothing",
+        fix="--out another folder",
+    )
