@@ -30,7 +30,7 @@ WORKLOAD = Workload(batch=4, seq=16)
 LAYOUTS = [
     ("gqa", {"tp": 2, "cp": 2, "recompute": "full"}),
     *ranks.soak([("gqa", {"cp": 2, "tp": 2, "cp_kind": "ulysses", "recompute": "selective"})]),
-    ("window", {"cp": 2, "replicate": 2, "cp_kind": "all-gather", "microbatch": 2}),
+    *ranks.soak([("window", {"cp": 2, "replicate": 2, "cp_kind": "all-gather", "microbatch": 2})]),
     ("mla", {"tp": 2, "pp": 2, "sp": True, "recompute": "selective"}),
 ]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import distributed
 
+import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.run import Run
@@ -72,7 +73,7 @@ def losses(model, mode):
 
 @pytest.mark.parametrize(
     ("model", "mode", "counts"),
-    [(DENSE, "blocks", (1, 0)), (DENSE, "whole", (1, 0)), (EXPERTS, "blocks", (7, 1))],
+    [(DENSE, "blocks", (1, 0)), *ranks.soak([(DENSE, "whole", (1, 0))]), (EXPERTS, "blocks", (7, 1))],
     ids=["dense", "dense whole", "experts"],
 )
 def test_all_layers_of_a_kind_share_one_graph_in_every_step(traced_only, model, mode, counts):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import ranks
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -86,7 +87,7 @@ def test_an_outlier_token_does_not_change_the_other_tokens():
     assert error[fp8_rows.linear] < 2 * E4
 
 
-@pytest.mark.parametrize("plan", [{"shard": 2, "zero": 3, "recompute": "full"}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("plan", [{"shard": 2, "zero": 3, "recompute": "full"}, *ranks.soak([{"pp": 2}])], ids=str)
 def test_it_trains_what_one_device_trains(plan):
     work = {"batch": 4, "seq": 8, "precision": "fp8", "scaling": "row"}
     config = Config.from_parts(MODEL, "laptop", plan={"param_dtype": "fp32", **plan}, workload=work)

@@ -194,7 +194,7 @@ def compared_all(context, cases):
     return [compared(*case) for case in cases]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *ranks.soak([4])])
 def test_a_pipeline_with_skips_equals_one_device(world):
     cases = TWO if world == 2 else FOUR
     for errors in ranks.run(world, compared_all, cases, silence=60):

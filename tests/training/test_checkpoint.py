@@ -152,9 +152,9 @@ def resume_under(context, cases, folder):
 
 CROSSINGS = [
     ("tied", Z3, {1: [{}], 2: [ZBV]}),
-    ("experts", {"replicate": 2, "ep": 2}, {2: [{"tp": 2}]}),
 ]
 MORE_CROSSINGS = [
+    ("experts", {"replicate": 2, "ep": 2}, {2: [{"tp": 2}]}),
     ("tied", Z3, {2: [{"tp": 2, "sp": True}]}),
     ("experts", {"replicate": 2, "ep": 2}, {1: [{}], 2: [{**Z3, "ep": 2}]}),
     ("tied", {**Z3, "tp": 2}, {1: [{}], 2: [{"cp": 2, "zero": 3}, {"shard": 2, "zero": 1}, {"pp": 2}], 4: [{"tp": 2, "pp": 2}]}),

@@ -19,11 +19,9 @@ EXPERTS = {
     "balance_bias": True,
 }
 BF16 = {"param_dtype": "bf16", "master": True}
-PLANS = (
-    (MODEL, {**BF16, "pp": 2, "shard": 128, "zero": 1}),
-    (EXPERTS, {"tp": 2, "sp": True, "expert_tp": 2, "ep": 2, "replicate": 4}),
-)
+PLANS = ((MODEL, {**BF16, "pp": 2, "shard": 128, "zero": 1}),)
 MORE_PLANS = (
+    (EXPERTS, {"tp": 2, "sp": True, "expert_tp": 2, "ep": 2, "replicate": 4}),
     (MODEL, {"shard": 64, "zero": 3, "recompute": "full"}),
     (MODEL, {**BF16, "pp": 4, "tp": 2, "sp": True}),
     (MODEL, {"replicate": 8}),
@@ -50,7 +48,6 @@ def steps(context, plans):
 def test_a_step_of_every_kind_of_plan_runs_without_memory():
     texts = ranks.run(1, steps, PLANS)[0]
     assert "2 ranks, one of each pipeline stage, of 256 in" in texts[0]
-    assert "rank 0 of 8 in" in texts[1]
 
 
 @pytest.mark.slow

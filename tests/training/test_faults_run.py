@@ -149,6 +149,7 @@ def resume_and_count(context, made, folder):
     return counts
 
 
+@pytest.mark.slow
 def test_no_weights_are_drawn_that_a_checkpoint_replaces(tmp_path):
     made = Config.from_parts(MODEL, "laptop", "gloo-cpu", WORKLOAD, {**PLAN, "replicate": 1})
     ((first, resumed, again),) = ranks.run(1, resume_and_count, made, tmp_path)
@@ -184,6 +185,7 @@ def lose_checkpoints(context, made, folder):
     assert read_steps(folder) == rows
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_ends_the_run_with_what_was_not_written(tmp_path, losses):
     """The rows wait in memory until the end; a resume with room trains their steps again."""
     with pytest.raises(MeshwrightError, match="MW-FOLDER-003: the disk is full") as raised:

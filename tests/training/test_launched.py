@@ -327,6 +327,7 @@ def resume_resized(plan, steps, folder):
     run_training(plan, steps, folder=folder, resume=True)
 
 
+@pytest.mark.slow
 def test_a_resize_keeps_the_plan_of_the_user_and_returns_to_it(tmp_path):
     """Two ranks, then one, then two: `plan.toml` is the user's plan all the time, with the present one in present.toml."""
     folder, plan = tmp_path / "run", config(replicate=2)

@@ -111,6 +111,7 @@ def test_a_small_copy_of_a_plan_for_cpu_processes_keeps_its_links():
     assert small.cluster.gpus == small.plan.world
 
 
+@pytest.mark.slow
 def test_a_small_copy_trains_and_is_reported_under_its_own_plan(tmp_path):
     training = api.train(LARGE, steps=2, device="cpu", shrink=True, out=tmp_path, calibrate=False)
     assert training.measurement.steps == 2

@@ -164,6 +164,7 @@ def test_the_report_says_how_busy_the_machine_was() -> None:
         assert words in text
 
 
+@pytest.mark.slow
 def test_a_run_records_the_load_during_its_steps(tmp_path: Path) -> None:
     config = api.load(DEMO, set=["plan.replicate=2", "plan.tp=1", "workload.batch=8", "workload.seq=16"])
     training = run_training(config, 4, folder=tmp_path, machine=kept(ranks=2))

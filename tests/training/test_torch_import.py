@@ -202,7 +202,7 @@ def test_random_changes_of_metadata_raise_one_error_or_change_nothing_else(titan
         if file.name != METADATA:
             (tmp_path / file.name).write_bytes(file.read_bytes())
     refused = 0
-    for _ in range(150):
+    for _ in range(40):
         changed = bytearray(content)
         for _ in range(draw.choice((1, 1, 4))):
             changed[draw.randrange(len(changed))] = draw.randrange(256)
@@ -214,7 +214,7 @@ def test_random_changes_of_metadata_raise_one_error_or_change_nothing_else(titan
                 found.read(key)
         except MeshwrightError as error:
             refused += error.code == "MW-CKPT-011"
-    assert refused > 50
+    assert refused > 12
 
 
 def test_the_metadata_that_torch_writes_uses_only_allowed_names(titan):
