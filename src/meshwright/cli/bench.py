@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from meshwright.cli.options import described
@@ -31,7 +28,7 @@ def command(
 
     Alone it starts local processes; under torchrun or srun it joins their ranks, and rank 0 prints the result.
     An interrupted bench keeps what was measured, marked as interrupted."""
-    from meshwright.cli.output import writable
+    from meshwright.cli.output import patient, writable
     from meshwright.errors import MeshwrightError
     from meshwright.training.launch.rank import placement
     from meshwright.units import parse_seconds
@@ -44,12 +41,14 @@ def command(
         return finish(read_result(read), json_file, html)
     place = None if ranks else placement(os.environ)
     chief = place is None or place.rank == 0
-    with progress_display(chief, limit) as show:
+    with patient("starting the ranks", at_once=True, visible=chief) as set_share:
         # It imports torch, which takes longer than a user waits for a bar.
         from meshwright.comm.bench.run import sweep_of
 
         sweep = sweep_of(backends, operations, smallest, largest, budget)
-        result, failure = measured(place, ranks, sweep, device, wait, show)
+        result, failure = measured(
+            place, ranks, sweep, device, wait, lambda left, doing: set_share(1.0 - min(left / limit, 1.0), doing)
+        )
     if chief and not failure and not (result.points or result.device):
         why = "; ".join(result.skipped[:3])
         raise MeshwrightError("MW-BENCH-006", "nothing was measured", why=why, fix="meshwright bench --backends gloo")
@@ -116,32 +115,3 @@ def finish(result: Any, json_file: str, html: str) -> None:
     for what, where in (("result", json_file), ("page", html)):
         if where:
             print(f"{what} written to {where}")
-
-
-@contextmanager
-def progress_display(visible: bool, budget_s: float) -> Iterator[Callable[[float, str], None]]:
-    """A bar on stderr with the seconds left and what is measured, from the start; on one rank and in terminals only. The seconds count down
-    between two messages of the ranks, and the bar is the part of the budget that is spent."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-    from rich.text import Text
-
-    err, deadline = Console(stderr=True), math.inf
-
-    class TimeLeft(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            left = max(deadline - time.monotonic(), 0.0)
-            if left == math.inf:
-                return Text()
-            task.completed = 1.0 - min(left / budget_s, 1.0)
-            return Text(f"{left:.0f} s left")
-
-    def update(left: float, doing: str) -> None:
-        nonlocal deadline
-        deadline = time.monotonic() + left
-        bar.update(task, description=doing)
-
-    columns = (TextColumn("measuring"), BarColumn(), TimeLeft(), TextColumn("{task.description}"))
-    with Progress(*columns, console=err, transient=True, disable=not (visible and err.is_terminal)) as bar:
-        task = bar.add_task("starting the ranks", total=1.0)
-        yield update

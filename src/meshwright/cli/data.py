@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.cli.options import command_group, described
 
-LINE_S = 2.0  # seconds between lines of progress where there is no terminal
 command = command_group("Make token files for [data] in a run file, and show what is in them.")
 
 
@@ -32,11 +30,12 @@ def prepare_command(
 
     The result does not depend on the number of workers. After an interruption the same command continues where it stopped;
     a finished folder is never overwritten."""
+    from meshwright.cli.output import patient
     from meshwright.training.data.page import contents, page
     from meshwright.training.data.prepare.run import prepare
     from meshwright.view.tables import show, show_json
 
-    with progress(partial=out / "partial") as listen:
+    with patient("tokenizing") as set_share, note_of_interruption(out / "partial"):
         prepare(
             sources,
             out,
@@ -47,7 +46,7 @@ def prepare_command(
             split=split,
             end_token=end_token,
             workers=workers,
-            listen=listen,
+            listen=lambda done, total: set_share(done / max(total, 1)),
         )
     summary = contents(out)
     if json:
@@ -80,35 +79,10 @@ def show_command(
 
 
 @contextmanager
-def progress(partial: Path) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr with rate and time left; lines where there is no terminal. If the work is interrupted, say what
-    was kept."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    err = Console(stderr=True)
-    columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
-    task = bar.add_task("", total=None)
-    started = printed = time.monotonic()
-    first: int | None = None  # bytes that an earlier run had done
-
-    def listen(done: int, total: int) -> None:
-        nonlocal printed, first
-        if first is None:
-            first = done
-            bar.reset(task, total=total, completed=done)
-        bar.update(task, completed=done, total=total)
-        now = time.monotonic()
-        if not err.is_terminal and now - printed > LINE_S:
-            printed = now
-            rate = (done - first) / (now - started)
-            left = f", {(total - done) / rate:.0f} s left" if rate else ""
-            print(f"tokenizing: {done / max(total, 1):.0%} of {total / 1e6:,.1f} MB{left}", file=sys.stderr, flush=True)
-
+def note_of_interruption(partial: Path) -> Iterator[None]:
+    """Say what an interruption leaves, if there is something to continue."""
     try:
-        with bar:
-            yield listen
+        yield
     except (KeyboardInterrupt, SystemExit):
         if partial.is_dir():
             print("Interrupted. Finished parts are kept: the same command continues.", file=sys.stderr)

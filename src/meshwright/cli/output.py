@@ -38,25 +38,28 @@ def writable(*paths: str | Path | None, make: bool = False) -> None:
 
 
 @contextmanager
-def patient(doing: str, measurable: bool = True) -> Iterator[Callable[[float], None]]:
-    """A progress bar. The value is called with the share done, and the bar appears once two seconds have passed; if the
-    share is not `measurable`, the bar appears at once and only moves."""
+def patient(
+    doing: str, measurable: bool = True, at_once: bool = False, visible: bool = True
+) -> Iterator[Callable[..., None]]:
+    """A progress bar with the time left. The value is called with the share done, and what is being done if that changes; the bar appears once
+    two seconds have passed, or `at_once`. If the work cannot be measured, the bar shows from the start that something runs."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     err = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     bar = Progress(
-        TextColumn(doing), BarColumn(), TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal
+        *columns[: 4 if measurable else 3], console=err, transient=True, disable=not (visible and err.is_terminal)
     )
-    task, start = bar.add_task("", total=1.0 if measurable else None), time.monotonic()
+    task, start = bar.add_task(doing, total=1.0 if measurable else None), time.monotonic()
 
-    def set_share(share: float) -> None:
+    def set_share(share: float, now: str = doing) -> None:
         if not bar.live.is_started and time.monotonic() - start > PATIENCE_S:
             bar.start()
-        bar.update(task, completed=share)
+        bar.update(task, completed=share, description=now)
 
     try:
-        if not measurable:
+        if at_once or not measurable:
             bar.start()
         yield set_share
     finally:
