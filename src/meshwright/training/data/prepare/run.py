@@ -46,7 +46,7 @@ PARTIAL = "partial"
 Listen = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-class Batch(NamedTuple):
+class TextBatch(NamedTuple):
     """Some texts, whether a document ends with each, and the bytes of all sources that were read until the end of the last."""
 
     texts: list[str]
@@ -106,9 +106,9 @@ def check_choices(document: str, format: str) -> None:
         raise unknown("MW-DATA-010", "the format", format, ("auto", *texts.FORMATS), "--format {}")
 
 
-def batches(files: Iterable[SourceFile], reading: Reading, size: int) -> Iterator[Batch]:
+def batches(files: Iterable[SourceFile], reading: Reading, size: int) -> Iterator[TextBatch]:
     """The texts of all files, in batches of at least `size` characters. They depend on nothing but the files and the options."""
-    batch, length, before = Batch([], [], 0), 0, 0
+    batch, length, before = TextBatch([], [], 0), 0, 0
     for file in files:
         for text, ended, read in texts_of(file, reading, min(size, texts.PIECE)):
             batch.texts.append(text)
@@ -116,13 +116,13 @@ def batches(files: Iterable[SourceFile], reading: Reading, size: int) -> Iterato
             length += len(text)
             if length >= size:
                 yield batch._replace(read=before + read)
-                batch, length = Batch([], [], 0), 0
+                batch, length = TextBatch([], [], 0), 0
         before += file.size
     if batch.texts:
         yield batch._replace(read=before)
 
 
-def encode(batch: Batch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def encode(batch: TextBatch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of a batch, each document with the end token, and where documents end; the last one may end in a later batch."""
     dtype = smallest_dtype(tokenizer.vocabulary)
     closing = np.array([] if tokenizer.end is None else [tokenizer.end], dtype)
