@@ -224,7 +224,7 @@ class OutputFolder:
 
     def finish(self, tokenizer: str, header: Json) -> Header:
         """Move the arrays into the folder and write the header."""
-        counts = {name: count for name, count in self.done.items() if name != "batches"}
+        counts: Json = {name: count for name, count in self.done.items() if name != "batches"}
         if not counts["tokens"]:
             raise MeshwrightError("MW-DATA-017", "the sources contain no text", why="No token was written")
         hashes = {name: file_hash(self.partial / name) for name in (TOKENS, DOCUMENTS)}
