@@ -57,7 +57,7 @@ def unnoticed(recipe: dict[str, Any], rng: random.Random) -> Iterator[tuple[str,
             wrong = misspelt(name, rng)
             yield (
                 f"{framework.name}: {wrong}",
-                wrong not in framework.table.names() and framework.table.kind_of(wrong) == "unknown",
+                wrong not in framework.table.names and framework.table.kind_of(wrong) == "unknown",
             )
 
 

@@ -19,7 +19,7 @@ NAMES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "num_
 
 @pytest.mark.parametrize("name", sorted(READABLE))
 def test_any_value_is_read_or_refused(name: str) -> None:
-    rng, keys = random.Random(name), sorted(READABLE[name].table.names())
+    rng, keys = random.Random(name), sorted(READABLE[name].table.names)
     for _ in range(25):
         settings = {key: rng.choice(VALUES) for key in rng.sample(keys, min(len(keys), rng.randint(0, 14)))}
         shape = {key: rng.choice(VALUES) for key in NAMES}

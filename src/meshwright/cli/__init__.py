@@ -62,6 +62,7 @@ COMMANDS: dict[str, Command] = {
     "simulate": Command("Show the step of a plan as a timeline per rank; write Perfetto traces."),
     "show": Command("Draw and count a collective algorithm, a pipeline schedule or a lesson."),
     "lint": Command("Find anti-patterns in a plan, each with its cost in seconds and a fix."),
+    "migrate": Command("Write settings of one framework as settings of another; list what is lost."),
     "validate": Command("Compare predictions with published training runs."),
     "verify": Command("Prove on local processes that a plan trains the same model as one device.", LEAD),
     "train": Command("Train a plan on local processes and compare the run with its prediction.", LEAD),

@@ -32,6 +32,8 @@ def vocabulary() -> dict[str, list[str]]:
     """The words that may follow: "" after `meshwright`, "plan" after `meshwright plan`, "config show" after its subcommand."""
     from meshwright.cli import COMMANDS, build
     from meshwright.describe import catalog
+    from meshwright.describe.config import OURS
+    from meshwright.interop.frameworks import FRAMEWORKS, READABLE
 
     out = {"": [*COMMANDS, "--help", "--version"]}
     for name in COMMANDS:
@@ -41,6 +43,8 @@ def vocabulary() -> dict[str, list[str]]:
             out[path] = [*getattr(inner, "commands", {}), *flags, "--help"]
     for name in ("plan", "estimate"):
         out[name] += catalog.names("models")
+    out["migrate"] += ["auto", *READABLE]
+    out["--for"] = [OURS, *FRAMEWORKS]
     out["--cluster"] = catalog.names("clusters")
     out["--stack"] = catalog.names("stacks")
     return out

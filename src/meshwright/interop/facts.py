@@ -82,6 +82,8 @@ FACTS: dict[str, str] = {
     "scripted": "the settings are those of a script that sets a pipeline layout itself",
     "optimizer": "optimizer",
     "clip": "largest gradient norm",
+    "learning_rate": "learning rate",
+    "hub_model": "the model's name on the Hugging Face hub, or its folder",
     "offload_states": "optimizer states in host memory",
     "offload_parameters": "parameters in host memory",
     "offload_activations": "activations in host memory",
@@ -149,7 +151,7 @@ WHOLE = {  # from 0 up
     "model.vocab_multiple", "model.max_positions", "model.expert_ffn", "model.shared_experts", "model.shared_ffn", "model.dense_layers",
     "model.moe_every", "model.q_rank", "model.kv_rank", "model.rope_dim", "model.nope_dim", "model.value_dim",
 }  # fmt: skip
-TEXTS = {"model", "flavor", "pattern", "dispatcher", "dispatcher_type", "recompute_method"}
+TEXTS = {"model", "hub_model", "flavor", "pattern", "dispatcher", "dispatcher_type", "recompute_method"}
 MOST = 2**40
 
 
@@ -159,7 +161,7 @@ def fact_value(fact: str, value: Any) -> Any:
         return _whole(value, 1 if fact in NUMBERS else 0)
     if fact == "shard":
         return -1 if value == -1 else _whole(value, 1)
-    if fact == "ffn_factor":
+    if fact in ("ffn_factor", "learning_rate"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if number and 0 < value < MOST else None
     if fact in TEXTS:

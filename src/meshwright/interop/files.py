@@ -23,7 +23,8 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.run_folder import PLAN
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import READABLE
-from meshwright.interop.keys import Framework, flags, flattened
+from meshwright.interop.frameworks.torchtitan_python import program_settings
+from meshwright.interop.keys import Framework, Settings, flags, flattened
 from meshwright.interop.reading import SettingsReading, understand
 from meshwright.interop.shapes import catalog_cluster
 from meshwright.version import install_command
@@ -62,6 +63,8 @@ def parse(path: str | Path, text: str | None = None) -> tuple[dict[str, Any], li
         return flattened(parse_toml(text, str(path))), []
     if place.suffix == ".json":
         return flattened(_table(_json(text, path), path)), []
+    if place.suffix == ".py":
+        return _python(text, path), []
     if place.suffix in YAML:
         found = flattened(_table(_yaml(text, path), path))
         for prefix in WRAPPERS:
@@ -72,18 +75,20 @@ def parse(path: str | Path, text: str | None = None) -> tuple[dict[str, Any], li
 
 def detect(settings: dict[str, Any], args: list[str] | None = None) -> Framework | None:
     """The framework that has the most of these keys; None if no framework has two of them."""
-    given = set(settings) | set(flags(args or []))
-    bare = {name.removeprefix("--").replace("-", "_") for name in flags(args or []) if "." in name}
-    hits = {f.name: len(f.table.names() & (given | bare)) for f in READABLE.values()}
+    hits = known_keys_of(settings, args)
     best = max(hits, key=lambda name: hits[name])
     return READABLE[best] if hits[best] >= LEAST_KEYS else None
 
 
-def read_settings(
-    path: str | Path, *, gpus: int = 0, hardware: str = "", model: str = "", text: str | None = None
-) -> SettingsReading:
-    """The reading of a settings file."""
-    settings, args = parse(path, text)
+def known_keys_of(settings: dict[str, Any], args: list[str] | None = None) -> dict[str, int]:
+    """The number of these keys that each framework has."""
+    given = set(settings) | set(flags(args or []))
+    bare = {name.removeprefix("--").replace("-", "_") for name in flags(args or []) if "." in name}
+    return {f.name: len(f.table.names & (given | bare)) for f in READABLE.values()}
+
+
+def recognise(settings: dict[str, Any], args: list[str], path: str | Path, named: Framework | None = None) -> Framework:
+    """The framework of a file; raises if it has none, or if it is another than the one that was named."""
     framework = detect(settings, args)
     if framework is None:
         raise MeshwrightError(
@@ -92,6 +97,23 @@ def read_settings(
             why="Fewer than two of its keys belong to one framework",
             valid=[f.title for f in READABLE.values()],
         )
+    hits = known_keys_of(settings, args)
+    if named is None or 2 * hits[named.name] >= hits[framework.name]:
+        return named or framework
+    raise MeshwrightError(
+        "MW-SET-010",
+        f"'{path}' looks like settings of {framework.title}, not of {named.title}",
+        why=f"{hits[framework.name]} of its keys belong to {framework.title}, {hits[named.name]} to {named.title}",
+        fix=f"name {framework.name} as its framework",
+    )
+
+
+def read_settings(
+    path: str | Path, *, gpus: int = 0, hardware: str = "", model: str = "", text: str | None = None
+) -> SettingsReading:
+    """The reading of a settings file."""
+    settings, args = parse(path, text)
+    framework = recognise(settings, args, path)
     return understand(framework, settings, args, gpus=gpus, hardware=hardware, model=model)
 
 
@@ -132,6 +154,13 @@ def _json(text: str, path: object) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MeshwrightError("MW-SET-010", f"'{path}' is not valid JSON", why=str(error)[:200]) from None
+
+
+def _python(text: str, path: object) -> Settings:
+    try:
+        return program_settings(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise MeshwrightError("MW-SET-010", f"'{path}' is not valid Python", why=str(error)[:200]) from None
 
 
 def _yaml(text: str, path: object) -> Any:

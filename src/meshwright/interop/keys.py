@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,8 +110,9 @@ class Table:
         missing = {key.fact for key in self.keys} - set(FACTS)
         assert not missing, f"facts without a meaning: {sorted(missing)}"
 
-    def names(self) -> set[str]:
-        return {name for key in self.keys for name in (key.name, *key.was)}
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for key in self.keys for name in (key.name, *key.was))
 
     def facts(self) -> set[str]:
         return {key.fact for key in self.keys if key.writable}
@@ -124,7 +125,7 @@ class Table:
         known = known_keys(self.known_as)
         if last not in known and any(is_misspelling(last, each, 2) for each in known):
             return "unknown"
-        if any(is_misspelling(name, each) for each in self.names() if last not in known or last_part(each) == last):
+        if any(is_misspelling(name, each) for each in self.names if last not in known or last_part(each) == last):
             return "unknown"
         if known and last not in known and MATTERS.search(name.lower()):
             return "unknown"
@@ -145,6 +146,12 @@ class Understood:
     @property
     def unknown(self) -> list[str]:
         return self.others.get("unknown", [])
+
+    def kind_of(self, name: str) -> str:
+        """The kind of a key that sets no fact, or has a value that is not known; "" if it sets one."""
+        return next(
+            (kind for kind, keys in self.others.items() if name in {key.partition(" = ")[0] for key in keys}), ""
+        )
 
     def note(self, kind: str, text: str) -> None:
         self.others.setdefault(kind, []).append(text)
@@ -170,7 +177,7 @@ def read_facts(table: Table, settings: Mapping[str, Any]) -> Understood:
         elif key.default is not None:
             out.facts.setdefault(key.fact, key.default)
     for name in settings:
-        if name not in table.names():
+        if name not in table.names:
             out.note(table.kind_of(name), name)
     table.derive(out.facts)
     return out

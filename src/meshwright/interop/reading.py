@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from meshwright.describe import catalog, legality
@@ -182,15 +183,15 @@ class SettingsReading:
     def gpus(self) -> int:
         return max(0, self.assembled.gpus)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         return self.assembled.plan_object()
 
-    @property
+    @cached_property
     def workload(self) -> Workload:
         return self.assembled.workload_object()
 
-    @property
+    @cached_property
     def stack(self) -> Stack:
         stack: Stack = catalog.load("stacks", self.framework.stack)
         return stack.but(**self.assembled.stack) if self.assembled.stack else stack

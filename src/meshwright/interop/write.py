@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.assemble import STAGES, switch_differences, switch_facts
 from meshwright.interop.files import SCRIPTS, YAML
 from meshwright.interop.keys import Facts, Form, Framework, Settings, nested, write_settings
-from meshwright.interop.reading import understand
+from meshwright.interop.reading import SettingsReading, understand
 
 # --- All facts of a plan: the inverse of `assemble`. A framework's table writes those that it has keys for.
 
@@ -145,28 +146,31 @@ class WrittenSettings:
     settings: Settings
     text: str
     inexpressible: dict[str, tuple[Any, Any]]
+    back: SettingsReading  # the settings as they are read
 
 
-def settings_of(config: Config, framework: Framework, form: Form | None = None) -> WrittenSettings:
-    """The settings of a framework that say a configuration's plan."""
-    settings, _ = write_settings(framework.table, express(config))
-    inexpressible = difference(config, framework, settings)
-    settings |= framework.model_settings(config.model)
-    return WrittenSettings(
-        framework, settings, text_of(settings, framework, form or framework.form, inexpressible), inexpressible
-    )
+def settings_of(
+    config: Config, framework: Framework, form: Form | None = None, more: Facts | None = None, has_model: bool = True
+) -> WrittenSettings:
+    """The settings of a framework that say a configuration's plan, and `more` facts. Without a model (its shape is not known) they leave it out."""
+    facts = {name: value for name, value in express(config).items() if has_model or not name.startswith("model.")}
+    settings, _ = write_settings(framework.table, {**facts, **(more or {})})
+    settings |= framework.model_settings(config.model) if has_model else {}
+    back = understand(framework, settings, gpus=config.plan.world, model=config.model.name)
+    inexpressible = difference(config, back)
+    text = text_of(settings, framework, form or framework.form, inexpressible)
+    return WrittenSettings(framework, settings, text, inexpressible, back)
 
 
-def difference(config: Config, framework: Framework, settings: Settings) -> dict[str, tuple[Any, Any]]:
+def difference(config: Config, back: SettingsReading) -> dict[str, tuple[Any, Any]]:
     """Fields that another value is read back for: ours and the one read; an attention kind that the framework does not have."""
-    back = understand(framework, settings, gpus=config.plan.world, model=config.model.name, shape=None)
     stages = in_framework(config.plan, config.model, config.stack).stage_layers(config.model.layers)
-    out: dict[str, tuple[Any, Any]] = {}
-    for section, ours, theirs in (("plan", config.plan, back.plan), ("workload", config.workload, back.workload)):
+    plan, out = back.plan, dict[str, tuple[Any, Any]]()
+    for section, ours, theirs in (("plan", config.plan, plan), ("workload", config.workload, back.workload)):
         for name in (n for n in type(ours).model_fields if n not in ("overlap", "prefetch")):
             a, b = getattr(ours, name), getattr(theirs, name)
-            if name == "layers_per_stage" and back.plan.stages == len(stages):
-                a, b = stages, back.plan.stage_layers(config.model.layers)
+            if name == "layers_per_stage" and plan.stages == len(stages):
+                a, b = stages, plan.stage_layers(config.model.layers)
             if (
                 a != b
                 and not (name in OWN and name not in ("order", "layers_per_stage"))
@@ -174,9 +178,9 @@ def difference(config: Config, framework: Framework, settings: Settings) -> dict
             ):
                 out[f"{section}.{name}"] = (a, b)
     kind = ATTENTIONS[config.model.attention]
-    if config.model.kind == "transformer" and not {"*", framework.name} & set(kind.frameworks):
+    if config.model.kind == "transformer" and not {"*", back.framework.name} & set(kind.frameworks):
         out["model.attention"] = (kind.name, "gqa")
-    return out | switch_differences(config, back.plan, back.stack)
+    return out | switch_differences(config, plan, back.stack)
 
 
 def _same(name: str, config: Config, other: Any) -> bool:
@@ -197,14 +201,19 @@ def _same(name: str, config: Config, other: Any) -> bool:
     return unused.get(name, False)
 
 
-def check_runnable(config: Config, framework: Framework) -> None:
+def check_runnable(config: Config, framework: Framework, tolerated: Sequence[str] = (), has_model: bool = True) -> None:
     """Raise if a framework cannot run a configuration, or its settings cannot say it: the one predicate of `plan --for`, `--write` and `launch`.
 
-    Three parts: the rules of the stack's `can`, the models that the framework has, and the fields that come back with another value when the
-    settings are read. Fields that a framework leaves to the training script are not among them."""
+    Four parts: the rules of the stack's `can`, the models that the framework has, the rules about its settings, and the fields that come back with
+    another value when they are read. Fields that a framework leaves to the training script, and `tolerated` ones, are not among them."""
     legality.check(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
-    inexpressible = settings_of(config, framework).inexpressible
-    lost = {field: pair for field, pair in inexpressible.items() if field not in framework.left_to_script}
+    written = settings_of(config, framework, has_model=has_model)
+    for problem in written.back.errors:
+        raise MeshwrightError(problem.code, problem.what, why=problem.why, fix=problem.fix)
+    inexpressible = written.inexpressible
+    lost = {
+        field: pair for field, pair in inexpressible.items() if field not in (*framework.left_to_script, *tolerated)
+    }
     if lost:
         shown = ", ".join(f"{field} = {ours} (it would be {theirs})" for field, (ours, theirs) in lost.items())
         raise MeshwrightError(
@@ -215,10 +224,9 @@ def check_runnable(config: Config, framework: Framework) -> None:
         )
 
 
-def write_file(config: Config, framework: Framework, path: str | Path) -> WrittenSettings:
-    """Write the settings to a file, whose ending may choose another form than the framework's usual one."""
-    ending = Path(path).suffix
-    form = ENDINGS.get(ending, framework.form)
+def form_of(framework: Framework, path: str | Path) -> Form:
+    """The form of a settings file: its ending may choose another one than the framework's usual one."""
+    form = ENDINGS.get(Path(path).suffix, framework.form)
     if (
         form != framework.form
         and (form in ("args", "python") or framework.form in ("args", "python"))
@@ -228,7 +236,12 @@ def write_file(config: Config, framework: Framework, path: str | Path) -> Writte
         raise MeshwrightError(
             "MW-SET-014", f"{framework.title} takes no settings in a file of this kind", valid=[usual]
         )
-    written = settings_of(config, framework, form)
+    return form
+
+
+def write_file(config: Config, framework: Framework, path: str | Path) -> WrittenSettings:
+    """Write the settings to a file."""
+    written = settings_of(config, framework, form_of(framework, path))
     write_text(path, written.text)
     return written
 
@@ -236,7 +249,8 @@ def write_file(config: Config, framework: Framework, path: str | Path) -> Writte
 def text_of(settings: Settings, framework: Framework, form: Form, inexpressible: dict[str, tuple[Any, Any]]) -> str:
     """The text of a file: comments, then the settings."""
     lost = [
-        f"{framework.title} cannot say {name} = {_shown(ours)}: it is {_shown(theirs)} here"
+        f"{framework.title} cannot say {name} = {_shown(ours)}: "
+        + ("set it in the training script" if name in framework.left_to_script else f"it is {_shown(theirs)} here")
         for name, (ours, theirs) in inexpressible.items()
     ]
     comments = "".join(f"# {line}\n" for line in (framework.comment, versions_line(framework), *lost) if line)

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.interop.migrate import Migration
 from meshwright.interop.reading import SettingsReading
 from meshwright.interop.recipes import RecipeVerdict
 from meshwright.units import Json, format_seconds
@@ -78,6 +79,26 @@ def recipes(verdicts: Sequence[RecipeVerdict]) -> RenderableType:
                 cost = f" ({format_seconds(finding['cost_s'])} per step)" if finding.get("cost_s") else ""
                 code = (f"{finding['code']}  ", "red" if finding["severity"] == "error" else "yellow")
                 lines.append(Text.assemble((f"{verdict.id}  ", "bold"), code, finding["what"] + cost, (fix, "green")))
+    return Group(*lines)
+
+
+def migration(result: Migration) -> RenderableType:
+    """Return what became of every key of the settings that were migrated."""
+    lines: list[RenderableType] = []
+    title = result.target.title
+    for name, keys, style in (("carried", result.carried, "green"), ("lost or changed", result.lost, "yellow")):
+        if keys:
+            rows = Table(box=None, pad_edge=False, show_header=False)
+            for key in keys:
+                rows.add_row(f"  {key.key}", _shown(key.value), Text(key.target, "dim"))
+            lines += [
+                Text.assemble((name, f"bold {style}"), (f"  ({result.source.framework.title} → {title})", "dim")),
+                rows,
+            ]
+    if result.other:
+        lines.append(Text.assemble(("not about the plan: ", "bold"), ", ".join(result.other)))
+    if result.source.assembled.assumed:
+        lines.append(Text.assemble(("assumed: ", "bold"), ", ".join(result.source.assembled.assumed)))
     return Group(*lines)
 
 

@@ -20,10 +20,11 @@ from rich.text import Text
 PIPED_WIDTH = 120
 
 
-def console() -> Console:
-    """The console for standard output. If stdout is not a terminal, the width is fixed: files and tests are the same
+def console(stderr: bool = False) -> Console:
+    """The console for standard output, or standard error. If it is not a terminal, the width is fixed: files and tests are the same
     everywhere."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(highlight=False, stderr=stderr, width=None if stream.isatty() else PIPED_WIDTH)
 
 
 def as_text(thing: RenderableType) -> str:
@@ -34,8 +35,8 @@ def as_text(thing: RenderableType) -> str:
     return captured.get().rstrip()
 
 
-def show(*things: RenderableType) -> None:
-    out = console()
+def show(*things: RenderableType, stderr: bool = False) -> None:
+    out = console(stderr)
     for thing in things:
         out.print(thing)
 

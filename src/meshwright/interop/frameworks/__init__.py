@@ -28,11 +28,13 @@ READ_ONLY: Registry[Framework] = Registry(
 READABLE: Mapping[str, Framework] = ChainMap(READ_ONLY, FRAMEWORKS)  # type: ignore[arg-type]
 
 
-def framework_named(name: str, also: Sequence[str] = ()) -> Framework:
+def framework_named(
+    name: str, also: Sequence[str] = (), among: Mapping[str, Framework] = FRAMEWORKS, fix: str = "--for {}"
+) -> Framework:
     """The framework of a name, as on the command line or as its makers write it. `also`: names that the caller accepts too."""
     found = find(name)
-    if found is None or found.name not in FRAMEWORKS:
-        raise unknown("MW-SET-012", "framework", str(name), [*FRAMEWORKS, *also], "--for {}")
+    if found is None or found.name not in among:
+        raise unknown("MW-SET-012", "framework", str(name), [*also, *among], fix)
     return found
 
 

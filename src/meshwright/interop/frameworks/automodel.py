@@ -70,6 +70,8 @@ TABLE = Table(
     keys=(
         Key("model.pretrained_model_name_or_path", "model", read_only=True,
             was=("model.config.pretrained_model_name_or_path", "model.config.name_or_path")),
+        Key("model.pretrained_model_name_or_path", "hub_model"),
+        Key("optimizer.lr", "learning_rate"),
         Key(CONFIG + "num_hidden_layers", "model.layers", read_only=True), Key(CONFIG + "hidden_size", "model.hidden", read_only=True),
         Key(CONFIG + "num_attention_heads", "model.heads", read_only=True), Key(CONFIG + "num_key_value_heads", "model.kv_heads", read_only=True),
         Key(CONFIG + "intermediate_size", "model.ffn", read_only=True), Key(CONFIG + "vocab_size", "model.vocab", read_only=True),

@@ -102,6 +102,8 @@ AXOLOTL_TABLE = Table(
     known_as="axolotl",
     keys=(
         Key("base_model", "model", read_only=True),
+        Key("base_model", "hub_model"),
+        Key("learning_rate", "learning_rate"),
         Key("tensor_parallel_size", "tp", default=1),
         Key("context_parallel_size", "cp", was=("sequence_parallel_degree",), default=1),
         Key("ring_attn_func", "cp_kind", words={"varlen_llama3": "all-gather", "batch_ring": "ring"}, read_only=True),

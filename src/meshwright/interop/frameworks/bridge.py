@@ -83,7 +83,7 @@ TABLE = Table(
         Key(M + "moe_ffn_hidden_size", "model.expert_ffn"), Key(M + "moe_shared_expert_intermediate_size", "model.shared_ffn"),
         Key(M + "mtp_num_layers", "mtp", words={None: 0, **{n: n for n in range(9)}}, read_only=True),
         Key(M + "hybrid_layer_pattern", "pattern", read_only=True),
-        Key(M + "hf_model_id", "model", read_only=True), Key("size", "flavor", read_only=True),
+        Key(M + "hf_model_id", "model", read_only=True), Key(M + "hf_model_id", "hub_model"), Key("size", "flavor", read_only=True),
         Key(M + "tensor_model_parallel_size", "tp", was=("tensor_model_parallel_size", "tp_size"), default=1, always=True),
         flag("sp", M + "sequence_parallel", was=("sequence_parallel",)),
         Key(M + "pipeline_model_parallel_size", "pp", was=("pipeline_model_parallel_size", "pp_size"), default=1, always=True),
@@ -120,6 +120,7 @@ TABLE = Table(
         Key("mixed_precision.grad_reduce_in_fp32", "grad_dtype", words={True: "fp32", False: "bf16"}, read_only=True),  # overrides DDP's
         Key("optimizer.exp_avg_dtype", "state_dtype", words=DTYPES, default="fp32"),
         Key("optimizer.optimizer", "optimizer", match=OPTIMIZERS),
+        Key("optimizer.lr", "learning_rate"),
         Key("optimizer.optimizer", "zero", match=(("^dist_", 1), (".", None))),
         Key("optimizer.optimizer_cpu_offload", "offload_states", words={True: True, False: False}, default=False),
         Key("activation_offload_layers", "offload_layers", was=(M + "cpu_offloading_num_layers",), unset=(0,), read_only=True),

@@ -32,6 +32,7 @@ BLOCK = (
     Key("bf16.enabled", "half", words={True: "bf16", False: None}, unset=("auto",)),
     Key("fp16.enabled", "half_alternative", words={True: "fp16", "auto": "auto", False: None}, read_only=True),
     Key("optimizer.type", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Muon": "muon"}, match=OPTIMIZERS),
+    Key("optimizer.params.lr", "learning_rate", unset=("auto",)),
 )  # fmt: skip
 BLOCK_OTHERS = (
     r"^zero_optimization\.(?!stage$|offload_(optimizer|param)\.device$)",

@@ -176,6 +176,7 @@ TABLE = Table(
         Key("--accumulate-allreduce-grads-in-fp32", "grad_dtype", words={True: "fp32"}, read_only=True),
         Key("--exp-avg-dtype", "state_dtype", words=DTYPES, default="fp32"),
         Key("--optimizer", "optimizer", match=OPTIMIZERS),
+        Key("--lr", "learning_rate"),
         flag("offload_states", "--optimizer-cpu-offload", was=("--cpu-optimizer",)),
         Key("--cpu-offloading-num-layers", "offload_layers", unset=(0,), read_only=True),
         flag("offloads_modules", "--fine-grained-activation-offloading", read_only=True),

@@ -55,6 +55,7 @@ NANOTRON_TABLE = Table(
         Key("optimizer.zero_stage", "zero", words={0: 0, 1: 1}, default=0, always=True),
         Key("optimizer.accumulate_grad_in_fp32", "grad_dtype", words={True: "fp32", False: "bf16"}, always=True),
         Key("optimizer.optimizer_factory.name", "optimizer", match=OPTIMIZERS),
+        Key("optimizer.learning_rate_scheduler.learning_rate", "learning_rate"),
         Key("model.dtype", "half", words={"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}, default="bf16", always=True),
         Key("model.ddp_bucket_cap_mb", "bucket_mb", always=True),
     ),
@@ -128,6 +129,7 @@ OLMO_CORE_TABLE = Table(
         Key(T + "ac_config.mode", "recompute", match=(("full", "full"), ("budget|selected", "selective")), default="none"),
         Key(T + "float8_config.enabled", "eight", words={True: "fp8", False: None}),
         Key(T + "optim", "optimizer", match=OPTIMIZERS),
+        Key(T + "optim.lr", "learning_rate"),
         Key(T + "optim.type", "optimizer", match=OPTIMIZERS),
     ),
     not_modelled=(
@@ -172,6 +174,7 @@ LEVANTER_TABLE = Table(
         Key(M + "gradient_checkpointing", "recompute", words={True: "full", False: "none", "nested": "full", "offload": "full"}, default="full"),
         Key(L + "mp", "half", match=(("c=bf|c=bfloat16|^bf", "bf16"), ("c=f16|^f16", "fp16"), ("f32", "fp32"))),
         Key(L + "quantization.fp8", "eight", words={True: "fp8", False: None}),
+        Key("optimizer.learning_rate", "learning_rate"),
         Key("optimizer.type", "optimizer", match=(*OPTIMIZERS, ("sophia", "adamw"))),
     ),
     not_modelled=(

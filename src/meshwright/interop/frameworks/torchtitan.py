@@ -151,6 +151,7 @@ TABLE = Table(
         Key("model.converters", "converters", was=("model_spec.converters",)),
         Key("optimizer", "optimizer", match=OPTIMIZERS),
         Key("optimizer.name", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}, default="adamw", always=True),
+        Key("optimizer.lr", "learning_rate"),
         Key("compile.enable", "compiled", words={True: True, False: False}, was=(T + "compile",), default=False),
         flag("overlap_tp", P + "enable_async_tensor_parallel",
              was=("compile.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel")),

@@ -7,6 +7,7 @@ layer. CUDA graphs are on by default and exclude pipelines and expert parallelis
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,17 @@ MODELS_03 = {**MODELS, "llama3.2-1b": ("llama3", "1B"), "llama3.2-3b": ("llama3"
 STARTS = {"llama3": "llama3_8b", "deepseek_v3": "deepseek_v3_16b", "qwen3": "qwen3_0_6b", "gpt_oss": "gpt_oss_20b"}
 RECOMPUTE = {"FullAC": "full", "SelectiveAC": "selective", "None": "none"}
 CONVERTERS = {"Float8LinearConverter": "fp8", "MXFP8LinearConverter": "mxfp8"}
-GONE = ("cp_kind", "expert_tp", "recompute", "recompute_every", "converters", "overlap_tp", "optimizer", "eight")
+GONE = (
+    "cp_kind",
+    "expert_tp",
+    "recompute",
+    "recompute_every",
+    "converters",
+    "overlap_tp",
+    "optimizer",
+    "learning_rate",
+    "eight",
+)
 
 
 def _derive(facts: Facts) -> None:
@@ -40,6 +51,8 @@ def _restate(facts: Facts) -> None:
 TABLE_03 = Table(
     keys=(
         *(key for key in TABLE.keys if key.fact not in GONE and not key.read_only),
+        Key("model_spec.name", "model", read_only=True),
+        Key("model_spec.flavor", "flavor", read_only=True),
         flag("sp", P + "enable_sequence_parallel", default=True),
         Key("activation_checkpoint", "recompute", words=RECOMPUTE, default="selective", always=True),
         Key("model_spec.converters", "eight", words=CONVERTERS),
@@ -83,6 +96,36 @@ def program_text(settings: Settings) -> str:
     ]
     body = "".join(f"    {line}\n" for line in lines)
     return "\n".join(imports) + f'\n\n\ndef plan():\n    """Settings of the plan."""\n{body}'
+
+
+def program_settings(text: str) -> Settings:
+    """The settings in a Python module: fields that are assigned, and arguments of a config that is returned. Nothing of it is run."""
+    out: Settings = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan.models."):
+            out["model_spec.name"] = str(node.module).split(".")[2]
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            out |= _flat(ast.unparse(node.targets[0]).partition(".")[2], node.value)
+        elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
+            for argument in node.value.keywords:
+                out |= _flat(str(argument.arg), argument.value)
+    return out
+
+
+def _flat(path: str, value: ast.expr) -> Settings:
+    """A literal by its path; a call as its name, with the literals and calls among its arguments: `FullAC.Config()` is FullAC."""
+    if isinstance(value, ast.List) and value.elts and isinstance(value.elts[0], ast.Call):
+        return _flat(path, value.elts[0])
+    if isinstance(value, ast.Call):
+        out: Settings = {path: ast.unparse(value.func).removesuffix(".Config")}
+        for argument in value.keywords:
+            out |= _flat(f"{path}.{argument.arg}", argument.value)
+        return out | (_flat(f"{path}.flavor", value.args[0]) if value.args else {})
+    try:
+        literal = ast.literal_eval(value)
+    except (ValueError, TypeError):
+        return {}  # computed by the program
+    return {path: "None" if literal is None else literal}
 
 
 TORCHTITAN_03 = replace(

@@ -11,6 +11,8 @@ from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table
 BOTH = {True: True, False: None}
 TRAINER_KEYS = (
     Key("model_name_or_path", "model", was=("model", "model_id"), read_only=True),
+    Key("model_name_or_path", "hub_model", was=("model", "model_id"), read_only=True),
+    Key("learning_rate", "learning_rate"),
     Key("per_device_train_batch_size", "microbatch"),
     Key("gradient_accumulation_steps", "accumulation", unset=("auto",)),
     Key("max_length", "seq", was=("max_seq_length", "max_prompt_length")),

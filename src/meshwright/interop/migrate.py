@@ -1,0 +1,380 @@
+"""Settings of one framework as settings of another: what is carried, what is lost or changed, and what the target cannot run.
+
+The source is read into a plan, a workload and a model; these are written for the target, and what was written is read back. A key of the source is
+*carried* if the fields that it sets come back with the same values. Degrees, ZeRO, batch, precision and recompute are never changed without being
+asked: a plan that the target cannot run is refused, with the nearest change that it can run. How the ranks communicate and save (`MANNER`) takes
+the target's way, and is listed as changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe import catalog
+from meshwright.describe.config import Config
+from meshwright.describe.legality.case import Case, completed
+from meshwright.describe.legality.case import written as as_options
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError, shown
+from meshwright.interop.assemble import switch_plan, switch_stack
+from meshwright.interop.files import parse, raise_first, recognise
+from meshwright.interop.keys import Facts, Framework, plain
+from meshwright.interop.reading import SettingsReading, merged_settings, understand
+from meshwright.interop.shapes import catalog_cluster
+from meshwright.interop.write import OWN, SHAPE, WrittenSettings, check_runnable, difference, form_of, settings_of
+
+# The facts that set a field, by field. Facts of the model are its fields.
+FIELDS: dict[str, str] = {
+    "plan.tp": "tp",
+    "plan.sp": "sp stated_sp",
+    "plan.cp": "cp sequence_ranks",
+    "plan.cp_kind": "cp_kind sequence_ranks ring_attention",
+    "plan.pp": "pp pipeline_engine",
+    "plan.ep": "ep expert_plugin",
+    "plan.expert_tp": "expert_tp",
+    "plan.replicate": "replicate dp gpus nodes gpus_per_node",
+    "plan.shard": "shard shard_with_cp dp gpus nodes gpus_per_node",
+    "plan.zero": "zero zero_of_optimizer sharding fsdp outer_optimizer",
+    "plan.reshard": "reshard moe_reshard",
+    "plan.schedule": "schedule",
+    "plan.virtual": "virtual layers_per_chunk round_stages layout",
+    "plan.layers_per_stage": "first_less last_less first_layers last_layers stage_layers layout counts_embedding counts_loss",
+    "plan.microbatch": "microbatch local_batch pipeline_microbatch pipeline_microbatches microbatch_tokens",
+    "workload.batch": "batch batch_tokens accumulation",
+    "workload.seq": "seq packed_seq decoder_seq microbatch_tokens batch_tokens",
+    "plan.recompute": "recompute recompute_method",
+    "plan.recompute_every": "recompute_every",
+    "plan.recompute_layers": "recompute_layers",
+    "workload.precision": "half half_alternative eight converters",
+    "plan.param_dtype": "half",
+    "plan.grad_dtype": "grad_dtype",
+    "plan.state_dtype": "state_dtype",
+    "workload.optimizer": "optimizer",
+    "plan.offload": "offload_states offload_parameters offload_activations",
+    "plan.bucket": "bucket bucket_elements bucket_mb",
+    "plan.overlap": "overlap_dp overlap_tp overlap_ep",
+    "plan.prefetch": "prefetch overlap_gather",
+    "stack.blocking_p2p": "overlap_p2p",
+    "stack.saves": "saves",
+    "model.activation": "gated",
+    "model.tied": "untied",
+    "model.kv_heads": "grouped",
+    "model.qkv_bias": "without_bias",
+    "model.dense_layers": "moe_layout",
+    "model.ffn": "ffn_multiple ffn_factor",
+}
+CLUSTER = "dgx-h100"  # decides nothing but which axes fit in a node, where the settings name no hardware
+SWITCHES = ("overlap_dp", "overlap_tp", "overlap_ep", "overlap_gather", "overlap_p2p", "prefetch", "saves")
+# Fields that take the target's value where it has no other.
+MANNER = ("plan.sp", "plan.cp_kind", "plan.reshard", "plan.layers_per_stage", "plan.overlap", "plan.prefetch", "stack.saves",
+          "stack.blocking_p2p")  # fmt: skip
+SIZES = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k")  # that tell models apart
+COPIED = ("learning_rate", "hub_model")  # facts that no plan has, and that several frameworks have a key for
+INSTEAD = {
+    "adapters": "all weights are trained",
+    "adapter_kind": "all weights are trained",
+    "quantised": "weights are not quantised",
+}
+
+
+@dataclass(frozen=True)
+class MigratedKey:
+    """A key of the source with its value, and the target's keys for it, or what happens instead."""
+
+    key: str
+    value: Any
+    target: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"key": self.key, "value": self.value, "target": self.target}
+
+
+@dataclass
+class Migration:
+    """Settings of the target, and what became of every key of the source. `refusal`: the target cannot run the plan, and `written` is None."""
+
+    source: SettingsReading
+    target: Framework
+    config: Config
+    written: WrittenSettings | None = None
+    refusal: MeshwrightError | None = None
+    carried: list[MigratedKey] = field(default_factory=list)
+    lost: list[MigratedKey] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)  # keys that are not about the plan
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "from": self.source.framework.name,
+            "to": self.target.name,
+            "settings": self.written.settings if self.written else None,
+            "text": self.written.text if self.written else None,
+            "carried": [key.as_dict() for key in self.carried],
+            "lost": [key.as_dict() for key in self.lost],
+            "not_about_the_plan": self.other,
+            "not_runnable": self.refusal.as_dict() if self.refusal else None,
+            "assumed": self.source.assembled.assumed,
+        }
+
+
+def migrate_file(
+    path: str | Path,
+    source: Framework | None,
+    target: Framework,
+    *,
+    gpus: int = 0,
+    model: str = "",
+    overrides: tuple[str, ...] = (),
+    out: str = "",
+) -> Migration:
+    """Migrate a settings file; `source` None: the framework that the file looks like."""
+    settings, args = parse(path)
+    framework = recognise(settings, args, path, source)
+    return migrate(framework, settings, args, target, gpus=gpus, model=model, overrides=overrides, out=out)
+
+
+def migrate(
+    source: Framework,
+    settings: Mapping[str, Any],
+    args: list[str],
+    target: Framework,
+    *,
+    gpus: int = 0,
+    model: str = "",
+    shape: Mapping[str, Any] | None = None,
+    overrides: tuple[str, ...] = (),
+    out: str = "",
+) -> Migration:
+    """Write settings of `source` for `target`. `overrides` are words of --set, which change the plan before it is written."""
+    form = form_of(target, out) if out else target.form
+    reading = understand(source, settings, args, gpus=gpus, model=model, shape=shape)
+    merged = merged_settings(source, settings, args)
+    has_model = reading.shape.complete
+    stated = wanted_config(reading, target)
+    result = Migration(reading, target, stated)
+    try:
+        raise_first(reading)
+        refuse_unknown_model(reading, target, stated.model)
+        result.config = in_manner_of(wanted_config(reading, target, overrides), target, has_model)
+        check_runnable(result.config, target, MANNER, has_model)
+    except MeshwrightError as error:
+        change = {} if reading.errors else nearest_change(result.config, target, has_model)
+        fix = as_options(change) if change else error.fix if reading.errors or not has_model else ""
+        result.refusal = MeshwrightError(error.code, error.what, why=error.why, valid=error.valid, fix=fix, exit_code=1)
+        return result
+    copied = {name: reading.facts[name] for name in COPIED if reading.facts.get(name)}
+    result.written = settings_of(result.config, target, form, copied, has_model)
+    account(result, stated, merged)
+    return result
+
+
+def wanted_config(reading: SettingsReading, target: Framework, overrides: tuple[str, ...] = ()) -> Config:
+    """The source's plan on the target's stack. Switches of overlap and of saving count where the source states them."""
+    stack = catalog.load("stacks", target.stack)
+    plan = {name: value for name, value in reading.assembled.plan.items() if name not in ("overlap", "prefetch")}
+    stated = {name: reading.facts.get(name) for name in SWITCHES if name in reading.understood.sources}
+    switch_plan(stated, plan, stack)
+    stack = stack.but(**switch_stack(stated, plan, stack))
+    cluster = {"extends": catalog_cluster(reading.hardware) or CLUSTER, "gpus": reading.plan.world}
+    model = known_model(reading.shape.model) if names_model(target) else reading.shape.model
+    return Config.from_parts(model, cluster, stack, reading.assembled.workload, plan, overrides=list(overrides))
+
+
+def in_manner_of(config: Config, target: Framework, has_model: bool = True) -> Config:
+    """The configuration with sequence parallelism and the kind of context parallelism that the target has."""
+    can, plan = config.stack.can, config.plan
+    kind = plan.cp_kind if plan.cp == 1 or not can.cp_kinds or plan.cp_kind in can.cp_kinds else can.cp_kinds[0]
+    for sp in (plan.sp, True) if "sp" not in can.without and plan.tp > 1 else (False,):
+        config = replace(config, plan=plan.but(cp_kind=kind, sp=sp))
+        if runs(config, target, has_model):
+            break
+    return config
+
+
+def runs(config: Config, target: Framework, has_model: bool) -> bool:
+    """Whether the target can run a plan, in its own manner."""
+    try:
+        check_runnable(config, target, MANNER, has_model)
+    except MeshwrightError:
+        return False
+    return True
+
+
+def names_model(framework: Framework) -> bool:
+    """Whether settings of the framework name one of its models in place of a shape."""
+    return framework.model_settings is not Framework.model_settings and "model.hidden" not in framework.table.facts()
+
+
+def known_model(model: Model) -> Model:
+    """The model of the catalog with this shape, where settings do not name one; else the model as it is."""
+    if model.name in catalog.names("models"):
+        return model
+    entries: Iterator[Model] = (catalog.load("models", name) for name in catalog.names("models"))
+    return next((e for e in entries if all(getattr(e, name) == getattr(model, name) for name in SIZES)), model)
+
+
+def refuse_unknown_model(reading: SettingsReading, target: Framework, model: Model) -> None:
+    """Raise if settings of the target state the model, and those of the source do not; or if the target does not have the model."""
+    if (names_model(target) or "model.hidden" in target.table.facts()) and not reading.shape.complete:
+        raise MeshwrightError(
+            "MW-SET-013",
+            f"the settings do not give the shape of their model: {', '.join(reading.shape.missing)}",
+            why=f"Settings of {target.title} state it",
+            fix="--model NAME, a model of the catalog",
+        )
+    if reading.shape.complete:
+        target.model_settings(model)
+
+
+# --- The nearest plan that the target can run.
+
+MOST_CHANGES = 200
+
+
+def nearest_change(config: Config, target: Framework, has_model: bool = True) -> dict[str, Any]:
+    """The fewest changes, as words of --set, after which the target can run a plan; {} if none was found.
+
+    Tried: axes that the target does not have become data parallelism; other ZeRO stages, the next higher first; other recompute; a plain pipeline;
+    products in 16 bits. The batch and the number of GPUs stay."""
+    case = Case(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
+    trials = sorted(changes_to_try(config), key=len)[:MOST_CHANGES]
+    for settings in trials:
+        try:
+            full = completed(case, settings)
+            changed = {path: value for path, value in full.items() if case.setting(path) != value}
+            trial = with_settings(config, changed)
+        except MeshwrightError:
+            continue
+        if runs(trial, target, has_model):
+            return changed
+    return {}
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """The configuration with fields of plan and workload changed, named as --set names them."""
+    parts = {section: {name.partition(".")[2]: value for name, value in settings.items() if name.startswith(section)}
+             for section in ("plan", "workload")}  # fmt: skip
+    return replace(config, plan=config.plan.but(**parts["plan"]), workload=config.workload.but(**parts["workload"]))
+
+
+def changes_to_try(config: Config) -> Iterator[dict[str, Any]]:
+    """Combinations of changes of a plan towards what its stack can run."""
+    can, plan = config.stack.can, config.plan
+    off = {f"plan.{axis}": 1 for axis in ("tp", "cp", "pp", "ep") if axis in can.without and getattr(plan, axis) > 1}
+    if "plan.tp" in off:
+        off["plan.sp"] = False
+    if "expert_tp" in can.without and config.model.experts and plan.etp > 1:
+        off["plan.expert_tp"] = 1
+    zeros: list[dict[str, Any]] = [{}]
+    for stage in sorted(can.zero or range(4), key=lambda stage: (stage < plan.zero, abs(stage - plan.zero))):
+        ranks = (
+            {"plan.replicate": plan.dp, "plan.shard": 1} if not stage else {"plan.replicate": 1, "plan.shard": plan.dp}
+        )
+        hybrid = bool(plan.zero and stage and "hsdp" not in can.without)
+        zeros.append({"plan.zero": stage} | ({} if hybrid else ranks))
+    recomputes = [
+        {},
+        *(
+            {"plan.recompute": kind, "plan.recompute_every": 1, "plan.recompute_layers": 0}
+            for kind in ("full", "selective", "none")
+        ),
+    ]
+    pipelines: list[dict[str, Any]] = (
+        [{}, {"plan.virtual": 1, "plan.schedule": "1f1b", "plan.layers_per_stage": ()}] if plan.pp > 1 else [{}]
+    )
+    precisions = [{}, {"workload.precision": plan.param_dtype}]
+    for parts in product(zeros, recomputes, pipelines, precisions):
+        settings = dict(off)
+        for part in parts:
+            settings |= part
+        yield settings
+
+
+# --- What became of every key.
+
+
+def account(result: Migration, wanted: Config, merged: Mapping[str, Any]) -> None:
+    """Sort the keys of the source into carried, lost, and not about the plan."""
+    table, understood = result.source.framework.table, result.source.understood
+    changed, back = changed_fields(result, wanted)
+    listed = set[str]()
+    for key, value in merged.items():
+        facts = [row.fact for row in table.keys if key in (row.name, *row.was) and plain(value) not in row.unset]
+        kind = understood.kind_of(key)
+        if kind in ("unknown", "not modelled"):
+            result.lost.append(MigratedKey(key, value, "not translated"))
+        elif kind or not facts:
+            result.other.append(key)
+        else:
+            fields = [name for fact in facts for name in fields_of(fact) if name in changed]
+            listed.update(fields)
+            words = [instead(result.target, name, changed[name]) for name in fields]
+            for fact in facts:  # that no plan has
+                if not fields_of(fact) and understood.facts.get(fact) not in (None, False, 0, back.get(fact)):
+                    words.append(INSTEAD.get(fact, f"{result.target.title} has no such key"))
+            line = MigratedKey(key, value, "; ".join(dict.fromkeys(words)) or target_keys(result, facts))
+            (result.lost if words else result.carried).append(line)
+    listed |= {*result.target.left_to_script, *(f"plan.{name}" for name in OWN)}
+    for name in changed:  # what the source has by default
+        if name not in listed and changed[name][1] is not None:
+            result.lost.append(MigratedKey(name, changed[name][0], instead(result.target, name, changed[name])))
+
+
+def changed_fields(result: Migration, wanted: Config) -> tuple[dict[str, tuple[Any, Any]], Facts]:
+    """Fields with another value in the target: the source's and the target's (None: not in its settings); and the facts that are read back."""
+    assert result.written is not None
+    target, named = result.target, result.written.back
+    out = difference(wanted, named)
+    for name in (f"plan.{name}" for name in OWN):
+        pair = getattr(wanted.plan, name.partition(".")[2]), getattr(named.plan, name.partition(".")[2])
+        if name in FIELDS and pair[0] != pair[1]:
+            out[name] = pair
+    for name in target.left_to_script:
+        out.setdefault(name, (value_of(wanted, name), None))
+    back = understand(target, result.written.settings, gpus=wanted.plan.world)
+    if not names_model(target):
+        for name in SHAPE if result.source.shape.complete else ():
+            fact, pair = f"model.{name}", (getattr(wanted.model, name), getattr(back.shape.model, name))
+            if fact not in {*target.table.facts(), *back.facts}:
+                out[fact] = (pair[0], None)
+            elif pair[0] != pair[1]:
+                out[fact] = pair
+    return out, named.facts
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of a field by its dotted name."""
+    section, _, last = name.partition(".")
+    return getattr(getattr(config, section), last)
+
+
+@cache
+def fields_of(fact: str) -> tuple[str, ...]:
+    """The fields of a configuration that a fact sets."""
+    own = (fact,) if fact.startswith("model.") else ()
+    return own or tuple(name for name, facts in FIELDS.items() if fact in facts.split())
+
+
+def target_keys(result: Migration, facts: list[str]) -> str:
+    """The target's keys for facts of the source, with their values."""
+    settings, fields = result.written.settings if result.written else {}, {f for fact in facts for f in fields_of(fact)}
+    rows = [row for row in result.target.table.keys if row.fact in facts or fields & set(fields_of(row.fact))]
+    names = dict.fromkeys(row.name for row in rows if row.name in settings)
+    if not names and names_model(result.target) and any(name.startswith("model") for name in (*facts, *fields)):
+        return "by the name of the model"
+    return ", ".join(f"{name} = {shown(settings[name])}" for name in names) or f"the default of {result.target.title}"
+
+
+def instead(target: Framework, name: str, pair: tuple[Any, Any]) -> str:
+    """What happens in the target to a field that its settings do not say, or say otherwise."""
+    if name in target.left_to_script:
+        return "the training script sets it"
+    if name.startswith("model.") and pair[1] is None:
+        return f"not in settings of {target.title}: the model sets it"
+    if name in {f"plan.{own}" for own in OWN}:
+        return f"{target.title} has no such key"
+    return f"{name} is {shown(pair[1])} in {target.title}"

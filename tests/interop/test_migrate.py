@@ -1,0 +1,134 @@
+"""Settings migrated from framework to framework and back keep degrees, batch, precision and recompute, or the refusal says why."""
+
+from __future__ import annotations
+
+import shlex
+from functools import cache
+
+import pytest
+
+from frameworks.cases import CASES
+from meshwright.describe import catalog
+from meshwright.describe.config import Config
+from meshwright.errors import MeshwrightError
+from meshwright.interop.files import parse, recognise
+from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.keys import Framework
+from meshwright.interop.migrate import MANNER, Migration, in_manner_of, migrate, nearest_change, with_settings
+from meshwright.interop.reading import SettingsReading, understand
+from meshwright.interop.write import check_runnable, settings_of
+
+# A plan for every case of tests/frameworks; what a framework does not run of it is changed to the nearest that it does.
+PLANS = {
+    "1b one gpu": {"microbatch": 2},
+    "1b one node": {"shard": 8, "zero": 3, "microbatch": 2, "recompute": "full"},
+    "8b one node": {"shard": 8, "zero": 3},
+    "8b 64": {"tp": 2, "sp": True, "shard": 32, "zero": 1, "microbatch": 2},
+    "8b fp8": {"shard": 64, "zero": 3, "recompute": "full"},
+    "8b 128k": {"cp": 8, "tp": 2, "sp": True, "shard": 4, "zero": 3, "recompute": "full"},
+    "8b zero 0": {"tp": 4, "sp": True, "replicate": 16},
+    "8b zero 1": {"shard": 64, "zero": 1},
+    "8b zero 2": {"shard": 64, "zero": 2, "recompute": "full"},
+    "8b zero 3": {"replicate": 8, "shard": 8, "zero": 3, "reshard": False},
+    "8b pipeline": {"pp": 4, "tp": 2, "sp": True, "shard": 8, "zero": 1},
+    "8b interleaved": {"pp": 2, "virtual": 4, "schedule": "interleaved", "shard": 32, "zero": 1, "microbatch": 2},
+    "8b recompute": {"shard": 64, "zero": 3, "recompute": "full", "microbatch": 4},
+    "8b selective": {"shard": 64, "zero": 3, "recompute": "selective"},
+    "qwen3 8b": {"tp": 2, "shard": 32, "zero": 3, "microbatch": 4},
+    "70b 64": {"tp": 8, "sp": True, "pp": 4, "shard": 2, "zero": 1, "recompute": "selective"},
+    "70b 512": {"tp": 8, "sp": True, "shard": 64, "zero": 3, "recompute": "full"},
+    "70b 128k": {"tp": 8, "sp": True, "cp": 8, "cp_kind": "all-gather", "shard": 8, "zero": 3, "recompute": "full"},
+    "405b 512": {"tp": 8, "sp": True, "pp": 16, "shard": 4, "zero": 1, "recompute": "full"},
+    "405b 8192": {"tp": 8, "sp": True, "pp": 16, "shard": 64, "zero": 1},
+    "mixtral 64": {"tp": 2, "sp": True, "shard": 32, "zero": 1, "ep": 8, "expert_tp": 1},
+    "mixtral experts": {"shard": 64, "zero": 3, "ep": 8, "recompute": "full"},
+    "deepseek lite 64": {"shard": 64, "zero": 1, "ep": 8, "expert_tp": 1},
+    "deepseek lite experts": {"shard": 64, "zero": 3, "ep": 8, "recompute": "full"},
+    "deepseek v3 2048": {"pp": 16, "shard": 128, "zero": 1, "ep": 64, "expert_tp": 1, "recompute": "full"},
+}  # fmt: skip
+KEPT = ("plan.tp", "plan.cp", "plan.pp", "plan.virtual", "plan.ep", "plan.replicate", "plan.shard", "plan.zero", "plan.microbatch", "workload.batch",
+        "workload.seq", "workload.precision", "plan.param_dtype", "plan.recompute", "plan.recompute_every", "plan.recompute_layers")  # fmt: skip
+ENDINGS = {"toml": ".toml", "yaml": ".yaml", "json": ".json", "args": ".sh", "python": ".py"}
+DAILY = ("1b one gpu", "8b fp8", "8b 128k", "8b zero 2", "8b interleaved", "70b 64", "mixtral experts")
+
+
+@cache
+def first_text(case: str, name: str) -> str:
+    """The settings of a case's plan, or of the nearest that the framework runs; "" if there is none."""
+    question, framework = CASES[case], FRAMEWORKS[name]
+    precision = dict(word.partition("=")[::2] for word in question.settings).get("workload.precision", "bf16")
+    config = in_manner_of(
+        Config.from_parts(
+            question.model, {"extends": "dgx-h100", "gpus": question.gpus}, catalog.load("stacks", framework.stack),
+            {"batch": question.batch, "seq": question.seq, "precision": precision}, PLANS[case],
+        ),
+        framework,
+    )  # fmt: skip
+    try:
+        check_runnable(config, framework, MANNER)
+    except MeshwrightError:
+        change = nearest_change(config, framework)
+        if not change:
+            return ""
+        config = with_settings(config, change)
+    return settings_of(config, framework).text
+
+
+def read(text: str, framework: Framework, case: str) -> SettingsReading:
+    settings, args = parse("settings" + ENDINGS[framework.form], text)
+    assert recognise(settings, args, "settings", framework) is framework
+    return understand(framework, settings, args, gpus=CASES[case].gpus, model=CASES[case].model)
+
+
+def migrated(text: str, source: Framework, target: Framework, case: str, overrides: tuple[str, ...] = ()) -> Migration:
+    settings, args = parse("settings" + ENDINGS[source.form], text)
+    question = CASES[case]
+    return migrate(source, settings, args, target, gpus=question.gpus, model=question.model, overrides=overrides)
+
+
+def value(reading: SettingsReading, field: str) -> object:
+    section, _, name = field.partition(".")
+    return getattr(getattr(reading, section), name)
+
+
+def there_and_back(case: str, a: Framework, b: Framework) -> str:
+    """Migrate a case from a to b and back; return "written" or "refused"."""
+    text = first_text(case, a.name)
+    there = migrated(text, a, b, case)
+    if there.refusal is not None:
+        assert there.refusal.code
+        assert there.refusal.what
+        words = shlex.split(there.refusal.fix)
+        if words and words[0] == "--set":
+            mended = migrated(text, a, b, case, tuple(words[1::2]))
+            assert mended.refusal is None, f"the fix {there.refusal.fix} is refused too: {mended.refusal}"
+        return "refused"
+    assert there.written is not None
+    back = migrated(there.written.text, b, a, case)
+    assert back.refusal is None, f"{there.written.text}\n{back.refusal}"
+    assert back.written is not None
+    first, last = read(text, a, case), read(back.written.text, a, case)
+    script = {*a.left_to_script, *b.left_to_script}
+    changed = {
+        f: (value(first, f), value(last, f)) for f in KEPT if value(first, f) != value(last, f) and f not in script
+    }
+    assert not changed, f"{changed}\n{text}\n{there.written.text}\n{back.written.text}"
+    return "written"
+
+
+PAIRS = [(a, b) for a in FRAMEWORKS for b in FRAMEWORKS if a != b]
+
+
+@pytest.mark.parametrize("case", DAILY)
+def test_every_pair_makes_a_round_trip(case: str) -> None:
+    """Each pair of frameworks with one of these cases."""
+    pairs = PAIRS[DAILY.index(case) :: len(DAILY)]
+    assert [there_and_back(case, FRAMEWORKS[a], FRAMEWORKS[b]) for a, b in pairs if first_text(case, a)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_round_trips_keep_degrees_batch_precision_and_recompute(case: str) -> None:
+    """Every pair with every case."""
+    results = [there_and_back(case, FRAMEWORKS[a], FRAMEWORKS[b]) for a, b in PAIRS if first_text(case, a)]
+    assert "written" in results
