@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import shlex
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +16,11 @@ from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import parse, recognise
-from meshwright.interop.frameworks import FRAMEWORKS
-from meshwright.interop.keys import Framework
+from meshwright.interop.frameworks import FRAMEWORKS, find
+from meshwright.interop.keys import Framework, plain
 from meshwright.interop.migrate import MANNER, Migration, in_manner_of, migrate, nearest_change, with_settings
-from meshwright.interop.reading import SettingsReading, understand
+from meshwright.interop.reading import SettingsReading, merged_settings, understand
+from meshwright.interop.recipes import rows
 from meshwright.interop.write import check_runnable, settings_of
 
 # A plan for every case of tests/frameworks; what a framework does not run of it is changed to the nearest that it does.
@@ -132,3 +137,60 @@ def test_round_trips_keep_degrees_batch_precision_and_recompute(case: str) -> No
     """Every pair with every case."""
     results = [there_and_back(case, FRAMEWORKS[a], FRAMEWORKS[b]) for a, b in PAIRS if first_text(case, a)]
     assert "written" in results
+
+
+# --- Published recipes: every key of the source is in one of the three lists, and a change of a carried key changes what is written.
+
+RECIPES = random.Random(38).sample(list(rows(Path(__file__).parent / "recipes.jsonl")), 40)
+
+
+def of_recipe(row: dict[str, Any], target: str, settings: dict[str, Any], overrides: tuple[str, ...] = ()) -> Migration:
+    source = find(row["framework"])
+    assert source is not None
+    return migrate(
+        source, settings, [], FRAMEWORKS[target], gpus=row.get("gpus") or 64, model=row.get("model") or "", shape=row.get("shape"),
+        overrides=overrides,
+    )  # fmt: skip
+
+
+def written_recipes(number: int) -> Iterator[tuple[dict[str, Any], str, dict[str, Any], tuple[str, ...], Migration]]:
+    """Recipes for three targets each, with the change that a refusal offers."""
+    for row in RECIPES[:number]:
+        source = find(row["framework"])
+        assert source is not None
+        settings = merged_settings(source, row.get("settings") or {}, [str(word) for word in row.get("args") or []])
+        for target in random.Random(row["id"]).sample([name for name in FRAMEWORKS if name != source.name], 3):
+            overrides: tuple[str, ...] = ()
+            result = of_recipe(row, target, settings)
+            if result.refusal and result.refusal.fix.startswith("--set"):
+                overrides = tuple(shlex.split(result.refusal.fix)[1::2])
+                result = of_recipe(row, target, settings, overrides)
+            yield row, target, settings, overrides, result
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_every_key_of_a_recipe_is_accounted_for(number: int) -> None:
+    results = list(written_recipes(number))
+    for row, target, settings, _, result in results:
+        if result.refusal is None:
+            lists = [key.key for key in (*result.carried, *result.lost)] + result.other
+            assert set(settings) <= set(lists), f"{row['id']} to {target}: {set(settings) - set(lists)}"
+            assert len(set(lists)) == len(lists)
+            assert all(key.target for key in result.lost)
+    assert sum(result.refusal is None for *_, result in results) >= 1.5 * number
+
+
+@pytest.mark.slow
+def test_a_carried_degree_batch_or_length_is_in_what_is_written() -> None:
+    """Twice the value of such a key gives other settings, or a refusal."""
+    facts = {"tp", "cp", "pp", "ep", "microbatch", "batch", "seq", "model.layers", "model.hidden", "learning_rate"}
+    tried = 0
+    for row, target, settings, overrides, result in written_recipes(40):
+        sources = {key: fact for fact, key in result.source.understood.sources.items()}
+        for key in result.carried:
+            if sources.get(key.key) in facts and isinstance(plain(key.value), int | float) and result.written:
+                tried += 1
+                changed = of_recipe(row, target, {**settings, key.key: 2 * plain(key.value)}, overrides)
+                same = changed.written is not None and changed.written.settings == result.written.settings
+                assert not same, f"{row['id']} to {target}: {key.key} = {key.value}"
+    assert tried > 200

@@ -25,7 +25,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import READABLE
 from meshwright.interop.frameworks.torchtitan_python import program_settings
 from meshwright.interop.keys import Framework, Settings, flags, flattened
-from meshwright.interop.reading import SettingsReading, understand
+from meshwright.interop.reading import SettingsReading, raise_first, understand
 from meshwright.interop.shapes import catalog_cluster
 from meshwright.version import install_command
 
@@ -199,7 +199,7 @@ def configure(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Con
     named = "" if model is source else model
     gpus, nodes, workload = asked.get("gpus", 0), asked.get("nodes", 0), asked.get("workload")
     reading = read_settings(source, gpus=gpus or nodes * _node(cluster) or _gpus_of(cluster))
-    raise_first(reading)
+    raise_first(reading.errors)
     cluster = cluster or catalog_cluster(reading.hardware)
     if reading.gpus and not nodes and not gpus and cluster and not _gpus_of(cluster):
         asked["gpus"] = reading.gpus
@@ -223,7 +223,7 @@ def refuse_folder(model: object) -> None:
 
 def sections(reading: SettingsReading) -> dict[str, Any]:
     """The sections of a plan file that settings describe; without [model] where they do not give its shape."""
-    raise_first(reading)
+    raise_first(reading.errors)
     found: dict[str, Any] = {
         "stack": reading.stack_section,
         "workload": reading.workload.as_dict(),
@@ -235,14 +235,8 @@ def sections(reading: SettingsReading) -> dict[str, Any]:
 def load_user_plan(path: str | Path, gpus: int) -> Plan:
     """The plan of a settings file, for a number of GPUs."""
     reading = read_settings(path, gpus=gpus)
-    raise_first(reading)
+    raise_first(reading.errors)
     return reading.plan
-
-
-def raise_first(reading: SettingsReading) -> None:
-    """Raise the first error among the problems of settings."""
-    for problem in reading.errors:
-        raise MeshwrightError(problem.code, problem.what, why=problem.why, fix=problem.fix)
 
 
 def model_part(reading: SettingsReading, source: object, overrides: Sequence[str] = ()) -> str | dict[str, Any]:

@@ -144,6 +144,11 @@ class Understood:
     others: dict[str, list[str]] = field(default_factory=dict)  # kind → keys
 
     @property
+    def stated(self) -> Facts:
+        """The facts that keys state, without defaults and what follows from several."""
+        return {fact: self.facts[fact] for fact in self.sources if fact in self.facts}
+
+    @property
     def unknown(self) -> list[str]:
         return self.others.get("unknown", [])
 
@@ -351,6 +356,7 @@ class Framework:
         ""  # pattern of the paths of recipes whose number of GPUs is the smallest that their degrees allow
     )
     launcher_shards: bool = False  # ZeRO or FSDP may be set in a file of the launcher, apart from the settings
+    vocab_of_tokenizer: bool = False  # settings need not state the size of the vocabulary
     on_gpus: bool = True  # False: most recipes are for TPUs
     comment: str = ""  # the first line of a written file
     package: str = ""  # what pip installs; "": its name

@@ -8,7 +8,7 @@ the target's way, and is listed as changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -17,14 +17,15 @@ from typing import Any
 
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
-from meshwright.describe.legality.case import Case, completed
+from meshwright.describe.legality import Case, legal
+from meshwright.describe.legality.case import completed
 from meshwright.describe.legality.case import written as as_options
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError, shown
 from meshwright.interop.assemble import switch_plan, switch_stack
-from meshwright.interop.files import parse, raise_first, recognise
-from meshwright.interop.keys import Facts, Framework, plain
-from meshwright.interop.reading import SettingsReading, merged_settings, understand
+from meshwright.interop.files import parse, recognise
+from meshwright.interop.keys import Facts, Framework, Table, plain, read_facts
+from meshwright.interop.reading import SettingsReading, merged_settings, raise_first, understand
 from meshwright.interop.shapes import catalog_cluster
 from meshwright.interop.write import OWN, SHAPE, WrittenSettings, check_runnable, difference, form_of, settings_of
 
@@ -39,7 +40,7 @@ FIELDS: dict[str, str] = {
     "plan.expert_tp": "expert_tp",
     "plan.replicate": "replicate dp gpus nodes gpus_per_node",
     "plan.shard": "shard shard_with_cp dp gpus nodes gpus_per_node",
-    "plan.zero": "zero zero_of_optimizer sharding fsdp outer_optimizer",
+    "plan.zero": "zero zero_of_optimizer sharding fsdp outer_optimizer wrap_policy fsdp_format",
     "plan.reshard": "reshard moe_reshard",
     "plan.schedule": "schedule",
     "plan.virtual": "virtual layers_per_chunk round_stages layout",
@@ -52,6 +53,7 @@ FIELDS: dict[str, str] = {
     "plan.recompute_layers": "recompute_layers",
     "workload.precision": "half half_alternative eight converters",
     "plan.param_dtype": "half",
+    "plan.master": "master",
     "plan.grad_dtype": "grad_dtype",
     "plan.state_dtype": "state_dtype",
     "workload.optimizer": "optimizer",
@@ -64,21 +66,38 @@ FIELDS: dict[str, str] = {
     "model.activation": "gated",
     "model.tied": "untied",
     "model.kv_heads": "grouped",
-    "model.qkv_bias": "without_bias",
     "model.dense_layers": "moe_layout",
     "model.ffn": "ffn_multiple ffn_factor",
+    "model.name": "model flavor hub_model scripted",
 }
-CLUSTER = "dgx-h100"  # decides nothing but which axes fit in a node, where the settings name no hardware
+CLUSTER = "dgx-b200"  # where the settings name no hardware: it has every precision, and decides nothing else but which axes fit in a node
 SWITCHES = ("overlap_dp", "overlap_tp", "overlap_ep", "overlap_gather", "overlap_p2p", "prefetch", "saves")
 # Fields that take the target's value where it has no other.
 MANNER = ("plan.sp", "plan.cp_kind", "plan.reshard", "plan.layers_per_stage", "plan.overlap", "plan.prefetch", "stack.saves",
           "stack.blocking_p2p")  # fmt: skip
-SIZES = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k")  # that tell models apart
-COPIED = ("learning_rate", "hub_model")  # facts that no plan has, and that several frameworks have a key for
+SIZES = (
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "experts",
+    "top_k",
+    "expert_ffn",
+    "tied",
+    "activation",
+)  # tell models apart
+COPIED = (
+    "learning_rate",
+    "hub_model",
+    "compiled",
+)  # facts that no plan has, and that several frameworks have a key for
 INSTEAD = {
     "adapters": "all weights are trained",
     "adapter_kind": "all weights are trained",
     "quantised": "weights are not quantised",
+    "eight_bit_states": "optimizer states are not in 8 bits",
 }
 
 
@@ -153,20 +172,24 @@ def migrate(
     form = form_of(target, out) if out else target.form
     reading = understand(source, settings, args, gpus=gpus, model=model, shape=shape)
     merged = merged_settings(source, settings, args)
-    has_model = reading.shape.complete
+    refuse_unknown_gpus(reading)
+    has_model = reading.shape.complete or set(reading.shape.missing) <= {"vocab"}
     stated = wanted_config(reading, target)
     result = Migration(reading, target, stated)
     try:
-        raise_first(reading)
+        raise_first([problem for problem in reading.errors if problem.code.startswith("MW-SET")])
         refuse_unknown_model(reading, target, stated.model)
         result.config = in_manner_of(wanted_config(reading, target, overrides), target, has_model)
         check_runnable(result.config, target, MANNER, has_model)
     except MeshwrightError as error:
-        change = {} if reading.errors else nearest_change(result.config, target, has_model)
-        fix = as_options(change) if change else error.fix if reading.errors or not has_model else ""
+        fix = error.fix
+        if not fix.startswith("--model") and not reading.errors:
+            change = nearest_change(result.config, target, has_model)
+            fix = as_options(change) if change else ""
         result.refusal = MeshwrightError(error.code, error.what, why=error.why, valid=error.valid, fix=fix, exit_code=1)
         return result
-    copied = {name: reading.facts[name] for name in COPIED if reading.facts.get(name)}
+    copied = {name: value for name, value in stated_facts(source.table, merged).items() if name in COPIED}
+    copied |= {"model.vocab": None} if "vocab" in reading.shape.missing else {}
     result.written = settings_of(result.config, target, form, copied, has_model)
     account(result, stated, merged)
     return result
@@ -180,7 +203,11 @@ def wanted_config(reading: SettingsReading, target: Framework, overrides: tuple[
     switch_plan(stated, plan, stack)
     stack = stack.but(**switch_stack(stated, plan, stack))
     cluster = {"extends": catalog_cluster(reading.hardware) or CLUSTER, "gpus": reading.plan.world}
-    model = known_model(reading.shape.model) if names_model(target) else reading.shape.model
+    model = (
+        known_model(reading.shape.model, [n for n in SIZES if n in reading.shape.stated])
+        if names_model(target)
+        else reading.shape.model
+    )
     return Config.from_parts(model, cluster, stack, reading.assembled.workload, plan, overrides=list(overrides))
 
 
@@ -209,24 +236,37 @@ def names_model(framework: Framework) -> bool:
     return framework.model_settings is not Framework.model_settings and "model.hidden" not in framework.table.facts()
 
 
-def known_model(model: Model) -> Model:
+def known_model(model: Model, stated: Sequence[str]) -> Model:
     """The model of the catalog with this shape, where settings do not name one; else the model as it is."""
     if model.name in catalog.names("models"):
         return model
     entries: Iterator[Model] = (catalog.load("models", name) for name in catalog.names("models"))
-    return next((e for e in entries if all(getattr(e, name) == getattr(model, name) for name in SIZES)), model)
+    return next((e for e in entries if all(getattr(e, name) == getattr(model, name) for name in stated)), model)
+
+
+def refuse_unknown_gpus(reading: SettingsReading) -> None:
+    """Raise if the settings shard over data-parallel ranks whose number they do not state: on the fewest GPUs there are none to shard over."""
+    least, sharding = reading.assembled.gpus, reading.facts.get("sharding", "none")
+    if least < 0 and sharding != "none" and not reading.plan.zero:
+        raise MeshwrightError(
+            "MW-SET-015",
+            f"the settings do not state the number of GPUs; their degrees need a multiple of {-least}",
+            why="How many ranks share the optimizer states or the parameters follows from it",
+            fix=f"--gpus {-least * 8}",
+        )
 
 
 def refuse_unknown_model(reading: SettingsReading, target: Framework, model: Model) -> None:
     """Raise if settings of the target state the model, and those of the source do not; or if the target does not have the model."""
-    if (names_model(target) or "model.hidden" in target.table.facts()) and not reading.shape.complete:
-        raise MeshwrightError(
-            "MW-SET-013",
-            f"the settings do not give the shape of their model: {', '.join(reading.shape.missing)}",
-            why=f"Settings of {target.title} state it",
-            fix="--model NAME, a model of the catalog",
-        )
-    if reading.shape.complete:
+    missing = [name for name in reading.shape.missing if name != "vocab" or not target.vocab_of_tokenizer]
+    if names_model(target) or "model.hidden" in target.table.facts():
+        if missing:
+            raise MeshwrightError(
+                "MW-SET-013",
+                f"the settings do not give the shape of their model: {', '.join(missing)}",
+                why=f"Settings of {target.title} state it",
+                fix="--model NAME, a model of the catalog",
+            )
         target.model_settings(model)
 
 
@@ -243,13 +283,9 @@ def nearest_change(config: Config, target: Framework, has_model: bool = True) ->
     case = Case(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
     trials = sorted(changes_to_try(config), key=len)[:MOST_CHANGES]
     for settings in trials:
-        try:
-            full = completed(case, settings)
-            changed = {path: value for path, value in full.items() if case.setting(path) != value}
-            trial = with_settings(config, changed)
-        except MeshwrightError:
-            continue
-        if runs(trial, target, has_model):
+        full = completed(case, settings)
+        changed = {path: value for path, value in full.items() if case.setting(path) != value}
+        if legal(case.with_settings(changed)) and runs(with_settings(config, changed), target, has_model):
             return changed
     return {}
 
@@ -286,8 +322,14 @@ def changes_to_try(config: Config) -> Iterator[dict[str, Any]]:
     pipelines: list[dict[str, Any]] = (
         [{}, {"plan.virtual": 1, "plan.schedule": "1f1b", "plan.layers_per_stage": ()}] if plan.pp > 1 else [{}]
     )
-    precisions = [{}, {"workload.precision": plan.param_dtype}]
-    for parts in product(zeros, recomputes, pipelines, precisions):
+    half = "bf16" if plan.param_dtype == "fp32" else plan.param_dtype
+    precisions = [
+        {},
+        {"workload.precision": half, "plan.param_dtype": half},
+        {"workload.precision": "bf16", "plan.param_dtype": "bf16"},
+    ]
+    masters = [{}, {"plan.master": True}] if not plan.master else [{}]
+    for parts in product(zeros, recomputes, pipelines, precisions, masters):
         settings = dict(off)
         for part in parts:
             settings |= part
@@ -301,7 +343,7 @@ def account(result: Migration, wanted: Config, merged: Mapping[str, Any]) -> Non
     """Sort the keys of the source into carried, lost, and not about the plan."""
     table, understood = result.source.framework.table, result.source.understood
     changed, back = changed_fields(result, wanted)
-    listed = set[str]()
+    own, listed = stated_facts(table, merged), set[str]()
     for key, value in merged.items():
         facts = [row.fact for row in table.keys if key in (row.name, *row.was) and plain(value) not in row.unset]
         kind = understood.kind_of(key)
@@ -314,7 +356,7 @@ def account(result: Migration, wanted: Config, merged: Mapping[str, Any]) -> Non
             listed.update(fields)
             words = [instead(result.target, name, changed[name]) for name in fields]
             for fact in facts:  # that no plan has
-                if not fields_of(fact) and understood.facts.get(fact) not in (None, False, 0, back.get(fact)):
+                if not fields_of(fact) and own.get(fact) not in (None, back.get(fact, False)):
                     words.append(INSTEAD.get(fact, f"{result.target.title} has no such key"))
             line = MigratedKey(key, value, "; ".join(dict.fromkeys(words)) or target_keys(result, facts))
             (result.lost if words else result.carried).append(line)
@@ -335,15 +377,24 @@ def changed_fields(result: Migration, wanted: Config) -> tuple[dict[str, tuple[A
             out[name] = pair
     for name in target.left_to_script:
         out.setdefault(name, (value_of(wanted, name), None))
+    facts = {**named.facts, **stated_facts(target.table, result.written.settings)}
+    if names_model(target):
+        return out, facts
     back = understand(target, result.written.settings, gpus=wanted.plan.world)
-    if not names_model(target):
-        for name in SHAPE if result.source.shape.complete else ():
-            fact, pair = f"model.{name}", (getattr(wanted.model, name), getattr(back.shape.model, name))
-            if fact not in {*target.table.facts(), *back.facts}:
-                out[fact] = (pair[0], None)
-            elif pair[0] != pair[1]:
-                out[fact] = pair
-    return out, named.facts
+    for name in (name for name in SHAPE if name in result.source.shape.stated and name != "qkv_bias"):
+        fact, pair = f"model.{name}", (getattr(wanted.model, name), getattr(back.shape.model, name))
+        if fact not in {*target.table.facts(), *back.facts}:
+            out[fact] = (pair[0], None)
+        elif pair[0] != pair[1]:
+            out[fact] = pair
+    if "model.hidden" not in target.table.facts() and "hub_model" not in back.facts:
+        out["model.name"] = (wanted.model.name, None)
+    return out, facts
+
+
+def stated_facts(table: Table, settings: Mapping[str, Any]) -> Facts:
+    """The facts that settings state, before others are derived from them."""
+    return read_facts(replace(table, derive=lambda facts: None), settings).stated
 
 
 def value_of(config: Config, name: str) -> Any:

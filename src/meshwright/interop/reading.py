@@ -207,6 +207,12 @@ class SettingsReading:
         return [p for p in self.problems if p.severity == "error"]
 
 
+def raise_first(problems: Sequence[SettingsProblem]) -> None:
+    """Raise the first of some problems."""
+    for problem in problems:
+        raise MeshwrightError(problem.code, problem.what, why=problem.why, fix=problem.fix)
+
+
 def understand(
     framework: Framework,
     settings: Mapping[str, Any],

@@ -23,7 +23,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.assemble import STAGES, switch_differences, switch_facts
 from meshwright.interop.files import SCRIPTS, YAML
 from meshwright.interop.keys import Facts, Form, Framework, Settings, nested, write_settings
-from meshwright.interop.reading import SettingsReading, understand
+from meshwright.interop.reading import SettingsReading, raise_first, understand
 
 # --- All facts of a plan: the inverse of `assemble`. A framework's table writes those that it has keys for.
 
@@ -208,8 +208,7 @@ def check_runnable(config: Config, framework: Framework, tolerated: Sequence[str
     another value when they are read. Fields that a framework leaves to the training script, and `tolerated` ones, are not among them."""
     legality.check(config.plan, config.model, config.workload, config.cluster, config.stack, framework=True)
     written = settings_of(config, framework, has_model=has_model)
-    for problem in written.back.errors:
-        raise MeshwrightError(problem.code, problem.what, why=problem.why, fix=problem.fix)
+    raise_first(written.back.errors)
     inexpressible = written.inexpressible
     lost = {
         field: pair for field, pair in inexpressible.items() if field not in (*framework.left_to_script, *tolerated)

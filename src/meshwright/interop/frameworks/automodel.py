@@ -106,7 +106,7 @@ TABLE = Table(
         Key(S + "local_batch_size", "local_batch", always=True),
         Key("dataset.seq_len", "seq", was=("dataset.seq_length", "dataset.max_length", "autopipeline.pp_seq_len"), always=True),
         Key("packed_sequence.packed_sequence_size", "packed_seq", was=("packed_sequence.pack_size",), unset=(0,), read_only=True),
-        Key("model.torch_dtype", "half", match=(("bf16|bfloat16", "bf16"), ("fp16|float16", "fp16"), ("float32|fp32", "fp32"), ("auto", "bf16"))),
+        Key("model.torch_dtype", "half", words={"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}, default="bf16", match=(("bf16|bfloat16", "bf16"), ("fp16|float16", "fp16"), ("float32|fp32", "fp32"), ("auto", "bf16"))),
         Key("fp8.enabled", "eight", words={True: "fp8", False: None}),
         Key("model.backend.te_fp8.recipe", "eight", words={"mxfp8": "mxfp8", "current": "fp8", "block": "fp8", "delayed": "fp8"}, read_only=True),
         Key(D + "mp_policy.reduce_dtype", "grad_dtype", words={"float32": "fp32", "bfloat16": "bf16"}, default="fp32"),

@@ -172,6 +172,7 @@ BRIDGE = Framework(
     table=TABLE,
     names=("NeMo",),
     splits_evenly=True,
+    vocab_of_tokenizer=True,
     layout_in_code=True,
     trains_mtp=True,
     expert_tp="one",

@@ -30,7 +30,7 @@ BLOCK = (
     Key(Z + "prefetch_bucket_size", "unfilled", words={"auto": ("prefetch_bucket_size",)}, match=((r"\d", None),), read_only=True),
     Key(Z + "param_persistence_threshold", "unfilled", words={"auto": ("param_persistence_threshold",)}, match=((r"\d", None),), read_only=True),
     Key("bf16.enabled", "half", words={True: "bf16", False: None}, unset=("auto",)),
-    Key("fp16.enabled", "half_alternative", words={True: "fp16", "auto": "auto", False: None}, read_only=True),
+    Key("fp16.enabled", "half_alternative", words={True: "fp16", "auto": "auto", False: None}),
     Key("optimizer.type", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Muon": "muon"}, match=OPTIMIZERS),
     Key("optimizer.params.lr", "learning_rate", unset=("auto",)),
 )  # fmt: skip
@@ -80,7 +80,7 @@ def _derive(facts: Facts) -> None:
 
 def _restate(facts: Facts) -> None:
     facts["zero"] = STAGES.index(facts.pop("sharding", "none"))
-    facts["half_alternative"] = None
+    facts["half_alternative"] = "fp16" if facts.get("half") == "fp16" else None
     if not facts["zero"]:
         facts["overlap_dp"] = None
 

@@ -226,6 +226,7 @@ MEGATRON = Framework(
     names=("Megatron-LM", "Megatron-Core"),
     flag_prefix="",
     splits_evenly=True,
+    vocab_of_tokenizer=True,
     expert_tp="tp",
     package="megatron-core",
     tried=("0.17.0", "0.19.0"),

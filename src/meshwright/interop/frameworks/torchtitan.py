@@ -6,6 +6,7 @@ pipeline the local batch is divided into micro-batches of `pipeline_parallel_mic
 
 from __future__ import annotations
 
+from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Settings, Table, flag
@@ -38,12 +39,16 @@ MODELS = {
 }  # fmt: skip
 
 
+SIZES = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k")
+
+
 def named_model(model: Model, models: dict[str, tuple[str, str]], title: str) -> tuple[str, str]:
     """The name and flavor of a model; raises if torchtitan does not have it."""
-    if model.name not in models:
+    entry = catalog.load("models", model.name) if model.name in models else None
+    if entry is None or any(getattr(entry, name) != getattr(model, name) for name in SIZES):
         raise MeshwrightError(
             "MW-LAUNCH-005",
-            f"{title} has no model that we know as {model.name}",
+            f"{title} has no model that we know as {model.name}" + " with this shape" * (entry is not None),
             why="Its settings name one of the models that it has; they cannot state another shape",
             valid=models,
             fix="--for meshwright, or --stack torchtitan to plan without settings",
@@ -100,7 +105,7 @@ def _restate(facts: Facts) -> None:
         facts.pop("recompute_every", None)
     if facts.get("tp", 1) == 1:
         facts["sp"] = True  # without effect
-    facts["compiled"] = True  # as the stack is predicted
+    facts.setdefault("compiled", True)  # as the stack is predicted
     facts["converters"] = {"fp8": ["quantize.linear.float8"], "mxfp8": ["quantize.linear.mx"]}.get(
         str(facts.pop("eight", None))
     )
@@ -184,6 +189,7 @@ TORCHTITAN = Framework(
     ends_are_layers=True,
     torch_pipeline=True,
     takes_flags=True,
+    vocab_of_tokenizer=True,
     tried=("0.2.2",),
     model_settings=_model_settings,
     comment="torchtitan settings, for -m torchtitan.train --job.config_file FILE; version 0.3 has settings in Python: --for torchtitan-0.3",
