@@ -29,7 +29,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Commands whose output is the same on every machine. The others need a label.
-REPEATABLE = ("estimate", "plan", "config", "catalog", "show", "simulate", "lint", "launch", "validate", "calibrate")
+REPEATABLE = (
+    "estimate",
+    "plan",
+    "config",
+    "catalog",
+    "show",
+    "simulate",
+    "lint",
+    "launch",
+    "migrate",
+    "validate",
+    "calibrate",
+)
 BLOCK = re.compile(r"(?:^<!-- (slow|not run: [^\n]+) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TIMING = re.compile(r"\bin [\d.,]+ m?s\b")
 

@@ -66,6 +66,7 @@ FIELDS: dict[str, str] = {
     "model.activation": "gated",
     "model.tied": "untied",
     "model.kv_heads": "grouped",
+    "model.qkv_bias": "without_bias",
     "model.dense_layers": "moe_layout",
     "model.ffn": "ffn_multiple ffn_factor",
     "model.name": "model flavor hub_model scripted",
@@ -381,11 +382,11 @@ def changed_fields(result: Migration, wanted: Config) -> tuple[dict[str, tuple[A
     if names_model(target):
         return out, facts
     back = understand(target, result.written.settings, gpus=wanted.plan.world)
-    for name in (name for name in SHAPE if name in result.source.shape.stated and name != "qkv_bias"):
+    for name in (name for name in SHAPE if name in result.source.shape.stated):
         fact, pair = f"model.{name}", (getattr(wanted.model, name), getattr(back.shape.model, name))
         if fact not in {*target.table.facts(), *back.facts}:
             out[fact] = (pair[0], None)
-        elif pair[0] != pair[1]:
+        elif pair[0] != pair[1] and name != "qkv_bias":  # without a flag of its own where all products have a bias
             out[fact] = pair
     if "model.hidden" not in target.table.facts() and "hub_model" not in back.facts:
         out["model.name"] = (wanted.model.name, None)
@@ -413,8 +414,9 @@ def fields_of(fact: str) -> tuple[str, ...]:
 def target_keys(result: Migration, facts: list[str]) -> str:
     """The target's keys for facts of the source, with their values."""
     settings, fields = result.written.settings if result.written else {}, {f for fact in facts for f in fields_of(fact)}
-    rows = [row for row in result.target.table.keys if row.fact in facts or fields & set(fields_of(row.fact))]
-    names = dict.fromkeys(row.name for row in rows if row.name in settings)
+    rows = [row for row in result.target.table.keys if row.name in settings]
+    same = [row.name for row in rows if row.fact in facts]
+    names = dict.fromkeys(same or [row.name for row in rows if fields & set(fields_of(row.fact)) - {"plan.overlap"}])
     if not names and names_model(result.target) and any(name.startswith("model") for name in (*facts, *fields)):
         return "by the name of the model"
     return ", ".join(f"{name} = {shown(settings[name])}" for name in names) or f"the default of {result.target.title}"
