@@ -8,7 +8,7 @@ the target's way, and is listed as changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -76,6 +76,7 @@ SWITCHES = ("overlap_dp", "overlap_tp", "overlap_ep", "overlap_gather", "overlap
 # Fields that take the target's value where it has no other.
 MANNER = ("plan.sp", "plan.cp_kind", "plan.reshard", "plan.layers_per_stage", "plan.overlap", "plan.prefetch", "stack.saves",
           "stack.blocking_p2p")  # fmt: skip
+# Numbers that tell models apart.
 SIZES = (
     "hidden",
     "layers",
@@ -88,12 +89,9 @@ SIZES = (
     "expert_ffn",
     "tied",
     "activation",
-)  # tell models apart
-COPIED = (
-    "learning_rate",
-    "hub_model",
-    "compiled",
-)  # facts that no plan has, and that several frameworks have a key for
+)
+# Facts that no plan has, and that several frameworks have a key for.
+COPIED = ("learning_rate", "hub_model", "compiled")
 INSTEAD = {
     "adapters": "all weights are trained",
     "adapter_kind": "all weights are trained",
@@ -109,9 +107,6 @@ class MigratedKey:
     key: str
     value: Any
     target: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"key": self.key, "value": self.value, "target": self.target}
 
 
 @dataclass
@@ -133,28 +128,18 @@ class Migration:
             "to": self.target.name,
             "settings": self.written.settings if self.written else None,
             "text": self.written.text if self.written else None,
-            "carried": [key.as_dict() for key in self.carried],
-            "lost": [key.as_dict() for key in self.lost],
+            "carried": [vars(key) for key in self.carried],
+            "lost": [vars(key) for key in self.lost],
             "not_about_the_plan": self.other,
             "not_runnable": self.refusal.as_dict() if self.refusal else None,
             "assumed": self.source.assembled.assumed,
         }
 
 
-def migrate_file(
-    path: str | Path,
-    source: Framework | None,
-    target: Framework,
-    *,
-    gpus: int = 0,
-    model: str = "",
-    overrides: tuple[str, ...] = (),
-    out: str = "",
-) -> Migration:
-    """Migrate a settings file; `source` None: the framework that the file looks like."""
+def migrate_file(path: str | Path, source: Framework | None, target: Framework, **options: Any) -> Migration:
+    """Migrate a settings file; `source` None: the framework that the file looks like. `options` are those of `migrate`."""
     settings, args = parse(path)
-    framework = recognise(settings, args, path, source)
-    return migrate(framework, settings, args, target, gpus=gpus, model=model, overrides=overrides, out=out)
+    return migrate(recognise(settings, args, path, source), settings, args, target, **options)
 
 
 def migrate(
@@ -204,11 +189,7 @@ def wanted_config(reading: SettingsReading, target: Framework, overrides: tuple[
     switch_plan(stated, plan, stack)
     stack = stack.but(**switch_stack(stated, plan, stack))
     cluster = {"extends": catalog_cluster(reading.hardware) or CLUSTER, "gpus": reading.plan.world}
-    model = (
-        known_model(reading.shape.model, [n for n in SIZES if n in reading.shape.stated])
-        if names_model(target)
-        else reading.shape.model
-    )
+    model = known_model(reading) if names_model(target) else reading.shape.model
     return Config.from_parts(model, cluster, stack, reading.assembled.workload, plan, overrides=list(overrides))
 
 
@@ -237,8 +218,9 @@ def names_model(framework: Framework) -> bool:
     return framework.model_settings is not Framework.model_settings and "model.hidden" not in framework.table.facts()
 
 
-def known_model(model: Model, stated: Sequence[str]) -> Model:
-    """The model of the catalog with this shape, where settings do not name one; else the model as it is."""
+def known_model(reading: SettingsReading) -> Model:
+    """The model of the catalog with the shape that settings state, where they do not name one; else their model as it is."""
+    model, stated = reading.shape.model, [name for name in SIZES if name in reading.shape.stated]
     if model.name in catalog.names("models"):
         return model
     entries: Iterator[Model] = (catalog.load("models", name) for name in catalog.names("models"))
@@ -301,40 +283,19 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 def changes_to_try(config: Config) -> Iterator[dict[str, Any]]:
     """Combinations of changes of a plan towards what its stack can run."""
     can, plan = config.stack.can, config.plan
-    off = {f"plan.{axis}": 1 for axis in ("tp", "cp", "pp", "ep") if axis in can.without and getattr(plan, axis) > 1}
-    if "plan.tp" in off:
-        off["plan.sp"] = False
-    if "expert_tp" in can.without and config.model.experts and plan.etp > 1:
-        off["plan.expert_tp"] = 1
+    axes = ("tp", "cp", "pp", "ep", "expert_tp") if config.model.experts else ("tp", "cp", "pp")
+    off = {f"plan.{axis}": 1 for axis in axes if axis in can.without}
     zeros: list[dict[str, Any]] = [{}]
     for stage in sorted(can.zero or range(4), key=lambda stage: (stage < plan.zero, abs(stage - plan.zero))):
-        ranks = (
-            {"plan.replicate": plan.dp, "plan.shard": 1} if not stage else {"plan.replicate": 1, "plan.shard": plan.dp}
-        )
-        hybrid = bool(plan.zero and stage and "hsdp" not in can.without)
-        zeros.append({"plan.zero": stage} | ({} if hybrid else ranks))
-    recomputes = [
-        {},
-        *(
-            {"plan.recompute": kind, "plan.recompute_every": 1, "plan.recompute_layers": 0}
-            for kind in ("full", "selective", "none")
-        ),
-    ]
-    pipelines: list[dict[str, Any]] = (
-        [{}, {"plan.virtual": 1, "plan.schedule": "1f1b", "plan.layers_per_stage": ()}] if plan.pp > 1 else [{}]
-    )
-    half = "bf16" if plan.param_dtype == "fp32" else plan.param_dtype
-    precisions = [
-        {},
-        {"workload.precision": half, "plan.param_dtype": half},
-        {"workload.precision": "bf16", "plan.param_dtype": "bf16"},
-    ]
-    masters = [{}, {"plan.master": True}] if not plan.master else [{}]
-    for parts in product(zeros, recomputes, pipelines, precisions, masters):
-        settings = dict(off)
-        for part in parts:
-            settings |= part
-        yield settings
+        copies = plan.dp if not stage else plan.replicate if plan.zero and "hsdp" not in can.without else 1
+        zeros.append({"plan.zero": stage, "plan.replicate": copies, "plan.shard": plan.dp // copies})
+    whole = {"plan.recompute_every": 1, "plan.recompute_layers": 0}
+    recomputes = [{}, *({"plan.recompute": kind, **whole} for kind in ("full", "selective", "none"))]
+    pipelines = [{}, {"plan.virtual": 1, "plan.schedule": "1f1b", "plan.layers_per_stage": ()}]
+    halves = [{}, *({"workload.precision": half, "plan.param_dtype": half} for half in (plan.param_dtype, "bf16"))]
+    for parts in product(zeros, recomputes, pipelines, halves, [{}, {"plan.master": True}]):
+        merged = off | {name: value for part in parts for name, value in part.items()}
+        yield {name: value for name, value in merged.items() if value != value_of(config, name)}
 
 
 # --- What became of every key.
