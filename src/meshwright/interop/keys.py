@@ -77,6 +77,10 @@ class Key:
         found = fact_value(self.fact, value)
         return INVALID if found is None else found
 
+    def only_read(self) -> Key:
+        """The row in the table of another framework, which reads the key, has another default and never writes it."""
+        return replace(self, default=None, always=False, read_only=True)
+
     @property
     def writable(self) -> bool:
         return not self.read_only and (self.words is not None or not self.match)

@@ -13,10 +13,9 @@ from meshwright.interop.frameworks.bridge import BRIDGE
 from meshwright.interop.frameworks.deepspeed import DEEPSPEED
 from meshwright.interop.frameworks.megatron import MEGATRON
 from meshwright.interop.frameworks.nanotron import LEVANTER, NANOTRON, OLMO_CORE
-from meshwright.interop.frameworks.read_only import GPT_NEOX, LLAMA_FACTORY, PICOTRON, TORCHTUNE
+from meshwright.interop.frameworks.read_only import GPT_NEOX, LLAMA_FACTORY, MS_SWIFT, PICOTRON, TORCHTUNE, TRL
 from meshwright.interop.frameworks.torchtitan import TORCHTITAN
 from meshwright.interop.frameworks.torchtitan_python import TORCHTITAN_03
-from meshwright.interop.frameworks.trainer import MS_SWIFT, TRL
 from meshwright.interop.keys import Framework
 
 FRAMEWORKS: Registry[Framework] = Registry(  # whose settings are read and written

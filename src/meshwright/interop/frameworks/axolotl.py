@@ -142,7 +142,7 @@ AXOLOTL_TABLE = Table(
         Key("load_in_8bit", "quantised", words={True: 8, False: None}, read_only=True),
         Key("deepspeed", "sharding", match=(("zero1", "optimizer"), ("zero2", "gradients"), ("zero3", "parameters"))),
         Key("ray_num_workers", "gpus", read_only=True),
-        *(Key(k.name, k.fact, k.words, k.match, k.was, None, False, True, k.unset) for k in BLOCK if k.fact not in ("accumulation", "offload_parameters")),
+        *(key.only_read() for key in BLOCK if key.fact not in ("accumulation", "offload_parameters")),
         Key("zero_optimization.offload_param.device", "offload_parameters", words={"cpu": True, "nvme": True, "none": False}, read_only=True),
     ),
     not_modelled=(

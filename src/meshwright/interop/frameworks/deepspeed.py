@@ -85,23 +85,8 @@ def _restate(facts: Facts) -> None:
         facts["overlap_dp"] = None
 
 
-MEGATRON_KEYS = tuple(
-    Key(k.name, k.fact, k.words, k.match, k.was, None, False, True, k.unset)
-    for k in MEGATRON_TABLE.keys
-    if k.fact
-    not in (
-        "zero",
-        "fsdp",
-        "sharding",
-        "half",
-        "batch",
-        "microbatch",
-        "optimizer",
-        "offload_states",
-        "saves",
-        "overlap_dp",
-    )
-)
+OWN = {"zero", "fsdp", "sharding", "half", "batch", "microbatch", "optimizer", "offload_states", "saves", "overlap_dp"}
+MEGATRON_KEYS = tuple(key.only_read() for key in MEGATRON_TABLE.keys if key.fact not in OWN)
 TABLE = Table(
     known_as="deepspeed",
     keys=(

@@ -1,8 +1,11 @@
-"""torchtune, LLaMA-Factory, picotron and gpt-neox: their files are read, not written."""
+"""torchtune, picotron, gpt-neox, and trainers with the arguments of Transformers (TRL, ms-swift, LLaMA-Factory): their files are read, not written."""
 
 from __future__ import annotations
 
-from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
+from dataclasses import replace
+
+from meshwright.interop.frameworks.megatron import TABLE as MEGATRON_TABLE
+from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag, last_part
 
 SHARED = (
     r"output_dir|checkpoint|tokenizer|dataset|seed|log|shuffle|epochs|steps|lr_|learning|warmup|device|profiler|metric|save|resume|clip|loss\.|_component_$",
@@ -31,87 +34,29 @@ TORCHTUNE = Framework(
     table=Table(
         known_as="torchtune",
         keys=(
-            Key("model._component_", "model", read_only=True),
+            Key("model._component_", "model"),
             Key("tensor_parallel_dim", "tp", default=1),
             Key("data_parallel_shard_dim", "shard", default=-1),
             Key("data_parallel_replicate_dim", "replicate", default=1),
-            Key("batch_size", "microbatch", always=True),
-            Key("gradient_accumulation_steps", "accumulation", always=True),
-            Key("tokenizer.max_seq_len", "seq", always=True),
-            Key("enable_activation_checkpointing", "recompute", words={True: "full", False: "none"}, default="none", always=True),
-            Key("ac_mode", "recompute", words={"selective": "selective", "full": "full"}, read_only=True),
+            Key("batch_size", "microbatch"),
+            Key("gradient_accumulation_steps", "accumulation"),
+            Key("tokenizer.max_seq_len", "seq"),
+            Key("enable_activation_checkpointing", "recompute", words={True: "full", False: "none"}, default="none"),
+            Key("ac_mode", "recompute", words={"selective": "selective", "full": "full"}),
             Key("enable_activation_offloading", "offload_activations", words={True: True, False: False}, default=False),
-            Key("fsdp_cpu_offload", "offload_parameters", words={True: True, False: False}, was=("fsdp.cpu_offload",), read_only=True),
+            Key("fsdp_cpu_offload", "offload_parameters", words={True: True, False: False}, was=("fsdp.cpu_offload",)),
             Key("enable_async_checkpointing", "saves", words={True: "copied", False: None}),
-            Key("dtype", "half", words={"bf16": "bf16", "fp32": "fp32"}, always=True),
+            Key("dtype", "half", words={"bf16": "bf16", "fp32": "fp32"}),
             Key("optimizer._component_", "optimizer", match=OPTIMIZERS),
             Key("optimizer.lr", "learning_rate"),
             Key("loss._component_", "fused_loss", match=(("Linear|Chunked", True), (".", False))),
-            Key("model.lora_rank", "adapters", read_only=True),
+            Key("model.lora_rank", "adapters"),
         ),
         not_modelled=(
         *SHARED, r"^model\.", r"^optimizer", r"custom_sharded|memory_efficient|tensor_parallel_plan|ac_option", r"optimizer_in_bwd|low_cpu",
         r"compile",
     ),
         derive=_torchtune,
-    ),
-)  # fmt: skip
-
-
-def _factory(facts: Facts) -> None:
-    kind = str(facts.pop("fsdp", "") or "")
-    facts["sharding"] = facts.get("sharding") or (
-        "parameters" if kind else "optimizer" if facts.get("zero") else "none"
-    )
-    if facts.get("adapter_kind") != "lora":
-        facts.pop("adapters", None)
-    facts.setdefault("half", "bf16")
-    by_megatron = any(facts.get(axis, 1) > 1 for axis in ("tp", "pp", "ep")) or facts.get("zero")
-    if by_megatron or (not kind and facts["sharding"] != "none"):  # off in Megatron and in its files of DeepSpeed
-        facts.setdefault("overlap_dp", False)
-        facts.setdefault("overlap_gather", False)
-    if not by_megatron and facts["sharding"] == "parameters":
-        facts["saves"] = "copied" if kind else "weights"
-
-
-LLAMA_FACTORY = Framework(
-    name="llama-factory",
-    launcher_shards=True,
-    title="LLaMA-Factory",
-    stack="accelerate",
-    form="yaml",
-    table=Table(
-        known_as="llama-factory",
-        keys=(
-            Key("model_name_or_path", "model", read_only=True),
-            Key("model_name_or_path", "hub_model", read_only=True),
-            Key("learning_rate", "learning_rate"),
-            Key("tensor_model_parallel_size", "tp", default=1),
-            Key("pipeline_model_parallel_size", "pp", default=1),
-            Key("expert_model_parallel_size", "ep", was=("dist_config.ep_size",), default=1),
-            Key("cp_size", "cp", default=1),
-            Key("cp_mode", "cp_kind", words={"ulysses": "ulysses", "ring": "ring"}),
-            flag("sp", "sequence_parallel"),
-            Key("use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=0),
-            Key("overlap_grad_reduce", "overlap_dp", words={True: True, False: False}),
-            Key("overlap_param_gather", "overlap_gather", words={True: True, False: False}),
-            Key("dist_config.name", "fsdp", read_only=True),
-            Key("deepspeed", "sharding", match=(("z1", "optimizer"), ("z2", "gradients"), ("z3", "parameters"))),
-            Key("per_device_train_batch_size", "microbatch", was=("micro_batch_size",), always=True),
-            Key("gradient_accumulation_steps", "accumulation", always=True),
-            Key("cutoff_len", "seq", always=True),
-            Key("disable_gradient_checkpointing", "recompute", words={True: "none", False: "full"}, default="full"),  # of Trainer
-            Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective", "none": "none"}),  # of Megatron
-            Key("enable_liger_kernel", "fused_loss", words={True: True, False: None}, read_only=True),
-            Key("flash_attn", "eager", words={"disabled": True}, match=((".", None),), read_only=True),
-            Key("bf16", "half", words={True: "bf16", False: "fp32"}, always=True),
-            Key("fp8", "eight", words={True: "fp8", False: None}),
-            Key("finetuning_type", "adapter_kind", words={"lora": "lora", "full": "full", "freeze": "full"}, read_only=True),
-            Key("lora_rank", "adapters", read_only=True),
-            Key("quantization_bit", "quantised", read_only=True),
-        ),
-        not_modelled=(*SHARED, r"^stage$|optim_config|kernel_config|dist_config|init_config|quant_config|packing|moe_|fusion|fp8_|lora|flash_attn|template|overlap"),
-        derive=_factory,
     ),
 )  # fmt: skip
 
@@ -128,20 +73,20 @@ PICOTRON = Framework(
     form="json",
     table=Table(
         keys=(
-            Key("model.name", "model", read_only=True),
+            Key("model.name", "model"),
             Key("model.num_hidden_layers", "model.layers"),
             Key("model.num_attention_heads", "model.heads"),
             Key("model.num_key_value_heads", "model.kv_heads"),
-            Key("distributed.tp_size", "tp", default=1, always=True),
-            Key("distributed.cp_size", "cp", default=1, always=True),
-            Key("distributed.pp_size", "pp", default=1, always=True),
-            Key("distributed.dp_size", "dp", always=True),
-            Key("distributed.pp_engine", "schedule", words={"1f1b": "1f1b", "afab": "gpipe"}, default="1f1b", always=True),
-            Key("training.micro_batch_size", "microbatch", always=True),
-            Key("training.gradient_accumulation_steps", "accumulation", always=True),
-            Key("training.seq_length", "seq", always=True),
+            Key("distributed.tp_size", "tp", default=1),
+            Key("distributed.cp_size", "cp", default=1),
+            Key("distributed.pp_size", "pp", default=1),
+            Key("distributed.dp_size", "dp"),
+            Key("distributed.pp_engine", "schedule", words={"1f1b": "1f1b", "afab": "gpipe"}, default="1f1b"),
+            Key("training.micro_batch_size", "microbatch"),
+            Key("training.gradient_accumulation_steps", "accumulation"),
+            Key("training.seq_length", "seq"),
             Key("training.learning_rate", "learning_rate"),
-            Key("model.dtype", "half", words={"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}, always=True),
+            Key("model.dtype", "half", words={"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}),
         ),
         not_modelled=(*SHARED, r"backend|use_cpu|use_flash|use_fused"),
         derive=_picotron,
@@ -188,16 +133,16 @@ GPT_NEOX = Framework(
             Key("activation", "gated", match=(("swiglu|geglu|silu", True), (".", False))),
             Key("norm", "model.norm", words={"rmsnorm": "rmsnorm", "layernorm": "layernorm"}, default="layernorm"),
             Key("pos_emb", "model.positions", words={"rotary": "rope", "learned": "learned", "none": "none", "alibi": "alibi"}, was=("pos-emb",)),
-            Key("model_parallel_size", "tp", was=dashed("model_parallel_size"), default=1, always=True),
-            Key("pipe_parallel_size", "pp", was=dashed("pipe_parallel_size"), unset=(0,), default=1, always=True),
+            Key("model_parallel_size", "tp", was=dashed("model_parallel_size"), default=1),
+            Key("pipe_parallel_size", "pp", was=dashed("pipe_parallel_size"), unset=(0,), default=1),
             Key("pipe_parallel_size", "pipeline_engine", words={0: False}, match=((".", True),), was=dashed("pipe_parallel_size"), default=True),
             Key("zero_optimization.overlap_comm", "overlap_dp", words={True: True, False: False}, default=False),
-            Key("train_micro_batch_size_per_gpu", "microbatch", unset=("auto",), always=True),
-            Key("gradient_accumulation_steps", "accumulation", unset=("auto",), always=True),
+            Key("train_micro_batch_size_per_gpu", "microbatch", unset=("auto",)),
+            Key("gradient_accumulation_steps", "accumulation", unset=("auto",)),
             Key("train_batch_size", "batch", unset=("auto",)),
-            Key("zero_optimization.stage", "zero", words={0: 0, 1: 1, 2: 2, 3: 3}, default=0, always=True),
+            Key("zero_optimization.stage", "zero", words={0: 0, 1: 1, 2: 2, 3: 3}, default=0),
             Key("zero_optimization.cpu_offload", "offload_states", words={True: True, False: False}, default=False),
-            Key("checkpoint_activations", "recompute", words={True: "full", False: "none"}, was=dashed("checkpoint_activations"), default="none", always=True),
+            Key("checkpoint_activations", "recompute", words={True: "full", False: "none"}, was=dashed("checkpoint_activations"), default="none"),
             Key("fp16.enabled", "half", words={True: "fp16", False: None}),
             Key("precision", "half", words={"bfloat16": "bf16", "fp16": "fp16", "fp32": "fp32"}),
             Key("bf16.enabled", "half", words={True: "bf16", False: None}),
@@ -209,3 +154,145 @@ GPT_NEOX = Framework(
         derive=_neox,
     ),
 )  # fmt: skip
+
+
+# --- Arguments of Transformers' Trainer. ms-swift's `megatron` commands take Megatron's flags with underscores.
+#
+# A file of accelerate or DeepSpeed may say how weights are sharded, apart from these arguments.
+
+BOTH = {True: True, False: None}
+TRAINER_KEYS = (
+    Key("model_name_or_path", "model", was=("model", "model_id")),
+    Key("model_name_or_path", "hub_model", was=("model", "model_id")),
+    Key("learning_rate", "learning_rate"),
+    Key("per_device_train_batch_size", "microbatch"),
+    Key("gradient_accumulation_steps", "accumulation", unset=("auto",)),
+    Key("max_length", "seq", was=("max_seq_length", "max_prompt_length")),
+    Key("gradient_checkpointing", "recompute", words={True: "full", False: "none"}, default="full"),
+    Key("fp16", "half", words={True: "fp16", False: None}),
+    Key("bf16", "half", words={True: "bf16", False: None}),
+    Key("torch_dtype", "half", match=(("bf16|bfloat16", "bf16"), ("fp16|float16", "fp16"), ("32", "fp32"), ("auto", None)), was=("dtype",)),
+    Key("optim", "optimizer", match=(*OPTIMIZERS, (".", "adamw"))),
+    Key("optim", "eight_bit_states", match=(("8bit", True), (".", None))),
+    Key("deepspeed", "sharding", match=(("zero_?1|z1", "optimizer"), ("zero_?2|z2", "gradients"), ("zero_?3|z3", "parameters"), (".", None))),
+    Key("deepspeed", "offload_states", match=(("offload", True), (".", None))),
+    Key("fsdp", "fsdp", match=((".", 1),), unset=("", [])),
+    Key("use_liger_kernel", "fused_loss", words=BOTH),
+    Key("attn_implementation", "eager", words={"eager": True}, match=((".", None),), was=("attn_impl",)),
+    Key("tuner_type", "adapter_kind", match=(("lora", "lora"), (".", "full")), was=("train_type", "sft_type")),
+    Key("use_peft", "adapter_kind", words={True: "lora", False: "full"}),
+    Key("lora_rank", "adapters", was=("lora_r",)),
+    Key("load_in_4bit", "quantised", words={True: 4, False: None}),
+    Key("load_in_8bit", "quantised", words={True: 8, False: None}),
+    Key("quant_bits", "quantised"),
+    Key("sequence_parallel_size", "sequence_ranks"),
+    Key("NPROC_PER_NODE", "gpus_per_node", was=("nproc_per_node",)),
+    Key("NNODES", "nodes", was=("nnodes",)),
+)  # fmt: skip
+MEGATRON_KEYS = tuple(
+    replace(key.only_read(), name=last_part(key.name), was=tuple(map(last_part, key.was)))
+    for key in MEGATRON_TABLE.keys
+    if key.name.startswith("--") and key.fact not in ("half", "optimizer", "recompute", "model")
+)
+
+
+def _trainer(facts: Facts) -> None:
+    if any((facts.get(axis) or 1) > 1 for axis in ("tp", "pp", "ep")) or facts.get("batch"):
+        MEGATRON_TABLE.derive(facts)
+    elif facts.get("fsdp") and not facts.get("sharding"):
+        facts["sharding"] = "parameters"
+    facts.setdefault("sharding", "none")
+    facts.setdefault("half", "bf16")
+    if (facts.get("sequence_ranks") or 1) > 1:
+        facts["cp"], facts["cp_kind"] = facts["sequence_ranks"], "ulysses"
+    if facts.get("adapter_kind") != "lora":
+        facts.pop("adapters", None)
+    elif not facts.get("adapters"):
+        facts["adapters"] = 8  # the default of ms-swift; TRL's is 16
+    if (facts.get("tp") or 1) == 1:
+        facts["sp"] = False
+
+
+def _factory(facts: Facts) -> None:
+    kind = str(facts.pop("fsdp", "") or "")
+    facts["sharding"] = facts.get("sharding") or (
+        "parameters" if kind else "optimizer" if facts.get("zero") else "none"
+    )
+    if facts.get("adapter_kind") != "lora":
+        facts.pop("adapters", None)
+    facts.setdefault("half", "bf16")
+    by_megatron = any(facts.get(axis, 1) > 1 for axis in ("tp", "pp", "ep")) or facts.get("zero")
+    if by_megatron or (not kind and facts["sharding"] != "none"):  # off in Megatron and in its files of DeepSpeed
+        facts.setdefault("overlap_dp", False)
+        facts.setdefault("overlap_gather", False)
+    if not by_megatron and facts["sharding"] == "parameters":
+        facts["saves"] = "copied" if kind else "weights"
+
+
+LLAMA_FACTORY = Framework(
+    name="llama-factory",
+    launcher_shards=True,
+    title="LLaMA-Factory",
+    stack="accelerate",
+    form="yaml",
+    table=Table(
+        known_as="llama-factory",
+        keys=(
+            *TRAINER_KEYS,
+            Key("tensor_model_parallel_size", "tp", default=1),
+            Key("pipeline_model_parallel_size", "pp", default=1),
+            Key("expert_model_parallel_size", "ep", was=("dist_config.ep_size",), default=1),
+            Key("cp_size", "cp", default=1),
+            Key("cp_mode", "cp_kind", words={"ulysses": "ulysses", "ring": "ring"}),
+            flag("sp", "sequence_parallel"),
+            Key("use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=0),
+            Key("overlap_grad_reduce", "overlap_dp", words={True: True, False: False}),
+            Key("overlap_param_gather", "overlap_gather", words={True: True, False: False}),
+            Key("dist_config.name", "fsdp"),
+            Key("deepspeed", "sharding", match=(("z1", "optimizer"), ("z2", "gradients"), ("z3", "parameters"))),
+            Key("per_device_train_batch_size", "microbatch", was=("micro_batch_size",)),
+            Key("cutoff_len", "seq"),
+            Key("disable_gradient_checkpointing", "recompute", words={True: "none", False: "full"}, default="full"),  # of Trainer
+            Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective", "none": "none"}),  # of Megatron
+            Key("enable_liger_kernel", "fused_loss", words={True: True, False: None}),
+            Key("flash_attn", "eager", words={"disabled": True}, match=((".", None),)),
+            Key("bf16", "half", words={True: "bf16", False: "fp32"}),
+            Key("fp8", "eight", words={True: "fp8", False: None}),
+            Key("finetuning_type", "adapter_kind", words={"lora": "lora", "full": "full", "freeze": "full"}),
+            Key("quantization_bit", "quantised"),
+        ),
+        not_modelled=(*SHARED, r"^stage$|optim_config|kernel_config|dist_config|init_config|quant_config|packing|moe_|fusion|fp8_|lora|flash_attn|template|overlap"),
+        derive=_factory,
+    ),
+)  # fmt: skip
+
+OTHERS = (r".",)  # of the keys that the framework has, those that are left set nothing that is modelled
+TRL = Framework(
+    name="trl",
+    title="TRL",
+    stack="accelerate",
+    form="yaml",
+    table=Table(known_as="trl", keys=TRAINER_KEYS, not_modelled=OTHERS, derive=_trainer),
+    names=("Transformers", "Trainer", "Hugging Face Trainer", "transformers Trainer"),
+    launcher_shards=True,
+)
+MS_SWIFT = Framework(
+    name="ms-swift",
+    title="ms-swift",
+    stack="accelerate",
+    form="yaml",
+    table=Table(
+        known_as="ms-swift",
+        keys=(
+            *MEGATRON_KEYS,
+            *TRAINER_KEYS,
+            Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective", "none": "none"}),
+        ),
+        not_modelled=OTHERS,
+        derive=_trainer,
+    ),
+    names=("swift", "megatron-swift"),
+    splits_evenly=True,
+    expert_tp="one",
+    launcher_shards=True,
+)
