@@ -24,7 +24,7 @@ BUDGET_S = {
 
 # A slow draw on a busy machine is not the test's fault. Examples are the same in every run; `soak` draws other ones.
 slow = [HealthCheck.too_slow]
-settings.register_profile("frugal", deadline=None, max_examples=40, derandomize=True, suppress_health_check=slow)
+settings.register_profile("frugal", deadline=None, max_examples=25, derandomize=True, suppress_health_check=slow)
 settings.register_profile("soak", deadline=None, max_examples=5000, print_blob=True, suppress_health_check=slow)
 settings.load_profile("frugal")
 

@@ -226,7 +226,7 @@ def test_a_tied_head_keeps_its_copy_on_the_last_stage():
     assert tied["parameters"] == pytest.approx(untied["parameters"])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MODELS)))
 def test_a_larger_model_never_needs_less_memory(data, name):
     model = MODELS[name]
@@ -240,7 +240,7 @@ def test_a_larger_model_never_needs_less_memory(data, name):
     assert one(large) >= one(small)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.sampled_from(sorted(ALL)))
 def test_more_sharding_or_recompute_never_needs_more_memory(data, name):
     model = ALL[name]

@@ -47,7 +47,7 @@ def test_regimes_change_at_their_cut_offs(share, name):
     assert len(how) >= 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.floats(1e9, 1e18), st.floats(1, 1e12), st.floats(1e12, 1e16), st.floats(1e9, 1e12))
 def test_position_is_consistent(flops, sent, peak, bandwidth):
     place = roofline.position(flops, [sent], peak, uniform(8, 1e-6, bandwidth))
@@ -81,7 +81,7 @@ def test_every_level_has_bytes_and_a_ceiling():
 # Chunks, buckets, overlap
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.floats(1e-6, 1), st.floats(1e-7, 1e-3))
 def test_optimal_chunks_is_the_minimum(exposed, overhead):
     k = advice.optimal_chunks(exposed, overhead)
@@ -104,7 +104,7 @@ def test_chunk_example_and_overlap():
     assert advice.overlapped_step(1.0, 0.2, hideable=0.0) == 1.2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.floats(0.01, 10), st.floats(0, 10), st.floats(0, 1))
 def test_overlapped_step_is_between_the_maximum_and_the_sum(compute, communication, hideable):
     step = advice.overlapped_step(compute, communication, hideable)

@@ -34,7 +34,7 @@ def cost(model=GPT, workload=WORK, cluster=DGX, stack=None, **plan):
     return cost_of(Config(model, cluster.with_gpus(checked_plan.world), checked_plan, workload, stack or Stack()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.sampled_from(sorted(ALL)), CASE[2])
 def test_parts_sum_exactly_and_none_is_negative(data, name, which):
     model = ALL[name]
@@ -51,7 +51,7 @@ def test_parts_sum_exactly_and_none_is_negative(data, name, which):
         assert result.hfu >= result.mfu * (1 - 1e-12)  # the device does all the model asks for, and what the plan adds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(*CASE)
 def test_overlap_never_hides_more_than_the_compute(data, name, which):
     """No step is shorter than its compute, its host, or any one stream of communication."""
@@ -84,7 +84,7 @@ def test_compute_hides_one_stream_at_a_time():
         assert hidden <= Stack().hides * work * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MODELS)), st.sampled_from(["default", "plain", "graphs"]))
 def test_a_batch_costs_the_same_as_separate_plans(data, name, which):
     model = MODELS[name]
@@ -106,7 +106,7 @@ def test_a_batch_costs_the_same_as_separate_plans(data, name, which):
             )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MODELS)))
 def test_sampled_ranks_bound_all_ranks(data, name):
     """A search evaluates four ranks of a pipeline, an estimate all ranks: the slowest and the fullest are among the four."""
@@ -131,7 +131,7 @@ def changed(cluster, level=None, times=1.0, **device):
     return cluster.but(accelerator=chip, levels=tuple(levels))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(*CASE, st.integers(0, 2), st.floats(1, 16))
 def test_faster_links_and_devices_are_never_slower(data, name, which, level, times):
     model = MODELS[name]
@@ -143,7 +143,7 @@ def test_faster_links_and_devices_are_never_slower(data, name, which, level, tim
         assert one(cost_of(Config(model, other, plan, WORK, unslowed)).time) <= before * (1 + RAMP)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MODELS)))
 def test_more_layers_and_longer_batches_take_longer(data, name):
     model = MODELS[name]
@@ -198,7 +198,7 @@ def test_bubble_equals_the_walk_on_equal_stages(schedule, pp, m):
     assert idle == pytest.approx(walked.makespan - m * (f + i + w))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 6), st.sampled_from([1, 2, 4, 8, 16]), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_gpipe_and_1f1b_idle_p_minus_one_micro_batches(pp, m, forward, backward):
     """Overhead (P−1)/M, fraction (P−1)/(M+P−1), for any times."""

@@ -587,7 +587,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(hf.FAMILIES)), st.data())
 def test_any_values_in_the_right_keys(family, data):
     """Either a model with counts, or our error. Mutated real configs reach more code than random keys."""
@@ -601,7 +601,7 @@ def test_any_values_in_the_right_keys(family, data):
     assert len(model.notes) <= hf.MOST_NOTES + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode) | VALUES.map(lambda v: json.dumps(v).encode()))
 def test_any_bytes(raw):
     with contextlib.suppress(MeshwrightError):

@@ -100,7 +100,7 @@ def as_one_batch(several: list[Case]) -> Case:
     return several[0].with_columns(columns | {"layers_per_stage": np.fromiter(lengths, object, len(lengths))})
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(cases(), st.lists(FIELDS, min_size=1, max_size=6))
 def test_a_batch_is_legal_where_its_plans_are(case, others) -> None:
     given = (case.model, case.workload, case.cluster, case.stack, case.trainer, case.dtypes)
@@ -123,7 +123,7 @@ def applied(case: Case, fix: str) -> Case:
     return case.with_settings(settings)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(cases())
 def test_an_offered_fix_is_legal(case) -> None:
     error = legality.problem(case)

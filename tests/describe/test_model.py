@@ -8,7 +8,7 @@ from meshwright.describe.catalog import load
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = settings(max_examples=20, deadline=None)
 BIASES = {"qkv_bias": True, "out_bias": True, "ffn_bias": True}
 GPT = BIASES | {"activation": "gelu", "norm": "layernorm", "positions": "learned", "tied": True, "dropout": True}
 

@@ -60,7 +60,7 @@ def test_a_batch_lowers_to_the_same_as_separate_plans(data, name, which):
         assert numbers(together, i) == pytest.approx(numbers(alone, 0), rel=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.data(),
     st.sampled_from(sorted(MODELS)),

@@ -59,7 +59,7 @@ def test_attention_core_has_two_products_forward_and_five_backward(model):
     assert total_flops(stored, "I") - total_flops(program, "I") == pytest.approx(2 * whole)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), st.sampled_from(NAMES))
 def test_splitting_preserves_the_total_flops(data, name):
     """The tp · cp · dp shares of a micro-batch sum to its total, except operations that every tp rank repeats (latents)."""
@@ -130,7 +130,7 @@ def test_kv_heads_are_copied_not_cut():
     assert saved[8] - kv_saved - inputs == pytest.approx((saved[2] - kv_saved - inputs) / 4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), st.sampled_from(NAMES))
 def test_parameters_of_all_ranks_sum_to_the_model_plus_copies(data, name):
     model = ALL[name]
@@ -150,7 +150,7 @@ def test_parameters_of_all_ranks_sum_to_the_model_plus_copies(data, name):
         assert extra == pytest.approx(copy)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), st.sampled_from(NAMES))
 def test_stages_hold_every_layer_once(data, name):
     model = ALL[name]

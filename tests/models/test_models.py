@@ -29,7 +29,7 @@ def count(network):
     return sum(p.numel() for p in network.parameters())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     heads=st.sampled_from([1, 2, 4, 6]),
     per_kv=st.sampled_from([1, 2]),

@@ -91,7 +91,7 @@ def plans(draw, where):
     )
 
 
-@settings(max_examples=75)
+@settings(max_examples=37)
 @given(st.data(), st.sampled_from(sorted(WORLDS)), st.sampled_from(["default", "megatron-core"]))
 def test_the_space_holds_exactly_what_the_plan_s_check_accepts(data, key, stack):
     where = WORLDS[key]

@@ -216,7 +216,7 @@ def test_the_check_does_not_depend_on_the_number_of_slots(monkeypatch):
 
 
 @given(st.integers(0, 10**15), st.integers(1, 5000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_chunks_are_whole_elements(elements, parts):
     sizes = split(elements, parts)
     assert sizes.sum() == elements

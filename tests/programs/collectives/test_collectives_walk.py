@@ -96,7 +96,7 @@ def test_both_engines_give_the_same_times(operation, algorithm):
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_bytes_are_conserved(data):
     """The bytes sent by ranks equal the bytes through ports, on any cluster and placement; no port exceeds its bandwidth."""
     operation, algorithm = data.draw(st.sampled_from(EVERY))
@@ -190,7 +190,7 @@ def test_a_copy_costs_memory_time_only():
 
 
 @given(st.integers(1, 6), st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_rates_are_max_min_fair(seed, paths):
     """Every flow passes a full port on which no flow is faster: the definition of max-min fairness."""
     capacity = np.append(np.random.default_rng(seed).integers(1, 9, size=5).astype(float), np.inf)

@@ -22,7 +22,7 @@ def requests(draw):
 
 
 @given(requests())
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=37, deadline=None)
 def test_every_builder_is_correct_and_within_its_memory(request):
     name, ranks, microbatches, virtual = request
     program = check(build(name, ranks, microbatches, virtual))

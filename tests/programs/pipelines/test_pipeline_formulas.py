@@ -39,7 +39,7 @@ def walked(name, ranks, microbatches, virtual, times, **transfers):
 
 
 @given(settings_of(), TIMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_exact_on_equal_times(setting, time):
     found = walked(*setting, (time, time, time))
     assert makespan(*setting, time, time, time) == pytest.approx(found.makespan, rel=1e-12)
@@ -48,7 +48,7 @@ def test_exact_on_equal_times(setting, time):
 
 
 @given(settings_of(), st.tuples(TIMES, TIMES, TIMES))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_exact_on_any_times_of_equal_stages(setting, times):
     name, ranks, microbatches, _ = setting
     close = 0.15 if no_closed_form_beyond_equal_times(name, ranks, microbatches) else 1e-12
@@ -56,7 +56,7 @@ def test_exact_on_any_times_of_equal_stages(setting, times):
 
 
 @given(settings_of(), st.tuples(TIMES, TIMES, TIMES), st.floats(0, 0.01))
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=37, deadline=None)
 def test_small_overlapped_transfers(setting, times, p2p):
     name, ranks, microbatches, _ = setting
     close = 0.15 if no_closed_form_beyond_equal_times(name, ranks, microbatches) else 2e-3
@@ -65,7 +65,7 @@ def test_small_overlapped_transfers(setting, times, p2p):
 
 
 @given(settings_of(("naive", "gpipe", "1f1b")), st.tuples(TIMES, TIMES, TIMES), st.floats(0, 1.0), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_transfers_of_any_length_are_exact_for_one_stage_per_rank(setting, times, p2p, overlap):
     found = walked(*setting, times, p2p=p2p, overlap=overlap)
     assert makespan(*setting, *times, p2p, overlap) == pytest.approx(found.makespan, rel=1e-12)
@@ -80,7 +80,7 @@ def test_transfers_longer_than_w_bound_a_zero_bubble_schedule(name, virtual, p2p
 
 
 @given(settings_of(), st.tuples(TIMES, TIMES, TIMES), st.floats(0, 0.1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_blocking_transfers_are_estimated_from_above_and_closely(setting, times, p2p):
     name, ranks, microbatches, _ = setting
     if no_closed_form_beyond_equal_times(name, ranks, microbatches):

@@ -102,7 +102,7 @@ def walks(draw):
 
 
 @given(walks())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_walk_equals_a_plain_simulation(case):
     program, durations, p2p, overlap = case
     walked = walk(program, durations, p2p=p2p, overlap=overlap)
