@@ -15,7 +15,7 @@ from meshwright.calibrate.runs.validate import NOT_FOR_TIME
 from meshwright.cost.band import base, shares
 from meshwright.view.accuracy_regret import regrets, table
 from meshwright.view.tables import markdown_table
-from meshwright.view.validate import headline_cells, number_cells, percent
+from meshwright.view.validate import headline_cells, percent, stack_rows, unseen_cells, unseen_means
 
 INTRODUCTION = """# Accuracy: predictions compared with published runs
 
@@ -88,18 +88,11 @@ def introduction(accuracy: Accuracy) -> str:
 
 def sources_table(accuracy: Accuracy) -> str:
     names = ("source", "rows", "stack known", "bias", "source left out", "p90", *(f"after {n}" for n in SEEN))
-    rows = []
-    for name, s in accuracy.unseen.items():
-        after = [percent(s.after[count]) for count in SEEN]
-        shipped = accuracy.sources[name].median if name in accuracy.sources else None
-        known = "yes" if s.stack_known else "no"
-        cells = (percent(s.bias, True), percent(s.median), percent(s.p90), *after, percent(s.model), percent(shipped))
-        rows.append((name, str(s.runs), known, *cells))
-    o = accuracy.unseen_overall
-    means = [percent(o[key]) for key in ("median", "p90", *(f"after_{n}" for n in SEEN), "model")]
-    last = ["**macro average**", "", "", percent(o["bias"], True), *means, percent(accuracy.overall.get("median"))]
+    shipped = {name: score.median for name, score in accuracy.sources.items()}
+    rows = [[*unseen_cells(name, s), percent(shipped.get(name))] for name, s in accuracy.unseen.items()]
+    means = [*unseen_means(accuracy.unseen_overall), percent(accuracy.overall.get("median"))]
     head = (*names, "model left out", "as shipped")
-    return table(head, [*rows, [f"**{c}**" if c and "*" not in c else c for c in last]]) + _floor(accuracy)
+    return table(head, [*rows, ["**macro average**", "", "", *(f"**{mean}**" for mean in means)]]) + _floor(accuracy)
 
 
 def _floor(accuracy: Accuracy) -> str:
@@ -156,15 +149,8 @@ def _most_harm(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> t
 def stacks(accuracy: Accuracy) -> str:
     if accuracy.left_out is None:
         return ""
-    fit = accuracy.left_out.fit
-    names = sorted({leaf.family for leaf in fit.leaves if not leaf.family.startswith("unknown")})
-    rows = []
-    for name in [*names, "typical"]:
-        normal = fit.population() if name == "typical" else fit.family(name)
-        spread = np.sqrt(np.diag(normal.covariance))
-        count = sum(len(leaf.runs) for leaf in fit.leaves if leaf.family == name)
-        rows.append((name, str(count or ""), *number_cells(normal.mean, spread)))
-    return table(("stack", "rows", "launch", "products", "attention", "elementwise", "network", "hides"), rows)
+    head = ("stack", "rows", "launch", "products", "attention", "elementwise", "network", "hides")
+    return table(head, stack_rows(accuracy.left_out.fit))
 
 
 def bands(accuracy: Accuracy) -> str:

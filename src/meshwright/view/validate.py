@@ -117,12 +117,21 @@ def unseen_table(scores: dict[str, SourceScore], overall: dict[str, float]) -> T
     )
     rows = []
     for name, s in scores.items():
-        errors = [percent(x) for x in (s.median, s.p90, *(s.after[count] for count in SEEN), s.model, s.regret)]
-        rows.append([name, str(s.runs), "yes" if s.stack_known else "no", percent(s.bias, True), *errors])
-    means = ("median", "p90", *(f"after_{count}" for count in SEEN), "model", "regret")
-    macro = [percent(overall["bias"], True), *(percent(overall[name]) for name in means)]
-    rows.append(["[bold]macro average[/]", "", "", *bold(macro)])
+        rows.append([*unseen_cells(name, s), percent(s.regret)])
+    rows.append(["[bold]macro average[/]", "", "", *bold([*unseen_means(overall), percent(overall["regret"])])])
     return titled("Step time of sources that the fit has not seen (median error)", ("source", *columns), rows)
+
+
+def unseen_cells(name: str, s: SourceScore) -> list[str]:
+    """A source: its runs, whether its stack is known, and the errors with the source, then with its model left out."""
+    errors = [percent(x) for x in (s.median, s.p90, *(s.after[count] for count in SEEN), s.model)]
+    return [name, str(s.runs), "yes" if s.stack_known else "no", percent(s.bias, True), *errors]
+
+
+def unseen_means(overall: dict[str, float]) -> list[str]:
+    """The means of these errors over the sources."""
+    names = ("median", "p90", *(f"after_{count}" for count in SEEN), "model")
+    return [percent(overall["bias"], True), *(percent(overall[name]) for name in names)]
 
 
 def bands_table(bands: dict[str, Band]) -> Table:
@@ -135,7 +144,7 @@ def bands_table(bands: dict[str, Band]) -> Table:
     return titled("Bands (90%)", columns, rows)
 
 
-def stacks_table(fit: StackFit) -> Table:
+def stack_rows(fit: StackFit) -> list[list[str]]:
     """The fitted numbers of each stack, each with its standard deviation."""
     names = sorted({leaf.family for leaf in fit.leaves if not leaf.family.startswith("unknown")})
     rows = []
@@ -143,8 +152,12 @@ def stacks_table(fit: StackFit) -> Table:
         numbers = fit.population() if name == "typical" else fit.family(name)
         count = sum(len(leaf.runs) for leaf in fit.leaves if leaf.family == name)
         rows.append([name, str(count or ""), *number_cells(numbers.mean, np.sqrt(np.diag(numbers.covariance)))])
+    return rows
+
+
+def stacks_table(fit: StackFit) -> Table:
     columns = ("stack", ">runs", *(f">{name}" for name in NUMBERS[:-1]), ">hides")
-    return titled("Numbers of the stacks", columns, rows)
+    return titled("Numbers of the stacks", columns, stack_rows(fit))
 
 
 def number_cells(x: np.ndarray, spread: np.ndarray) -> list[str]:
