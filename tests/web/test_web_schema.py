@@ -46,7 +46,7 @@ def test_the_document_names_every_address(server: str) -> None:
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("path", DAILY)
 def test_generated_requests(server: str, path: str, mode: GenerationMode) -> None:
-    checked(server, path, mode, 5)
+    checked(server, path, mode, 3)
 
 
 @pytest.mark.slow
