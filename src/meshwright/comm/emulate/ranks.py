@@ -21,10 +21,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
 
 from meshwright.comm.emulate import system
 from meshwright.comm.emulate.topology import INTERFACE, RankPlace, Topology, address, check_range, namespace, places
@@ -53,12 +54,12 @@ class RunSettings:
 
 @dataclass
 class Member:
-    """One process, and the text it printed that no line end follows yet."""
+    """One process, and the threads that pass on what it prints."""
 
     number: int
     node: int
     process: subprocess.Popen[bytes]
-    rest: dict[bool, bytes] = field(default_factory=lambda: {False: b"", True: b""})
+    readers: list[threading.Thread] = field(default_factory=list)
 
 
 def run(name: str, topology: Topology, command: Sequence[str], settings: RunSettings) -> None:
@@ -163,63 +164,37 @@ def watch(members: list[Member], unit: str, settings: RunSettings) -> None:
     with selectors.DefaultSelector() as selector:
         for member in members:
             for stream in (member.process.stdout, member.process.stderr):
-                assert stream is not None
-                os.set_blocking(stream.fileno(), False)
-                selector.register(stream, selectors.EVENT_READ, (member, stream is member.process.stderr))
-            handle = os.pidfd_open(member.process.pid)
-            selector.register(handle, selectors.EVENT_READ, (member, None))
+                is_error = stream is member.process.stderr
+                member.readers.append(
+                    threading.Thread(target=pass_on, args=(stream, member.number, is_error, line), daemon=True)
+                )
+                member.readers[-1].start()
+            selector.register(os.pidfd_open(member.process.pid), selectors.EVENT_READ, member)
         try:
-            running = len(members)
-            while running:
+            while selector.get_map():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise timed_out(members, unit, settings.timeout_s or 0.0)
                 for key, _ in selector.select(min(left, 3600.0)):
-                    member, is_error = key.data
-                    if is_error is not None:
-                        if not read(key.fileobj, member, is_error, line):
-                            selector.unregister(key.fileobj)
-                        continue
                     selector.unregister(key.fileobj)
                     os.close(key.fd)
-                    running -= 1
-                    if member.process.wait():
-                        raise failed(member, unit, len(members))
+                    if key.data.process.wait():
+                        raise failed(key.data, unit, len(members))
         finally:
-            drain(selector, line)
+            for key in list(selector.get_map().values()):
+                os.close(key.fd)
+            until = time.monotonic() + LEFT_OVER_S
+            for reader in (
+                reader for member in members if member.process.poll() is not None for reader in member.readers
+            ):
+                reader.join(max(0.0, until - time.monotonic()))  # a process that outlives its rank may keep a pipe open
 
 
-def read(stream: Any, member: Member, is_error: bool, line: Line) -> bool:
-    """Pass on what a process printed, line by line; False at the end of its output."""
-    try:
-        data = os.read(stream.fileno(), 65536)
-    except BlockingIOError:
-        return True
-    *whole, rest = (member.rest[is_error] + data).split(b"\n")
-    if not data and rest:
-        whole, rest = [rest], b""
-    member.rest[is_error] = rest
-    for text in whole:
-        line(member.number, text.decode("utf-8", "replace").rstrip("\r"), is_error)
-    return bool(data)
-
-
-def drain(selector: selectors.BaseSelector, line: Line) -> None:
-    """Pass on what is left in the pipes. A process that outlives its rank may keep a pipe open: it is not waited for long."""
-    deadline = time.monotonic() + LEFT_OVER_S
-    for key in list(selector.get_map().values()):
-        member, is_error = key.data
-        if is_error is None:
-            os.close(key.fd)
-            continue
-        ended = member.process.poll() is not None
-        while read(key.fileobj, member, is_error, line):
-            if not ended or time.monotonic() > deadline:
-                break
-            time.sleep(0.005)
-        if member.rest[is_error]:
-            line(member.number, member.rest[is_error].decode("utf-8", "replace"), is_error)
-            member.rest[is_error] = b""
+def pass_on(stream: IO[bytes], number: int, is_error: bool, line: Line) -> None:
+    """Pass on what a process prints, line by line, until its output ends or the run closes it."""
+    with contextlib.suppress(ValueError):
+        for text in stream:
+            line(number, text.decode("utf-8", "replace").rstrip("\r\n"), is_error)
 
 
 def end(members: list[Member]) -> None:
@@ -237,8 +212,8 @@ def end(members: list[Member]) -> None:
     for member in members:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(member.process.pid, signal.SIGKILL)  # what the process started and left behind
-        for stream in (member.process.stdout, member.process.stderr):
-            if stream is not None:
+        for stream, reader in zip((member.process.stdout, member.process.stderr), member.readers, strict=False):
+            if stream is not None and not reader.is_alive():  # closing what a thread reads would wait for it
                 stream.close()
 
 
