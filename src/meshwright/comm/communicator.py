@@ -142,7 +142,7 @@ class Communicator:
     @classmethod
     def create(cls, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool = True) -> Communicator:
         """Connect new ranks: shared memory to those on this host, gloo to the others. All ranks of the group call it."""
-        near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
+        near = handshake.connect(store, rank, size, shared_memory)
         gloo: Any = distributed.ProcessGroupGloo
         group = gloo(distributed.PrefixStore("gloo", store), rank, size, timeout)
         communicator = cls.over(PointToPoint(group, rank, size, timeout), near, GroupFailure(store, rank))
@@ -162,7 +162,7 @@ class Communicator:
         if distributed.get_backend(group) == "nccl":
             transport = PointToPoint(group, rank, size, timeout, check=False, device="cuda")
             return cls(transport, GroupFailure(store, rank), timeout)
-        near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
+        near = handshake.connect(store, rank, size, shared_memory)
         return cls.over(PointToPoint(group, rank, size, timeout), near, GroupFailure(store, rank))
 
     @classmethod

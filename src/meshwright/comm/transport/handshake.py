@@ -1,13 +1,12 @@
-"""Connect the ranks of a group that are all on one host: sockets, and memory that all of them read.
+"""Connect the ranks of a group that are all on one host: memory that all of them read.
 
 Ranks may share memory only if they are on the same host (kernel boot id), in the same network namespace (an emulated
-node must use its emulated network) and of the same user. Each rank publishes these three and the address of its socket to
-the group's store. Then each pair of ranks opens one Unix socket and exchanges anonymous memory files through it: each
-rank gives the file of its area to all others. The socket stays open: it closes with its process, which
-peers notice. A group uses shared memory only if all its ranks report that they are connected; otherwise it uses messages of gloo.
+node must use its emulated network) and of the same user. Each rank makes an anonymous memory file for its area and publishes these three, its
+process and the number of the file to the group's store; the others open the file through /proc. They keep a handle of the process, by
+which they notice its end; a rank that leaves the group says so in its area. A group uses shared memory only if all its ranks
+report that they are connected; otherwise it uses messages of gloo.
 
-**Nothing to clean up.** The sockets have names in the kernel's abstract namespace, which belongs to the network namespace and
-is empty after the process ends. The memory files (`memfd_create`) have no name at all: they are not in /dev/shm, no other
+**Nothing to clean up.** The memory files (`memfd_create`) have no name: they are not in /dev/shm, no other
 user can open them, and the kernel frees them when the last process that has mapped them ends, however it ends. A full
 /dev/shm does not matter.
 
@@ -27,21 +26,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
 import logging
 import mmap
 import os
-import secrets
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.comm.call import LAYOUT
+from meshwright.host import process_start
 
 SLOT = 2**21  # bytes: larger slots leave the caches, smaller ones cost more Python code
 SLOTS = 16
@@ -129,15 +128,13 @@ class ReaderBlock(NamedTuple):
         return cls(memory, base, base + SEMAPHORE, at + 2 * SEMAPHORE)
 
 
-HELLO = struct.Struct("<I16s")  # rank, token of the listening rank
-
 log = logging.getLogger("meshwright.comm")
 
 
 class Connection(NamedTuple):
-    """A connected peer: the socket that closes when it ends, and the areas of this rank and of the peer."""
+    """A connected peer: a handle of its process, and the areas of this rank and of the peer."""
 
-    socket: socket.socket
+    process: io.FileIO
     outgoing: mmap.mmap
     incoming: mmap.mmap
     peer: int
@@ -145,20 +142,32 @@ class Connection(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Facts that ranks compare before they share memory."""
+    """Facts that ranks compare before they share memory, and where the memory of a rank is; file −1: it has none."""
 
     host: str
     namespace: int
     user: int
-    address: str
-    token: str
+    process: int
+    started: int
+    file: int
 
     def shares_memory_with(self, other: Identity) -> bool:
-        return bool(self.address and other.address) and self[:3] == other[:3]
+        return self.file >= 0 and other.file >= 0 and self[:3] == other[:3]
+
+    def connection(self, peer: int, outgoing: mmap.mmap, rank: int, members: int) -> Connection:
+        """Open the memory of this peer; raises OSError if its process has ended, or is not visible here."""
+        process = io.FileIO(os.pidfd_open(self.process))
+        file = os.open(f"/proc/{self.process}/fd/{self.file}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if process_start(self.process) != self.started or os.fstat(file).st_size != area_bytes(members):
+                raise OSError("a rank has no memory of this group")
+            return Connection(process, outgoing, mmap.mmap(file, area_bytes(members)), peer, rank)
+        finally:
+            os.close(file)
 
 
 def supported() -> bool:
-    return sys.platform == "linux" and hasattr(os, "memfd_create") and load() is not None
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and load() is not None
 
 
 def host_id() -> str:
@@ -174,37 +183,37 @@ def network_namespace() -> int:
     return 0
 
 
-def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = True) -> dict[int, Connection]:
+def connect(store: Any, rank: int, size: int, wanted: bool = True) -> dict[int, Connection]:
     """Connect to all other ranks of the group; nothing if some rank is on another host or cannot share memory.
 
     All ranks of the group must call it; one that does not want shared memory only publishes where it is.
     """
     connections: dict[int, Connection] = {}
-    listener: socket.socket | None = None
-    address, token = "", secrets.token_bytes(16)
-    if supported() and wanted:
-        try:
-            os.close(new_memory(1))  # a rank without memory must not be waited for
-            listener, address = listen(size)
-        except OSError as error:
-            log.warning("rank %d: no shared memory (%s); the group uses gloo", rank, error)
-    me = Identity(host_id(), network_namespace(), os.getuid(), address, token.hex())
+    file, process = -1, os.getpid()
+    with gloo_instead(rank):
+        file, outgoing = new_area(size) if supported() and wanted else (-1, None)
+    me = Identity(host_id(), network_namespace(), os.getuid(), process, process_start(process), file)
     store.set(f"identity/{rank}", json.dumps(me))
     everyone = [Identity(*json.loads(store.get(f"identity/{r}"))) for r in range(size)]
-    if listener is not None:
-        try:
-            if all(me.shares_memory_with(one) for one in everyone):
-                connections = connect_peers(rank, everyone, listener, time.monotonic() + timeout)
-        except OSError as error:
-            log.warning("rank %d: no shared memory (%s); the group uses gloo", rank, error)
-        finally:
-            listener.close()
+    if all(me.shares_memory_with(one) for one in everyone):
+        assert outgoing is not None
+        with gloo_instead(rank):
+            peers = [peer for peer in range(size) if peer != rank]
+            connections = {peer: everyone[peer].connection(peer, outgoing, rank, size) for peer in peers}
     store.set(f"connected/{rank}", str(len(connections)))
-    if any(int(store.get(f"connected/{r}")) < size - 1 for r in range(size)):
-        for connection in connections.values():
-            connection.socket.close()
-        return {}
-    return connections
+    connected = all(int(store.get(f"connected/{r}")) >= size - 1 for r in range(size))
+    if file >= 0:
+        os.close(file)  # all peers have opened it, or failed
+    return connections if connected else {}
+
+
+@contextlib.contextmanager
+def gloo_instead(rank: int) -> Iterator[None]:
+    """Where memory cannot be shared, say so and go on without it."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("rank %d: no shared memory (%s); the group uses gloo", rank, error)
 
 
 def hosts(store: Any, size: int) -> list[tuple[int, ...]]:
@@ -216,103 +225,20 @@ def hosts(store: Any, size: int) -> list[tuple[int, ...]]:
     return [tuple(members) for members in nodes.values()]
 
 
-def listen(backlog: int) -> tuple[socket.socket, str]:
-    """A socket in the abstract namespace under a random name."""
-    address = f"meshwright-{secrets.token_hex(16)}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(f"\0{address}")
-        listener.listen(backlog)
-    except OSError:
-        listener.close()
-        raise
-    return listener, address
-
-
-def connect_peers(
-    rank: int, everyone: list[Identity], listener: socket.socket, deadline: float
-) -> dict[int, Connection]:
-    """Connect to the lower ranks, accept the higher ones, and exchange memory with each."""
-    links: dict[int, socket.socket] = {}
-    incoming: dict[int, mmap.mmap] = {}
-    left, size = partial(time_left, deadline), len(everyone)
-    file, outgoing = new_area(size)
-    try:
-        for peer in range(rank):
-            links[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            links[peer].settimeout(left())
-            links[peer].connect(f"\0{everyone[peer].address}")
-            socket.send_fds(links[peer], [HELLO.pack(rank, bytes.fromhex(everyone[peer].token))], [file])
-        while len(links) < size - 1:
-            listener.settimeout(left())
-            token = bytes.fromhex(everyone[rank].token)
-            peer, link, memory = accept(listener, token, size, left())
-            links[peer], incoming[peer] = link, memory
-            socket.send_fds(link, [HELLO.pack(rank, bytes(16))], [file])
-        for peer in range(rank):
-            links[peer].settimeout(left())
-            _, incoming[peer] = receive_memory(links[peer], size)
-    except OSError:
-        for link in links.values():
-            link.close()
-        raise
-    finally:
-        os.close(file)
-    for link in links.values():
-        link.setblocking(False)
-    return {peer: Connection(link, outgoing, incoming[peer], peer, rank) for peer, link in links.items()}
-
-
-def time_left(deadline: float) -> float:
-    return max(0.1, deadline - time.monotonic())
-
-
-def accept(listener: socket.socket, token: bytes, members: int, timeout: float) -> tuple[int, socket.socket, mmap.mmap]:
-    """The next rank of this group that connects; a process of another user, or one without the token, is turned away."""
-    while True:
-        link, _ = listener.accept()
-        link.settimeout(timeout)
-        try:
-            hello, memory = receive_memory(link, members)
-        except OSError:
-            link.close()
-            continue
-        peer, given = HELLO.unpack(hello)
-        if given == token and user_of(link) == os.getuid():
-            return peer, link, memory
-        link.close()
-
-
-def new_memory(members: int) -> int:
-    """An anonymous memory file for one area; only its owner may open it through /proc."""
+def new_area(members: int) -> tuple[int, mmap.mmap]:
+    """The file of a new area, which only its owner may open through /proc, and its memory."""
     file = os.memfd_create("meshwright", os.MFD_CLOEXEC)
     os.fchmod(file, 0o600)
     os.ftruncate(file, area_bytes(members))
-    return file
-
-
-def new_area(members: int) -> tuple[int, mmap.mmap]:
-    """The file of a new area, and its memory."""
-    file = new_memory(members)
     memory = mmap.mmap(file, area_bytes(members))
     prepare(memory, members)
     return file, memory
 
 
-def receive_memory(link: socket.socket, members: int) -> tuple[bytes, mmap.mmap]:
-    """Receive a greeting and the area that comes with it."""
-    hello, files, _, _ = socket.recv_fds(link, HELLO.size, 1)
-    try:
-        size = area_bytes(members)
-        if len(hello) != HELLO.size or len(files) != 1 or os.fstat(files[0]).st_size != size:
-            raise OSError("a rank sent no memory")
-        return hello, mmap.mmap(files[0], size)
-    finally:
-        for file in files:
-            os.close(file)
+def leave(memory: mmap.mmap, member: int) -> None:
+    """Write into the block of a rank in its own area, which it never reads, that it has left the group."""
+    memory[member * block_bytes() + 2 * SEMAPHORE] = 1
 
 
-def user_of(link: socket.socket) -> int:
-    """The user of the process at the other end, as the kernel knows it."""
-    _, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user
+def has_left(memory: mmap.mmap, member: int) -> bool:
+    return memory[member * block_bytes() + 2 * SEMAPHORE] == 1

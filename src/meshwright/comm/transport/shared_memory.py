@@ -12,15 +12,17 @@ A rank never blocks in a send: slices wait in a queue until slots are free, and 
 something else. Slots are used in turn. Messages are sent and received in one order that is common to all ranks
 (`run`), so the oldest message that waits for a slot always gets one: nothing can deadlock.
 
-A rank that waits sleeps. It wakes regularly to look whether its peer has ended (its socket is closed) or another rank has published
+A rank that waits sleeps. It wakes regularly to look whether its peer has ended or left the group, or another rank has published
 an error.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -105,7 +107,9 @@ class PeerLink:
     """One peer: the blocks of both areas, and the counts of messages."""
 
     def __init__(self, memory: SharedMemory, peer: int, connection: Connection) -> None:
-        self.memory, self.peer, self.socket = memory, peer, connection.socket
+        self.memory, self.peer, self.connection = memory, peer, connection
+        self.process = select.poll()
+        self.process.register(connection.process, select.POLLIN)  # readable when the process has ended
         self.writing = ReaderBlock.of(connection.outgoing, connection.peer)
         self.reading = ReaderBlock.of(connection.incoming, connection.rank)
         self.slots = memory.slots_of(connection.incoming)
@@ -153,7 +157,9 @@ class SharedMemory:
         functions = handshake.load()
         assert functions is not None
         self.functions, self.post, self.try_wait = functions, functions.post, functions.try_wait
-        self.slots = self.slots_of(next(iter(connections.values())).outgoing)
+        outgoing = next(iter(connections.values())).outgoing
+        self.slots = self.slots_of(outgoing)
+        self.leave = weakref.finalize(self, handshake.leave, outgoing, rank)  # also where the group is just dropped
         self.links = {peer: PeerLink(self, peer, connection) for peer, connection in connections.items()}
         self.unused = list(range(handshake.SLOTS))  # slots that were never used
         self.in_use: deque[tuple[int, Readers]] = deque()  # slots in the order of their use
@@ -181,9 +187,9 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close all connections; peers that wait for this rank raise an error."""
+        self.leave()
         for link in self.links.values():
             link.closed = True
-            link.socket.close()
 
     # Sending
 
@@ -274,14 +280,8 @@ class SharedMemory:
             watch.check(link)
 
     def is_closed(self, link: PeerLink) -> bool:
-        """Whether a peer has closed its socket; nothing is ever sent over it."""
-        if not link.closed:
-            try:
-                link.closed = not link.socket.recv(1)
-            except BlockingIOError:
-                return False
-            except OSError:
-                link.closed = True
+        """Whether a peer has ended, or left the group."""
+        link.closed |= handshake.has_left(link.connection.incoming, link.peer) or bool(link.process.poll(0))
         return link.closed
 
 
