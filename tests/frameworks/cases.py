@@ -29,6 +29,7 @@ class Case:
     seq: int
     fix: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    cluster: str = "dgx-h100"
 
 
 FP8 = ("workload.precision=fp8",)
@@ -70,21 +71,27 @@ class Offer:
     flags: str = ""  # the settings as flags, where the framework takes both
     words: tuple[str, ...] = ()
     file: str = ""
-    variables: tuple[str, ...] = ()
+    file_name: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
     refused: str = ""  # by the planner: there is no plan for the framework
     launch_refused: str = ""  # by `launch`, of a plan that the planner gave
 
 
-@cache
 def offer(name: str, framework_name: str) -> Offer:
+    """What Meshwright gives for one of the cases above."""
+    return offer_of(CASES[name], framework_name)
+
+
+@cache
+def offer_of(case: Case, framework_name: str) -> Offer:
     """Plan a case for a framework, and write it."""
-    case, framework = CASES[name], FRAMEWORKS[framework_name]
+    framework = FRAMEWORKS[framework_name]
     try:
         framework.model_settings(
-            api.load(case.model, cluster="dgx-h100").model
+            api.load(case.model, cluster=case.cluster).model
         )  # raises if the framework does not have the model
         result = api.plan(
-            case.model, "dgx-h100", gpus=case.gpus, batch=case.batch, seq=case.seq, stack=framework.stack, fix=case.fix, set=case.settings,
+            case.model, case.cluster, gpus=case.gpus, batch=case.batch, seq=case.seq, stack=framework.stack, fix=case.fix, set=case.settings,
         )  # fmt: skip
     except MeshwrightError as error:
         return Offer(None, refused=str(error))  # type: ignore[arg-type]
@@ -101,7 +108,15 @@ def offer(name: str, framework_name: str) -> Offer:
     except MeshwrightError as error:
         return Offer(config, launch_refused=str(error))
     program = job.program
-    return Offer(config, written, flags, program.begin, program.settings, tuple(program.variables))
+    return Offer(
+        config,
+        written,
+        flags,
+        program.begin,
+        program.settings,
+        program.file,
+        tuple((name, value) for name, (value, _) in program.variables.items()),
+    )
 
 
 def flags_of(text: str) -> list[str]:

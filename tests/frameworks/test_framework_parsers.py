@@ -26,7 +26,7 @@ def job(framework: str, result: Offer, form: str) -> dict[str, Any]:
         "world": result.config.plan.world,
         "words": list(result.words[1:]) if form == "launch" else flags_of(texts[form]) if is_flags else [],
         "text": "" if is_flags else texts[form],
-        "variables": dict.fromkeys(result.variables, "1"),
+        "variables": dict(result.variables),
     }
 
 

@@ -29,7 +29,7 @@ BLOCK = (
     Key(Z + "reduce_bucket_size", "bucket_elements", unset=("auto",)),
     Key(Z + "prefetch_bucket_size", "unfilled", words={"auto": ("prefetch_bucket_size",)}, match=((r"\d", None),), read_only=True),
     Key(Z + "param_persistence_threshold", "unfilled", words={"auto": ("param_persistence_threshold",)}, match=((r"\d", None),), read_only=True),
-    Key("bf16.enabled", "half", words={True: "bf16", False: None}, unset=("auto",)),
+    Key("bf16.enabled", "half", words={True: "bf16", False: "fp32"}, unset=("auto",)),
     Key("fp16.enabled", "half_alternative", words={True: "fp16", "auto": "auto", False: None}),
     Key("optimizer.type", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Muon": "muon"}, match=OPTIMIZERS),
     Key("optimizer.params.lr", "learning_rate", unset=("auto",)),
@@ -49,8 +49,8 @@ def derive_block(facts: Facts) -> None:
     other = facts.pop("half_alternative", None)
     if other and facts.get("half") == "bf16":
         facts["half_alternative"] = other
-    elif other == "fp16":
-        facts["half"] = "fp16"
+    elif other:
+        facts["half"] = "fp16" if other == "fp16" else None
     facts["unfilled"] = [Z + name for name in facts.get("unfilled") or ()]
     if facts["sharding"] != "parameters":
         facts["saves"] = "sharded"
@@ -83,6 +83,9 @@ def _restate(facts: Facts) -> None:
     facts["half_alternative"] = "fp16" if facts.get("half") == "fp16" else None
     if not facts["zero"]:
         facts["overlap_dp"] = None
+        facts["grad_dtype"] = facts.get("half")  # the engine refuses any other without ZeRO
+    if facts.get("tp", 1) > 1:  # DeepSpeed checks the global batch as if every rank had sequences of its own
+        facts["batch"] = None
 
 
 OWN = {"zero", "fsdp", "sharding", "half", "batch", "microbatch", "optimizer", "offload_states", "saves", "overlap_dp"}

@@ -161,10 +161,11 @@ def axolotl(config: Config, plan: str, folder: str, save_every: int) -> Training
 def accelerate(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A YAML file for `accelerate launch`, which starts a training script of the reader's in place of torchrun."""
     plan_, work = config.plan, config.workload
+    on_cpu = config.cluster.accelerator.name == "cpu"
     more: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "main_training_function": "main",
-        "use_cpu": config.cluster.accelerator.name == "cpu",
+        "use_cpu": on_cpu,
     }
     steps = max(1, work.batch // (plan_.microbatch * plan_.dp))
     notes = (
@@ -174,7 +175,8 @@ def accelerate(config: Config, plan: str, folder: str, save_every: int) -> Train
         f"every {save_every} steps, and load_state at its start.",
     )
     program = with_file(FRAMEWORKS["accelerate"], config, folder, more, (SCRIPT,), notes)
-    return replace(program, begin=(SCRIPT,), agent="accelerate")
+    variables = {"ACCELERATE_USE_CPU": ("true", "without it, every process trains alone")} if on_cpu else {}
+    return replace(program, begin=(SCRIPT,), agent="accelerate", variables=variables)
 
 
 def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
