@@ -36,7 +36,8 @@ def python_of(name: str) -> tuple[str, str]:
     (packages / "project.pth").write_text(
         "".join(f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages())
     )
-    words = ["install", "--quiet", "--no-compile", "--no-deps", *entry.get("pip", ()), *entry["packages"]]
+    dependencies = () if entry.get("dependencies") else ("--no-deps",)
+    words = ["install", "--quiet", "--no-compile", *dependencies, *entry.get("pip", ()), *entry["packages"]]
     failure = run(sys.executable, "-m", "pip", "--python", str(python), *words)
     if failure:
         return "", f"pip could not install {' '.join(entry['packages'])}: {failure}"

@@ -47,7 +47,7 @@ def answers(environment: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("environment", VERSIONS)
+@pytest.mark.parametrize("environment", [name for name, entry in VERSIONS.items() if "writes" in entry])
 def test_a_framework_parses_what_the_planner_chose(environment: str, name: str, form: str) -> None:
     result = offer(name, VERSIONS[environment]["writes"])
     if result.refused:

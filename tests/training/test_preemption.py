@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,3 +101,12 @@ def test_a_signal_is_seen_by_another_thread_before_its_handler_runs(tmp_path):
     finally:
         stop.finish(None)
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_rank_in_a_thread_leaves_the_handlers_of_the_process(tmp_path):
+    """Ray runs a rank in a thread, where Python installs no handlers."""
+    stop, before = StopOnSignal(request_of_one_process(tmp_path)), signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(stop.start, None).result()
+        assert signal.getsignal(signal.SIGTERM) is before
+        thread.submit(stop.finish, None).result()

@@ -84,6 +84,17 @@ def test_the_kubernetes_file_is_a_runtime_and_its_train_job(plan) -> None:
     assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 
+@pytest.mark.parametrize(("plan", "nodes"), [(LARGE, 8), (SMALL, 1)])
+def test_a_pytorchjob_has_the_same_pod_for_every_node(plan, nodes) -> None:
+    """tests/frameworks reads it with the models of kubeflow-training."""
+    job = yaml.safe_load(LAUNCHERS["pytorchjob"].write(job_of(plan)))
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert [group["replicas"] for group in replicas.values()] == ([1, nodes - 1] if nodes > 1 else [1])
+    for group in replicas.values():
+        assert group["template"] == replicas["Master"]["template"]
+        check_shell(group["template"]["spec"]["containers"][0]["args"][0])
+
+
 @pytest.mark.parametrize("plan", [LARGE, SMALL])
 def test_the_skypilot_file_is_a_task(plan) -> None:
     task = yaml.safe_load(LAUNCHERS["skypilot"].write(job_of(plan)))
@@ -119,7 +130,7 @@ STUBS = {
     "scontrol": 'if [ "$1" = show ]; then printf "n1\\nn2\\n"; else echo "$*" >> "$LOG"; fi',
     "getent": 'echo "10.0.0.9 STREAM $2"',
     "ip": 'echo "$4 dev ib7 src 10.0.0.1 uid 0"',
-    "srun": 'shift; exec "$@"',
+    "srun": 'while [[ "$1" == --* ]]; do shift; done; if [ "$*" = true ]; then exit "${LOST:-0}"; fi; exec "$@"',
     "meshwright": 'echo "{\\"state\\": \\"${STATE:-done}\\"}"',
     "python": (
         'echo "$* over $GLOO_SOCKET_IFNAME" >> "$LOG"; if [ ! -f "$RUN/plan.toml" ]; then mkdir -p "$RUN"; touch "$RUN/plan.toml"; exit 7; fi'
@@ -140,6 +151,7 @@ def run_batch(tmp_path: Path, job: LaunchJob, **environment: str) -> tuple[int, 
         "RUN": job.folder,
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
         "SLURMD_NODENAME": "n1",
     }
     path = {"PATH": f"{folder}:{os.environ['PATH']}"}
@@ -168,6 +180,11 @@ def test_a_run_that_the_time_limit_stopped_is_queued_again(tmp_path) -> None:
     assert (code, calls[-1]) == (0, "requeue 17")
 
 
+def test_a_lost_node_ends_the_attempts_and_the_job_is_queued_again(tmp_path) -> None:
+    code, calls = run_batch(tmp_path, job_of(folder=str(tmp_path / "run")), LOST="1")
+    assert (code, len(calls), calls[-1]) == (1, 2, "requeue 17")
+
+
 def test_attempts_are_bounded_and_the_exit_code_is_that_of_the_ranks(tmp_path) -> None:
     job = job_of(LARGE, "run.restarts=1", folder=str(tmp_path / "run"))
     missing = replace(job, folder=str(tmp_path / "never"))  # the stub of python looks elsewhere, and always fails
@@ -177,18 +194,30 @@ def test_attempts_are_bounded_and_the_exit_code_is_that_of_the_ranks(tmp_path) -
     assert (code, len(calls)) == (7, 2)
 
 
-def test_the_ray_file_calls_ray_and_our_trainer(monkeypatch, tmp_path) -> None:
+def ray_module(devices: int) -> types.ModuleType:
+    """Ray's package, with so many devices in its cluster."""
+    ray = types.ModuleType("ray")
+    ray.init, ray.cluster_resources = lambda: None, lambda: {"CPU": devices, "GPU": devices}
+    return ray
+
+
+def test_the_ray_file_calls_ray_and_our_trainer(monkeypatch, tmp_path, capsys) -> None:
     text = LAUNCHERS["ray"].write(job_of(folder=str(tmp_path / "run"), save_every=25))
     calls = {}
 
     def keeper(name):
-        return lambda *args, **kwargs: calls.setdefault(name, (args, kwargs)) and name
+        def call(*args, **kwargs):
+            calls[name], calls["folder"] = (args, kwargs), Path.cwd()
+            return name
+
+        return call
 
     class TorchTrainer:
         def __init__(self, loop, **config):
             calls["loop"], calls["config"] = loop, config
 
         def fit(self):
+            monkeypatch.chdir(tmp_path)  # Ray Train starts a worker in a folder of its own
             calls["loop"]()
 
     ray = types.ModuleType("ray.train")
@@ -198,13 +227,16 @@ def test_the_ray_file_calls_ray_and_our_trainer(monkeypatch, tmp_path) -> None:
     ray_torch.TorchConfig, ray_torch.TorchTrainer = keeper("TorchConfig"), TorchTrainer
     ours = types.ModuleType("meshwright")
     ours.train = keeper("train")
-    for name, module in (("ray", types.ModuleType("ray")), ("ray.train", ray), ("ray.train.torch", ray_torch)):
+    for name, module in (("ray", ray_module(8)), ("ray.train", ray), ("ray.train.torch", ray_torch)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "meshwright", ours)
+    started_in = Path.cwd()
     exec(compile(ast.parse(text), "ray.py", "exec"), {"__name__": "__main__"})
     assert calls["ScalingConfig"][1] == {"num_workers": 64, "use_gpu": True, "placement_strategy": "PACK"}
     assert calls["FailureConfig"][1] == {"max_failures": 3}
     assert calls["train"] == ((LARGE,), {"out": str(tmp_path / "run"), "save_every": 25})
+    assert calls["folder"] == started_in  # where the path of the plan is right
+    assert "Ray's nodes have 8 GPUs and the plan needs 64" in capsys.readouterr().out
     calls.clear()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "plan.toml").touch()
@@ -231,7 +263,7 @@ def test_a_worker_of_ray_starts_a_rank_of_a_framework_as_a_child_with_another_po
     ray_torch = types.ModuleType("ray.train.torch")
     ray_torch.TorchConfig = dict
     ray_torch.TorchTrainer = lambda loop, **config: types.SimpleNamespace(fit=loop)
-    stubs = {"torch": stub, "ray": types.ModuleType("ray"), "ray.train": train, "ray.train.torch": ray_torch}
+    stubs = {"torch": stub, "ray": ray_module(64), "ray.train": train, "ray.train.torch": ray_torch}
     for name, module in stubs.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("RANK", "0")
@@ -246,7 +278,7 @@ def test_a_worker_of_ray_starts_a_rank_of_a_framework_as_a_child_with_another_po
 
 def test_a_framework_is_started_by_torchrun(framework) -> None:
     job = job_of(framework=framework)
-    for name in ("slurm", "kubernetes", "skypilot", "torchrun"):
+    for name in ("slurm", "kubernetes", "pytorchjob", "skypilot", "torchrun"):
         assert "train.py --config 'x y.toml'" in LAUNCHERS[name].write(job)
     with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-004.*accelerate"):
         LAUNCHERS["ray"].write(replace(job, program=replace(job.program, agent="accelerate")))

@@ -20,6 +20,7 @@ def command(
     plan: str,
     slurm: bool = False,
     kubernetes: bool = False,
+    pytorchjob: bool = False,
     skypilot: bool = False,
     torchrun: bool = False,
     ray: bool = False,
@@ -46,7 +47,8 @@ def command(
     own: Json = {"per_node": per_node, "save_every": save_every, "interface": interface}
     own |= {"image": image, "claim": claim}
     words = option_words({**not_empty(**{"for": framework, "run": folder}, **own, time=time_limit), **options})
-    chosen = chosen_launcher(plan, slurm=slurm, kubernetes=kubernetes, skypilot=skypilot, torchrun=torchrun, ray=ray)
+    flags = {"slurm": slurm, "kubernetes": kubernetes, "pytorchjob": pytorchjob, "skypilot": skypilot}
+    chosen = chosen_launcher(plan, **flags, torchrun=torchrun, ray=ray)
     job = make_job(
         api.load(plan, **options),
         plan,

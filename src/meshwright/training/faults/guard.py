@@ -45,6 +45,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -101,6 +102,9 @@ class StopOnSignal(Hook):
         self.writer.setblocking(False)
 
     def start(self, trainer: Any) -> None:
+        """Begin to receive signals; in a thread (Ray runs a rank in one) no signal can be received, and the process keeps its handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in self.signals:
             self.previous.setdefault(number, signal.signal(number, self.receive))  # after a rollback it starts again
         signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)

@@ -36,6 +36,7 @@ class LaunchFormat(NamedTuple):
 LAUNCHERS: dict[str, LaunchFormat] = {
     "slurm": LaunchFormat(slurm.write, ".sbatch", "sbatch {}"),
     "kubernetes": LaunchFormat(kubernetes.write, "-trainjob.yaml", "kubectl apply -f {}"),
+    "pytorchjob": LaunchFormat(kubernetes.write_pytorchjob, "-pytorchjob.yaml", "kubectl apply -f {}"),
     "skypilot": LaunchFormat(skypilot.write, "-sky.yaml", "sky jobs launch {}"),
     "torchrun": LaunchFormat(torchrun.write, "-torchrun.sh", "HEAD=first-host bash {}   # on every node", "bash {}"),
     "ray": LaunchFormat(ray_train.write, "-ray.py", "ray job submit --working-dir . -- python {}"),

@@ -1,4 +1,5 @@
-"""A TrainJob for the Kubeflow Trainer (API trainer.kubeflow.org/v1alpha1), with the TrainingRuntime that it refers to.
+"""A TrainJob for the Kubeflow Trainer (API trainer.kubeflow.org/v1alpha1), with the TrainingRuntime that it refers to; or a PyTorchJob for
+the Training Operator before it (kubeflow.org/v1).
 
 The cluster's own runtime `torch-distributed` has no restarts and no shared volume, and a TrainJob cannot add restarts, so the file brings a
 runtime with both. The controller sets torchrun's variables (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, …) in every pod.
@@ -7,6 +8,7 @@ runtime with both. The controller sets torchrun's variables (PET_NNODES, PET_NOD
 from __future__ import annotations
 
 import json
+from textwrap import indent
 
 from meshwright.view.launch_files import agent
 from meshwright.view.launch_files.job import LaunchJob, comment
@@ -22,11 +24,8 @@ def needed_package(job: LaunchJob) -> str:
 
 def write(job: LaunchJob) -> str:
     """Two YAML documents. Text in double quotes is JSON, which YAML reads the same way."""
-    script = "\n".join(f"{' ' * 24}{line}".rstrip() for line in container_script(job).splitlines())
-    gpus = f"\n      limits: {{nvidia.com/gpu: {job.per_node}}}" if job.has_gpus else " {}"
     return f"""\
-{comment(job.heading())}
-# The image must have {needed_package(job)}; the volume claim must allow many writers (ReadWriteMany), since all pods write checkpoints.
+{preamble(job)}
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata:
@@ -51,24 +50,7 @@ spec:
               template:
                 spec:
                   restartPolicy: Never
-                  terminationGracePeriodSeconds: 180  # SIGTERM: ranks save a checkpoint before they end
-                  containers:
-                    - name: node
-                      image: {json.dumps(job.image or IMAGE)}
-                      command: [bash, -c]
-                      args:
-                      - |
-{script}
-                      volumeMounts:
-                        - {{name: shared, mountPath: {MOUNT}}}
-                        - {{name: memory, mountPath: /dev/shm}}
-                  volumes:
-                    - name: shared
-                      persistentVolumeClaim: {{claimName: {json.dumps(job.claim or "shared")}}}
-                    # NCCL and gloo exchange data between the ranks of a pod in shared memory; the default of 64 MiB is too small.
-                    - name: memory
-                      emptyDir: {{medium: Memory}}
----
+{indent(pod(job, "node"), " " * 18)}---
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
 metadata:
@@ -81,9 +63,73 @@ spec:
   trainer:
     numNodes: {job.nodes}
     numProcPerNode: {job.per_node}  # one process for each device
-    resourcesPerNode:{gpus}
+    resourcesPerNode:{limits(job)}
     env:
 {environment(job)}
+"""
+
+
+def write_pytorchjob(job: LaunchJob) -> str:
+    """One YAML document; the other nodes have the pod of the first one, by reference."""
+    settings = f"  resources:{limits(job)}\n  env:\n{environment(job)}\n"
+    workers = f"""
+    Worker:
+      replicas: {job.nodes - 1}
+      restartPolicy: OnFailure
+      template: *pod"""
+    return f"""\
+{preamble(job)}
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata:
+  name: {job.name}
+spec:
+  nprocPerNode: "{job.per_node}"  # one process for each device; torchrun reads it as PET_NPROC_PER_NODE
+  runPolicy:
+    backoffLimit: {job.restarts}
+  pytorchReplicaSpecs:
+    Master:
+      replicas: 1
+      # After a failure the agents of all pods end, and the pods start them again: the ranks continue from the last good checkpoint.
+      restartPolicy: OnFailure
+      template: &pod
+        spec:
+{indent(pod(job, "pytorch", settings), " " * 10).rstrip()}{workers if job.nodes > 1 else ""}
+"""
+
+
+def preamble(job: LaunchJob) -> str:
+    """The comments at the top."""
+    image = f"The image must have {needed_package(job)}"
+    volume = "the volume claim must allow many writers (ReadWriteMany), since all pods write checkpoints."
+    return comment([*job.heading(), f"{image}; {volume}"])
+
+
+def limits(job: LaunchJob) -> str:
+    return f'\n      limits: {{nvidia.com/gpu: "{job.per_node}"}}' if job.has_gpus else " {}"
+
+
+def pod(job: LaunchJob, container: str, settings: str = "") -> str:
+    """Fields of a pod: a container with the script (`settings`: fields that a TrainJob has elsewhere), the shared disk, and memory for messages."""
+    return f"""\
+terminationGracePeriodSeconds: 180  # SIGTERM: ranks save a checkpoint before they end
+containers:
+  - name: {container}
+    image: {json.dumps(job.image or IMAGE)}
+    command: [bash, -c]
+    args:
+    - |
+{indent(container_script(job), " " * 6)}
+{indent(settings, "  ")}\
+    volumeMounts:
+      - {{name: shared, mountPath: {MOUNT}}}
+      - {{name: memory, mountPath: /dev/shm}}
+volumes:
+  - name: shared
+    persistentVolumeClaim: {{claimName: {json.dumps(job.claim or "shared")}}}
+  # NCCL and gloo exchange data between the ranks of a pod in shared memory; the default of 64 MiB is too small.
+  - name: memory
+    emptyDir: {{medium: Memory}}
 """
 
 

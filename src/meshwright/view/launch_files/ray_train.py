@@ -28,8 +28,13 @@ def write(job: LaunchJob) -> str:
 
 def trainer_call(job: LaunchJob, backend: str) -> str:
     """The call that starts the workers."""
+    kind = "GPU" if job.has_gpus else "CPU"
     return f'''\
 if __name__ == "__main__":
+    ray.init()
+    available = ray.cluster_resources().get("{kind}", 0)
+    if available < {job.config.plan.world}:
+        print(f"Ray's nodes have {{available:.0f}} {kind}s and the plan needs {job.config.plan.world}: Ray waits for more nodes", flush=True)
     trainer = TorchTrainer(
         train_rank,
         torch_config=TorchConfig(backend="{backend}"),
@@ -51,12 +56,15 @@ def framework_rank(job: LaunchJob) -> str:
 {comment(job.heading())}
 """Train a plan of {program.framework} with Ray Train. Submit it from a machine that reaches the Ray cluster; all nodes must share the run folder."""
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import ray
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -69,6 +77,7 @@ VARIABLES = {variables!r}
 RUN = {job.folder!r}
 FILE = {program.file!r}
 SETTINGS = {program.settings!r}
+HERE = os.getcwd()  # paths are relative to the folder of the job; Ray Train starts the workers in another one
 
 
 def free_port() -> int:
@@ -84,13 +93,16 @@ def free_port() -> int:
 
 def train_rank() -> None:
     """One rank, as a child process: the framework makes its own process group, which it cannot in a process that has one of Ray."""
+    os.chdir(HERE)
     if FILE:  # all workers write the same text, each into a new file that then takes the name
         Path(RUN).mkdir(parents=True, exist_ok=True)
         new = Path(RUN, f"{{FILE}}.{{os.environ['RANK']}}")
         new.write_text(SETTINGS, "utf-8")
         new.replace(Path(RUN, FILE))
     environment = {{**os.environ, **VARIABLES, "MASTER_PORT": str(free_port())}}
-    subprocess.run([sys.executable, *WORDS], env=environment, check=True)
+    library = ctypes.CDLL(None)
+    end_with_worker = lambda: library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed worker leaves no rank behind
+    subprocess.run([sys.executable, *WORDS], env=environment, check=True, preexec_fn=end_with_worker)
 
 
 {trainer_call(job, "gloo")}'''
@@ -106,14 +118,17 @@ def our_trainer(job: LaunchJob) -> str:
 {comment(job.heading())}
 """Train a plan with Ray Train. Submit it from a machine that reaches the Ray cluster; all nodes must share the run folder."""
 
+import os
 from pathlib import Path
 
 import meshwright as mw
+import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 PLAN = {plan!r}
 RUN = {job.folder!r}
+HERE = os.getcwd()  # paths are relative to the folder of the job; Ray Train starts the workers in another one
 
 
 def train_rank() -> None:
@@ -121,6 +136,7 @@ def train_rank() -> None:
 
     A run folder with a plan is a run that was begun before: after a failure it continues from its last good checkpoint.
     """
+    os.chdir(HERE)
     if Path(RUN, "plan.toml").is_file():
         mw.train(resume=RUN, save_every={job.save_every})
     else:

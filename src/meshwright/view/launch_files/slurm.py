@@ -34,10 +34,19 @@ with_interface() {
 }
 export -f find_interface with_interface"""
 
+LOST_NODE = (
+    "    # If a node does not answer, no attempt on these nodes can succeed: the job is queued again and gets others.",
+    '    if ! timeout 60 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true; then',
+    '        scontrol requeue "$SLURM_JOB_ID"',
+    "        exit 1",
+    "    fi",
+)
+
 
 def write(job: LaunchJob) -> str:
     """The script: directives, environment, the attempts, and what happens at the time limit."""
-    parts = ["#!/usr/bin/env bash", directives(job), comment(job.heading()), "set -uo pipefail", "", variables(job), ""]
+    parts = ["#!/usr/bin/env bash", directives(job), comment(job.heading()), "set -uo pipefail"]
+    parts += [': "${SLURM_JOB_ID:?start this file with sbatch}"', "", variables(job), ""]
     if job.nodes > 1 and not job.interface:
         parts += [INTERFACE, ""]
     if not job.program.is_ours:
@@ -105,6 +114,10 @@ def attempts(job: LaunchJob) -> str:
             "# Each attempt starts the agents; they restart nothing themselves, so that failures are counted here only."
         )
     inner = "\n".join(f"    {line}" for line in choose_words(job).splitlines())
+    last = f'[ "$attempt" = {job.restarts} ]'
+    if job.program.is_ours:
+        why += "\n# Status 2 is a wrong input, which another attempt would not mend."
+        last = f'[ "$status" = 2 ] || {last}'
     lines = [
         why,
         f"for attempt in $(seq 0 {job.restarts}); do",
@@ -112,7 +125,8 @@ def attempts(job: LaunchJob) -> str:
         f"    {body} && break",
         "    status=$?",
         '    echo "attempt $attempt ended with status $status" >&2',
-        f'    if [ "$attempt" = {job.restarts} ]; then exit "$status"; fi',
+        *(LOST_NODE if job.nodes > 1 else ()),
+        f'    if {last}; then exit "$status"; fi',
         "done",
     ]
     if job.program.is_ours and job.program.saves_on:
