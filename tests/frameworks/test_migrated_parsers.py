@@ -16,6 +16,7 @@ from environments import VERSIONS, drive
 from interop.test_migrate import first_text, migrated
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.migrate import Migration
+from meshwright.view.launch_files.megatron import variables
 
 NUMBER = 10  # migrations for each environment
 
@@ -47,7 +48,7 @@ def answers(environment: str) -> dict[str, dict[str, Any]]:
             "world": result.config.plan.world,
             "words": flags_of(text) if is_flags else [],
             "text": "" if is_flags else text,
-            "variables": {},
+            "variables": dict.fromkeys(variables(result.config.plan) if is_flags else (), "1"),
         }
     return drive(environment, jobs)
 

@@ -143,14 +143,10 @@ class Understood:
     """Settings as read: facts by name, the key behind each, and the keys that set no fact, by kind."""
 
     facts: Facts = field(default_factory=dict)
+    stated: Facts = field(default_factory=dict)  # by a key, before others are derived
     sources: dict[str, str] = field(default_factory=dict)  # fact → key
     used: dict[str, Any] = field(default_factory=dict)  # key → value, of keys that set a fact
     others: dict[str, list[str]] = field(default_factory=dict)  # kind → keys
-
-    @property
-    def stated(self) -> Facts:
-        """The facts that keys state, without defaults and what follows from several."""
-        return {fact: self.facts[fact] for fact in self.sources if fact in self.facts}
 
     @property
     def unknown(self) -> list[str]:
@@ -188,6 +184,7 @@ def read_facts(table: Table, settings: Mapping[str, Any]) -> Understood:
     for name in settings:
         if name not in table.names:
             out.note(table.kind_of(name), name)
+    out.stated = {fact: out.facts[fact] for fact in out.sources}
     table.derive(out.facts)
     return out
 

@@ -24,9 +24,9 @@ from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError, shown
 from meshwright.interop.assemble import switch_plan, switch_stack
 from meshwright.interop.files import parse, recognise
-from meshwright.interop.keys import Facts, Framework, Table, plain, read_facts
+from meshwright.interop.keys import Facts, Framework, plain
 from meshwright.interop.reading import SettingsReading, merged_settings, raise_first, understand
-from meshwright.interop.shapes import catalog_cluster
+from meshwright.interop.shapes import catalog_cluster, same_shape
 from meshwright.interop.write import OWN, SHAPE, WrittenSettings, check_runnable, difference, form_of, settings_of
 
 # The facts that set a field, by field. Facts of the model are its fields.
@@ -174,7 +174,7 @@ def migrate(
             fix = as_options(change) if change else ""
         result.refusal = MeshwrightError(error.code, error.what, why=error.why, valid=error.valid, fix=fix, exit_code=1)
         return result
-    copied = {name: value for name, value in stated_facts(source.table, merged).items() if name in COPIED}
+    copied = {name: value for name, value in reading.understood.stated.items() if name in COPIED}
     copied |= {"model.vocab": None} if "vocab" in reading.shape.missing else {}
     result.written = settings_of(result.config, target, form, copied, has_model)
     account(result, stated, merged)
@@ -220,11 +220,11 @@ def names_model(framework: Framework) -> bool:
 
 def known_model(reading: SettingsReading) -> Model:
     """The model of the catalog with the shape that settings state, where they do not name one; else their model as it is."""
-    model, stated = reading.shape.model, [name for name in SIZES if name in reading.shape.stated]
-    if model.name in catalog.names("models"):
+    model, names = reading.shape.model, catalog.names("models")
+    if model.name in names:
         return model
-    entries: Iterator[Model] = (catalog.load("models", name) for name in catalog.names("models"))
-    return next((e for e in entries if all(getattr(e, name) == getattr(model, name) for name in stated)), model)
+    entries: Iterator[Model] = (catalog.load("models", name) for name in names)
+    return next((entry for entry in entries if same_shape(entry, model, reading.shape.stated)), model)
 
 
 def refuse_unknown_gpus(reading: SettingsReading) -> None:
@@ -305,7 +305,7 @@ def account(result: Migration, wanted: Config, merged: Mapping[str, Any]) -> Non
     """Sort the keys of the source into carried, lost, and not about the plan."""
     table, understood = result.source.framework.table, result.source.understood
     changed, back = changed_fields(result, wanted)
-    own, listed = stated_facts(table, merged), set[str]()
+    listed = set[str]()
     for key, value in merged.items():
         facts = [row.fact for row in table.keys if key in (row.name, *row.was) and plain(value) not in row.unset]
         kind = understood.kind_of(key)
@@ -318,7 +318,7 @@ def account(result: Migration, wanted: Config, merged: Mapping[str, Any]) -> Non
             listed.update(fields)
             words = [instead(result.target, name, changed[name]) for name in fields]
             for fact in facts:  # that no plan has
-                if not fields_of(fact) and own.get(fact) not in (None, back.get(fact, False)):
+                if not fields_of(fact) and understood.stated.get(fact) not in (None, back.get(fact, False)):
                     words.append(INSTEAD.get(fact, f"{result.target.title} has no such key"))
             line = MigratedKey(key, value, "; ".join(dict.fromkeys(words)) or target_keys(result, facts))
             (result.lost if words else result.carried).append(line)
@@ -339,7 +339,7 @@ def changed_fields(result: Migration, wanted: Config) -> tuple[dict[str, tuple[A
             out[name] = pair
     for name in target.left_to_script:
         out.setdefault(name, (value_of(wanted, name), None))
-    facts = {**named.facts, **stated_facts(target.table, result.written.settings)}
+    facts = {**named.facts, **named.understood.stated}
     if names_model(target):
         return out, facts
     back = understand(target, result.written.settings, gpus=wanted.plan.world)
@@ -352,11 +352,6 @@ def changed_fields(result: Migration, wanted: Config) -> tuple[dict[str, tuple[A
     if "model.hidden" not in target.table.facts() and "hub_model" not in back.facts:
         out["model.name"] = (wanted.model.name, None)
     return out, facts
-
-
-def stated_facts(table: Table, settings: Mapping[str, Any]) -> Facts:
-    """The facts that settings state, before others are derived from them."""
-    return read_facts(replace(table, derive=lambda facts: None), settings).stated
 
 
 def value_of(config: Config, name: str) -> Any:

@@ -206,6 +206,27 @@ def _agreeing_entry(entry: str, fields: Facts) -> str:
     return entry if all(getattr(model, k) == v for k, v in same.items()) else ""
 
 
+# Numbers that tell models apart.
+SIZES = {
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "experts",
+    "top_k",
+    "expert_ffn",
+    "tied",
+    "activation",
+}
+
+
+def same_shape(model: Model, other: Model, stated: set[str] = SIZES) -> bool:
+    """Whether two models agree in their numbers, of those that are stated."""
+    return all(getattr(model, name) == getattr(other, name) for name in SIZES & stated)
+
+
 SHAPE_FACTS = ("pattern", "ffn_multiple", "ffn_factor", "moe_layout", "mtp", "encoder_layers")
 
 

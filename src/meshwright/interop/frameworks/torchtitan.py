@@ -10,6 +10,7 @@ from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Settings, Table, flag
+from meshwright.interop.shapes import same_shape
 
 SCHEDULES = {
     "1F1B": "1f1b",
@@ -39,13 +40,10 @@ MODELS = {
 }  # fmt: skip
 
 
-SIZES = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k")
-
-
 def named_model(model: Model, models: dict[str, tuple[str, str]], title: str) -> tuple[str, str]:
     """The name and flavor of a model; raises if torchtitan does not have it."""
     entry = catalog.load("models", model.name) if model.name in models else None
-    if entry is None or any(getattr(entry, name) != getattr(model, name) for name in SIZES):
+    if entry is None or not same_shape(entry, model):
         raise MeshwrightError(
             "MW-LAUNCH-005",
             f"{title} has no model that we know as {model.name}" + " with this shape" * (entry is not None),
