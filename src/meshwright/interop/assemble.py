@@ -122,7 +122,7 @@ def switch_differences(config: Config, plan: Plan, stack: Stack) -> dict[str, tu
 
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
-MOST_GPUS = 10**9
+OFFLOADS = ("none", "states", "activations", "both")
 
 
 @dataclass
@@ -138,6 +138,10 @@ class Assembled:
     problems: list[SettingsProblem] = field(default_factory=list)
     has_least_gpus: bool = False  # the number of GPUs that was given is the smallest that the degrees allow
     fit_is_known: bool = True  # False: a part of the memory is not modelled
+
+    def refuse(self, code: str, what: str, why: str = "", fix: str = "") -> None:
+        """Note what contradicts the facts."""
+        self.problems.append(SettingsProblem(code, what, why, fix))
 
     def plan_object(self) -> Plan:
         return Plan(**self.plan)
@@ -189,13 +193,11 @@ def _degrees(facts: Facts, framework: Framework, out: Assembled, experts: bool |
     elif found["ep"] > 1 and world % grid:
         named = f"expert tp × ep × pp = {etp} × {found['ep']} × {found['pp']} = {grid}"
         unset = "" if given else f" (expert tp is not set, which means {etp})"
-        out.problems.append(
-            SettingsProblem(
-                "MW-SET-002",
-                f"{named} does not divide {world} GPUs{unset}",
-                why="The experts of every stage use all of its ranks",
-                fix="expert tensor parallelism 1" if etp > 1 and world % (grid // etp) == 0 else "",
-            )
+        out.refuse(
+            "MW-SET-002",
+            f"{named} does not divide {world} GPUs{unset}",
+            why="The experts of every stage use all of its ranks",
+            fix="expert tensor parallelism 1" if etp > 1 and world % (grid // etp) == 0 else "",
         )
     plan = out.plan
     plan |= {axis: found[axis] for axis in ("tp", "cp", "pp")}
@@ -239,24 +241,19 @@ def _data_parallel(facts: Facts, found: dict[str, int], out: Assembled) -> None:
         stated = replicate * shard
     if stated and stated != dp and world % rest == 0:
         named = f"dp × tp × cp × pp = {stated} × {found['tp']} × {found['cp']} × {found['pp']} = {stated * rest}"
-        out.problems.append(
-            SettingsProblem(
-                "MW-SET-001",
-                f"{named} ≠ {world} GPUs",
-                why="The degrees must multiply to the GPUs",
-                fix=f"{stated * rest} GPUs",
-            )
+        out.refuse(
+            "MW-SET-001",
+            f"{named} ≠ {world} GPUs",
+            why="The degrees must multiply to the GPUs",
+            fix=f"{stated * rest} GPUs",
         )
         dp = int(stated)
-        out.gpus = math.copysign(1, out.gpus) * dp * rest  # type: ignore[assignment]
-        out.gpus = int(out.gpus)
+        out.gpus = dp * rest if out.gpus > 0 else -dp * rest
     if dp % replicate:
-        out.problems.append(
-            SettingsProblem(
-                "MW-SET-001",
-                f"{replicate} replicas do not divide {dp} data-parallel ranks",
-                fix=f"{dp} or a divisor of it",
-            )
+        out.refuse(
+            "MW-SET-001",
+            f"{replicate} replicas do not divide {dp} data-parallel ranks",
+            fix=f"{dp} or a divisor of it",
         )
         replicate = 1
     zero = STAGES.index(sharding)
@@ -282,9 +279,8 @@ def _pipeline(facts: Facts, framework: Framework, layers: int | None, out: Assem
         virtual = 1
     out.problems += problems
     ends = 2 if framework.ends_are_layers or facts.get("counts_embedding") or facts.get("scripted") else 0
-    if (
-        layers is not None and layers < virtual * out.plan["pp"] <= layers + ends
-    ):  # the embedding or the head fills a stage alone
+    # The embedding or the head fills a stage alone.
+    if layers is not None and layers < virtual * out.plan["pp"] <= layers + ends:
         virtual, schedule, out.fit_is_known = 1, "1f1b", False
     out.plan |= {"virtual": virtual, "schedule": schedule}
     if each and len(each) == virtual * out.plan["pp"]:
@@ -302,13 +298,11 @@ def _batch(facts: Facts, out: Assembled) -> None:
     batch = facts.get("batch")
     if batch and micro and facts.get("accumulation") and batch != micro * facts["accumulation"] * dp and out.gpus > 0:
         product = f"{micro} × {facts['accumulation']} × {dp} = {micro * facts['accumulation'] * dp}"
-        out.problems.append(
-            SettingsProblem(
-                "MW-SET-004",
-                f"the batch {batch} is not micro-batch × accumulation × data parallelism = {product}",
-                why="The framework computes one of the three from the others and refuses another value",
-                fix=f"a batch of {micro * facts['accumulation'] * dp}",
-            )
+        out.refuse(
+            "MW-SET-004",
+            f"the batch {batch} is not micro-batch × accumulation × data parallelism = {product}",
+            why="The framework computes one of the three from the others and refuses another value",
+            fix=f"a batch of {micro * facts['accumulation'] * dp}",
         )
         batch = micro * facts["accumulation"] * dp
     if not micro:
@@ -335,16 +329,8 @@ def _memory(facts: Facts, out: Assembled) -> None:
             plan["recompute_layers"] = int(facts["recompute_layers"])
     if plan["zero"] == 3 and facts.get("reshard") is False:
         plan["reshard"] = False
-    kinds = (
-        bool(facts.get("offload_states") or facts.get("offload_parameters")),
-        bool(facts.get("offload_activations")),
-    )
-    plan["offload"] = {
-        (False, False): "none",
-        (True, False): "states",
-        (False, True): "activations",
-        (True, True): "both",
-    }[kinds]
+    states = bool(facts.get("offload_states") or facts.get("offload_parameters"))
+    plan["offload"] = OFFLOADS[states + 2 * bool(facts.get("offload_activations"))]
     bucket = facts.get("bucket") or facts.get("bucket_mb", 0) * 10**6 or facts.get("bucket_elements", 0) * 2
     if isinstance(bucket, int | float) and bucket:
         plan["bucket"] = float(bucket)
@@ -354,10 +340,7 @@ def _numerics(facts: Facts, out: Assembled) -> None:
     half, eight = facts.get("half") or "bf16", facts.get("eight")
     out.plan["param_dtype"] = half
     out.workload["precision"] = eight or half
-    if facts.get("grad_dtype"):
-        out.plan["grad_dtype"] = facts["grad_dtype"]
-    if facts.get("state_dtype"):
-        out.plan["state_dtype"] = facts["state_dtype"]
+    out.plan |= {name: facts[name] for name in ("grad_dtype", "state_dtype") if facts.get(name)}
     if facts.get("optimizer"):
         out.workload["optimizer"] = facts["optimizer"]
     if half == "fp32" or facts.get("master") is False:

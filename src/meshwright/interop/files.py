@@ -261,14 +261,12 @@ def model_part(reading: SettingsReading, source: object, overrides: Sequence[str
 
 
 def _node(cluster: Any) -> int:
-    return (
-        load_cluster(cluster).node_size
-        if isinstance(cluster, str | Path) and cluster
-        else getattr(cluster, "node_size", 0)
-    )
+    return int(getattr(_loaded(cluster), "node_size", 0) or 0)
 
 
 def _gpus_of(cluster: Any) -> int:
-    if isinstance(cluster, str | Path) and cluster:
-        return load_cluster(cluster).gpus
-    return int(getattr(cluster, "gpus", 0) or 0)
+    return int(getattr(_loaded(cluster), "gpus", 0) or 0)
+
+
+def _loaded(cluster: Any) -> Any:
+    return load_cluster(cluster) if isinstance(cluster, str | Path) and cluster else cluster

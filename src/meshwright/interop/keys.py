@@ -339,23 +339,19 @@ class Framework:
     form: Form
     table: Table
     names: tuple[str, ...] = ()  # further names in collections of recipes
-    flag_prefix: str = (
-        "--"  # flags name keys with this prefix removed; "": the keys of the table have the prefix themselves
-    )
+    # Flags name keys with this prefix removed; "": the keys of the table have the prefix themselves.
+    flag_prefix: str = "--"
     splits_evenly: bool = False  # every stage has the same number of layers unless the settings name them
     layout_in_code: bool = False  # settings are a program, which may set the pipeline's layout without a key
     ends_are_layers: bool = False  # the embedding and the head may fill a pipeline stage alone
     expert_tp: Literal["tp", "one"] = "one"  # inside experts where it is not set
     old_paths: str = ""  # pattern of the paths of recipes from versions in which unset meant tensor parallelism
-    trains_mtp: bool = (
-        False  # multi-token prediction is trained where the model has it, unless the settings switch it off
-    )
-    torch_pipeline: bool = (
-        False  # the pipeline is torch.distributed.pipelining, which keeps buffers for all micro-batches
-    )
-    least_gpus: str = (
-        ""  # pattern of the paths of recipes whose number of GPUs is the smallest that their degrees allow
-    )
+    # Multi-token prediction is trained where the model has it, unless the settings switch it off.
+    trains_mtp: bool = False
+    # The pipeline is torch.distributed.pipelining, which keeps buffers for all micro-batches.
+    torch_pipeline: bool = False
+    # Pattern of the paths of recipes whose number of GPUs is the smallest that their degrees allow.
+    least_gpus: str = ""
     launcher_shards: bool = False  # ZeRO or FSDP may be set in a file of the launcher, apart from the settings
     vocab_of_tokenizer: bool = False  # settings need not state the size of the vocabulary
     on_gpus: bool = True  # False: most recipes are for TPUs
@@ -364,13 +360,11 @@ class Framework:
     tried: tuple[str, ...] = ()  # versions of the package whose own parser was given what we write (tests/frameworks)
     takes_flags: bool = False  # also where its usual form is a file
     python: Callable[[Settings], str] | None = None  # the text of settings that are a program
-    model_settings: Callable[[Model], Settings] = (
-        lambda model: {}  # settings of a model that the table has no rows for; raises if the framework does not have the model
-    )
+    # Settings of a model that the table has no rows for; raises if the framework does not have the model.
+    model_settings: Callable[[Model], Settings] = lambda model: {}
     left_to_script: tuple[str, ...] = ()  # fields of a plan that its settings leave to the training script
-    program: Callable[..., Any] | None = (
-        None  # of a plan, the paths of plan file and run folder, and the steps between checkpoints (`view.launch_files`)
-    )
+    # Of a plan, the paths of plan file and run folder, and the steps between checkpoints (`view.launch_files`).
+    program: Callable[..., Any] | None = None
 
     def at(self, path: str) -> Framework:
         """The framework in the version that a recipe at this path of its repository belongs to."""

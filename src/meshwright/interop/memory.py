@@ -209,9 +209,8 @@ def _stage(parts: dict[str, float], share: float, reading: SettingsReading) -> f
         held = out["gathered"] * min(1.0, 2 / layers)
         freed += out["gathered"] - held
         out["gathered"] = held
-    if (
-        plan.zero == 3 and plan.master and reading.framework.name == "torchtitan"
-    ):  # fp32 shards are cast when they are gathered
+    # Fp32 shards are cast when they are gathered.
+    if plan.zero == 3 and plan.master and reading.framework.name == "torchtitan":
         out["parameters"] = 0.0
     if facts.get("outer_optimizer"):
         out["optimizer"] /= plan.replicate

@@ -68,9 +68,8 @@ def catalog_cluster(hardware: object) -> str:
     return next((name for pattern, name in HARDWARE if re.search(pattern, text) and name in known), "")
 
 
-OTHER_HARDWARE = (
-    r"(gb10|spark|tpu|npu|ascend|gaudi|l40s?|a40|rtx.?\d{4}|[345]090|mi250x?|h20)"  # not in the catalog of clusters
-)
+# Not in the catalog of clusters.
+OTHER_HARDWARE = r"(gb10|spark|tpu|npu|ascend|gaudi|l40s?|a40|rtx.?\d{4}|[345]090|mi250x?|h20)"
 
 
 def hardware_in(text: str) -> str:

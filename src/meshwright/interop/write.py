@@ -126,16 +126,7 @@ ENDINGS: dict[str, Form] = {
     **dict.fromkeys(SCRIPTS, "args"),
 }
 # Fields that no framework has: they belong to our own trainer and to the cost model.
-OWN = (
-    "wrap",
-    "reduce",
-    "bucket",
-    "comm_dtype",
-    "state_dtype",
-    "grad_dtype",
-    "order",
-    "layers_per_stage",
-)
+OWN = ("wrap", "reduce", "bucket", "comm_dtype", "state_dtype", "grad_dtype")
 
 
 @dataclass(frozen=True)
@@ -171,11 +162,7 @@ def difference(config: Config, back: SettingsReading) -> dict[str, tuple[Any, An
             a, b = getattr(ours, name), getattr(theirs, name)
             if name == "layers_per_stage" and plan.stages == len(stages):
                 a, b = stages, plan.stage_layers(config.model.layers)
-            if (
-                a != b
-                and not (name in OWN and name not in ("order", "layers_per_stage"))
-                and not _same(name, config, b)
-            ):
+            if a != b and name not in OWN and not _same(name, config, b):
                 out[f"{section}.{name}"] = (a, b)
     kind = ATTENTIONS[config.model.attention]
     if config.model.kind == "transformer" and not {"*", back.framework.name} & set(kind.frameworks):
@@ -226,11 +213,8 @@ def check_runnable(config: Config, framework: Framework, tolerated: Sequence[str
 def form_of(framework: Framework, path: str | Path) -> Form:
     """The form of a settings file: its ending may choose another one than the framework's usual one."""
     form = ENDINGS.get(Path(path).suffix, framework.form)
-    if (
-        form != framework.form
-        and (form in ("args", "python") or framework.form in ("args", "python"))
-        and not framework.takes_flags
-    ):
+    programs = {"args", "python"} & {form, framework.form}
+    if form != framework.form and programs and not framework.takes_flags:
         usual = {"args": ".sh", "python": ".py"}.get(framework.form, f".{framework.form}")
         raise MeshwrightError(
             "MW-SET-014", f"{framework.title} takes no settings in a file of this kind", valid=[usual]

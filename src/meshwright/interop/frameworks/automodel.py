@@ -21,9 +21,8 @@ def _derive(facts: Facts) -> None:
     ]
     experts = facts.pop("moe_reshard", None)
     stated = facts.get("reshard") if experts is None else experts
-    by_layer = (
-        facts.get("ep", 1) == 1 and facts.get("pp", 1) == 1
-    )  # the default keeps the weights of experts and of pipeline stages
+    # The default keeps the weights of experts and of pipeline stages.
+    by_layer = facts.get("ep", 1) == 1 and facts.get("pp", 1) == 1
     facts["reshard"] = by_layer if stated is None else bool(stated)
     if facts.get("replicate") is None:
         facts["replicate"] = 1
@@ -37,9 +36,8 @@ def _derive(facts: Facts) -> None:
     if facts.get("tp", 1) == 1:
         facts["sp"] = False
     facts.setdefault("half", "bf16")
-    if (
-        facts.get("master") is False and facts["half"] == "bf16"
-    ):  # moments have the dtype of the parameters, and so have gradients, unless a pipeline adds them up over micro-batches:
+    # Moments have the dtype of the parameters, and so have gradients, unless a pipeline adds them up over micro-batches:
+    if facts.get("master") is False and facts["half"] == "bf16":
         facts["state_dtype"] = "bf16"  # FSDP2 does that in the dtype of the reduction, fp32 by default
         if facts.get("pp", 1) == 1:
             facts["grad_dtype"] = "bf16"

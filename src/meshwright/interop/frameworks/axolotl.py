@@ -71,14 +71,12 @@ def restate_fsdp(facts: Facts) -> None:
 
 
 def _derive_axolotl(facts: Facts) -> None:
-    if (facts.get("ep") or 1) > 1 and (
-        facts.get("shard") or -1
-    ) > 0:  # ranks = expert_parallel_size × dp_shard_size × …
+    # Ranks are expert_parallel_size × dp_shard_size × …
+    if (facts.get("ep") or 1) > 1 and (facts.get("shard") or -1) > 0:
         facts["shard"] *= facts["ep"]
     facts.setdefault("cp_kind", "all-gather")  # of packed samples
-    if facts.get("sharding") and not facts.get(
-        "fsdp"
-    ):  # by a file of DeepSpeed that comes with axolotl, in which these are on
+    # By a file of DeepSpeed that comes with axolotl, in which these are on.
+    if facts.get("sharding") and not facts.get("fsdp"):
         facts.setdefault("overlap_dp", True)
         facts.setdefault("prefetch", True)
         facts.setdefault("saves", "weights" if facts["sharding"] == "parameters" else "sharded")

@@ -50,9 +50,8 @@ def _derive(facts: Facts) -> None:
         facts["half"] = "bf16"
     if facts.get("eight") == "none":
         facts.pop("eight")
-    if facts.get("recompute") == "none" and facts.get(
-        "scripted"
-    ):  # a script that names layers or modules turns recompute on
+    # A script that names layers or modules turns recompute on.
+    if facts.get("recompute") == "none" and facts.get("scripted"):
         facts["recompute"] = (
             "full" if facts.get("recompute_layers") else "selective" if facts.get("recompute_modules") else "none"
         )

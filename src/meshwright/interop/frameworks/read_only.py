@@ -105,9 +105,8 @@ def _neox(facts: Facts) -> None:
         facts["model.activation"] = "swiglu"
         if facts.get("model.ffn"):
             unit = facts.get("ffn_multiple") or 1
-            facts["model.ffn"] = (
-                -(-(facts["model.ffn"] // 3) // unit) * unit
-            )  # it is the width of all three projections
+            # It is the width of all three projections.
+            facts["model.ffn"] = -(-(facts["model.ffn"] // 3) // unit) * unit
     else:
         facts["model.activation"] = "gelu"
 

@@ -77,9 +77,8 @@ def _derive(facts: Facts) -> None:
     facts["sp"] = facts.get("sp", True) and facts.get("tp", 1) > 1
     compiled, parts = facts.pop("compiled", False), facts.get("compiled_parts")
     facts["fused_loss"] = compiled and "loss" in (parts or "loss")
-    facts["overlap_tp"] = bool(
-        facts.get("overlap_tp") and compiled and "model" in (parts or "model")
-    )  # the compiler cuts products
+    # The compiler cuts products.
+    facts["overlap_tp"] = bool(facts.get("overlap_tp") and compiled and "model" in (parts or "model"))
     if facts.get("model") and facts.get("flavor"):
         facts["model"] = f"{facts['model']} {facts['flavor']}"
 
