@@ -50,7 +50,7 @@ WITHOUT = st.sampled_from(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(
     model=st.sampled_from(sorted(MODELS)),
     gpus=st.sampled_from([1, 2, 3, 4, 5]),

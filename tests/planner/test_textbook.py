@@ -277,7 +277,7 @@ def test_the_table_groups_guides_that_agree(case: tuple[Config, Estimate]) -> No
     assert "corrected: " in text
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.sampled_from(
         [
