@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
 from collections.abc import Iterator
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import parse, recognise
-from meshwright.interop.frameworks import FRAMEWORKS, find
+from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find
 from meshwright.interop.keys import Framework, plain
 from meshwright.interop.migrate import MANNER, Migration, in_manner_of, migrate, nearest_change, with_settings
 from meshwright.interop.reading import SettingsReading, merged_settings, understand
@@ -137,6 +139,24 @@ def test_round_trips_keep_degrees_batch_precision_and_recompute(case: str) -> No
     """Every pair with every case."""
     results = [there_and_back(case, FRAMEWORKS[a], FRAMEWORKS[b]) for a, b in PAIRS if first_text(case, a)]
     assert "written" in results
+
+
+VALUES = (None, True, 0, 3, 8, -1, 1.5, 10**18, float("nan"), float("inf"), "", "auto", "8", "bf16", [1], {}, date(2026, 1, 1))  # fmt: skip
+
+
+def test_any_values_are_migrated_or_refused() -> None:
+    rng = random.Random(7)
+    for name in [*READABLE] * 4:
+        source, target = READABLE[name], FRAMEWORKS[rng.choice([*FRAMEWORKS])]
+        keys = rng.sample(sorted(source.table.names), min(len(source.table.names), rng.randint(1, 20)))
+        model = rng.choice(("", "llama3-8b", "mixtral-8x7b"))
+        try:
+            result = migrate(
+                source, {key: rng.choice(VALUES) for key in keys}, [], target, gpus=rng.choice((8, 64)), model=model
+            )
+        except MeshwrightError:
+            continue
+        json.dumps(result.as_dict(), allow_nan=False)
 
 
 # --- Published recipes: every key of the source is in one of the three lists, and a change of a carried key changes what is written.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,11 @@ class MigratedKey:
     value: Any
     target: str
 
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON, which has no dates, NaN or infinity."""
+        has_json = isinstance(self.value, str | int | None) or (isinstance(self.value, float) and isfinite(self.value))
+        return {**vars(self), "value": self.value if has_json else shown(self.value)}
+
 
 @dataclass
 class Migration:
@@ -128,8 +134,8 @@ class Migration:
             "to": self.target.name,
             "settings": self.written.settings if self.written else None,
             "text": self.written.text if self.written else None,
-            "carried": [vars(key) for key in self.carried],
-            "lost": [vars(key) for key in self.lost],
+            "carried": [key.as_dict() for key in self.carried],
+            "lost": [key.as_dict() for key in self.lost],
             "not_about_the_plan": self.other,
             "not_runnable": self.refusal.as_dict() if self.refusal else None,
             "assumed": self.source.assembled.assumed,
@@ -160,12 +166,12 @@ def migrate(
     merged = merged_settings(source, settings, args)
     refuse_unknown_gpus(reading)
     has_model = reading.shape.complete or set(reading.shape.missing) <= {"vocab"}
-    stated = wanted_config(reading, target)
-    result = Migration(reading, target, stated)
+    stated, wanted = wanted_config(reading, target), wanted_config(reading, target, overrides)
+    result = Migration(reading, target, wanted)
     try:
         raise_first([problem for problem in reading.errors if problem.code.startswith("MW-SET")])
         refuse_unknown_model(reading, target, stated.model)
-        result.config = in_manner_of(wanted_config(reading, target, overrides), target, has_model)
+        result.config = in_manner_of(wanted, target, has_model)
         check_runnable(result.config, target, MANNER, has_model)
     except MeshwrightError as error:
         fix = error.fix

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.errors import printable
 from meshwright.interop.migrate import Migration
 from meshwright.interop.reading import SettingsReading
 from meshwright.interop.recipes import RecipeVerdict
@@ -90,18 +91,19 @@ def migration(result: Migration) -> RenderableType:
         if keys:
             rows = Table(box=None, pad_edge=False, show_header=False)
             for key in keys:
-                rows.add_row(f"  {key.key}", _shown(key.value), Text(key.target, "dim"))
+                rows.add_row(_shown(f"  {key.key}", 80), _shown(key.value), Text(key.target, "dim"))
             lines += [
                 Text.assemble((name, f"bold {style}"), (f"  ({result.source.framework.title} → {title})", "dim")),
                 rows,
             ]
     if result.other:
-        lines.append(Text.assemble(("not about the plan: ", "bold"), ", ".join(result.other)))
+        lines.append(Text.assemble(("not about the plan: ", "bold"), printable(", ".join(result.other))))
     if result.source.assembled.assumed:
         lines.append(Text.assemble(("assumed: ", "bold"), ", ".join(result.source.assembled.assumed)))
     return Group(*lines)
 
 
-def _shown(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _shown(value: Any, most: int = 40) -> Text:
+    """A value of a file in one cell: not markup, and without control characters."""
+    text = printable(str(value).lower() if isinstance(value, bool) else str(value))
+    return Text(text if len(text) <= most else text[: most - 3] + "...")
