@@ -153,5 +153,5 @@ def losses(run: Path) -> list[float]:
 
 
 def resumed(run: Path) -> list[int]:
-    """The steps at which attempts of a run began, the first one apart."""
-    return [attempt["first_step"] for attempt in json.loads((run / "run.json").read_text())["attempts"]][1:]
+    """The steps of the checkpoints from which later attempts of a run began."""
+    return [attempt["resumed_from"] for attempt in json.loads((run / "run.json").read_text())["attempts"]][1:]

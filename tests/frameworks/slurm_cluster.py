@@ -9,6 +9,7 @@ from pathlib import Path
 from isolated_hosts import ADDRESS, Hosts, poll, program
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}({first})
@@ -88,11 +89,15 @@ class Slurm(Hosts):
         words = self.run("scontrol", "show", "job", job, check=False).split()
         return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
 
+    def start_again(self, job: str, *changes: str) -> None:
+        """Let a job that was queued again start now: Slurm would wait two minutes."""
+        poll(lambda: self.field(job, "JobState") in ("PENDING", *ENDED), 120, "not queued again")
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now", *changes, check=False)
+
     def finish(self, job: str, timeout_s: float = 240) -> str:
         """Wait until a job has ended; its state."""
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         poll(
-            lambda: self.field(job, "JobState") in ended,
+            lambda: self.field(job, "JobState") in ENDED,
             timeout_s,
             f"job {job} is {self.field(job, 'JobState')} and has not ended",
         )

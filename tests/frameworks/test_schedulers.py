@@ -6,6 +6,7 @@ Every training of one plan and seed has the same losses, also if a rank, a node 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from slurm_cluster import PROGRAMS, Slurm
 
 pytestmark = pytest.mark.timeout(600)
 KILL = {"kind": "kill", "rank": 1, "step": 5, "seconds": 0.0}
+CHECKPOINTS = ([2], [4])  # saved before that; the last one may not be complete when the rank is killed
 SLOW = {"kind": "slow", "rank": 0, "step": 3, "seconds": 1.0, "steps": 5}  # time for a test to interrupt the run
 
 
@@ -30,7 +32,7 @@ def undisturbed(ranks: int) -> list[float]:
     """The losses of the plan on processes of this machine."""
     folder = Path(mkdtemp(prefix="meshwright-"))
     write_plan(folder, ranks)
-    words = [sys.executable, "-m", "meshwright", "train", "plan.toml", "--out", "run"]
+    words = [sys.executable, "-m", "meshwright", "train", "plan.toml", "--out", "run", "--no-calibrate"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = losses(folder / "run")
@@ -73,7 +75,7 @@ def test_slurm_starts_the_ranks_again_after_one_was_killed(slurm: Slurm, tmp_pat
     assert slurm.finish(job) == "COMPLETED", log_of(tmp_path)
     assert "attempt 0 ended with status" in log_of(tmp_path)
     assert losses(tmp_path / "run") == undisturbed(4)
-    assert resumed(tmp_path / "run") == [4]
+    assert resumed(tmp_path / "run") in CHECKPOINTS
 
 
 def test_a_requeued_job_of_slurm_continues(slurm: Slurm, tmp_path) -> None:
@@ -82,12 +84,12 @@ def test_a_requeued_job_of_slurm_continues(slurm: Slurm, tmp_path) -> None:
     job = slurm.submit("plan.sbatch", tmp_path, **variables)
     wait_for_step(tmp_path / "run", 5)
     slurm.run("scontrol", "requeue", job)
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+    slurm.start_again(job)
     assert slurm.finish(job) == "COMPLETED", log_of(tmp_path)
     assert slurm.field(job, "Restarts") == "1"
     assert losses(tmp_path / "run") == undisturbed(2)
     assert len(resumed(tmp_path / "run")) == 1
-    assert resumed(tmp_path / "run")[0] >= 4
+    assert resumed(tmp_path / "run")[0] >= 2
 
 
 def test_a_signal_before_the_time_limit_saves_and_the_job_is_queued_again(slurm: Slurm, tmp_path) -> None:
@@ -96,8 +98,7 @@ def test_a_signal_before_the_time_limit_saves_and_the_job_is_queued_again(slurm:
     job = slurm.submit("plan.sbatch", tmp_path, **variables)
     wait_for_step(tmp_path / "run", 5)
     slurm.run("scancel", "--signal=USR1", job)  # what Slurm sends by #SBATCH --signal: to the steps, not to the script
-    poll(lambda: slurm.field(job, "Restarts") == "1", 60, "not queued again")
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+    slurm.start_again(job)
     assert slurm.finish(job) == "COMPLETED", log_of(tmp_path)
     assert losses(tmp_path / "run") == undisturbed(2)
     assert resumed(tmp_path / "run")[0] >= 5  # saved at the signal: nothing is repeated
@@ -110,12 +111,7 @@ def test_slurm_runs_a_job_on_other_nodes_after_it_lost_one(slurm: Slurm, tmp_pat
     wait_for_step(tmp_path / "run", 4)
     slurm.lose_node("n2")
     try:
-        poll(
-            lambda: slurm.field(job, "JobState") in ("PENDING", "COMPLETED", "FAILED", "NODE_FAIL"),
-            120,
-            "the node is not missed",
-        )
-        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now", "ReqNodeList=", check=False)
+        slurm.start_again(job, "ReqNodeList=")
         assert slurm.finish(job) == "COMPLETED", log_of(tmp_path)
         assert slurm.field(job, "NodeList") == "n[1,3]"
     finally:
@@ -163,13 +159,13 @@ def test_torchrun_runs_the_script(hosts: Hosts, tmp_path, ranks: int) -> None:
     variables = write_plan(tmp_path, ranks, [KILL] if ranks == 4 else None)
     launch(tmp_path, "--torchrun", "--per-node", "2")
     agents = [
-        hosts.start(f"agent-{n}.log", "bash", "plan-torchrun.sh", HEAD="n1", GLOO_SOCKET_IFNAME="lo", **variables)
+        hosts.start(f"agent-{n}.log", "bash", "plan-torchrun.sh", HEAD=os.uname().nodename, GLOO_SOCKET_IFNAME="lo", **variables)
         for n in range(ranks // 2)
     ]
     codes = [agent.wait(300) for agent in agents]
     assert codes == [0] * len(agents), (tmp_path / "agent-0.log").read_text()[-3000:]
     assert losses(tmp_path / "run") == undisturbed(ranks)
-    assert resumed(tmp_path / "run") == ([4] if ranks == 4 else [])
+    assert resumed(tmp_path / "run") in (CHECKPOINTS if ranks == 4 else [[]])
 
 
 @pytest.mark.parametrize("kind", ["kubernetes", "pytorchjob"])
@@ -224,7 +220,7 @@ def test_ray_continues_after_a_worker_was_killed(ray: Ray, tmp_path) -> None:
     launch(tmp_path, "--ray", run=str(tmp_path / "run"))
     output = ray.submit(tmp_path, **variables)
     assert losses(tmp_path / "run") == undisturbed(4), output
-    assert resumed(tmp_path / "run") == [4]
+    assert resumed(tmp_path / "run") in CHECKPOINTS
 
 
 RANK = """\

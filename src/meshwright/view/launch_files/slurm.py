@@ -36,7 +36,7 @@ export -f find_interface with_interface"""
 
 LOST_NODE = (
     "    # If a node does not answer, no attempt on these nodes can succeed: the job is queued again and gets others.",
-    '    if ! timeout 60 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true; then',
+    '    if ! timeout 60 srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true; then',
     '        scontrol requeue "$SLURM_JOB_ID"',
     "        exit 1",
     "    fi",
