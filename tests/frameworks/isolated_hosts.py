@@ -1,7 +1,7 @@
 """Hosts for schedulers on this machine: a namespace with its own network, process numbers and /etc/hosts.
 
 Its only interface is the loopback device, which has one address per host: nothing in it is reached from outside or reaches out. All its
-processes end with the namespace, so no daemon of a test outlives it. It needs root, `unshare` and `nsenter`.
+processes end with the namespace, and it ends with the tests, also if they are killed. It needs root, `unshare` and `nsenter`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def missing(*programs: str) -> str:
     """Why these programs cannot run in a namespace; empty if they can."""
-    absent = [name for name in ("unshare", "nsenter", "ip", *programs) if program(name) is None]
+    absent = [name for name in ("setpriv", "unshare", "nsenter", "ip", *programs) if program(name) is None]
     if absent:
         return f"not installed: {', '.join(absent)}"
     return "" if os.geteuid() == 0 else "namespaces need root"
@@ -53,8 +53,8 @@ class Hosts:
         }
 
     def __enter__(self) -> Hosts:
-        words = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"]
-        self.process = subprocess.Popen(words)
+        own = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"]
+        self.process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *own])
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         poll(lambda: children.read_text().strip(), 20, "no namespace")
         self.pid = children.read_text().strip()

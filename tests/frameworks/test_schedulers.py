@@ -159,7 +159,9 @@ def test_torchrun_runs_the_script(hosts: Hosts, tmp_path, ranks: int) -> None:
     variables = write_plan(tmp_path, ranks, [KILL] if ranks == 4 else None)
     launch(tmp_path, "--torchrun", "--per-node", "2")
     agents = [
-        hosts.start(f"agent-{n}.log", "bash", "plan-torchrun.sh", HEAD=os.uname().nodename, GLOO_SOCKET_IFNAME="lo", **variables)
+        hosts.start(
+            f"agent-{n}.log", "bash", "plan-torchrun.sh", HEAD=os.uname().nodename, GLOO_SOCKET_IFNAME="lo", **variables
+        )
         for n in range(ranks // 2)
     ]
     codes = [agent.wait(300) for agent in agents]
