@@ -75,7 +75,7 @@ class Hosts:
         enter = ["nsenter", "--target", self.pid, "--net", "--mount", "--pid"]
         return [*enter, "env", "-C", str(self.folder), *command]
 
-    def run(self, *command: str, timeout: float = 300, check: bool = True, **variables: str) -> str:
+    def run(self, *command: str, timeout: float = 600, check: bool = True, **variables: str) -> str:
         """Run a command in the namespace; what it printed."""
         done = subprocess.run(
             self.words(*command),

@@ -94,7 +94,7 @@ class Slurm(Hosts):
         poll(lambda: self.field(job, "JobState") in ("PENDING", *ENDED), 120, "not queued again")
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now", *changes, check=False)
 
-    def finish(self, job: str, timeout_s: float = 240) -> str:
+    def finish(self, job: str, timeout_s: float = 480) -> str:
         """Wait until a job has ended; its state."""
         poll(
             lambda: self.field(job, "JobState") in ENDED,

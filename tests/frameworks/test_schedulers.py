@@ -21,7 +21,7 @@ from isolated_hosts import STEPS, Hosts, launch, losses, missing, poll, resumed,
 from ray_cluster import Ray
 from slurm_cluster import PROGRAMS, Slurm
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 KILL = {"kind": "kill", "rank": 1, "step": 5, "seconds": 0.0}
 CHECKPOINTS = ([2], [4])  # saved before that; the last one may not be complete when the rank is killed
 SLOW = {"kind": "slow", "rank": 0, "step": 3, "seconds": 1.0, "steps": 5}  # time for a test to interrupt the run
