@@ -75,7 +75,7 @@ def first_text(case: str, name: str) -> str:
         check_runnable(config, framework, MANNER)
     except MeshwrightError:
         change = nearest_change(config, framework)
-        if not change:
+        if change is None:
             return ""
         config = with_settings(config, change)
     return settings_of(config, framework).text

@@ -8,6 +8,7 @@ the target's way, and is listed as changed.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -165,26 +166,30 @@ def migrate(
     reading = understand(source, settings, args, gpus=gpus, model=model, shape=shape)
     merged = merged_settings(source, settings, args)
     refuse_unknown_gpus(reading)
-    has_model = reading.shape.complete or set(reading.shape.missing) <= {"vocab"}
     stated, wanted = wanted_config(reading, target), wanted_config(reading, target, overrides)
     result = Migration(reading, target, wanted)
     try:
         raise_first([problem for problem in reading.errors if problem.code.startswith("MW-SET")])
         refuse_unknown_model(reading, target, stated.model)
-        result.config = in_manner_of(wanted, target, has_model)
-        check_runnable(result.config, target, MANNER, has_model)
+        result.config = in_manner_of(wanted, target, has_model(reading))
+        check_runnable(result.config, target, MANNER, has_model(reading))
     except MeshwrightError as error:
-        fix = error.fix
-        if not fix.startswith("--model") and not reading.errors:
-            change = nearest_change(result.config, target, has_model)
-            fix = as_options(change) if change else ""
+        if result.config is not wanted:
+            fix = offered_change(reading, target, overrides, error)
+        else:  # the source itself, or its model
+            fix = error.fix if error.code.startswith("MW-SET") else ""
         result.refusal = MeshwrightError(error.code, error.what, why=error.why, valid=error.valid, fix=fix, exit_code=1)
         return result
     copied = {name: value for name, value in reading.understood.stated.items() if name in COPIED}
     copied |= {"model.vocab": None} if "vocab" in reading.shape.missing else {}
-    result.written = settings_of(result.config, target, form, copied, has_model)
+    result.written = settings_of(result.config, target, form, copied, has_model(reading))
     account(result, stated, merged)
     return result
+
+
+def has_model(reading: SettingsReading) -> bool:
+    """Whether settings state the shape of their model; the vocabulary may be that of a tokenizer."""
+    return set(reading.shape.missing) <= {"vocab"}
 
 
 def wanted_config(reading: SettingsReading, target: Framework, overrides: tuple[str, ...] = ()) -> Config:
@@ -199,21 +204,21 @@ def wanted_config(reading: SettingsReading, target: Framework, overrides: tuple[
     return Config.from_parts(model, cluster, stack, reading.assembled.workload, plan, overrides=list(overrides))
 
 
-def in_manner_of(config: Config, target: Framework, has_model: bool = True) -> Config:
+def in_manner_of(config: Config, target: Framework, with_model: bool = True) -> Config:
     """The configuration with sequence parallelism and the kind of context parallelism that the target has."""
     can, plan = config.stack.can, config.plan
     kind = plan.cp_kind if plan.cp == 1 or not can.cp_kinds or plan.cp_kind in can.cp_kinds else can.cp_kinds[0]
     for sp in (plan.sp, True) if "sp" not in can.without and plan.tp > 1 else (False,):
         config = replace(config, plan=plan.but(cp_kind=kind, sp=sp))
-        if runs(config, target, has_model):
+        if runs(config, target, with_model):
             break
     return config
 
 
-def runs(config: Config, target: Framework, has_model: bool) -> bool:
+def runs(config: Config, target: Framework, with_model: bool) -> bool:
     """Whether the target can run a plan, in its own manner."""
     try:
-        check_runnable(config, target, MANNER, has_model)
+        check_runnable(config, target, MANNER, with_model)
     except MeshwrightError:
         return False
     return True
@@ -264,8 +269,8 @@ def refuse_unknown_model(reading: SettingsReading, target: Framework, model: Mod
 MOST_CHANGES = 200
 
 
-def nearest_change(config: Config, target: Framework, has_model: bool = True) -> dict[str, Any]:
-    """The fewest changes, as words of --set, after which the target can run a plan; {} if none was found.
+def nearest_change(config: Config, target: Framework, with_model: bool = True) -> dict[str, Any] | None:
+    """The fewest changes, as words of --set, after which the target can run a plan; None if none was found.
 
     Tried: axes that the target does not have become data parallelism; other ZeRO stages, the next higher first; other recompute; a plain pipeline;
     products in 16 bits. The batch and the number of GPUs stay."""
@@ -274,9 +279,9 @@ def nearest_change(config: Config, target: Framework, has_model: bool = True) ->
     for settings in trials:
         full = completed(case, settings)
         changed = {path: value for path, value in full.items() if case.setting(path) != value}
-        if legal(case.with_settings(changed)) and runs(with_settings(config, changed), target, has_model):
+        if legal(case.with_settings(changed)) and runs(with_settings(config, changed), target, with_model):
             return changed
-    return {}
+    return None
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
@@ -284,6 +289,19 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     parts = {section: {name.partition(".")[2]: value for name, value in settings.items() if name.startswith(section)}
              for section in ("plan", "workload")}  # fmt: skip
     return replace(config, plan=config.plan.but(**parts["plan"]), workload=config.workload.but(**parts["workload"]))
+
+
+def offered_change(
+    reading: SettingsReading, target: Framework, overrides: tuple[str, ...], error: MeshwrightError
+) -> str:
+    """The words of --set after which the target runs the plan: the nearest change, perhaps on top of the fix of the error; "" if there is none."""
+    for fix in ("", error.fix if error.fix.startswith("--set") else ""):
+        words = (*overrides, *shlex.split(fix)[1::2])
+        config = in_manner_of(wanted_config(reading, target, words), target, has_model(reading))
+        change = nearest_change(config, target, has_model(reading))
+        if change is not None:
+            return f"{fix} {as_options(change)}".strip()
+    return ""
 
 
 def changes_to_try(config: Config) -> Iterator[dict[str, Any]]:
