@@ -355,6 +355,7 @@ class Framework:
     launcher_shards: bool = False  # ZeRO or FSDP may be set in a file of the launcher, apart from the settings
     vocab_of_tokenizer: bool = False  # settings need not state the size of the vocabulary
     on_gpus: bool = True  # False: most recipes are for TPUs
+    usual_cluster: str = ""  # entry of the catalog with the GPUs on which the framework's own recipes are run
     comment: str = ""  # the first line of a written file
     package: str = ""  # what pip installs; "": its name
     tried: tuple[str, ...] = ()  # versions of the package whose own parser was given what we write (tests/frameworks)

@@ -26,7 +26,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.assemble import assemble
 from meshwright.interop.keys import Facts, SettingsProblem
 from meshwright.interop.reading import SettingsReading
-from meshwright.interop.shapes import catalog_cluster
+from meshwright.interop.shapes import catalog_cluster, stated_memory
 from meshwright.lower.program import StepProgram
 from meshwright.predict.estimate import estimate
 
@@ -140,6 +140,7 @@ def _expert_values(model: Model) -> int:
 ADAPTER_BYTES = 12.0
 EIGHT_BIT_STATES = 0.4  # of the bytes of optimizer states in fp32, where a master copy may stay
 UNFUSED_BYTES = 8.0  # of a logit, beyond a fused loss
+HALF_LOSS_BYTES = 4.0  # the same, where logits are not cast to fp32
 SPLIT_LOSS_BYTES = 12.0  # the same, with DTensor's loss over a split vocabulary
 # Bytes of saved activations over those in 16 bits, where half of them, the inputs of products, are kept in 8 bits, or in 4 with a scale per 16.
 KEPT_SHARE = {**dict.fromkeys(FP8, 0.75), "fp4": 0.64}
@@ -166,7 +167,8 @@ def _unfused_loss(reading: SettingsReading) -> float:
     if reading.facts.get("fused_loss") is not False or "loss" not in reading.stack.fused:
         return 0.0
     is_split = plan.tp > 1 and reading.framework.name == "torchtitan"
-    return _logits(reading) * (SPLIT_LOSS_BYTES if is_split else UNFUSED_BYTES) / GIB
+    beyond = SPLIT_LOSS_BYTES if is_split else HALF_LOSS_BYTES if reading.facts.get("half_loss") else UNFUSED_BYTES
+    return _logits(reading) * beyond / GIB
 
 
 def _logits(reading: SettingsReading) -> float:
@@ -235,15 +237,15 @@ def _stage(parts: dict[str, float], share: float, reading: SettingsReading) -> f
     return sum(out.values())
 
 
-USUAL = "dgx-h100"  # where no GPU is stated: 80 GB, on which most of these frameworks' recipes were made
-GPUS = {"A10G (24 GB)": "aws-g5", "A100 (40 GB)": "azure-nd-a100-v4", "A100 and H100 (80 GB)": USUAL, "H200 (141 GB)": "dgx-h200",
-        "B200 (192 GB)": "dgx-b200", "B300 (288 GB)": "dgx-b300"}  # fmt: skip
-SHORT_SEQUENCE, FEW_TOKENS = (
-    512,
-    16_384,
-)  # tokens of a sample of fine-tuning and of a micro-batch, where no length is stated
+LARGEST = "dgx-b300"
+GPUS = {"A10G (24 GB)": "aws-g5", "A100 (40 GB)": "azure-nd-a100-v4", "A100 and H100 (80 GB)": "dgx-h100", "H200 (141 GB)": "dgx-h200",
+        "B200 (192 GB)": "dgx-b200", "B300 (288 GB)": LARGEST}  # fmt: skip
+# Tokens of a sample of fine-tuning and of a micro-batch, where no length is stated. Automodel's examples train on HellaSwag, whose longest
+# sample has fewer than 200.
+SHORT_SEQUENCE, SHORT_SEQUENCES, FEW_TOKENS = 512, {"automodel": 192}, 16_384
 MOST_GPUS = 16_384
 BEYOND_DOUBT = 1.1  # of the memory of a GPU that is not stated
+OTHER_MEMORY = 0.1  # share by which the memory in a GPU's name differs from that of another GPU of this name
 DOUBLINGS = 6  # of the smallest number of GPUs, where a recipe may be meant for more
 
 
@@ -257,13 +259,17 @@ class MemoryFit:
 
 
 def fit(reading: SettingsReading) -> MemoryFit:
-    """The memory of a reading against that of its hardware, or of the usual GPU where none is stated."""
-    entry = catalog_cluster(reading.hardware)
+    """The memory of a reading against that of its hardware. Where none is stated: of the GPU on which the framework's own recipes are run; else
+    it does not fit only if no GPU of the catalog has the memory."""
+    entry, memory = catalog_cluster(reading.hardware), stated_memory(reading.hardware)
     if not (reading.shape.complete and "half" in reading.facts and reading.assembled.fit_is_known):
         return MemoryFit()
-    if not entry and (reading.hardware or not reading.framework.on_gpus):
+    if not (entry or memory) and (reading.hardware or not reading.framework.on_gpus):
         return MemoryFit()
-    cluster: Cluster = catalog.load("clusters", entry or USUAL)
+    cluster: Cluster = catalog.load("clusters", entry or reading.framework.usual_cluster or LARGEST)
+    if memory and abs(memory * GIB / cluster.accelerator.memory - 1) > OTHER_MEMORY:
+        cluster = cluster.but(accelerator=cluster.accelerator.but(name=reading.hardware, memory=memory * GIB))
+    is_stated = bool(entry or memory)
     try:
         smallest, bounded = _with_assumptions(reading)
         sizes = [(smallest, peak_memory(smallest, cluster))]
@@ -273,11 +279,11 @@ def fit(reading: SettingsReading) -> MemoryFit:
     except MeshwrightError as error:
         return MemoryFit(problems=[SettingsProblem(error.code, error.what, error.why, error.fix, "note")])
     peak = sizes[0][1][0]
-    most = USABLE_MEMORY if entry else BEYOND_DOUBT
+    most = USABLE_MEMORY if is_stated else BEYOND_DOUBT
     enough = next(((r, size) for r, (size, _) in sizes if size <= most * limit), None)
-    known = bool(entry) and not bounded and not reading.shape.partial
+    known = is_stated and not bounded and not reading.shape.partial
     if enough is not None:
-        notes = [] if entry else [_fitting_gpus(peak)]
+        notes = [] if is_stated else [_fitting_gpus(peak)]
         if enough[0] is not smallest:
             what = f"{peak:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB"
             notes, known = [_needs_more(what, smallest.gpus, enough[0].gpus, enough[1])], False
@@ -285,7 +291,7 @@ def fit(reading: SettingsReading) -> MemoryFit:
     best, (peak, limit) = min(sizes, key=lambda size: size[1][0])
     on = f", on {best.gpus} GPUs" if len(sizes) > 1 else ""
     why = f"It {fit_words(peak, limit)}: fragments and peaks come on top"
-    if not entry:
+    if not is_stated:
         why += f". No GPU is stated: {_fitting_gpus(peak).what}"
     what = f"{peak:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB{on}{bounded}"
     return MemoryFit(False, peak, [SettingsProblem("MW-LINT-013", what, why=why)])
@@ -299,7 +305,7 @@ def _with_assumptions(reading: SettingsReading) -> tuple[SettingsReading, str]:
     added: Facts = {}
     if not facts.get("seq") and not facts.get("packed_seq"):
         sequences = facts.get("microbatch") or facts.get("local_batch") or 1
-        added["seq"] = max(1, min(SHORT_SEQUENCE, FEW_TOKENS // sequences))
+        added["seq"] = max(1, min(SHORT_SEQUENCES.get(reading.framework.name, SHORT_SEQUENCE), FEW_TOKENS // sequences))
         words.append(f"{added['seq']} tokens")
     if not facts.get("microbatch") and not facts.get("local_batch"):
         words.append("micro-batch 1")

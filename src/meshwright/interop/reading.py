@@ -19,7 +19,7 @@ from meshwright.interop.keys import Facts, Framework, SettingsProblem, Understoo
 from meshwright.interop.rules import check_rules
 from meshwright.interop.rules_megatron import MEGATRON_RULES
 from meshwright.interop.rules_torch import TORCH_RULES
-from meshwright.interop.shapes import ShapeKeys, shape_of
+from meshwright.interop.shapes import ShapeKeys, catalog_model, shape_of
 from meshwright.interop.stages import stages
 
 # --- Rules of frameworks about their settings, beyond those of a plan: what they refuse, and what they accept without a warning.
@@ -44,7 +44,8 @@ def check_facts(
     yield from _nothing_to_shard(facts, framework, made)
     yield from _two_lengths(settings)
     yield from _stages_of_schedule(facts, framework, shape)
-    yield from check_rules((*MEGATRON_RULES, *TORCH_RULES), facts, framework, settings)
+    world = {"gpus": made.gpus} if made.gpus > 0 else {}
+    yield from check_rules((*MEGATRON_RULES, *TORCH_RULES), facts | world, framework, settings)
 
 
 def _precision(facts: Facts) -> Iterator[SettingsProblem]:
@@ -257,8 +258,9 @@ def _less_certain(problem: SettingsProblem) -> SettingsProblem:
 
 
 def _better_name(name: str, model: str) -> str:
-    """The name of the model in the settings, or the one that is known from elsewhere if it says more."""
-    return model if model and len(model) > len(name) else name or model
+    """Of the model's names in the settings and from elsewhere, one that the catalog has, else the longer."""
+    names = sorted((name, model), key=len, reverse=True)
+    return next((each for each in names if catalog_model(each)), names[0])
 
 
 def _dashed(framework: Framework, settings: Mapping[str, Any]) -> dict[str, Any]:

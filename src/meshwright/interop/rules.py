@@ -6,7 +6,8 @@ Megatron-Bridge's `ConfigContainer.validate` (0.6), torchtitan's parallel dimens
          and converters (0.2, 0.3), DeepSpeed's config (0.19), accelerate's
 `ParallelismConfig` and FSDP plug-in (1.15), axolotl's schemas (0.19), LLaMA-Factory's parser (0.9), ms-swift's arguments (4.6), TRL's
          and Transformers'
-configs (1.16, 5.23), Automodel's meshes (0.7) and nanotron's config (0.4). A row needs no default of another option to be certain: a missing
+configs (1.16, 5.23), Automodel's meshes (0.7) and nanotron's config (0.4), OLMo-core's meshes and train modules (July 2026),
+verl's workers (January 2026) and NeMo-RL's policies (August 2026). A row needs no default of another option to be certain: a missing
 option never breaks a rule. Options are named by the last part of their key, so that `--recompute-method` and `model.recompute_method` share a row.
 """
 
@@ -38,6 +39,15 @@ class SettingsOptions:
     def __getitem__(self, name: str) -> Any:
         """The value of an option; None if it is not set. FSDP's options may have the prefix `fsdp_`."""
         return self.values.get(name, self.values.get(f"fsdp_{name}"))
+
+    def at(self, path: str) -> Any:
+        """The value of an option by its full name; None if it is not set."""
+        return plain(self.settings.get(path))
+
+    def count(self, path: str) -> int:
+        """A whole number by its full name; 0 where it is not set."""
+        value = self.at(path)
+        return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
     def on(self, *names: str) -> bool:
         """Whether one of the options is set to something other than off, zero or nothing."""

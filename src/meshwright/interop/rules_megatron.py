@@ -45,6 +45,17 @@ def _groups(o: SettingsOptions) -> bool:
     return bool(topk and (not groups or topk > groups or (experts and experts % groups)))
 
 
+def _instances(o: SettingsOptions) -> bool:
+    """Whether the data-parallel ranks, or those of experts, are not whole instances of the distributed optimizer."""
+    count, gpus, pp = o.number("num_distributed_optimizer_instances"), o.facts.get("gpus") or 0, o.degree("pp")
+    if count < 2 or not gpus:
+        return False
+    grids = [o.degree("tp") * o.degree("cp") * pp]
+    if o.degree("ep") > 1:
+        grids.append((o.facts.get("expert_tp") or o.degree("tp")) * o.degree("ep") * pp)
+    return any(gpus % grid == 0 and gpus // grid % count for grid in grids)
+
+
 def _low_states(o: SettingsOptions) -> bool:
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     return any(o[name] not in WIDE for name in names) and o["use_precision_aware_optimizer"] is False
@@ -203,6 +214,11 @@ MEGATRON_RULES = (
     Rule(LM, lambda o: o.on("overlap_param_gather") and o.on(*SHARDED) and not o.on("overlap_grad_reduce"),
          "overlap of the parameter gather without overlap of the gradient reduction", "The framework overlaps both or the reduction alone",
          "--overlap-grad-reduce"),
+    Rule(CORE, lambda o: o.on("overlap_param_gather_with_optimizer_step") and o["cuda_graph_impl"] == "full_iteration",
+         "parameters gathered in the optimizer step with CUDA graphs of whole iterations",
+         "The gather is started outside the graph", "drop overlap param gather with optimizer step"),
+    Rule(CORE, _instances, "{num_distributed_optimizer_instances} instances of the distributed optimizer do not divide the data-parallel ranks",
+         "Each instance has a group of ranks of its own, for experts too", "num distributed optimizer instances 1"),
     Rule(LM, lambda o: o.on("overlap_param_gather_with_optimizer_step") and not (o.both("overlap_param_gather",
          "use_distributed_optimizer") and o.on(CHUNK, *VIRTUAL)),
          "overlap of the parameter gather with the optimizer step without an interleaved pipeline",

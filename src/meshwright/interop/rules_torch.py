@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from meshwright.interop.rules import Rule, SettingsOptions
 
 TRAINER = ("trl", "llama-factory", "ms-swift")
@@ -20,12 +22,40 @@ TITAN, AUTO, DS, ACC, AXO, LF = (
 
 def _generations(o: SettingsOptions) -> bool:
     """Whether the completions of a generation batch are not whole groups (GRPO, RLOO)."""
-    group, micro, steps = o.number("num_generations"), o.facts.get("microbatch"), o.facts.get("accumulation") or 1
-    total = o.number("generation_batch_size")
-    world = o.facts.get("gpus") or 0
-    if not total and micro and world:
-        total = micro * world * (o.number("steps_per_generation") or steps)
+    group, micro, world = o.number("num_generations"), o.facts.get("microbatch"), o.facts.get("gpus")
+    steps, total = o.number("steps_per_generation") or o.facts.get("accumulation"), o.number("generation_batch_size")
+    if not total and micro and world and steps:
+        total = micro * world * steps
     return bool(group and total % group)
+
+
+SHARDING = ("fsdp", "fsdp2", None)  # strategies of verl
+ACTOR, POLICY, OLMO = "actor_rollout_ref.actor.", "policy.", "train_module."
+QUANTISED_MODEL = re.compile(r"gptq|awq|aqlm|int[48]|fp8|deepseek-(r1|v3)(?!.*(bf16|distill))", re.IGNORECASE)
+
+
+def _verl_batches(o: SettingsOptions) -> tuple[int, int]:
+    """The mini-batch and the micro-batch of one GPU's group after verl's normalisation; 0 where they are not known."""
+    group, ranks = o.count("actor_rollout_ref.rollout.n") or 1, o.count(ACTOR + "ulysses_sequence_parallel_size") or 1
+    gpus, mini = o.facts.get("gpus") or 0, o.count(ACTOR + "ppo_mini_batch_size")
+    if not gpus or not mini or o.at(ACTOR + "strategy") not in SHARDING:
+        return 1, 0
+    return mini * group // max(1, gpus // ranks), o.count(ACTOR + "ppo_micro_batch_size_per_gpu")
+
+
+def _verl_remainder(o: SettingsOptions) -> bool:
+    mini, micro = _verl_batches(o)
+    return bool(mini and micro and mini % micro)
+
+
+def _olmo_tokens(o: SettingsOptions) -> bool:
+    """Whether a micro-batch is not made of whole sequences."""
+    tokens, seq = o.facts.get("microbatch_tokens"), o.facts.get("seq")
+    return bool(tokens and seq and tokens % seq)
+
+
+def _is_on_dtensor(o: SettingsOptions) -> bool:
+    return o.at(POLICY + "dtensor_cfg.enabled") is True
 
 
 TORCH_RULES = (
@@ -86,6 +116,9 @@ TORCH_RULES = (
          "tensor or context parallelism with replicas and no shards", "Pure data parallelism combines with neither", "dp shard size 2 or more"),
     Rule(ACC, lambda o: o.fsdp2 and o["parallelism_config_dp_shard_size"] == 1 and o.degree("cp") == 1 and o.degree("sequence_ranks") == 1,
          "FSDP with dp shard size 1 and context parallel size 1", "The mesh has no dimension to shard over", "dp shard size 2 or more, or no FSDP"),
+    Rule(ACC, lambda o: o.on("cpu_ram_efficient_loading") and o["sync_module_states"] is False and not o.fsdp2,
+         "memory-efficient loading without synchronised states",
+         "Rank 0 alone reads the weights: the other ranks would train random ones", "fsdp_sync_module_states true"),
     Rule(ACC, lambda o: o.fsdp2 and o.on("forward_prefetch"), "forward prefetch with FSDP2", "FSDP2 always prefetches and has no such option",
          "fsdp forward prefetch false"),
     Rule(ACC, lambda o: o.fsdp2 and o["state_dict_type"] == "LOCAL_STATE_DICT", "local state dicts with FSDP2", "FSDP2 has none",
@@ -169,6 +202,54 @@ TORCH_RULES = (
          "drop deepspeed"),
     Rule(LF, lambda o: o.both("fp8", "quantization_bit") and not o.on("use_mca"), "fp8 training of quantised weights",
          "The framework refuses them together", "drop one of the two"),
+    Rule(LF, lambda o: o.on("use_mca") and o.on("neat_packing") and o.degree("cp") > 1, "neat packing with context parallelism {cp}",
+         "The samples of a pack are not aligned to 2·cp tokens", "neat_packing false"),
+    Rule(LF, lambda o: o.facts.get("sharding") == "parameters" and QUANTISED_MODEL.search(str(o["model_name_or_path"])),
+         "the quantised model {model_name_or_path} with ZeRO-3 or FSDP",
+         "Weights that were quantised after training cannot be sharded", "the original weights, with quantization_bit 4"),
     Rule(LF, lambda o: o.on("neat_packing") and o["stage"] not in ("sft", None), "neat packing in the stage {stage}",
          "Only fine-tuning packs samples", "neat_packing false"),
+    Rule(("ms-swift",), lambda o: o.on("mlp_padding_free") and o.degree("cp") > 1, "mlp_padding_free with context parallelism {cp}",
+         "Each rank has a part of the padding", "mlp_padding_free false"),
+    Rule(("olmo-core",), lambda o: o.degree("ep") > 1 and o.degree("tp") > 1, "expert parallelism with tensor parallelism",
+         "The framework's meshes exclude each other", "tp_config none"),
+    Rule(("olmo-core",), lambda o: o.degree("ep") > 1 and str(o.at(OLMO + "dp_config.name")).rpartition(".")[2] in ("fsdp", "ddp"),
+         "expert parallelism without hybrid sharding", "Experts use the shards of HSDP", "dp_config.name hsdp"),
+    Rule(("olmo-core",), lambda o: o.degree("ep") > 1 and (o.facts.get("shard") or -1) > 0 and o.facts["shard"] != o.degree("ep"),
+         "expert parallelism {ep} with a shard degree of {shard}", "Both use one dimension of the mesh", "shard_degree {ep}"),
+    Rule(("olmo-core",), _olmo_tokens, "a micro-batch of {microbatch_tokens} tokens is not a multiple of the sequence of {tokens}",
+         "The micro-batch is counted in tokens", "a multiple of the sequence"),
+    Rule(("olmo-core",), lambda o: "budget" in str(o.at(OLMO + "ac_config.mode")) and o.at(OLMO + "compile_model") is False,
+         "activation checkpointing by budget without compiling the model", "The compiler chooses what is recomputed", "compile_model true"),
+    Rule(("olmo-core",), lambda o: "selected_blocks" in str(o.at(OLMO + "ac_config.mode")) and not o.at(OLMO + "ac_config.block_interval"),
+         "recompute of selected blocks without their interval", "The framework has no default", "block_interval 2"),
+    Rule(("olmo-core",), lambda o: str(o.at(OLMO + "ac_config.mode")).endswith("full") and (o.facts.get("model.experts") or 0) > 1,
+         "recompute of whole layers with experts", "Routing would be repeated: the framework refuses it", "mode selected_modules"),
+    Rule(("verl",), lambda o: not o.on("use_dynamic_bsz") and 0 < o.count("data.train_batch_size") < o.count(ACTOR + "ppo_mini_batch_size"),
+         "a train batch that is smaller than the mini-batch of {ppo_mini_batch_size}",
+         "Updates take mini-batches of the train batch", "train_batch_size {ppo_mini_batch_size}"),
+    Rule(("verl",), lambda o: _verl_batches(o)[0] == 0, "a mini-batch of {ppo_mini_batch_size} prompts over {gpus} GPUs is less than one sample each",
+         "It is multiplied by rollout.n and divided by the data-parallel ranks", "a larger ppo_mini_batch_size"),
+    Rule(("verl",), _verl_remainder, "micro-batches of {microbatch} do not divide the mini-batch of a GPU",
+         "The mini-batch times rollout.n is divided by the data-parallel ranks first", "a divisor of it"),
+    Rule(("verl",), lambda o: o.count(ACTOR + "ulysses_sequence_parallel_size") > 1
+         and o.at("actor_rollout_ref.model.use_remove_padding") is False,
+         "Ulysses with padded samples", "It divides packed sequences", "use_remove_padding true"),
+    Rule(("verl",), lambda o: o.at(ACTOR + "ppo_micro_batch_size") and o.at(ACTOR + "ppo_micro_batch_size_per_gpu"),
+         "ppo_micro_batch_size and ppo_micro_batch_size_per_gpu are both set", "The first is the old name", "drop ppo_micro_batch_size"),
+    Rule(("nemo-rl",), lambda o: o.at(POLICY + "dtensor_cfg.enabled") is True and o.at(POLICY + "megatron_cfg.enabled") is True,
+         "DTensor and Megatron are both enabled", "One of them trains the policy", "megatron_cfg.enabled false"),
+    Rule(("nemo-rl",), lambda o: o.at(POLICY + "dynamic_batching.enabled") is True and o.at(POLICY + "sequence_packing.enabled") is True,
+         "dynamic batches and sequence packing are both enabled", "Each of them forms the micro-batches", "dynamic_batching.enabled false"),
+    Rule(("nemo-rl",), lambda o: o.at(POLICY + "dynamic_batching.enabled") is True and o.degree("pp") > 1,
+         "dynamic batches with a pipeline of {pp} stages", "Stages need micro-batches of one size", "sequence_packing"),
+    Rule(("nemo-rl",), lambda o: _is_on_dtensor(o) and o.degree("cp") > 1 and o.at(POLICY + "sequence_packing.enabled") is True,
+         "sequence packing with context parallelism in DTensor", "The framework refuses them together", "sequence_packing.enabled false"),
+    Rule(("nemo-rl",), lambda o: _is_on_dtensor(o) and o.degree("tp") > 1 and o.at(POLICY + "dtensor_cfg.sequence_parallel") is True
+         and (o.degree("cp") > 1 or o.at(POLICY + "sequence_packing.enabled") is True),
+         "sequence parallelism with context parallelism or sequence packing in DTensor", "The shards of a sequence have different sizes",
+         "sequence_parallel false"),
+    Rule(("nemo-rl",), lambda o: _is_on_dtensor(o) and o.degree("cp") > 1 and o.number("make_sequence_length_divisible_by") % (2 * o.degree("cp")),
+         "sequences padded to a multiple of {make_sequence_length_divisible_by} with context parallelism {cp}", "2·cp divides a sequence",
+         "a multiple of 2·cp"),
 )  # fmt: skip

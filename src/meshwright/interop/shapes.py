@@ -24,7 +24,7 @@ from meshwright.interop.stages import pattern_layers
 # for how it was trained, and without punctuation.
 
 TRAINING = re.compile(
-    r"^(meta|nvidia)[-_]|([-_]?(instruct|base|it|pt|hf|chat|thinking|bf16|fp8|mx|nvfp4|bnb|nf4|dequantized|prequantized|\d{4}|v0\.\d|4k|128k|"
+    r"^(meta|nvidia)[-_]|([-_]?(instruct|base|it|pt|hf|chat|thinking|bf16|fp8|mx|nvfp4|bnb|nf4|[48]bit|gptq|awq|int[48]|dequantized|prequantized|\d{4}|v0\.\d|4k|128k|"
     r"pretrain|sft|lora|peft|config|tp\d+|pp\d+|ep\d+|cp\d+))+(?=$|[-_])",
     re.IGNORECASE,
 )
@@ -38,7 +38,7 @@ ALIASES = {
 }  # fmt: skip
 HARDWARE = (
     (r"gb300", "gb300-nvl72"), (r"gb200", "gb200-nvl72"), (r"b300", "dgx-b300"), (r"b200", "dgx-b200"), (r"h200", "dgx-h200"),
-    (r"h800", "dgx-h800"), (r"h100", "dgx-h100"), (r"a100.{0,6}40", "azure-nd-a100-v4"), (r"a100", "dgx-a100"), (r"v100", "dgx-v100"),
+    (r"h800", "dgx-h800"), (r"h100", "dgx-h100"), (r"a100.{0,6}40", "azure-nd-a100-v4"), (r"a[18]00", "dgx-a100"), (r"v100", "dgx-v100"),
     (r"mi355", "mi355x-8"), (r"mi300", "mi300x-8"), (r"a10g", "aws-g5"),
 )  # fmt: skip
 
@@ -68,8 +68,21 @@ def catalog_cluster(hardware: object) -> str:
     return next((name for pattern, name in HARDWARE if re.search(pattern, text) and name in known), "")
 
 
-# Not in the catalog of clusters.
-OTHER_HARDWARE = r"(gb10|spark|tpu|npu|ascend|gaudi|l40s?|a40|rtx.?\d{4}|[345]090|mi250x?|h20)"
+# GB of GPUs that no cluster of the catalog has.
+OTHER_GPUS = ((r"[34]090|a10(?![0g])|l4(?!0)|a5000", 24), (r"5090", 32), (r"l40s?|a40|a6000|rtx.?[68]000", 48), (r"h20(?!0)", 96),
+              (r"t4|p100", 16))  # fmt: skip
+OTHER_HARDWARE = rf"(gb10|spark|tpu|npu|ascend|gaudi|rtx.?\d{{4}}|mi250x?|{'|'.join(name for name, _ in OTHER_GPUS)})"
+REPORTED = 0.988  # of the GB in a GPU's name, the GiB that the driver reports
+
+
+def stated_memory(hardware: object) -> float | None:
+    """GiB of a GPU that names its memory (`A100 64GB`), or that no cluster of the catalog has; None: the catalog's cluster decides."""
+    text = str(hardware or "").lower()
+    if stated := re.search(r"(\d{2,3}) ?gi?b(?![a-z])", text):
+        return int(stated[1]) * REPORTED
+    if catalog_cluster(text):
+        return None
+    return next((gb * REPORTED for name, gb in OTHER_GPUS if re.search(rf"(?<![a-z0-9]){name}(?![0-9])", text)), None)
 
 
 def hardware_in(text: str) -> str:

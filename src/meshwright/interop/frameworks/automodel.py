@@ -33,6 +33,8 @@ def _derive(facts: Facts) -> None:
         facts["seq"] = seq
     else:
         facts.pop("packed_seq", None)
+        if facts.get("dynamic_length"):  # samples are padded to the longest of their batch: the length is only a limit
+            facts.pop("seq", None)
     if facts.get("tp", 1) == 1:
         facts["sp"] = False
     facts.setdefault("half", "bf16")
@@ -110,9 +112,12 @@ TABLE = Table(
         Key(D + "mp_policy.reduce_dtype", "grad_dtype", words={"float32": "fp32", "bfloat16": "bf16"}, default="fp32"),
         Key("optimizer._target_", "optimizer", match=OPTIMIZERS),
         Key("optimizer._target_", "master", match=((r"torch\.optim", False), (".", None))),
+        Key("optimizer._target_", "eight_bit_states", match=(("flashoptim|8bit", True), (".", None)), read_only=True),
         Key("optimizer.master_weights", "master", words={True: True, False: False}, read_only=True),
         Key("optimizer.exp_avg_dtype", "state_dtype", words={"torch.float32": "fp32", "torch.bfloat16": "bf16"}, default="fp32"),
         Key(D + "offload_policy", "offload_states", match=((".", True),)),
+        Key("dataset.padding", "dynamic_length", words={"do_not_pad": True}, match=((".", None),), read_only=True),
+        Key("loss_fn.fp32_upcast", "half_loss", words={True: False, False: True}, read_only=True),
         Key("loss_fn._target_", "fused_loss", match=(("linear_ce|fused", True), (".", False))),
         Key("model.attn_implementation", "eager", words={"eager": True}, match=((".", None),), was=("model.backend.attn",), read_only=True),
         Key("peft.dim", "adapters", read_only=True),
@@ -140,6 +145,7 @@ TABLE = Table(
 AUTOMODEL = Framework(
     name="automodel",
     title="Automodel",
+    usual_cluster="dgx-h100",
     stack="automodel",
     form="yaml",
     table=TABLE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.interop.frameworks.deepspeed import BLOCK, BLOCK_OTHERS, derive_block
+from meshwright.interop.frameworks.deepspeed import BLOCK, BLOCK_OTHERS, FILE, derive_block
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table
 
 # --- axolotl: flat YAML; data parallelism is DDP, FSDP (`fsdp_config`) or DeepSpeed (a file that `deepspeed` names, or a separate JSON file).
@@ -138,7 +138,7 @@ AXOLOTL_TABLE = Table(
         Key("lora_r", "adapters", read_only=True),
         Key("load_in_4bit", "quantised", words={True: 4, False: None}, read_only=True),
         Key("load_in_8bit", "quantised", words={True: 8, False: None}, read_only=True),
-        Key("deepspeed", "sharding", match=(("zero1", "optimizer"), ("zero2", "gradients"), ("zero3", "parameters"))),
+        *FILE,
         Key("ray_num_workers", "gpus", read_only=True),
         *(key.only_read() for key in BLOCK if key.fact not in ("accumulation", "offload_parameters")),
         Key("zero_optimization.offload_param.device", "offload_parameters", words={"cpu": True, "nvme": True, "none": False}, read_only=True),

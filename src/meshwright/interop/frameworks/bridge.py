@@ -116,6 +116,8 @@ TABLE = Table(
         Key("mixed_precision", "eight", words=MIXED, match=(*PRECISIONS, (".", "none")), always=True),
         Key("compute_dtype", "eight", match=(*PRECISIONS, (".", "none")), was=("dtype",)),
         Key("ddp.grad_reduce_in_fp32", "grad_dtype", words={True: "fp32", False: "bf16"}, default="fp32"),
+        # A name stands for an object, whose value overrides DDP's, and its own field both.
+        Key("mixed_precision", "grad_dtype", match=(("bf16", "fp32"), ("fp16", "bf16"), (".", None)), read_only=True),
         Key("mixed_precision.grad_reduce_in_fp32", "grad_dtype", words={True: "fp32", False: "bf16"}, read_only=True),  # overrides DDP's
         Key("optimizer.exp_avg_dtype", "state_dtype", words=DTYPES, default="fp32"),
         Key("optimizer.optimizer", "optimizer", match=OPTIMIZERS),
@@ -137,6 +139,7 @@ TABLE = Table(
         flag("overlap_p2p", "comm_overlap.overlap_p2p_comm", was=(M + "overlap_p2p_comm",), default=True),
         Key("checkpoint.ckpt_format", "saves", words=FORMATS, default="sharded"),
         Key("checkpoint.async_save", "saves", words={True: "copied", False: None}),
+        Key(M + "cuda_graph_impl", "cuda_graphs", words={"none": None, None: None, 0: None}, match=((".", True),), was=("cuda_graphs", M + "enable_cuda_graph"), read_only=True),
         Key("ddp.bucket_size", "bucket_elements", read_only=True),
         Key(M + "cross_entropy_fusion_impl", "fused_loss", words={"te": True, "native": False}, read_only=True),
         Key("peft", "adapter_kind", match=(("lora|dora|peft", "lora"), (".", None)), was=("task",)),
@@ -166,6 +169,7 @@ TABLE = Table(
 BRIDGE = Framework(
     name="megatron-bridge",
     title="Megatron-Bridge",
+    usual_cluster="dgx-h100",
     stack="nemo-megatron",
     form="yaml",
     table=TABLE,

@@ -34,6 +34,14 @@ BLOCK = (
     Key("optimizer.type", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Muon": "muon"}, match=OPTIMIZERS),
     Key("optimizer.params.lr", "learning_rate", unset=("auto",)),
 )  # fmt: skip
+# A file of DeepSpeed that other frameworks name: `ds_z3_offload_config.json`, `zero3_bf16_cpuoffload_params.json`.
+FILE = (
+    Key("deepspeed", "sharding", match=tuple((rf"(zero|z|stage)[_-]?{stage}", STAGES[stage]) for stage in (1, 2, 3))),
+    Key("deepspeed", "offload_states", match=(("offload_param", None), ("offload", True), (".", None)), read_only=True),
+    Key(
+        "deepspeed", "offload_parameters", match=((r"(zero|z|stage)[_-]?3.*offload", True), (".", None)), read_only=True
+    ),
+)
 BLOCK_OTHERS = (
     r"^zero_optimization\.(?!stage$|offload_(optimizer|param)\.device$)",
     r"^fp16\.|^bf16\.|^comms_config|^prescale|^gradient_(predivide|clipping)|^zero_allow|^zero_force|steps_per_print|wall_clock|^aio\.|^curriculum|^data_",
@@ -72,6 +80,8 @@ def _derive(facts: Facts) -> None:
         facts["cp"], facts["cp_kind"] = facts["sequence_ranks"], "ulysses"
     if facts.get("gated") is not None:
         facts["model.activation"] = "swiglu" if facts["gated"] else "gelu"
+    if facts.get("model.hidden") and not facts.get("gated"):
+        facts.setdefault("model.ffn", 4 * facts["model.hidden"])
     if facts.get("tp", 1) == 1:
         facts["sp"] = False
     if facts.get("adapters") in (0, None):

@@ -32,11 +32,18 @@ SHAPE = rows((
     ))  # fmt: skip
 
 
+BUCKET = (
+    40_000_000  # elements of a gradient bucket, unless it is set; more where there are more than 40 data-parallel ranks
+)
+
+
 def derive_sharding(facts: Facts) -> None:
     """ZeRO from the distributed optimizer, or from the strategy of Megatron-FSDP."""
     strategy = facts.pop("sharding", None)
     facts["sharding"] = (strategy or "none") if facts.get("fsdp") else "optimizer" if facts.get("zero") == 1 else "none"
     facts.pop("zero", None)
+    if facts.get("overlap_dp"):
+        facts.setdefault("bucket_elements", BUCKET)
 
 
 def restate_sharding(facts: Facts) -> None:
@@ -182,6 +189,8 @@ TABLE = Table(
         flag("offloads_modules", "--fine-grained-activation-offloading", read_only=True),
         Key("--offload-modules", "offload_modules", read_only=True),
         flag("overlap_dp", "--overlap-grad-reduce"),
+        Key("--cuda-graph-impl", "cuda_graphs", words={"none": None, False: None}, match=((".", True),),
+            was=("--enable-cuda-graph", "--external-cuda-graph"), read_only=True),
         flag("overlap_gather", "--overlap-param-gather"),
         flag("overlap_tp", "--tp-comm-overlap"),
         flag("overlap_ep", "--overlap-moe-expert-parallel-comm"),
@@ -220,6 +229,7 @@ TABLE = Table(
 MEGATRON = Framework(
     name="megatron-lm",
     title="Megatron-LM",
+    usual_cluster="dgx-h100",
     stack="megatron-core",
     form="args",
     table=TABLE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.interop.frameworks.deepspeed import FILE
 from meshwright.interop.frameworks.megatron import TABLE as MEGATRON_TABLE
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag, last_part
 
@@ -29,12 +30,15 @@ def _torchtune(facts: Facts) -> None:
 TORCHTUNE = Framework(
     name="torchtune",
     title="torchtune",
+    usual_cluster="dgx-h100",
     stack="accelerate",
     form="yaml",
     table=Table(
         known_as="torchtune",
         keys=(
             Key("model._component_", "model"),
+            Key("model._component_", "quantised", match=(("qlora", 4), (".", None))),
+            Key("model.quantize_base", "quantised", words={True: 4, False: None}),
             Key("tensor_parallel_dim", "tp", default=1),
             Key("data_parallel_shard_dim", "shard", default=-1),
             Key("data_parallel_replicate_dim", "replicate", default=1),
@@ -45,6 +49,7 @@ TORCHTUNE = Framework(
             Key("ac_mode", "recompute", words={"selective": "selective", "full": "full"}),
             Key("enable_activation_offloading", "offload_activations", words={True: True, False: False}, default=False),
             Key("fsdp_cpu_offload", "offload_parameters", words={True: True, False: False}, was=("fsdp.cpu_offload",)),
+            Key("fsdp_reshard_after_forward", "reshard", words={True: True, False: False}),
             Key("enable_async_checkpointing", "saves", words={True: "copied", False: None}),
             Key("dtype", "half", words={"bf16": "bf16", "fp32": "fp32"}),
             Key("optimizer._component_", "optimizer", match=OPTIMIZERS),
@@ -109,6 +114,8 @@ def _neox(facts: Facts) -> None:
             facts["model.ffn"] = -(-(facts["model.ffn"] // 3) // unit) * unit
     else:
         facts["model.activation"] = "gelu"
+        if facts.get("model.hidden"):
+            facts.setdefault("model.ffn", 4 * facts["model.hidden"])
 
 
 def dashed(name: str) -> tuple[str, ...]:
@@ -173,9 +180,9 @@ TRAINER_KEYS = (
     Key("torch_dtype", "half", match=(("bf16|bfloat16", "bf16"), ("fp16|float16", "fp16"), ("32", "fp32"), ("auto", None)), was=("dtype",)),
     Key("optim", "optimizer", match=(*OPTIMIZERS, (".", "adamw"))),
     Key("optim", "eight_bit_states", match=(("8bit", True), (".", None))),
-    Key("deepspeed", "sharding", match=(("zero_?1|z1", "optimizer"), ("zero_?2|z2", "gradients"), ("zero_?3|z3", "parameters"), (".", None))),
-    Key("deepspeed", "offload_states", match=(("offload", True), (".", None))),
+    *FILE,
     Key("fsdp", "fsdp", match=((".", 1),), unset=("", [])),
+    Key("fsdp", "offload_parameters", match=(("offload", True), (".", None)), unset=("", [])),
     Key("use_liger_kernel", "fused_loss", words=BOTH),
     Key("attn_implementation", "eager", words={"eager": True}, match=((".", None),), was=("attn_impl",)),
     Key("tuner_type", "adapter_kind", match=(("lora", "lora"), (".", "full")), was=("train_type", "sft_type")),
@@ -219,6 +226,8 @@ def _factory(facts: Facts) -> None:
     )
     if facts.get("adapter_kind") != "lora":
         facts.pop("adapters", None)
+    else:
+        facts["adapters"] = facts.get("adapters") or 8  # the framework's default
     facts.setdefault("half", "bf16")
     by_megatron = any(facts.get(axis, 1) > 1 for axis in ("tp", "pp", "ep")) or facts.get("zero")
     if by_megatron or (not kind and facts["sharding"] != "none"):  # off in Megatron and in its files of DeepSpeed
@@ -241,14 +250,13 @@ LLAMA_FACTORY = Framework(
             Key("tensor_model_parallel_size", "tp", default=1),
             Key("pipeline_model_parallel_size", "pp", default=1),
             Key("expert_model_parallel_size", "ep", was=("dist_config.ep_size",), default=1),
-            Key("cp_size", "cp", default=1),
+            Key("cp_size", "cp", was=("context_parallel_size",), default=1),
             Key("cp_mode", "cp_kind", words={"ulysses": "ulysses", "ring": "ring"}),
             flag("sp", "sequence_parallel"),
             Key("use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=0),
             Key("overlap_grad_reduce", "overlap_dp", words={True: True, False: False}),
             Key("overlap_param_gather", "overlap_gather", words={True: True, False: False}),
             Key("dist_config.name", "fsdp"),
-            Key("deepspeed", "sharding", match=(("z1", "optimizer"), ("z2", "gradients"), ("z3", "parameters"))),
             Key("per_device_train_batch_size", "microbatch", was=("micro_batch_size",)),
             Key("cutoff_len", "seq"),
             Key("disable_gradient_checkpointing", "recompute", words={True: "none", False: "full"}, default="full"),  # of Trainer
@@ -256,6 +264,7 @@ LLAMA_FACTORY = Framework(
             Key("enable_liger_kernel", "fused_loss", words={True: True, False: None}),
             Key("flash_attn", "eager", words={"disabled": True}, match=((".", None),)),
             Key("bf16", "half", words={True: "bf16", False: "fp32"}),
+            Key("fp16", "half", words={True: "fp16", False: None}),
             Key("fp8", "eight", words={True: "fp8", False: None}),
             Key("finetuning_type", "adapter_kind", words={"lora": "lora", "full": "full", "freeze": "full"}),
             Key("quantization_bit", "quantised"),

@@ -180,6 +180,7 @@ TABLE = Table(
 TORCHTITAN = Framework(
     name="torchtitan",
     title="torchtitan",
+    usual_cluster="dgx-h100",
     stack="torchtitan",
     form="toml",
     table=TABLE,

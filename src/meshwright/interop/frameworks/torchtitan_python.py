@@ -132,6 +132,7 @@ TORCHTITAN_03 = replace(
     TORCHTITAN,
     name="torchtitan-0.3",
     title="torchtitan 0.3",
+    usual_cluster="dgx-h100",
     stack="torchtitan-0.3",
     form="python",
     table=TABLE_03,
