@@ -300,8 +300,8 @@ def test_a_rank_that_ends_is_an_error_on_every_other_rank(transport):
         assert "rank 2 " in text
 
 
-def without_memory(context):
-    """Anonymous memory is refused to rank 1: all its messages use gloo, and the result is the same."""
+def without_memory(context, refused):
+    """Anonymous memory, or that of its peers, is refused to rank 1: all messages use gloo, and the result is the same."""
     import logging
     import os
 
@@ -316,15 +316,16 @@ def without_memory(context):
         def refuse(*_):
             raise OSError(28, "No space left on device")
 
-        os.memfd_create = refuse
+        setattr(os, refused, refuse)
     communicator = Communicator.of_group(timeout=timedelta(seconds=15))
     tensor = torch.ones(5)
     communicator.run(build("all-reduce", "ring", context.world, 5), tensor)
     return tensor.tolist(), messages
 
 
-def test_without_memory_a_rank_falls_back_to_gloo_and_says_so():
-    results = ranks.run(3, without_memory)
+@pytest.mark.parametrize("refused", ["memfd_create", "pidfd_open"])
+def test_without_memory_a_rank_falls_back_to_gloo_and_says_so(refused):
+    results = ranks.run(3, without_memory, refused)
     assert all(values == [3.0] * 5 for values, _ in results)
     assert any("No space left on device" in line and "gloo" in line for line in results[1][1])
 
