@@ -307,7 +307,7 @@ STATE, COUNT, LOSS = "restored state", "count after the resume", "evaluation los
 WHOLE = [
     WholeBug("cosine_that_rises", "parameter", optimizer=COSINE),
     WholeBug("schedule_begins_again_after_the_resume", "parameter", optimizer=COSINE),
-    WholeBug("evaluation_is_a_mean_of_batches", LOSS, default=True, daily=True),
+    WholeBug("evaluation_is_a_mean_of_batches", LOSS, default=True),
     WholeBug("evaluation_counts_the_tokens_of_one_rank", LOSS, default=True),
     WholeBug("evaluation_of_the_first_batch_only", LOSS, default=True),
     WholeBug("evaluation_with_dropout", LOSS, default=True, model=DROPOUT),
@@ -326,7 +326,7 @@ WHOLE = [
     WholeBug("masters_rounded_at_the_resume", STATE, plan=BF16),
     WholeBug("save_of_tensors_that_later_steps_change", COUNT),
     WholeBug("data_start_again_after_the_resume", "loss", daily=True),
-    WholeBug("the_same_sample_on_two_ranks", "samples", daily=True),
+    WholeBug("the_same_sample_on_two_ranks", "samples"),
     WholeBug("every_second_sample_twice", "samples"),
     WholeBug("steps_overlap_by_one_sample", "samples"),
     WholeBug("a_sample_left_out_after_each_step", "samples"),

@@ -1,9 +1,9 @@
 """The layouts of the matrix in the daily run: as few as cover every kind of layout; the others are in `make soak`.
 
 A layout's *features* are what its plan and model turn on, one value for each family: `{"data": "zero3", "tensor": "sp",
-"model": "gpt"}`. Its *kinds* are each feature, each pair of axes, and ZeRO-3 with each other axis. Two layouts of the same kinds prove the
-same thing twice. `covering` repeatedly takes the layout with the most new kinds for its cost, then drops the layouts all of whose kinds
-were covered by later ones.
+"model": "gpt"}`. Its *kinds* are each feature (of an option: its name), each pair of axes, and ZeRO-3 with each other axis. Two layouts of the same
+kinds prove the same thing twice. `covering` repeatedly takes the layout with the most new kinds for its cost, then drops the layouts all of whose
+kinds were covered by later ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ OPTIONS = (
     *("layers_per_stage", "expert_tp", "recompute", "recompute_every", "recompute_layers", "reshard", "reduce", "wrap"),
     *("prefetch", "average_every", "order", "overlap", "offload", "wire", "master", "grad_dtype", "gather_dtype"),
 )
+NUMBERS = ("layers_per_stage", "recompute_every", "wrap", "average_every", "order")
 AXES = ("data", "tensor", "context", "pipeline", "expert", "recompute")
+LOSSY = (
+    "wire",
+    "precision",
+    "data",
+    "reduce",
+    "master",
+    "grad_dtype",
+)  # families that a lossy sum or a 16-bit step depends on
 
 
 def features(layout: Any) -> dict[str, Any]:
@@ -51,7 +60,8 @@ def features(layout: Any) -> dict[str, Any]:
 
 def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
     """Each feature, each pair of axes, ZeRO-3 and fp8 with each other axis, an axis of more than two ranks, and all axes together; another
-    optimizer than AdamW with each axis. Of the layouts of eight ranks, which are expensive, only the one with all axes is in the daily run."""
+    optimizer than AdamW with each axis. More ranks are expensive: of layouts of four the model and the router are not in their kinds (`test_oracle`
+    has every model), and of those of eight only the one with all axes is in the daily run."""
     found, plan = features(layout), layout.plan
     axes = [axis for axis in AXES if axis in found]
     if layout.optimizer != "adamw":
@@ -64,16 +74,26 @@ def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
     combined |= {("zero3", axis) for axis in axes if axis != "data" and found.get("data") == "zero3"}
     combined |= {("precision", found["precision"], axis) for axis in axes if "precision" in found}
     longer = {(name, "above 2") for name in ("tp", "cp", "pp", "replicate", "shard") if getattr(plan, name) > 2}
-    return set(found.items()) | combined | longer
+    shown = found.items() if plan.world <= 2 else [f for f in found.items() if not f[0].startswith(("model", "router"))]
+    return set(map(kind_of, shown)) | combined | longer
+
+
+def kind_of(feature: tuple[str, Any]) -> tuple[Any, ...]:
+    """A feature that one layout shows: an option and a setting of a router by name, a schedule without its virtual stages."""
+    family, value = feature
+    if family == "pipeline":
+        return family, value[0]
+    return (family,) if family in NUMBERS or family.startswith("router ") else feature
 
 
 def lossy_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """Each feature but the model (of a compressor: its class), and compression and precision with each axis."""
-    found = {family: value for family, value in features(layout).items() if family != "model"}
+    """The features that a loss depends on (of a compressor: its class), and compression and precision with each axis."""
+    found = features(layout)
     if "wire" in found:
         found["wire"] = next(i for i, names in enumerate(inexact.SAME_CLASS) if found["wire"] in names)
     losses = [loss for loss in ("wire", "precision") if loss in found]
-    return set(found.items()) | {(loss, axis) for loss in losses for axis in AXES if axis in found}
+    pairs = {(loss, axis) for loss in losses for axis in AXES if axis in found}
+    return pairs | {(family, value) for family, value in found.items() if family in LOSSY}
 
 
 def seconds(layout: Any) -> float:

@@ -2,14 +2,17 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from meshwright.describe.config import Config
-from meshwright.proof.compare import compare
+from meshwright.proof import prove
+from meshwright.proof.compare import Agreement, compare
 from meshwright.proof.page import page
+from meshwright.proof.prove import without_ties
 from meshwright.proof.records import PieceTrace, Row, Trace
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import small_copy
@@ -118,6 +121,52 @@ def test_a_parameter_may_differ_by_the_noise_of_its_gradient_only():
     moved.pieces[1].gradients[0][where] = one.pieces[1].gradients[0][where] = 1e-9
     moved.pieces[1].parameters[0][where] += 4e-3
     assert compare(one, [moved], bounds).breaks != []
+
+
+def test_noise_where_the_gradient_is_zero_moves_adams_parameters_and_nothing_else():
+    """PowerSGD leaves rounding noise in rows without a gradient, and Adam divides it by ε. An update that no gradient explains is a difference."""
+    one, other = trace(steps=1), trace(steps=1)
+    for t, noise in ((one, 1e-13), (other, -1e-13)):
+        t.pieces[1].epsilon = 1e-8
+        t.pieces[1].gradients[0][0] = noise
+        t.pieces[1].parameters[0][0] = 0.5 - 1e-3 * noise / (abs(noise) + 1e-8)
+    assert compare(one, [other]).breaks == []
+    assert compare(one, [other]).errors["parameter"] < 1e-9
+    one.pieces[1].epsilon = 0.0  # SGD divides by nothing
+    assert [b.what for b in compare(one, [other]).breaks] == ["parameter"]
+    one.pieces[1].epsilon = 1e-8
+    other.pieces[1].parameters[0][0] += 1e-7  # more than the noise can explain
+    assert [b.what for b in compare(one, [other]).breaks] == ["parameter"]
+    other.pieces[1].parameters[0][0] = one.pieces[1].parameters[0][0]
+    other.pieces[1].parameters[0][1] += 1e-8  # a row whose gradients agree
+    assert [b.what for b in compare(one, [other]).breaks] == ["parameter"]
+
+
+def test_after_a_tie_of_a_lossy_sum_a_difference_cannot_be_told():
+    one, other = trace(), trace()
+    other.pieces[1].gradients[1] = other.pieces[1].gradients[1] * 2
+    assert without_ties(compare(one, [other]), None).verdict == "differs"
+    assert without_ties(compare(one, [other]), 1).verdict == "cannot be told"
+    assert without_ties(compare(one, [one]), 1).verdict == "equal within rounding"
+    other.losses[1] = 5.0  # of the step that ties: computed before anything is sent
+    assert without_ties(compare(one, [other]), 1).verdict == "differs"
+    assert without_ties(compare(one, [other]), 0).verdict == "cannot be told"
+    other.pieces[1].parameters[0] = other.pieces[1].parameters[0] * 2
+    assert without_ties(compare(one, [other]), 1).verdict == "differs"
+
+
+def test_a_proof_that_ties_is_repeated_from_other_weights(monkeypatch):
+    tied = Agreement("fp64", {}, [], untold="ties")
+    seeds = []
+
+    def proved(config, small, steps, seed, *more):
+        seeds.append(seed)
+        return SimpleNamespace(agreements=[tied if len(seeds) == 1 else compare(trace(), [trace()])])
+
+    monkeypatch.setattr(prove, "prove_seed", proved)
+    assert prove.prove_copy(None, None, 2, 7, "cpu").agreements[0].verdict == "equal within rounding"
+    assert prove.prove_copy(None, None, 2, 7, "cpu").agreements[0].verdict == "equal within rounding"
+    assert (len(seeds), len(set(seeds))) == (3, 2)
 
 
 def test_a_proof_fits_a_terminal_of_80_columns():

@@ -62,6 +62,24 @@ def test_an_emulated_reduce_scatter_equals_that_of_the_ranks(kind):
         torch.testing.assert_close(sum_up(0, given, []), out, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "tied"),
+    [
+        ("top-k", [4.0, 2.0, 2.0, 1.0], True),
+        ("top-k", [4.0, 2.0, -2.0 * (1 + 1e-15), 1.0], True),
+        ("top-k", [4.0, 2.0, 1.9, 1.9], False),  # both are left
+        ("top-k", [4.0, 0.0, 0.0, 0.0], False),  # whichever zero is sent
+        ("threshold", [3.0, 1.0, 1.0, 1.0], False),
+        ("threshold", [1.0, 1.0, 1.0, 1.0], True),
+    ],
+)
+def test_values_between_which_rounding_decides_are_noted(kind, values, tied):
+    plan = Plan(replicate=2, compression=kind, compression_ratio=0.5, compression_threshold=1.0)
+    sum_up = compressed_sum(plan)
+    sum_up(0, [torch.tensor(values, dtype=torch.float64), torch.arange(4.0, 8.0, dtype=torch.float64)], [])
+    assert sum_up.tied == tied
+
+
 def test_rounding_equals_that_of_torch():
     x = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 4000)
     x = torch.cat((x, torch.tensor([0.0, 1.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, 2.0**-24, 2.0**-25, 3 * 2.0**-10])))

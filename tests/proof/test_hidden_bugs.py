@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
-import ranks  # noqa: F401  preloads what ranks need
+import ranks
 from meshwright.describe.config import Config
 from meshwright.parallel import apply
 from meshwright.parallel.context import ring
@@ -132,6 +132,7 @@ def test_a_ring_of_sixteen_is_proved_with_four_ranks():
     assert (proof.passed, proof.blamed, proof.agreements[0].breaks[0].what) == (False, "cp", "loss")
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_sixteen_stages_is_proved_with_four():
     bug, plan = "tied_embedding_summed_over_the_first_two_stages", {"pp": 16}
     proof = proof_of(bug, "llama3.2-1b", {"batch": 32, "seq": 64}, plan, steps=1)
@@ -149,16 +150,25 @@ def test_eight_micro_batches_are_proved_with_six():
 @pytest.mark.parametrize(
     ("bug", "dtype", "plan", "what"),
     [
-        ("masters_update_matrices_only", "bf16", {"replicate": 2}, "parameter (its master, rounded)"),
         ("loss_scale_left_in_vectors", "fp16", {"replicate": 2}, "gradient given to the optimizer"),
         ("loss_in_the_dtype_of_the_logits", "bf16", {"tp": 2}, "narrow operation"),
-        ("norm_in_the_dtype_of_the_gradients", "bf16", {"replicate": 2, "grad_dtype": "bf16"}, "narrow operation"),
+        *ranks.soak(
+            [
+                ("masters_update_matrices_only", "bf16", {"replicate": 2}, "parameter (its master, rounded)"),
+                (
+                    "norm_in_the_dtype_of_the_gradients",
+                    "bf16",
+                    {"replicate": 2, "grad_dtype": "bf16"},
+                    "narrow operation",
+                ),
+            ]
+        ),
     ],
 )
 def test_a_plan_is_proved_in_its_own_16_bits(bug, dtype, plan, what):
     workload = {"batch": 4, "seq": 8, "precision": dtype}
     proof = proof_of(bug, TINY, workload, {**plan, "param_dtype": dtype}, most=2)
-    assert not proof.passed
+    assert (proof.passed, proof.blamed) == (False, "none: the steps are equal in float64")
     assert [bool(a.breaks) for a in proof.agreements] == [False, False, True, False, False, False]
     first = proof.agreements[2].breaks[0]
     assert (first.dtype, first.what) == (dtype, what)
@@ -186,6 +196,6 @@ def test_a_bug_of_a_compressor_is_not_repeated_by_its_emulation(monkeypatch):
 
 def test_a_failed_proof_of_local_sgd_shows_the_difference():
     workload = {"batch": 8, "seq": 8, "precision": "fp32", "optimizer": "sgd"}
-    plan = {"replicate": 2, "tp": 2, "average_every": 2}
-    proof = proof_of("averages_without_token_weights", TINY, workload, plan, most=4)
+    plan = {"replicate": 2, "average_every": 2}
+    proof = proof_of("averages_without_token_weights", TINY, workload, plan, most=2)
     assert (proof.passed, proof.blamed, proof.agreements[0].breaks[0].what) == (False, "replicate", "parameter")

@@ -107,8 +107,8 @@ def compare(one: Trace, many: list[Trace], tolerance: Tolerance | None = None, r
                     here = tuple(slice(a, a + n) for a, n in zip(piece.start, got.shape, strict=True))
                     error, ratio = tensor_error(got, expected[here], expected, floors[what][step])
                     limit = tolerance.bound(what, step, piece.name)
-                    if what == "parameter" and tolerance.spread and limit < error < np.inf:
-                        allowed = moved(full, step, floors["gradient"], tolerance)[here]
+                    if what == "parameter" and limit < error < np.inf:
+                        allowed = moved(full, piece, here, step, floors["gradient"], tolerance)
                         beyond = np.maximum(np.abs(got - expected[here]) - allowed, 0.0)
                         error = tensor_error(beyond, np.zeros_like(beyond), expected, floors[what][step])[0]
                     judge(step, what, piece.name, trace.rank, error, ratio)

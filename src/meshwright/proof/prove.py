@@ -38,6 +38,8 @@ from meshwright.training.machine import with_precision
 
 TARGET = "meshwright.proof.trace:record"
 FORMULAS = "formulas"
+TIED = "values at the cut of a lossy sum are equal, and rounding decides which is sent"
+OTHER_SEED = 1000
 SILENCE_S = 120.0
 
 
@@ -74,12 +76,55 @@ def prove_copy(
     all_dtypes: bool = True,
     backend: str = "auto",
 ) -> CopyProof:
-    """The proof of one small copy; without `all_dtypes` in float64 only and without an evaluation, a save and a resume."""
+    """The proof of one small copy; without `all_dtypes` in float64 only and without an evaluation, a save and a resume. If rounding decided what a
+    lossy sum sent, it is repeated once, from other weights."""
+    proof = prove_seed(config, small, steps, seed, device, prepare, all_dtypes, backend)
+    if proof.agreements[0].untold:
+        proof = prove_seed(config, small, steps, seed + OTHER_SEED, device, prepare, all_dtypes, backend)
+    return proof
+
+
+def prove_seed(
+    config: Config, small: SmallCopy, steps: int, seed: int, device: str, prepare: str, all_dtypes: bool, backend: str
+) -> CopyProof:
+    """The proof of one small copy, from the weights of one seed."""
+    job = copy_job(config, small, steps, seed, prepare, all_dtypes, backend)
+    with run_folder() as folder:
+        if all_dtypes:
+            job = replace(job, phases=default_phases(config, small, job.steps, job.documents, folder))
+        many, failure = run_as_far_as_possible(job, device)
+        job = job if failure is None else replace(job, phases=None)
+        alone = replace(one_device(job, many), oracle=all_dtypes and not loses(job))
+        one = run(alone, device)[0]
+    phases, job, alone = job.phases, replace(job, phases=None), replace(alone, phases=None)
+    exactly = run(replace(exact(job), oracle=True), device)[0]["fp64"] if all_dtypes and loses(job) else one["fp64"]
+    agreements = compare_dtypes(job, alone, one, many, small, device)
+    by_formulas = compare_with_formulas(exactly)
+    agreements += by_formulas
+    if phases is not None:
+        rounds = order_matters(job.plan) or job.workload.precision == "fp8" or agreements[0].untold
+        agreements += compare_phases(None if rounds else one["fp64"], [rank["fp64"] for rank in many], phases)
+    if broken := next((a for a in agreements if a.breaks), None):
+        record_activations(job, alone if not broken.oracle else replace(alone, oracle=True), broken, device)
+    watched = [rank[job.dtypes[-1]] for rank in many]
+    proof = CopyProof(small, job.steps, agreements, watched, oracles=oracles_of(job, small, exactly))
+    if all_dtypes and loses(job):
+        proof.exact_losses = tuple(exactly.losses)
+    proof.blamed = blamed_axis(proof, job, one["fp64"], device)
+    if failure is not None and proof.passed:
+        raise failure
+    return proof
+
+
+def copy_job(
+    config: Config, small: SmallCopy, steps: int, seed: int, prepare: str, all_dtypes: bool, backend: str
+) -> Job:
+    """The training of a small copy on ranks."""
     if order_matters(small.plan) and (small.model.experts or small.workload.precision == "fp8"):
         steps = 1  # what the order of the sum has moved, a router or fp8 may take for its neighbour in the next
     steps = max(steps, small.plan.average_every + 1) if small.plan.average_every else steps
     dtypes = ("fp64", "fp32") if all_dtypes else ("fp64",)
-    job = Job(
+    return Job(
         small.model,
         small.plan,
         small.workload,
@@ -96,47 +141,36 @@ def prove_copy(
         optimizer=small.optimizer,
         schedule=small.schedule,
     )
-    with run_folder() as folder:
-        if all_dtypes:
-            job = replace(job, phases=default_phases(config, small, steps, job.documents, folder))
-        many, failure = run_as_far_as_possible(job, device)
-        job = job if failure is None else replace(job, phases=None)
-        alone = replace(one_device(job, many), oracle=all_dtypes and not loses(job))
-        one = run(alone, device)[0]
-    phases, job, alone = job.phases, replace(job, phases=None), replace(alone, phases=None)
-    exactly = run(replace(exact(job), oracle=True), device)[0]["fp64"] if all_dtypes and loses(job) else one["fp64"]
-    agreements = [compare_doubles(alone, one["fp64"], [rank["fp64"] for rank in many], device)]
+
+
+def compare_dtypes(
+    job: Job, alone: Job, one: dict[str, Trace], many: list[dict[str, Trace]], small: SmallCopy, device: str
+) -> list[Agreement]:
+    """Compare the ranks with one device in every dtype of the proof, and their updates with a replay."""
+    out = [compare_doubles(alone, one["fp64"], [rank["fp64"] for rank in many], device)]
+    all_dtypes, last = len(job.dtypes) > 1, job.dtypes[-1]
     # Where float32 rounds, fp8 and lossy sums may round to a neighbour: there float64 alone is judged.
     if all_dtypes and not (small.workload.precision == "fp8" or small.plan.lossy):
         tolerance = Tolerance.of(one["fp64"], one["fp32"])
-        agreements.append(compare(one["fp64"], [rank["fp32"] for rank in many], tolerance))
+        out.append(compare(one["fp64"], [rank["fp32"] for rank in many], tolerance))
     if job.updates:
-        agreements[-1].breaks += replay([rank[dtypes[-1]] for rank in many], job, small.plan)
-    if all_dtypes and small.narrow is not None and not any(agreement.breaks for agreement in agreements):
-        agreements.append(prove_narrow(job, small.narrow, one["fp64"], device))
-    by_formulas = compare_with_formulas(exactly)
-    agreements += by_formulas
-    if phases is not None:
-        evaluated = None if order_matters(job.plan) or job.workload.precision == "fp8" else one["fp64"]
-        agreements += compare_phases(evaluated, [rank["fp64"] for rank in many], phases)
-    if broken := next((a for a in agreements if a.breaks), None):
-        record_activations(job, alone if not broken.oracle else replace(alone, oracle=True), broken, device)
-    proof = CopyProof(
-        small, steps, agreements, [rank[dtypes[-1]] for rank in many], oracles=oracles_of(job, small, exactly)
-    )
-    if all_dtypes and loses(job):
-        proof.exact_losses = tuple(exactly.losses)
-    if any(agreement.breaks for agreement in by_formulas):
-        proof.blamed = "none: one device itself"
-    elif all(agreement.phase for agreement in agreements if agreement.breaks):
-        proof.blamed = "" if proof.parity else "none: the steps are equal"
-    elif not proof.parity:
-        # Ranks lose different parts of their gradients, so a trial of a lossy plan is compared with an emulation of itself.
-        expected = None if loses(job) else one["fp64"]
-        proof.blamed = blame(job.plan, lambda plan: differs(replace(job, plan=plan), expected, device))
-    if failure is not None and proof.passed:
-        raise failure
-    return proof
+        out[-1].breaks += replay([rank[last] for rank in many], job, small.plan)
+    if all_dtypes and small.narrow is not None and not any(agreement.breaks for agreement in out):
+        out.append(prove_narrow(job, small.narrow, one["fp64"], device))
+    return out
+
+
+def blamed_axis(proof: CopyProof, job: Job, one: Trace, device: str) -> str:
+    """The axis that breaks parity on its own, in words; '' if nothing is broken."""
+    if proof.parity:
+        return ""
+    if any(agreement.oracle for agreement in proof.agreements if agreement.breaks):
+        return "none: one device itself"
+    if not any(b.what in KINDS for b in proof.agreements[0].breaks):  # the axes are tried in float64
+        return "none: the steps are equal in float64"
+    # Ranks lose different parts of their gradients, so a trial of a lossy plan is compared with an emulation of itself.
+    expected = None if loses(job) else one
+    return blame(job.plan, lambda plan: differs(replace(job, plan=plan), expected, device))
 
 
 def run_as_far_as_possible(job: Job, device: str) -> tuple[list[dict[str, Trace]], MeshwrightError | None]:
@@ -218,9 +252,17 @@ def compare_doubles(alone: Job, one: Trace, many: list[Trace], device: str) -> A
     """Compare in float64: equal to the last digits, unless ranks round while they sum; then one device also sums in the other order."""
     plan = alone.emulated
     if plan is None or not order_matters(plan):
-        return compare(one, many)
+        return without_ties(compare(one, many), one.tied)
     other = run(replace(alone, backwards=True, dtypes=("fp64",)), device)[0]["fp64"]
     return compare(one, many, Tolerance.of(one, other, rounded=plan.wire), plan.wire)
+
+
+def without_ties(agreement: Agreement, tied: int | None) -> Agreement:
+    """Whether ranks differ cannot be told from the first step on in which rounding decided what was sent; the loss of that step can."""
+    first = next(iter(agreement.breaks), None)
+    if first is not None and tied is not None and (first.step, first.what != "loss") >= (tied, True):
+        agreement.breaks, agreement.untold = [], TIED
+    return agreement
 
 
 def compare_with_formulas(one: Trace) -> list[Agreement]:

@@ -89,6 +89,7 @@ class PieceTrace:
     parameters: list[np.ndarray] = field(default_factory=list)
     role: str = "matrix"  # how an optimizer treats it (`emulation.update`)
     orthogonal: bool = False  # Muon updates it: a matrix of a layer
+    epsilon: float = 0.0  # of Adam, where it updates this tensor
     averages: list[np.ndarray] = field(default_factory=list)  # its moving average after each step, if there is one
     updates: list[Update | None] = field(default_factory=list)  # None: frozen, or a step that was skipped
     initial: np.ndarray | None = None
@@ -175,6 +176,7 @@ class Trace:
     summed: list[Any] = field(
         default_factory=list
     )  # what this rank's groups sum with loss (`emulation.lossy_sum.Summed`)
+    tied: int | None = None  # of one device: the first step in which rounding decided what a lossy sum sent
     compiled: str = "off"  # what `compile` became under this plan
     graphs: int = 0  # compiled graphs of this process until now
     graph_breaks: int = 0  # places until now at which a function fell into several graphs

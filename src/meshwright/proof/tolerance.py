@@ -9,9 +9,10 @@ amplification a of such a unit through the layers. A parallel run rounds at othe
 the larger of the two, `MARGIN`. A tensor that happened to round well has the usual error of all tensors. Rounding only accumulates: a step's bound
 is never below an earlier one's.
 
-Parameters. AdamW divides a gradient by its magnitude, so noise δ in a gradient g moves its parameter by up to min(2, δ/|g|) of a step. This is
-added to the bound, element by element, with the δ of the bound of the gradient. Muon makes a matrix orthogonal, which enlarges noise in its
-small singular values: the bound has that too.
+Parameters. AdamW divides a gradient by its magnitude, so noise δ in a gradient g moves its parameter by up to min(2, δ/(|g| + ε)) of a step. This is
+added to the bound, element by element, with the δ of the bound of the gradient; in float64 with twice the difference of the two gradients, which
+was judged before (g/(|g| + ε) changes by at most 2δ/(|g| + ε)): a factor of PowerSGD leaves rounding noise where the gradient is zero. Muon makes a
+matrix orthogonal, which enlarges noise in its small singular values: the bound has that too.
 
 What cannot be judged this way is said: a router, fp8 or a lossy sum may round to another expert or another code, after which nothing is near.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +39,7 @@ FLOOR = {"fp32": 32 * 2.0**-24, "fp16": 4 * 2.0**-11, "bf16": 4 * 2.0**-8}
 NUMBER_FLOOR = {"fp32": 32 * 2.0**-24, "fp16": 2.0**-14, "bf16": 2.0**-11}
 SLOPE = 3.4445**5  # how much Muon's iteration enlarges a small change of its matrix, at most
 KINDS = ("loss", "gradient", "norm", "parameter")
+Box = tuple[slice, ...]
 
 
 @dataclass
@@ -110,19 +113,26 @@ def floor_of(one: Trace, what: str, dtype: str) -> list[float]:
     return [NEARLY_ZERO[dtype] * size for size in largest]
 
 
-def moved(piece: PieceTrace, step: int, floors: list[float], tolerance: Tolerance) -> np.ndarray:
-    """Bound how far noise in the gradients may have moved each element of a parameter until this step."""
+def moved(full: PieceTrace, piece: PieceTrace, here: Box, step: int, floors: list[float], tolerance: Tolerance) -> Any:
+    """Bound how far noise in the gradients may have moved each element of a piece of a parameter until this step."""
+    gradients = full.gradients[: step + 1]
     noises = [
-        tolerance.bound("gradient", s, piece.name) * max(float(np.abs(g).max(initial=0.0)), floors[s])
-        for s, g in enumerate(piece.gradients[: step + 1])
+        tolerance.bound("gradient", s, full.name) * max(float(np.abs(g).max(initial=0.0)), floors[s])
+        for s, g in enumerate(gradients)
     ]
-    return (moved_matrix if piece.orthogonal else moved_elements)(piece.gradients[: step + 1], noises)
+    if tolerance.spread:
+        return (
+            moved_matrix(gradients, noises) if full.orthogonal else moved_elements(gradients, noises, full.epsilon)
+        )[here]
+    own = [g[here] for g in gradients]
+    seen = [2 * np.minimum(np.abs(got - g), most) for got, g, most in zip(piece.gradients, own, noises, strict=False)]
+    return moved_elements(own, seen, full.epsilon) if full.epsilon else 0.0
 
 
-def moved_elements(gradients: list[np.ndarray], noises: list[float]) -> np.ndarray:
+def moved_elements(gradients: list[np.ndarray], noises: list[Any], epsilon: float) -> np.ndarray:
     out = np.zeros(gradients[0].shape)
     for gradient, noise in zip(gradients, noises, strict=True):
-        size = np.abs(gradient.astype(np.float64))
+        size = np.abs(gradient.astype(np.float64)) + epsilon
         out += Optimizer().learning_rate * np.minimum(2.0, noise / np.maximum(size, 1e-300))
     return out
 

@@ -91,6 +91,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     with narrow:
         list(trainer.until(max(job.steps - watch, 1)))
     trace.narrow = sorted(narrow.seen) if isinstance(narrow, NarrowOperations) else []
+    trace.tied = next((r.tied for r in parallel.reductions if isinstance(r, Emulated)), trace.tied)
     if phases is not None:
         trainer.loader.close()
     if phases is not None and phases.resumes:
@@ -176,11 +177,13 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
     parallel = trainer.parallel
     if trainer.scale.dynamic:
         trainer.scale.value = LOSS_SCALE
-    by_matrix = OPTIMIZERS[parallel.workload.optimizer].by_matrix
-    roles = [(p, role_of(p.name, len(p.full_shape))) for p in parallel.pieces]
-    pieces = [PieceTrace(p.name, p.start, role=role, orthogonal=by_matrix and role == "matrix") for p, role in roles]
-    for traced, piece in zip(pieces, parallel.pieces, strict=True):
+    kind, pieces = OPTIMIZERS[parallel.workload.optimizer], []
+    for piece in parallel.pieces:
+        role = role_of(piece.name, len(piece.full_shape))
+        traced = PieceTrace(piece.name, piece.start, role=role, orthogonal=kind.by_matrix and role == "matrix")
+        traced.epsilon = trainer.settings.epsilon if kind.divides and not traced.orthogonal else 0.0
         traced.initial, traced.partial = as_array(piece.local), piece.box.partial
+        pieces.append(traced)
     trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
     trainer.hooks.append(TraceRecorder(trace))
     return trace

@@ -101,8 +101,8 @@ def compare_run(alone: Job, one: Trace, many: list[Trace], phases: Phases, devic
     else:
         out = [compare_doubles(replace(alone, phases=None), one, many, device)]
     out += compare_with_formulas(one)
-    exact = order_matters(plan) or alone.workload.precision == "fp8" or bool(one.replicas)
-    out += compare_phases(None if exact else one, many, phases)
+    rounds = order_matters(plan) or alone.workload.precision == "fp8" or one.replicas or one.tied is not None
+    out += compare_phases(None if rounds else one, many, phases)
     if phases.trains_on_data and not one.replicas:
         resumed = [trace.resumed for trace in many if trace.resumed is not None]
         out.append(compare_samples(one, [many, resumed], phases.config, STEPS))

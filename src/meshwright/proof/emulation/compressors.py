@@ -31,6 +31,7 @@ from meshwright.proof.emulation.fp8_products import E4M3, nearest
 Shapes = list[tuple[int, tuple[int, ...]]]  # where each parameter starts in a message, and its shape
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 SEED = 0
+TIE = 1e-12  # relative: values that are equal but for the order of a sum
 
 
 class CompressedSum(ABC):
@@ -38,6 +39,7 @@ class CompressedSum(ABC):
 
     def __init__(self) -> None:
         self.errors: dict[int, list[torch.Tensor]] = {}
+        self.tied = False  # whether rounding decided what was sent, until now
 
     def __call__(self, index: int, given: list[torch.Tensor], shapes: Shapes) -> torch.Tensor:
         kept = self.errors.get(index)
@@ -86,7 +88,8 @@ class QuantisedSum(CompressedSum):
 
 
 class SparseSum(CompressedSum):
-    """Some of the values: the largest (top-k), drawn ones (random-k), or those above a threshold."""
+    """Some of the values: the largest (top-k), drawn ones (random-k), or those above a threshold. Where a value that is sent and one that is not
+    are equal, or one is at the threshold, rounding decides: a proof cannot tell (`tied`)."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -101,7 +104,9 @@ class SparseSum(CompressedSum):
 
     def mask(self, x: torch.Tensor, index: int, drawn: int) -> torch.Tensor:
         if self.plan.wire == "threshold":
-            return x.abs() >= self.plan.compression_threshold * x.pow(2).mean().sqrt()
+            least = self.plan.compression_threshold * x.pow(2).mean().sqrt()
+            self.tied |= bool(((x.abs() - least).abs() <= TIE * least).any() and least > 0)
+            return x.abs() >= least
         length = x.shape[-1]
         count = max(1, min(length, math.ceil(math.floor(length * self.plan.compression_ratio * 1e6) / 1e6)))
         mask = torch.zeros_like(x, dtype=torch.bool)
@@ -109,7 +114,11 @@ class SparseSum(CompressedSum):
             random = generator(x.device, SEED, index, drawn)
             mask[..., torch.randperm(length, generator=random, device=x.device)[:count]] = True
             return mask
-        return mask.scatter(-1, x.abs().sort(-1, descending=True).indices[..., :count], True)
+        sizes, order = x.abs().sort(-1, descending=True)
+        if count < length:
+            sent, left = sizes[..., count - 1], sizes[..., count]
+            self.tied |= bool(((sent - left <= TIE * sent) & (sent > 0)).any())
+        return mask.scatter(-1, order[..., :count], True)
 
 
 class PowerSum(CompressedSum):

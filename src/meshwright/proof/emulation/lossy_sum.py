@@ -135,6 +135,8 @@ class Emulated:
         self.sums = [compressed_sum(layout.plan, backwards) for _ in summed]
         self.taken: list[Gradients] = []  # of every micro-batch
         self.started = False
+        self.steps = 0
+        self.tied: int | None = None  # the first step in which rounding decided what was sent
 
     def begin(self, last: bool) -> None:
         if self.started:
@@ -165,6 +167,9 @@ class Emulated:
         for name, p in self.parameters.items():  # a tied weight has two names
             p.grad = total[name] if p.grad is None else p.grad + total[name]
         self.taken, self.started = [], False
+        if self.tied is None and any(sum_up.tied for sum_up in self.sums):
+            self.tied = self.steps
+        self.steps += 1
 
     def zero(self) -> None:
         for p in self.parameters.values():
