@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from meshwright.errors import MeshwrightError
 from meshwright.version import require_torch
 
 if TYPE_CHECKING:
@@ -135,6 +136,9 @@ def verify(
     if plan is not None or is_module(source):
         from meshwright.proof.user_module.prove import prove_module
 
+        if whole:
+            why = "your module has no run file with data, evaluations and checkpoints"
+            raise MeshwrightError("MW-VERIFY-002", f"whole has no effect here: {why}", fix="leave it out")
         own = {"example": example, "loss": loss, "table": table, "settings": list(set)}
         options: dict[str, Any] = {"layers": layers, "batch_first": batch_first, "reduction": reduction, "check": check}
         return prove_module(source, plan, **own, **options, **common)

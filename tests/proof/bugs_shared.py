@@ -6,16 +6,18 @@ lists the model and the settings that show a bug, and the kind of the first diff
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import layouts
 
 from meshwright.describe.model import Model
-from meshwright.models import attention, dropout, loss, moe, router, transformer
+from meshwright.models import attention, dropout, initialise, loss, moe, router, transformer
 from meshwright.parallel import apply
 from meshwright.parallel.context import blocks, sequence
 from meshwright.parallel.expert import balance
+from meshwright.proof.oracle.step import INITIAL
 from meshwright.training import loop
 from meshwright.training.optimizer import make, muon, schedule
 
@@ -30,6 +32,22 @@ def patch(owner: Any, name: str, value: Any) -> None:
 def undo() -> None:
     while PATCHED:
         setattr(*PATCHED.pop())
+
+
+# Initial weights
+
+
+def block_outputs_start_too_large():
+    patch(initialise, "BLOCK_OUTPUTS", ())
+
+
+def norms_start_at_zero():
+    patch(initialise, "ZERO", ("bias", "norm.weight"))
+
+
+def layers_start_alike():
+    plain = initialise.generator
+    patch(initialise, "generator", lambda seed, name: plain(seed, re.sub(r"\d+", "0", name)))
 
 
 # The network
@@ -227,6 +245,9 @@ BALANCED = MIXTRAL.but(router={"aux": 0.1})
 YARN = LLAMA.but(rope=layouts.YARN)
 MUON = {"optimizer": "muon"}
 SHARED = [
+    SharedBug("block_outputs_start_too_large", LLAMA, INITIAL),
+    SharedBug("norms_start_at_zero", LLAMA, INITIAL),
+    SharedBug("layers_start_alike", LLAMA, INITIAL),
     SharedBug("rotary_angles_in_bf16", LLAMA),
     SharedBug("frequencies_of_a_longer_rope_not_scaled", YARN),
     SharedBug("rotation_counts_from_one", LLAMA),

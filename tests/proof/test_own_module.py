@@ -13,6 +13,7 @@ from torch import distributed, nn
 from torch.nn import functional
 
 import ranks  # noqa: F401  preloads what ranks import
+from meshwright import api
 from meshwright.cli import main
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
@@ -312,3 +313,5 @@ def test_options_without_an_effect_are_refused(tmp_path, capsys):
             main(["verify", *words])
         assert leaving.value.code == 2
         assert "has no effect here" in capsys.readouterr().err
+    with pytest.raises(MeshwrightError, match=r"MW-VERIFY-002: whole has no effect here: your module has no run file"):
+        api.verify(f"{EXAMPLE}:make", plan=Plan(tp=2), whole=True)

@@ -1,6 +1,7 @@
 """`verify --whole`: a run that is evaluated, saved and resumed equals one device that never stopped, and bugs around the steps are found."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import bugs_whole
@@ -13,7 +14,8 @@ from meshwright.describe.config import Config
 from meshwright.proof import prove as proofs
 from meshwright.proof import whole
 from meshwright.proof.fold import order_matters
-from meshwright.proof.phases import compare_phases, default_phases, write_random_tokens
+from meshwright.proof.phases import RESUME, compare_phases, compare_resumed, default_phases, write_random_tokens
+from meshwright.proof.records import Phases, Trace
 from meshwright.proof.small import small_copy
 from meshwright.proof.windows import windows
 from meshwright.training.data.samples import Sequences
@@ -82,6 +84,17 @@ def test_plain_windows_are_the_sequences_that_training_reads(tokens, pack, maske
         assert len(rows) == read.count > 0
         for i, row in enumerate(rows):
             np.testing.assert_array_equal(row, np.stack(read[i]))
+
+
+def test_a_resume_in_16_bits_has_a_label_of_its_own():
+    labels = [
+        compare_resumed([Trace(0, dtype, resumed=Trace(0, dtype))], phases_of()).label for dtype in ("fp64", "bf16")
+    ]
+    assert labels == [RESUME, f"{RESUME}, in bf16"]
+
+
+def phases_of():
+    return Phases(Path(), config_of(), 1, resumes=True)
 
 
 def test_a_short_schedule_has_every_part_of_the_long_one():

@@ -61,7 +61,7 @@ def command(
         source = api.load(subject, **asked).check_trainable()
         own, asked["set"] = {}, []
     else:
-        refused = {**asked, "set": [], "allow-differences": allow_differences, "whole": whole}
+        refused = {**asked, "set": [], "allow-differences": allow_differences}
         refuse(refused, "a module is proved without a cluster", "")
     with patient("training on many ranks and on one", measurable=False):
         proof = api.verify(

@@ -21,7 +21,7 @@ def page(proof: Proof) -> RenderableType:
     parts: list[RenderableType] = [verdict(proof), *notes(proof), agreement(proof), *convergence(proof)]
     if not proof.parity:
         parts.append(breaks(shown))
-    parts += oracles(proof.copies[0])
+    parts += oracles(proof)
     if not shown.traces:
         return Group(*parts, Text("  Collectives and memory are not compared: your module has no step program", "dim"))
     warnings = [Text(f"! {warning}", "bold yellow") for warning in proof.warnings]
@@ -34,6 +34,8 @@ def verdict(proof: Proof) -> Text:
         on = f"on {' and '.join(map(str, sizes))} {'rank' if sizes == [1] else 'ranks'}"
         words = f"  trains what one device trains: {counted(proof.copies[0].steps, 'step')} {on}"
         mark, style = ("✓ ", "bold green"), ""
+        if any(copy.agreements[0].untold for copy in proof.copies):
+            words, mark = "  no difference was found, but not all can be told", ("? ", "bold yellow")
     else:
         words = (
             "  does not train what one device trains"
@@ -69,11 +71,12 @@ def agreement(proof: Proof) -> RenderableType:
     return filled(columns, rows, title="Largest relative differences")
 
 
-def oracles(copy: CopyProof) -> list[Text]:
+def oracles(proof: Proof) -> list[Text]:
     """What each part was compared with, and what could not be compared."""
-    pairs = [f"{part} with {oracle}" for part, oracle in copy.oracles.items()]
+    pairs = [f"{part} with {oracle}" for part, oracle in proof.copies[0].oracles.items()]
     lines = [Text(f"  Compared: {'; '.join(pairs)}", "dim")] if pairs else []
-    reasons = [f"{a.dtype} gradients and parameters, because {a.untold}" for a in copy.agreements if a.untold]
+    untold = [a for copy in proof.copies for a in copy.agreements if a.untold]
+    reasons = dict.fromkeys(f"{a.dtype} gradients and parameters, because {a.untold}" for a in untold)
     return lines + [Text(f"  Cannot be told: {reason}", "yellow") for reason in reasons]
 
 

@@ -1,8 +1,8 @@
 """The phases of a run beside its steps, compared: evaluation, saving, resuming, and the order of the samples.
 
     evaluation    the validation loss of the ranks, with plain formulas on the weights of one device that never stopped
-    resume        on the layout that saved: every number equals, bit by bit, that of the run which went on. The step and the counts of the optimizer
-                  equal the number of steps
+    resume        on the layout that saved, by a trainer that has evaluated before, as one that goes back to a checkpoint: every number equals, bit
+                  by bit, that of the run which went on. The step and the counts of the optimizer equal the number of steps
     another       the steps after a resume on another layout, with one device that never stopped
     samples       each data-parallel rank reads its share, together the global batch, each sample once (`windows`)
     recompute     a recomputed forward draws the random numbers of the original
@@ -102,8 +102,9 @@ def compare_phases(one: Trace | None, many: list[Trace], phases: Phases) -> list
 
 
 def agreement(phase: str, breaks: list[Break], many: list[Trace], errors: dict[str, float] | None = None) -> Agreement:
-    errors = dict.fromkeys(KINDS, 0.0) | (errors or {})
-    return Agreement(many[0].dtype, errors, breaks, many[0].losses, phase=phase)
+    errors, dtype = dict.fromkeys(KINDS, 0.0) | (errors or {}), many[0].dtype
+    phase = phase if dtype == "fp64" else f"{phase}, in {dtype}"
+    return Agreement(dtype, errors, breaks, many[0].losses, phase=phase)
 
 
 def event(step: int, what: str, name: str, rank: int, dtype: str) -> Break:

@@ -108,6 +108,8 @@ def prove_seed(
         record_activations(job, alone if not broken.oracle else replace(alone, oracle=True), broken, device)
     watched = [rank[job.dtypes[-1]] for rank in many]
     proof = CopyProof(small, job.steps, agreements, watched, oracles=oracles_of(job, small, exactly))
+    if phases is not None and watched[0].compiled != "off":
+        proof.oracles["evaluation, save and resume"] = "nothing: they are not run with compiled layers"
     if all_dtypes and loses(job):
         proof.exact_losses = tuple(exactly.losses)
     proof.blamed = blamed_axis(proof, job, one["fp64"], device)
@@ -271,7 +273,9 @@ def compare_with_formulas(one: Trace) -> list[Agreement]:
         return []
     agreement = compare(one.oracle, [one])
     agreement.oracle = FORMULAS
-    agreement.breaks = [replace(b, than="the formula's") for b in (*agreement.breaks, *one.wrong_rates)]
+    agreement.breaks = [
+        replace(b, than="the formula's") for b in (*one.wrong_weights, *agreement.breaks, *one.wrong_rates)
+    ]
     return [agreement]
 
 
@@ -293,7 +297,9 @@ def oracles_of(job: Job, small: SmallCopy, one: Trace) -> dict[str, str]:
     if one.oracle is not None:
         network = "plain formulas of attention, positions, masks, norms, experts and losses"
         rates = "the closed formula of every schedule"
-        out |= {"network": network, "optimizer": f"the formula of {optimizer}", "learning rate": rates}
+        weights = "mean and deviation of the distribution of each tensor"
+        out |= {"network": network, "initial weights": weights}
+        out |= {"optimizer": f"the formula of {optimizer}", "learning rate": rates}
         if one.evaluations:
             out["evaluation"] = "plain formulas on the weights of one device"
     elif one.plug_in:

@@ -183,9 +183,8 @@ class Trace:
     narrow: list[str] = field(default_factory=list)  # operations with 16-bit results that should be wide
     oracle: Trace | None = None  # the same steps by plain formulas
     plug_in: str = ""  # the part of the model without a formula, if there is one
-    wrong_rates: list[Any] = field(
-        default_factory=list
-    )  # a `Break` for each learning rate that is not its closed formula's
+    wrong_weights: list[Any] = field(default_factory=list)  # a `Break` for each tensor that starts with other values
+    wrong_rates: list[Any] = field(default_factory=list)  # and for each learning rate that is not its closed formula's
     first_step: int = 0  # of the lists above: not 0 after a resume
     evaluations: dict[int, float] = field(default_factory=dict)  # validation losses by the steps that were done
     reads: dict[tuple[str, int, int], np.ndarray] = field(

@@ -33,7 +33,7 @@ from meshwright.proof.emulation.lossy_sum import Emulated, lossy_sums
 from meshwright.proof.emulation.per_rank import copy_heads
 from meshwright.proof.emulation.update import role_of
 from meshwright.proof.interruption import Reads, interrupt, samples_of, train_resumed
-from meshwright.proof.oracle.step import Oracle, lacks_oracle, wrong_rates
+from meshwright.proof.oracle.step import Oracle, lacks_oracle, wrong_rates, wrong_weights
 from meshwright.proof.records import Activations, Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
 from meshwright.training.data.samples import RandomSamples
@@ -197,6 +197,7 @@ def repeat_by_formulas(trainer: Trainer, trace: Trace, job: Job) -> None:
     oracle = Oracle(job.model, job.workload, job.optimizer, job.seed, job.plan.microbatch, job.activations_of)
     trainer.hooks.append(oracle)
     trace.oracle, trace.wrong_rates = oracle.trace, list(wrong_rates(trainer, job.schedule))
+    trace.wrong_weights = list(wrong_weights(trace.pieces, job.model))
 
 
 class TraceRecorder(Hook):

@@ -6,6 +6,7 @@ Before a step it copies the weights and the batch. From them come loss, norm and
     rate       the closed formula of warm-up and decay (`emulation.update`), times the factor of a parameter's role under µP
     update     the formulas of AdamW, momentum and SGD (`emulation.update`), Muon by a singular value decomposition (`emulation.orthogonal`)
     balance    b_e ← b_e + γ·sign(mean load − load_e)
+    initial    mean and deviation of each tensor, within six deviations of what a draw of its size gives; no two tensors alike
 
 The steps start from the weights of the reference, so a difference is reported in the step in which it begins.
 """
@@ -31,6 +32,9 @@ from meshwright.proof.records import Activations, PieceTrace, Trace
 from meshwright.training.hooks import Hook
 
 RATE_BOUND = 1e-12
+INITIAL = "initial weights"
+SCATTER = 0.1  # what proofs add to the constants that norms, biases and sinks start with
+MOST_DEVIATIONS = 6.0
 
 
 class Oracle(Hook):
@@ -124,3 +128,30 @@ def wrong_rates(trainer: Any, run: Optimizer) -> Iterator[Break]:
             if not error <= RATE_BOUND:
                 yield Break(step, "learning rate", settings.schedule, 0, error, RATE_BOUND, "fp64", ratio)
     trainer.step, trainer.settings = step_now, settings_now
+
+
+def initial_moments(model: Model, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Mean and deviation of the initial values of a tensor in a proof."""
+    if len(shape) == 1 or name.endswith("bias"):
+        return 0.0 if name.endswith(("bias", "sinks.weight")) else 1.0 - model.norm_offset, SCATTER
+    if model.resnet.stages:
+        return 0.0, 0.01 if len(shape) == 2 else sqrt(2 / (shape[0] * shape[2] * shape[3]))
+    if model.kind == "mlp":
+        return 0.0, sqrt(2 / model.hidden)
+    ends_block = name.endswith(("attention.o.weight", "heads.o.weight", "down.weight"))
+    return 0.0, sqrt(2 / (5 * model.hidden)) / (sqrt(2 * model.layers) if ends_block else 1.0)
+
+
+def wrong_weights(pieces: list[PieceTrace], model: Model) -> Iterator[Break]:
+    """The tensors of one device whose initial values are not draws of their distribution, or those of another tensor."""
+    seen: dict[bytes, str] = {}
+    for piece in pieces:
+        values = np.asarray(piece.initial, np.float64)
+        mean, deviation = initial_moments(model, piece.name, values.shape)
+        unit, n = (values - mean) / deviation, values.size
+        cubic = (unit**2).mean() ** (1 / 3)  # nearly normal, with mean 1 − 2/9n and variance 2/9n (Wilson & Hilferty)
+        error = max(abs(unit.mean()) * sqrt(n), abs(cubic - 1 + 2 / (9 * n)) / sqrt(2 / (9 * n)))
+        alike = n > 4 and seen.setdefault(unit.tobytes(), piece.name) != piece.name
+        if not error <= MOST_DEVIATIONS or alike:
+            ratio = float("nan") if alike else float(values.std() / deviation)
+            yield Break(0, INITIAL, piece.name, 0, float(error), MOST_DEVIATIONS, "fp64", ratio)
