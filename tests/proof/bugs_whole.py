@@ -334,6 +334,6 @@ WHOLE = [
     WholeBug("windows_begin_one_token_later", "samples"),
     WholeBug("targets_cross_documents", "samples", data={"document_mask": True}),
     WholeBug("validation_documents_are_trained_on", "samples", data={"validation": 0.2}),
-    WholeBug("recompute_draws_new_numbers", "random numbers", default=True, plan={"recompute": "full"}, daily=True),
+    WholeBug("recompute_draws_new_numbers", "random numbers", default=True, plan={"recompute": "full"}),
     WholeBug("recompute_moves_the_generator", "random numbers", default=True, plan={"recompute": "full"}),
 ]

@@ -73,7 +73,7 @@ def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
     combined: set[tuple[Any, ...]] = set(combinations(axes, 2))
     combined |= {("zero3", axis) for axis in axes if axis != "data" and found.get("data") == "zero3"}
     combined |= {("precision", found["precision"], axis) for axis in axes if "precision" in found}
-    longer = {(name, "above 2") for name in ("tp", "cp", "pp", "replicate", "shard") if getattr(plan, name) > 2}
+    longer = {(name, "above 2") for name in ("tp", "cp", "pp") if getattr(plan, name) > 2}
     shown = found.items() if plan.world <= 2 else [f for f in found.items() if not f[0].startswith(("model", "router"))]
     return set(map(kind_of, shown)) | combined | longer
 

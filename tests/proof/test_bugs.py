@@ -172,8 +172,8 @@ def title(bug):
     return f"{bug.name}-{Plan(**bug.plan).title()}"
 
 
-# Two bugs of each phase and pattern every day, in one layout each; the others, and other layouts, in the soak.
-DAILY = {name for names in MEANINGS.values() for name in names[:2]}
+# One bug of each phase and pattern every day, in one layout; the others, and other layouts, in the soak.
+DAILY = {names[0] for names in MEANINGS.values()}
 FIRST = [bug for bug in {bug.name: bug for bug in reversed(bugs.CORPUS)}.values() if bug.name in DAILY]
 OTHERS = [(bug,) for bug in bugs.CORPUS if bug not in FIRST]
 

@@ -150,10 +150,10 @@ def test_eight_micro_batches_are_proved_with_six():
 @pytest.mark.parametrize(
     ("bug", "dtype", "plan", "what"),
     [
-        ("loss_scale_left_in_vectors", "fp16", {"replicate": 2}, "gradient given to the optimizer"),
         ("loss_in_the_dtype_of_the_logits", "bf16", {"tp": 2}, "narrow operation"),
         *ranks.soak(
             [
+                ("loss_scale_left_in_vectors", "fp16", {"replicate": 2}, "gradient given to the optimizer"),
                 ("masters_update_matrices_only", "bf16", {"replicate": 2}, "parameter (its master, rounded)"),
                 (
                     "norm_in_the_dtype_of_the_gradients",
@@ -184,6 +184,7 @@ def test_muon_on_shards_is_not_muon():
     assert "layers." in first.name
 
 
+@pytest.mark.slow
 def test_a_bug_of_a_compressor_is_not_repeated_by_its_emulation(monkeypatch):
     """The bug is in the ranks and in the reference process, as it would be in the source."""
     plain = proofs.one_device

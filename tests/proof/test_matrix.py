@@ -100,15 +100,12 @@ def test_a_layout_trains_what_one_device_trains(layout):
     assert_issues_what_is_lowered(layout, traces)
 
 
-ON_OUR_BACKEND = (
-    ({"shard": 2, "zero": 3, "tp": 2}, "muon"),
-    ({"pp": 2, "cp": 2, "ep": 2}, "adamw"),
-)
+ON_OUR_BACKEND = [({"pp": 2, "shard": 2, "zero": 1, "ep": 2}, "muon")]
 
 
 @pytest.mark.timeout(200)
 def test_layouts_on_the_backend_meshwright_train_what_one_device_trains():
-    """The same steps over our collectives: data, tensor, context, pipeline and expert parallelism, ZeRO-3, and Muon."""
+    """The same steps over our collectives: data, pipeline and expert parallelism, ZeRO-1, and Muon."""
     chosen = [layouts.Layout("mixtral", layouts.Plan(**fields), optimizer=kind) for fields, kind in ON_OUR_BACKEND]
     one = train_on_one([layout.reference.job() for layout in chosen])
     by_rank = train(4, [layout.job() for layout in chosen], backend="meshwright")
