@@ -248,7 +248,7 @@ Z3, SP = {"shard": 2, "zero": 3}, {"tp": 2, "sp": True}
 EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn": 16}
 BF16 = {"param_dtype": "bf16", "master": True}
 FURTHER = [
-    Further("not_resharded_after_an_evaluation", {"shard": 2, "zero": 2}, "forward", "stale", daily=True),
+    Further("not_resharded_after_an_evaluation", {"shard": 2, "zero": 2}, "forward", "stale"),
     Further("a_stage_computes_the_previous_micro_batch", {"pp": 2}, "forward", "permutation", "layers.1"),
     Further("norm_of_the_heads_of_a_rank", {"tp": 2}, "forward", "other", "attention.q_norm", {"qk_norm": True, "qk_norm_width": "projection"}),
     Further("norm_misses_the_experts", {"replicate": 2}, "clipping", "missing sum", model=EXPERTS),

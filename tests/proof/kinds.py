@@ -24,14 +24,8 @@ OPTIONS = (
 )
 NUMBERS = ("layers_per_stage", "recompute_every", "wrap", "average_every", "order")
 AXES = ("data", "tensor", "context", "pipeline", "expert", "recompute")
-LOSSY = (
-    "wire",
-    "precision",
-    "data",
-    "reduce",
-    "master",
-    "grad_dtype",
-)  # families that a lossy sum or a 16-bit step depends on
+# Families that a lossy sum or a 16-bit step depends on.
+LOSSY = ("wire", "precision", "reduce", "master", "grad_dtype")
 
 
 def features(layout: Any) -> dict[str, Any]:
@@ -93,7 +87,8 @@ def lossy_kinds(layout: Any) -> set[tuple[Any, ...]]:
         found["wire"] = next(i for i, names in enumerate(inexact.SAME_CLASS) if found["wire"] in names)
     losses = [loss for loss in ("wire", "precision") if loss in found]
     pairs = {(loss, axis) for loss in losses for axis in AXES if axis in found}
-    return pairs | {(family, value) for family, value in found.items() if family in LOSSY}
+    sharded = {("sharded", layout.plan.zero > 0)} if "wire" in losses and layout.dtype == "fp64" else set()
+    return pairs | sharded | {(family, value) for family, value in found.items() if family in LOSSY}
 
 
 def seconds(layout: Any) -> float:

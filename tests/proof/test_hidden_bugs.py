@@ -126,6 +126,7 @@ def proof_of(bug, model, workload, plan, steps=2, most=8):
 TINY = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32, "out_bias": True, "ffn_bias": True}
 
 
+@pytest.mark.slow
 def test_a_ring_of_sixteen_is_proved_with_four_ranks():
     workload = {"batch": 1, "seq": 64}
     proof = proof_of("ring_takes_blocks_from_the_wrong_rank", "llama3-8b", workload, {"cp": 16}, most=4)

@@ -37,7 +37,7 @@ PIPELINE = {"pp": 4, "virtual": 2, "schedule": "interleaved"}
 
 @pytest.mark.parametrize(("axes", "ranks", "folded"), [({}, 4, [2, 1, 4]), *soak([(PIPELINE, 8, [2, 2, 4, 1])])])
 def test_a_large_plan_is_folded_and_proved(axes, ranks, folded):
-    plan = {"tp": 8, "sp": True, "replicate": 16, "recompute": "selective", "microbatch": 32, **axes}
+    plan = {"tp": 8, "sp": True, "replicate": 16, "recompute": "selective", "microbatch": 64, **axes}
     config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 1024}, plan=plan)
     proof = prove(config, ranks=ranks, steps=2)
     assert proof.passed
