@@ -13,7 +13,7 @@ from meshwright.proof import prove
 from meshwright.proof.compare import Agreement, compare
 from meshwright.proof.page import page
 from meshwright.proof.prove import without_ties
-from meshwright.proof.records import PieceTrace, Row, Trace
+from meshwright.proof.records import Job, PieceTrace, Row, Trace
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import small_copy
 from meshwright.proof.tolerance import FLOOR, MARGIN, Tolerance
@@ -159,13 +159,14 @@ def test_a_proof_that_ties_is_repeated_from_other_weights(monkeypatch):
     tied = Agreement("fp64", {}, [], untold="ties")
     seeds = []
 
-    def proved(config, small, steps, seed, *more):
-        seeds.append(seed)
+    def proved(config, small, job, device):
+        seeds.append(job.seed)
         return SimpleNamespace(agreements=[tied if len(seeds) == 1 else compare(trace(), [trace()])])
 
-    monkeypatch.setattr(prove, "prove_seed", proved)
-    assert prove.prove_copy(None, None, 2, 7, "cpu").agreements[0].verdict == "equal within rounding"
-    assert prove.prove_copy(None, None, 2, 7, "cpu").agreements[0].verdict == "equal within rounding"
+    monkeypatch.setattr(prove, "prove_job", proved)
+    for _ in range(2):
+        proof = prove.prove_copy(None, None, Job(None, None, None), "cpu")
+        assert proof.agreements[0].verdict == "equal within rounding"
     assert (len(seeds), len(set(seeds))) == (3, 2)
 
 

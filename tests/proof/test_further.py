@@ -13,7 +13,6 @@ from meshwright.proof.small import small_copy
 TINY = {"hidden": 16, "layers": 2, "heads": 4, "ffn": 24, "vocab": 32}
 NOT_NAMED = (  # seen in a state after the step, or in a resumed run, without the pattern
     "not_resharded_after_an_evaluation",
-    "moving_average_before_the_update",
     "fp8_weights_of_the_first_step",  # what is stale differs by less than fp8 rounds: "noise"
     "fp8_scales_of_the_first_products",
 )
@@ -31,7 +30,8 @@ def diagnosis_of(bug, monkeypatch):
     if bug.documents:  # without a token file: samples are random, and have documents
         config = replace(config, data=config.data.model_copy(update={"document_mask": True}))
     small = small_copy(config, 2)
-    return proofs.prove_copy(config, small, 3, 0, "cpu", f"bugs_further:{bug.name}").diagnosis
+    job = proofs.copy_job(config, small, 3, 0, prepare=f"bugs_further:{bug.name}")
+    return proofs.prove_copy(config, small, job, "cpu").diagnosis
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.proof import prove as proofs
 from meshwright.proof import records
+from meshwright.proof.diagnosis import of_replay
 from meshwright.proof.emulation import update
 from meshwright.proof.prove import compare_with_formulas
 
@@ -156,6 +157,7 @@ def test_the_formula_of_a_schedule_is_that_of_torch():
         ("decayed", "updated parameter"),
         ("clipped twice", "gradient given to the optimizer"),
         ("averaged too slowly", "moving average"),
+        ("averaged before the update", "moving average"),
     ],
 )
 def test_an_update_in_fp32_is_replayed(fault, what):
@@ -167,12 +169,15 @@ def test_an_update_in_fp32_is_replayed(fault, what):
     after = optimizer.step(before, clipped, job.optimizer.learning_rate / 10, "fp32").astype(np.float32)
     made = records.Update("fp32", "fp32", before, clipped, after)
     share = 0.99 if fault == "averaged too slowly" else 0.9
-    average = share * before + (1 - share) * after
+    average = share * before + (1 - share) * (before if fault == "averaged before the update" else after)
     piece = records.PieceTrace(
         "head.norm.weight", (0, 0), [gradient], [after], role, averages=[average], updates=[made]
     )
     breaks = update.replay([records.Trace(0, "fp32", losses=[1.0], norms=[5.0], pieces=[piece])], job, job.plan)
     assert [b.what for b in breaks] == ([what] if what else [])
+    if what == "moving average":
+        kind = "stale" if fault == "averaged before the update" else "other"
+        assert (of_replay(breaks[0]).phase, of_replay(breaks[0]).pattern.kind) == ("update", kind)
 
 
 @pytest.mark.slow

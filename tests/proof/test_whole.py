@@ -58,7 +58,9 @@ def test_bugs_around_the_steps_are_found(bug, tokens, monkeypatch):
     config = config_of(data, bug.plan, bug.model, bug.optimizer, {"precision": dtype})
     small, prepare = small_copy(config, 2), f"bugs_whole:{bug.name}"
     if bug.default:
-        agreements = proofs.prove_copy(config, small, 3, 0, "cpu", prepare).agreements
+        agreements = proofs.prove_copy(
+            config, small, proofs.copy_job(config, small, 3, 0, prepare=prepare), "cpu"
+        ).agreements
     else:
         agreements = whole.whole_run(config, small, 0, "cpu", prepare)
     first = first_break(agreements)

@@ -53,10 +53,8 @@ class Agreement:
     one: Trace | None = field(default=None, repr=False)  # what was compared
     many: list[Trace] = field(default_factory=list, repr=False)
     oracle: str = ""  # plain formulas that one device was compared with; empty: ranks were compared with one device
-    rerun: tuple[Trace, list[Trace], Trace | None] | None = field(
-        default=None, repr=False
-    )  # the first step that differs, with the
-    # outputs of modules: one device, the ranks, one device with the weights of the step before
+    # The first step that differs, with the outputs of modules: one device, the ranks, one device with the weights of the step before.
+    rerun: tuple[Trace, list[Trace], Trace | None] | None = field(default=None, repr=False)
     phase: str = ""  # of a run that is evaluated, saved and resumed: what was compared with what
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.proof.activations import FirstDifference, Sides, first_in_backward, first_in_forward, weighted_samples
 from meshwright.proof.compare import NARROWER, Agreement, Break
-from meshwright.proof.emulation.update import UPDATED
+from meshwright.proof.emulation.update import AVERAGE, UPDATED
 from meshwright.proof.oracle.step import INITIAL
 from meshwright.proof.patterns import (
     MOST_NOISE,
@@ -187,6 +187,8 @@ def of_replay(first: Break) -> Diagnosis:
     pattern = Pattern("factor", f"{first.what} × {first.ratio:.4g}") if scaled else Pattern("other", first.what)
     if first.what == UPDATED and scaled:
         pattern = Pattern("factor", f"its change × {first.ratio:.4g}") if abs(first.ratio) > 0.01 else NOT_UPDATED
+    if first.what == AVERAGE and not first.ratio:
+        pattern = Pattern("stale", "of the weights before the update")
     if first.what == NARROWER or (first.what == "gradient norm" and first.error < MOST_NOISE):
         pattern = Pattern("noise", f"{first.name or first.what} in a narrower dtype")
     phase = {NARROWER: "forward", INITIAL: "forward", GIVEN: "clipping", "gradient norm": "clipping"}.get(

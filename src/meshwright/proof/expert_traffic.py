@@ -26,9 +26,8 @@ def routed(parallel: Parallel) -> dict[int, list[Routed]] | None:
         layers = {int(name): layer.moe for name, layer in every.items() if hasattr(layer, "moe")}
         for i, (layer, experts) in enumerate(layers.items()):
             assert isinstance(experts, MixtureOfExperts)
-            assert isinstance(
-                experts.placement, ParallelPlacement
-            )  # one per stage: its layers append to one list, in turn
+            # One per stage: its layers append to one list, in turn.
+            assert isinstance(experts.placement, ParallelPlacement)
             first = [d.rows for d in experts.placement.last_dispatches if not d.recomputed]
             out[layer] = first[i :: len(layers)]
     return out

@@ -93,9 +93,8 @@ def stale_values(wrong: list[Copy]) -> Pattern | None:
         old is not None and before is not None and (same(c.got, old) or same(c.got, before)) for c, before, old in olds
     ):
         return Pattern("stale", "the values of the step before")
-    extra = [
-        (c.got - c.expected, before) for c, before, _ in olds
-    ]  # what was clipped, that is times a number, since then
+    # What was clipped, that is times a number, since then.
+    extra = [(c.got - c.expected, before) for c, before, _ in olds]
     if all(old is not None and old.size > 1 and old.any() and same(new, ratio(new, old) * old) for new, old in extra):
         return Pattern("stale", "the step before is added")
     return None

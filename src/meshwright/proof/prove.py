@@ -40,6 +40,7 @@ TARGET = "meshwright.proof.trace:record"
 FORMULAS = "formulas"
 TIED = "values at the cut of a lossy sum are equal, and rounding decides which is sent"
 OTHER_SEED = 1000
+FURTHER_STEPS = 3  # of copies after the first: a first one, one with states, and one that uses what the second left
 SILENCE_S = 120.0
 
 
@@ -59,36 +60,26 @@ def prove(
     config.check_trainable()
     proof = Proof(config.plan.title(), [])
     for i, small in enumerate(small_copies(config, ranks)):
-        proof.copies.append(prove_copy(config, small, steps, seed, device, prepare, all_dtypes=i == 0, backend=backend))
+        own = steps if i == 0 else min(steps, FURTHER_STEPS)
+        job = copy_job(config, small, own, seed, i == 0, prepare, backend)
+        proof.copies.append(prove_copy(config, small, job, device))
         if not proof.copies[-1].passed:
             break  # a difference was found; other copies would repeat it
     proof.seconds = time.perf_counter() - started
     return proof
 
 
-def prove_copy(
-    config: Config,
-    small: SmallCopy,
-    steps: int,
-    seed: int,
-    device: str,
-    prepare: str = "",
-    all_dtypes: bool = True,
-    backend: str = "auto",
-) -> CopyProof:
-    """The proof of one small copy; without `all_dtypes` in float64 only and without an evaluation, a save and a resume. If rounding decided what a
-    lossy sum sent, it is repeated once, from other weights."""
-    proof = prove_seed(config, small, steps, seed, device, prepare, all_dtypes, backend)
+def prove_copy(config: Config, small: SmallCopy, job: Job, device: str) -> CopyProof:
+    """The proof of one small copy. If rounding decided what a lossy sum sent, it is repeated once, from other weights."""
+    proof = prove_job(config, small, job, device)
     if proof.agreements[0].untold:
-        proof = prove_seed(config, small, steps, seed + OTHER_SEED, device, prepare, all_dtypes, backend)
+        proof = prove_job(config, small, replace(job, seed=job.seed + OTHER_SEED), device)
     return proof
 
 
-def prove_seed(
-    config: Config, small: SmallCopy, steps: int, seed: int, device: str, prepare: str, all_dtypes: bool, backend: str
-) -> CopyProof:
-    """The proof of one small copy, from the weights of one seed."""
-    job = copy_job(config, small, steps, seed, prepare, all_dtypes, backend)
+def prove_job(config: Config, small: SmallCopy, job: Job, device: str) -> CopyProof:
+    """The proof of one small copy; in float64 only without an evaluation, a save and a resume."""
+    all_dtypes = len(job.dtypes) > 1
     with run_folder() as folder:
         if all_dtypes:
             job = replace(job, phases=default_phases(config, small, job.steps, job.documents, folder))
@@ -99,8 +90,7 @@ def prove_seed(
     phases, job, alone = job.phases, replace(job, phases=None), replace(alone, phases=None)
     exactly = run(replace(exact(job), oracle=True), device)[0]["fp64"] if all_dtypes and loses(job) else one["fp64"]
     agreements = compare_dtypes(job, alone, one, many, small, device)
-    by_formulas = compare_with_formulas(exactly)
-    agreements += by_formulas
+    agreements += compare_with_formulas(exactly)
     if phases is not None:
         rounds = order_matters(job.plan) or job.workload.precision == "fp8" or agreements[0].untold
         agreements += compare_phases(None if rounds else one["fp64"], [rank["fp64"] for rank in many], phases)
@@ -119,27 +109,28 @@ def prove_seed(
 
 
 def copy_job(
-    config: Config, small: SmallCopy, steps: int, seed: int, prepare: str, all_dtypes: bool, backend: str
+    config: Config,
+    small: SmallCopy,
+    steps: int,
+    seed: int,
+    all_dtypes: bool = True,
+    prepare: str = "",
+    backend: str = "auto",
 ) -> Job:
     """The training of a small copy on ranks."""
     if order_matters(small.plan) and (small.model.experts or small.workload.precision == "fp8"):
         steps = 1  # what the order of the sum has moved, a router or fp8 may take for its neighbour in the next
     steps = max(steps, small.plan.average_every + 1) if small.plan.average_every else steps
     dtypes = ("fp64", "fp32") if all_dtypes else ("fp64",)
+    replays = all_dtypes and small.narrow is None and OPTIMIZERS[small.workload.optimizer].replay is not None
     return Job(
-        small.model,
-        small.plan,
-        small.workload,
-        small.order,
-        steps,
-        seed,
-        dtypes,
+        *(small.model, small.plan, small.workload, small.order, steps, seed, dtypes),
         watch=True,
         prepare=prepare,
         backend=backend,
-        documents=has_documents(config, small),
+        updates=replays,
         compile=config.run.compile,
-        updates=all_dtypes and small.narrow is None and OPTIMIZERS[small.workload.optimizer].replay is not None,
+        documents=has_documents(config, small),
         optimizer=small.optimizer,
         schedule=small.schedule,
     )
@@ -150,14 +141,13 @@ def compare_dtypes(
 ) -> list[Agreement]:
     """Compare the ranks with one device in every dtype of the proof, and their updates with a replay."""
     out = [compare_doubles(alone, one["fp64"], [rank["fp64"] for rank in many], device)]
-    all_dtypes, last = len(job.dtypes) > 1, job.dtypes[-1]
     # Where float32 rounds, fp8 and lossy sums may round to a neighbour: there float64 alone is judged.
-    if all_dtypes and not (small.workload.precision == "fp8" or small.plan.lossy):
+    if "fp32" in job.dtypes and not (small.workload.precision == "fp8" or small.plan.lossy):
         tolerance = Tolerance.of(one["fp64"], one["fp32"])
         out.append(compare(one["fp64"], [rank["fp32"] for rank in many], tolerance))
     if job.updates:
-        out[-1].breaks += replay([rank[last] for rank in many], job, small.plan)
-    if all_dtypes and small.narrow is not None and not any(agreement.breaks for agreement in out):
+        out[-1].breaks += replay([rank[job.dtypes[-1]] for rank in many], job, small.plan)
+    if "fp32" in job.dtypes and small.narrow is not None and not any(agreement.breaks for agreement in out):
         out.append(prove_narrow(job, small.narrow, one["fp64"], device))
     return out
 

@@ -109,9 +109,8 @@ class Row:
     operation: str
     lowered: Amount
     observed: Amount
-    explained: list[str] = field(
-        default_factory=list
-    )  # reasons in the step's data why it is not what the plan alone gives
+    # Reasons in the step's data why it is not what the plan alone gives.
+    explained: list[str] = field(default_factory=list)
     unexplained: bool = False  # the two differ
 
     @property
@@ -173,9 +172,8 @@ class Trace:
     observed: Observed | None = None
     traffic: list[Row] = field(default_factory=list)
     predicted_bytes: float = 0.0
-    summed: list[Any] = field(
-        default_factory=list
-    )  # what this rank's groups sum with loss (`emulation.lossy_sum.Summed`)
+    # What this rank's groups sum with loss (`emulation.lossy_sum.Summed`).
+    summed: list[Any] = field(default_factory=list)
     tied: int | None = None  # of one device: the first step in which rounding decided what a lossy sum sent
     compiled: str = "off"  # what `compile` became under this plan
     graphs: int = 0  # compiled graphs of this process until now
@@ -187,9 +185,8 @@ class Trace:
     wrong_rates: list[Any] = field(default_factory=list)  # and for each learning rate that is not its closed formula's
     first_step: int = 0  # of the lists above: not 0 after a resume
     evaluations: dict[int, float] = field(default_factory=dict)  # validation losses by the steps that were done
-    reads: dict[tuple[str, int, int], np.ndarray] = field(
-        default_factory=dict
-    )  # samples by part (training, validation), step and index: inputs, targets and documents
+    # Samples by part (training, validation), step and index: inputs, targets and documents.
+    reads: dict[tuple[str, int, int], np.ndarray] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)  # when it was saved; of a resumed training: after the resume
     end_state: dict[str, Any] = field(default_factory=dict)  # after the last step
     resumed: Trace | None = None  # the steps after the save, by a trainer that resumed from it

@@ -15,10 +15,8 @@ from meshwright.proof.diagnosis import Diagnosis, diagnose
 from meshwright.proof.records import Row, Trace
 from meshwright.proof.small import ProvedCopy
 
-MEMORY_RATIOS = (
-    0.5,
-    2.0,
-)  # predicted over observed peak memory; outside of these the cost model does not describe the step
+# Predicted over observed peak memory; outside of these the cost model does not describe the step.
+MEMORY_RATIOS = (0.5, 2.0)
 
 
 @dataclass

@@ -44,15 +44,8 @@ RUN = 4  # tokens of a run of a context-parallel rank, at least
 SECTIONS = ("workload", "plan", "optimizer")
 UNSAID = ("name", "published", "notes", "on_nan", "most_skips")  # of a description, not of what is computed
 NARROW = ("bf16", "fp16")
-OWN_SETTINGS = (
-    "betas",
-    "epsilon",
-    "weight_decay",
-    "decay_embeddings",
-    "momentum",
-    "clip",
-    "ema",
-)  # of the run, in the copy too
+# Of the run, in the copy too.
+OWN_SETTINGS = ("betas", "epsilon", "weight_decay", "decay_embeddings", "momentum", "clip", "ema")
 
 
 @dataclass(frozen=True)
@@ -273,9 +266,8 @@ def small_layers(model: Model, plan: Plan, original: Plan) -> int:
         return sum(plan.layers_per_stage)
     chosen = plan.recompute_every > 1 or plan.recompute_layers  # then some layers are recomputed and some are not
     per_stage = 2 if plan.stages == 1 or chosen else 1
-    per_stage = (
-        max(per_stage, plan.wrap + 1) if plan.wrap > 1 else per_stage
-    )  # ZeRO gathers more than one group of layers
+    # ZeRO gathers more than one group of layers.
+    per_stage = max(per_stage, plan.wrap + 1) if plan.wrap > 1 else per_stage
     uneven = 1 if model.layers % original.stages else 0
     both = min(model.dense_layers, 1) + min(model.moe_every, 2) if model.experts else 0  # one with experts at least
     # one layer with a window or without rotary positions, and one that is not so

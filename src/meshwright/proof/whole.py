@@ -30,7 +30,16 @@ from meshwright.proof.phases import (
     random_data,
     run_folder,
 )
-from meshwright.proof.prove import compare_doubles, compare_with_formulas, has_documents, loses, one_device, prove, run
+from meshwright.proof.prove import (
+    compare_doubles,
+    compare_with_formulas,
+    copy_job,
+    has_documents,
+    loses,
+    one_device,
+    prove,
+    run,
+)
 from meshwright.proof.records import SETTINGS, Job, Phases, Trace
 from meshwright.proof.result import Proof
 from meshwright.proof.small import SmallCopy, small_copy
@@ -63,13 +72,9 @@ def whole_run(
     config: Config, small: SmallCopy, seed: int, device: str, prepare: str = "", backend: str = "auto"
 ) -> list[Agreement]:
     with run_folder() as folder:
-        job = Job(
-            *(small.model, small.plan, small.workload, small.order, STEPS, seed, ("fp64",)),
-            optimizer=short_schedule(config.optimizer, small.optimizer, config.run.steps),
-            documents=has_documents(config, small),
-            prepare=prepare,
-            backend=backend,
-        )
+        job = copy_job(config, small, STEPS, seed, False, prepare, backend)
+        settings = short_schedule(config.optimizer, small.optimizer, config.run.steps)
+        job = replace(job, steps=STEPS, optimizer=settings, watch=False, compile="off")
         phases = Phases(folder / "ranks", data_of(config, small, folder), SAVE_AFTER, resumes=True)
         if small.model.kind == "transformer":
             phases = replace(phases, evaluate_every=EVALUATE_EVERY, trains_on_data=True)

@@ -35,14 +35,9 @@ from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.tolerance import tensor_error
 
 BITS = {"fp64": 52, "fp32": 23, "bf16": 7, "fp16": 10}  # of the mantissa
-SMALLEST = {
-    "fp64": 2.0**-1022,
-    "fp32": 2.0**-126,
-    "bf16": 2.0**-126,
-    "fp16": 2.0**-14,
-}  # below it steps are of equal size
-# How far a replay may be off, in steps of the dtype: wide ones are replayed in float64, 16 bits with every rounding.
-UPDATED = "updated parameter"
+# Below it steps are of equal size How far a replay may be off, in steps of the dtype: wide ones are replayed in float64, 16 bits with every rounding.
+SMALLEST = {"fp64": 2.0**-1022, "fp32": 2.0**-126, "bf16": 2.0**-126, "fp16": 2.0**-14}
+UPDATED, AVERAGE = "updated parameter", "moving average"
 NORM_BOUND = 1e-5  # relative: squares are summed in fp32
 STEPS = {"fp64": 64, "fp32": 8, "bf16": 2, "fp16": 2}
 
@@ -144,6 +139,9 @@ def replay_piece(trace: Trace, piece: PieceTrace, job: Job, plan: Plan) -> list[
             error, ratio = tensor_error(got, expected, expected, scale)
             if not error <= bound:
                 ratio = change_ratio(got, expected, update.before) if what == UPDATED else ratio
+                old = average_of(piece, step, update, update.before, settings.ema) if what == AVERAGE else expected
+                if what == AVERAGE and tensor_error(got, old, old, 0.0)[0] <= 0.02 * error:
+                    ratio = 0.0  # of the weight before the update
                 where = (step, what, piece.name, trace.rank)
                 found.append(Break(*where, error, bound, trace.dtype, ratio, "the formula's"))
     return found
@@ -168,8 +166,11 @@ def average_values(piece: PieceTrace, step: int, update: Update, decay: float) -
     """The moving average a ← d·a + (1 − d)·w, which starts as the initial weight."""
     if not piece.averages:
         return []
-    expected = decay * (piece.averages[step - 1] if step else update.before) + (1 - decay) * update.after
-    return [("moving average", piece.averages[step], expected, allowed("fp32"))]
+    return [(AVERAGE, piece.averages[step], average_of(piece, step, update, update.after, decay), allowed("fp32"))]
+
+
+def average_of(piece: PieceTrace, step: int, update: Update, weight: np.ndarray, decay: float) -> np.ndarray:
+    return decay * (piece.averages[step - 1] if step else update.before) + (1 - decay) * weight
 
 
 def allowed(dtype: str) -> float:

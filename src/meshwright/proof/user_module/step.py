@@ -220,9 +220,8 @@ class Recorder:
         state = module.state_dict()
         buffers = [n for n, b in module.named_buffers() if n in state and b.is_floating_point()]
         self.shapes = parameters | {name: state[name].shape for name in buffers}
-        needed = (
-            4.0 * 8 * steps * sum(shape.numel() for shape in self.shapes.values())
-        )  # two copies of two values, on one device and on rank 0
+        # Two copies of two values, on one device and on rank 0.
+        needed = 4.0 * 8 * steps * sum(shape.numel() for shape in self.shapes.values())
         if needed > available_memory():
             raise MeshwrightError(
                 "MW-VERIFY-005",
