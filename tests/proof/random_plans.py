@@ -102,12 +102,14 @@ def legal(config: Config, **parts: object) -> Config:
 
 
 def outcome(i: int, seed: int, failures: Path | None = None) -> tuple[str, str]:
-    """Prove one draw: "proved", "refused" or "failed", and what there is to say of it."""
+    """Prove one draw: "proved", "untold", "refused" or "failed", and what there is to say of it."""
     config = drawn(i, seed)
     said = f"{config.model.name} {config.plan.title()} {config.workload.precision} {config.workload.optimizer}"
     try:
         proof = prove(config, ranks=RANKS, steps=STEPS, seed=i)
         result, why = "proved" if proof.passed else "failed", "" if proof.passed else reason(proof)
+        untold = [copy.agreements[0].untold for copy in proof.copies if copy.agreements[0].untold]
+        result, why = ("untold", untold[0]) if result == "proved" and untold else (result, why)
     except MeshwrightError as error:
         result = "refused" if error.code in REFUSED else "failed"
         why = error.code if result == "refused" else str(error)[-1500:]
@@ -120,7 +122,7 @@ def outcome(i: int, seed: int, failures: Path | None = None) -> tuple[str, str]:
 def reason(proof: Proof) -> str:
     breaks = [str(b) for agreement in proof.agreements for b in agreement.breaks[:2]]
     rows = [(rank, row) for rank, row in proof.rows if row.unexplained][:3]
-    return str((proof.decisive.small.plan.title(), breaks, rows, proof.unknown, proof.blamed))
+    return str((proof.decisive.small.plan.title(), breaks, rows, proof.decisive.unknown, proof.blamed))
 
 
 def main(arguments: Iterable[str] | None = None) -> int:

@@ -77,7 +77,7 @@ def test_the_axis_that_differs_on_its_own_is_blamed():
 def test_unexpected_communication_fails_the_proof():
     proof = proof_of({"replicate": 2}, "wasted_all_reduce")
     assert proof.parity
-    assert not proof.communication
+    assert not proof.decisive.communication
     assert not proof.passed
     (row,) = {(r.axis, r.operation) for _, r in proof.rows if r.unexplained}
     assert row == ("replicate", "all_reduce")

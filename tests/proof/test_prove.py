@@ -42,7 +42,7 @@ def test_a_large_plan_is_folded_and_proved(axes, ranks, folded):
     proof = prove(config, ranks=ranks, steps=2)
     assert proof.passed
     assert [copy.small.plan.world for copy in proof.copies] == [ranks] * len(folded)
-    assert proof.communication
+    assert all(copy.communication for copy in proof.copies)
     for copy in proof.copies:
         assert all(error < 1e-11 for error in copy.agreements[0].errors.values())
     assert [a.label for a in proof.agreements] == ["fp64", "fp32", "bf16", "formulas", EVALUATION, RESUME]
@@ -75,9 +75,9 @@ def test_issued_collectives_equal_lowered_ones(plan):
     proof = prove(config, ranks=4, steps=1)
     assert proof.parity
     assert [row for _, row in proof.rows if not row.equal] == []
-    assert proof.unknown == []
+    assert [copy.unknown for copy in proof.copies] == [[]] * len(proof.copies)
     assert proof.convergence == {}  # an exact plan has no loss to compare with that of exact arithmetic
-    for trace in proof.traces:
+    for trace in proof.copies[0].traces:
         assert trace.observed.peak_bytes > sum(p.parameters[0].nbytes for p in trace.pieces)
 
 

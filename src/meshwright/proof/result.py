@@ -139,10 +139,6 @@ class Proof(Shown):
         return all(copy.parity for copy in self.copies)
 
     @property
-    def communication(self) -> bool:
-        return all(copy.communication for copy in self.copies)
-
-    @property
     def decisive(self) -> CopyProof:
         """The copy that failed, or the first."""
         return next((copy for copy in self.copies if not copy.passed), self.copies[0])
@@ -158,14 +154,6 @@ class Proof(Shown):
     @property
     def rows(self) -> list[tuple[int, Row]]:
         return [row for copy in self.copies for row in copy.rows]
-
-    @property
-    def traces(self) -> list[Trace]:
-        return self.copies[0].traces
-
-    @property
-    def unknown(self) -> list[str]:
-        return sorted({name for copy in self.copies for name in copy.unknown})
 
     @property
     def blamed(self) -> str:

@@ -5,7 +5,7 @@ Both are given by (axis, operation): their number in a step, and their bytes n. 
 
     the step       its number: replicas under local SGD average in some steps
     the user       parameters that are not trained
-    the data       how many copies of tokens the routers sent (`expert_traffic`), how many values were above a threshold
+    the data       how many copies of tokens the routers sent (`routed`), how many values were above a threshold
 
 A data-dependent row is marked (`explained`) and must be equal too. The step program is lowered in the dtype of the
 run: a proof trains in float64 and float32 whatever the plan's dtypes are.
@@ -14,6 +14,7 @@ run: a proof trains in float64 and float32 whatever the plan's dtypes are.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -23,15 +24,16 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import OVERHEAD
 from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.program import scalar
-from meshwright.lower.rank import OURS, Given, traffic_of_rank
+from meshwright.lower.rank import OURS, Given, Routed, traffic_of_rank
 from meshwright.lower.step import step_program
+from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.data.buckets import Buckets
 from meshwright.parallel.data.reduction import reductions_in
 from meshwright.parallel.data.zero import ShardedGradients
+from meshwright.parallel.expert.dispatch import ParallelPlacement
 from meshwright.parallel.numerics.compress.sparse import Threshold
 from meshwright.parallel.stages import program_of
-from meshwright.proof.expert_traffic import routed
 from meshwright.proof.records import Amount, Row
 from meshwright.training.hooks import Observed
 from meshwright.training.measure.observe import canonical
@@ -124,3 +126,25 @@ def predicted_memory(parallel: Parallel) -> float:
     program = step_program(parallel.model, plan, workload, stack, every_rank=True)
     parts = memory(program, program.ranks[parallel.mesh.index("pp")])
     return sum(scalar(size) for part, size in parts.items() if part not in OVERHEAD)
+
+
+def routed(parallel: Parallel) -> dict[int, list[Routed]] | None:
+    """The rows that routers sent, by layer, one entry per micro-batch; None for a model without experts.
+
+    Each rank sends t·k copies of its tokens (fewer where a capacity drops some) and receives the copies for its experts; an all-gather over
+    expert_tp is padded to its fullest rank. A layer records these numbers for every dispatch of the step; here they are in the order of layers
+    and micro-batches, which the lowering expects. It knows which layers are recomputed: dispatches of recomputed forwards are left out.
+    """
+    if not parallel.model.experts:
+        return None
+    out: dict[int, list[Routed]] = {}
+    for stage in parallel.stages.values():
+        every: Any = stage.layers
+        layers = {int(name): layer.moe for name, layer in every.items() if hasattr(layer, "moe")}
+        for i, (layer, experts) in enumerate(layers.items()):
+            assert isinstance(experts, MixtureOfExperts)
+            # One per stage: its layers append to one list, in turn.
+            assert isinstance(experts.placement, ParallelPlacement)
+            first = [d.rows for d in experts.placement.last_dispatches if not d.recomputed]
+            out[layer] = first[i :: len(layers)]
+    return out
