@@ -34,7 +34,7 @@ def verdict(proof: Proof) -> Text:
         on = f"on {' and '.join(map(str, sizes))} {'rank' if sizes == [1] else 'ranks'}"
         words = f"  trains what one device trains: {counted(proof.copies[0].steps, 'step')} {on}"
         mark, style = ("✓ ", "bold green"), ""
-        if any(copy.agreements[0].untold for copy in proof.copies):
+        if any(first.untold for copy in proof.copies for first in copy.agreements[:1]):
             words, mark = "  no difference was found, but not all can be told", ("? ", "bold yellow")
     else:
         words = (
