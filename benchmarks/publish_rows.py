@@ -5,6 +5,10 @@
 Every row gets the licence of its source. The measurements of one H200 (`train` lines of H200.jsonl) become rows: the shapes are those of
 Llama-3.2 1B and 3B with an untied head, found by their number of parameters. The runs named "mini" call scaled_dot_product_attention, which
 is as fast there as with cuDNN alone.
+
+The tables of Megatron-Bridge do not have CUDA graphs, the dispatcher of experts and the overlap of its messages. `bridge_settings.csv` has
+them, from the settings of the same release in its repository (`scripts/performance/configs`) whose degrees and micro-batch are those of the row.
+A row without such settings in its release or the one before or after has blank cells.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "src" / "meshwright" / "calibrate" / "runs" / "published.csv.xz"
+SETTINGS = Path(__file__).with_name("bridge_settings.csv")
+SETTING_COLUMNS = ("graphs", "dispatch", "overlap")
 PAPER = "facts of a paper"
 LICENCES = {
     "ultrascale_playbook": "Apache-2.0 (huggingface/nanotron)",
@@ -93,10 +99,12 @@ def main(runs: str, failed: str, h200: str) -> None:
             rows += list(reader)
     rows += h200_rows(h200)
     out = io.StringIO()
-    writer = csv.DictWriter(out, [*names, "licence"], restval="", lineterminator="\n")
+    writer = csv.DictWriter(out, [*names, *SETTING_COLUMNS, "licence"], restval="", lineterminator="\n")
     writer.writeheader()
+    with SETTINGS.open(newline="", encoding="utf-8") as file:
+        settings = {row["row_id"]: {name: row[name] for name in SETTING_COLUMNS} for row in csv.DictReader(file)}
     for row in rows:
-        clean = {k: " ".join((v or "").split()) for k, v in row.items()}
+        clean = {k: " ".join((v or "").split()) for k, v in row.items()} | settings.get(row["row_id"], {})
         writer.writerow({**clean, "licence": LICENCES.get(row["file"], PAPER)})
     TARGET.write_bytes(lzma.compress(out.getvalue().encode("utf-8"), preset=9 | lzma.PRESET_EXTREME))
     print(f"{len(rows)} rows, {TARGET.stat().st_size} bytes: {TARGET}")

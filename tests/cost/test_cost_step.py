@@ -60,10 +60,9 @@ def test_overlap_never_hides_more_than_the_compute(data, name, which):
     result = cost_of(Config(model, DGX.with_gpus(plan.world), plan, WORK, stack(which)))
     for stream, seconds in result.busy.items():
         assert one(result.time) >= one(seconds) * (1 - 1e-12), stream
-    none = cost_of(
-        Config(model, DGX.with_gpus(plan.world), plan.but(overlap=()), WORK, stack(which).but(compute_slowdown=0))
-    )
-    some = cost_of(Config(model, DGX.with_gpus(plan.world), plan, WORK, stack(which).but(compute_slowdown=0)))
+    quiet = stack(which).but(compute_slowdown=0, launch=0.0)  # overlapping the messages of experts costs launches
+    none = cost_of(Config(model, DGX.with_gpus(plan.world), plan.but(overlap=()), WORK, quiet))
+    some = cost_of(Config(model, DGX.with_gpus(plan.world), plan, WORK, quiet))
     assert one(some.time) <= one(none.time) * (1 + RAMP)
     everything = sum(map(one, none.busy.values())) + one(none.reduce)
     rest = sum(one(none.exposed.get(p, 0)) for p in ("host", "bubble", "optimizer", "overhead", "pp", "dp"))
@@ -170,8 +169,27 @@ def test_host_time_bounds_small_layers():
     floor = one(program.batch.microbatches) * sum(launches.values()) * 1e-3
     assert one(result.time - result.exposed["optimizer"]) == pytest.approx(floor)
     assert one(result.exposed["host"]) > 0.9 * floor
-    replayed = cost(GQA, stack=slow.but(graphs=True))
+    replayed = cost(GQA, stack=slow.but(graphs=("step",)))
     assert one(replayed.exposed["host"]) < 0.1 * floor
+    attention = cost(GQA, stack=slow.but(graphs=("attention",)))  # its launches, and those of norms
+    assert 0.1 * floor < one(attention.exposed["host"]) < 0.8 * floor
+    assert one(cost(GQA, stack=slow.but(graphs=("router",))).exposed["host"]) > one(attention.exposed["host"])
+
+
+def test_overlapped_experts_cost_host_time_and_hide_behind_weight_gradients():
+    """Messages of experts hide behind another micro-batch: behind all compute of a layer, weight gradients too. Its nodes cost launches."""
+    degrees = {"shard": 16, "zero": 1, "ep": 16, "expert_tp": 1}
+    model = MOE.but(hidden=2048, expert_ffn=4096, experts=16, layers=2)
+    stacks = [
+        Stack(**{**IDLE_HOST, "launch": launch}, overlap=axes) for launch in (0.0, 1e-3) for axes in ((), ("ep",))
+    ]
+    plain, overlapped, slow, slow_overlapped = (cost(model, WORK.but(batch=512), stack=s, **degrees) for s in stacks)
+    work = one(plain.time - plain.exposed["ep"])
+    hidden = one(plain.exposed["ep"] - overlapped.exposed["ep"])
+    assert 0.6 * Stack().hides * work < hidden < work  # forward and input gradients alone are less than two thirds
+    assert one(slow_overlapped.exposed["host"]) > one(slow.exposed["host"])
+    graphed = cost(model, WORK.but(batch=512), stack=stacks[3].but(graphs=("step",)), **degrees)
+    assert one(graphed.exposed["host"]) < 0.1 * one(slow_overlapped.exposed["host"])
 
 
 def test_a_fast_host_adds_no_time():

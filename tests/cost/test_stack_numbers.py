@@ -259,10 +259,14 @@ def test_a_band_is_wider_where_communication_or_the_host_dominate():
 
 
 def test_plans_of_one_kind_are_ranked_more_finely_than_plans_of_two():
-    a, close, other = {"ffn": 1.0, "tp": 0.2}, {"ffn": 1.05, "tp": 0.21}, {"ffn": 1.25}
+    a, close, other = {"ffn": 1.0, "tp": 0.2}, {"ffn": 1.11, "tp": 0.22}, {"ffn": 1.32}
     assert difference_doubt(a, close) < difference_doubt(a, other)
-    assert not indistinguishable(a, close)  # 5% slower in all parts
-    assert indistinguishable(a, other)  # 4% slower, but without communication
+    assert not indistinguishable(a, close)  # 11% slower in all parts
+    assert indistinguishable(a, other)  # 10% slower, but without communication
+    # Half of the compute, and twice the communication: both changes have a doubt, in shares of the geometric mean of the two steps.
+    fast = {"ffn": 0.5, "tp": 0.4}
+    mean = math.sqrt(1.2 * 0.9)
+    assert difference_doubt(a, fast) == pytest.approx(math.hypot(0.055, 0.10 * 0.5 / mean, 0.60 * 0.2 / mean))
 
 
 def test_the_robust_plan_has_the_best_worst_case():

@@ -133,7 +133,9 @@ def stack(name: str) -> Stack:
     plain = Stack(
         name="plain", fused=(), attention="stored", overlap=(), blocking_p2p=True, order=("tp", "pp", "cp", "dp")
     )
-    graphs = Stack(name="graphs", graphs=True, overlap=("dp", "tp", "cp", "ep"), fused=("norm", "loss", "accumulate"))
+    graphs = Stack(
+        name="graphs", graphs=("step",), overlap=("dp", "tp", "cp", "ep"), fused=("norm", "loss", "accumulate")
+    )
     return {"default": Stack(), "plain": plain, "graphs": graphs}[name]
 
 

@@ -173,3 +173,26 @@ def test_stages_hold_every_layer_once(data, name):
 def test_explicit_layers_per_stage():
     program = lowered(pp=4, layers_per_stage=(1, 3, 3, 1))
     assert [one(h.counts["dense"]) for h in program.ranks] == [1, 3, 3, 1]
+
+
+def moved(program, *names):
+    """Bytes that operations of these names move through memory, over all phases of a layer of experts."""
+    ops = (op for (block, _), ops in program.blocks.items() if block == "moe" for op in ops)
+    return sum(one(op.count * op.bytes) for op in ops if op.name.startswith(names))
+
+
+def test_a_plain_dispatch_sorts_tokens_twice():
+    """By rank before the all-to-all and by expert after it; one that removes duplicates sorts them once."""
+    plain, once = (
+        lowered(MOE, stack=Stack(dispatch=kind), replicate=4, ep=4) for kind in ("all-to-all", "deduplicated")
+    )
+    assert moved(plain, "permute") == pytest.approx(2 * moved(once, "permute"))
+
+
+@pytest.mark.parametrize(("precision", "size"), [("bf16", 0.0), ("mxfp8", 4.0), ("fp4", 5.0)])
+def test_block_formats_quantise_inputs_and_gradients_of_outputs(precision, size):
+    """The rows of a product times its inner dimension: the input in forward, the gradient of the output in backward."""
+    program = lowered(GQA, WORK.but(precision=precision), microbatch=2)
+    ops = [op for phase in "FI" for op in program.blocks["dense", phase]]
+    operands = sum(one(op.shape[1] * op.shape[3]) for op in ops if op.kind == "gemm" and not op.dtype)
+    assert sum(one(op.bytes) for op in ops if op.name.endswith("quantise")) == pytest.approx(size * operands)

@@ -51,6 +51,14 @@ AXIS_OF = {  # group of an operation → axis under which its time is reported
 TIMED_AS = {"F": "F", "I": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that are timed together
 SPLIT_ONLY = ("S", "G")  # phases of a split backward
 GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
+NODES, NODE_LAUNCHES = (
+    5.0,
+    3.0,
+)  # parts of a layer whose expert messages overlap: attention, router, dispatch, experts, combine
+GRAPHED_PARTS = {
+    "attention": ("attention", "linear", "norm"),
+    "router": ("router", "shared", "norm"),
+}  # of `Stack.graphs`
 
 
 @dataclass
@@ -90,7 +98,29 @@ def phase_times(program: StepProgram, cluster: Cluster, network: CollectiveTimes
         times[block, phase].host = times[block, phase].host + unit_hooks(program.batch, phase)
         if TIMED_AS[phase] == "I":
             latest[block] = phase
+    if present(program.batch.overlap["ep"] * (program.batch.ep > 1)):
+        for block in {block for block, _ in times}:
+            overlap_experts(program.batch, [times[block, phase] for phase in "FIW" if (block, phase) in times])
     return times
+
+
+def overlap_experts(b: Batch, phases: list[PhaseTime]) -> None:
+    """Hide the exposed messages of experts behind the compute that is left in all phases of a layer, and add the host time of doing so.
+
+    Schedules that overlap these messages run forward of one micro-batch beside backward of another, weight gradients included. Each of the `NODES`
+    of a layer then runs by itself on its stream, in forward and in backward: it waits for an event, records one, and detaches its inputs or
+    starts autograd (Megatron's `ScheduleNode`)."""
+    exposed = sum(t.parts.get("ep", 0.0) for t in phases)
+    hidden = np.minimum(exposed, sum(t.left for t in phases)) * b.overlap["ep"]
+    for t in phases:
+        if "ep" not in t.parts:
+            continue
+        share = hidden * t.parts["ep"] / np.maximum(exposed, 1e-30)
+        t.parts["ep"] = t.parts["ep"] - share
+        add(t.parts, "interference", b.stack.compute_slowdown * share)
+        t.busy = t.busy - (1 - b.stack.compute_slowdown) * share
+        graphed = GRAPH_HOST if "step" in b.stack.graphs else 1.0
+        t.host = t.host + (b.ep > 1) * b.overlap["ep"] * NODES * NODE_LAUNCHES * b.stack.launch * graphed
 
 
 def phase_time(
@@ -109,22 +139,16 @@ def phase_time(
     work: Array = 0.0
     products: dict[str, Array] = {}  # seconds of those that may hide a collective of their layer
     for op in ops:
+        t.host = t.host + host_time(b, op)
         if op.axis:
-            axis = AXIS_OF[op.axis]
-            add(t.comm, axis, op.count * network.time(op))
-            t.host = t.host + op.count * collective_launch(stack, op)
-            if op.own_shard and stack.async_linears == "own-shard":
-                t.host = t.host + op.count * split_launches(b) * (stack.product_launch or stack.launch)
+            add(t.comm, AXIS_OF[op.axis], op.count * network.time(op))
             continue
         if op.kind == "host":
-            copied = op.count * compute.host_copy_time(device, op)
-            add(t.comm, "host", copied)
-            t.host = t.host + op.count * op.launches * stack.launch
+            add(t.comm, "host", op.count * compute.host_copy_time(device, op))
             continue
         times = op.count * compute.pace(stack, op)  # mostly numbers: one array operation less
         seconds = times * compute.device_time(device, b.workload.precision, stack.attention, op)
         add(t.parts, op.part, seconds)
-        t.host = t.host + op.count * op.launches * launch_time(stack, op)
         t.flops = t.flops + op.count * op.flops
         work = work + seconds
         if b.async_linears and op.kind == "gemm":
@@ -156,9 +180,20 @@ def phase_time(
         t.left = left - hidden
         t.parts["offload"] = t.comm["host"] - hidden
         t.busy = t.busy + t.parts["offload"]
-    if stack.graphs:
-        t.host = t.host * GRAPH_HOST
     return t
+
+
+def host_time(b: Batch, op: Op) -> Array:
+    """Host seconds in which an operation is issued."""
+    stack = b.stack
+    if not op.axis:
+        seconds = op.count * op.launches * (stack.launch if op.kind == "host" else launch_time(stack, op))
+    else:
+        seconds = op.count * collective_launch(stack, op)
+        if op.own_shard and stack.async_linears == "own-shard":
+            seconds = seconds + op.count * split_launches(b) * (stack.product_launch or stack.launch)
+    graphed = any(scope == "step" or op.part in GRAPHED_PARTS[scope] for scope in stack.graphs)
+    return seconds * GRAPH_HOST if graphed else seconds
 
 
 def axis_overlap(b: Batch, axis: str, cluster: Cluster) -> Array:

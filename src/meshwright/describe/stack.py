@@ -64,6 +64,7 @@ class Abilities(Described):
 
 Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate"]
 Axis = Literal["dp", "tp", "cp", "pp", "ep"]
+Graphed = Literal["step", "attention", "router"]
 Saves = Literal["sharded", "copied", "rank-0", "weights", "group", "device"]
 Loads = Literal["sharded", "rank-0", "every-rank"]
 DROPPED = ("sharded_launch",)  # keys of earlier versions that nothing reads: their files still load
@@ -138,7 +139,11 @@ class Stack(Described):
     separate_projections: bool = Field(
         default=False, description="q, k, v and gate, up are products of their own instead of one each"
     )
-    graphs: bool = Field(default=False, description="launches are replayed from a graph, or compiled away")
+    graphs: tuple[Graphed, ...] = Field(
+        default=(),
+        description="what is replayed from CUDA graphs, or compiled away, at almost no host time. step: all launches. attention: the mixer of a "
+        "layer with its norm. router: the router of experts, shared experts and their norm",
+    )
     fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer", "accumulate")
     attention: Literal["flash", "triton", "fused", "stored"] = Field(
         default="flash",

@@ -27,6 +27,9 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.program import NARROW, Array, Op
 
+# Bytes that quantise an element to blocks: 16 bits are read, two copies written. fp4 also has a scale for the tensor, whose maximum is read first.
+BLOCK_BYTES = {"mxfp8": 4.0, "fp4": 5.0}
+
 
 class BlockBuilder:
     """Collects the operations of one block, phase by phase."""
@@ -126,8 +129,18 @@ class BlockBuilder:
         )
         if not direct:
             self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, launches)
-        if self.b.stack.fp8_passes and self.b.workload.precision == "fp8" and not dtype:
+        precision = self.b.workload.precision
+        if precision in BLOCK_BYTES and not dtype:
+            self.quantise_blocks(name, part, BLOCK_BYTES[precision], products * m * k, products * m * n)
+        elif precision == "fp8" and self.b.stack.fp8_passes and not dtype:
             self.quantise(name, part, products * m * k, products * m * n, products * k * n)
+
+    def quantise_blocks(self, name: str, part: str, size: float, inputs: Array, outputs: Array) -> None:
+        """Add the passes that bring the input and the gradient of the output of a product to a format with a scale per block. The blocks of a
+        product and of the gradient of its weight lie along other dimensions, so one kernel reads 16 bits and writes both copies. Weights are
+        quantised once a step."""
+        for phase, elements in (("F", inputs), ("I", outputs)):
+            self.memory(phase, f"{name}-quantise", part, elements, size, 2)
 
     def quantise(self, name: str, part: str, inputs: Array, outputs: Array, weights: Array) -> None:
         """Add the passes that bring operands of an fp8 product to fp8, and those that transpose them for the gradient of the weight. With a

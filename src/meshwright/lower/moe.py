@@ -74,9 +74,11 @@ def experts(low: LayerLowering) -> None:
 
 
 def _permute(low: LayerLowering, size: Array) -> None:
-    """Sort token copies by expert, or back: a read and a write."""
-    low.memory("F", "permute", "experts", size, 2, PERMUTE_LAUNCHES)
-    low.memory("I", "permute-grad", "experts", size, 2, PERMUTE_LAUNCHES)
+    """Sort token copies by expert, or back: a read and a write. A plain all-to-all needs them sorted by rank before it and by expert after it;
+    a dispatcher that removes duplicates reads tokens where they are, so they are sorted once."""
+    sorts = 2 if low.b.stack.dispatch == "all-to-all" else 1
+    for phase, name in (("F", "permute"), ("I", "permute-grad")):
+        low.memory(phase, name, "experts", size, 2 * sorts, PERMUTE_LAUNCHES * sorts)
 
 
 def _experts(low: LayerLowering, tokens: Array) -> None:

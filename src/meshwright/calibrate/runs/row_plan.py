@@ -109,6 +109,8 @@ def read_plan(c: PublishedRun) -> None:
         fields |= _experts(c, d)
     mode = c.row["recompute_mode"]
     plan = in_framework(Plan(**fields, recompute=mode or "none"), c.model, c.stack)
+    if "ep" in c.row["overlap"]:
+        plan = plan.but(overlap=(*plan.overlapped(c.stack, c.cluster.node_size), "ep"))
     c.config = c.config.but(plan=plan, workload=workload)
     if not mode:
         c.assumed.append("recompute: the least that fits")

@@ -159,6 +159,9 @@ def _stack(c: PublishedRun) -> Stack:
         c.assumed.append(f"stack: default ({name!r} is not in the catalog)" if name else "stack: default")
     if not kernel:
         c.assumed.append(f"attention: {stack.attention}")
+    if c.row["graphs"]:  # the settings of the recipe are known
+        graphs = () if c.row["graphs"] == "none" else tuple(c.row["graphs"].split())
+        stack = stack.but(graphs=graphs, dispatch=c.row["dispatch"] or stack.dispatch)
     return stack
 
 
