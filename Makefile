@@ -66,10 +66,11 @@ lint: setup
 # Tests of drawn examples, of which the soak draws many more than the daily run.
 DRAWN := tests/describe/test_fuzz.py tests/describe/test_layout.py tests/cost/test_cost_step.py tests/test_units.py
 
-# Every benchmark, printed as a comparison; writes docs/performance.md and docs/accuracy.md.
+# Every benchmark, printed as a comparison; writes docs/performance.md, docs/accuracy.md and docs/plan-quality.md.
 bench: setup
 	PYTHONPATH=docs/generate $(BIN)/python -m performance
 	$(BIN)/meshwright validate --headline --markdown docs/accuracy.md
+	$(BIN)/python benchmarks/plan_quality.py --markdown docs/plan-quality.md
 
 soak: setup
 	$(BIN)/python -m pytest -m slow --timeout 1800

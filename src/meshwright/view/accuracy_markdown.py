@@ -54,11 +54,11 @@ one.
 MISSES = """## What the residuals consist of
 
 Median error and bias of left-out predictions by the largest part besides compute, by GPU and by kind of model. A term that did not help left-out
-sources was deleted. Two of them are real. A product whose tiles do not fill the last wave of processors: 150 products on one H200 follow the
-formula without it within 1.6% (median), with it within 2.3%. CUDA graphs of parts of a layer, as the configurations of Megatron-Bridge have
-them: Qwen3 235B in fp8 on GB200 and GB300 is predicted 50 to 170% too slow without them and 16 to 52% with them, but Nemotron 3, gpt-oss and
-Qwen3 30B on Blackwell GPUs are then predicted mostly 10 to 40% too fast. Releases of one framework differ as much: Qwen3 30B on 8 GB200 with the
-same settings took 10.1 s per step in Megatron-Bridge 26.04 and 6.4 s in 26.06. The runs of vtrain_ground_truth that wait for the host are
+sources was deleted. One of them is real, a product whose tiles do not fill the last wave of processors: 150 products on one H200 follow the
+formula without it within 1.6% (median), with it within 2.3%. The tables of Megatron-Bridge have no CUDA graphs, dispatchers and overlap of expert
+messages: those are from the settings of each release (`benchmarks/bridge_settings.csv`). Runs with graphs of the whole step are predicted as well as
+others with them, and half too slow without. Nemotron 3 and gpt-oss, most of them with graphs of parts of a layer, are predicted too fast: what their
+experts cost beyond products, permutes and messages is not modelled. [Plan quality](plan-quality.md) has the choices of plans. The runs of vtrain_ground_truth that wait for the host are
 predicted 10% too fast: its host is slower than that of the other sources of Megatron-LM."""
 
 
@@ -199,8 +199,8 @@ def _widths_by_source(accuracy: Accuracy) -> str:
     text = (
         "\n\nThe bands of a published and of a calibrated stack by source: the share of its runs inside quantiles of the other sources, its "
         "median half-width, and the half-width of this level if the source did not exist. Nine of ten runs of every source cannot be inside "
-        "narrow bands while some sources have runs that the cost model does not explain: in megatron_bridge_perf_summary recompute, CUDA "
-        "graphs and overlap are not published. The coefficients of the width were chosen on a grid after seeing these half-widths. "
+        "narrow bands while some sources have runs that the cost model does not explain: in megatron_bridge_perf_summary recompute is "
+        "not published. The coefficients of the width were chosen on a grid after seeing these half-widths. "
         "Widths from the fit's covariance make it larger. Separate quantiles for runs with and "
         "without experts, pipelines, several nodes or Blackwell GPUs do not make it clearly smaller. Runs of other sources on one stack "
         "differ by "
