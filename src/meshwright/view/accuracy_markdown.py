@@ -59,7 +59,7 @@ formula without it within 1.6% (median), with it within 2.3%. The tables of Mega
 messages: those are from the settings of each release (`benchmarks/bridge_settings.csv`). Runs with graphs of the whole step are predicted as well as
 others with them, and half too slow without. Nemotron 3 and gpt-oss, most of them with graphs of parts of a layer, are predicted too fast: what their
 experts cost beyond products, permutes and messages is not modelled. [Plan quality](plan-quality.md) has the choices of plans.
-The runs of vtrain_ground_truth that wait for the host are predicted 10% too fast: its host is slower than that of the other sources of Megatron-LM."""
+The runs of vtrain_ground_truth that wait for the host are predicted 10% too fast: its host is slower than those of other sources of Megatron-LM."""
 
 
 def document(accuracy: Accuracy) -> str:
