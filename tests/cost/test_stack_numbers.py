@@ -195,6 +195,18 @@ def test_a_deduplicating_dispatch_sends_a_token_once_to_each_node():
     assert one(once.busy["comm:ep"]) < 0.6 * one(plain.busy["comm:ep"])
 
 
+def test_a_router_that_keeps_groups_of_experts_reaches_fewer_nodes():
+    """DeepSeek-V3 keeps 4 of 8 groups. On 8 nodes these are 4 of them; on 4 nodes, each with two groups, 4(1 − C(6,4)/C(8,4)) = 22/7 in the mean."""
+    model = catalog.load("models", "deepseek-v3")
+    for ep, reached in ((64, 4.0), (32, 22 / 7)):
+        program = step_program(
+            model, Plan(replicate=ep, ep=ep, expert_tp=1), Workload(batch=ep, seq=512), Stack(dispatch="deduplicated")
+        )
+        op = next(op for op in program.blocks["moe", "F"] if op.name == "dispatch")
+        share = one(CollectiveTimes(DGX.with_gpus(ep), program.batch).distinct_share(op))
+        assert share == pytest.approx(reached * (1 - (1 - 1 / reached) ** 8) / 8)
+
+
 def test_selective_recompute_by_operators_saves_less_and_recomputes_more():
     plan = Plan(shard=16, zero=3, recompute="selective")
     core, operators = (cost(plan, selective=kind) for kind in ("attention", "operators"))

@@ -7,6 +7,7 @@ the shape of the group: P ranks on N nodes, g ranks per node. All values are arr
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -116,9 +117,17 @@ class CollectiveTimes:
 
     def distinct_share(self, op: Op) -> Column:
         """The share of the copies of tokens that a deduplicated dispatch sends: one to each distinct unit (node, or rank inside one node)
-        that has experts of the token. k copies reach N(1 − (1 − 1/N)^k) of N units."""
+        that has experts of the token. k copies reach U(1 − (1 − 1/U)^k) of U units.
+
+        U is the number N of units, or fewer if the router keeps K of G groups of experts, in consecutive units. Of s = max(G/N, 1) groups in a unit
+        none is kept with probability Π (1 − s/(G − i)) over i < K, so N(1 − Π) units have a group that is kept."""
         nodes, k = self.nodes(op.axis), op.copies
         units = np.where(nodes > 1, np.ceil(nodes), self.batch.size(op.axis))
+        router = self.batch.model.router
+        if router.groups_kept:
+            in_unit = np.maximum(router.groups / units, 1.0)
+            missed = math.prod(np.maximum(1 - in_unit / (router.groups - i), 0.0) for i in range(router.groups_kept))
+            units = units * (1 - missed)
         return units * (1 - (1 - 1 / np.maximum(units, 1.0)) ** k) / k
 
     def _curves_of(self, op: Op) -> list[Curve]:
