@@ -134,7 +134,8 @@ def costed_together(c: PublishedRun) -> tuple[Any, ...]:
     model = c.model.model_dump_json(exclude={"name"}, exclude_defaults=True)
     workload = c.workload.model_dump_json(exclude={"batch"}, exclude_defaults=True)
     rates = tuple(c.cluster.device_bandwidth(k) for k in range(len(c.cluster.levels)))
-    return model, workload, c.cluster.name, rates, c.stack.name, c.stack.attention, c.stack.fused
+    stack = (c.stack.name, c.stack.attention, c.stack.fused, c.stack.graphs, c.stack.dispatch)
+    return model, workload, c.cluster.name, rates, *stack
 
 
 def _varied_workload(runs: list[Outcome]) -> Workload:
