@@ -54,6 +54,8 @@ EXPERTS = (
 CHOICES = tomllib.loads(Path(__file__).with_name("plan_choices.toml").read_text(encoding="utf-8"))
 SKIPPED = [entry["row"] for entry in CHOICES["skip"]]
 WHOLE_LAYERS = "Megatron's transformer_config.py: graphs of parts of a layer, or overlap of expert messages, exclude full recompute"
+GRAPHS_WITH_FSDP = "26.08"  # release
+NO_FSDP = "Megatron FSDP has a mode for CUDA graphs from release 26.08 on (`megatron_fsdp_cuda_graph_mode`): until then graphs exclude ZeRO-2 and 3"
 
 
 def problems() -> list[PublishedRun]:
@@ -103,6 +105,9 @@ def question(c: PublishedRun) -> dict[str, Any]:
     if c.stack.can.framework == "Megatron-Core" and (set(c.stack.graphs) - {"step"} or overlaps_experts):
         out["without"].append("full")
         out["reason"].append(WHOLE_LAYERS)
+    if "Megatron-Bridge" in c.row["source"] and c.stack.graphs and not c.row["table"].startswith(GRAPHS_WITH_FSDP):
+        out["without"] += ["zero2", "zero3"]
+        out["reason"].append(NO_FSDP)
     return out
 
 
