@@ -1,12 +1,17 @@
 """Benchmarks that need a GPU or an hour can be imported, and what those of a GPU train is legal."""
 
+import math
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from meshwright.calibrate.runs import accuracy
+from meshwright.cost.band import NINE_INSIDE, PLAN_DOUBT
 from meshwright.describe.config import load
+from meshwright.planner.search import choices
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 FILES = sorted(FOLDER.rglob("*.py"))
@@ -40,3 +45,23 @@ def test_the_shapes_of_the_gpu_benchmark_are_legal(tmp_path):
             load(names["run_file"](tmp_path, shape, precision)).check()
     long = names["LONG"] | {"batch": 1, "seq": 524288}
     load(names["run_file"](tmp_path, long, "bf16", plan={"recompute": "full", "offload": "activations"})).check()
+
+
+def test_every_question_about_a_published_choice_is_that_of_a_run():
+    """Limits that the search can read, of sources, models and rows that exist."""
+    names = runpy.run_path(str(FOLDER / "plan_quality.py"), run_name="imported")
+    rows = accuracy.runs()
+    for entry in names["CHOICES"]["question"]:
+        assert any(entry["source"] in row["source"] and entry.get("model", "") in row["model"] for row in rows), entry
+        assert choices.read(without=entry.get("without", ()), fix=entry.get("fix", ())) or "evidence" in entry
+    assert set(names["SKIPPED"]) <= {row["row_id"] for row in rows}
+
+
+def test_the_sides_of_a_pair_are_compared_for_the_same_number_of_tokens():
+    names = runpy.run_path(str(FOLDER / "plan_pairs.py"), run_name="imported")
+    before = SimpleNamespace(tokens_per_s=100.0, step_time_s=1.0, exposed_s={"ffn": 0.8, "dp": 0.2})
+    twice = SimpleNamespace(tokens_per_s=100.0, step_time_s=2.0, exposed_s={"ffn": 1.6, "dp": 0.4})
+    pair = names["compared"]({"speed": (1.0, 1.1)}, "", before, twice)
+    assert (pair.ratio, pair.told, pair.right, pair.alone) == (1.0, 1.1, False, True)
+    assert pair.width == pytest.approx(math.exp(NINE_INSIDE * PLAN_DOUBT))
+    assert pair.within
