@@ -179,15 +179,15 @@ def test_host_time_bounds_small_layers():
 def test_overlapped_experts_cost_host_time_and_hide_behind_weight_gradients():
     """Messages of experts hide behind another micro-batch: behind all compute of a layer, weight gradients too. Its nodes cost launches."""
     degrees = {"shard": 16, "zero": 1, "ep": 16, "expert_tp": 1}
-    model = MOE.but(hidden=2048, expert_ffn=4096, experts=16, layers=2)
+    model = MOE.but(hidden=2048, expert_ffn=4096, experts=16, layers=16)
     stacks = [
         Stack(**{**IDLE_HOST, "launch": launch}, overlap=axes) for launch in (0.0, 1e-3) for axes in ((), ("ep",))
     ]
     plain, overlapped, slow, slow_overlapped = (cost(model, WORK.but(batch=512), stack=s, **degrees) for s in stacks)
     work = one(plain.time - plain.exposed["ep"])
     hidden = one(plain.exposed["ep"] - overlapped.exposed["ep"])
-    assert 0.6 * Stack().hides * work < hidden < work  # forward and input gradients alone are less than two thirds
-    assert one(slow_overlapped.exposed["host"]) > one(slow.exposed["host"])
+    assert 0.8 * Stack().hides * work < hidden < work  # forward and input gradients alone are two thirds
+    assert one(slow_overlapped.time) > one(slow.time)
     graphed = cost(model, WORK.but(batch=512), stack=stacks[3].but(graphs=("step",)), **degrees)
     assert one(graphed.exposed["host"]) < 0.1 * one(slow_overlapped.exposed["host"])
 

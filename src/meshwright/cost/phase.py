@@ -51,10 +51,8 @@ AXIS_OF = {  # group of an operation → axis under which its time is reported
 TIMED_AS = {"F": "F", "I": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that are timed together
 SPLIT_ONLY = ("S", "G")  # phases of a split backward
 GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
-NODES, NODE_LAUNCHES = (
-    5.0,
-    3.0,
-)  # parts of a layer whose expert messages overlap: attention, router, dispatch, experts, combine
+# Parts of a layer whose expert messages overlap (attention, router, dispatch, experts, combine), and launches of one.
+NODES, NODE_LAUNCHES = 5.0, 3.0
 GRAPHED_PARTS = {
     "attention": ("attention", "linear", "norm"),
     "router": ("router", "shared", "norm"),
