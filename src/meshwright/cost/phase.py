@@ -53,6 +53,9 @@ SPLIT_ONLY = ("S", "G")  # phases of a split backward
 GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
 # Parts of a layer whose expert messages overlap (attention, router, dispatch, experts, combine), and launches of one.
 NODES, NODE_LAUNCHES = 5.0, 3.0
+REPLAY_LAUNCHES = (
+    4.0  # of one graph of a part of a layer: the copy of its input, the replay, autograd's function, hooks
+)
 GRAPHED_PARTS = {
     "attention": ("attention", "linear", "norm"),
     "router": ("router", "shared", "norm"),
@@ -93,7 +96,9 @@ def phase_times(program: StepProgram, cluster: Cluster, network: CollectiveTimes
     for (block, phase), ops in program.blocks.items():
         main = times[block, latest[block]] if phase in SPLIT_ONLY else None
         times[block, phase] = phase_time(program, cluster, network, ops, phase, main)
-        times[block, phase].host = times[block, phase].host + unit_hooks(program.batch, phase)
+        times[block, phase].host = (
+            times[block, phase].host + unit_hooks(program.batch, phase) + replays(program.batch, ops, phase)
+        )
         if TIMED_AS[phase] == "I":
             latest[block] = phase
     if present(program.batch.overlap["ep"] * (program.batch.ep > 1)):
@@ -192,6 +197,17 @@ def host_time(b: Batch, op: Op) -> Array:
             seconds = seconds + op.count * split_launches(b) * (stack.product_launch or stack.launch)
     graphed = any(scope == "step" or op.part in GRAPHED_PARTS[scope] for scope in stack.graphs)
     return seconds * GRAPH_HOST if graphed else seconds
+
+
+def replays(b: Batch, ops: list[Op], phase: str) -> Array:
+    """Host seconds in which the graphs of parts of a layer are replayed: inputs are copied to where the graph reads them, autograd and hooks run
+    around it. Weight gradients are in the graph of backward."""
+    if phase not in ("F", "I", "R"):
+        return 0.0
+    parts = {op.part for op in ops}
+    graphs = sum(scope != "step" and not parts.isdisjoint(GRAPHED_PARTS[scope][:-1]) for scope in b.stack.graphs)
+    repeated = (b.recompute == 2) * 1.0 if phase == "R" else 1.0
+    return graphs * REPLAY_LAUNCHES * b.stack.launch * repeated
 
 
 def axis_overlap(b: Batch, axis: str, cluster: Cluster) -> Array:
