@@ -169,7 +169,8 @@ def test_the_choice_of_every_case_fits_and_is_not_slower() -> None:
     for name, r in zip(studies.CASES, map(evaluate, studies.CASES), strict=True):
         assert r.choice is not None, name
         assert r.choice.prediction.fits, name
-        assert step(r.choice) <= step(r.estimate), name
+        # A plan that does not fit by our memory is not among those that the planner chooses from.
+        assert step(r.choice) <= step(r.estimate) or not r.estimate.prediction.fits, name
         assert r.choice.plan.world == r.estimate.plan.world
 
 
