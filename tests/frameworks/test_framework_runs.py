@@ -33,6 +33,11 @@ def experts(*fix: str, gpus: int = 2) -> Case:
     return small(*fix, gpus=gpus, model="tiny-moe", settings=SMALL_EXPERTS)
 
 
+def titan(*fix: str, gpus: int = 2) -> Case:
+    """Settings of torchtitan name a model: the smallest Llama 3, of which the run shrinks the widths, on GPUs that hold it in float32."""
+    return replace(small(*fix, gpus=gpus, model="llama3-8b"), cluster="dgx-b200")
+
+
 DEEPSPEED = {
     f"deepspeed zero {stage}": Run("deepspeed", "deepspeed", small("tp=1", f"zero={stage}")) for stage in range(4)
 }
@@ -60,6 +65,23 @@ ACCELERATE = {
         "accelerate", "accelerate", replace(small("zero=3", "replicate=2", gpus=4), cluster="dgx-h100")
     ),
 }
+TITAN_WIDTHS = (("hidden", 64), ("heads", 8), ("kv_heads", 4), ("ffn", 192), ("vocab", 256))
+TITAN = {
+    "fsdp": titan("zero=3"),
+    "ddp": titan("zero=0", "dp=2"),
+    "tensor parallel": titan("tp=2", "sp=true"),
+    "fsdp and tensor": titan("zero=3", "tp=2", "sp=true", "dp=2", gpus=4),
+    "hsdp": titan("zero=3", "replicate=2", gpus=4),
+    "pipeline": titan("zero=3", "pp=2", "dp=2", "schedule=1f1b", gpus=4),
+    "virtual stages": titan("zero=3", "pp=2", "dp=2", "schedule=interleaved", "virtual=2", gpus=4),
+    "zero bubble": titan("zero=3", "pp=2", "dp=2", "schedule=interleaved-zb", "virtual=2", gpus=4),
+}
+TITANS = {"torchtitan-0_2": "torchtitan"}
+# Gradients of torchtitan 0.2 over those of one process: DDP averages gradients of a loss that is already divided by the tokens of all ranks, and
+# a pipeline does not divide it at all. AdamW does not see the factor, clipping does.
+NORM_FACTORS = {"torchtitan-0_2 ddp": 1 / 2, "torchtitan-0_2 pipeline": 8 * 64, "torchtitan-0_2 virtual stages": 8 * 64}
+# Wrong in the framework, with PyTorch 2.13.
+BROKEN = {"torchtitan-0_2 zero bubble": "the last stage gets no gradients: InterleavedZeroBubble with FSDP"}
 RUNS = {
     **DEEPSPEED,
     **TRAINER,
@@ -68,6 +90,11 @@ RUNS = {
     f"{environment} {name}": Run(environment, "megatron", case)
     for environment in ("megatron-core-0_17", "megatron-core-0_19")
     for name, case in MEGATRON.items()
+}
+RUNS |= {
+    f"{environment} {name}": Run(environment, driver, case, TITAN_WIDTHS)
+    for environment, driver in TITANS.items()
+    for name, case in TITAN.items()
 }
 
 
@@ -83,7 +110,13 @@ def answers_of(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail(reason=BROKEN[name], strict=True)] * (name in BROKEN))
+        for name in RUNS
+    ],
+)
 def test_a_framework_trains_with_what_we_wrote_as_on_one_process(name: str) -> None:
     run = RUNS[name]
     assert run.offer.refused + run.offer.launch_refused == ""
@@ -102,4 +135,5 @@ def test_a_framework_trains_with_what_we_wrote_as_on_one_process(name: str) -> N
         assert answer["parameters"] == pytest.approx(elements["parameters"], rel=0.01)  # shards are padded
         assert answer["states"] == pytest.approx(elements["optimizer"] / 2, rel=0.01)
         assert answer["losses"] == pytest.approx(alone["losses"], rel=ROUNDING)
-        assert answer["norms"] == pytest.approx(alone["norms"], rel=ROUNDING)
+        norms = [norm * NORM_FACTORS.get(name, 1) for norm in alone["norms"]]
+        assert answer["norms"] == pytest.approx(norms, rel=ROUNDING)

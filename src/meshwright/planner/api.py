@@ -65,7 +65,7 @@ def run(question: Question, top: int = 10, progress: Progress | None = None) -> 
         raise no_plan(space)
     outcome, ranking = solve(space, question.headroom, progress)
     if ranking is None:
-        raise none_fits(space, outcome, question.headroom)
+        raise none_fits(space, outcome, question.headroom) if outcome.misfits else no_plan(space)
     return Result(
         config=question.config.but(plan=ranking.best.plan),
         space=space,

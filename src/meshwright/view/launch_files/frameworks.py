@@ -36,6 +36,11 @@ BRIDGE_RECIPES = {
 # Settings of the plan's file that state the shape of the model, which a recipe of Megatron-Bridge has already.
 BRIDGE_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 
+ZERO_BUBBLE = (
+    "On CPU processes, with torchtitan 0.2.2 and PyTorch 2.13, the last stage got no gradients under InterleavedZeroBubble with FSDP: "
+    "compare the gradient norm of the first steps with Interleaved1F1B."
+)
+
 
 def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A TOML file; torchtitan continues from the last checkpoint of its folder."""
@@ -55,6 +60,7 @@ def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> Train
     notes = (
         "torchtitan 0.2, with settings in TOML: for newer releases, `meshwright launch --for torchtitan-0.3`.",
         "It trains on its dataset c4: change training.dataset, and set model.hf_assets_path to the folder with the tokenizer.",
+        *([ZERO_BUBBLE] if config.plan.schedule == "interleaved-zb" and config.plan.pp > 1 else []),
     )
     return with_file(framework, config, folder, more, ("-m", "torchtitan.train", "--job.config_file"), notes)
 
