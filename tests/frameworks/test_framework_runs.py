@@ -109,14 +109,12 @@ def answers_of(run: Run) -> list[dict[str, Any]]:
     return answers
 
 
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xfail(reason=BROKEN[name], strict=True)] if name in BROKEN else []
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(reason=BROKEN[name], strict=True)] * (name in BROKEN))
-        for name in RUNS
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in RUNS])
 def test_a_framework_trains_with_what_we_wrote_as_on_one_process(name: str) -> None:
     run = RUNS[name]
     assert run.offer.refused + run.offer.launch_refused == ""
