@@ -72,16 +72,10 @@ TITAN = {
     "tensor parallel": titan("tp=2", "sp=true"),
     "fsdp and tensor": titan("zero=3", "tp=2", "sp=true", "dp=2", gpus=4),
     "hsdp": titan("zero=3", "replicate=2", gpus=4),
-    "pipeline": titan("zero=3", "pp=2", "dp=2", "schedule=1f1b", gpus=4),
-    "virtual stages": titan("zero=3", "pp=2", "dp=2", "schedule=interleaved", "virtual=2", gpus=4),
-    "zero bubble": titan("zero=3", "pp=2", "dp=2", "schedule=interleaved-zb", "virtual=2", gpus=4),
 }
 TITANS = {"torchtitan-0_2": "torchtitan"}
-# Gradients of torchtitan 0.2 over those of one process: DDP averages gradients of a loss that is already divided by the tokens of all ranks, and
-# a pipeline does not divide it at all. AdamW does not see the factor, clipping does.
-NORM_FACTORS = {"torchtitan-0_2 ddp": 1 / 2, "torchtitan-0_2 pipeline": 8 * 64, "torchtitan-0_2 virtual stages": 8 * 64}
-# Wrong in the framework, with PyTorch 2.13.
-BROKEN = {"torchtitan-0_2 zero bubble": "the last stage gets no gradients: InterleavedZeroBubble with FSDP"}
+# Gradients of torchtitan 0.2 over those of one process: DDP averages gradients of a loss that is already divided by the tokens of all ranks.
+NORM_FACTORS = {"torchtitan-0_2 ddp": 1 / 2}
 RUNS = {
     **DEEPSPEED,
     **TRAINER,
@@ -109,12 +103,8 @@ def answers_of(run: Run) -> list[dict[str, Any]]:
     return answers
 
 
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.xfail(reason=BROKEN[name], strict=True)] if name in BROKEN else []
-
-
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in RUNS])
+@pytest.mark.parametrize("name", RUNS)
 def test_a_framework_trains_with_what_we_wrote_as_on_one_process(name: str) -> None:
     run = RUNS[name]
     assert run.offer.refused + run.offer.launch_refused == ""

@@ -4,8 +4,6 @@ torchtitan asks PyTorch for the kind of the device once, when it is imported; he
 uses for the division that torchtitan switches off, so FSDP is asked for a plain sum (`plain_sums`).
 """
 
-import types
-
 import torch
 import torch._utils
 from torch.distributed.fsdp import FSDPModule
@@ -20,12 +18,6 @@ def plain_sums(models):
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-
-
-def causal_attention(query, key, value, *, scale=None, enable_gqa=False, **options):
-    """In the place of flex attention, which has no backward on a CPU: the tokens of a sequence are one document, so its mask is causal."""
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)  # fmt: skip
-    return out, types.SimpleNamespace(lse=None)
 
 
 class Log:

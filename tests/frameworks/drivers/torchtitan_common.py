@@ -1,13 +1,10 @@
-"""What the drivers of both versions of torchtitan do with its Trainer: the same weights in every layout, two steps, the layout that took effect."""
+"""What a driver of torchtitan does with its Trainer: the same weights in every layout, two steps, the layout that took effect."""
 
 import cpu_torchtitan
 import run_common as common
 import torch
 import torch.distributed as dist
-import torchtitan.config
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-POSITIONS = not hasattr(torchtitan.config, "JobConfig")  # 0.3 makes the attention mask of them
 
 
 def fill(trainer, whole):
@@ -36,7 +33,7 @@ def train(trainer, job, rows_of_a_batch):
     for step in range(common.STEPS):
         trainer.step += 1
         batches = common.microbatches(dict(job, microbatch=rows_of_a_batch), step, data_rank, data_ranks)
-        trainer.train_step(iter([(inputs_of(inputs), labels) for inputs, labels in batches]))
+        trainer.train_step(iter([({"input": inputs}, labels) for inputs, labels in batches]))
     return {
         "world": dims.world_size, "tp": dims.tp, "pp": dims.pp, "cp": dims.cp, "replicate": dims.dp_replicate, "shard": dims.dp_shard,
         "dp": data_ranks, "virtual": len(trainer.model_parts),
@@ -45,13 +42,6 @@ def train(trainer, job, rows_of_a_batch):
         "parameters": sum(common.elements_of_parameters(part) for part in trainer.model_parts),
         "states": sum(common.elements_of_states(each) for each in trainer.optimizers),
     }  # fmt: skip
-
-
-def inputs_of(tokens):
-    """A batch as torchtitan's datasets give it."""
-    return {"input": tokens} | (
-        {"positions": torch.arange(tokens.shape[1]).repeat(len(tokens), 1)} if POSITIONS else {}
-    )
 
 
 def of_last_stage(loss):
