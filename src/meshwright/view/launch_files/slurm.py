@@ -114,10 +114,6 @@ def attempts(job: LaunchJob) -> str:
             "# Each attempt starts the agents; they restart nothing themselves, so that failures are counted here only."
         )
     inner = "\n".join(f"    {line}" for line in choose_words(job).splitlines())
-    last = f'[ "$attempt" = {job.restarts} ]'
-    if job.program.is_ours:
-        why += "\n# Status 2 is a wrong input, which another attempt would not mend."
-        last = f'[ "$status" = 2 ] || {last}'
     lines = [
         why,
         f"for attempt in $(seq 0 {job.restarts}); do",
@@ -126,7 +122,7 @@ def attempts(job: LaunchJob) -> str:
         "    status=$?",
         '    echo "attempt $attempt ended with status $status" >&2',
         *(LOST_NODE if job.nodes > 1 else ()),
-        f'    if {last}; then exit "$status"; fi',
+        f'    if [ "$attempt" = {job.restarts} ]; then exit "$status"; fi',
         "done",
     ]
     if job.program.is_ours and job.program.saves_on:
