@@ -80,8 +80,8 @@ def plan(model: Any, cluster: Any = "", **question: Any) -> Result:
     """Find the fastest plan that fits in memory, with the reasons.
 
     `nodes`, `gpus`, `batch`, `seq`, `tokens`, `stack` describe the training; `fix={"tp": 8}`, `most={"pp": 4}`, `least`,
-    `without=["zero3"]`, `allow` and `headroom="10%"` constrain the search; `mtbf`, `checkpoint`, `restart`, `sites` and `line` add failures and
-    several sites. They are the options of `meshwright plan`; `meshwright.planner.plan` lists them with their types.
+    `without=["zero3"]`, `allow`, `headroom="10%"` and `framework="torchtitan"` constrain the search; `mtbf`, `checkpoint`, `restart`, `sites` and
+    `line` add failures and several sites. They are the options of `meshwright plan`; `meshwright.planner.plan` lists them with their types.
     """
     from meshwright import planner
 

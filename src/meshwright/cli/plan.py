@@ -58,14 +58,12 @@ def command(
     user_plan = UserPlan(compare) if compare else None
     writable(out, html, settings_file)
     question: dict[str, Any] = {name: value for name, value in context.params.items() if name not in NOT_ASKED}
-    if (target or framework) and not asked["stack"]:
-        question["stack"] = target.stack if target else own_stack_name(model, cluster, asked["set"])
+    if target:
+        question["framework"] = target
+    elif framework and not asked["stack"]:
+        question["stack"] = own_stack_name(model, cluster, asked["set"])
     with patient("searching") as progress:
         sizing, result = search(model, cluster, days, budget, question, progress)
-    if target:
-        from meshwright.interop.write import check_runnable
-
-        check_runnable(result.config, target)
     compared = result.compare(user_plan.for_gpus(result.config.cluster.world)) if user_plan else None
     written = write(result, out, html, target if settings_file else None, settings_file)
     if as_json:
@@ -208,7 +206,7 @@ def write(result: Any, out: str, html: str, target: Framework | None = None, set
         from meshwright.interop.write import write_file
 
         write_file(result.config, target, settings_file)
-    what = f"settings of {target.title}" if target else "settings"
+    what = f"settings of {target.title} (tried with {target.versions})" if target else "settings"
     return {what: where for what, where in (("plan file", out), ("page", html), (what, settings_file)) if where}
 
 

@@ -6,6 +6,7 @@ What unknown fit is found by reading the settings back: a field of the plan that
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -146,7 +147,8 @@ def settings_of(
     """The settings of a framework that say a configuration's plan, and `more` facts. Without a model (its shape is not known) they leave it out."""
     facts = {name: value for name, value in express(config).items() if has_model or not name.startswith("model.")}
     settings, _ = write_settings(framework.table, {**facts, **(more or {})})
-    settings |= framework.model_settings(config.model) if has_model else {}
+    if has_model:
+        settings = {**settings, **framework.model_settings(config.model), **settings}  # the plan's win
     back = understand(framework, settings, gpus=config.plan.world, model=config.model.name)
     inexpressible = difference(config, back)
     text = text_of(settings, framework, form or framework.form, inexpressible)
@@ -210,6 +212,15 @@ def check_runnable(config: Config, framework: Framework, tolerated: Sequence[str
         )
 
 
+def is_runnable(config: Config, framework: Framework, plan: Plan) -> bool:
+    """Whether a framework runs a plan for a configuration and its settings can state it."""
+    try:
+        check_runnable(config.but(plan=plan), framework)
+    except MeshwrightError:
+        return False
+    return True
+
+
 def form_of(framework: Framework, path: str | Path) -> Form:
     """The form of a settings file: its ending may choose another one than the framework's usual one."""
     form = ENDINGS.get(Path(path).suffix, framework.form)
@@ -256,18 +267,19 @@ def versions_line(framework: Framework) -> str:
     """The versions of the framework that were tried, for the head of a file."""
     if not framework.tried:
         return ""
-    package = framework.package or framework.name
-    return f"Tried with the parser of {package} {' and '.join(framework.tried)}; another version may refuse or rename some of these"
+    part = f" ({framework.tried_part})" if framework.tried_part else ""
+    return f"Tried with the parser of {framework.versions}{part}; another version may refuse or rename some of these"
 
 
 def yaml_text(tables: dict[str, Any], indent: str = "") -> str:
-    """Nested tables of plain values as YAML; a value is written as in JSON, which YAML reads."""
+    """Nested tables of plain values as YAML; a value is written as in JSON, which YAML reads. `1e-08` would be a text there: 1.0e-08."""
     out = ""
     for name, value in tables.items():
         if isinstance(value, dict) and value:
             out += f"{indent}{name}:\n{yaml_text(value, indent + '  ')}"
         else:
-            out += f"{indent}{name}: {json.dumps(value)}\n"
+            text = json.dumps(value)
+            out += f"{indent}{name}: {re.sub('e', '.0e', text) if re.fullmatch(r'-?[0-9]+e.*', text) else text}\n"
     return out
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.interop.write import check_runnable
 from meshwright.planner import goodput
 from meshwright.planner.advice.infeasible import no_plan, none_fits
 from meshwright.planner.question import Question, read
@@ -41,13 +42,15 @@ def plan(
 
     `nodes`, `gpus`, `batch`, `seq`, `tokens`, `stack` and `set` describe the training (`question.read` has their types);
     `fix={"tp": 8}`, `most={"pp": 4}`, `least`, `without=["zero3"]`, `allow` constrain the search; `headroom="10%"` is memory to leave free.
+    `framework="torchtitan"`: only plans that the framework runs and its settings can state, with its stack unless `stack` is given.
     `mtbf="3h"`, `checkpoint="60s"`, `restart="5min"` add the time lost to failures; `sites=2, line="100Gb/s"` the cost of several such clusters.
     `robust`: take the plan with the best worst case (the lowest upper edge of its band) instead of the fastest.
     `common`: search the common plans only, for a first answer in less than a second (`search.common_plans`).
     """
     request = read(model, cluster, **question)
     if common:
-        request = replace(request, choices=common_choices(request.choices, request.space()))
+        space = request.space()
+        request = replace(request, choices=common_choices(space.choices, space))
     world = request.config.cluster.world
     failures = goodput.read_reliability(world, mtbf, checkpoint, restart) if mtbf or checkpoint or restart else None
     between = line_rate(sites, line)
@@ -64,6 +67,8 @@ def run(question: Question, top: int = 10, progress: Progress | None = None) -> 
     if not len(space.frames):
         raise no_plan(space)
     outcome, ranking = solve(space, question.headroom, progress)
+    if ranking is None and question.framework:  # raise why the framework cannot be told the best plan, if one fits
+        check_runnable(run(replace(question, framework=None)).config, question.framework)
     if ranking is None:
         raise none_fits(space, outcome, question.headroom) if outcome.misfits else no_plan(space)
     return Result(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Unpack
 
 from meshwright.describe import legality
@@ -16,6 +17,9 @@ from meshwright.describe.config import OWN_STACKS, Asked, Config, is_typical
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import configure
+from meshwright.interop.frameworks import framework_named
+from meshwright.interop.keys import Framework
+from meshwright.interop.write import is_runnable
 from meshwright.planner.search import choices as search_choices
 from meshwright.planner.search.choices import Choices
 from meshwright.planner.search.common_plans import HEADROOM
@@ -36,12 +40,16 @@ class Question:
     base: Plan
     choices: Choices
     headroom: float
+    framework: Framework | None = None  # whose settings must be able to state the plan
 
     def space(self, cluster: Cluster | None = None, choices: Choices | None = None) -> Space:
         """The legal plans of this question, perhaps on another cluster or with other choices."""
-        c = self.config
-        bucket = c.plan.bucket if "plan.bucket" in c.origins else 0.0  # 0: a size for each plan
-        return Space(c.but(cluster=cluster or c.cluster, plan=self.base), choices or self.choices, bucket)
+        c = self.config.but(cluster=cluster or self.config.cluster, plan=self.base)
+        bucket = self.config.plan.bucket if "plan.bucket" in c.origins else 0.0  # 0: a size for each plan
+        choices = choices or self.choices
+        if self.framework:
+            choices = replace(choices, writable=partial(is_runnable, c, self.framework))
+        return Space(c, choices, bucket)
 
 
 def read(
@@ -54,18 +62,24 @@ def read(
     without: Sequence[str] = (),
     allow: Words = (),
     headroom: str | float = HEADROOM,
+    framework: Framework | str = "",
     **asked: Unpack[Asked],
 ) -> Question:
     """The question in the arguments of `plan`."""
+    target = framework_named(framework) if isinstance(framework, str) and framework else framework or None
+    if target and not asked.get("stack"):
+        asked["stack"] = target.stack
     asked["set"], fixed = split_settings(asked.get("set", ()))
     config = configure(model, cluster, **asked)
+    if target:
+        target.model_settings(config.model)  # raises if the framework does not have the model
     base = base_plan(config)
     constraints = search_choices.read([*words(fix), *fixed], words(most), words(least), without, words(allow))
     options = search_choices.choices(base, constraints, tuple(config.stack.order))
     if "plan.offload" in config.origins:  # the given plan decides
         options = replace(options, offload=False)
     config = config.but(assumed=assumptions(config, asked.get("stack")))
-    return Question(config, base, options, read_headroom(headroom))
+    return Question(config, base, options, read_headroom(headroom), target)
 
 
 def base_plan(config: Config) -> Plan:

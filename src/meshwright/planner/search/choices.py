@@ -13,7 +13,7 @@ the cluster leave an empty space, and `planner.advice.infeasible` names the cons
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,9 @@ class Choices:
     uneven: bool = True  # allow stages with different numbers of layers
     offload: bool = True  # search offload where nothing else fits or only much slower plans do
     constraints: tuple[Constraint, ...] = ()
+    writable: Callable[[Plan], bool] = lambda plan: (
+        True
+    )  # whether the settings of the question's framework can state a plan
 
     def numbers(self, name: str, candidates: Iterable[int]) -> list[int]:
         low, high = self.least.get(name, 0), self.most.get(name, MOST)
@@ -264,7 +267,7 @@ def limited(choices: Choices, stack: Stack) -> Choices:
             most[word] = min(1, most.get(word, MOST))
         elif word == "order":
             wanted["order"] = (tuple(stack.order),)
-        elif word not in ("hsdp", "recompute_layers"):
+        elif word not in ("hsdp", "recompute_layers", "tp_with_cp"):
             wanted[word] = {"sp": (False,), "reshard": (True,), "reduce": ("auto",)}[word]
     for name, allowed in wanted.items():
         if allowed:

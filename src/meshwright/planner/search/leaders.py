@@ -79,23 +79,28 @@ def rank(space: Space, outcome: SearchOutcome) -> Ranking | None:
 
 
 def candidates(space: Space, outcome: SearchOutcome) -> list[Candidate]:
-    """Walk the leaders in waves and refine them. Plans that exceed the memory limit once all ranks are checked are dropped."""
+    """Walk the leaders in waves and refine them. Plans are dropped that exceed the memory limit once all ranks are checked, or that the
+    question's framework cannot be told: the next wave takes others in their place."""
     rows = described(space, outcome.rows)
     first = rows.estimate
     rows = rows.but(estimate=first.copy(), gain=rows.balanced / first)
-    seen: dict[int, Candidate] = {}
+    limit, writable = outcome.incumbents.limit, space.choices.writable
+    times: dict[int, float] = {}
+    usable: list[Candidate] = []
     for _ in range(MOST_WAVES):
-        wave = [i for i in leading_rows(rows, outcome, space.cluster.accelerator.memory) if i not in seen]
+        wave = [i for i in leading_rows(rows, outcome, space.cluster.accelerator.memory) if i not in times]
         if not wave:
             break
         for i, candidate in zip(wave, walked(space, rows.take(wave), outcome), strict=True):
-            seen[i] = candidate
+            times[i] = np.inf
+            if candidate.memory <= limit and writable(candidate.plan):
+                times[i] = candidate.time
+                usable.append(candidate)
             same = rows.flow == rows.flow[i]
             rows.estimate[same] = first[same] * candidate.time / first[i]
-        for i, candidate in seen.items():
-            rows.estimate[i] = candidate.time if candidate.memory <= outcome.incumbents.limit else np.inf
-    limit = outcome.incumbents.limit
-    return refined(space, [c for c in seen.values() if c.memory <= limit], limit)
+        for i, time in times.items():
+            rows.estimate[i] = time
+    return [c for c in refined(space, usable, limit) if writable(c.plan)]
 
 
 def described(space: Space, rows: PlanArrays) -> PlanArrays:
@@ -264,7 +269,11 @@ def unequal_stages(
     outcome = replace(outcome, costed=outcome.costed + there.costed)
     large = too_large(space, there, limit, enough) if len(there.rows) else []
     large = [replace(c, time=enough) for c in large]  # what another division has to beat
-    return outcome, [replace(c, shape=c.shape - MOST_SHAPES, proved=False) for c in lightened(space, large, limit)]
+    return outcome, [
+        replace(c, shape=c.shape - MOST_SHAPES, proved=False)
+        for c in lightened(space, large, limit)
+        if space.choices.writable(c.plan)
+    ]
 
 
 def other_bases(

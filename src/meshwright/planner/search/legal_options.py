@@ -84,6 +84,7 @@ class LegalOptions(Configured):
             for pp in c.numbers("pp", divisors(world // tp))
             if pp > 1 or c.allows("virtual", 1)
             for cp in c.numbers("cp", divisors(world // (tp * pp)))
+            if tp == 1 or cp == 1 or "tp_with_cp" not in self.stack.can.without
             if c.allows("dp", dp := world // (tp * pp * cp))
         ]
         rows = np.array(degrees, np.int64).reshape(-1, 4).T
@@ -176,13 +177,13 @@ class LegalOptions(Configured):
     def shardings(self, dp: int, repeated: int, piped: int, split: int = 0) -> PlanArrays:
         """replicate, shard, zero, reshard, reduce of `dp` ranks; `repeated`: context-parallel ranks
         repeat the weights, so ZeRO can shard over them even if shard = 1. `piped`: the stages of a pipeline gather weights and reduce
-        gradients once per step, so reshard and reduce have no effect and ZeRO-2 is ZeRO-1. `split`: tensor parallelism limits the stages."""
+        gradients once per step, so reshard and reduce have no effect and ZeRO-2 is ZeRO-1. `split`: tp or ep limits the stages."""
         c, can = self.choices, self.stack.can
         stages = c.numbers("zero", c.words["zero"])
         if piped and can.zero_in_pipeline:
             stages = [z for z in stages if z in can.zero_in_pipeline]
         if split:
-            stages = [z for z in stages if z in can.zero_in_tensor or (z == 0 and dp == 1)]
+            stages = [z for z in stages if z in can.zero_in_split or (z == 0 and dp == 1)]
         if repeated and can.shards_context:
             stages = [z for z in stages if z == 3]
         options = []

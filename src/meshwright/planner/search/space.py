@@ -215,7 +215,7 @@ class Space(LegalOptions):
         return crossed(rows, (rows.pp, self.microbatches(rows)), self.schedules)
 
     def _sharding_keys(self, rows: PlanArrays) -> tuple[np.ndarray, ...]:
-        split = (rows.tp > 1) & bool(self.stack.can.zero_in_tensor)
+        split = ((rows.tp > 1) | (rows.ep > 1)) & bool(self.stack.can.zero_in_split)
         return rows.dp, rows.cp > 1, rows.pp > 1, split  # context-parallel ranks hold the same weights
 
     def __len__(self) -> int:

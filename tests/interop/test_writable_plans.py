@@ -1,0 +1,48 @@
+"""`plan --for X` gives only plans that `launch --for X` starts; files name the versions whose own parser read them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright import api
+from meshwright.errors import MeshwrightError
+from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.write import settings_of
+from meshwright.view.launch_files.job import make_job
+
+QUESTION = {"cluster": "dgx-h100", "gpus": 8, "batch": 64, "seq": 4096}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_winner_can_be_launched_and_names_the_versions_tried(name):
+    framework = FRAMEWORKS[name]
+    config = api.plan("qwen3-4b" if name != "nanotron" else "llama3-8b", framework=name, common=True, **QUESTION).config
+    job = make_job(config, "plan.toml", typed="", framework=name)
+    assert any(framework.versions in note for note in job.program.notes)
+    if framework.form != "json":  # has no comments
+        assert framework.versions in settings_of(config, framework).text
+
+
+def without_key(name, fact):
+    """A framework whose settings have no word for a fact."""
+    framework = FRAMEWORKS[name]
+    keys = tuple(key for key in framework.table.keys if key.fact != fact)
+    return replace(framework, table=replace(framework.table, keys=keys))
+
+
+def test_the_search_takes_the_best_plan_that_can_be_written():
+    question = {"cluster": "dgx-h100", "gpus": 64, "batch": 512, "seq": 8192}
+    assert api.plan("llama3-8b", framework="torchtitan", **question).plan.tp > 1
+    result = api.plan("llama3-8b", framework=without_key("torchtitan", "tp"), **question)
+    assert {leader.plan.tp for leader in result.ranking.leaders} == {1}
+
+
+def test_a_training_that_no_settings_state_is_refused_with_the_reason():
+    with pytest.raises(MeshwrightError, match=r"cannot express workload\.precision = fp32"):
+        api.plan("llama3-8b", framework="torchtitan", set=["workload.precision=fp32"], **QUESTION)
+    with pytest.raises(MeshwrightError, match="has no recipe that we know for mixtral-8x7b"):
+        api.plan("mixtral-8x7b", framework="megatron-bridge", **QUESTION)
+    with pytest.raises(MeshwrightError, match="nanotron has no settings for qk_norm"):
+        api.plan("qwen3-4b", framework="nanotron", **QUESTION)
