@@ -53,8 +53,8 @@ def test_versions_that_were_tried_are_those_of_the_tests_with_real_frameworks() 
     """versions.toml pins what `make test-frameworks` installs."""
     pinned = tomllib.loads((Path(__file__).parents[1] / "frameworks" / "versions.toml").read_text())
     for framework in FRAMEWORKS.values():
-        package = framework.package or framework.name
-        entries = [entry["packages"] for entry in pinned.values() if entry["writes"] == framework.name]
+        package = framework.versions.split()[0]
+        entries = [entry["packages"] for entry in pinned.values() if entry.get("writes") == framework.name]
         versions = {word.partition("==")[2] for words in entries for word in words if word.startswith(f"{package}==")}
         assert versions == set(framework.tried), framework.name
 

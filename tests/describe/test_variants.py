@@ -363,7 +363,7 @@ def test_a_framework_of_a_plug_in_is_planned_for_written_and_started(loads_plugi
 
 def test_settings_of_a_framework_say_that_it_lacks_an_attention_kind(tempered):
     config = load(tempered, ["cluster=dgx-h100", "cluster.gpus=2"])
-    assert settings_of(config, FRAMEWORKS["nanotron"]).inexpressible["model.attention"] == ("tempered", "gqa")
+    assert settings_of(config, FRAMEWORKS["automodel"]).inexpressible["model.attention"] == ("tempered", "gqa")
 
 
 def test_an_option_that_an_attention_kind_lacks_is_refused(tempered):

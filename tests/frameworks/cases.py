@@ -15,7 +15,8 @@ from meshwright import api
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
-from meshwright.interop.write import check_runnable, settings_of
+from meshwright.interop.frameworks.bridge import RECIPES
+from meshwright.interop.write import settings_of
 from meshwright.view.launch_files.job import make_job
 
 
@@ -87,20 +88,11 @@ def offer_of(case: Case, framework_name: str) -> Offer:
     """Plan a case for a framework, and write it."""
     framework = FRAMEWORKS[framework_name]
     try:
-        framework.model_settings(
-            api.load(case.model, cluster=case.cluster).model
-        )  # raises if the framework does not have the model
-        result = api.plan(
-            case.model, case.cluster, gpus=case.gpus, batch=case.batch, seq=case.seq, stack=framework.stack, fix=case.fix, set=case.settings,
-        )  # fmt: skip
+        config = api.plan(
+            case.model, case.cluster, gpus=case.gpus, batch=case.batch, seq=case.seq, framework=framework_name, fix=case.fix, set=case.settings,
+        ).config  # fmt: skip
     except MeshwrightError as error:
         return Offer(None, refused=str(error))  # type: ignore[arg-type]
-    config = result.config
-    try:
-        check_runnable(config, framework)
-    except MeshwrightError as error:  # nothing of the search: `plan --for` raises it too
-        asked = "workload." in str(error)
-        return Offer(config, refused=str(error) if asked else "", launch_refused="" if asked else str(error))
     try:
         written = settings_of(config, framework).text
         flags = settings_of(config, framework, "args").text if framework.takes_flags else ""
@@ -125,12 +117,19 @@ def flags_of(text: str) -> list[str]:
     return shlex.split(" ".join(lines).replace("\\", " "))
 
 
+def facts_of(config: Config) -> dict[str, Any]:
+    """What a driver is told of a configuration besides its settings."""
+    shape = expected(config) | {"attention": config.model.attention}
+    return {"world": config.plan.world, "shape": shape, "recipe": RECIPES.get(config.model.name, "")}
+
+
 def expected(config: Config) -> dict[str, Any]:
     """The values of a plan under the names that the drivers print."""
     plan, work, model = config.plan, config.workload, config.model
     return {
         "world": plan.world, "tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "dp": plan.dp, "replicate": plan.replicate, "shard": plan.shard,
-        "ep": plan.ep, "expert_tp": plan.etp, "sp": plan.sp and plan.tp > 1, "zero": plan.zero, "virtual": plan.virtual if plan.pp > 1 else 1,
+        "ep": plan.ep, "expert_tp": plan.etp, "sp": plan.sp and plan.tp > 1, "zero": plan.zero,
+        "reshard": plan.reshard, "virtual": plan.virtual if plan.pp > 1 else 1,
         "batch": work.batch, "microbatch": plan.microbatch, "accumulation": plan.microbatches(work), "seq": work.seq,
         "recompute": plan.recompute, "dtype": plan.param_dtype, "fp8": work.precision in ("fp8", "mxfp8"),
         "layers": model.layers, "hidden": model.hidden, "heads": model.heads, "kv_heads": model.kv_heads or model.heads,

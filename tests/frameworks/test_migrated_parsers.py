@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from cases import CASES, expected, flags_of
+from cases import CASES, expected, facts_of, flags_of
 from environments import VERSIONS, drive
 
 from interop.test_migrate import first_text, migrated
@@ -45,7 +45,7 @@ def answers(environment: str) -> dict[str, dict[str, Any]]:
         text = result.written.text
         is_flags = framework.form == "args"
         jobs[name] = {
-            "world": result.config.plan.world,
+            **facts_of(result.config),
             "words": flags_of(text) if is_flags else [],
             "text": "" if is_flags else text,
             "variables": dict.fromkeys(variables(result.config.plan) if is_flags else (), "1"),
@@ -54,7 +54,7 @@ def answers(environment: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("environment", VERSIONS)
+@pytest.mark.parametrize("environment", [name for name, entry in VERSIONS.items() if "writes" in entry])
 def test_a_framework_parses_migrated_settings(environment: str) -> None:
     all_answers = answers(environment)
     if "" in all_answers:
@@ -64,6 +64,8 @@ def test_a_framework_parses_migrated_settings(environment: str) -> None:
     for name, result in migrations.items():
         answer, plan = all_answers[name], expected(result.config)
         assert "refused" not in answer, f"{name}: {answer['refused']}"
+        if "skipped" in answer:
+            continue
         script = {field.partition(".")[2] for field in result.target.left_to_script}
         parsed = {key: value for key, value in answer.items() if key in plan and key not in script}
         assert parsed == {key: plan[key] for key in parsed}, name

@@ -32,6 +32,7 @@ LEFT_OUT = {
         "plan.virtual",
     },
     "deepspeed": {"workload.seq", "plan.reshard", "plan.recompute"},
+    "nanotron": {"workload.precision"},  # it has no fp8
 }
 DEGREES = (1, 1, 2, 4, 8)
 
@@ -83,6 +84,8 @@ def random_config(framework: Framework, model: str, rng: random.Random) -> Confi
 @pytest.mark.parametrize("name", list(FRAMEWORKS))
 def test_settings_say_the_plan(name: str, model: str) -> None:
     framework, rng, seen = FRAMEWORKS[name], random.Random(f"{name} {model}"), 0
+    if name == "nanotron" and model == "qwen3-30b-a3b":  # it has no normalisation of queries and keys
+        model = "mixtral-8x7b"
     for _ in range(PLANS * 60):
         config = random_config(framework, model, rng)
         if config is None:

@@ -55,16 +55,26 @@ def test_the_plan_is_for_the_stack_that_is_named() -> None:
     assert "modelled only" in runs_in(narrow.config)
 
 
-def test_deepspeed_has_no_zero_3_with_tensor_parallelism() -> None:
+def test_deepspeed_splits_layers_or_sequences() -> None:
     stack = catalog.load("stacks", "deepspeed")
-    plan = Plan(shard=4, tp=2, zero=3)
-    found = legality.problem(Case(plan, DENSE, Workload(batch=16, seq=64), None, stack, framework=True))
-    assert found is not None
-    assert found.what == "DeepSpeed does not run ZeRO-3 with tensor parallelism"
-    assert found.valid == ["zero=0", "zero=1", "zero=2"]
-    assert (
-        legality.problem(Case(plan.but(zero=2), DENSE, Workload(batch=16, seq=64), None, stack, framework=True)) is None
+    plan = Plan(shard=4, tp=2, cp=2, cp_kind="ulysses", zero=3)
+    problem = legality.problem(Case(plan, DENSE, Workload(batch=16, seq=64), None, stack, framework=True))
+    assert problem is not None
+    assert problem.what == "DeepSpeed does not run tp=2 together with cp=2"
+    for fix in ({"tp": 1}, {"cp": 1}):
+        assert (
+            legality.problem(Case(plan.but(**fix), DENSE, Workload(batch=16, seq=64), None, stack, framework=True))
+            is None
+        )
+
+
+def test_accelerate_shards_where_layers_are_split() -> None:
+    stack = catalog.load("stacks", "accelerate")
+    problem = legality.problem(
+        Case(Plan(replicate=4, tp=2), DENSE, Workload(batch=16, seq=64), None, stack, framework=True)
     )
+    assert problem is not None
+    assert problem.what == "accelerate does not run ZeRO-0 with tensor or expert parallelism"
 
 
 def test_the_default_stack_has_no_limits() -> None:

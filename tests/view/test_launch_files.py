@@ -540,7 +540,9 @@ def test_torchtitan_s_names_of_models_are_read_as_the_catalog_s() -> None:
 def test_accelerate_shards_the_ranks_beside_tensor_parallelism() -> None:
     """Its ParallelismConfig refuses tp > 1 with replicas only; tensor parallelism alone has no data-parallel ranks."""
     replicas = ("plan.pp=1", "plan.sp=false", "plan.recompute=full", "plan.zero=0", "plan.shard=1", "plan.replicate=8")
-    with pytest.raises(MeshwrightError, match=r"MW-PLAN-023: accelerate does not run ZeRO-0 with tensor parallelism"):
+    with pytest.raises(
+        MeshwrightError, match=r"MW-PLAN-023: accelerate does not run ZeRO-0 with tensor or expert parallelism"
+    ):
         job_of(LARGE, *replicas, framework="accelerate")
     one_group = ("model=llama3-8b", "cluster.gpus=8", "workload.batch=8", *replicas[:-1], "plan.replicate=1")
     assert job_of(LARGE, *one_group, framework="accelerate").config.plan.tp == 8

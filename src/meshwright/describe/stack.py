@@ -30,15 +30,28 @@ class Abilities(Described):
     schedules: tuple[ScheduleName, ...] = Field(default=(), description="pipeline schedules")
     zero: tuple[Stage, ...] = Field(default=(), description="ZeRO stages")
     zero_in_pipeline: tuple[Stage, ...] = Field(default=(), description="ZeRO stages together with a pipeline")
-    zero_in_tensor: tuple[Stage, ...] = Field(
-        default=(), description="ZeRO stages together with tensor and data parallelism"
+    zero_in_split: tuple[Stage, ...] = Field(
+        default=(), description="ZeRO stages where tensor or expert parallelism splits the layers"
     )
     cp_kinds: tuple[Literal["ring", "ulysses", "all-gather"], ...] = Field(
         default=(), description="kinds of context parallelism"
     )
     recomputes: tuple[Literal["none", "selective", "full"], ...] = Field(default=(), description="kinds of recompute")
     without: tuple[
-        Literal["tp", "cp", "pp", "ep", "expert_tp", "sp", "hsdp", "reshard", "reduce", "order", "recompute_layers"],
+        Literal[
+            "tp",
+            "cp",
+            "pp",
+            "ep",
+            "expert_tp",
+            "sp",
+            "hsdp",
+            "reshard",
+            "reduce",
+            "order",
+            "recompute_layers",
+            "tp_with_cp",
+        ],
         ...,
     ] = Field(
         default=(),

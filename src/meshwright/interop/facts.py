@@ -64,6 +64,7 @@ FACTS: dict[str, str] = {
     "ring_attention": "the attention kernel that context parallelism needs",
     "expert_plugin": "the plug-in of expert parallelism is on",
     "fsdp_format": "checkpoints have the format of FSDP",
+    "precision_aware": "the optimizer that offload is a part of",
     "moe_reshard": "the same, where the model has experts",
     "reshard": "gathered weights are freed after forward",
     "recompute": "activations recomputed in backward: none, selective or full",

@@ -359,6 +359,7 @@ class Framework:
     comment: str = ""  # the first line of a written file
     package: str = ""  # what pip installs; "": its name
     tried: tuple[str, ...] = ()  # versions of the package whose own parser was given what we write (tests/frameworks)
+    tried_part: str = ""  # what that parser read; "": all of it
     takes_flags: bool = False  # also where its usual form is a file
     python: Callable[[Settings], str] | None = None  # the text of settings that are a program
     # Settings of a model that the table has no rows for; raises if the framework does not have the model.
@@ -366,6 +367,12 @@ class Framework:
     left_to_script: tuple[str, ...] = ()  # fields of a plan that its settings leave to the training script
     # Of a plan, the paths of plan file and run folder, and the steps between checkpoints (`view.launch_files`).
     program: Callable[..., Any] | None = None
+
+    @property
+    def versions(self) -> str:
+        """The package and its versions that were tried: "megatron-core 0.17.0 and 0.19.0"."""
+        package = self.name if ":" in self.package or not self.package else self.package
+        return f"{package} {' and '.join(self.tried)}"
 
     def at(self, path: str) -> Framework:
         """The framework in the version that a recipe at this path of its repository belongs to."""

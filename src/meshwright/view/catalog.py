@@ -64,6 +64,7 @@ def frameworks_json() -> Json:
             "form": f.form,
             "stack": f.stack,
             "versions_tried": list(f.tried),
+            "part_tried": f.tried_part,
         }
         for f in FRAMEWORKS.values()
     }
@@ -71,7 +72,7 @@ def frameworks_json() -> Json:
 
 def frameworks() -> RenderableType:
     rows = [
-        (f.name, f.title, f.form, ", ".join(f.tried) or "none: read back by ourselves only")
+        (f.name, f.title, f.form, ", ".join(f.tried) + (f": {f.tried_part}" if f.tried_part else ""))
         for f in FRAMEWORKS.values()
     ]
     note = "versions tried: the package's own parser read what we write (make test-frameworks). Other versions may refuse it."

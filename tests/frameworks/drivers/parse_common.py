@@ -22,6 +22,19 @@ def stub(*names):
         sys.modules[name] = module
 
 
+@contextlib.contextmanager
+def world(ranks):
+    """A process group of so many ranks whose messages go nowhere: a framework builds its own groups and meshes in it, as rank 0."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def main(parse):
     """Run `parse` on every case of standard input."""
     cases = json.load(sys.stdin)

@@ -1,5 +1,8 @@
-"""DeepSpeed: DeepSpeedConfig reads the JSON with the number of data-parallel ranks given, and checks the batch against it."""
+"""DeepSpeed: DeepSpeedConfig checks the batch against the world (a fake process group) as in `deepspeed.initialize`; its groups say the degrees.
 
+Recompute and the sequence length are not in its file: the training script has them."""
+
+import importlib
 import json
 import os
 
@@ -8,31 +11,49 @@ import parse_common as common
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-class Groups:
-    """The data-parallel ranks of a world without processes."""
-
-    def __init__(self, ranks):
-        self.get_data_parallel_world_size = lambda: ranks
-
-
 def parse(case):
-    from deepspeed.runtime import config as module
+    import deepspeed.comm as dist
     from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
 
-    module.dist.get_rank = lambda *a: 0  # there are no processes
-
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # a kernel that would be compiled
     settings = json.loads(case["text"])
-    tp = settings.get("tensor_parallel", {}).get("autotp_size", 1)
-    config = DeepSpeedConfig(settings, mpu=Groups(case["world"] // tp))
     every_key_is_known(settings)
-    out = {
-        "world": config.world_size * tp, "dp": config.world_size, "tp": config.tensor_parallel_config.autotp_size or 1,
-        "zero": int(config.zero_optimization_stage), "batch": config.train_batch_size, "microbatch": config.train_micro_batch_size_per_gpu,
-        "accumulation": config.gradient_accumulation_steps, "dtype": "bf16" if config.bfloat16_config.enabled else "fp32",
+    with common.world(case["world"]):
+        dist.init_distributed(dist_backend="fake", verbose=False)
+        forget_groups(groups, parallel_state_sp)
+        sequence_ranks = settings.get("sequence_parallel_size", 1)
+        if sequence_ranks > 1:  # as UlyssesSPAttentionHF.register_with_transformers does, whose mpu the script passes
+            parallel_state_sp.initialize_sequence_parallel(sequence_ranks)
+        config = DeepSpeedConfig(settings, mpu=parallel_state_sp if sequence_ranks > 1 else None)
+        tp = config.tensor_parallel_config.autotp_size or 1
+        if tp > 1:  # as DeepSpeedEngine does
+            groups._init_tp_mesh_device(tensor_model_parallel_size=tp)
+            dp = groups.get_data_parallel_world_size()
+            assert groups.get_tensor_model_parallel_world_size() == tp
+        else:
+            dp = int(config.world_size)
+        cp = parallel_state_sp.get_sequence_parallel_world_size() if sequence_ranks > 1 else 1
+        world = dist.get_world_size()
+    microbatch, accumulation = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    return {
+        "world": world, "dp": dp, "tp": tp, "cp": cp, "zero": int(config.zero_optimization_stage), "microbatch": microbatch,
+        "accumulation": accumulation, "batch": config.train_batch_size if tp == 1 else microbatch * accumulation * dp,
+        "dtype": "bf16" if config.bfloat16_config.enabled else "fp16" if config.float16_config.enabled else "fp32",
     }  # fmt: skip
-    if tp > 1:
-        assert out["zero"] < 3, "AutoTP does not run with ZeRO-3"
-    return out
+
+
+def forget_groups(*modules):
+    """The groups of the case before: module variables of DeepSpeed."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if (
+                name.isupper()
+                and name.startswith("_")
+                and type(value).__name__ in ("ProcessGroup", "DeviceMesh", "int", "list", "range")
+            ):
+                setattr(module, name, None)
 
 
 def every_key_is_known(settings):
@@ -40,7 +61,14 @@ def every_key_is_known(settings):
     from deepspeed.runtime import constants
 
     known = {value for value in vars(constants).values() if isinstance(value, str)}
-    known |= {"zero_optimization", "tensor_parallel", "activation_checkpointing", "data_types", "torch_autocast"}
+    known |= {
+        "zero_optimization",
+        "tensor_parallel",
+        "activation_checkpointing",
+        "data_types",
+        "torch_autocast",
+        "sequence_parallel_size",
+    }
     assert set(settings) <= known, f"DeepSpeed has no {sorted(set(settings) - known)}"
 
 

@@ -49,7 +49,7 @@ def parse(case):
         "world": dims.world_size, "tp": dims.tp, "cp": dims.cp, "pp": dims.pp, "dp": dp, "replicate": dims.dp_replicate, "shard": dims.dp_shard,
         "virtual": stages // dims.pp, "batch": training.global_batch_size, "microbatch": microbatch,
         "accumulation": training.global_batch_size // (microbatch * dp), "seq": training.seq_len,
-        "recompute": "full" if layer_wise else checkpoint.mode, "fp8": any("float8" in each for each in config.model.converters),
+        "recompute": "full" if layer_wise else checkpoint.mode, "fp8": any(each.endswith((".float8", ".mx")) for each in config.model.converters),
         "dtype": {"bfloat16": "bf16", "float32": "fp32"}[training.mixed_precision_param],
         "layers": model.n_layers, "hidden": model.dim, "vocab": model.vocab_size,
     }  # fmt: skip

@@ -58,10 +58,12 @@ CONVERTED = []
 def skip_conversion():
     """Quantised layers need torchao's kernels: only their settings are read here."""
     from torchtitan.components.quantization import Float8LinearConverter
+    from torchtitan.components.quantization.mx import MXFP8LinearConverter
 
     CONVERTED.clear()
-    Float8LinearConverter.__init__ = lambda self, config: CONVERTED.append(config)
-    Float8LinearConverter.convert = lambda self, model: model
+    for converter in (Float8LinearConverter, MXFP8LinearConverter):
+        converter.__init__ = lambda self, config: CONVERTED.append(config)
+        converter.convert = lambda self, model: model
 
 
 def virtual_stages(config, model, dims):

@@ -1,4 +1,6 @@
-"""Transformers' Trainer: TrainingArguments takes the DeepSpeed file, and compares its batch, precision and optimizer with its own arguments."""
+"""Transformers' Trainer: TrainingArguments takes the DeepSpeed file, and compares its batch, precision and optimizer with its own arguments.
+
+The number of processes is given. TrainingArguments has no degrees: DeepSpeed's own parser says them."""
 
 import json
 import os
@@ -13,11 +15,9 @@ def parse(case):
     from transformers.integrations import deepspeed as integration
 
     settings = json.loads(case["text"])
-    tp = settings.get("tensor_parallel", {}).get("autotp_size", 1)
-    ranks = case["world"] // tp
-    TrainingArguments.world_size = property(lambda self: ranks)
     optimizer = settings.get("optimizer", {}).get("params", {})
     betas = optimizer.get("betas", (0.9, 0.999))
+    TrainingArguments.world_size = property(lambda self: case["world"])  # all processes: there is one here
     arguments = TrainingArguments(
         output_dir="/nonexistent", deepspeed=settings, use_cpu=True, bf16=bool(settings.get("bf16", {}).get("enabled")),
         per_device_train_batch_size=settings["train_micro_batch_size_per_gpu"], gradient_accumulation_steps=settings["gradient_accumulation_steps"],
@@ -29,9 +29,9 @@ def parse(case):
     config.trainer_config_finalize(arguments, None, 10)
     assert not config.mismatches, config.mismatches
     return {
-        "dp": ranks, "batch": arguments.train_batch_size * arguments.gradient_accumulation_steps * ranks,
         "microbatch": arguments.per_device_train_batch_size, "accumulation": arguments.gradient_accumulation_steps,
         "zero": config.get_value("zero_optimization.stage", 0), "dtype": "bf16" if arguments.bf16 else "fp32",
+        **({"batch": config.get_value("train_batch_size")} if "train_batch_size" in settings else {}),
     }  # fmt: skip
 
 

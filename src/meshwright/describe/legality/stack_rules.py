@@ -51,6 +51,8 @@ class StackHasAxis(LegalityRule, code=CODE, needs=NEEDS):
                 out = out | ((p.replicate > 1) & (p.zero > 0))
             elif axis == "recompute_layers":
                 out = out | (p.recompute_layers > 0)
+            elif axis == "tp_with_cp":
+                out = out | ((p.tp > 1) & (p.cp > 1))
         return out
 
     def explain(self, p: Case) -> Problem:
@@ -63,6 +65,7 @@ class StackHasAxis(LegalityRule, code=CODE, needs=NEEDS):
             "expert_tp": p.etp > 1,
             "hsdp": p.replicate > 1 and p.zero > 0,
             "recompute_layers": p.recompute_layers > 0,
+            "tp_with_cp": p.tp > 1 and p.cp > 1,
         }
         axis = next(name for name in p.stack.can.without if present.get(name))
         if axis == "hsdp":
@@ -70,6 +73,8 @@ class StackHasAxis(LegalityRule, code=CODE, needs=NEEDS):
             return Problem(
                 f"{p.stack.can.framework} does not run replicas of sharded groups", p.stack.can.source, [], fixes
             )
+        if axis == "tp_with_cp":
+            return refusal(p, f"tp={p.tp} together with cp={p.cp}", "tp", [1])
         off = {"sp": False, "recompute_layers": 0}.get(axis, 1)
         return refusal(p, f"{axis}={p.setting(f'plan.{axis}')}", axis, [off])
 
@@ -93,8 +98,8 @@ class StackHasZero(LegalityRule, code=CODE, needs=NEEDS):
                 out = out | ((p.zero == stage) & (p.dp * p.cp > 1))
             if can.zero_in_pipeline and stage not in can.zero_in_pipeline:
                 out = out | ((p.zero == stage) & (p.pp > 1) & ((p.dp > 1) | (stage > 0)))
-            if can.zero_in_tensor and stage not in can.zero_in_tensor:
-                out = out | ((p.zero == stage) & (p.tp > 1) & ((p.dp > 1) | (stage > 0)))
+            if can.zero_in_split and stage not in can.zero_in_split:
+                out = out | ((p.zero == stage) & ((p.tp > 1) | (p.ep > 1)) & ((p.dp > 1) | (stage > 0)))
         return out
 
     def explain(self, p: Case) -> Problem:
@@ -102,8 +107,8 @@ class StackHasZero(LegalityRule, code=CODE, needs=NEEDS):
         stages, where = can.zero, ""
         if p.zero in (can.zero or (0, 1, 2, 3)):  # alone it can run
             in_pipeline = p.pp > 1 and can.zero_in_pipeline and p.zero not in can.zero_in_pipeline
-            stages = can.zero_in_pipeline if in_pipeline else can.zero_in_tensor
-            where = " in a pipeline" if in_pipeline else " with tensor parallelism"
+            stages = can.zero_in_pipeline if in_pipeline else can.zero_in_split
+            where = " in a pipeline" if in_pipeline else " with tensor or expert parallelism"
         problem = refusal(p, f"ZeRO-{p.zero}{where}", "zero", stages)
         replicas = {"plan.zero": 0, "plan.shard": 1, "plan.replicate": p.dp}
         return Problem(problem.what, problem.why, problem.valid, [*problem.fixes, replicas])

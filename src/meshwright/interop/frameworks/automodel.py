@@ -19,10 +19,9 @@ def _derive(facts: Facts) -> None:
     facts["sharding"] = {"fsdp2": "parameters", "megatron_fsdp": "parameters", "ddp": "none"}[
         str(facts.pop("fsdp", "fsdp2"))
     ]
-    experts = facts.pop("moe_reshard", None)
-    stated = facts.get("reshard") if experts is None else experts
-    # The default keeps the weights of experts and of pipeline stages.
-    by_layer = facts.get("ep", 1) == 1 and facts.get("pp", 1) == 1
+    experts, expert_parallel = facts.pop("moe_reshard", None), facts.get("ep", 1) > 1
+    stated = experts if expert_parallel and experts is not None else facts.get("reshard")
+    by_layer = not expert_parallel and facts.get("pp", 1) == 1  # the default keeps the weights of experts and of stages
     facts["reshard"] = by_layer if stated is None else bool(stated)
     if facts.get("replicate") is None:
         facts["replicate"] = 1
@@ -50,14 +49,16 @@ def _derive(facts: Facts) -> None:
 
 
 def _restate(facts: Facts) -> None:
-    facts["fsdp"] = "ddp" if facts.pop("sharding", "none") == "none" else "fsdp2"
+    replicas = facts.pop("sharding", "none") == "none"
+    only_data = all((facts.get(axis) or 1) == 1 for axis in ("tp", "cp", "pp", "ep"))
+    facts["fsdp"] = "ddp" if replicas and only_data else "fsdp2"
     facts["dp"] = None
-    if facts.get("fsdp") == "ddp":
-        facts["replicate"] = None
+    if facts["fsdp"] == "ddp":  # it refuses the options of FSDP, and other axes
+        facts["replicate"] = facts["sp"] = facts["overlap_tp"] = None
     if facts.get("pp", 1) == 1:
         for name in ("schedule", "pipeline_microbatch", "layers_per_chunk"):
             facts.pop(name, None)
-    if facts.get("ep") is not None:
+    if (facts.get("ep") or 1) > 1:
         facts["moe_reshard"] = facts.pop("reshard", None)
     facts.pop("layers_per_chunk", None)
     if facts.get("schedule") in ("interleaved", "looped-bfs", "interleaved-zb") and facts.get("model.layers"):
@@ -153,4 +154,5 @@ AUTOMODEL = Framework(
     names=("NeMo Automodel", "NeMo-Automodel"),
     comment="NeMo Automodel settings: the sections that follow from the plan",
     package="nemo-automodel",
+    tried=("0.7.0",),
 )

@@ -6,6 +6,8 @@ run on Megatron-Core, whose rules apply.
 
 from __future__ import annotations
 
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks.megatron import (
     CP_KINDS,
     FORMATS,
@@ -18,7 +20,7 @@ from meshwright.interop.frameworks.megatron import (
     restate_schedule,
     restate_sharding,
 )
-from meshwright.interop.keys import OPTIMIZERS, PRECISIONS, Facts, Framework, Key, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, PRECISIONS, Facts, Framework, Key, Settings, Table, flag
 
 DTYPES = {
     "torch.float32": "fp32",
@@ -70,6 +72,7 @@ def _restate(facts: Facts) -> None:
     restate_recompute(facts)
     restate_schedule(facts)
     facts["eight"] = facts.get("eight") or "none"
+    facts["zero_of_optimizer"] = bool(facts.get("zero"))
 
 
 M = "model."
@@ -98,7 +101,7 @@ TABLE = Table(
         Key(M + "expert_model_parallel_size", "ep", was=("expert_model_parallel_size", "ep_size"), default=1),
         Key(M + "expert_tensor_parallel_size", "expert_tp", was=("expert_tensor_parallel_size", "etp_size")),
         Key("ddp.use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=1),
-        Key("optimizer.use_distributed_optimizer", "zero_of_optimizer", words={True: True, False: False}, read_only=True),
+        Key("optimizer.use_distributed_optimizer", "zero_of_optimizer", words={True: True, False: False}),
         Key("ddp.use_megatron_fsdp", "fsdp", words={True: True, False: False}, default=False,
             was=("dist.use_megatron_fsdp", "use_megatron_fsdp", "use_mcore_fsdp")),
         Key("ddp.data_parallel_sharding_strategy", "sharding", words=STRATEGIES),
@@ -107,6 +110,7 @@ TABLE = Table(
         Key("train.micro_batch_size", "microbatch", was=("micro_batch_size", "mbs"), always=True),
         Key("train.global_batch_size", "batch", was=("global_batch_size", "gbs"), always=True),
         Key(M + "seq_length", "seq", was=("seq_length", "seq_len", "dataset.seq_length"), always=True),
+        Key("dataset.sequence_length", "seq", always=True),
         Key("dataset.offline_packing_specs.packed_sequence_size", "packed_seq", read_only=True),
         Key(M + "recompute_granularity", "recompute", words={"selective": "selective", "full": "full", None: "none"}, was=("recompute_granularity",),
             default="none"),
@@ -123,7 +127,7 @@ TABLE = Table(
         Key("optimizer.optimizer", "optimizer", match=OPTIMIZERS),
         Key("optimizer.lr", "learning_rate"),
         Key("optimizer.optimizer", "zero", match=(("^dist_", 1), (".", None))),
-        Key("optimizer.optimizer_cpu_offload", "offload_states", words={True: True, False: False}, default=False),
+        flag("offload_states", "optimizer.optimizer_cpu_offload"), flag("precision_aware", "optimizer.use_precision_aware_optimizer"),
         Key("activation_offload_layers", "offload_layers", was=(M + "cpu_offloading_num_layers",), unset=(0,), read_only=True),
         Key(M + "fine_grained_activation_offloading", "offloads_modules", words={True: True, False: False}, default=False, read_only=True),
         Key(M + "offload_modules", "offload_modules", read_only=True),
@@ -134,9 +138,14 @@ TABLE = Table(
         *(Key("comm_overlap", fact, match=(("None|False", None), (".", True)), read_only=True) for fact in ("overlap_dp", "overlap_gather")),
         Key("comm_overlap.overlap_grad_reduce", "overlap_dp", words={True: True, False: False, None: None}, read_only=True),
         Key("comm_overlap.overlap_param_gather", "overlap_gather", words={True: True, False: False, None: None}, read_only=True),
-        flag("overlap_tp", "comm_overlap.tp_comm_overlap", was=(M + "tp_comm_overlap",)),
-        flag("overlap_ep", "comm_overlap.overlap_moe_expert_parallel_comm", was=(M + "overlap_moe_expert_parallel_comm", M + "moe_a2a_overlap")),
-        flag("overlap_p2p", "comm_overlap.overlap_p2p_comm", was=(M + "overlap_p2p_comm",), default=True),
+        # Written without a section `comm_overlap`: its keys cannot be set where a recipe has none.
+        flag("overlap_tp", M + "tp_comm_overlap"), flag("overlap_tp", "comm_overlap.tp_comm_overlap", read_only=True),
+        flag("overlap_ep", M + "overlap_moe_expert_parallel_comm", was=(M + "moe_a2a_overlap",)),
+        flag("overlap_ep", "comm_overlap.overlap_moe_expert_parallel_comm", read_only=True),
+        Key(M + "batch_p2p_comm", "overlap_p2p", words={False: True, True: False}, always=True),
+        flag("overlap_p2p", M + "overlap_p2p_comm", default=True, always=True),
+        flag("overlap_p2p", "comm_overlap.overlap_p2p_comm", default=True, read_only=True),
+        Key("checkpoint.ckpt_format", "fsdp_format", words={"fsdp_dtensor": True}, match=((".", False),), default=False),
         Key("checkpoint.ckpt_format", "saves", words=FORMATS, default="sharded"),
         Key("checkpoint.async_save", "saves", words={True: "copied", False: None}),
         Key(M + "cuda_graph_impl", "cuda_graphs", words={"none": None, None: None, 0: None}, match=((".", True),), was=("cuda_graphs", M + "enable_cuda_graph"), read_only=True),
@@ -166,6 +175,40 @@ TABLE = Table(
     restate=_restate,
 )  # fmt: skip
 
+# Its recipe of the models of the catalog that it has: `llama3_8b_pretrain_config` brings the model.
+RECIPES = {
+    "llama2-7b": "llama2_7b", "llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3.1-8b": "llama31_8b", "llama3.1-70b": "llama31_70b",
+    "llama3.1-405b": "llama31_405b", "llama3.2-1b": "llama32_1b", "llama3.2-3b": "llama32_3b", "qwen2.5-0.5b": "qwen25_500m",
+    "qwen2.5-1.5b": "qwen25_1p5b", "qwen2.5-7b": "qwen25_7b", "qwen2.5-14b": "qwen25_14b", "qwen2.5-32b": "qwen25_32b", "qwen2.5-72b": "qwen25_72b",
+    "qwen3-0.6b": "qwen3_600m", "qwen3-1.7b": "qwen3_1p7b", "qwen3-4b": "qwen3_4b", "qwen3-8b": "qwen3_8b", "qwen3-14b": "qwen3_14b",
+    "qwen3-32b": "qwen3_32b", "qwen3-30b-a3b": "qwen3_30b_a3b", "qwen3-235b-a22b": "qwen3_235b_a22b", "gemma2-2b": "gemma2_2b",
+    "gemma2-9b": "gemma2_9b", "gemma2-27b": "gemma2_27b", "gemma3-1b": "gemma3_1b", "gpt-oss-20b": "gpt_oss_20b", "gpt-oss-120b": "gpt_oss_120b",
+    "deepseek-v2-lite": "deepseek_v2_lite", "deepseek-v2": "deepseek_v2", "gpt3-175b": "gpt3_175b",
+}  # fmt: skip
+# Settings of plans in its recipes.
+OF_RECIPES = (
+    "comm_overlap", M + "virtual_pipeline_model_parallel_size", M + "pipeline_model_parallel_layout", M + "recompute_granularity",
+    M + "recompute_method", M + "recompute_num_layers", M + "recompute_modules", M + "cp_comm_type", M + "num_layers_in_first_pipeline_stage",
+    M + "num_layers_in_last_pipeline_stage",
+)  # fmt: skip
+SWITCHES_OF_RECIPES = (
+    M + "sequence_parallel", M + "tp_comm_overlap", M + "account_for_embedding_in_pipeline_split", M + "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+
+
+def _model_settings(model: Model) -> Settings:
+    """What a recipe may set of another plan, set back: the settings of the plan are laid over it. Raises if there is no recipe."""
+    if model.name not in RECIPES:
+        raise MeshwrightError(
+            "MW-LAUNCH-005",
+            f"Megatron-Bridge has no recipe that we know for {model.name}",
+            why="Its settings change one of its recipes, which brings the model",
+            valid=RECIPES,
+            fix="--for megatron-lm",
+        )
+    return dict.fromkeys(OF_RECIPES) | dict.fromkeys(SWITCHES_OF_RECIPES, False)
+
+
 BRIDGE = Framework(
     name="megatron-bridge",
     title="Megatron-Bridge",
@@ -174,6 +217,8 @@ BRIDGE = Framework(
     form="yaml",
     table=TABLE,
     names=("NeMo",),
+    model_settings=_model_settings,
+    tried=("0.3.1",),
     splits_evenly=True,
     vocab_of_tokenizer=True,
     layout_in_code=True,

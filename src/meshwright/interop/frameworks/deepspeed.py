@@ -1,7 +1,8 @@
 """DeepSpeed: a JSON file, and the arguments of launch scripts; with Megatron-DeepSpeed, together with Megatron's arguments.
 
 train_batch_size = micro-batch × accumulation × data-parallel ranks; of the three, two suffice. `"auto"` is filled in by the caller, so it states nothing.
-The pipeline engine takes ZeRO 0 and 1 only.
+With AutoTP or Ulysses the product is not written: DeepSpeed, or Trainer, compares it with all ranks of the world. The pipeline engine takes ZeRO 0 and 1
+only. Recompute is not in the file: the section `activation_checkpointing` only tunes `deepspeed.checkpointing`, which the model's code must call.
 """
 
 from __future__ import annotations
@@ -91,6 +92,10 @@ def _derive(facts: Facts) -> None:
 def _restate(facts: Facts) -> None:
     facts["zero"] = STAGES.index(facts.pop("sharding", "none"))
     facts["half_alternative"] = "fp16" if facts.get("half") == "fp16" else None
+    if facts.get("cp", 1) > 1 and facts.get("cp_kind") == "ulysses":
+        facts["sequence_ranks"] = facts["cp"]
+    if facts.get("tp", 1) * facts.get("cp", 1) > 1:  # it checks this number as if every rank had data of its own
+        facts["batch"] = None
     if not facts["zero"]:
         facts["overlap_dp"] = None
         facts["grad_dtype"] = facts.get("half")  # the engine refuses any other without ZeRO
@@ -129,7 +134,7 @@ TABLE = Table(
         Key("--num_processes", "gpus", read_only=True),
         *BLOCK,
         Key("tensor_parallel.autotp_size", "tp", default=1),
-        Key("sequence_parallel_size", "sequence_ranks", read_only=True),
+        Key("sequence_parallel_size", "sequence_ranks"),
         Key("torch_autocast.dtype", "half", match=(("bfloat16", "bf16"), ("float16", "fp16"))),
         Key("data_types.grad_accum_dtype", "grad_dtype", words={"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}),
     ),

@@ -51,6 +51,7 @@ def restate_sharding(facts: Facts) -> None:
     stage = ("none", "optimizer", "gradients", "parameters").index(facts.pop("sharding", "none"))
     facts["zero"] = 1 if stage else 0
     facts["fsdp"] = facts["fsdp_format"] = stage > 1
+    facts["precision_aware"] = facts.get("offload_states") or None
     facts["sharding"] = {2: "gradients", 3: "parameters"}.get(stage)
     if not stage:
         facts["replicate"] = None
@@ -185,6 +186,7 @@ TABLE = Table(
         Key("--optimizer", "optimizer", match=OPTIMIZERS),
         Key("--lr", "learning_rate"),
         flag("offload_states", "--optimizer-cpu-offload", was=("--cpu-optimizer",)),
+        flag("precision_aware", "--use-precision-aware-optimizer"),
         Key("--cpu-offloading-num-layers", "offload_layers", unset=(0,), read_only=True),
         flag("offloads_modules", "--fine-grained-activation-offloading", read_only=True),
         Key("--offload-modules", "offload_modules", read_only=True),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
+from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Settings, Table, flag
 
 # --- nanotron: YAML with `parallelism`, `tokens`, `optimizer` and the shape of the model. dp × tp × pp × cp must equal the number of GPUs.
 
@@ -19,8 +21,6 @@ def _derive_nanotron(facts: Facts) -> None:
 
 def _restate_nanotron(facts: Facts) -> None:
     facts["zero"] = 0 if facts.pop("sharding", "none") == "none" else 1
-    if facts.get("eight") == "fp8":
-        facts["half"] = "fp8"
     if facts.get("tp", 1) == 1:
         facts["sp"] = False
     facts["recompute"] = facts.get("recompute", "none")
@@ -68,6 +68,31 @@ NANOTRON_TABLE = Table(
     restate=_restate_nanotron,
 )  # fmt: skip
 
+# Fields of a model that the settings state, and those that describe it without changing it.
+NANOTRON_FIELDS = {
+    "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "activation", "vocab", "vocab_multiple", "tied", "max_positions", "rope_theta", "positions",
+    "norm", "norm_epsilon", "qkv_bias", "experts", "top_k", "expert_ffn", "router", "name", "kind", "published", "notes", "not_run", "allow_differences",
+}  # fmt: skip
+
+
+def _nanotron_model(model: Model) -> Settings:
+    """The class of the model and its constants; raises if the model is not of the shape of Llama or of Qwen 2, which nanotron has."""
+    missing = sorted(set(model.as_dict()) - NANOTRON_FIELDS)
+    needed = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rope", "attention": "gqa"}
+    missing += [f"{name} = {getattr(model, name)}" for name, value in needed.items() if getattr(model, name) != value]
+    if missing:
+        raise MeshwrightError(
+            "MW-LAUNCH-005",
+            f"nanotron has no settings for {', '.join(missing)} of {model.name}",
+            why="It would train another model",
+            fix="--for meshwright, or --stack nanotron to plan without settings",
+        )
+    kind = "qwen2" if model.qkv_bias or model.experts else "llama"
+    constants = {f"is_{kind}_config": True, "rope_theta": float(model.rope_theta), "rms_norm_eps": model.norm_epsilon}
+    biased = {C + "attention_bias": True} if model.qkv_bias else {}
+    return {"general.project": model.name, **{C + name: value for name, value in constants.items()}, **biased}
+
+
 NANOTRON = Framework(
     name="nanotron",
     title="nanotron",
@@ -75,6 +100,9 @@ NANOTRON = Framework(
     form="yaml",
     table=NANOTRON_TABLE,
     comment="nanotron settings: the sections that follow from the plan",
+    model_settings=_nanotron_model,
+    tried=("0.4",),
+    tried_part="sections general, parallelism, tokens and model",
     package="git+https://github.com/huggingface/nanotron",
 )
 

@@ -16,23 +16,21 @@ settings with a comment. Data, tokenizer and, for some, the model are not part o
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
 from meshwright.describe import catalog
 from meshwright.describe.config import OURS, Config, with_own_stack
-from meshwright.errors import MeshwrightError, unknown
+from meshwright.errors import unknown
 from meshwright.interop.frameworks import FRAMEWORKS, find
+from meshwright.interop.frameworks.bridge import RECIPES
 from meshwright.interop.keys import Framework
-from meshwright.interop.write import check_runnable, settings_of, text_of
+from meshwright.interop.write import check_runnable, settings_of, text_of, versions_line
 from meshwright.view.launch_files import megatron
 from meshwright.view.launch_files.program import SCRIPT, TrainingProgram, our_program
 
-# Megatron-Bridge's recipe of the models of the catalog that it has.
-BRIDGE_RECIPES = {
-    "llama2-7b": "llama2_7b", "llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b", "llama3.1-8b": "llama31_8b", "llama3.1-70b": "llama31_70b",
-    "llama3.1-405b": "llama31_405b", "llama3.2-1b": "llama32_1b", "llama3.2-3b": "llama32_3b", "qwen3-8b": "qwen3_8b",
-}  # fmt: skip
 # Settings of the plan's file that state the shape of the model, which a recipe of Megatron-Bridge has already.
 BRIDGE_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 
@@ -101,6 +99,11 @@ def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> Traini
         f"In it: sequences of {config.workload.seq} tokens, activation checkpointing {recompute}, a checkpoint in {folder}/checkpoints every "
         f"{save_every} steps, and load_checkpoint at its start.",
     )
+    if plan_.cp > 1:
+        notes += (
+            f"In it, for Ulysses: UlyssesSPAttentionHF.register_with_transformers with sequence_parallel_size={plan_.cp}, whose mpu "
+            "deepspeed.initialize takes, and the data in an UlyssesSPDataLoaderAdapter.",
+        )
     return with_file(
         FRAMEWORKS["deepspeed"], config, folder, more, (SCRIPT, "--deepspeed", "--deepspeed_config"), notes
     )
@@ -109,7 +112,6 @@ def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> Traini
 def nanotron(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """A YAML file; nanotron resumes from `checkpoints.resume_checkpoint_path` if a checkpoint is there."""
     more = {
-        "general.project": config.model.name,
         "general.run": "meshwright",
         "general.seed": config.run.seed or 42,
         "model.init_method.std": 0.02,
@@ -125,7 +127,8 @@ def nanotron(config: Config, plan: str, folder: str, save_every: int) -> Trainin
         "checkpoints.resume_checkpoint_path": f"{folder}/checkpoints",
         "checkpoints.checkpoint_interval": save_every,
         "optimizer.learning_rate_scheduler.learning_rate": config.optimizer.learning_rate,
-        "optimizer.learning_rate_scheduler.lr_warmup_steps": config.optimizer.warmup,
+        "optimizer.learning_rate_scheduler.lr_warmup_steps": min(config.optimizer.warmup, config.run.steps),
+        "optimizer.learning_rate_scheduler.lr_warmup_style": "linear",
     }
     notes = (
         "Start it in a checkout of nanotron, which has run_train.py.",
@@ -187,19 +190,10 @@ def accelerate(config: Config, plan: str, folder: str, save_every: int) -> Train
 
 def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """Overrides of a recipe; Megatron-Bridge loads the last checkpoint of `checkpoint.load` if there is one."""
-    framework, name = FRAMEWORKS["megatron-bridge"], config.model.name
-    if name not in BRIDGE_RECIPES:
-        raise MeshwrightError(
-            "MW-LAUNCH-005",
-            f"Megatron-Bridge has no recipe that we know for {name}",
-            why="A launch file names one of its recipes, which brings the model",
-            valid=BRIDGE_RECIPES,
-            fix="--for megatron-lm",
-        )
+    framework = FRAMEWORKS["megatron-bridge"]
     shape = {f"model.{key}" for key in BRIDGE_SHAPE}
     settings = {k: v for k, v in settings_of(config, framework).settings.items() if k not in shape}
     settings |= {
-        "dataset.seq_length": config.workload.seq,
         "train.train_iters": config.run.steps,
         "optimizer.lr": config.optimizer.learning_rate,
         "scheduler.lr_warmup_iters": min(config.optimizer.warmup, config.run.steps),
@@ -212,16 +206,18 @@ def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> 
         "Start it in a checkout of Megatron-Bridge, which has scripts/training/run_recipe.py.",
         "The recipe trains on mock data: set dataset.blend and the tokenizer.",
     )
-    begin = ("scripts/training/run_recipe.py", "--recipe", f"{BRIDGE_RECIPES[name]}_pretrain_config", *words)
+    begin = ("scripts/training/run_recipe.py", "--recipe", f"{RECIPES[config.model.name]}_pretrain_config", *words)
     return TrainingProgram(
         framework.name, begin, notes=notes, install=framework.name, variables=megatron.variables(config.plan)
     )
 
 
 def override(value: object) -> str:
-    """A value as an override on a command line states it."""
+    """A value as an override on a command line states it; a text with other signs than a name's is quoted there."""
     if value is None:
         return "null"
+    if isinstance(value, str) and not re.fullmatch(r"[\w./-]*", value):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -259,7 +255,8 @@ def program_of(framework: str, config: Config, plan: str, folder: str, save_ever
     """The command that trains a plan with a framework, or with our trainer."""
     make = our_program if framework == OURS else FRAMEWORKS.part(framework, "program")
     program: TrainingProgram = make(config, plan, folder, save_every)
-    return program
+    tried = versions_line(FRAMEWORKS[framework]) if framework != OURS else ""
+    return replace(program, notes=(*program.notes, f"{tried}.")) if tried else program
 
 
 def framework_of(config: Config, name: str) -> str:
