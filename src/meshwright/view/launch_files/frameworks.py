@@ -94,7 +94,7 @@ def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> Traini
         "gradient_clipping": optimizer.clip if config.workload.clip else 0.0,
     }
     recompute = "on" if plan_.recompute == "full" else "off"
-    notes = (
+    notes: tuple[str, ...] = (
         f"{SCRIPT} is yours: it builds the model and the data and calls deepspeed.initialize with the arguments --deepspeed_config names.",
         f"In it: sequences of {config.workload.seq} tokens, activation checkpointing {recompute}, a checkpoint in {folder}/checkpoints every "
         f"{save_every} steps, and load_checkpoint at its start.",
