@@ -183,7 +183,7 @@ RECIPES = {
     "qwen3-0.6b": "qwen3_600m", "qwen3-1.7b": "qwen3_1p7b", "qwen3-4b": "qwen3_4b", "qwen3-8b": "qwen3_8b", "qwen3-14b": "qwen3_14b",
     "qwen3-32b": "qwen3_32b", "qwen3-30b-a3b": "qwen3_30b_a3b", "qwen3-235b-a22b": "qwen3_235b_a22b", "gemma2-2b": "gemma2_2b",
     "gemma2-9b": "gemma2_9b", "gemma2-27b": "gemma2_27b", "gemma3-1b": "gemma3_1b", "gpt-oss-20b": "gpt_oss_20b", "gpt-oss-120b": "gpt_oss_120b",
-    "deepseek-v2-lite": "deepseek_v2_lite", "deepseek-v2": "deepseek_v2", "gpt3-175b": "gpt3_175b",
+    "deepseek-v2-lite": "deepseek_v2_lite", "deepseek-v2": "deepseek_v2",
 }  # fmt: skip
 # Settings of plans in its recipes.
 OF_RECIPES = (
