@@ -78,20 +78,6 @@ SWITCHES = ("overlap_dp", "overlap_tp", "overlap_ep", "overlap_gather", "overlap
 # Fields that take the target's value where it has no other.
 MANNER = ("plan.sp", "plan.cp_kind", "plan.reshard", "plan.layers_per_stage", "plan.overlap", "plan.prefetch", "stack.saves",
           "stack.blocking_p2p")  # fmt: skip
-# Numbers that tell models apart.
-SIZES = (
-    "hidden",
-    "layers",
-    "heads",
-    "kv_heads",
-    "ffn",
-    "vocab",
-    "experts",
-    "top_k",
-    "expert_ffn",
-    "tied",
-    "activation",
-)
 # Facts that no plan has, and that several frameworks have a key for.
 COPIED = ("learning_rate", "hub_model", "compiled")
 INSTEAD = {
