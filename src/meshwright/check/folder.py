@@ -1,0 +1,155 @@
+"""Read what the ranks of a training recorded: a folder with one folder for each rank. Plain data, without torch.
+
+    rank.json                  the rank, the world, the framework, its layout, this rank's place on every axis
+    step-000.json              the entries of a step in the order in which they were computed, and its collectives
+    step-000.safetensors       their tensors
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError
+
+FORMAT = 1
+
+
+@dataclass
+class Entry:
+    """One value of a step on one rank: a tensor, or a number."""
+
+    kind: str
+    name: str
+    rank: int
+    value: np.ndarray
+    dtype: str = "float64"
+    call: int = 0
+    index: int = 0
+    shape: tuple[int, ...] | None = None  # of the whole tensor; None: it is not known which part this is
+    start: tuple[int, ...] = ()
+    partial: tuple[str, ...] = ()
+
+    @property
+    def here(self) -> tuple[slice, ...]:
+        """This rank's box of the whole."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.value.shape, strict=True))
+
+
+@dataclass
+class RankStep:
+    """A step of one rank."""
+
+    rank: int
+    entries: list[Entry]
+    collectives: list[dict[str, Any]]
+    ended: str = ""
+    seconds: float = 0.0
+    recording_seconds: float = 0.0
+
+    def of(self, kind: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.kind == kind]
+
+
+@dataclass
+class Recording:
+    """The ranks of one training."""
+
+    folder: Path
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Recording:
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise MeshwrightError("MW-CHECK-001", f"there is no folder {folder}", fix="meshwright check record --out DIR -- COMMAND")
+        files = sorted(folder.glob("rank-*/rank.json"))
+        if not files:
+            raise MeshwrightError(
+                "MW-CHECK-002",
+                f"{folder} is not a recording",
+                why="It has no rank-*/rank.json: the script may have ended before its first step, or does not use torch",
+                fix="meshwright check record --out DIR -- COMMAND",
+            )
+        ranks = [read_json(file) for file in files]
+        if any(rank.get("format") != FORMAT for rank in ranks):
+            raise MeshwrightError("MW-CHECK-003", f"{folder} was recorded by another version", fix="record it again")
+        world = max(rank["world"] for rank in ranks)
+        if missing := sorted(set(range(world)) - {rank["rank"] for rank in ranks}):
+            raise MeshwrightError(
+                "MW-CHECK-004", f"{folder} has {len(ranks)} of {world} ranks; missing: {', '.join(map(str, missing[:8]))}",
+                why="A rank that ended before its first update leaves nothing", fix="record it again",
+            )  # fmt: skip
+        return cls(folder, sorted(ranks, key=lambda rank: rank["rank"]))
+
+    def perturbed(self) -> list[Recording]:
+        """Its repetitions with weights moved by one unit in their last place."""
+        return [Recording.read(folder) for folder in sorted(self.folder.glob("perturbed-*"))]
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps that all ranks have."""
+        return min(rank["steps"] for rank in self.ranks)
+
+    @property
+    def coordinates(self) -> list[dict[str, int]]:
+        return [rank["coordinates"] for rank in self.ranks]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Degrees by axis."""
+        names = {axis for place in self.coordinates for axis in place}
+        return {axis: 1 + max(place.get(axis, 0) for place in self.coordinates) for axis in sorted(names)}
+
+    def step(self, number: int) -> list[RankStep]:
+        return [self.rank_step(rank["rank"], number) for rank in self.ranks]
+
+    def rank_step(self, rank: int, number: int) -> RankStep:
+        base = self.folder / f"rank-{rank:05d}" / f"step-{number:03d}"
+        about = read_json(base.with_suffix(".json"))
+        tensors = read_tensors(base.with_suffix(".safetensors"))
+        entries = list(entries_of(rank, about["entries"], tensors))
+        return RankStep(rank, entries, about["collectives"], about["ended"], about["seconds"], about["recording_seconds"])
+
+
+def entries_of(rank: int, rows: list[dict[str, Any]], tensors: dict[str, np.ndarray]) -> Iterator[Entry]:
+    for row in rows:
+        if "value" in row:
+            yield Entry(row["kind"], row["name"], rank, np.array([row["value"]]), shape=(1,), start=(0,))
+            continue
+        box = row["box"] or {"shape": None, "start": (), "partial": ()}
+        shape = None if box["shape"] is None else tuple(box["shape"])
+        yield Entry(
+            row["kind"], row["name"], rank, tensors[row["key"]], row["dtype"], row.get("call", 0), row.get("index", 0),
+            shape, tuple(box["start"]), tuple(box["partial"]),
+        )  # fmt: skip
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise MeshwrightError("MW-CHECK-005", f"cannot read {path}: {error}", fix="record it again") from None
+    if not isinstance(value, dict):
+        raise MeshwrightError("MW-CHECK-005", f"cannot read {path}: it is not an object", fix="record it again")
+    return value
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(str(path))
+    except (OSError, SafetensorError) as error:
+        raise MeshwrightError("MW-CHECK-005", f"cannot read {path}: {error}", fix="record it again") from None

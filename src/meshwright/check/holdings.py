@@ -1,0 +1,71 @@
+"""What a rank holds of a tensor, read from what PyTorch itself carries: DTensor placements, or nothing, which is a copy of the whole.
+
+Frameworks that carry it elsewhere (Megatron's `partition_dim`, DeepSpeed's fragments) have a reader each in `frameworks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+
+
+@dataclass(frozen=True)
+class Box:
+    """The box of a whole tensor that a rank holds; `partial` are the axes over which its values are still to be summed."""
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    partial: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def whole(tensor: torch.Tensor) -> Box:
+    return Box(tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
+    """The values that this rank holds, and which box of the whole they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor, whole(tensor)
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    local = tensor.to_local()
+    local = local.wait() if hasattr(local, "wait") else local
+    if coordinate is None:
+        return local[:0].reshape(0), Box(tuple(tensor.shape), (0,) * tensor.ndim)
+    partial = tuple(axis_name(mesh, i) for i, p in enumerate(tensor.placements) if isinstance(p, Partial))
+    start = start_of(tensor.shape, [mesh.size(i) for i in range(mesh.ndim)], coordinate, tensor.placements)
+    return local, Box(tuple(tensor.shape), start, partial)
+
+
+def start_of(
+    shape: Sequence[int], sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """Where a rank's part starts. Placements cut from left to right, a strided one (FSDP over tensor parallelism) after the others."""
+    start, length = [0] * len(shape), list(shape)
+    cuts = [(i, p) for i, p in enumerate(placements) if getattr(p, "dim", None) is not None]
+    for i, placement in sorted(cuts, key=lambda cut: type(cut[1]) is not Shard):
+        dim = placement.dim % len(shape)  # type: ignore[attr-defined]
+        chunk = -(-length[dim] // sizes[i])
+        offset = min(chunk * coordinate[i], length[dim])
+        start[dim] += offset
+        length[dim] = min(chunk, length[dim] - offset)
+    return tuple(start)
+
+
+def axis_name(mesh: Any, dim: int) -> str:
+    return (mesh.mesh_dim_names or ())[dim] if mesh.mesh_dim_names else ("dp" if mesh.ndim == 1 else f"mesh {dim}")
+
+
+def coordinates_of(tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """This rank's place along every axis of the meshes that its tensors live on."""
+    out: dict[str, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and (place := tensor.device_mesh.get_coordinate()) is not None:
+            out |= {axis_name(tensor.device_mesh, i): place[i] for i in range(tensor.device_mesh.ndim)}
+    return out

@@ -1,0 +1,65 @@
+"""A comparison in the terminal: the verdict, the first difference and what it looks like, the network as a strip of modules."""
+
+from __future__ import annotations
+
+from math import isnan
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.check.compare import Comparison
+from meshwright.check.folder import Recording
+from meshwright.units import counted
+from meshwright.view.tables import table
+
+SHOWN = 12
+SIGNS = {"equal within rounding": ("✓", "bold green"), "differs": ("✗", "bold red"), "cannot be told": ("?", "bold yellow")}
+
+
+def page(one: Recording, many: Recording, comparison: Comparison) -> RenderableType:
+    sign, style = SIGNS[comparison.verdict]
+    lines: list[RenderableType] = [
+        Text.assemble((f"{sign} {comparison.verdict}", style), f"  {about(many)} against {about(one)}, {counted(comparison.steps, 'step')}")
+    ]
+    if comparison.untold:
+        lines.append(Text(comparison.untold, "yellow"))
+    if comparison.diagnosis is not None:
+        lines.append(Text.assemble(("where  ", "bold"), str(comparison.diagnosis)))
+        lines += [Text.assemble(("usual cause  ", "dim"), cause) for cause in comparison.diagnosis.causes]
+    lines += [Text(f"  {difference}") for difference in comparison.differences[:SHOWN]]
+    if len(comparison.differences) > SHOWN:
+        lines.append(Text(f"  and {len(comparison.differences) - SHOWN} more", "dim"))
+    lines += [numbers(comparison), strip(comparison)]
+    for step, (reference, candidate) in enumerate(comparison.losses):
+        lines.append(Text(f"loss of step {step}: {reference:.6g} there, {candidate:.6g} here", "dim"))
+    if comparison.unmapped:
+        shown = "; ".join(comparison.unmapped[:4])
+        lines.append(Text(f"not compared ({len(comparison.unmapped)}): {shown}", "yellow"))
+    return Group(*lines)
+
+
+def about(recording: Recording) -> str:
+    first = recording.ranks[0]
+    return f"{counted(recording.world, 'rank')} ({first['framework']}: {first['layout']})"
+
+
+def numbers(comparison: Comparison) -> RenderableType:
+    rows = table("kind", "tensors#", "largest error#")
+    for kind, count in comparison.compared.items():
+        rows.add_row(kind, str(count), f"{comparison.errors[kind]:.1e}")
+    return rows
+
+
+def strip(comparison: Comparison) -> RenderableType:
+    """The modules in the order of forward, if one of them differs: from the last that is right to the first few that are not."""
+    if comparison.diagnosis is None or not comparison.modules:
+        return Text()
+    names = [name for name, _, _ in comparison.modules]
+    at = names.index(comparison.diagnosis.tensor) if comparison.diagnosis.tensor in names else -1
+    if at < 0:
+        return Text()
+    rows = table("module", "output#", "gradient of it#")
+    for name, forward, backward in comparison.modules[max(at - 3, 0) : at + 5]:
+        style = "bold red" if name == comparison.diagnosis.tensor else ""
+        rows.add_row(name or "model", f"{forward:.1e}", "" if isnan(backward) else f"{backward:.1e}", style=style)
+    return rows

@@ -1,0 +1,46 @@
+"""`meshwright check`: anybody's training code against one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.cli.options import HELP_NAMES, command_group, described
+
+command = command_group("Record the first steps of anybody's training, and compare them with those on one device.")
+
+
+@command.command("record", context_settings={**HELP_NAMES, "allow_interspersed_args": False})
+@described
+def record_command(arguments: list[str], out: Path, steps: int = 2, perturbed: int = 0) -> None:
+    """Run a training script unchanged, and record what its ranks compute in the first steps.
+
+    meshwright check record --out one -- python train.py;
+    meshwright check record --out many -- torchrun --nproc-per-node 4 train.py.
+    The script ends by itself; its exit code is returned. --perturbed 2 runs it twice more with weights moved by one unit in their last place:
+    from these `compare` knows how far rounding goes."""
+    from meshwright.check.start import record
+
+    raise SystemExit(record(arguments, out, steps, perturbed))
+
+
+@command.command("compare")
+@described
+def compare_command(reference: Path, candidate: Path, names: Path | None = None, as_json: bool = False) -> None:
+    """Compare two recordings of the same steps, and name the first difference: where it is, and what its numbers look like.
+
+    Exit code 0: equal within rounding; 1: differs, or cannot be told."""
+    from meshwright.check.compare import compare
+    from meshwright.check.folder import Recording
+    from meshwright.check.names import read_table
+    from meshwright.check.page import page
+    from meshwright.cli.output import patient
+    from meshwright.view.tables import show, show_json
+
+    with patient("comparing", measurable=False):
+        one, many = Recording.read(reference), Recording.read(candidate)
+        comparison = compare(one, many, one.perturbed(), read_table(names))
+    if as_json:
+        show_json(comparison.as_dict())
+    else:
+        show(page(one, many, comparison))
+    raise SystemExit(comparison.verdict != "equal within rounding")
