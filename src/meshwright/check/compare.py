@@ -10,6 +10,7 @@ output has another gradient (backward), or none of them (reduction). The pattern
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.check.folder import Entry, Recording, RankStep
+from meshwright.check.folder import Entry, RankStep, Recording
 from meshwright.check.match import Match, nearest, rows_of
 from meshwright.check.merge import Merged, merge
 from meshwright.check.names import renamed
@@ -28,8 +29,18 @@ from meshwright.proof.result import finite
 from meshwright.proof.tolerance import FLOOR, FP64_BOUND, MARGIN, NEARLY_ZERO, tensor_error
 
 DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-UNTOLD = 1000  # without a perturbed reference: an error above the smallest bound may be rounding up to this many times it
-DECIDING = ("gradient", "norm", "clipped gradient", "state exp_avg", "state exp_avg_sq", "state momentum_buffer", "parameter")
+UNTOLD = (
+    1000  # without a perturbed reference: an error above the smallest bound may be rounding up to this many times it
+)
+DECIDING = (
+    "gradient",
+    "norm",
+    "clipped gradient",
+    "state exp_avg",
+    "state exp_avg_sq",
+    "state momentum_buffer",
+    "parameter",
+)
 PHASES = {"norm": "clipping", "clipped gradient": "clipping", "parameter": "update"}
 
 
@@ -59,14 +70,22 @@ class Comparison:
     errors: dict[str, float]  # the largest by kind
     differences: list[Difference]
     diagnosis: Diagnosis | None
-    modules: list[tuple[str, float, float]]  # of the first step that differs, or of the first: name, error forward and backward
+    modules: list[
+        tuple[str, float, float]
+    ]  # of the first step that differs, or of the first: name, error forward and backward
     losses: list[tuple[float, float]]  # by step: reference, candidate
     unmapped: list[str]
     untold: str = ""
 
     @property
     def verdict(self) -> str:
-        return "differs" if self.differences and not self.untold else "cannot be told" if self.untold else "equal within rounding"
+        return (
+            "differs"
+            if self.differences and not self.untold
+            else "cannot be told"
+            if self.untold
+            else "equal within rounding"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -103,13 +122,18 @@ class Bounds:
 
 
 def compare(
-    reference: Recording, candidate: Recording, perturbed: Sequence[Recording] = (), names: Mapping[str, str] | None = None
+    reference: Recording,
+    candidate: Recording,
+    perturbed: Sequence[Recording] = (),
+    names: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Compare the steps that both have. `names`: patterns of the candidate's names, and what the reference calls them."""
     steps = min(reference.steps, candidate.steps)
     if steps == 0:
         raise MeshwrightError("MW-CHECK-006", "no step was recorded to its end", fix="record it again with more steps")
-    rename = renamed({name for rank in candidate.ranks for name in (*rank["parameters"], *rank["modules"])}, dict(names or {}))
+    rename = renamed(
+        {name for rank in candidate.ranks for name in (*rank["parameters"], *rank["modules"])}, dict(names or {})
+    )
     check_same_start(reference, candidate, rename)
     compared, errors = dict[str, int](), dict[str, float]()
     unmapped, losses = list[str](), list[tuple[float, float]]()
@@ -126,7 +150,9 @@ def compare(
         if differences:
             untold = "" if perturbed or pair.dtype == "fp64" else pair.untold(differences)
             diagnosis = pair.diagnose(differences[0])
-            return Comparison(step + 1, compared, errors, differences, diagnosis, pair.strip(), losses, unmapped, untold)
+            return Comparison(
+                step + 1, compared, errors, differences, diagnosis, pair.strip(), losses, unmapped, untold
+            )
     assert shown is not None
     return Comparison(steps, compared, errors, [], None, shown.strip(), losses, unmapped)
 
@@ -144,7 +170,9 @@ def check_same_start(reference: Recording, candidate: Recording, rename: Mapping
         if one is None or other is None:
             continue
         if one.shape != other.shape:
-            raise MeshwrightError("MW-CHECK-008", f"{name} has shape {one.shape} in one recording and {other.shape} in the other")
+            raise MeshwrightError(
+                "MW-CHECK-008", f"{name} has shape {one.shape} in one recording and {other.shape} in the other"
+            )
         error = tensor_error(other, one, one, 0.0)[0]
         if error > 2.0**-7:
             raise MeshwrightError(
@@ -157,7 +185,12 @@ class StepPair:
     """One step of both runs."""
 
     def __init__(
-        self, reference: Recording, candidate: Recording, step: int, rename: dict[str, str], perturbed: list[list[RankStep]]
+        self,
+        reference: Recording,
+        candidate: Recording,
+        step: int,
+        rename: dict[str, str],
+        perturbed: list[list[RankStep]],
     ) -> None:
         self.number, self.rename = step, rename
         self.one, self.many = reference.step(step), candidate.step(step)
@@ -167,7 +200,7 @@ class StepPair:
         self.errors: dict[str, float] = {}
         self.unmapped: list[str] = []
         self.perturbed = perturbed
-        self.batch_dim = 0
+        self.batch_dims = reference.batch_dim, candidate.batch_dim
 
     @cached_property
     def dtype(self) -> str:
@@ -187,9 +220,11 @@ class StepPair:
                     if whole is not None and other is not None:
                         error = tensor_error(other, whole, whole, floor)[0]
                         bounds.spread[kind, name] = max(error, bounds.spread.get((kind, name), 0.0))
-            for name, forward, backward in StepModules(self.one, steps, {}, self.batch_dim).errors():
+            for name, forward, backward in StepModules(self.one, steps, {}, (self.batch_dims[0],) * 2).errors():
                 bounds.spread["output", name] = max(forward, bounds.spread.get(("output", name), 0.0))
-                bounds.spread["output gradient", name] = max(backward, bounds.spread.get(("output gradient", name), 0.0))
+                bounds.spread["output gradient", name] = max(
+                    backward, bounds.spread.get(("output gradient", name), 0.0)
+                )
         return bounds
 
     def loss(self, steps: list[RankStep]) -> float:
@@ -227,21 +262,23 @@ class StepPair:
         return Difference(self.number, kind, name, wrong, error, bound) if wrong else None
 
     def error_of(self, kind: str, name: str, part: Entry, whole: np.ndarray, floor: float, bound: float) -> float:
-        error = tensor_error(part.value, whole[part.here], whole, floor)[0]
+        error = tensor_error(part.value, part.of(whole), whole, floor)[0]
         if kind != "parameter" or not bound < error < np.inf:
             return error
-        beyond = np.maximum(np.abs(part.value - whole[part.here]) - self.movable(name)[part.here], 0.0)
+        beyond = np.maximum(np.abs(part.value - part.of(whole)) - self.movable(name, part), 0.0)
         return tensor_error(beyond, np.zeros_like(beyond), whole, floor)[0]
 
-    def movable(self, name: str) -> np.ndarray:
+    def movable(self, name: str, part: Entry) -> np.ndarray:
         """How far noise in its gradient may move a parameter that Adam updates: Adam divides by the gradient's size (`proof.tolerance`)."""
         gradients = merge(self.one, "clipped gradient") or merge(self.one, "gradient")
         rates = [float(e.value[0]) for step in self.one for e in step.of("learning rate")]
         whole = gradients[name].whole if name in gradients else None
         if whole is None or not any(step.of("state exp_avg") for step in self.one):
             return np.zeros(())
-        size = np.abs(whole)
-        noise = self.bounds.of("gradient", name) * max(float(size.max(initial=0.0)), floor_of(gradients, self.dtype))
+        size = np.abs(part.of(whole))
+        noise = self.bounds.of("gradient", name) * max(
+            float(np.abs(whole).max(initial=0.0)), floor_of(gradients, self.dtype)
+        )
         return max(rates, default=0.0) * (self.number + 1) * np.minimum(2.0, noise / np.maximum(size, 1e-300))
 
     def untold(self, differences: list[Difference]) -> str:
@@ -256,24 +293,47 @@ class StepPair:
 
     @cached_property
     def step_modules(self) -> StepModules:
-        return StepModules(self.one, self.many, self.rename, self.batch_dim)
+        return StepModules(self.one, self.many, self.rename, self.batch_dims)
 
     def strip(self) -> list[tuple[str, float, float]]:
         return list(self.step_modules.errors()) if self.single else []
 
     def diagnose(self, first: Difference) -> Diagnosis:
+        if (unread := self.unread_samples()) is not None:
+            return Diagnosis("forward", "inputs", unread, "samples")
         if self.single and first.kind == "gradient":
             if (place := self.first_module("output")) is not None:
                 return Diagnosis("forward", place, self.pattern_of_rows(place, "output"), "output")
             if (place := self.first_module("output gradient")) is not None:
-                return Diagnosis("backward", place, self.pattern_of_rows(place, "output gradient"), "gradient of the output")
+                return Diagnosis(
+                    "backward", place, self.pattern_of_rows(place, "output gradient"), "gradient of the output"
+                )
         expected, got = merge(self.one, first.kind), merge(self.many, first.kind, self.rename)
         whole = expected[first.name].whole
         assert whole is not None
         copies = [
-            Copy(self.coordinates[p.rank], p.start, p.value.astype(np.float64), whole[p.here]) for p in got[first.name].parts
+            Copy(self.coordinates[p.rank], (*p.start, *(p.flat or ())), p.value.astype(np.float64), p.of(whole))
+            for p in got[first.name].parts
         ]
-        return Diagnosis(PHASES.get(first.kind, "reduction" if first.kind == "gradient" else "update"), first.name, self.pattern(copies))
+        return Diagnosis(
+            PHASES.get(first.kind, "reduction" if first.kind == "gradient" else "update"),
+            first.name,
+            self.pattern(copies),
+        )
+
+    def unread_samples(self) -> Pattern | None:
+        """Samples of the reference that no rank reads; None if all are read, or ranks read parts of samples."""
+        expected, got = (
+            Counter(row.tobytes() for s in steps for row in samples_read(s)) for steps in (self.one, self.many)
+        )
+        lengths = {len(row) for row in (*expected, *got)}
+        missing = [row for row in expected if row not in got]
+        if len(lengths) != 1 or not missing:
+            return None
+        text = f"{len(missing)} of {len(expected)} samples are read by no rank"
+        return Pattern(
+            "part", text + (f", {foreign} that it does not have are" if (foreign := len(got - expected)) else "")
+        )
 
     def pattern(self, copies: list[Copy]) -> Pattern:
         return pattern_of(copies, {**self.axes, "micro-batches": max(len(s.of("loss")) for s in self.many)}, self.axes)
@@ -290,15 +350,22 @@ class StepPair:
 
     def pattern_of_rows(self, name: str, kind: str) -> Pattern:
         rows = self.step_modules.rows[kind][name]
-        return self.pattern([Copy(self.coordinates[r], (m.sample, *m.start), (m.got / m.scale)[None], m.expected[None]) for r, m in rows])
+        return self.pattern(
+            [
+                Copy(self.coordinates[r], (m.sample, *m.start), (m.got / m.scale)[None], m.expected[None])
+                for r, m in rows
+            ]
+        )
 
 
 class StepModules:
     """The outputs of modules of both runs, matched row by row; `rows[kind][name]` are (rank, match), in the order of computation."""
 
-    def __init__(self, one: list[RankStep], many: list[RankStep], rename: Mapping[str, str], batch_dim: int) -> None:
-        self.batch_dim, self.rename = batch_dim, rename
-        self.samples = {kind: samples_of(one, kind, batch_dim) for kind in ("output", "output gradient")}
+    def __init__(
+        self, one: list[RankStep], many: list[RankStep], rename: Mapping[str, str], batch_dims: tuple[int, int]
+    ) -> None:
+        self.rename, self.batch_dim = rename, batch_dims[1]
+        self.samples = {kind: samples_of(one, kind, batch_dims[0]) for kind in ("output", "output gradient")}
         self.rows: dict[str, dict[str, list[tuple[int, Match]]]] = {"output": {}, "output gradient": {}}
         self.unmatched: list[str] = []
         places: dict[tuple, Match] = {}
@@ -310,7 +377,7 @@ class StepModules:
         for step in many:
             scale = None
             for entry in step.of("output gradient"):
-                for i, row in enumerate(rows_of(entry, batch_dim)):
+                for i, row in enumerate(rows_of(entry, self.batch_dim)):
                     key = self.key(entry)
                     place = places.get((step.rank, key, entry.call, entry.index, i))
                     samples = self.samples["output gradient"].get(key, [])
@@ -356,9 +423,18 @@ def samples_of(steps: list[RankStep], kind: str, batch_dim: int) -> dict[str, li
     return {key: [row for _, rows in sorted(calls.items()) for row in rows] for key, calls in out.items()}
 
 
+def samples_read(step: RankStep) -> Iterator[np.ndarray]:
+    """The rows of the first input of every call of the model: token ids, or whatever it reads."""
+    for entry in step.of("input"):
+        if entry.index == 0 and entry.value.ndim >= 2 and entry.name == "":
+            yield from entry.value
+
+
 def floor_of(tensors: Mapping[str, Merged], dtype: str) -> float:
     """The smallest scale that a tensor is measured against: a share of the largest of its kind."""
-    return NEARLY_ZERO[dtype] * max((float(np.abs(p.value).max(initial=0.0)) for t in tensors.values() for p in t.parts), default=0.0)
+    return NEARLY_ZERO[dtype] * max(
+        (float(np.abs(p.value).max(initial=0.0)) for t in tensors.values() for p in t.parts), default=0.0
+    )
 
 
 def lonely(expected: Mapping[str, Any], got: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

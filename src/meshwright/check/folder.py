@@ -1,8 +1,8 @@
 """Read what the ranks of a training recorded: a folder with one folder for each rank. Plain data, without torch.
 
-    rank.json                  the rank, the world, the framework, its layout, this rank's place on every axis
-    step-000.json              the entries of a step in the order in which they were computed, and its collectives
-    step-000.safetensors       their tensors
+rank.json                  the rank, the world, the framework, its layout, this rank's place on every axis
+step-000.json              the entries of a step in the order in which they were computed, and its collectives
+step-000.safetensors       their tensors
 """
 
 from __future__ import annotations
@@ -34,12 +34,23 @@ class Entry:
     index: int = 0
     shape: tuple[int, ...] | None = None  # of the whole tensor; None: it is not known which part this is
     start: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+    flat: tuple[int, int] | None = None
     partial: tuple[str, ...] = ()
 
-    @property
-    def here(self) -> tuple[slice, ...]:
-        """This rank's box of the whole."""
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.value.shape, strict=True))
+    def of(self, whole: np.ndarray) -> np.ndarray:
+        """The same part of a whole tensor."""
+        box = whole[tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))]
+        return box if self.flat is None else box.reshape(-1)[slice(*self.flat)].reshape(self.value.shape)
+
+    def put(self, whole: np.ndarray, seen: np.ndarray) -> None:
+        """Write this part into a whole tensor, where nobody has written yet."""
+        here = tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+        for target, value in ((whole, self.value), (seen, True)):
+            box = target[here].copy()
+            part = box.reshape(-1)[slice(*self.flat)].reshape(self.value.shape) if self.flat else box
+            part[...] = np.where(self.of(seen), part, value) if target is whole else True
+            target[here] = box
 
 
 @dataclass
@@ -68,7 +79,9 @@ class Recording:
     def read(cls, folder: str | Path) -> Recording:
         folder = Path(folder)
         if not folder.is_dir():
-            raise MeshwrightError("MW-CHECK-001", f"there is no folder {folder}", fix="meshwright check record --out DIR -- COMMAND")
+            raise MeshwrightError(
+                "MW-CHECK-001", f"there is no folder {folder}", fix="meshwright check record --out DIR -- COMMAND"
+            )
         files = sorted(folder.glob("rank-*/rank.json"))
         if not files:
             raise MeshwrightError(
@@ -102,6 +115,10 @@ class Recording:
         return min(rank["steps"] for rank in self.ranks)
 
     @property
+    def batch_dim(self) -> int:
+        return int(self.ranks[0]["batch_dim"])
+
+    @property
     def coordinates(self) -> list[dict[str, int]]:
         return [rank["coordinates"] for rank in self.ranks]
 
@@ -119,19 +136,21 @@ class Recording:
         about = read_json(base.with_suffix(".json"))
         tensors = read_tensors(base.with_suffix(".safetensors"))
         entries = list(entries_of(rank, about["entries"], tensors))
-        return RankStep(rank, entries, about["collectives"], about["ended"], about["seconds"], about["recording_seconds"])
+        return RankStep(
+            rank, entries, about["collectives"], about["ended"], about["seconds"], about["recording_seconds"]
+        )
 
 
 def entries_of(rank: int, rows: list[dict[str, Any]], tensors: dict[str, np.ndarray]) -> Iterator[Entry]:
     for row in rows:
         if "value" in row:
-            yield Entry(row["kind"], row["name"], rank, np.array([row["value"]]), shape=(1,), start=(0,))
+            yield Entry(row["kind"], row["name"], rank, np.array([row["value"]]), shape=(1,), start=(0,), size=(1,))
             continue
-        box = row["box"] or {"shape": None, "start": (), "partial": ()}
+        box = row["box"] or {"shape": None, "start": (), "size": (), "flat": None, "partial": ()}
         shape = None if box["shape"] is None else tuple(box["shape"])
         yield Entry(
             row["kind"], row["name"], rank, tensors[row["key"]], row["dtype"], row.get("call", 0), row.get("index", 0),
-            shape, tuple(box["start"]), tuple(box["partial"]),
+            shape, tuple(box["start"]), tuple(box["size"]), box["flat"] and tuple(box["flat"]), tuple(box["partial"]),
         )  # fmt: skip
 
 

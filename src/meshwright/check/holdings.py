@@ -15,10 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 @dataclass(frozen=True)
 class Box:
-    """The box of a whole tensor that a rank holds; `partial` are the axes over which its values are still to be summed."""
+    """The box of a whole tensor that a rank holds. `flat`: only these elements of the box, first and past the last, of its flattened form, as
+    optimizers hold that cut parameters without looking at their shape. `partial`: the axes over which values are still to be summed."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
+    size: tuple[int, ...]
+    flat: tuple[int, int] | None = None
     partial: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -26,7 +29,7 @@ class Box:
 
 
 def whole(tensor: torch.Tensor) -> Box:
-    return Box(tuple(tensor.shape), (0,) * tensor.ndim)
+    return Box(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
@@ -37,10 +40,22 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
     local = tensor.to_local()
     local = local.wait() if hasattr(local, "wait") else local
     if coordinate is None:
-        return local[:0].reshape(0), Box(tuple(tensor.shape), (0,) * tensor.ndim)
+        return local, Box(tuple(tensor.shape), (0,) * tensor.ndim, (0,) * tensor.ndim)
     partial = tuple(axis_name(mesh, i) for i, p in enumerate(tensor.placements) if isinstance(p, Partial))
     start = start_of(tensor.shape, [mesh.size(i) for i in range(mesh.ndim)], coordinate, tensor.placements)
-    return local, Box(tuple(tensor.shape), start, partial)
+    return local, Box(tuple(tensor.shape), start, tuple(local.shape), partial=partial)
+
+
+def cut(tensor: torch.Tensor, dim: int, index: int, of: int, stride: int = 1) -> list[tuple[torch.Tensor, Box]]:
+    """The parts of a tensor that is cut along one dimension over ranks; with a stride, each rank has a block of each of as many parts."""
+    shape = list(tensor.shape)
+    shape[dim] *= of
+    out = []
+    for k, block in enumerate(tensor.chunk(stride, dim)):
+        start = [0] * tensor.ndim
+        start[dim] = (k * of + index) * block.shape[dim]
+        out.append((block, Box(tuple(shape), tuple(start), tuple(block.shape))))
+    return out
 
 
 def start_of(

@@ -36,10 +36,10 @@ class Match:
 
 def rows_of(entry: Entry, batch_dim: int) -> Iterator[np.ndarray]:
     """The samples of an activation; of one without a batch dimension, the whole."""
-    if entry.value.ndim <= batch_dim:
+    if entry.value.ndim < 2:
         yield entry.value
     else:
-        yield from np.moveaxis(entry.value, batch_dim, 0)
+        yield from np.moveaxis(entry.value, min(batch_dim, entry.value.ndim - 2), 0)
 
 
 def blocks_of(whole: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
@@ -54,7 +54,9 @@ def nearest(row: np.ndarray, samples: Sequence[np.ndarray], hint: Match | None, 
     """The block of the reference's samples that is nearest to a row; None if no block has its shape. `hint`: where a row of the same samples
     was found, which is taken if several are as near."""
     matches = [
-        Match(row, block, i, start, scale) for i, sample in enumerate(samples) for start, block in blocks_of(sample, row.shape)
+        Match(row, block, i, start, scale)
+        for i, sample in enumerate(samples)
+        for start, block in blocks_of(sample, row.shape)
     ]
     if not matches:
         return None

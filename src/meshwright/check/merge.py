@@ -30,9 +30,7 @@ class Merged:
             return None
         out, seen = np.zeros(self.shape), np.zeros(self.shape, bool)
         for part in self.parts:
-            new = ~seen[part.here]
-            out[part.here] = np.where(new, part.value, out[part.here])
-            seen[part.here] = True
+            part.put(out, seen)
         return out if seen.all() else None
 
 

@@ -25,9 +25,7 @@ class Names:
         if id(module) in self.modules:
             return {}
         model = topmost(module)
-        wrapped = {
-            name for name, part in model.named_modules() if is_wrapper(part)
-        }
+        wrapped = {name for name, part in model.named_modules() if is_wrapper(part)}
         shifts = layer_shifts(model)
         for name, part in model.named_modules():
             self.modules[id(part)] = plain_name(name, wrapped, shifts)

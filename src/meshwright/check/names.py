@@ -21,7 +21,9 @@ def read_table(path: Path | None) -> dict[str, str]:
         return {str(k): str(v) for k, v in table.items()}
     except (OSError, KeyError, AttributeError, ValueError, re.error) as error:
         raise MeshwrightError(
-            "MW-CHECK-013", f"cannot read names from {path}: {error}", fix="a TOML file with [names] and rows 'pattern' = 'replacement'"
+            "MW-CHECK-013",
+            f"cannot read names from {path}: {error}",
+            fix="a TOML file with [names] and rows 'pattern' = 'replacement'",
         ) from None
 
 

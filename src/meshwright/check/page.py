@@ -13,13 +13,20 @@ from meshwright.units import counted
 from meshwright.view.tables import table
 
 SHOWN = 12
-SIGNS = {"equal within rounding": ("✓", "bold green"), "differs": ("✗", "bold red"), "cannot be told": ("?", "bold yellow")}
+SIGNS = {
+    "equal within rounding": ("✓", "bold green"),
+    "differs": ("✗", "bold red"),
+    "cannot be told": ("?", "bold yellow"),
+}
 
 
 def page(one: Recording, many: Recording, comparison: Comparison) -> RenderableType:
     sign, style = SIGNS[comparison.verdict]
     lines: list[RenderableType] = [
-        Text.assemble((f"{sign} {comparison.verdict}", style), f"  {about(many)} against {about(one)}, {counted(comparison.steps, 'step')}")
+        Text.assemble(
+            (f"{sign} {comparison.verdict}", style),
+            f"  {about(many)} against {about(one)}, {counted(comparison.steps, 'step')}",
+        )
     ]
     if comparison.untold:
         lines.append(Text(comparison.untold, "yellow"))

@@ -32,7 +32,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright.check.collectives import Collectives
 from meshwright.check.folder import FORMAT
-from meshwright.check.frameworks import Framework, framework_of
+from meshwright.check.frameworks import framework_of
+from meshwright.check.frameworks.plain import Framework
 from meshwright.check.holdings import Box, local_part
 from meshwright.check.modules import Names
 from meshwright.check.start import SETTINGS
@@ -58,7 +59,7 @@ class Recorder:
         self.seconds = self.overhead = 0.0
         self.began = 0.0
         self.handles: list[Any] = []
-        self.known: dict[str, int] = {}
+        self.known: dict[str, Any] = {}
         self.place = 0, 1
 
     # Attaching
@@ -103,7 +104,10 @@ class Recorder:
             self.framework = framework_of(module)
             self.framework.prepare(self)
             self.place = rank(), world()
-            self.known = self.framework.coordinates()  # at the end of a script its groups may be gone
+            self.known = {  # now: at the end of a script its groups may be gone
+                "framework": self.framework.name, "layout": self.framework.layout(),
+                "coordinates": self.framework.coordinates(), "batch_dim": self.framework.batch_dim,
+            }  # fmt: skip
             for name, parameter in new.items():
                 self.follow(name, parameter)
         if not self.began:
@@ -118,7 +122,7 @@ class Recorder:
         """Record a parameter's first value, and collect its gradients of this rank."""
         if self.perturb:
             move_by_last_place(parameter, self.perturb)
-        self.note_held("initial parameter", name, *self.held(name, parameter))
+        self.note_value("initial parameter", name, parameter)
         if parameter.requires_grad and self.framework is not None and self.framework.hooks_gradients:
             parameter.register_hook(lambda gradient: self.add_local(name, gradient))
 
@@ -139,7 +143,9 @@ class Recorder:
                 place = {"call": self.calls[name] - 1, "index": i}
                 self.note("output", name, tensor, **place)
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda g, name=name, place=place: self.note("output gradient", name, g, **place))
+                    tensor.register_hook(
+                        lambda g, name=name, place=place: self.note("output gradient", name, g, **place)
+                    )
         self.overhead += time.perf_counter() - started
 
     # Backward, clipping, update
@@ -153,8 +159,8 @@ class Recorder:
         if self.names is None or self.framework is None:
             return
         for name, parameter in self.names.parameters.items():
-            if (gradient := self.framework.gradient(name, parameter)) is not None:
-                self.note_held(kind, name, *gradient)
+            for part in self.framework.gradient(name, parameter):
+                self.note_held(kind, name, *part)
 
     def before_clipping(self) -> None:
         """Gradients are complete: what this rank had before the reduction, and after it."""
@@ -163,12 +169,16 @@ class Recorder:
         started = time.perf_counter()
         self.collected = True
         for name, gradient in self.local.items():
-            self.note_held("local gradient", name, gradient, self.framework.box(name, gradient) if self.framework else None)
+            for part in self.framework.local_gradient(name, gradient) if self.framework is not None else ():
+                self.note_held("local gradient", name, *part)
         self.note_gradients("gradient")
         self.overhead += time.perf_counter() - started
 
     def after_clipping(self, norm: Any) -> None:
-        if self.active and isinstance(norm, torch.Tensor) and norm.numel() == 1:
+        single = isinstance(norm, float) or (isinstance(norm, torch.Tensor) and norm.numel() == 1)
+        if (
+            self.active and single and not any(entry["kind"] == "norm" for entry in self.entries)
+        ):  # nested calls have one norm
             full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             self.entries.append({"kind": "norm", "name": "", "value": float(full)})
 
@@ -177,7 +187,7 @@ class Recorder:
             return
         clipped = self.collected
         self.before_clipping()
-        if clipped and not self.updated:
+        if clipped and not self.updated and self.framework is not None and self.framework.shows_clipped:
             self.note_gradients("clipped gradient")
         for group in optimizer.param_groups:
             self.entries.append({"kind": "learning rate", "name": "", "value": float(group.get("lr", 0.0))})
@@ -191,13 +201,13 @@ class Recorder:
             name = owned.get(id(parameter))
             for key, value in states.items():
                 if name is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    self.note_held(f"state {key}", name, *self.held(name, value, parameter))
+                    self.note_value(f"state {key}", name, value)
 
-    def held(self, name: str, tensor: torch.Tensor, like: torch.Tensor | None = None) -> tuple[torch.Tensor, Box | None]:
-        """A parameter's values on this rank, or its optimizer's state of the same shape, and the box that they are."""
-        if self.framework is None:
-            return local_part(tensor)
-        return self.framework.value(name, tensor)
+    def note_value(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        """Note a parameter, or its optimizer's state of the same shape."""
+        assert self.framework is not None
+        for part in self.framework.value(name, tensor):
+            self.note_held(kind, name, *part)
 
     # Entries and files
 
@@ -221,7 +231,7 @@ class Recorder:
         """Write the step; `ended` says how a script ended in the middle of it."""
         if self.names is not None and not ended:
             for name, parameter in self.names.parameters.items():
-                self.note_held("parameter", name, *self.held(name, parameter))
+                self.note_value("parameter", name, parameter)
         self.collectives.stop()
         folder = self.out / f"rank-{self.place[0]:05d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,13 +252,11 @@ class Recorder:
             self.detach()
 
     def about(self, ended: str) -> dict[str, Any]:
-        framework = self.framework
-        assert framework is not None and self.names is not None
+        assert self.names is not None
         return {
             "format": FORMAT, "rank": self.place[0], "world": self.place[1], "steps": self.step, "torch": torch.__version__,
-            "framework": framework.name, "layout": framework.layout(), "coordinates": self.known,
-            "groups": self.collectives.groups, "parameters": list(self.names.parameters),
-            "modules": sorted(set(self.names.modules.values())), 
+            **self.known, "groups": self.collectives.groups, "parameters": list(self.names.parameters),
+            "modules": sorted(set(self.names.modules.values())),
             "perturbed": self.perturb, "ended": ended,
         }  # fmt: skip
 

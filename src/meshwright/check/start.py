@@ -19,7 +19,9 @@ SETTINGS = "MESHWRIGHT_CHECK"  # JSON of the arguments of `recorder.Recorder`
 def record(words: Sequence[str], out: Path, steps: int, perturbed: int) -> int:
     """Run a command and record into a folder, then as often as asked with perturbed weights; the exit code of the first that fails."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise MeshwrightError("MW-CHECK-010", f"{out} is not empty", why="A recording is never overwritten", fix="--out another-folder")
+        raise MeshwrightError(
+            "MW-CHECK-010", f"{out} is not empty", why="A recording is never overwritten", fix="--out another-folder"
+        )
     if not words or shutil.which(words[0]) is None:
         raise MeshwrightError(
             "MW-CHECK-011", f"there is no command {words[0] if words else ''}".rstrip(),
