@@ -330,10 +330,7 @@ class StepPair:
         missing = [row for row in expected if row not in got]
         if len(lengths) != 1 or not missing:
             return None
-        text = f"{len(missing)} of {len(expected)} samples are read by no rank"
-        return Pattern(
-            "part", text + (f", {foreign} that it does not have are" if (foreign := len(got - expected)) else "")
-        )
+        return Pattern("part", f"{len(missing)} of {len(expected)} samples are read by no rank")
 
     def pattern(self, copies: list[Copy]) -> Pattern:
         return pattern_of(copies, {**self.axes, "micro-batches": max(len(s.of("loss")) for s in self.many)}, self.axes)

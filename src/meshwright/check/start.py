@@ -35,7 +35,7 @@ def record(words: Sequence[str], out: Path, steps: int, perturbed: int) -> int:
         if not any(folder.glob("rank-*/rank.json")):
             raise MeshwrightError(
                 "MW-CHECK-012", "nothing was recorded", why="The command ended without an update of a torch optimizer",
-                fix="let it run for a step, or record with mw.check.record(model, optimizer)",
+                fix="let it run for a step",
             )  # fmt: skip
     return 0
 
