@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.check.compare import Comparison, compare
-from meshwright.check.folder import Entry, RankStep, Recording
+from meshwright.check.compare import RunComparison, compare
+from meshwright.check.folder import RankStep, RecordedValue, Recording
 from meshwright.check.match import nearest
 from meshwright.check.merge import merge
 from meshwright.errors import MeshwrightError
@@ -39,13 +39,13 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return record(tmp_path_factory.mktemp("one") / "recording", "one")
 
 
-def compared(one: Recording, tmp_path: Path, layout: str, world: int, bug: str = "") -> Comparison:
+def compared(one: Recording, tmp_path: Path, layout: str, world: int, bug: str = "") -> RunComparison:
     return compare(one, record(tmp_path / "many", layout, world, bug))
 
 
 @pytest.mark.parametrize(
     ("layout", "world"),
-    [("ddp", 2), ("fsdp2-tp", 4), *soak([("fsdp2", 2), ("fsdp1", 2), ("fsdp1", 4), ("tp", 2), ("fsdp2", 4)])],
+    [*soak([("ddp", 2), ("fsdp2-tp", 4), ("fsdp2", 2), ("fsdp1", 2), ("fsdp1", 4), ("tp", 2), ("fsdp2", 4)])],
 )
 def test_a_healthy_run_equals_one_device(one: Recording, tmp_path: Path, layout: str, world: int) -> None:
     comparison = compared(one, tmp_path, layout, world)
@@ -72,10 +72,11 @@ def test_a_planted_bug_is_named(one: Recording, tmp_path: Path, bug: str) -> Non
     assert text in comparison.diagnosis.pattern.detail
 
 
+@pytest.mark.slow
 def test_collectives_are_recorded_with_their_groups(tmp_path: Path) -> None:
     step = record(tmp_path / "ddp", "ddp", 2).rank_step(1, 1)
-    sizes = [(c["operation"], c["bytes"], c["backward"]) for c in step.collectives]
-    assert sizes == [("all_reduce", 8 * sum(e.value.size for e in step.of("gradient")), True)]
+    sizes = [(c["operation"], c["bytes"]) for c in step.collectives if c["backward"]]
+    assert sizes == [("all_reduce", 8 * sum(e.value.size for e in step.of("gradient")))]
 
 
 def test_a_script_that_dies_leaves_its_steps(tmp_path: Path) -> None:
@@ -120,7 +121,9 @@ def test_flat_ranges_of_boxes_merge_to_the_whole() -> None:
     parts = []
     for rank, (start, flat) in enumerate([(0, (0, 5)), (0, (5, 12)), (3, (0, 7)), (3, (7, 12))]):
         value = whole[:, start : start + 3].reshape(-1)[slice(*flat)]
-        parts.append(Entry("gradient", "w", rank, value, shape=(4, 6), start=(0, start), size=(4, 3), flat=flat))
+        parts.append(
+            RecordedValue("gradient", "w", rank, value, shape=(4, 6), start=(0, start), size=(4, 3), flat=flat)
+        )
     steps = [RankStep(part.rank, [part], []) for part in parts]
     merged = merge(steps, "gradient")["w"]
     assert np.array_equal(merged.whole, whole)

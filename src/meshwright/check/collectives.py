@@ -22,7 +22,7 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-class Collectives(TorchDispatchMode):
+class CollectiveLog(TorchDispatchMode):
     """While it is started, notes each collective as {operation, group, bytes, backward}; `groups` are the ranks of each group."""
 
     def __init__(self) -> None:

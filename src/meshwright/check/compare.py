@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.check.folder import Entry, RankStep, Recording
+from meshwright.check.folder import RankStep, RecordedValue, Recording
 from meshwright.check.match import Match, nearest, rows_of
 from meshwright.check.merge import Merged, merge
 from meshwright.check.names import renamed
@@ -45,7 +45,7 @@ PHASES = {"norm": "clipping", "clipped gradient": "clipping", "parameter": "upda
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """A tensor that differs: on which ranks, by how much."""
 
     step: int
@@ -62,13 +62,13 @@ class Difference:
 
 
 @dataclass
-class Comparison:
+class RunComparison:
     """The verdict on two recordings."""
 
     steps: int
     compared: dict[str, int]  # tensors by kind
     errors: dict[str, float]  # the largest by kind
-    differences: list[Difference]
+    differences: list[TensorDifference]
     diagnosis: Diagnosis | None
     modules: list[
         tuple[str, float, float]
@@ -126,7 +126,7 @@ def compare(
     candidate: Recording,
     perturbed: Sequence[Recording] = (),
     names: Mapping[str, str] | None = None,
-) -> Comparison:
+) -> RunComparison:
     """Compare the steps that both have. `names`: patterns of the candidate's names, and what the reference calls them."""
     steps = min(reference.steps, candidate.steps)
     if steps == 0:
@@ -150,11 +150,11 @@ def compare(
         if differences:
             untold = "" if perturbed or pair.dtype == "fp64" else pair.untold(differences)
             diagnosis = pair.diagnose(differences[0])
-            return Comparison(
+            return RunComparison(
                 step + 1, compared, errors, differences, diagnosis, pair.strip(), losses, unmapped, untold
             )
     assert shown is not None
-    return Comparison(steps, compared, errors, [], None, shown.strip(), losses, unmapped)
+    return RunComparison(steps, compared, errors, [], None, shown.strip(), losses, unmapped)
 
 
 def check_same_start(reference: Recording, candidate: Recording, rename: Mapping[str, str]) -> None:
@@ -234,8 +234,8 @@ class StepPair:
 
     # What decides
 
-    def differences(self) -> list[Difference]:
-        out: list[Difference] = []
+    def differences(self) -> list[TensorDifference]:
+        out: list[TensorDifference] = []
         for kind in DECIDING:
             expected, got = merge(self.one, kind), merge(self.many, kind, self.rename)
             order = list(reversed(expected)) if kind == "gradient" else list(expected)
@@ -246,7 +246,7 @@ class StepPair:
                     out.append(difference)
         return out
 
-    def judge(self, kind: str, name: str, expected: Merged, got: Merged, floor: float) -> Difference | None:
+    def judge(self, kind: str, name: str, expected: Merged, got: Merged, floor: float) -> TensorDifference | None:
         whole = expected.whole
         if whole is None or any(part.shape != whole.shape for part in got.parts):
             self.unmapped.append(f"{kind} of {name}: it is not known which part a rank holds")
@@ -259,16 +259,18 @@ class StepPair:
         self.compared[kind] = self.compared.get(kind, 0) + 1
         self.errors[kind] = max(self.errors.get(kind, 0.0), error)
         wrong = tuple(sorted(rank for rank, e in off.items() if not e <= bound))
-        return Difference(self.number, kind, name, wrong, error, bound) if wrong else None
+        return TensorDifference(self.number, kind, name, wrong, error, bound) if wrong else None
 
-    def error_of(self, kind: str, name: str, part: Entry, whole: np.ndarray, floor: float, bound: float) -> float:
+    def error_of(
+        self, kind: str, name: str, part: RecordedValue, whole: np.ndarray, floor: float, bound: float
+    ) -> float:
         error = tensor_error(part.value, part.of(whole), whole, floor)[0]
         if kind != "parameter" or not bound < error < np.inf:
             return error
         beyond = np.maximum(np.abs(part.value - part.of(whole)) - self.movable(name, part), 0.0)
         return tensor_error(beyond, np.zeros_like(beyond), whole, floor)[0]
 
-    def movable(self, name: str, part: Entry) -> np.ndarray:
+    def movable(self, name: str, part: RecordedValue) -> np.ndarray:
         """How far noise in its gradient may move a parameter that Adam updates: Adam divides by the gradient's size (`proof.tolerance`)."""
         gradients = merge(self.one, "clipped gradient") or merge(self.one, "gradient")
         rates = [float(e.value[0]) for step in self.one for e in step.of("learning rate")]
@@ -281,7 +283,7 @@ class StepPair:
         )
         return max(rates, default=0.0) * (self.number + 1) * np.minimum(2.0, noise / np.maximum(size, 1e-300))
 
-    def untold(self, differences: list[Difference]) -> str:
+    def untold(self, differences: list[TensorDifference]) -> str:
         if all(d.error <= UNTOLD * d.bound for d in differences):
             return (
                 "the differences are small, and how far rounding alone goes in this model is not known: "
@@ -298,7 +300,7 @@ class StepPair:
     def strip(self) -> list[tuple[str, float, float]]:
         return list(self.step_modules.errors()) if self.single else []
 
-    def diagnose(self, first: Difference) -> Diagnosis:
+    def diagnose(self, first: TensorDifference) -> Diagnosis:
         if (unread := self.unread_samples()) is not None:
             return Diagnosis("forward", "inputs", unread, "samples")
         if self.single and first.kind == "gradient":
@@ -388,11 +390,11 @@ class StepModules:
                     match = Match(row, sample[box], place.sample, place.start, scale)
                     self.rows["output gradient"].setdefault(key, []).append((step.rank, match))
 
-    def key(self, entry: Entry) -> str:
+    def key(self, entry: RecordedValue) -> str:
         name = self.rename.get(entry.name, entry.name)
         return f"{name} [{entry.index}]" if entry.index else name
 
-    def match_rows(self, entry: Entry) -> Iterator[tuple[str, Match]]:
+    def match_rows(self, entry: RecordedValue) -> Iterator[tuple[str, Match]]:
         key, hint = self.key(entry), None
         if entry.partial:
             return

@@ -22,7 +22,7 @@ FORMAT = 1
 
 
 @dataclass
-class Entry:
+class RecordedValue:
     """One value of a step on one rank: a tensor, or a number."""
 
     kind: str
@@ -58,13 +58,13 @@ class RankStep:
     """A step of one rank."""
 
     rank: int
-    entries: list[Entry]
+    entries: list[RecordedValue]
     collectives: list[dict[str, Any]]
     ended: str = ""
     seconds: float = 0.0
     recording_seconds: float = 0.0
 
-    def of(self, kind: str) -> list[Entry]:
+    def of(self, kind: str) -> list[RecordedValue]:
         return [entry for entry in self.entries if entry.kind == kind]
 
 
@@ -141,14 +141,16 @@ class Recording:
         )
 
 
-def entries_of(rank: int, rows: list[dict[str, Any]], tensors: dict[str, np.ndarray]) -> Iterator[Entry]:
+def entries_of(rank: int, rows: list[dict[str, Any]], tensors: dict[str, np.ndarray]) -> Iterator[RecordedValue]:
     for row in rows:
         if "value" in row:
-            yield Entry(row["kind"], row["name"], rank, np.array([row["value"]]), shape=(1,), start=(0,), size=(1,))
+            yield RecordedValue(
+                row["kind"], row["name"], rank, np.array([row["value"]]), shape=(1,), start=(0,), size=(1,)
+            )
             continue
         box = row["box"] or {"shape": None, "start": (), "size": (), "flat": None, "partial": ()}
         shape = None if box["shape"] is None else tuple(box["shape"])
-        yield Entry(
+        yield RecordedValue(
             row["kind"], row["name"], rank, tensors[row["key"]], row["dtype"], row.get("call", 0), row.get("index", 0),
             shape, tuple(box["start"]), tuple(box["size"]), box["flat"] and tuple(box["flat"]), tuple(box["partial"]),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 
 @dataclass(frozen=True)
-class Box:
+class Holding:
     """The box of a whole tensor that a rank holds. `flat`: only these elements of the box, first and past the last, of its flattened form, as
     optimizers hold that cut parameters without looking at their shape. `partial`: the axes over which values are still to be summed."""
 
@@ -28,11 +28,11 @@ class Box:
         return asdict(self)
 
 
-def whole(tensor: torch.Tensor) -> Box:
-    return Box(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
+def whole(tensor: torch.Tensor) -> Holding:
+    return Holding(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
 
 
-def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Holding]:
     """The values that this rank holds, and which box of the whole they are."""
     if not isinstance(tensor, DTensor):
         return tensor, whole(tensor)
@@ -40,13 +40,13 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
     local = tensor.to_local()
     local = local.wait() if hasattr(local, "wait") else local
     if coordinate is None:
-        return local, Box(tuple(tensor.shape), (0,) * tensor.ndim, (0,) * tensor.ndim)
+        return local, Holding(tuple(tensor.shape), (0,) * tensor.ndim, (0,) * tensor.ndim)
     partial = tuple(axis_name(mesh, i) for i, p in enumerate(tensor.placements) if isinstance(p, Partial))
     start = start_of(tensor.shape, [mesh.size(i) for i in range(mesh.ndim)], coordinate, tensor.placements)
-    return local, Box(tuple(tensor.shape), start, tuple(local.shape), partial=partial)
+    return local, Holding(tuple(tensor.shape), start, tuple(local.shape), partial=partial)
 
 
-def cut(tensor: torch.Tensor, dim: int, index: int, of: int, stride: int = 1) -> list[tuple[torch.Tensor, Box]]:
+def cut(tensor: torch.Tensor, dim: int, index: int, of: int, stride: int = 1) -> list[tuple[torch.Tensor, Holding]]:
     """The parts of a tensor that is cut along one dimension over ranks; with a stride, each rank has a block of each of as many parts."""
     shape = list(tensor.shape)
     shape[dim] *= of
@@ -54,7 +54,7 @@ def cut(tensor: torch.Tensor, dim: int, index: int, of: int, stride: int = 1) ->
     for k, block in enumerate(tensor.chunk(stride, dim)):
         start = [0] * tensor.ndim
         start[dim] = (k * of + index) * block.shape[dim]
-        out.append((block, Box(tuple(shape), tuple(start), tuple(block.shape))))
+        out.append((block, Holding(tuple(shape), tuple(start), tuple(block.shape))))
     return out
 
 

@@ -15,7 +15,7 @@ from itertools import product
 
 import numpy as np
 
-from meshwright.check.folder import Entry
+from meshwright.check.folder import RecordedValue
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Match:
         return float(np.abs(self.got / self.scale - self.expected).max(initial=0.0)) / max(size, 1e-300)
 
 
-def rows_of(entry: Entry, batch_dim: int) -> Iterator[np.ndarray]:
+def rows_of(entry: RecordedValue, batch_dim: int) -> Iterator[np.ndarray]:
     """The samples of an activation; of one without a batch dimension, the whole."""
     if entry.value.ndim < 2:
         yield entry.value

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.check.folder import Entry, RankStep
+from meshwright.check.folder import RankStep, RecordedValue
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Merged:
 
     kind: str
     name: str
-    parts: list[Entry] = field(default_factory=list)
+    parts: list[RecordedValue] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ from math import isnan
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.check.compare import Comparison
+from meshwright.check.compare import RunComparison
 from meshwright.check.folder import Recording
 from meshwright.units import counted
 from meshwright.view.tables import table
@@ -20,7 +20,7 @@ SIGNS = {
 }
 
 
-def page(one: Recording, many: Recording, comparison: Comparison) -> RenderableType:
+def page(one: Recording, many: Recording, comparison: RunComparison) -> RenderableType:
     sign, style = SIGNS[comparison.verdict]
     lines: list[RenderableType] = [
         Text.assemble(
@@ -50,14 +50,14 @@ def about(recording: Recording) -> str:
     return f"{counted(recording.world, 'rank')} ({first['framework']}: {first['layout']})"
 
 
-def numbers(comparison: Comparison) -> RenderableType:
+def numbers(comparison: RunComparison) -> RenderableType:
     rows = table("kind", "tensors#", "largest error#")
     for kind, count in comparison.compared.items():
         rows.add_row(kind, str(count), f"{comparison.errors[kind]:.1e}")
     return rows
 
 
-def strip(comparison: Comparison) -> RenderableType:
+def strip(comparison: RunComparison) -> RenderableType:
     """The modules in the order of forward, if one of them differs: from the last that is right to the first few that are not."""
     if comparison.diagnosis is None or not comparison.modules:
         return Text()

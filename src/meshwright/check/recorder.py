@@ -30,18 +30,18 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.check.collectives import Collectives
+from meshwright.check.collectives import CollectiveLog
 from meshwright.check.folder import FORMAT
 from meshwright.check.frameworks import framework_of
-from meshwright.check.frameworks.plain import Framework
-from meshwright.check.holdings import Box, local_part
+from meshwright.check.frameworks.plain import FrameworkAdapter
+from meshwright.check.holdings import Holding, local_part
 from meshwright.check.modules import Names
 from meshwright.check.start import SETTINGS
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # exact, and numpy reads them
 
 
-class Recorder:
+class StepRecorder:
     """Records the steps of one rank into a folder."""
 
     def __init__(self, out: str, steps: int = 2, perturb: int = 0) -> None:
@@ -49,13 +49,13 @@ class Recorder:
         self.step, self.pid, self.thread = 0, os.getpid(), threading.get_ident()
         self.depth = 0
         self.names: Names | None = None
-        self.framework: Framework | None = None
+        self.framework: FrameworkAdapter | None = None
         self.entries: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.calls: Counter[str] = Counter()
         self.local: dict[str, torch.Tensor] = {}  # gradients of this rank, summed over micro-batches
         self.updated = self.collected = False
-        self.collectives = Collectives()
+        self.collectives = CollectiveLog()
         self.seconds = self.overhead = 0.0
         self.began = 0.0
         self.handles: list[Any] = []
@@ -102,7 +102,7 @@ class Recorder:
         new = self.names.learn(module)
         if new:
             self.framework = framework_of(module)
-            self.framework.prepare(self)
+            self.framework.prepare(self.names.parameters, self)
             self.place = rank(), world()
             self.known = {  # now: at the end of a script its groups may be gone
                 "framework": self.framework.name, "layout": self.framework.layout(),
@@ -216,7 +216,7 @@ class Recorder:
         local, box = local_part(tensor.detach())
         self.note_held(kind, name or "", local, box if box.shape != tuple(local.shape) or box.partial else None, **more)
 
-    def note_held(self, kind: str, name: str, tensor: torch.Tensor, box: Box | None, **more: Any) -> None:
+    def note_held(self, kind: str, name: str, tensor: torch.Tensor, box: Holding | None, **more: Any) -> None:
         key = f"t{len(self.entries)}"
         self.entries.append(
             {
@@ -309,7 +309,7 @@ def write_json(path: Path, value: Any) -> None:
     partial.replace(path)
 
 
-def wrap_clipping(recorder: Recorder) -> None:
+def wrap_clipping(recorder: StepRecorder) -> None:
     """Clipping is a function, not a module: gradients are noted before it, and the norm that it returns."""
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"):
         plain = getattr(nn.utils, name)
@@ -325,7 +325,7 @@ def wrap_clipping(recorder: Recorder) -> None:
                 setattr(place, name, wrapped)
 
 
-def wrap_backward(recorder: Recorder) -> None:
+def wrap_backward(recorder: StepRecorder) -> None:
     """A loss is what backward begins with: a number without a given gradient."""
     plain = torch.autograd.backward
 
@@ -342,4 +342,4 @@ def wrap_backward(recorder: Recorder) -> None:
 def attach_from_environment() -> None:
     """In a process that `meshwright check record` started."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiled graphs call no hooks
-    Recorder(**json.loads(os.environ[SETTINGS])).attach()
+    StepRecorder(**json.loads(os.environ[SETTINGS])).attach()

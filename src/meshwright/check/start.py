@@ -13,7 +13,7 @@ from pathlib import Path
 from meshwright.errors import MeshwrightError
 
 HOOK = Path(__file__).parent / "hook"
-SETTINGS = "MESHWRIGHT_CHECK"  # JSON of the arguments of `recorder.Recorder`
+SETTINGS = "MESHWRIGHT_CHECK"  # JSON of the arguments of `recorder.StepRecorder`
 
 
 def record(words: Sequence[str], out: Path, steps: int, perturbed: int) -> int:

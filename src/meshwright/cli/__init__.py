@@ -66,7 +66,9 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("Compare predictions with published training runs."),
     "verify": Command("Prove on local processes that a plan trains the same model as one device.", LEAD),
     "train": Command("Train a plan on local processes and compare the run with its prediction.", LEAD),
-    "check": Command("Compare anybody's training code with one device: record a few steps of both, name the first difference."),
+    "check": Command(
+        "Compare anybody's training code with one device: record a few steps of both, name the first difference."
+    ),
     "launch": Command("Write the file that starts a plan under Slurm, Kubernetes, SkyPilot, torchrun or Ray."),
     "data": Command("Make token files from text, JSON lines, Parquet or a dataset folder; show what is in them."),
     "checkpoint": Command("List, verify, convert and delete the checkpoints of runs."),

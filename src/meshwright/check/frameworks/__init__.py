@@ -7,12 +7,12 @@ from torch import nn
 from meshwright.check.frameworks.deepspeed import DeepSpeed
 from meshwright.check.frameworks.fsdp import FSDP1, FSDP2
 from meshwright.check.frameworks.megatron import Megatron
-from meshwright.check.frameworks.plain import Framework
+from meshwright.check.frameworks.plain import FrameworkAdapter
 from meshwright.check.modules import topmost
 
-FRAMEWORKS: tuple[type[Framework], ...] = (DeepSpeed, Megatron, FSDP2, FSDP1, Framework)
+FRAMEWORKS: tuple[type[FrameworkAdapter], ...] = (DeepSpeed, Megatron, FSDP2, FSDP1, FrameworkAdapter)
 
 
-def framework_of(module: nn.Module) -> Framework:
+def framework_of(module: nn.Module) -> FrameworkAdapter:
     model = topmost(module)
     return next(kind for kind in FRAMEWORKS if kind.recognises(model))(model)

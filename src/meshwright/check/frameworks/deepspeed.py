@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import Framework, Part, wrap_method
+from meshwright.check.frameworks.plain import FrameworkAdapter, Listener, Part, wrap_method
 from meshwright.check.holdings import whole
 
-if TYPE_CHECKING:
-    from meshwright.check.recorder import Recorder
 
-
-class DeepSpeed(Framework):
+class DeepSpeed(FrameworkAdapter):
     name = "DeepSpeed"
     shows_clipped = False  # it clips inside of its step
 
@@ -22,16 +17,16 @@ class DeepSpeed(Framework):
     def recognises(cls, model: nn.Module) -> bool:
         return any(kind.__module__.startswith("deepspeed.runtime") for kind in type(model).__mro__)
 
-    def prepare(self, recorder: Recorder) -> None:
-        super().prepare(recorder)
+    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
+        super().prepare(parameters, listener)
 
         def before(engine: object) -> None:
             if engine is self.model and self.model.is_gradient_accumulation_boundary():  # type: ignore[operator]
-                recorder.before_clipping()
+                listener.before_clipping()
 
         def after(engine: object, _: object) -> None:
             if engine is self.model:
-                recorder.after_clipping(self.model.get_global_grad_norm())  # type: ignore[operator]
+                listener.after_clipping(self.model.get_global_grad_norm())  # type: ignore[operator]
 
         wrap_method(type(self.model), "step", before, after)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import Framework, Part, wrap_method
-from meshwright.check.holdings import Box, whole
-
-if TYPE_CHECKING:
-    from meshwright.check.recorder import Recorder
+from meshwright.check.frameworks.plain import FrameworkAdapter, Listener, Part, wrap_method
+from meshwright.check.holdings import Holding, whole
 
 
-class FSDP2(Framework):
+class FSDP2(FrameworkAdapter):
     """`fully_shard` swaps the parameters of a module while it computes, so their gradients are seen where they are reduced."""
 
     name = "FSDP2"
@@ -26,8 +23,8 @@ class FSDP2(Framework):
 
         return any(isinstance(module, FSDPModule) for module in model.modules())
 
-    def prepare(self, recorder: Recorder) -> None:
-        super().prepare(recorder)
+    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
+        super().prepare(parameters, listener)
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group as private
 
         plain = private.foreach_reduce
@@ -38,7 +35,7 @@ class FSDP2(Framework):
         ) -> Any:
             for held, gradient in zip(fsdp_params, unsharded_grads, strict=False):
                 if (name := names.get(id(held.sharded_param))) is not None:
-                    recorder.add_local(name, gradient)
+                    listener.add_local(name, gradient)
             return plain(fsdp_params, unsharded_grads, *args, **kwargs)
 
         private.foreach_reduce = foreach_reduce
@@ -48,7 +45,7 @@ class FSDP2(Framework):
         return [(gradient, whole(gradient))] if self.parameters[name].shape == gradient.shape else []
 
 
-class FSDP1(Framework):
+class FSDP1(FrameworkAdapter):
     """`FullyShardedDataParallel`: a rank holds a range of each flattened parameter. Its parameters keep their names with `use_orig_params=True`;
     without it, there is one flat parameter for each wrapped module, which cannot be mapped."""
 
@@ -61,15 +58,15 @@ class FSDP1(Framework):
 
         return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
-    def prepare(self, recorder: Recorder) -> None:
-        super().prepare(recorder)
+    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
+        super().prepare(parameters, listener)
         from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 
         wrap_method(
             Wrapper,
             "clip_grad_norm_",
-            lambda _: recorder.before_clipping(),
-            lambda _, norm: recorder.after_clipping(norm),
+            lambda _: listener.before_clipping(),
+            lambda _, norm: listener.after_clipping(norm),
         )
         self.ranges: dict[
             int, tuple[tuple[int, ...], tuple[int, int]]
@@ -88,7 +85,7 @@ class FSDP1(Framework):
         if tensor.numel() != last - first:
             return []
         start = (0,) * len(shape)
-        return [(tensor.reshape(-1), Box(shape, start, shape, flat=(first, last)))] if last > first else []
+        return [(tensor.reshape(-1), Holding(shape, start, shape, flat=(first, last)))] if last > first else []
 
     def gradient(self, name: str, parameter: nn.Parameter) -> list[Part]:
         return [] if parameter.grad is None else self.value(name, parameter.grad)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import Framework, Part, wrap_method
-from meshwright.check.holdings import Box, cut, whole
-
-if TYPE_CHECKING:
-    from meshwright.check.recorder import Recorder
+from meshwright.check.frameworks.plain import FrameworkAdapter, Listener, Part, wrap_method
+from meshwright.check.holdings import Holding, cut, whole
 
 
-class Megatron(Framework):
+class Megatron(FrameworkAdapter):
     name = "megatron-core"
     batch_dim = 1  # activations are [sequence, batch, features]
 
@@ -22,14 +19,14 @@ class Megatron(Framework):
     def recognises(cls, model: nn.Module) -> bool:
         return any(type(module).__module__.startswith("megatron.core.") for module in model.modules())
 
-    def prepare(self, recorder: Recorder) -> None:
-        super().prepare(recorder)
+    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
+        super().prepare(parameters, listener)
         from megatron.core.optimizer.optimizer import MegatronOptimizer
 
         for kind in (MegatronOptimizer, *subclasses(MegatronOptimizer)):
             for method in {"clip_grad_norm", "get_grad_norm"} & vars(kind).keys():
                 wrap_method(
-                    kind, method, lambda _: recorder.before_clipping(), lambda _, norm: recorder.after_clipping(norm)
+                    kind, method, lambda _: listener.before_clipping(), lambda _, norm: listener.after_clipping(norm)
                 )
 
     def value(self, name: str, tensor: torch.Tensor) -> list[Part]:
@@ -62,7 +59,7 @@ class Megatron(Framework):
         box = parts[0][1]
         if owned[0] >= owned[1]:
             return []
-        return [(gradient.reshape(-1)[slice(*owned)], Box(box.shape, box.start, box.size, flat=owned))]
+        return [(gradient.reshape(-1)[slice(*owned)], Holding(box.shape, box.start, box.size, flat=owned))]
 
     def owned(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """The elements of a parameter whose reduced gradient this rank has, under the distributed optimizer; None: all."""
@@ -108,4 +105,5 @@ class Megatron(Framework):
 
 
 def subclasses(kind: type) -> set[type]:
-    return {sub for child in kind.__subclasses__() for sub in (child, *subclasses(child))}
+    children: list[type] = kind.__subclasses__()
+    return {sub for child in children for sub in (child, *subclasses(child))}

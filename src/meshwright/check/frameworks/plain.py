@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.check.holdings import Box, coordinates_of, local_part, whole
+from meshwright.check.holdings import Holding, coordinates_of, local_part, whole
 
-if TYPE_CHECKING:
-    from meshwright.check.recorder import Recorder
-
-Part = tuple[torch.Tensor, Box]
+Part = tuple[torch.Tensor, Holding]
 
 
-class Framework:
+class Listener(Protocol):
+    """What an adapter tells the recorder."""
+
+    def add_local(self, name: str, gradient: torch.Tensor) -> None: ...
+    def before_clipping(self) -> None: ...
+    def after_clipping(self, norm: Any) -> None: ...
+
+
+class FrameworkAdapter:
     """What the recorder asks a framework."""
 
     name = "torch"
@@ -33,10 +38,9 @@ class Framework:
     def recognises(cls, model: nn.Module) -> bool:
         return True
 
-    def prepare(self, recorder: Recorder) -> None:
+    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
         """Called when the model is known, before its first call."""
-        assert recorder.names is not None
-        self.parameters = recorder.names.parameters
+        self.parameters = parameters
 
     def value(self, name: str, tensor: torch.Tensor) -> list[Part]:
         """What this rank holds of a parameter, or of a state of its optimizer that has its shape."""

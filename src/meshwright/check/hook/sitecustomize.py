@@ -17,6 +17,8 @@ def load_meshwright() -> None:
         spec = importlib.util.spec_from_file_location(
             "meshwright", package / "__init__.py", submodule_search_locations=[str(package)]
         )
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules["meshwright"] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
 
@@ -40,7 +42,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
             attach_from_environment()
 
-        spec.loader.exec_module = run_and_attach
+        spec.loader.exec_module = run_and_attach  # type: ignore[method-assign]
         return spec
 
 
