@@ -8,8 +8,6 @@
 The functions are those of `meshwright.api`. They are imported at first use, so `import meshwright` loads no numpy, pydantic or torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from meshwright.describe.shown import Form, Shown

@@ -4,8 +4,6 @@ Every check is a function that returns a `Check`: whether it works, what was fou
 memory is allocated. torch is imported only if it is installed, since the import alone can fail: a driver that is too old, a broken wheel.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -6,8 +6,6 @@ Every code has a line in `docs/errors.md`; a test checks it. Bad input raises `M
 bare exception: the command line prints it and exits with its `exit_code` (2 for bad input, 3 for "nothing fits").
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """What the operating system says about this machine and its processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

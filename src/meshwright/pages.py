@@ -1,7 +1,5 @@
 """The page of each kind of result, found when the result is shown: the pages of proofs and trainings import torch."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

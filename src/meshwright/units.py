@@ -8,8 +8,6 @@ Case matters where it changes the meaning: `b` is a bit and `B` a byte, `GB` is 
 exist only where a person reads or writes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

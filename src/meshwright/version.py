@@ -1,7 +1,5 @@
 """The version of Meshwright, which checkpoints name, and the versions of what it runs with, which a bug report needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from meshwright.errors import MeshwrightError

@@ -5,8 +5,6 @@ bench has no device part, prices. A cluster of few nodes stands for many: α and
 the formulas of the collectives do; what may differ at scale, an oversubscribed switch above the measured nodes, is named as assumed.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Sequence

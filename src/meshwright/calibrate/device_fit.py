@@ -32,8 +32,6 @@ for the host to launch them, so their times do not show t₀. For the same reaso
 count. The median over these shapes is taken, so one shape for which the library has no good kernel does not move it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -29,8 +29,6 @@ program reaches: α = A/a, β = B/b. The additions of a reduce-scatter are what 
 γ = (B_reduce-scatter − B_all-gather) / c.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations

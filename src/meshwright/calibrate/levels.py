@@ -9,8 +9,6 @@ A host (or rank) whose transfers to all others are slow is not a level: its unit
 fit. Pairs that exchange at the same time show whether devices share a link: k pairs that take k times as long share one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

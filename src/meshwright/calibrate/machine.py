@@ -6,8 +6,6 @@ a stack and links.
 Times are seconds in which one process computed. `sharing` processes per core take that many times longer, so every rate is divided by it.
 """
 
-from __future__ import annotations
-
 from statistics import median
 
 import numpy as np

@@ -10,8 +10,6 @@ command line, the name of the file, or busbw/algbw identifies it: the quotient i
 send. The same quotient shows whether the number of ranks is the one that the file says (nccl-tests, doc/PERFORMANCE.md).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

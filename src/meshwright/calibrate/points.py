@@ -11,8 +11,6 @@ machine without torch.
                          gather and scatter, n for broadcast, reduce and point-to-point; the conventions of nccl-tests)
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Literal, Self

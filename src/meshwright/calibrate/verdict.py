@@ -5,8 +5,6 @@ message sizes and drivers explain less than that. The causes are rules over what
 states its evidence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`meshwright bench`: measure collectives, links and devices."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`meshwright calibrate`: a cluster file from the results of `bench`, or a stack file from measured runs."""
 
-from __future__ import annotations
-
 from meshwright.cli.options import described
 
 

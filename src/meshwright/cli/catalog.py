@@ -1,7 +1,5 @@
 """`meshwright catalog`: list and show the entries of the catalog, with sources."""
 
-from __future__ import annotations
-
 from meshwright.cli.options import described
 from meshwright.describe import catalog
 from meshwright.errors import unknown

@@ -3,8 +3,6 @@
 The script is plain shell code with all words in it, so that completing starts no Python. It is written once, and again after an upgrade.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import typer

@@ -1,7 +1,5 @@
 """`meshwright config`: show a resolved configuration and the origin of each value."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 from meshwright.cli.options import Overrides, command_group, described

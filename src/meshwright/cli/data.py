@@ -1,7 +1,5 @@
 """`meshwright data`: make token files from text, and show what is in them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

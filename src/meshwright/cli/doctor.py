@@ -1,7 +1,5 @@
 """`meshwright doctor`: what works on this machine, and why not."""
 
-from __future__ import annotations
-
 import typer
 
 from meshwright.cli.options import described

@@ -1,7 +1,5 @@
 """`meshwright emulate`: several hosts on one Linux machine, with links of a chosen rate and delay."""
 
-from __future__ import annotations
-
 from meshwright.cli.options import HELP_NAMES, command_group, described
 
 command = command_group(

@@ -1,7 +1,5 @@
 """`meshwright estimate`: what will training cost?"""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 from meshwright.cli.options import TrainingOptions, described

@@ -1,7 +1,5 @@
 """`meshwright migrate`: settings of one framework as settings of another."""
 
-from __future__ import annotations
-
 import typer
 
 from meshwright.cli.options import described

@@ -4,8 +4,6 @@ A command is a function whose parameters have a type and a default; `described` 
 Parameters that several commands share are a `TypedDict`, which `**asked` stands for.
 """
 
-from __future__ import annotations
-
 import inspect
 import tomllib
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Progress bars go to stderr, and only if it is a terminal: the result can be piped, and `--json` prints one document.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`meshwright report`: one HTML page about training runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from meshwright.cli.options import described

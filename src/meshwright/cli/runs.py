@@ -1,7 +1,5 @@
 """`meshwright runs`: list runs, compare them, watch one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from meshwright.cli.options import described

@@ -9,8 +9,6 @@
 `--compare` is a flag; the names after it are a second positional argument, so that they can be omitted.
 """
 
-from __future__ import annotations
-
 import typer
 
 from meshwright.cli.options import described

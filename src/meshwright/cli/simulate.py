@@ -1,7 +1,5 @@
 """`meshwright simulate`: show the step of a plan as a timeline."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 from meshwright.cli.options import Overrides, described

@@ -1,7 +1,5 @@
 """`meshwright validate`: compare predictions with published runs."""
 
-from __future__ import annotations
-
 from meshwright.cli.options import described
 
 COLUMNS = (

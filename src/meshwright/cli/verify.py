@@ -1,7 +1,5 @@
 """`meshwright verify`: prove that a plan trains the same model as one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Unpack
 

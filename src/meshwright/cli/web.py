@@ -1,7 +1,5 @@
 """`meshwright web`: the page in a browser."""
 
-from __future__ import annotations
-
 from meshwright.cli.options import described
 
 

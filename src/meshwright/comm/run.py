@@ -10,8 +10,6 @@ The order is lane by lane: lane t begins step 0, lane t − 1 finishes it and be
 lane's data is reduced, the data of the others is in transfer; only a few slices are in transit, and they stay in the caches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -19,8 +19,6 @@ sends complete. So a receive that stores may be written at any time from then on
 chunk which it also sends: those sends must be complete before anything is applied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

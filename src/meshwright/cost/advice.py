@@ -9,8 +9,6 @@ efficiency      1 − bubble fraction ≥ e: the micro-batches it takes, or the 
 accumulation    batch = micro-batch × accumulation × dp; the learning rate scales with the batch (linear) or its root (Adam)
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

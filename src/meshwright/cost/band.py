@@ -15,8 +15,6 @@ the compute is less certain too, so that what communication adds counts for less
 A device that was never measured has a wider band: its shares of peak may be the best or the worst of the measured ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 

@@ -22,8 +22,6 @@ FULL_STATE_DICT with `rank0_only` and `offload_to_cpu`, as accelerate sets it; w
 group is Megatron-LM's format `torch` with the distributed optimizer.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.cluster import DTYPE_BYTES, Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan

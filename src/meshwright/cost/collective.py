@@ -5,8 +5,6 @@ measured corrections. So the time of an all-reduce is the smallest of ring, tree
 the shape of the group: P ranks on N nodes, g ranks per node. All values are arrays over a batch of plans.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

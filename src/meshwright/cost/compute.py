@@ -19,8 +19,6 @@ A CPU has no tiles and no ramp (`tile` = 1, `sequence_half` = 0), and its expone
 activation takes `exponential` longer. `calibrate.machine` measures these for the machine at hand.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.describe.cluster import Accelerator

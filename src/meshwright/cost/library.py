@@ -23,8 +23,6 @@ with these links; a program walked on it takes exactly the time of the closed fo
     factors       per operation, inside a node and between nodes, on the latency and on the transfer time (`meshwright calibrate`)
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.describe.cluster import Cluster

@@ -7,8 +7,6 @@ dominates: send fewer, larger messages, or use a tree. Above it bandwidth domina
 is 450 kB or 439.5 KiB; texts that print "450 KB" mix the two units.)
 """
 
-from __future__ import annotations
-
 from meshwright.describe.cluster import Link
 from meshwright.lower.program import Array
 from meshwright.units import format_decimal_bytes

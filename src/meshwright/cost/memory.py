@@ -14,8 +14,6 @@ With everything in 16/32-bit mixed precision the states are 16 bytes per paramet
 DDP 112 GB, ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 (docs/figures.md lists published figures that do not add up).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple

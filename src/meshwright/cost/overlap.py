@@ -5,8 +5,6 @@ weights of a layer must be gathered before it computes; with prefetching, the ne
 few layers, to show the rule that `cost.phase` charges for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -16,8 +16,6 @@ The time that the host adds is reported as `host`.
 And the end of a step, once per step: gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -17,8 +17,6 @@ ridge, above compute-bound. The roofline is only a bound, since compute can hide
 communication is the largest part of the step in the cost model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

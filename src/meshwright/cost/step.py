@@ -18,8 +18,6 @@ The second term is the ramp: (P−1)·t for 1F1B, (P−1)·t/V interleaved, less
 lists the same operations by number and bytes alone, without a cluster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ and weight-gradient times. The schedule is built and walked action by action; th
 draws the result, and the planner ranks its leaders by it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -18,8 +18,6 @@ With 16-bit values, stored softmax and dropout masks, the saved bytes of a GELU 
 (Korthikanti et al. 2022): 11 + 5Ns/h from attention, 19 from the FFN, 4 from the norms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal

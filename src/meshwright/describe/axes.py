@@ -17,8 +17,6 @@ members in a unit of consecutive devices. This counts exactly where strides and 
 degrees of 2ᵐ; otherwise it is the number in a unit that starts with the group, rounded down.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ pydantic validates; this file turns its errors into the one shape of `meshwright
 nearest valid key, and the error for a bad value names its field.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Annotated, Any, Self, get_args, get_origin

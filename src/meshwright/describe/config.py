@@ -22,8 +22,6 @@ some of its keys. The origin of every value is kept. A cluster without `gpus` ta
 reach that far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ A catalog name is replaced by its table when a value is merged into it, so `--se
 one number of a catalog entry and keeps the other fields. Nothing is validated here; the classes of `describe` validate.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A configuration is a page of text. A file above one megabyte is refused by its s
 device is refused too, since reading it may never end.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import tomllib

@@ -12,8 +12,6 @@ stage, taken in order: expert_tp fastest, then ep, then expert_dp. ZeRO shards e
 one shard group, and repeats that over `expert_replicate`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

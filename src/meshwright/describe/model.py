@@ -8,8 +8,6 @@ A causal token attends to (s+1)/2 ≈ s/2 positions on average; `attended` halve
 Published MFU figures often do not halve: `model_flops` takes the convention as an argument.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cached_property
 from typing import Any

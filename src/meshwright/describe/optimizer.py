@@ -11,8 +11,6 @@
 Which optimizer it is stays `workload.optimizer`, because it decides how much memory a plan needs. docs/optimizers.md has the formulas.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator

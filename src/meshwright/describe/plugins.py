@@ -5,8 +5,6 @@ A plan file names them (`plugins = ["my_attention.py"]`, relative to the file), 
 ranks load them again before they start. A plug-in is a program: load those that you trust.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """The sections of a run file that say what it reads, how it starts and what it saves: [data], [run] and [checkpoint]."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 

@@ -18,8 +18,6 @@ for its next reading. A number that is NaN or infinite is null, because JSON has
 Folders of earlier releases have `steps.csv`; they are read as if they had `steps.jsonl`.
 """
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import json

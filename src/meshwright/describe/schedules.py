@@ -4,8 +4,6 @@
 builders and closed forms; `lower`, `cost` and `planner` ask it for what they need.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any

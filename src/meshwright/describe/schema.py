@@ -3,8 +3,6 @@
 Each section is a name or a table; a table may start from a name with `extends`; a quantity is a number or a text with a unit.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.config import CLASSES
 from meshwright.describe.draft import NAMED
 from meshwright.units import Json

@@ -1,7 +1,5 @@
 """Checks of a model's shape: which fields it needs, which exclude each other, and what must divide."""
 
-from __future__ import annotations
-
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 

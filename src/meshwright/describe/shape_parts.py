@@ -1,7 +1,5 @@
 """Parts of a model's shape with fields of their own: rotary positions, the router of experts, convolutions."""
 
-from __future__ import annotations
-
 import math
 from functools import cached_property
 from typing import Literal, NamedTuple

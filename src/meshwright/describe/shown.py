@@ -4,8 +4,6 @@ The pages stand above the results, so the results do not import them: `meshwrigh
 a result (`meshwright/pages.py`), and every result calls it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 

@@ -4,8 +4,6 @@ Two stacks on the same cluster differ in host time per launch, fused kernels, at
 In small runs these differences dominate: a layer of 60 launches at 6 µs takes at least 0.36 ms on any GPU (the *host floor*).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

@@ -4,8 +4,6 @@
 `column` cuts d_out, `row` cuts d_in, `between` and `inside` keep it whole on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Variants that are registered by name: activations, attention kinds, gradient compressions and optimizers (schedules: `describe.schedules`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar

@@ -1,7 +1,5 @@
 """The training workload: batch, sequence length, precision, optimizer and token budget."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -9,8 +9,6 @@ lists them. A quantity that cannot be reconciled with another (8 × 2 degrees on
 value that has a meaning.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

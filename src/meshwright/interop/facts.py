@@ -4,8 +4,6 @@ Frameworks state the same thing in different quantities: a batch per step or per
 quantity is a fact of its own here; `assemble` makes a plan of any sufficient set of facts, and `write` gives all of them for a plan.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 FACTS: dict[str, str] = {

@@ -4,8 +4,6 @@ YAML needs PyYAML (the extra [interop]), with its safe loader only. In a script,
 by their values, and everything but flags is ignored.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

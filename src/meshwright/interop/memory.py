@@ -7,8 +7,6 @@ The number of GPUs may be the smallest that the degrees allow (`Reading.gpus_are
 data-parallel ranks shard the optimizer states further: the recipe does not fit only if it does not fit on 64 times as many GPUs either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any

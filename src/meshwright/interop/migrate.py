@@ -6,8 +6,6 @@ asked: a plan that the target cannot run is refused, with the nearest change tha
 the target's way, and is listed as changed.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace

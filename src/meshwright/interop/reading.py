@@ -1,7 +1,5 @@
 """Settings understood: the plan, the workload and the model that they describe, and what is wrong, unknown or without effect."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

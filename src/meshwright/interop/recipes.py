@@ -4,8 +4,6 @@ A row has `framework`, `settings` (flat keys), perhaps `args`, `shape`, `model`,
 published mistake and its correction: both are checked.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

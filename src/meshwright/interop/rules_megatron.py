@@ -1,7 +1,5 @@
 """What Megatron-Core, Megatron-LM, Megatron-Bridge and ms-swift's Megatron refuse."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What torchtitan, Automodel, nanotron, DeepSpeed, accelerate, axolotl, LLaMA-Factory, ms-swift and TRL refuse."""
 
-from __future__ import annotations
-
 import re
 
 from meshwright.interop.rules import Rule, SettingsOptions

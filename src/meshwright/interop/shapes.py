@@ -4,8 +4,6 @@ Where a number is missing, it takes a value that every degree divides, so that t
 and the memory of such a model is not judged.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A layout of Megatron is text such as `Et*3|(tt|)*6mL`: stages between bars, E th
 prediction, L the loss; `*n` repeats one letter or a group in parentheses. It may also be a list of stages, each a list of names.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import groupby

@@ -3,8 +3,6 @@
 What unknown fit is found by reading the settings back: a field of the plan that comes back with another value.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

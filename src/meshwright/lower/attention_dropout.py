@@ -16,8 +16,6 @@ Dropout between the products is a separate pass, one read and one write, forward
 eight bytes per token are kept to compute it again. Stacks that store masks have `Model.dropout`, a byte per element.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.describe.tensors import AttentionCore

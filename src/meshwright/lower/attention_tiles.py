@@ -15,8 +15,6 @@ and backward 15 times (probabilities 7, ds 8) with one exponential. Forward mult
 operators of one tile, views included, and of one layer; a test counts them in the runtime. They are most of the time on small sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

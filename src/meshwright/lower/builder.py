@@ -16,8 +16,6 @@ what cancels. Pipeline sends, context parallelism and the exchanges of experts a
 products.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -16,8 +16,6 @@ factors are all-reduced as before, and other tensors go to the owner of each sha
 The functions take integers (one message of one rank) or arrays (one message of each plan of a batch).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -6,8 +6,6 @@ are cut over tp with their heads. Context parallelism gathers the compressed KV 
 positions to the next one: much less than the keys and values of other attention.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.lower import sparse_attention

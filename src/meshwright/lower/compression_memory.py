@@ -4,8 +4,6 @@ In our trainer the collectives of all buckets run during backward and complete a
 before the next one starts. Frameworks with flat shards free each bucket when it is reduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

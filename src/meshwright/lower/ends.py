@@ -5,8 +5,6 @@ sequence parallelism) adds the ranks' results up. The head computes the logits o
 their maximum and sum over the ranks. The logits are the largest tensor of many models: T·V/tp, kept in fp32.
 """
 
-from __future__ import annotations
-
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.layer_kinds import parts
 from meshwright.lower.program import Op

@@ -6,8 +6,6 @@ the same splits; `full` recompute keeps only each layer's input (2·T·h bytes, 
 what the attention core can recompute, or keeps the outputs of attention and of every second product (`Stack.selective`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

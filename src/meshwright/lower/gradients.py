@@ -20,8 +20,6 @@ sends it. What they are given is a list of messages: `batch_messages` lists thos
 plans, with a count for messages that are equal; `lower.rank` lists those of any one rank, parameter by parameter.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

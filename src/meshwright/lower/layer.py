@@ -10,8 +10,6 @@ Arithmetic narrower than 16 bits (fp8) is used for the products with the weights
 the router and the head multiply in 16 bits (`wide`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The operations of a layer of any kind: its mixer, then its channel part (`describe.shape_checks`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from meshwright.describe.variants import ATTENTIONS

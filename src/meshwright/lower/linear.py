@@ -14,8 +14,6 @@ which bounds the scan on recent devices: its products are small (C × C and C ×
 a decay for each channel and state, hence no products: one kernel whose T·H·N exponentials and multiply-adds run on the vector units.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.tensors import LinearCore
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.program import Array, Op

@@ -13,8 +13,6 @@ width than the model: one product before dispatch and one after combine project 
 width.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.lower.layer import LayerLowering

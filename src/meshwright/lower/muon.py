@@ -14,8 +14,6 @@ The update runs in rounds of at most `ROUND` elements on a rank. With R rounds e
 and those of a round overlap with the products of others: all but the first there and the last back, d rounds at each end (`turns_ahead`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 

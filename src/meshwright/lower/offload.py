@@ -7,8 +7,6 @@ The copies have no axis: they cross the host's link (`Accelerator.host_bandwidth
 `footprint.saved`; with full recompute it is the layer's input. Only layers are offloaded, as in `parallel.data.offload`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.lower.batch import Batch

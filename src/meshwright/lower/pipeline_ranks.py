@@ -5,8 +5,6 @@ A batch of plans is evaluated on the few ranks that can be the slowest or the fu
 of the rank with the most elements, which finishes last.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.lower import muon, sync

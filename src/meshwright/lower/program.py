@@ -15,8 +15,6 @@ it). Traffic, memory, time, traces and proofs are all computed from this value: 
 Streams: `compute`; `comm:<axis>` for communication that may overlap with compute; `host` for launches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple

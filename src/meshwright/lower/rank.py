@@ -12,8 +12,6 @@ What neither model, plan nor workload knows is `Given`: which parameters the use
 tokens the routers sent, how many values a threshold let pass. Without it routing is even and values are normally distributed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace

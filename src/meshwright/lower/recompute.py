@@ -9,8 +9,6 @@ Where layers are of several kinds, the largest one counts for all, so that the b
 the same number of layers per stage: as many as the fullest rank needs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

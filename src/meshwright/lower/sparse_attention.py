@@ -8,8 +8,6 @@ The indexer is whole on every tensor-parallel rank, because all ranks must selec
 gathers them. Scores are computed in fp8 where the device has it; we price them in the workload's 16 bits, since recipes differ.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.tensors import AttentionCore
 from meshwright.lower.builder import BlockBuilder
 from meshwright.lower.program import Op

@@ -10,8 +10,6 @@ send and does everything in W. The zero-bubble schedules split every backward. D
 micro-batches of the stage on the way down and P − ⌈(r+1)/2⌉ of the stage on the way up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

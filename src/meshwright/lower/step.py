@@ -3,8 +3,6 @@
 `step_program` is the only lowering. `estimate`, the planner, the simulator and `verify` all start from its result, and read nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ With local SGD (`average_every`) replicas train alone and exchange no gradients;
 1/n of the bytes in the mean step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

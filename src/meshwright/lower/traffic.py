@@ -10,8 +10,6 @@ Tests compare the two on that rank, and the second with what the runtime issues.
 for instance, has four all-reduces of T·h per micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

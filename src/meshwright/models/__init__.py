@@ -6,8 +6,6 @@ tensors (`-1` heads), so that a module with fewer heads works; and the name of a
 whole model, so that `layers.7.attention.q.weight` is the same parameter in every pipeline stage of every plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -14,8 +14,6 @@ finds no key of interest can return almost zero instead of an average of all val
 Legend: B batch, S sequence, H hidden, N heads, K KV heads, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ start decides; the others remain as alternatives for calls that the first one do
 The choice holds for the process: forward, and a recomputed forward in backward, must use the same kernel.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 

@@ -11,8 +11,6 @@ for all tokens, not only for its own, so the mask of any block of queries and ke
 The numbers reach attention through the `step_context`.
 """
 
-from __future__ import annotations
-
 import torch
 
 

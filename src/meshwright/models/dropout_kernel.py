@@ -6,8 +6,6 @@ reading x and writing y. The kernel only reads x and writes y, and its result is
 Legend: T tokens, H hidden.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ same weights under every plan. The cost: every rank draws every parameter of its
 `scatter` adds N(0, 0.1²) to norm weights, biases and sinks: in a proof of parity an error in a bias must not be hidden by a bias of zero.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

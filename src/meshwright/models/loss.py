@@ -17,8 +17,6 @@ Where ranks split the vocabulary, the head returns logits too (`parallel.tensor.
 Legend: B batch, S sequence, T tokens, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ rescaled. The second loop reads the row again, mostly from the L2 cache, and wri
 Legend: T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

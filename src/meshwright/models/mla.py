@@ -13,8 +13,6 @@ q_rank + kv_rank + rope_dim numbers per token instead of h.
 Legend: B batch, S sequence, H hidden, N heads, L latent widths together.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

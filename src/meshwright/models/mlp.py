@@ -5,8 +5,6 @@ a sample: a step has `batch` rows, independent of the sequence length, and a tar
 between layers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

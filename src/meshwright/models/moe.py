@@ -17,8 +17,6 @@ The routed copies are sent before the shared experts run and received after it, 
 Legend: B batch, S sequence, T = B·S tokens, H hidden, E experts, F expert width, R copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

@@ -7,8 +7,6 @@ gpt-oss clamps both halves of its SwiGLU and shifts the second one. With g = W_g
 The dtype in which sums are computed, whatever the precision of a model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -5,8 +5,6 @@ does. No rank communicates for it, so a plan trains exactly what one device trai
 size: that is what `verify` compares with. Running averages are not kept; evaluation normalises by its own micro-batch too.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

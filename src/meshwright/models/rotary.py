@@ -9,8 +9,6 @@ queries and keys are permuted in the same way, so their products do not change.
 Legend: B batch, S sequence, N heads, D rotated width of a head, I = D/2 pairs.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -21,8 +21,6 @@ micro-batch of every rank, and the losses are averaged over micro-batches; b is 
 Legend: T tokens, H hidden, E experts, K experts per token, R copies of tokens, one for each expert that a token visits.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -15,8 +15,6 @@ Why it is a plain variable: a compiled graph can read it. The tensors become inp
 A test sees that no second variable of this kind appears.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

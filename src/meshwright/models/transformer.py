@@ -17,8 +17,6 @@ another rate, and attention probabilities have a separate one.
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -15,8 +15,6 @@ Private name of torch: `torch._scaled_mm`, its only fp8 product that runs alike 
 Legend: T tokens, H hidden, E experts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -18,8 +18,6 @@
 The result, `Parallel`, has what a training step needs: run the micro-batches, complete the gradients, list the pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

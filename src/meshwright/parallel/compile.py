@@ -32,8 +32,6 @@ Private names of torch: the options `torch._dynamo.config.recompile_limit` and `
 `torch._dynamo.utils.counters` and `calculate_time_spent`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field

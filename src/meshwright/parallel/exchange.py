@@ -18,8 +18,6 @@ torch concatenates ranks along the first dimension: for a dimension d > 0 tensor
 In a compiled graph the collectives are operators (`operators`), which compute the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Which functions a rank computes with, where there is a choice: the loss, and on a GPU torch's attention kernel and the product of routers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,8 +13,6 @@ more groups are created where they are needed:
 The mesh is passed as an argument; nothing here is global.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import torch

@@ -14,8 +14,6 @@ them, but a sum inside a layer has nothing to overlap with, and they bypass what
 Private names of torch: `distributed_c10d._resolve_process_group`, the group of a name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ global norm (each element of the model is counted once, however many ranks hold 
 box with one device's). A weight that holds several matrices, each cut separately, has a box for each (`fused`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace

@@ -30,8 +30,6 @@ With your own network in `count` parts, on each of the ranks:
     for gradients in sums.values(): gradients.finish()
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

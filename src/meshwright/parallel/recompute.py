@@ -23,8 +23,6 @@ their bubbles for that memory. (torch's own checkpoint reruns forward for every 
 itself is saved through autograd, so that hooks outside, such as offload, see it.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Iterable

@@ -9,8 +9,6 @@ of the gathered tensor (`regather`) would hide all it saves from hooks around th
              pack(t) = send(t) otherwise                      softmax, activations, … → send
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

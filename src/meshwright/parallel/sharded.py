@@ -15,8 +15,6 @@ What the two do differently is how a micro-batch runs: our models know documents
 module runs its own `forward`, traced once on an example if a pipeline divides it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

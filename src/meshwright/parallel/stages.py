@@ -2,8 +2,6 @@
 
 `apply` calls these functions in its fixed order."""
 
-from __future__ import annotations
-
 import torch
 from torch import distributed, nn
 

@@ -5,8 +5,6 @@ result = planner.plan("llama3-70b", "dgx-h100", nodes=8)
 result                                # in a notebook or a terminal; result.plan is the winner, result.to_toml() a plan file
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

@@ -23,8 +23,6 @@ work is safe only when the save is complete: τ cannot be shorter than the full 
 **Compared with** Llama 3 405B (Grattafiori et al. 2024): 419 unexpected interruptions in 54 days on 16,384 H100 with over 90% effective time.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

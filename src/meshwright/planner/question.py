@@ -4,8 +4,6 @@ Names, tables, objects or files describe model, cluster and stack; words such as
 constraint too, since the planner chooses the plan; every other `--set` describes the problem.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

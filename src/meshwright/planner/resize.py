@@ -7,8 +7,6 @@ Not every number of devices has a legal plan: 3 ranks cannot divide a batch of 8
 the other devices stay idle. Local SGD is an algorithm of its replicas: its plan keeps every degree except the number of replicas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

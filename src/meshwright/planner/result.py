@@ -3,8 +3,6 @@
 `Result` computes on first use what is not always needed: predictions of leaders, the explanation, the comparison with the user's plan.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict, dataclass
 from functools import cached_property

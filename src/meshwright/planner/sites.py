@@ -14,8 +14,6 @@ hide behind the step, sites may exchange only every H steps (local updates, as D
 that of synchronous training), which divides the traffic by H.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ That size may need a plan that suits it badly (a number of nodes that divides ne
 days and fewer GPU-hours, it dominates the first: then the fewest GPUs that nothing dominates are recommended, and the answer names both.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

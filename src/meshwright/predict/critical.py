@@ -7,8 +7,6 @@ a layer (ZeRO-3) gathered behind the previous layer. Communication that can neve
 block, compression, averages of parameters.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Targets: MFU above 40% is good and above 50% excellent; the bubble is below 10% 
 communication is below 20% of the step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Compute the `Prediction` of one configuration: lower it, cost it, and add the assumptions and the error band."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ recomputed, all its tensors are in memory, so c = 1 may need more than c = 0; ev
 limits only the saved activations, takes precedence, and is resolved by `lower.recompute`.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 from meshwright.cost.memory import rank_peaks

@@ -13,8 +13,6 @@ only if it reaches the module around it, and in backward if it reaches the gradi
 The step of one device with the weights of the step before shows stale weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ The first difference is reported: in the earliest step, in the order loss, gradi
 last layer comes first, since backward starts there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -12,8 +12,6 @@ A plan that fits is proved unchanged. A larger plan is proved by several folded 
 A plan that another one covers is left out: `tp 4 · dp 2` covers `tp 2 · dp 2`. Virtual stages are at most 3: a first, a middle and a last one.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -10,8 +10,6 @@ What a training knows between two steps, `state_of_training`, is recorded bit by
 a resume on the same layout restores every bit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from dataclasses import replace

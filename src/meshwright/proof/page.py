@@ -1,7 +1,5 @@
 """A proof as a page: the verdict, the small copies, the differences, the collectives and the memory."""
 
-from __future__ import annotations
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 

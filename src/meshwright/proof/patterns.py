@@ -12,8 +12,6 @@ noise           no larger than the rounding of a narrower dtype
 other           none of these
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@
 Each becomes an `Agreement` of the proof.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

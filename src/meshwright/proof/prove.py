@@ -15,8 +15,6 @@ A proof should find as many bugs as possible: no initial bias is zero, padding d
 enough to be clipped.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

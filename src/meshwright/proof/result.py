@@ -1,7 +1,5 @@
 """The result of a proof: one part per small copy of the plan, and the JSON of all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property

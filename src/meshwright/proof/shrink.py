@@ -5,8 +5,6 @@ train on text it needs a vocabulary for all byte values, or for the tokens of [d
 (the plan's own cluster, if it is one of CPUs), so that its prediction is for the machine it runs on.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from meshwright.describe import catalog

@@ -16,8 +16,6 @@ Each copy lists every field that differs from the configuration as text (`change
 micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from itertools import cycle, islice

@@ -5,8 +5,6 @@ collectives and memory of the last step; it slows the step but does not change i
 allocates optimizer states and connects pipeline stages), so a proof of one step runs a second one for the observer.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any

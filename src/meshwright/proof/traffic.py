@@ -11,8 +11,6 @@ A data-dependent row is marked (`explained`) and must be equal too. The step pro
 run: a proof trains in float64 and float32 whatever the plan's dtypes are.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

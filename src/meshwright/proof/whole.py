@@ -8,8 +8,6 @@
 Every phase is compared with one device that never stopped (`phases`), in float64. A plan in 16 bits also resumes in its dtypes, bit by bit.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,6 @@ source with the share p has K·p, to within one for each source. So a sample tha
     masks        the target that is the first token of another document is ignored
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

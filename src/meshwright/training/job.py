@@ -1,7 +1,5 @@
 """What every rank of a run must know. The process that starts local ranks makes it; under a launcher each rank makes the same one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -12,8 +12,6 @@ A logger that raises during a run is dropped with an event, and training continu
 A resumed run continues its curves: steps that are trained again replace or follow the old ones, as the package allows.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable, Sequence

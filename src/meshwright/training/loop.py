@@ -10,8 +10,6 @@
 Everything else is a hook (`hooks`): metrics, evaluation, checkpoints, profiling, faults, proofs.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

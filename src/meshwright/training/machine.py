@@ -8,8 +8,6 @@
 Without this check a plan for 32 GPUs of 80 GB starts 32 processes that allocate until the kernel ends one of them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

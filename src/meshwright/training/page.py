@@ -1,7 +1,5 @@
 """The result of a training in the terminal: the measurement and the prediction. `view.watch` shows it while it runs."""
 
-from __future__ import annotations
-
 from math import isfinite
 
 from rich.console import Group, RenderableType

@@ -7,8 +7,6 @@ Ranks do the work (`worker`), and rank 0 writes the run folder (`describe.run_fo
 folder, also the process that started it: `StepReader` reads the rows of finished steps while rank 0 appends them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

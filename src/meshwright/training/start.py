@@ -5,8 +5,6 @@ the safetensors files and the tokenizer. The model of the run may differ from th
 to choose (dropout, losses of the router, padding of the vocabulary).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

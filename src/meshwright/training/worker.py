@@ -25,8 +25,6 @@ samples are evaluated every time. It runs forward only, through the plan of the 
 and the seconds of a step do not include it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

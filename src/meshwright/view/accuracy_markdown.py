@@ -1,7 +1,5 @@
 """`docs/accuracy.md`, written by `meshwright validate --markdown`: every figure on the page is computed from the published runs."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

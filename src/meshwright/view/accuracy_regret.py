@@ -1,7 +1,5 @@
 """The section of `docs/accuracy.md` on regret: what it costs to run the plan that is predicted to be the fastest, and why another was faster."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

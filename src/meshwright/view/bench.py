@@ -1,7 +1,5 @@
 """A bench in the terminal: where it ran, collectives by size, transfers between ranks, the device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

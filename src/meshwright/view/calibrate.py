@@ -1,7 +1,5 @@
 """A calibration in the terminal: levels with a verdict, factors of the collectives, algorithms and where they cross, notes."""
 
-from __future__ import annotations
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 

@@ -3,8 +3,6 @@
 `make pages` (`python -m meshwright.view.cases docs/cases`) writes every page; a test compares the pages with this module.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path

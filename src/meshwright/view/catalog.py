@@ -1,7 +1,5 @@
 """The catalog in the terminal: one table per kind, one card per entry, each with its sources."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ the received data. Values: the data on every rank before and after each step. Ch
 missing chunk. With more than sixteen ranks, or if the table is too wide, each step is one line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A configuration in the terminal: each value with its unit and its origin."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, get_args
 

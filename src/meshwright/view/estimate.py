@@ -1,7 +1,5 @@
 """An estimate as a page of tables for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType

@@ -1,7 +1,5 @@
 """One part of an estimate: its formula with the numbers inserted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType

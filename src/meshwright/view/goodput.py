@@ -3,8 +3,6 @@
 `make pages` (`python -m meshwright.view.goodput docs/past-one-cluster.md`) writes it; a test compares the page with this module.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product

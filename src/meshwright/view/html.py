@@ -3,8 +3,6 @@
 Panels become sections, tables become tables, styled text becomes spans. Anything else (a timeline) is drawn as in the terminal, in a <pre>.
 """
 
-from __future__ import annotations
-
 from html import escape
 from io import StringIO
 

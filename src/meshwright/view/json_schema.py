@@ -4,8 +4,6 @@ The keys of a prediction and a measurement follow from their classes; the others
 unknown ones are allowed.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.result import Measurement, Prediction
 from meshwright.units import Json
 

@@ -1,7 +1,5 @@
 """Findings of `lint` in the terminal: the problem, its cost, and the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType

@@ -12,8 +12,6 @@ The measured column is the median of the last `WINDOW` steps. Whether a run is o
 difference: `train` shows its own run, and `meshwright runs DIR --watch` one that was started elsewhere.
 """
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from math import isfinite, nan

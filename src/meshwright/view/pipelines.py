@@ -7,8 +7,6 @@ one character per cell, half blocks show two moments in one character. Without c
 the letter of its kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

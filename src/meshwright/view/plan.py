@@ -1,7 +1,5 @@
 """The planner's result as a page for the terminal: the best plan, the leaders, reasons, slower strategies, sensitivities."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType

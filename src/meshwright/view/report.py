@@ -4,8 +4,6 @@ A run may still be running, or have failed: curves come from the rows of its ste
 there. The file opens from disk and reaches no address.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs in the terminal: a list of run folders, and several runs next to each other."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Settings of another framework in the terminal: what was understood, what is ignored, what does not matter; and recipes, as a table."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

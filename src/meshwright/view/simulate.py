@@ -6,8 +6,6 @@ delays it only by its exposed time; the others run in sequence with compute. Aft
 reduction, optimizer and overhead. A long step is drawn by layers (and collectives) or by actions, so that a trace stays small.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult

@@ -4,8 +4,6 @@ The first character of a column name sets its alignment: `"name"` left, `">rate"
 wrapped, `"~source"` dim and wrapped.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Sequence

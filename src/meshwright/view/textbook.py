@@ -1,7 +1,5 @@
 """Recommendations of guides, compared with the best plan of the search."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType

@@ -11,8 +11,6 @@ Spans of one stream must not overlap unless one lies inside the other, so each s
 not depend on the content: a pipeline, a training step and a collective all produce `Span`s in seconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

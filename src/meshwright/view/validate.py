@@ -1,7 +1,5 @@
 """The accuracy of predictions as terminal tables: by source, of sources that the fit has not seen, of well-known runs; the numbers of stacks."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -5,8 +5,6 @@ Without a terminal there is at least a line every two seconds (less often after 
 one step takes long.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

@@ -13,8 +13,6 @@ GET  /api/runs          run folders (`web.runs`)
 `Cache` keeps the newest answers by their requests, up to a number of bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import OrderedDict

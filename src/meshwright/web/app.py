@@ -1,7 +1,5 @@
 """The application: the page and its files, the API, and the checks in front of both."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The first estimate of a process fills caches (tables of links, layouts, formulas
 the caches of their parent, so the first change of an input is as fast as any other.
 """
 
-from __future__ import annotations
-
 import importlib
 
 from meshwright.describe import catalog

@@ -7,8 +7,6 @@ body      At most 64 kB, and JSON: a form of another site cannot send `applicati
 policy    The page runs the modules of this server and the one import map whose hash is given; no inline script, no other address.
 """
 
-from __future__ import annotations
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError

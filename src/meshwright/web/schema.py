@@ -4,8 +4,6 @@ The schema of a plan file is the one of `describe.schema`, without paths of file
 keys; `docs/page.md` shows how to use them.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Run the server on one port of this machine until Ctrl-C."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 The functions run in worker processes. Each calls what the command of the same name calls, so an answer is what `--json` prints.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import traceback

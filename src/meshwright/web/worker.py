@@ -8,8 +8,6 @@ milliseconds. A worker computes one request at a time and may be killed at any m
 middle of a request.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

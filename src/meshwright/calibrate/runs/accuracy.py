@@ -22,8 +22,6 @@ is that of a typical one: so few runs do not show how far others are from them. 
 machine itself, so they have no entry.
 """
 
-from __future__ import annotations
-
 import csv
 import lzma
 from collections import Counter

@@ -11,8 +11,6 @@ calibrated stacks from `ENOUGH` runs on, the number from which that band was com
 band that the stack had before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

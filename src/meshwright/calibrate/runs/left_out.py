@@ -7,8 +7,6 @@
 Errors are |predicted / measured − 1|, macro-averaged over sources.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field

@@ -3,8 +3,6 @@
 The cluster of a published run: the catalog's cluster for its card and network.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

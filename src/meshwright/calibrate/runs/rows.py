@@ -26,8 +26,6 @@ What the free text of a row says of its stack and its schedule, where the column
 A reading is used only if the resulting plan is legal.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections import defaultdict

@@ -17,8 +17,6 @@ A row that does not publish its recompute is predicted with the least that fits 
 layers, all); if even that does not fit, without any, so that a wrong memory prediction does not change the predicted time.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

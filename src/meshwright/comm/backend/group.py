@@ -11,8 +11,6 @@ names the method and both sizes, before anything is sent.
 The variables are for ranks that torchrun or another launcher starts; Python code passes the same to `register`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Sequence

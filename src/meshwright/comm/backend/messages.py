@@ -13,8 +13,6 @@ So several ranks can share one GPU (`train --share-device`): the strategies run 
 exchange tensors as on several GPUs, slower by the copies. It is for tests; between GPUs NCCL moves tensors without the host.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import Any

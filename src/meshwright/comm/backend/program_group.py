@@ -13,8 +13,6 @@ gives the flows over one link equal shares; in fact one may get more, and the ra
 the fewest steps (each ends with ranks that wait for each other), then the order of the library.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Sequence

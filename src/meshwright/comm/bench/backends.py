@@ -15,8 +15,6 @@ The ranks were started by the local launcher or by torchrun, Slurm or Open MPI (
 that no measurement uses.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

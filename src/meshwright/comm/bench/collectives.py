@@ -9,8 +9,6 @@ All ranks run the same loop. Each decision depends only on values that the ranks
 decided otherwise. Ranks outside a measured group take part in the barriers.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -21,8 +21,6 @@ where a CPU multiplies bf16 slowly.
 One rank of the calibration of this machine: `training.calibration` starts as many as the training will have.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -9,8 +9,6 @@ threads of one core) slows them as it will in training. On a GPU the clock is th
 What is timed on a GPU: the rates that it sustains in products, attention, copies and the fused optimizer, and the host's time per launch.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

@@ -21,8 +21,6 @@ Each operation runs forward and backward through autograd, small and large, beca
 work per operation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol

@@ -18,8 +18,6 @@ background. The quotients say how much ranks that share cores (or memory bandwid
 compute: gloo copies and adds on the cores that compute, NCCL occupies some multiprocessors of a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@
 asks the host's name server about every peer, which a namespace cannot reach, and prints a warning for each.
 """
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -12,8 +12,6 @@ as small as the timer allows. The queue is long enough that nothing is dropped: 
 retransmission timeout (200 ms) would be longer than most steps. Nothing is added to the network of the host itself.
 """
 
-from __future__ import annotations
-
 from meshwright.comm.emulate import system
 from meshwright.comm.emulate.topology import INTERFACE, Topology, namespace, switch_namespace
 from meshwright.errors import MeshwrightError

@@ -9,8 +9,6 @@ link's rate less headers (`Topology.rate_between`). All senders and receivers ar
 GB/s, far more than such a test needs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import statistics

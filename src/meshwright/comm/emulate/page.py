@@ -7,8 +7,6 @@ nothing else running would make every timing a statement about this machine, not
 the rate that was reached.
 """
 
-from __future__ import annotations
-
 import os
 from math import floor, log10
 

@@ -10,8 +10,6 @@ ended: SIGTERM first, SIGKILL to what is left after a grace. Each process leads 
 that processes it started end too; if this process is killed, the kernel kills them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

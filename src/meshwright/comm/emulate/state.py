@@ -7,8 +7,6 @@ also after an `up` that was killed in the middle. Two locks keep commands apart;
     NAME.use    shared by every `run`; taken alone by `down` and by a measurement, which a run would disturb
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

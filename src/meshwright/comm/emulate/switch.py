@@ -22,8 +22,6 @@ one system call in place of forty. A header of 10 bytes before each packet (`vir
 on unchanged, so that the receiving kernel treats the packet as the sending one did. On the wire each frame has separate headers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import heapq

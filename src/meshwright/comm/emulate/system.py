@@ -4,8 +4,6 @@ A process number is used again by the kernel once its process has ended, so a pr
 time, and signalled through a file descriptor of the process (pidfd), which can never mean another one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -13,8 +13,6 @@ of a full frame 1,448 are data, so 200 Mb/s carry at most 191 Mb/s. `delay` is t
 trip takes two delays. Ranks of one node talk through the node's loopback, which is not limited.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ ranks at the end; integers are truncated towards zero, as a C division does. tor
 numpy reduces their memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol

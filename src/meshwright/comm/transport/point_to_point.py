@@ -12,8 +12,6 @@ On NCCL this transport is for teaching and checking: no sizes are compared (NCCL
 each message is a kernel launch. NCCL's built-in collectives are faster.
 """
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import sys

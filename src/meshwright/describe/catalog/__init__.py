@@ -1,7 +1,5 @@
 """The catalog: models, accelerators, links, clusters and stacks, by name."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

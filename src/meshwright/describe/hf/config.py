@@ -5,8 +5,6 @@ returns numbers, flags and words within bounds or raises an error that names the
 function read and that are not known to be harmless.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import stat

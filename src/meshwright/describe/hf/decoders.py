@@ -15,8 +15,6 @@ codegen, phi and gemma3n.
 What our transformer computes in another way is added to `HfConfig.differences`. Weights that a Model has no field for are `model.extra`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from meshwright.describe.hf.config import HfConfig

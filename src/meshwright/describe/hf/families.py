@@ -5,8 +5,6 @@ Mixtral, Qwen2 has biases on Q, K and V without a key for them, Gemma 2 has four
 families. A pattern that a Model cannot hold exactly is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from meshwright.describe.hf.config import HfConfig

@@ -11,8 +11,6 @@
 Each becomes a `pattern` of the Model (`describe.shape_checks`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What families of Hugging Face configs have in common: decoder shape, activation, biases, windows, layers with experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Encoders, encoder-decoders and layers of unknown kinds are refused with what to do instead: a wrong count is worse than none.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ reader then says what those keys mean, and a family is right if that is the mode
 written never describes another model than the one that was trained.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

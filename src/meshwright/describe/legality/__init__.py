@@ -11,8 +11,6 @@ A rule needs some of model, workload, cluster, stack; it applies where these are
 the stack can run). Readers: `Plan`, the planner's space, alternatives and sensitivity, `lint`, `verify`, `train`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from meshwright.describe.cluster import Cluster

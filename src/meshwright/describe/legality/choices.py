@@ -6,8 +6,6 @@ changes that the broken rules propose. The first completed plan that breaks no r
 value without one is not legal, and its reason is the first rule that it breaks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rules of a plan on a model: every axis divides what it splits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

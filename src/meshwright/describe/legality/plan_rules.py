@@ -1,7 +1,5 @@
 """Rules about the fields of a plan only: they must not contradict each other."""
 
-from __future__ import annotations
-
 from meshwright.describe.legality.case import Case, Flag, LegalityRule, Problem, divisors, lookup, values
 from meshwright.describe.plan_fields import AXES, NO_ORDER, RECOMPUTES, TP_FORMS
 from meshwright.describe.schedules import SCHEDULES, virtual_schedules

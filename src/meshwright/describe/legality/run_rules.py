@@ -1,7 +1,5 @@
 """Rules of the machine, the batch, the training stack, the dtypes and the optimizer."""
 
-from __future__ import annotations
-
 from meshwright.describe.axes import axis_size
 from meshwright.describe.legality.case import (
     Case,

@@ -4,8 +4,6 @@
 can still be estimated: what would it cost if the framework had it?
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

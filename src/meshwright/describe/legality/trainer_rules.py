@@ -3,8 +3,6 @@
 `needs = ("trainer",)`: whatever dtypes it runs in. `needs = ("dtypes",)`: in the plan's own dtypes.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.legality.case import Case, Flag, LegalityRule, Problem, values
 from meshwright.describe.legality.plan_rules import GATHERED
 from meshwright.describe.legality.run_rules import FP8_GATHERS

@@ -4,8 +4,6 @@ Tensor and expert parallelism cut ranges of dimensions (`rules`), ZeRO then cuts
 that a rank always holds a box: `start` and `shape` before ZeRO, `local_start` and `local_shape` after it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

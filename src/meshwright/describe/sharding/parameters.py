@@ -5,8 +5,6 @@
 pipeline stage that does not hold the embedding: there it has a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -26,8 +26,6 @@ A cut is even, except of the vocabulary: of n rows over P ranks the first n mod 
 After the backward pass the gradients of dense parameters are summed over dp_cp, those of experts over expert_dp (`DATA_AXES`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The frameworks whose settings are read and written, one file each."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 

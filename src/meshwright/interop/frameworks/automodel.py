@@ -4,8 +4,6 @@ Data parallelism is FSDP2 over the GPUs that tp, cp and pp leave. The local batc
 of `pp_microbatch_size`. Gathered weights stay after forward unless `reshard_after_forward` is true.
 """
 
-from __future__ import annotations
-
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
 
 D, S = "distributed.", "step_scheduler."

@@ -1,7 +1,5 @@
 """axolotl and accelerate: YAML files with the same keys of FSDP."""
 
-from __future__ import annotations
-
 from meshwright.interop.frameworks.deepspeed import BLOCK, BLOCK_OTHERS, FILE, derive_block
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table
 

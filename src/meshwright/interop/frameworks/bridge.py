@@ -4,8 +4,6 @@ Its performance recipes name some of the same fields without their section; NeMo
 run on Megatron-Core, whose rules apply.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks.megatron import (

@@ -5,8 +5,6 @@ With AutoTP or Ulysses the product is not written: DeepSpeed, or Trainer, compar
 only. Recompute is not in the file: the section `activation_checkpointing` only tunes `deepspeed.checkpointing`, which the model's code must call.
 """
 
-from __future__ import annotations
-
 from meshwright.interop.frameworks.megatron import TABLE as MEGATRON_TABLE
 from meshwright.interop.frameworks.megatron import derive_recompute, derive_schedule
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag

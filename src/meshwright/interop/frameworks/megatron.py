@@ -5,8 +5,6 @@ Data parallelism takes the GPUs that tensor, pipeline and context parallelism le
 the layers of the first and last stage are given.
 """
 
-from __future__ import annotations
-
 from meshwright.interop.frameworks.megatron_model import model_settings
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag, rows
 from meshwright.interop.stages import layout_text

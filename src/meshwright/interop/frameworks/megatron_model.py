@@ -3,8 +3,6 @@
 Its defaults are those of GPT-2: dropout of 0.1, a rotary base of 10,000, no balancing of experts. The flags of the sizes are rows of the table.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.interop.keys import Settings

@@ -1,7 +1,5 @@
 """nanotron, OLMo-core and Levanter: trainers with one settings file each."""
 
-from __future__ import annotations
-
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Settings, Table, flag

@@ -1,7 +1,5 @@
 """torchtune, picotron, gpt-neox, and trainers with the arguments of Transformers (TRL, ms-swift, LLaMA-Factory): their files are read, not written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from meshwright.interop.frameworks.deepspeed import FILE

@@ -3,8 +3,6 @@
 Their memory holds generation engines and reference models beside training, so it is not judged, and their keys are not checked for misspellings.
 """
 
-from __future__ import annotations
-
 from meshwright.interop.keys import Facts, Framework, Key, Table
 
 ACTOR, MEGATRON = "actor_rollout_ref.actor.", "actor_rollout_ref.actor.megatron."

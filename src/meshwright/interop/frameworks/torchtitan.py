@@ -4,8 +4,6 @@ Data parallelism is FSDP2 (ZeRO-3) over `data_parallel_shard_degree` ranks, and 
 pipeline the local batch is divided into micro-batches of `pipeline_parallel_microbatch_size`.
 """
 
-from __future__ import annotations
-
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError

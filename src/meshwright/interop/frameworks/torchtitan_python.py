@@ -5,8 +5,6 @@ The function takes the config of one of torchtitan's own models, gives it the mo
 layer. CUDA graphs are on by default and exclude pipelines and expert parallelism.
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 from typing import Any

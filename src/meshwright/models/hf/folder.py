@@ -20,8 +20,6 @@ MXFP4 as [out, in] and plain weights as [in, out]: the tensor `X` is [E, in, out
 A box of the plain tensor needs only the blocks that it touches, so that a rank reads a quantised model part by part too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

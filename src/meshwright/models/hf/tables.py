@@ -23,8 +23,6 @@ or a few slices, which is all that reading and writing need:
     Mixtral's gate        …experts.5.w1 [f, h]             rows i, of expert 5
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ The weights come from any `Weights`: a checkpoint, drawn ones, another folder. O
 is written under a temporary name and renamed when it is complete; an existing folder is never overwritten.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

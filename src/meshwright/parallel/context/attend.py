@@ -13,8 +13,6 @@ describes the call is among their arguments, as tensors, numbers and names:
 The compiler sees the shapes of the results only, so all ranks run the same messages in the same order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

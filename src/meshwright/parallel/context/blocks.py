@@ -33,8 +33,6 @@ before, and all others run in tiles with a mask: the kernels have no argument fo
 Legend: B batch, N heads, K KV heads, G = N/K, S sequence, R rows of a tile, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

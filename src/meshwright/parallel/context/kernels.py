@@ -11,8 +11,6 @@ Both need CUDA and 16-bit tensors, and support full and causal blocks; torch's p
 conditions. Without these names in torch, on a CPU, in float32 or with a window, the caller computes in tiles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -17,8 +17,6 @@ are in memory while they are used. Llama 3 uses it, because its grouped queries 
 Both save for backward this rank's q, k, v and output, and one number (the log-sum-exp) per row. `attend` makes them differentiable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 

@@ -61,8 +61,6 @@ Routing that compares tokens with each other (a capacity limit, expert choice) m
 depend on the layout. It uses this index.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -17,8 +17,6 @@ on one rank. Its options have these counterparts:
     communication hook  a `compressor` (`numerics.compress`)
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from itertools import accumulate, pairwise
 from typing import Any

@@ -13,8 +13,6 @@
 loss by the global number of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

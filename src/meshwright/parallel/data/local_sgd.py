@@ -22,8 +22,6 @@ On your own module, whose replicas start with equal parameters:
     optimizer.step(); average.after_update(tokens)                       # the tokens of this replica's step
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -12,8 +12,6 @@ methods: `begin(last)` before each micro-batch, `start` after the last backward,
 after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -7,8 +7,6 @@
 A unit of `fully_shard` is `plan.wrap` layers, and one for each end of the model (`gathering`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

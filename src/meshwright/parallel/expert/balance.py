@@ -4,8 +4,6 @@ A router counts how many copies each expert got and how many were dropped. After
 summed over the ranks of a stage in one small all-reduce; balancing biases move by the load, and its metrics are reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

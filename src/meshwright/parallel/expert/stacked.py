@@ -8,8 +8,6 @@ Each of ep ranks keeps E/ep experts. A token is sent to the ranks of its K exper
 computes the experts held here, each row for one expert with weight 1, and the weights are applied where the tokens come back.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -28,8 +28,6 @@ sizes must be multiples of 16, so tokens and sums are padded with zeros. Where t
 or the GPU has no fp8 units, the product is emulated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any

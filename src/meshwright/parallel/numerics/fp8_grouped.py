@@ -24,8 +24,6 @@ does not support the shapes, and on a CPU, the product is emulated (`fp8`).
 Legend: E experts, R rows (copies of tokens, sorted by expert), I width in, O width out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -18,8 +18,6 @@ largest number of the row.
 On a GPU with fp8 units `scaled_product` takes the scales of rows, and returns bf16; elsewhere the product is emulated, as in `fp8`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

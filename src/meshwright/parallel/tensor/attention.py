@@ -11,8 +11,6 @@ torch's fast path for evaluation reads the weights too, and is switched off.
 Legend: B batch, S sequence, N heads of this rank, D head dimension, H hidden.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from typing import Any

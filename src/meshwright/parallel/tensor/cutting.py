@@ -14,8 +14,6 @@ fewer heads than ranks, neighbours hold copies, as with "keys". Parts that alter
 q₀k₀v₀q₁k₁v₁…, Falcon's groups) are whole heads one after the other: plain "column" cuts them correctly.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ A mixture of experts is a region in which every rank routes all tokens in the sa
 a partial sum ("inside"), the block's output too ("reduce"). "experts" marks what expert parallelism spreads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

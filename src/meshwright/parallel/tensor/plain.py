@@ -10,8 +10,6 @@ seeds the ranks would silently continue with different activations. With equal s
 each rank's heads, which is another draw than one device's, but a valid one).
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

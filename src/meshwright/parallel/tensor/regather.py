@@ -13,8 +13,6 @@ In a compiled graph there are no hooks: there the gather is marked as a part tha
 which the compiler knows), and the graph saves the share.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple

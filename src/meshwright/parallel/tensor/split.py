@@ -31,8 +31,6 @@ Its attention must read the number of heads off its tensors (`view(…, -1, head
 attributes that the table names ("counts"). Of projections fused into one weight the table gives the parts (`cutting`).
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 import torch

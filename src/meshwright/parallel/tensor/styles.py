@@ -5,8 +5,6 @@ gradients are partial sums, is the rule of the same name in `describe.sharding.r
 and for a user's module; the function then wraps `forward` with the collectives of `exchange`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -37,8 +37,6 @@ A module that holds parameters and matches no row raises, and so does a row that
 something else. Tables of known classes of other libraries are in `families`.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import module_styles
 from meshwright.describe.variants import ATTENTIONS

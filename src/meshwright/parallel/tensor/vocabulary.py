@@ -11,8 +11,6 @@ A token outside the vocabulary is on no rank: the embedding would silently be ze
 `F.embedding` does on one device; on a GPU the check would make the host wait for the device, so there it is not made.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ Two passes: Σx² − n·mean² would cancel. Backward sums the gradients of the
 GPUs only, and over a group that is no part of a plan. Ranks with batches of different length count for what they have.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ columns over the shard axis (`fully_shard`, a DTensor). What one rank then holds
 weight, of which tp cuts each part separately, it is one box for each part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

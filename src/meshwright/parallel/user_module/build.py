@@ -1,8 +1,6 @@
 """The steps of `parallelize` that are taken stage by stage: split, spread experts, release other stages' layers, recompute, shard, reduce; then
 the pipeline over the finished stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

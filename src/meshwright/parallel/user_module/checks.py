@@ -8,8 +8,6 @@
 `samples` has the check of a batch against its halves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -19,8 +19,6 @@ Comparing numbers of a staged and a plain forward cannot name the tensor; it run
 when it is read (`stages.Unsent`) for what is not sent, so that a read that the example did not show gives no wrong number in silence.
 """
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

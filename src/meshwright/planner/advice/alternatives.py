@@ -9,8 +9,6 @@ If the batch no longer divides, the micro-batch shrinks to the largest legal siz
 the guides of `textbook` use it to give costs in seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import permutations

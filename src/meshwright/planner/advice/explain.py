@@ -7,8 +7,6 @@ Times have the band of the prediction. Memory has another band: the 10th and 90t
 runs, with equal weight per source.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from meshwright.describe.model import Model

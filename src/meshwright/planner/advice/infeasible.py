@@ -8,8 +8,6 @@ leaves little choice. The error has the nearest batch and the nearest numbers of
 the least first: less headroom, a constraint dropped, gradients in 16 bits, states on the host, more devices, a shorter sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

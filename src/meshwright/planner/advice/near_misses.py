@@ -12,8 +12,6 @@ The vocabulary is different: the cost model does not see alignment. But matrix p
 cannot use the fast kernels, so such a vocabulary is reported with the cost of padding it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

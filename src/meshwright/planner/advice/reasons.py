@@ -9,8 +9,6 @@ Two choices look wrong to a reader who knows the usual lessons, so they are comp
   it costs less than more tensor parallelism or a longer pipeline.
 """
 
-from __future__ import annotations
-
 from meshwright.describe import legality
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import FP8

@@ -7,8 +7,6 @@ Scaling. **Weak**: the same work per device on the fewest devices on which this 
 the data-parallel ranks on the same batch; twice as fast is perfect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ steps is slightly below them. The planner's choice (`chosen`) is kept in `case_c
 takes milliseconds and not a search.
 """
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from collections.abc import Iterator

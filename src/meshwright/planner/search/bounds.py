@@ -24,8 +24,6 @@ F, I and W depend only on the fields that change the work inside a layer, not on
 these fields) are costed for all frames.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial, reduce
 

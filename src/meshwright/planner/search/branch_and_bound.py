@@ -17,8 +17,6 @@ exactly; all others are proved slower or too large. Then the leaders are simulat
 same question has the same answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, repeat

@@ -10,8 +10,6 @@ A cell without a legal plan names the first rule that its simplest plan breaks; 
 of them needs. The best plan of each cell is simulated at the end, as the leaders of `plan` are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

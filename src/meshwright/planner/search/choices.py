@@ -11,8 +11,6 @@ number does. Constraints that contradict each other (`--fix tp=8 --max tp=4`) ra
 the cluster leave an empty space, and `planner.advice.infeasible` names the constraint to drop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -17,8 +17,6 @@ Where none of them fits: the first plan of a ladder from simple to complex that 
 The usual advice for a first plan, as code: a plan that runs, not the fastest one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

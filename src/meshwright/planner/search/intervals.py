@@ -25,8 +25,6 @@ hides its ramp while K is small. This is the **estimate**, by which plans are ra
 The search keeps a plan while its `time` may win, and excludes others by its `high`. Where stages cannot be divided otherwise, time is low.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.cost.phase import rank_time

@@ -35,8 +35,6 @@ to the time (`bounds.reused`). Where they cannot pay, these bounds exclude every
 plans.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

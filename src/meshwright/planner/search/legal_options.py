@@ -12,8 +12,6 @@ orders of the axes that put the same number of members of every group into every
 after every micro-batch under ZeRO-0 or 1 sends more bytes and saves no memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache, cached_property
 from types import SimpleNamespace

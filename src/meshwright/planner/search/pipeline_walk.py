@@ -4,8 +4,6 @@ A schedule repeats itself between its ramps, so a long one is walked at two leng
 in rounds of pp, so that what is added is whole rounds. Memory is that of the fullest of all ranks; the costing of a batch samples only a few.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

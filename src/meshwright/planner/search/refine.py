@@ -13,8 +13,6 @@ layers of each stage keep their activations. Of the leaders that recompute every
 variant that fits as one more candidate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -23,8 +23,6 @@ plan with equal stages may not fit although one with fewer layers on its fullest
 more layers than its rank can hold. `solve` looks for such plans among those that need a little more memory than there is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache

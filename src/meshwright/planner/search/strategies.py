@@ -6,8 +6,6 @@ which axes are in use: TP+DP, PP+DP, 3D (tensor, pipeline and data), each with +
 Of plans that are equally fast the simpler one is better: `complexity` counts the parts that a user has to set up.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

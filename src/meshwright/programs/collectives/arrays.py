@@ -6,8 +6,6 @@ rank. An all-gather reads one shard per rank. An all-to-all reads P blocks, one 
 from each rank. The conventions are those of `torch.distributed`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any

@@ -13,8 +13,6 @@ instead of P−1, but each block is sent once per set bit, about (log₂P)/2 tim
 of two. It is the best choice for small blocks.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.programs.collectives.compose import reverse

@@ -19,8 +19,6 @@ aligns their steps or raises an error. The Python loop runs over steps and uses 
 1,024-rank ring with two million moves takes a few tenths of a second.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

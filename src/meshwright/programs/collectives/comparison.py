@@ -6,8 +6,6 @@ where the α-β model holds, because times are then linear in the size. Node-awa
 Pipelined algorithms receive the best number of segments for the size and the slowest link.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -12,8 +12,6 @@ every rank's contribution to the root exactly once. Stores become additions. In 
 path, so its dual, gather, has stores in both directions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

@@ -17,8 +17,6 @@ reduce-scatter of all-gather. Two operations compose if the ends of the first ar
 reduce-scatter + all-gather = reduce + broadcast, all-gather = gather + broadcast, reduce-scatter = reduce + scatter.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

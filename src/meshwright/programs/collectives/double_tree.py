@@ -19,8 +19,6 @@ With k segments per tree, and F steps until the farthest rank has its first two 
 and broadcast: it approaches 2nβ with O(log P) latency, for any P.
 """
 
-from __future__ import annotations
-
 from meshwright.programs.collectives.compose import in_sequence, reverse
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, Row, rows

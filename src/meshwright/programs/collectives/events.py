@@ -7,8 +7,6 @@ together, so that a thousand equal messages of a symmetric step cost one iterati
 set of flows that share ports has changed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.programs.collectives.network import Array, LinkRoutes, Messages, max_min_rates

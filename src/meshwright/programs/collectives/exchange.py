@@ -18,8 +18,6 @@ with the bytes of a ring and half of its steps. In shared memory a shard that al
 Bruck's algorithm, with fewer and larger messages, is in `bruck`; the node-aware algorithm is in `nodes`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.programs.collectives.compose import in_sequence

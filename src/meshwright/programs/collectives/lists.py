@@ -13,8 +13,6 @@ step numbers. If they have a cycle, some ranks wait for each other: a **deadlock
 that can never start.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise

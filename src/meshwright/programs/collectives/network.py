@@ -10,8 +10,6 @@ all enter the same rank, and at most one does so per step. If every port is priv
 and the walk needs no event simulation (`walker`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -22,8 +22,6 @@ blocks for that local rank. Then exchange between ranks of equal local rank, g b
 (g−1)(α + n/g·β) + (N−1)(α' + n/N·β'), with N−1 instead of (N−1)g slow messages.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.programs.collectives import ring

@@ -27,8 +27,6 @@ the bandwidth between nodes does not fall with their number:
 With the best k this is 2(F−2)α' + 2n/g·β' + 4√((F−2)α'·n/g·β') between the nodes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.programs.collectives.bruck import bruck_all_gather, bruck_reduce_scatter

@@ -16,8 +16,6 @@ pair sends its data to the even rank first, and receives the result at the end: 
 2(α + nβ) + nγ longer.
 """
 
-from __future__ import annotations
-
 from meshwright.programs.collectives.compose import in_sequence, in_turn, relabelled, reverse
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, Row, rows

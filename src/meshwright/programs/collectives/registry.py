@@ -10,8 +10,6 @@ In addition to ranks and elements, a builder may accept the options `root`, `tar
 and `groups` (the nodes).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator

@@ -18,8 +18,6 @@ The bandwidth term is almost independent of P; the latency term is proportional 
     r1: 1 of 4  ──►  r2: 2 of 4  ──►  r3: 3 of 4  ──►  r0: 4 of 4
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.programs.collectives.compose import in_sequence

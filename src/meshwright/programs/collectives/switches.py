@@ -22,8 +22,6 @@ the fabric, which adds the shards and returns the sum: n/g out of a card and n/g
 Switches add while bytes pass, so there is no γ. A node with one rank does not use its switch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -17,8 +17,6 @@ all-gather = gather + broadcast and reduce-scatter = reduce + scatter are compos
 their bottleneck.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.programs.collectives.compose import in_sequence, reverse

@@ -17,8 +17,6 @@ Two engines give the same times. If all ports are private, a step is three numpy
 (`rounds`). Otherwise a discrete-event simulation runs (`events`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -17,8 +17,6 @@ its work to do; and one micro-batch must pass all stages forward and backward. T
 the bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn

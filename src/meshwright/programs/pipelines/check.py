@@ -12,8 +12,6 @@
 Checks 1, 2, 3 and 5 use array operations; 4 visits each action once.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NoReturn
 

@@ -28,8 +28,6 @@ other schedules each action is p2p longer, a slight overestimate. f, i and w are
 stages per rank, 1/V of the rank's time.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 from typing import Any
 

@@ -15,8 +15,6 @@ free. If the limit allows one micro-batch through all stages of the rank, the ra
 on the fields of the `Policy`; `auto` tries a small grid of them.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from dataclasses import dataclass

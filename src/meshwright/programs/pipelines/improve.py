@@ -7,8 +7,6 @@ change is simulated with `walk`. The search accepts the first improvement and co
 numbers: the same input gives the same schedule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 

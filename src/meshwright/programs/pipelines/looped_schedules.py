@@ -28,8 +28,6 @@ micro-batches, so any M is legal here: M < P is one short round; otherwise M is 
 ⌊M/P⌋ rounds.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.programs.pipelines.formulas import in_flight

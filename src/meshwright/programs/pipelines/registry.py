@@ -8,8 +8,6 @@
 A schedule of your own is one `SCHEDULES.register(Schedule(...))` with these parts: docs/extending.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from meshwright.describe.schedules import SCHEDULES

@@ -1,7 +1,5 @@
 """Check the arguments of a schedule's builder against the table `describe.schedules.SCHEDULES`."""
 
-from __future__ import annotations
-
 from numbers import Integral
 
 from meshwright.describe.schedules import MOST_ACTIONS, SCHEDULES, action_count

@@ -18,8 +18,6 @@ DualPipeV (half of DeepSeek's DualPipe), M ≥ 2P; the steady state consists of 
     r+1 × B1 B0, the later half of these r+1 pairs split (I1 I0)  |  P−1−r × W I0  |  r+1 × W
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.programs.pipelines.formulas import in_flight

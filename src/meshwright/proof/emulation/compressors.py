@@ -15,8 +15,6 @@ ranks in one process, so that there is no exchange, only arithmetic:
 from a hash of (seed, message, …, step): that hash is a convention between ranks, so it is repeated here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from abc import ABC, abstractmethod

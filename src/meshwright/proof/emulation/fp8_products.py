@@ -13,8 +13,6 @@ Ranks that hold parts of a tensor agree on its scale, so one device with the ful
 kernel multiplies, and no emulation reproduces its sums bit by bit: there both sides run the code of the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

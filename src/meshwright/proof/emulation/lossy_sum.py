@@ -16,8 +16,6 @@ A rank of dp or cp compresses the gradient of its tokens; a rank with experts, t
 stages that share an embedding, that of its use of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

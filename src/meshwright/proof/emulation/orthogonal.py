@@ -8,8 +8,6 @@ element in ten thousand or so, which changes the matrix by 2⁻⁸/√elements. 
 matrices of a small copy by up to a tenth of the update. A loss scale, a decay, a learning rate or a box in the wrong place change all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import sqrt
 

@@ -17,8 +17,6 @@ An fp8 product has one scale for all tokens of a data-parallel rank, over its co
 gradient of its weight, ĝᵀx̂, still separates by tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

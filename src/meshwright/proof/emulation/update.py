@@ -16,8 +16,6 @@ Which parameters decay, and the learning rate of each step in closed form, stand
 This file shares no code with `parallel.numerics` or `training.optimizer`: it uses numpy and explicit rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import cos, pi

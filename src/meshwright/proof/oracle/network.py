@@ -11,8 +11,6 @@ dictionary from names to tensors; autograd computes the gradients. This file imp
 Legend: B batch, S sequence, T = B·S tokens, H hidden, N heads, K KV heads, D head dim, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, pi, sqrt

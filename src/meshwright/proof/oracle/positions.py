@@ -9,8 +9,6 @@
 Legend: B batch, N heads, S sequence, D width of a head, I = D/2 pairs.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from math import ceil, floor, log, pi, sqrt

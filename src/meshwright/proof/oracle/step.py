@@ -11,8 +11,6 @@ Before a step it copies the weights and the batch. From them come loss, norm and
 The steps start from the weights of the reference, so a difference is reported in the step in which it begins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import sqrt
 from typing import Any

@@ -8,8 +8,6 @@ A lambda, a function inside a function, and whatever was typed into an interacti
 rank starts. What goes wrong in the user's code is an error in one sentence with the file and the line, not a traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What the ranks of a module's proof are given, and what the reference returns: plain data, so that the parent process needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

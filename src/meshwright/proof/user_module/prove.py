@@ -10,8 +10,6 @@ The module itself is not shrunk: `make` should return a small configuration. Col
 did not write has no step program.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -17,8 +17,6 @@ torchtitan rotates pairs of *neighbouring* elements of a head, (x₀, x₁), (x�
 row (head, i, j) of torchtitan, i < D/2 and j < 2, is row (head, j, i) here. The optimizer's moments have the order of their parameter.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

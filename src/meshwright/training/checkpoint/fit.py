@@ -1,7 +1,5 @@
 """Whether a checkpoint fits a run: the same model and optimizer. What differs without preventing a resume becomes a message."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

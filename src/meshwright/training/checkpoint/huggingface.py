@@ -5,8 +5,6 @@ without one, the config is written from the model alone. The dtype is that of th
 masters in fp32 are rounded once, here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -16,8 +16,6 @@ A checkpoint that is damaged or has no manifest is set aside once an intact olde
 is renamed: the first weights are never used in their place. An error of the disk stops it too, since the checkpoint may be intact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial

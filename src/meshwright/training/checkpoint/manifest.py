@@ -21,8 +21,6 @@ or exchanged file is found before a number of it is used. The digest has the sam
 damaged version number is not taken for a newer version. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Checkpoints in the terminal: one row each, with what wrote it and whether its files are intact. No torch."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ Everything is bounded by the size of the file: the memo is a dictionary, so that
 dictionaries are texts, numbers or instances, whose hash does not descend into what they contain.
 """
 
-from __future__ import annotations
-
 import pickletools
 import struct
 from collections.abc import Callable, Collection

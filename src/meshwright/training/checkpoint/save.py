@@ -18,8 +18,6 @@ start in the same order on every rank, so that the collectives of the thread mat
 reported, and the next save tries again. The last save of a run waits, and raises. The hook `Checkpoints` saves every n steps, and at the end.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

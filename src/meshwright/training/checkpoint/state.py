@@ -14,8 +14,6 @@ Copies of one box exist on several ranks; one of them writes it. Piece i is writ
 replicas of a data-parallel run share the work.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ directly: a plan's tensors need not be DTensors, and a checkpoint does not conta
 place of the headers of all files, so that a rank opens only files that overlap with its boxes.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

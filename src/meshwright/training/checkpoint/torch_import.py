@@ -8,8 +8,6 @@ claims is checked against the files before memory is allocated for it. Entries t
 states of data loaders) are not read.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import zipfile

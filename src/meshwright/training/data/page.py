@@ -1,7 +1,5 @@
 """A token file in the terminal: what it contains, how long its documents are, and some of its text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -30,8 +30,6 @@ A share of the documents, chosen by a hash of the document's number, is the vali
 on the other documents, so it stays the same when documents are appended.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig

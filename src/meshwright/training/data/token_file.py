@@ -27,8 +27,6 @@ The index, little-endian:
 A document is usually one sequence. We need documents that follow each other without gaps, as Megatron's own tools write them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """Tokenizers: text to tokens and back. `bytes` needs no file and no package; a `tokenizer.json` of Hugging Face needs `tokenizers`."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 from collections.abc import Sequence

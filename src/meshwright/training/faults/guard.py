@@ -40,8 +40,6 @@ same step. Losses of replicas of local SGD differ: they agree when they average.
 All ranks see the same loss and norm, so they all raise `Rollback` in the same step, and all restore.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

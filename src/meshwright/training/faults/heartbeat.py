@@ -24,8 +24,6 @@ until one of these ends:
     circle      ranks wait for each other: they issue operations in different orders
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

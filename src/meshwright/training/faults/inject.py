@@ -20,8 +20,6 @@ repeated after a restart: a mark in the run folder says that it has happened. `i
 Damage on purpose: flip a bit of the newest checkpoint, truncate it, or make the disk look full.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

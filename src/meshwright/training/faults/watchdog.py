@@ -30,8 +30,6 @@ A rank is slow if its own work exceeds the median of its peers by half, and the 
 alone in its stage is compared with its earlier steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -11,8 +11,6 @@ other under the addresses of processes that have ended. Therefore rank 0 names a
 processes that have signed in to it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -13,8 +13,6 @@ Rank 0 prints and writes the run folder. What the others print goes to `rank-N.l
 all hosts share; where it is not, each host gets the logs of its ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

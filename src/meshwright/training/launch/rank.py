@@ -16,8 +16,6 @@ to its parent before its connections close. Under another launcher, and for a ra
 the run folder, where rank 0 of the next attempt finds it, on one host and on several that share the folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -7,8 +7,6 @@ of them starts a new measurement, and so do `--recalibrate` and an hour: the spe
 was measured on a busy machine is used once and measured again by the next run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

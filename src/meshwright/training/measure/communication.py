@@ -22,8 +22,6 @@ tokens an expert gets). Several operations may match equally, as the sums after 
 traced step the block and the order within it decide between them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

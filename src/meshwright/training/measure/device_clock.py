@@ -12,8 +12,6 @@ At the end of a step the loss is read on the host, so the device is idle: there 
 **Run** on one H200 with a group of one rank; between several GPUs it is modelled.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

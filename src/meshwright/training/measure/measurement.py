@@ -4,8 +4,6 @@ The measurement is the median step after warm-up, with the 10th and 90th percent
 as the prediction, so that the two subtract. After an interruption, and after a restart, it is that of the steps since then.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -23,8 +23,6 @@ The hook that adds to the record of a step what the step itself does not measure
 Nothing is communicated: the values are those of this rank. The measurement at the end of a run has memory and parts of all ranks.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import time

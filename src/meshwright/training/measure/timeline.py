@@ -25,8 +25,6 @@ Rates are those of the device in the prediction: the catalog's, or measured (`me
 the same time count each; `idle` is the time of the step in which none ran.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The kernel of fused AdamW (`make`): one program updates a block of a parameter, in float32."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 import torch

@@ -6,8 +6,6 @@ Each rank averages the pieces that its optimizer updates, so the average is shar
 float32: with d = 0.999 a step adds a thousandth of the difference, which 16 bits would round away.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

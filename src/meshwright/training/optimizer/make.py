@@ -30,8 +30,6 @@ orthogonal matrix times √hidden (`muon`): its effect grows with √hidden only
 The clip factor is a number on the device: the kernel reads it there, and the host does not wait for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import sqrt
 from typing import Any

@@ -21,8 +21,6 @@ travel. In 16-bit runs u and O are sent in bf16 and the iteration runs in bf16 o
 in fp32 on CPUs; in other runs everything has the dtype of the parameters.
 """
 
-from __future__ import annotations
-
 from math import sqrt
 
 import torch

@@ -18,8 +18,6 @@ it in the same step, before the update, without a further message. What happens 
 In fp16 an overflow is expected: the loss scale is halved and the step skipped, whatever on_nan says, until the scale is 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -14,8 +14,6 @@ step is the gradient (Goyal et al. 2017), √k times for Adam and Muon, whose st
 (Malladi et al. 2022).
 """
 
-from __future__ import annotations
-
 from math import cos, pi, sqrt
 
 import torch

@@ -20,8 +20,6 @@ the newest first: so all messages of a turn are issued before its products, and 
 same on all ranks, because a round has the same axes on all of them, even where a rank has nothing to send.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from math import prod
 

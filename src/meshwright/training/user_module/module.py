@@ -12,8 +12,6 @@ first have different numbers of them, and weighted by these. With `reduction="su
 of all ranks: exact for every kind of padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field

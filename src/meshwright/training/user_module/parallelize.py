@@ -16,8 +16,6 @@ Data parallelism and ZeRO work on every module. Tensor and sequence parallelism 
 module computes: they are for our own models.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ A launcher only starts processes: rendezvous, sharding and checkpoints are the t
 the ranks meet, over which interface, and what happens after a failure. docs/launching.md describes the same in prose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Both take the number of hosts, the place where they meet, and the restarts, unde
 accelerate those of all hosts.
 """
 
-from __future__ import annotations
-
 import shlex
 
 from meshwright.view.launch_files.job import LaunchJob

@@ -14,8 +14,6 @@ A launch file must start the plan and nothing else, so a plan that the settings 
 settings with a comment. Data, tokenizer and, for some, the model are not part of a plan: the notes of the file name them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What every launch file is written from: the ranks and their hosts, the run folder, the restarts, and the reasons for each number."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

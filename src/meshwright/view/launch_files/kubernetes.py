@@ -5,8 +5,6 @@ The cluster's own runtime `torch-distributed` has no restarts and no shared volu
 runtime with both. The controller sets torchrun's variables (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, …) in every pod.
 """
 
-from __future__ import annotations
-
 import json
 from textwrap import indent
 

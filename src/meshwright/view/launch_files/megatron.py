@@ -3,8 +3,6 @@
 The data are mock data until they are replaced, so that the file can be started as it is and its step compared with the prediction.
 """
 
-from __future__ import annotations
-
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.interop.frameworks import FRAMEWORKS

@@ -4,8 +4,6 @@ A program is the command line after `torchrun` (`-m meshwright train …`), once
 reads its settings from a file brings the text of that file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

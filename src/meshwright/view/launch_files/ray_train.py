@@ -6,8 +6,6 @@ LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, and the visible devices of all workers of a
 by Ray's group. The workers agree on another port over Ray's group, which therefore is one of gloo: it uses no memory of the GPU.
 """
 
-from __future__ import annotations
-
 from meshwright.errors import MeshwrightError
 from meshwright.view.launch_files.job import LaunchJob, comment
 

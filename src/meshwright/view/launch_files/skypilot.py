@@ -1,7 +1,5 @@
 """A task for SkyPilot: a cloud with the accelerators is found, and the agent is started on every node."""
 
-from __future__ import annotations
-
 import json
 
 from meshwright.describe.run import PORT

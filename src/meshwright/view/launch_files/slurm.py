@@ -5,8 +5,6 @@ port follows from the job's number, and a signal of Slurm reaches every rank. Ot
 torchrun, or accelerate's agent.
 """
 
-from __future__ import annotations
-
 import shlex
 
 from meshwright.describe.run import PORT

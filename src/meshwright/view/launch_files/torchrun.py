@@ -1,7 +1,5 @@
 """A shell script that starts torchrun, or the framework's own agent; the same on every node."""
 
-from __future__ import annotations
-
 import shlex
 
 from meshwright.describe.run import PORT

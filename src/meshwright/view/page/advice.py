@@ -1,7 +1,5 @@
 """The best next changes of a plan: the findings of `lint`, each with its cost, its fix and the changes of inputs that apply it."""
 
-from __future__ import annotations
-
 from meshwright.planner.advice.lint.check import check
 from meshwright.units import Json
 from meshwright.view.page.subject import Subject

@@ -1,7 +1,5 @@
 """Efficiency against the batch: MFU of this plan for other batches, and the critical batch from which data-parallel communication is hidden."""
 
-from __future__ import annotations
-
 from meshwright.describe.legality import batch_unit
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.alternatives import PlanTrials

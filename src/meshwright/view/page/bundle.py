@@ -3,8 +3,6 @@
 The file holds the page's own modules, its style and the data of the views, so that it draws what the live page draws, without a server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the page's inputs offer: the entries of the catalog with one line about each, schedules, fields and presets."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from meshwright.describe import catalog

@@ -1,8 +1,6 @@
 """The values that the page's inputs offer, from the one predicate of legality: of each plan field, and of GPUs, batch, sequence and precision,
 each with the changes of the plan that keep it legal."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from meshwright.describe.cluster import Cluster

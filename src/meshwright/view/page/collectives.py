@@ -3,8 +3,6 @@
 The program, its walk and its price are those of `meshwright show OPERATION --json`; the comparison is that of `--compare`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Modules import each other by bare names (`import { bars } from "meshwright/draw.
 of the server, or inside the file as a `data:` address. So no build step is needed, and both uses run the same modules.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """Goodput against the checkpoint interval: the share of wall time that is useful training, by Daly's formula (`planner.goodput`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from meshwright.planner import goodput

@@ -4,8 +4,6 @@ The map is that of `planner.search.cells`; the complete one also takes in the le
 plan that `meshwright plan` prints.
 """
 
-from __future__ import annotations
-
 from meshwright.planner.search.cells import MEMORY, Cell
 from meshwright.planner.search.strategies import Candidate
 from meshwright.units import Json, format_bytes, format_seconds

@@ -1,7 +1,5 @@
 """The best plans that `meshwright plan` finds, why the winner leads, and the present plan compared with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from meshwright.describe.result import values_of

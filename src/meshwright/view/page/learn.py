@@ -4,8 +4,6 @@ The words are in `lessons.toml`. An answer is never typed: a number question nam
 that the commands use, and a choice is decided by comparing such values (the option with the largest is right).
 """
 
-from __future__ import annotations
-
 import tomllib
 from functools import cache
 from importlib.resources import files

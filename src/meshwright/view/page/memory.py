@@ -1,7 +1,5 @@
 """Memory of a GPU: by part with the limit, for each pipeline stage, and over the time of a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ rate is not stated; 0.512 ms per layer and micro-batch gives its 81.92 ms, and i
 counts Gibit/s (104.86 Gb/s), and 512 MB are all micro-batches, as under GPipe (1F1B holds as many as there are stages, 256 MB).
 """
 
-from __future__ import annotations
-
 from meshwright.cost.advice import microbatches_for, minimum_stage_bandwidth, stages_for
 from meshwright.describe.model import Model
 from meshwright.programs import pipelines

@@ -4,8 +4,6 @@ The layers, their times and their bytes are those of this plan. Both ways are dr
 even if the plan uses only one of them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

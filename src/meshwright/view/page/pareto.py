@@ -1,7 +1,5 @@
 """The Pareto scatter: step time against memory of many plans, and the front on which less memory costs the least time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from meshwright.describe.result import GIB

@@ -3,8 +3,6 @@ and the well-known runs of `meshwright validate --headline`, those of this model
 
 The published figures do not depend on the plan. `plan` has the prediction of this plan in the units of the runs, to place it among them."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.resources import files
 from typing import Any

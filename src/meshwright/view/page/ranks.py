@@ -1,7 +1,5 @@
 """The grid of ranks: where every rank sits on the axes of the plan, and the groups of a chosen rank with the level that each spans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

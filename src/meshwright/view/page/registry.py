@@ -5,8 +5,6 @@ A view is a module of this folder with `data(subject) -> dict` and a module of t
 first provisionally. Modules are imported when a view is first asked for.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -5,8 +5,6 @@ the latency is the limit: s/(α + s·β) is half the ceiling at s* = α/β. Each
 The second figure is the roofline of the whole step (`cost.roofline`): FLOPs per byte sent through a level, and the share of the peak it allows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from meshwright.calibrate.points import bus_factor

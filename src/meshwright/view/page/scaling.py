@@ -5,8 +5,6 @@ traffic stays, so beyond some count the transfer between nodes takes longer than
 takes over. The complete view adds the best common plan of each size (`planner.search.common_plans`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

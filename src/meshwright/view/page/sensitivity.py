@@ -1,7 +1,5 @@
 """Sensitivity: the throughput of this plan with one quantity 20% better or worse, the largest effect first."""
 
-from __future__ import annotations
-
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.sensitivity import SHARE, Sensitivity, sensitivities
 from meshwright.planner.search.strategies import Candidate, name_of

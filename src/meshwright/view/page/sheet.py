@@ -3,8 +3,6 @@
 A part is a chart (series of points on logarithmic axes), quantiles of ratios by group, or a table of the terminal. `views/sheet.js` draws them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ chunks      T(k) = k·o + t/k is smallest at k* = √(t/o): o one more call, t t
 step        without overlap, as planned, and if all communication were hidden
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from meshwright.cost import advice

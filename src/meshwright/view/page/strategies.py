@@ -1,7 +1,5 @@
 """The strategies' table: what each form of parallelism splits and sends, and when to use it; those of this plan are marked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from meshwright.describe.plan import Plan

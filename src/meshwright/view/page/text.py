@@ -1,7 +1,5 @@
 """A configuration as text to copy: a plan file, a command that estimates the same configuration, and settings of other frameworks."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from typing import Any

@@ -5,8 +5,6 @@ number of ticks, a millionth of the schedule: the page zooms until an action fil
 and stage take the same time, so their durations are in one table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The verdict on a plan: whether it fits, what bounds it, and what to change when the pipeline is less than 80% efficient."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the time of a step goes: exposed parts of the busiest rank in order, what overlap hides, and the step with other overlap."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from meshwright.describe.result import COMMUNICATION, part_name

@@ -5,8 +5,6 @@
 The textbook's bytes are those of `cost.memory.zero_state_bytes`; the view adds the whole memory of this plan with each stage, as estimated.
 """
 
-from __future__ import annotations
-
 from meshwright.cost.memory import largest_model, zero_state_bytes
 from meshwright.cost.step import step_cost
 from meshwright.lower.step import step_program

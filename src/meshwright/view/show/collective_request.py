@@ -3,8 +3,6 @@
 `meshwright show OPERATION` prints it, the page's explorer of collectives draws it, and /api/show answers it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

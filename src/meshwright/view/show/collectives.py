@@ -1,7 +1,5 @@
 """`meshwright show OPERATION`: the steps, values or figure of a collective, or a comparison of its algorithms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ encodes numbers: 2ᵉ − 2 if the last one is reserved for infinity and NaN (IE
 last code for NaN; E2M1 reserves none.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ all-reduce adds the two. The output of a column-parallel product is the input of
 all-reduce in forward and one in backward. The collectives here are the programs of `meshwright show`, run on arrays.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Options of `meshwright show` that a topic does not use raise an error; none is ignored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from meshwright.errors import MeshwrightError

@@ -4,8 +4,6 @@ The forward, backward of inputs and backward of weights of a rank take `times` (
 each stage takes 1/V of that, so that schedules of different V do the same work and their lengths are comparable.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

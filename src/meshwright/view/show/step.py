@@ -4,8 +4,6 @@ One table has the operations of each block in one micro-batch, one those of each
 prints the whole value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.text import Text

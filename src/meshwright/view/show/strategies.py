@@ -7,8 +7,6 @@ expert-parallel ranks, k experts per token, M micro-batches. Bytes of state are 
 weights: 2 + 2 + 12 = 16 per parameter.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from rich.text import Text

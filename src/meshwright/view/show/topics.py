@@ -1,7 +1,5 @@
 """The topics of `meshwright show`, and the data of one topic: what `--json` prints and /api/show answers."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -17,8 +17,6 @@ Buckets are sent during backward and completed after it, so the buffers of all o
 Compressors therefore work in place, make x the new error as soon as they know what is sent, and free what no later line reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

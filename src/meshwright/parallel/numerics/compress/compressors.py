@@ -22,8 +22,6 @@ Compressing pays below the bandwidth at which the bytes saved take as long as γ
 (`cost.advice.compression_break_even`); `benchmarks/compress.py` measures both, and the effect on convergence.
 """
 
-from __future__ import annotations
-
 import torch
 
 from meshwright.describe.plan import Plan

@@ -20,8 +20,6 @@ issued in the same order on every rank: any number of messages runs on gloo and 
 (because a gradient was) is drawn again at random; otherwise it would stay zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Iterator
 from itertools import accumulate

@@ -8,8 +8,6 @@ sums its 1/P of all ranks' values in full precision, and an all-gather of the su
 what a ring all-reduce does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -15,8 +15,6 @@ what cancels; and parameters that all ranks of a tensor-parallel group hold whol
 lose something else, and the copies would drift apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate

@@ -8,8 +8,6 @@ Under ZeRO (`scatter`) each rank sends P short lists of equal length, one to eac
 owner keeps, or, with a threshold, as many as the longest list of any rank has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

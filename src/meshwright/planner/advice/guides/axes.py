@@ -4,8 +4,6 @@ Tensor and pipeline guides are lists of conditions ("use when", "avoid when", "b
 the given problem and shown with its result, so that the reader sees the reason for the recommendation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from meshwright.cost.advice import inference_latency

@@ -9,8 +9,6 @@ figure in a text is wrong, the function uses the correct figure and the recommen
                    fraction, as `estimate` does
 """
 
-from __future__ import annotations
-
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.guides.problem import Advice, GuideProblem, guide
 from meshwright.planner.search.common_plans import first_that_fits

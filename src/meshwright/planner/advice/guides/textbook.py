@@ -10,8 +10,6 @@ On a common cluster several rules of thumb are within a few percent of the optim
 its assumptions is false.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

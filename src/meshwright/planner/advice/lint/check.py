@@ -21,8 +21,6 @@ away. The cost is the padded step beyond the fastest legal degree's.
 is not full, batch / padded batch of the ranks work and the others wait for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A finding of `lint`: one anti-pattern in a plan, what it costs and the fix; and what a rule receives to look for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

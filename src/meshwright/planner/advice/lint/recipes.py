@@ -5,8 +5,6 @@
 two plans, and is not a larger batch, which changes the training.
 """
 
-from __future__ import annotations
-
 from meshwright.cost.band import indistinguishable
 from meshwright.describe import catalog
 from meshwright.describe.config import Config

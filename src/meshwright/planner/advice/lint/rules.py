@@ -16,8 +16,6 @@ The anti-patterns of "A Guide to Distributed Training" and "Distributed Training
 - buckets below α/β: the texts' rule. A ring cuts its bucket in P chunks, so the real bound is P·α/β.
 """
 
-from __future__ import annotations
-
 import math
 
 from meshwright.cost import advice

@@ -7,8 +7,6 @@ A text file that is one document is cut at line ends that are followed by a char
 before they merge, so the tokens are those of the whole text; those that mark the start of a text (Metaspace) add one such mark.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
