@@ -7,18 +7,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from meshwright.check.compare import RunComparison, compare
+import ranks
+import small_training
+from meshwright.check.compare import compare
 from meshwright.check.folder import RankStep, RecordedValue, Recording
 from meshwright.check.match import nearest
 from meshwright.check.merge import merge
+from meshwright.check.recorder import StepRecorder
 from meshwright.errors import MeshwrightError
 from ranks import soak
 
-SCRIPT = str(Path(__file__).parent / "small_training.py")
+SCRIPT = small_training.__file__
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -27,10 +33,17 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
 
 
-def record(out: Path, layout: str, world: int = 1, bug: str = "") -> Recording:
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    done = run("record", "--out", str(out), "--", sys.executable, *start, SCRIPT, layout, bug)
-    assert done.returncode == 0, done.stderr
+def recorded_training(context: Any, out: Path, layout: str, bug: str, dtype: str, limit: float, perturb: int) -> None:
+    recorder = StepRecorder(str(out), limit=limit, perturb=perturb)
+    recorder.attach()
+    small_training.train(layout, bug, context.rank, torch.distributed.get_world_size(), DTYPES[dtype])
+    recorder.close()
+
+
+def record(
+    out: Path, layout: str, world: int = 1, bug: str = "", dtype: str = "fp64", limit: float = 1e9, perturb: int = 0
+) -> Recording:
+    ranks.run(world, recorded_training, out, layout, bug, dtype, limit, perturb, backend="gloo")
     return Recording.read(out)
 
 
@@ -39,16 +52,17 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return record(tmp_path_factory.mktemp("one") / "recording", "one")
 
 
-def compared(one: Recording, tmp_path: Path, layout: str, world: int, bug: str = "") -> RunComparison:
-    return compare(one, record(tmp_path / "many", layout, world, bug))
+@pytest.fixture(scope="module")
+def clipped(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return record(tmp_path_factory.mktemp("clipped") / "recording", "one-clip")
 
 
 @pytest.mark.parametrize(
     ("layout", "world"),
-    [*soak([("ddp", 2), ("fsdp2-tp", 4), ("fsdp2", 2), ("fsdp1", 2), ("fsdp1", 4), ("tp", 2), ("fsdp2", 4)])],
+    [("ddp", 2), ("fsdp2-tp", 4), *soak([("fsdp2", 2), ("fsdp1", 2), ("fsdp1", 4), ("tp", 2), ("fsdp2", 4)])],
 )
 def test_a_healthy_run_equals_one_device(one: Recording, tmp_path: Path, layout: str, world: int) -> None:
-    comparison = compared(one, tmp_path, layout, world)
+    comparison = compare(one, record(tmp_path / "many", layout, world))
     assert comparison.verdict == "equal within rounding", comparison.differences[:3]
     assert comparison.compared["gradient"] == comparison.compared["parameter"] == 2 * 15
     assert comparison.steps == 2
@@ -58,13 +72,16 @@ def test_a_healthy_run_equals_one_device(one: Recording, tmp_path: Path, layout:
 BUGS = {
     "factor": ("reduction", "factor", "× 0.5"),
     "samples": ("forward", "part", "2 of 4 samples"),
-    "bias": ("update", "factor", "× 2"),
+    "stale": ("reduction", "stale", "the step before is added"),
+    "rate": ("update", "factor", "learning rate × 2 on rank 1"),
+    "norm": ("clipping", "factor", "× 0.5"),
 }
 
 
-@pytest.mark.parametrize("bug", ["factor", *soak(["samples", "bias"])])
-def test_a_planted_bug_is_named(one: Recording, tmp_path: Path, bug: str) -> None:
-    comparison = compared(one, tmp_path, "ddp", 2, bug)
+@pytest.mark.parametrize("bug", ["factor", "rate", *soak(["samples", "stale", "norm"])])
+def test_a_planted_bug_is_named(one: Recording, clipped: Recording, tmp_path: Path, bug: str) -> None:
+    clips = bug == "norm"
+    comparison = compare(clipped if clips else one, record(tmp_path / "many", "ddp-clip" if clips else "ddp", 2, bug))
     assert comparison.verdict == "differs"
     assert comparison.diagnosis is not None
     phase, kind, text = BUGS[bug]
@@ -72,11 +89,57 @@ def test_a_planted_bug_is_named(one: Recording, tmp_path: Path, bug: str) -> Non
     assert text in comparison.diagnosis.pattern.detail
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("bug", ["", "factor"])
+def test_sketches_tell_as_tensors_do(one: Recording, tmp_path: Path, bug: str) -> None:
+    """Of both runs, of one of them, and of a layout that cuts tensors."""
+    sketched = record(tmp_path / "one", "one", limit=0)
+    many = record(tmp_path / "many", "fsdp2", 2, bug, limit=0)
+    assert sketched.ranks[0]["bytes"] < one.ranks[0]["bytes"] / 2
+    for reference in (one, sketched):
+        comparison = compare(reference, many)
+        assert comparison.verdict == ("differs" if bug else "equal within rounding"), comparison.differences[:3]
+        assert comparison.compared["gradient"] == 15 * (1 if bug else 2)
+        if bug:
+            assert comparison.diagnosis is not None
+            assert str(comparison.diagnosis).startswith("reduction: a factor, × 0.5"), str(comparison.diagnosis)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", *soak(["bf16"])])
+def test_rounding_is_told_from_a_difference(tmp_path: Path, dtype: str) -> None:
+    one = record(tmp_path / "one", "one", dtype=dtype)
+    moved = [record(tmp_path / f"moved-{seed}", "one", dtype=dtype, perturb=seed) for seed in (1, 2)]
+    assert compare(one, record(tmp_path / "many", "ddp", 2, dtype=dtype), moved).verdict == "equal within rounding"
+    assert compare(one, record(tmp_path / "wrong", "ddp", 2, "samples", dtype=dtype), moved).verdict == "differs"
+
+
+@pytest.mark.parametrize(("bug", "code"), [("data", "MW-CHECK-014"), ("seed", "MW-CHECK-009")])
+def test_runs_that_are_not_the_same_training_are_refused(one: Recording, tmp_path: Path, bug: str, code: str) -> None:
+    with pytest.raises(MeshwrightError, match=code):
+        compare(one, record(tmp_path / "other", "one", bug=bug))
+
+
+def test_other_dtypes_are_refused(one: Recording, tmp_path: Path) -> None:
+    with pytest.raises(MeshwrightError, match="MW-CHECK-015"):
+        compare(one, record(tmp_path / "other", "one", dtype="fp32"))
+
+
 def test_collectives_are_recorded_with_their_groups(tmp_path: Path) -> None:
     step = record(tmp_path / "ddp", "ddp", 2).rank_step(1, 1)
     sizes = [(c["operation"], c["bytes"]) for c in step.collectives if c["backward"]]
     assert sizes == [("all_reduce", 8 * sum(e.value.size for e in step.of("gradient")))]
+
+
+@pytest.mark.slow
+def test_scripts_are_recorded_without_a_change(tmp_path: Path) -> None:
+    """Through the start-up hook, under torchrun; the script is ended when its steps are recorded."""
+    many = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "ddp"]
+    for name, words in (("one", [sys.executable, SCRIPT, "one"]), ("many", many)):
+        done = run("record", "--out", str(tmp_path / name), "--", *words)
+        assert done.returncode == 0, done.stderr
+        assert "recorded 2 steps" in done.stdout
+    done = run("compare", str(tmp_path / "one"), str(tmp_path / "many"))
+    assert done.returncode == 0, done.stdout
+    assert "equal within rounding" in done.stdout
 
 
 def test_a_script_that_dies_leaves_its_steps(tmp_path: Path) -> None:

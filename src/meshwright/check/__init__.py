@@ -1,1 +1,38 @@
-"""Check anybody's training code against one device: record a few steps of two runs, merge what their ranks hold, and compare."""
+"""Anybody's training code against one device: record the first steps of both, compare them, and name the first difference.
+
+meshwright check record --out many -- torchrun --nproc-per-node 4 train.py      # no change of the script
+
+with mw.check.record("many"):                                                   # or in the script, around the loop
+    train()
+
+mw.check.attach("many")                                                         # or one line, before a trainer that hides its loop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.check.recorder import StepRecorder
+
+
+def attach(out: str | Path, steps: int = 2) -> StepRecorder:
+    """Record the next steps of this process into a folder; `close()` ends it, otherwise the end of the process."""
+    from meshwright.check.recorder import StepRecorder
+
+    recorder = StepRecorder(str(out), steps)
+    recorder.attach()
+    return recorder
+
+
+@contextmanager
+def record(out: str | Path, steps: int = 2) -> Iterator[StepRecorder]:
+    """Record the steps inside of a `with` into a folder."""
+    recorder = attach(out, steps)
+    try:
+        yield recorder
+    finally:
+        recorder.close()

@@ -5,43 +5,38 @@ step by step. The first that is off by more than rounding is a difference. Losse
 its own way.
 
 What the modules computed then says where it began: the first module whose output is not the reference's (forward), or the last one whose
-output has another gradient (backward), or none of them (reduction). The pattern of the numbers and its usual causes are `verify`'s.
+output has another gradient (backward), or none of them (reduction). Bounds, patterns and their usual causes are `verify`'s.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from meshwright.check.folder import RankStep, RecordedValue, Recording
-from meshwright.check.match import Match, nearest, rows_of
-from meshwright.check.merge import Merged, merge
+from meshwright.check.folder import RankStep, Recording
+from meshwright.check.match import Match
+from meshwright.check.merge import Beside, Merged, beside, merge
 from meshwright.check.names import renamed
+from meshwright.check.where import StepModules
 from meshwright.errors import MeshwrightError
-from meshwright.proof.diagnosis import Diagnosis
-from meshwright.proof.patterns import Copy, Pattern, pattern_of, ratio
+from meshwright.proof.diagnosis import NOT_UPDATED, Diagnosis
+from meshwright.proof.patterns import Copy, Pattern, pattern_of
 from meshwright.proof.result import finite
-from meshwright.proof.tolerance import FLOOR, FP64_BOUND, MARGIN, NEARLY_ZERO, tensor_error
+from meshwright.proof.tolerance import NEARLY_ZERO, Tolerance, at_least_usual, tensor_error
 
 DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNTOLD = (
-    1000  # without a perturbed reference: an error above the smallest bound may be rounding up to this many times it
+    1000  # without a perturbed reference, an error above the smallest bound may be rounding up to this many times it
 )
-DECIDING = (
-    "gradient",
-    "norm",
-    "clipped gradient",
-    "state exp_avg",
-    "state exp_avg_sq",
-    "state momentum_buffer",
-    "parameter",
-)
-PHASES = {"norm": "clipping", "clipped gradient": "clipping", "parameter": "update"}
+STATES = ("state exp_avg", "state exp_avg_sq", "state momentum_buffer")
+DECIDING = ("gradient", "norm", "clipped gradient", *STATES, "parameter")
+PHASES = {"gradient": "reduction", "norm": "clipping", "clipped gradient": "clipping"}
+LINEAR = ("zero", "stale", "missing sum", "factor", "counted twice", "noise")  # patterns that sketches show too
 
 
 @dataclass(frozen=True)
@@ -72,20 +67,16 @@ class RunComparison:
     diagnosis: Diagnosis | None
     modules: list[
         tuple[str, float, float]
-    ]  # of the first step that differs, or of the first: name, error forward and backward
+    ]  # of the step that differs, or of the last: name, error forward and backward
     losses: list[tuple[float, float]]  # by step: reference, candidate
     unmapped: list[str]
     untold: str = ""
 
     @property
     def verdict(self) -> str:
-        return (
-            "differs"
-            if self.differences and not self.untold
-            else "cannot be told"
-            if self.untold
-            else "equal within rounding"
-        )
+        if self.untold:
+            return "cannot be told"
+        return "differs" if self.differences else "equal within rounding"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -102,25 +93,6 @@ class RunComparison:
         }
 
 
-@dataclass
-class Bounds:
-    """How far a tensor may be off by rounding: from the spread of perturbed references (`proof.tolerance`)."""
-
-    dtype: str
-    spread: dict[tuple[str, str], float] = field(default_factory=dict)
-
-    def of(self, kind: str, name: str) -> float:
-        if self.dtype == "fp64":
-            return FP64_BOUND
-        usual = self.usual.get(kind, 0.0)
-        return MARGIN[self.dtype] * max(self.spread.get((kind, name), 0.0), usual) + FLOOR[self.dtype]
-
-    @cached_property
-    def usual(self) -> dict[str, float]:
-        kinds = {kind for kind, _ in self.spread}
-        return {k: float(np.median([s for (kind, _), s in self.spread.items() if kind == k])) for k in kinds}
-
-
 def compare(
     reference: Recording,
     candidate: Recording,
@@ -131,49 +103,61 @@ def compare(
     steps = min(reference.steps, candidate.steps)
     if steps == 0:
         raise MeshwrightError("MW-CHECK-006", "no step was recorded to its end", fix="record it again with more steps")
-    rename = renamed(
-        {name for rank in candidate.ranks for name in (*rank["parameters"], *rank["modules"])}, dict(names or {})
-    )
+    known = {name for rank in candidate.ranks for name in (*rank["parameters"], *rank["modules"])}
+    rename = renamed(known, dict(names or {}))
     check_same_start(reference, candidate, rename)
-    compared, errors = dict[str, int](), dict[str, float]()
-    unmapped, losses = list[str](), list[tuple[float, float]]()
-    shown: StepPair | None = None
+    compared, errors = Counter[str](), dict[str, float]()
+    unmapped, losses = dict[str, None](), list[tuple[float, float]]()
+    tolerance: Tolerance | None = None
+    pair: StepPair | None = None
     for step in range(steps):
-        pair = StepPair(reference, candidate, step, rename, [p.step(step) for p in perturbed if step < p.steps])
-        losses.append((pair.loss(pair.one), pair.loss(pair.many)))
-        differences = pair.differences()
-        for kind, count in pair.compared.items():
-            compared[kind] = compared.get(kind, 0) + count
-            errors[kind] = max(errors.get(kind, 0.0), pair.errors[kind])
-        unmapped += [name for name in pair.unmapped if name not in unmapped]
-        shown = shown if shown is not None and not differences else pair
-        if differences:
-            untold = "" if perturbed or pair.dtype == "fp64" else pair.untold(differences)
-            diagnosis = pair.diagnose(differences[0])
-            return RunComparison(
-                step + 1, compared, errors, differences, diagnosis, pair.strip(), losses, unmapped, untold
-            )
-    assert shown is not None
-    return RunComparison(steps, compared, errors, [], None, shown.strip(), losses, unmapped)
+        pair = StepPair(reference, candidate, step, rename, pair)
+        tolerance = pair.measure([p.step(step) for p in perturbed if step < p.steps], tolerance)
+        losses.append((loss_of(pair.one), loss_of(pair.many)))
+        differences = pair.differences(tolerance)
+        compared.update(pair.compared)
+        errors |= {kind: max(error, errors.get(kind, 0.0)) for kind, error in pair.errors.items()}
+        unmapped |= dict.fromkeys(pair.unmapped)
+        if differences or step == steps - 1:
+            break
+        pair.previous = None
+    assert pair is not None
+    assert tolerance is not None
+    untold = "" if perturbed or pair.dtype == "fp64" else small_only(differences)
+    if not compared["gradient"] and not differences:
+        untold = "no gradient of the candidate could be compared"
+    diagnosis = pair.diagnose(differences[0], tolerance) if differences else None
+    modules = list(pair.modules.errors()) if pair.single else []
+    return RunComparison(
+        step + 1, dict(compared), errors, differences, diagnosis, modules, losses, list(unmapped), untold
+    )
+
+
+def small_only(differences: list[TensorDifference]) -> str:
+    if not differences or any(not d.error <= UNTOLD * d.bound for d in differences):
+        return ""
+    return (
+        "the differences are small, and how far rounding alone goes in this model is not known: "
+        "record the reference with --perturbed 2"
+    )
 
 
 def check_same_start(reference: Recording, candidate: Recording, rename: Mapping[str, str]) -> None:
     """Runs that begin with other weights train other models: that is an error of the comparison, not of the training."""
-    ones, others = (merge(r.step(0), "initial parameter", n) for r, n in ((reference, {}), (candidate, dict(rename))))
+    ones, others = (merge(r.step(0), "initial parameter", n) for r, n in ((reference, {}), (candidate, rename)))
     if not set(ones) & set(others):
         raise MeshwrightError(
             "MW-CHECK-007", "the two recordings have no parameter in common",
             why=f"{next(iter(ones), 'nothing')} there, {next(iter(others), 'nothing')} here", fix="give a table of names with --names",
         )  # fmt: skip
     for name in (n for n in ones if n in others):
-        one, other = ones[name].whole, others[name].whole
-        if one is None or other is None:
-            continue
-        if one.shape != other.shape:
+        one, other = ones[name], others[name]
+        if one.shape is not None and other.shape is not None and one.shape != other.shape:
             raise MeshwrightError(
-                "MW-CHECK-008", f"{name} has shape {one.shape} in one recording and {other.shape} in the other"
-            )
-        error = tensor_error(other, one, one, 0.0)[0]
+                "MW-CHECK-008", f"{name} has shape {one.shape} in one recording and {other.shape} in the other",
+                fix="record the same model in both",
+            )  # fmt: skip
+        error = max((error_of(pair, 0.0) for pair in beside(one, other)), default=0.0)
         if error > 2.0**-7:
             raise MeshwrightError(
                 "MW-CHECK-009", f"{name} begins with other values in the two recordings (off by {error:.1e})",
@@ -189,166 +173,223 @@ class StepPair:
         reference: Recording,
         candidate: Recording,
         step: int,
-        rename: dict[str, str],
-        perturbed: list[list[RankStep]],
+        rename: Mapping[str, str],
+        previous: StepPair | None,
     ) -> None:
-        self.number, self.rename = step, rename
+        self.number, self.rename, self.previous = step, rename, previous
         self.one, self.many = reference.step(step), candidate.step(step)
         self.coordinates, self.axes = candidate.coordinates, candidate.axes
         self.single = reference.world == 1
+        self.batch_dims = reference.batch_dim, candidate.batch_dim
         self.compared: dict[str, int] = {}
         self.errors: dict[str, float] = {}
         self.unmapped: list[str] = []
-        self.perturbed = perturbed
-        self.batch_dims = reference.batch_dim, candidate.batch_dim
+        self.tensors: dict[str, tuple[dict[str, Merged], dict[str, Merged]]] = {}
+        self.check_same_batch()
+
+    def of(self, kind: str) -> tuple[dict[str, Merged], dict[str, Merged]]:
+        """The tensors of a kind of the reference and of the candidate, by the reference's names."""
+        if kind not in self.tensors:
+            self.tensors[kind] = merge(self.one, kind), merge(self.many, kind, self.rename)
+        return self.tensors[kind]
 
     @cached_property
     def dtype(self) -> str:
         """The narrowest that a module computes in."""
-        seen = {DTYPES.get(e.dtype, "fp32") for s in (*self.one, *self.many) for e in s.of("output") + s.of("gradient")}
-        return next((d for d in ("bf16", "fp16", "fp32", "fp64") if d in seen), "fp32")
+        one, many = narrowest(self.one), narrowest(self.many)
+        if one != many:
+            raise MeshwrightError(
+                "MW-CHECK-015", f"the reference computes in {one} and the candidate in {many}",
+                why="Two dtypes round by different amounts", fix="record both with the same precision",
+            )  # fmt: skip
+        return one
+
+    def check_same_batch(self) -> None:
+        expected, got = self.samples_read
+        if self.alike and expected and got and not set(expected) & set(got):
+            raise MeshwrightError(
+                "MW-CHECK-014", f"the two recordings read different samples in step {self.number}",
+                why="Both runs must read the same global batch", fix="the same data, seed and global batch in both",
+            )  # fmt: skip
 
     @cached_property
-    def bounds(self) -> Bounds:
-        bounds = Bounds(self.dtype)
-        for steps in self.perturbed:
-            for kind in DECIDING:
-                expected, got = merge(self.one, kind), merge(steps, kind)
-                floor = floor_of(expected, self.dtype)
-                for name, tensor in expected.items():
-                    whole, other = tensor.whole, got[name].whole if name in got else None
-                    if whole is not None and other is not None:
-                        error = tensor_error(other, whole, whole, floor)[0]
-                        bounds.spread[kind, name] = max(error, bounds.spread.get((kind, name), 0.0))
-            for name, forward, backward in StepModules(self.one, steps, {}, (self.batch_dims[0],) * 2).errors():
-                bounds.spread["output", name] = max(forward, bounds.spread.get(("output", name), 0.0))
-                bounds.spread["output gradient", name] = max(
-                    backward, bounds.spread.get(("output gradient", name), 0.0)
-                )
-        return bounds
+    def samples_read(self) -> tuple[Counter[bytes], Counter[bytes]]:
+        one, many = (
+            Counter(row.tobytes() for s in steps for row in samples_read(s)) for steps in (self.one, self.many)
+        )
+        return one, many
 
-    def loss(self, steps: list[RankStep]) -> float:
-        """The mean over ranks of what backward began with, summed over micro-batches."""
-        sums = [float(sum(e.value[0] for e in step.of("loss"))) for step in steps if step.of("loss")]
-        return float(np.mean(sums)) if sums else float("nan")
+    @property
+    def alike(self) -> bool:
+        """Whether samples of both runs have one length: ranks of context parallelism read parts of them."""
+        return len({len(row) for rows in self.samples_read for row in rows}) == 1
+
+    # How much is rounding
+
+    def measure(self, perturbed: list[list[RankStep]], so_far: Tolerance | None) -> Tolerance:
+        """The bounds of this step: from the spread of the perturbed references, and never below an earlier step's."""
+        spread: dict[tuple[str, str], float] = {}
+        for steps in perturbed:
+            for kind in DECIDING:
+                expected, got = self.of(kind)[0], merge(steps, kind)
+                for name in (n for n in expected if n in got):
+                    scale = self.floor(kind, expected[name].sketched)
+                    for pair in beside(expected[name], got[name]):
+                        spread[kind, name] = max(error_of(pair, scale), spread.get((kind, name), 0.0))
+            for name, forward, backward in StepModules(self.one, steps, {}, (self.batch_dims[0],) * 2).errors():
+                for kind, error in (("output", forward), ("output gradient", backward)):
+                    spread[kind, name] = max(np.nan_to_num(error), spread.get((kind, name), 0.0))
+        earlier = so_far.spread if so_far is not None else {}
+        lists = {key: [*earlier.get(key, [0.0] * self.number), error] for key, error in spread.items()}
+        return Tolerance(self.dtype, at_least_usual(lists, {kind for kind, _ in spread}))
+
+    def floor(self, kind: str, sketched: bool) -> float:
+        """The smallest scale that a tensor is measured against: a share of the largest of its kind."""
+        values = (
+            part.value for tensor in self.of(kind)[0].values() if tensor.sketched == sketched for part in tensor.parts
+        )
+        return NEARLY_ZERO[self.dtype] * max((float(np.abs(v).max(initial=0.0)) for v in values), default=0.0)
 
     # What decides
 
-    def differences(self) -> list[TensorDifference]:
+    def differences(self, tolerance: Tolerance) -> list[TensorDifference]:
         out: list[TensorDifference] = []
         for kind in DECIDING:
-            expected, got = merge(self.one, kind), merge(self.many, kind, self.rename)
+            expected, got = self.of(kind)
             order = list(reversed(expected)) if kind == "gradient" else list(expected)
-            floor = floor_of(expected, self.dtype)
             self.unmapped += [f"{kind} of {n}: only in the {who}" for n, who in lonely(expected, got)]
             for name in (n for n in order if n in got):
-                if (difference := self.judge(kind, name, expected[name], got[name], floor)) is not None:
+                if (difference := self.judge(kind, name, tolerance)) is not None:
                     out.append(difference)
         return out
 
-    def judge(self, kind: str, name: str, expected: Merged, got: Merged, floor: float) -> TensorDifference | None:
-        whole = expected.whole
-        if whole is None or any(part.shape != whole.shape for part in got.parts):
+    def judge(self, kind: str, name: str, tolerance: Tolerance) -> TensorDifference | None:
+        expected, got = (side[name] for side in self.of(kind))
+        if not expected.complete or any(part.shape != expected.shape for part in got.parts):
             self.unmapped.append(f"{kind} of {name}: it is not known which part a rank holds")
             return None
-        if got.whole is None:
+        if not got.complete:
             self.unmapped.append(f"{kind} of {name}: some elements are on no rank")
-        bound = self.bounds.of(kind, name)
-        off = {part.rank: self.error_of(kind, name, part, whole, floor, bound) for part in got.parts}
-        error = max(off.values(), default=0.0)
+        bound, floor = tolerance.bound(kind, self.number, name), self.floor(kind, expected.sketched)
+        error, wrong = 0.0, set[int]()
+        for pair in beside(expected, got):
+            off = error_of(pair, floor)
+            if kind == "parameter" and bound < off < np.inf:
+                off = self.beyond_noise(pair, name, floor, tolerance)
+            error = max(error, off)
+            wrong |= set() if off <= bound else set(pair.ranks)
         self.compared[kind] = self.compared.get(kind, 0) + 1
         self.errors[kind] = max(self.errors.get(kind, 0.0), error)
-        wrong = tuple(sorted(rank for rank, e in off.items() if not e <= bound))
-        return TensorDifference(self.number, kind, name, wrong, error, bound) if wrong else None
+        return TensorDifference(self.number, kind, name, tuple(sorted(wrong)), error, bound) if wrong else None
 
-    def error_of(
-        self, kind: str, name: str, part: RecordedValue, whole: np.ndarray, floor: float, bound: float
-    ) -> float:
-        error = tensor_error(part.value, part.of(whole), whole, floor)[0]
-        if kind != "parameter" or not bound < error < np.inf:
-            return error
-        beyond = np.maximum(np.abs(part.value - part.of(whole)) - self.movable(name, part), 0.0)
-        return tensor_error(beyond, np.zeros_like(beyond), whole, floor)[0]
-
-    def movable(self, name: str, part: RecordedValue) -> np.ndarray:
-        """How far noise in its gradient may move a parameter that Adam updates: Adam divides by the gradient's size (`proof.tolerance`)."""
-        gradients = merge(self.one, "clipped gradient") or merge(self.one, "gradient")
-        rates = [float(e.value[0]) for step in self.one for e in step.of("learning rate")]
-        whole = gradients[name].whole if name in gradients else None
-        if whole is None or not any(step.of("state exp_avg") for step in self.one):
-            return np.zeros(())
-        size = np.abs(part.of(whole))
-        noise = self.bounds.of("gradient", name) * max(
-            float(np.abs(whole).max(initial=0.0)), floor_of(gradients, self.dtype)
+    def beyond_noise(self, pair: Beside, name: str, floor: float, tolerance: Tolerance) -> float:
+        """The error of a parameter without what noise in its gradient explains: Adam divides by the gradient's size (`proof.tolerance`)."""
+        kind = "clipped gradient" if self.of("clipped gradient")[0] else "gradient"
+        expected, got = self.of(kind)[0].get(name), self.of("parameter")[1][name]
+        whole = expected.whole if expected is not None else None
+        part = next((p for p in got.parts if (p.rank,) == pair.ranks and p.place == pair.place), None)
+        adam = any(step.of("state exp_avg") for step in self.one)
+        if whole is None or part is None or pair.sketched or not adam:
+            return error_of(pair, floor)
+        noise = tolerance.bound("gradient", self.number, name) * max(
+            float(np.abs(whole).max(initial=0.0)), self.floor(kind, False)
         )
-        return max(rates, default=0.0) * (self.number + 1) * np.minimum(2.0, noise / np.maximum(size, 1e-300))
-
-    def untold(self, differences: list[TensorDifference]) -> str:
-        if all(d.error <= UNTOLD * d.bound for d in differences):
-            return (
-                "the differences are small, and how far rounding alone goes in this model is not known: "
-                "record the reference with --perturbed 2"
-            )
-        return ""
+        rate = max((float(e.value[0]) for step in self.one for e in step.of("learning rate")), default=0.0)
+        moved = rate * (self.number + 1) * np.minimum(2.0, noise / np.maximum(np.abs(part.of(whole)), 1e-300))
+        beyond = np.maximum(np.abs(pair.got - pair.expected) - moved, 0.0)
+        return tensor_error(beyond, np.zeros_like(beyond), pair.whole, floor)[0]
 
     # Where it began
 
     @cached_property
-    def step_modules(self) -> StepModules:
+    def modules(self) -> StepModules:
         return StepModules(self.one, self.many, self.rename, self.batch_dims)
 
-    def strip(self) -> list[tuple[str, float, float]]:
-        return list(self.step_modules.errors()) if self.single else []
-
-    def diagnose(self, first: TensorDifference) -> Diagnosis:
+    def diagnose(self, first: TensorDifference, tolerance: Tolerance) -> Diagnosis:
         if (unread := self.unread_samples()) is not None:
             return Diagnosis("forward", "inputs", unread, "samples")
         if self.single and first.kind == "gradient":
-            if (place := self.first_module("output")) is not None:
-                return Diagnosis("forward", place, self.pattern_of_rows(place, "output"), "output")
-            if (place := self.first_module("output gradient")) is not None:
-                return Diagnosis(
-                    "backward", place, self.pattern_of_rows(place, "output gradient"), "gradient of the output"
-                )
-        expected, got = merge(self.one, first.kind), merge(self.many, first.kind, self.rename)
-        whole = expected[first.name].whole
-        assert whole is not None
-        copies = [
-            Copy(self.coordinates[p.rank], (*p.start, *(p.flat or ())), p.value.astype(np.float64), p.of(whole))
-            for p in got[first.name].parts
-        ]
-        return Diagnosis(
-            PHASES.get(first.kind, "reduction" if first.kind == "gradient" else "update"),
-            first.name,
-            self.pattern(copies),
+            for kind, phase, what in (
+                ("output", "forward", "output"),
+                ("output gradient", "backward", "gradient of the output"),
+            ):
+                if (place := self.first_module(kind, tolerance)) is not None:
+                    return Diagnosis(phase, place, self.pattern_of_rows(place, kind), what)
+        phase = PHASES.get(first.kind, "update")
+        if phase == "update" and (rate := self.other_learning_rate()) is not None:
+            return Diagnosis(phase, first.name, rate)
+        pattern = self.pattern(list(self.copies(first.kind, first.name)))
+        if phase == "update" and pattern.kind == "zero":
+            pattern = NOT_UPDATED
+        return Diagnosis(phase, first.name, pattern)
+
+    def copies(self, kind: str, name: str) -> Iterator[Copy]:
+        """What the ranks hold of a tensor: of a parameter the change of this step, of a norm its square."""
+        expected, got = (side[name] for side in self.of(kind))
+        before = {(b.ranks, b.place): b for b in self.before(kind, name)}
+        for pair in beside(expected, got):
+            then = before.get((pair.ranks, pair.place))
+            coordinates = self.coordinates[pair.ranks[0]] if len(pair.ranks) == 1 else {}
+            if kind == "parameter" and then is not None:
+                yield Copy(coordinates, pair.place, pair.got - then.got, pair.expected - then.expected)
+            elif kind == "norm":
+                yield Copy(coordinates, pair.place, pair.got**2, pair.expected**2)
+            else:
+                old = (then.got, then.expected) if then is not None else (None, None)
+                yield Copy(coordinates, pair.place, pair.got, pair.expected, *old)
+
+    def before(self, kind: str, name: str) -> Iterator[Beside]:
+        source, kind = (
+            (self.previous, kind)
+            if self.previous is not None
+            else (self, "initial parameter" if kind == "parameter" else "")
+        )
+        expected, got = source.of(kind) if kind else ({}, {})
+        if name in expected and name in got and expected[name].shape == got[name].shape:
+            yield from beside(expected[name], got[name])
+
+    def other_learning_rate(self) -> Pattern | None:
+        one, *many = (
+            {float(e.value[0]) for s in steps for e in s.of("learning rate")}
+            for steps in (self.one, *([s] for s in self.many))
+        )
+        other = {rank: rates - one for rank, rates in enumerate(many) if rates - one}
+        if not other or not one:
+            return None
+        rank, rates = next(iter(other.items()))
+        return Pattern(
+            "factor", f"learning rate × {max(rates) / max(one):.4g} on rank {rank}" if max(one) else "learning rate"
         )
 
     def unread_samples(self) -> Pattern | None:
         """Samples of the reference that no rank reads; None if all are read, or ranks read parts of samples."""
-        expected, got = (
-            Counter(row.tobytes() for s in steps for row in samples_read(s)) for steps in (self.one, self.many)
-        )
-        lengths = {len(row) for row in (*expected, *got)}
+        expected, got = self.samples_read
         missing = [row for row in expected if row not in got]
-        if len(lengths) != 1 or not missing:
+        if not self.alike or not missing:
             return None
         return Pattern("part", f"{len(missing)} of {len(expected)} samples are read by no rank")
 
     def pattern(self, copies: list[Copy]) -> Pattern:
-        return pattern_of(copies, {**self.axes, "micro-batches": max(len(s.of("loss")) for s in self.many)}, self.axes)
+        micro_batches = max(len(step.of("loss")) for step in self.many)
+        pattern = pattern_of(copies, {**self.axes, "micro-batches": micro_batches}, self.axes)
+        sketched = any(entry.sketched is not None for step in (*self.one, *self.many) for entry in step.entries)
+        return (
+            pattern
+            if pattern.kind in LINEAR or not sketched
+            else Pattern("other", "seen in sketches only: raise --limit for the pattern")
+        )
 
-    def first_module(self, kind: str) -> str | None:
+    def first_module(self, kind: str, tolerance: Tolerance) -> str | None:
         """The first module in the order of computation whose rows are not the reference's."""
-        wrong = [name for name, matches in self.step_modules.rows[kind].items() if self.is_off(kind, name, matches)]
-        order = list(self.step_modules.rows[kind])
-        ordered = sorted(wrong, key=order.index)
-        return ordered[0] if ordered else None
+        return next(
+            (name for name, rows in self.modules.rows[kind].items() if self.is_off(kind, name, rows, tolerance)), None
+        )
 
-    def is_off(self, kind: str, name: str, matches: list[tuple[int, Match]]) -> bool:
-        return any(not match.error <= self.bounds.of(kind, name) for _, match in matches)
+    def is_off(self, kind: str, name: str, rows: list[tuple[int, Match]], tolerance: Tolerance) -> bool:
+        return any(not match.error <= tolerance.bound(kind, self.number, name) for _, match in rows)
 
     def pattern_of_rows(self, name: str, kind: str) -> Pattern:
-        rows = self.step_modules.rows[kind][name]
+        rows = self.modules.rows[kind][name]
         return self.pattern(
             [
                 Copy(self.coordinates[r], (m.sample, *m.start), (m.got / m.scale)[None], m.expected[None])
@@ -357,69 +398,19 @@ class StepPair:
         )
 
 
-class StepModules:
-    """The outputs of modules of both runs, matched row by row; `rows[kind][name]` are (rank, match), in the order of computation."""
-
-    def __init__(
-        self, one: list[RankStep], many: list[RankStep], rename: Mapping[str, str], batch_dims: tuple[int, int]
-    ) -> None:
-        self.rename, self.batch_dim = rename, batch_dims[1]
-        self.samples = {kind: samples_of(one, kind, batch_dims[0]) for kind in ("output", "output gradient")}
-        self.rows: dict[str, dict[str, list[tuple[int, Match]]]] = {"output": {}, "output gradient": {}}
-        self.unmatched: list[str] = []
-        places: dict[tuple, Match] = {}
-        for step in many:
-            for entry in step.of("output"):
-                for i, (key, match) in enumerate(self.match_rows(entry)):
-                    places[step.rank, key, entry.call, entry.index, i] = match
-                    self.rows["output"].setdefault(key, []).append((step.rank, match))
-        for step in many:
-            scale = None
-            for entry in step.of("output gradient"):
-                for i, row in enumerate(rows_of(entry, self.batch_dim)):
-                    key = self.key(entry)
-                    place = places.get((step.rank, key, entry.call, entry.index, i))
-                    samples = self.samples["output gradient"].get(key, [])
-                    if place is None or place.sample >= len(samples):
-                        continue
-                    sample = samples[place.sample]
-                    box = tuple(slice(a, a + n) for a, n in zip(place.start, row.shape, strict=False))
-                    if sample.ndim != row.ndim or sample[box].shape != row.shape or entry.partial:
-                        continue
-                    scale = scale or ratio(row, sample[box]) or 1.0
-                    match = Match(row, sample[box], place.sample, place.start, scale)
-                    self.rows["output gradient"].setdefault(key, []).append((step.rank, match))
-
-    def key(self, entry: RecordedValue) -> str:
-        name = self.rename.get(entry.name, entry.name)
-        return f"{name} [{entry.index}]" if entry.index else name
-
-    def match_rows(self, entry: RecordedValue) -> Iterator[tuple[str, Match]]:
-        key, hint = self.key(entry), None
-        if entry.partial:
-            return
-        for row in rows_of(entry, self.batch_dim):
-            hint = nearest(row, self.samples["output"].get(key, []), hint, 1.0)
-            if hint is not None:
-                yield key, hint
-            elif key not in self.unmatched:
-                self.unmatched.append(key)
-
-    def errors(self) -> Iterator[tuple[str, float, float]]:
-        """By module, in the order of forward: the largest error of its output, and of the gradient in it."""
-        for name, rows in self.rows["output"].items():
-            backward = [match.error for _, match in self.rows["output gradient"].get(name, [])]
-            yield name, max(match.error for _, match in rows), max(backward, default=float("nan"))
+def error_of(pair: Beside, floor: float) -> float:
+    return tensor_error(pair.got, pair.expected, pair.whole, floor)[0]
 
 
-def samples_of(steps: list[RankStep], kind: str, batch_dim: int) -> dict[str, list[np.ndarray]]:
-    """The samples that a run computed in each module, in their order over calls."""
-    out: dict[str, dict[tuple[int, int], list[np.ndarray]]] = {}
-    for step in steps:
-        for entry in step.of(kind):
-            key = f"{entry.name} [{entry.index}]" if entry.index else entry.name
-            out.setdefault(key, {})[entry.call, step.rank] = list(rows_of(entry, batch_dim))
-    return {key: [row for _, rows in sorted(calls.items()) for row in rows] for key, calls in out.items()}
+def narrowest(steps: list[RankStep]) -> str:
+    seen = {DTYPES.get(e.dtype, "fp32") for s in steps for e in s.of("output") + s.of("gradient")}
+    return next((dtype for dtype in ("bf16", "fp16", "fp32", "fp64") if dtype in seen), "fp32")
+
+
+def loss_of(steps: list[RankStep]) -> float:
+    """The mean over ranks of what backward began with, summed over micro-batches."""
+    sums = [float(sum(e.value[0] for e in step.of("loss"))) for step in steps if step.of("loss")]
+    return float(np.mean(sums)) if sums else float("nan")
 
 
 def samples_read(step: RankStep) -> Iterator[np.ndarray]:
@@ -427,13 +418,6 @@ def samples_read(step: RankStep) -> Iterator[np.ndarray]:
     for entry in step.of("input"):
         if entry.index == 0 and entry.value.ndim >= 2 and entry.name == "":
             yield from entry.value
-
-
-def floor_of(tensors: Mapping[str, Merged], dtype: str) -> float:
-    """The smallest scale that a tensor is measured against: a share of the largest of its kind."""
-    return NEARLY_ZERO[dtype] * max(
-        (float(np.abs(p.value).max(initial=0.0)) for t in tensors.values() for p in t.parts), default=0.0
-    )
 
 
 def lonely(expected: Mapping[str, Any], got: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

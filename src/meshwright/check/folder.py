@@ -8,9 +8,10 @@ step-000.safetensors       their tensors
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ FORMAT = 1
 
 @dataclass
 class RecordedValue:
-    """One value of a step on one rank: a tensor, or a number."""
+    """One value of a step on one rank: a tensor, the part of it that the rank holds, or a number."""
 
     kind: str
     name: str
@@ -37,20 +38,44 @@ class RecordedValue:
     size: tuple[int, ...] = ()
     flat: tuple[int, int] | None = None
     partial: tuple[str, ...] = ()
+    sketched: tuple[int, ...] | None = (
+        None  # the shape of what `value` is a sketch of; of an activation, one for each sample
+    )
+
+    @property
+    def here(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """What tells this part from others of the same tensor."""
+        return (*self.start, *self.size, *(self.flat or ()))
+
+    @property
+    def elements(self) -> int:
+        return prod(self.size) if self.flat is None else self.flat[1] - self.flat[0]
 
     def of(self, whole: np.ndarray) -> np.ndarray:
         """The same part of a whole tensor."""
-        box = whole[tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))]
+        box = whole[self.here]
         return box if self.flat is None else box.reshape(-1)[slice(*self.flat)].reshape(self.value.shape)
 
     def put(self, whole: np.ndarray, seen: np.ndarray) -> None:
         """Write this part into a whole tensor, where nobody has written yet."""
-        here = tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
         for target, value in ((whole, self.value), (seen, True)):
-            box = target[here].copy()
+            box = target[self.here].copy()
             part = box.reshape(-1)[slice(*self.flat)].reshape(self.value.shape) if self.flat else box
             part[...] = np.where(self.of(seen), part, value) if target is whole else True
-            target[here] = box
+            target[self.here] = box
+
+    def sketch(self, whole: np.ndarray | None = None) -> np.ndarray:
+        """The sketch of this part, or of the same part of a whole tensor."""
+        if whole is None and self.sketched is not None:
+            return self.value
+        assert self.shape is not None
+        return sketched(
+            self.value if whole is None else self.of(whole), self.shape, self.start, self.size, (self.flat or (0,))[0]
+        )
 
 
 @dataclass
@@ -148,11 +173,12 @@ def entries_of(rank: int, rows: list[dict[str, Any]], tensors: dict[str, np.ndar
                 row["kind"], row["name"], rank, np.array([row["value"]]), shape=(1,), start=(0,), size=(1,)
             )
             continue
-        box = row["box"] or {"shape": None, "start": (), "size": (), "flat": None, "partial": ()}
+        box = row["holding"] or {"shape": None, "start": (), "size": (), "flat": None, "partial": ()}
         shape = None if box["shape"] is None else tuple(box["shape"])
+        sketched = tuple(row["sketched"]) if "sketched" in row else None
         yield RecordedValue(
             row["kind"], row["name"], rank, tensors[row["key"]], row["dtype"], row.get("call", 0), row.get("index", 0),
-            shape, tuple(box["start"]), tuple(box["size"]), box["flat"] and tuple(box["flat"]), tuple(box["partial"]),
+            shape, tuple(box["start"]), tuple(box["size"]), box["flat"] and tuple(box["flat"]), tuple(box["partial"]), sketched,
         )  # fmt: skip
 
 
@@ -174,3 +200,14 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         return load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise MeshwrightError("MW-CHECK-005", f"cannot read {path}: {error}", fix="record it again") from None
+
+
+def sketched(
+    part: np.ndarray, shape: Sequence[int], start: Sequence[int], size: Sequence[int], first: int = 0
+) -> np.ndarray:
+    """`sketch.sketch` of an array."""
+    import torch
+
+    from meshwright.check.sketch import sketch
+
+    return sketch(torch.from_numpy(np.ascontiguousarray(part)), shape, start, size, first).numpy()

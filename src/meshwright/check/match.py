@@ -38,6 +38,8 @@ def rows_of(entry: RecordedValue, batch_dim: int) -> Iterator[np.ndarray]:
     """The samples of an activation; of one without a batch dimension, the whole."""
     if entry.value.ndim < 2:
         yield entry.value
+    elif entry.sketched is not None:
+        yield from entry.value
     else:
         yield from np.moveaxis(entry.value, min(batch_dim, entry.value.ndim - 2), 0)
 

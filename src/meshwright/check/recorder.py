@@ -10,74 +10,77 @@ optimizer's states after the update, losses, norms, learning rates and collectiv
                        gradients of this rank
 
 A step begins with the first call of a module after an update. Modules that are computed once more in backward (recompute) are left out.
-A folder for each rank is written after every step, so that a script that dies leaves what it did until then (`folder` reads it).
+`writer` stores it all.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
-import threading
+import random
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.check.collectives import CollectiveLog
-from meshwright.check.folder import FORMAT
 from meshwright.check.frameworks import framework_of
 from meshwright.check.frameworks.plain import FrameworkAdapter
-from meshwright.check.holdings import Holding, local_part
+from meshwright.check.holdings import local_part
 from meshwright.check.modules import Names
-from meshwright.check.start import SETTINGS
-
-WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # exact, and numpy reads them
+from meshwright.check.start import LIMIT, SETTINGS
+from meshwright.check.writer import StepWriter
 
 
 class StepRecorder:
     """Records the steps of one rank into a folder."""
 
-    def __init__(self, out: str, steps: int = 2, perturb: int = 0) -> None:
-        self.out, self.steps, self.perturb = Path(out), steps, perturb
-        self.step, self.pid, self.thread = 0, os.getpid(), threading.get_ident()
+    def __init__(self, out: str, steps: int = 2, limit: float = LIMIT, perturb: int = 0, unit: float = 0.0) -> None:
+        self.steps, self.perturb, self.unit = steps, perturb, unit
+        self.step, self.pid = 0, os.getpid()
         self.depth = 0
         self.names: Names | None = None
         self.framework: FrameworkAdapter | None = None
-        self.entries: list[dict[str, Any]] = []
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.writer = StepWriter(Path(out), limit)
         self.calls: Counter[str] = Counter()
         self.local: dict[str, torch.Tensor] = {}  # gradients of this rank, summed over micro-batches
-        self.updated = self.collected = False
+        self.updated = self.collected = self.norm_noted = False
         self.collectives = CollectiveLog()
-        self.seconds = self.overhead = 0.0
-        self.began = 0.0
-        self.handles: list[Any] = []
+        self.began = self.spent = 0.0
+        self.undo: list[Callable[[], object]] = []
         self.known: dict[str, Any] = {}
         self.place = 0, 1
+        self.random: dict[str, str] = {}
 
     # Attaching
 
     def attach(self) -> None:
-        self.handles += [
+        handles = [
             register_module_forward_pre_hook(self.before_module),
-            register_module_forward_hook(self.after_module, with_kwargs=False, always_call=False),
+            register_module_forward_hook(self.after_module),
             register_optimizer_step_pre_hook(self.before_update),
             register_optimizer_step_post_hook(self.after_update),
         ]
+        self.undo += [handle.remove for handle in handles]
         wrap_clipping(self)
         wrap_backward(self)
         atexit.register(self.close)
 
     @property
     def active(self) -> bool:
-        """Of the first steps; in this process and its main thread only, not in those of a data loader."""
+        """In the first steps, and in this process only: those of a data loader are forks of it."""
         return self.step < self.steps and os.getpid() == self.pid
 
     # Forward
@@ -85,11 +88,17 @@ class StepRecorder:
     def before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if not self.active or in_backward():
             return
-        started = time.perf_counter()
         if self.depth == 0:
-            self.begin_call(module, inputs)
+            with self.timed():
+                self.begin_call(module, inputs)
         self.depth += 1
-        self.overhead += time.perf_counter() - started
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count what recording takes."""
+        started = time.perf_counter()
+        yield
+        self.spent += time.perf_counter() - started
 
     def begin_call(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """A call from outside of all modules: of the model, of a stage, or of a loss function."""
@@ -108,10 +117,12 @@ class StepRecorder:
                 "framework": self.framework.name, "layout": self.framework.layout(),
                 "coordinates": self.framework.coordinates(), "batch_dim": self.framework.batch_dim,
             }  # fmt: skip
+            self.writer.batch_dim = self.framework.batch_dim
             for name, parameter in new.items():
                 self.follow(name, parameter)
         if not self.began:
             self.began = time.perf_counter()
+            self.random = random_states()
             self.collectives.start()
         if any(True for _ in module.parameters()):
             for i, tensor in enumerate(tensors_in(inputs)):
@@ -121,7 +132,7 @@ class StepRecorder:
     def follow(self, name: str, parameter: nn.Parameter) -> None:
         """Record a parameter's first value, and collect its gradients of this rank."""
         if self.perturb:
-            move_by_last_place(parameter, self.perturb)
+            move_by_last_place(parameter, self.perturb, self.unit)
         self.note_value("initial parameter", name, parameter)
         if parameter.requires_grad and self.framework is not None and self.framework.hooks_gradients:
             parameter.register_hook(lambda gradient: self.add_local(name, gradient))
@@ -135,9 +146,10 @@ class StepRecorder:
     def after_module(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not self.active or in_backward() or self.depth == 0:
             return
-        started = time.perf_counter()
         self.depth -= 1
-        if self.names is not None and (name := self.names.of(module)) is not None:
+        if self.names is None or (name := self.names.of(module)) is None:
+            return
+        with self.timed():
             self.calls[name] += 1
             for i, tensor in enumerate(tensors_in(output)):
                 place = {"call": self.calls[name] - 1, "index": i}
@@ -146,41 +158,38 @@ class StepRecorder:
                     tensor.register_hook(
                         lambda g, name=name, place=place: self.note("output gradient", name, g, **place)
                     )
-        self.overhead += time.perf_counter() - started
 
     # Backward, clipping, update
 
     def note_loss(self, value: torch.Tensor) -> None:
         if self.active and value.numel() == 1:
             number, _ = local_part(value.detach())
-            self.entries.append({"kind": "loss", "name": "", "value": float(number)})
+            self.writer.number("loss", float(number))
 
     def note_gradients(self, kind: str) -> None:
         if self.names is None or self.framework is None:
             return
         for name, parameter in self.names.parameters.items():
             for part in self.framework.gradient(name, parameter):
-                self.note_held(kind, name, *part)
+                self.writer.tensor(kind, name, *part)
 
     def before_clipping(self) -> None:
         """Gradients are complete: what this rank had before the reduction, and after it."""
         if not self.active or self.collected:
             return
-        started = time.perf_counter()
         self.collected = True
-        for name, gradient in self.local.items():
-            for part in self.framework.local_gradient(name, gradient) if self.framework is not None else ():
-                self.note_held("local gradient", name, *part)
-        self.note_gradients("gradient")
-        self.overhead += time.perf_counter() - started
+        with self.timed():
+            for name, gradient in self.local.items():
+                for part in self.framework.local_gradient(name, gradient) if self.framework is not None else ():
+                    self.writer.tensor("local gradient", name, *part)
+            self.note_gradients("gradient")
 
     def after_clipping(self, norm: Any) -> None:
+        """Note the norm that clipping returned, once in a step: functions that clip call each other."""
         single = isinstance(norm, float) or (isinstance(norm, torch.Tensor) and norm.numel() == 1)
-        if (
-            self.active and single and not any(entry["kind"] == "norm" for entry in self.entries)
-        ):  # nested calls have one norm
-            full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            self.entries.append({"kind": "norm", "name": "", "value": float(full)})
+        if self.active and single and not self.norm_noted:
+            self.norm_noted = True
+            self.writer.number("norm", float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
 
     def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.active or self.names is None:
@@ -190,7 +199,7 @@ class StepRecorder:
         if clipped and not self.updated and self.framework is not None and self.framework.shows_clipped:
             self.note_gradients("clipped gradient")
         for group in optimizer.param_groups:
-            self.entries.append({"kind": "learning rate", "name": "", "value": float(group.get("lr", 0.0))})
+            self.writer.number("learning rate", float(group.get("lr", 0.0)))
 
     def after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.active or self.names is None:
@@ -207,68 +216,59 @@ class StepRecorder:
         """Note a parameter, or its optimizer's state of the same shape."""
         assert self.framework is not None
         for part in self.framework.value(name, tensor):
-            self.note_held(kind, name, *part)
+            self.writer.tensor(kind, name, *part)
 
     # Entries and files
 
     def note(self, kind: str, name: str | None, tensor: torch.Tensor, **more: Any) -> None:
         """Note an activation: only a DTensor says which part of the whole it is."""
-        local, box = local_part(tensor.detach())
-        self.note_held(kind, name or "", local, box if box.shape != tuple(local.shape) or box.partial else None, **more)
-
-    def note_held(self, kind: str, name: str, tensor: torch.Tensor, box: Holding | None, **more: Any) -> None:
-        key = f"t{len(self.entries)}"
-        self.entries.append(
-            {
-                "kind": kind, "name": name, **more, "key": key, "dtype": str(tensor.dtype).removeprefix("torch."),
-                "box": None if box is None else box.as_dict(),
-            }
-        )  # fmt: skip
-        wide = tensor.detach().to(WIDER.get(tensor.dtype, tensor.dtype))
-        self.tensors[key] = wide.to("cpu", copy=True).contiguous()
+        if self.active:
+            local, holding = local_part(tensor.detach())
+            told = holding.shape != tuple(local.shape) or holding.partial
+            self.writer.tensor(kind, name or "", local, holding if told else None, **more)
 
     def finish_step(self, ended: str = "") -> None:
         """Write the step; `ended` says how a script ended in the middle of it."""
+        started = time.perf_counter()
         if self.names is not None and not ended:
             for name, parameter in self.names.parameters.items():
                 self.note_value("parameter", name, parameter)
         self.collectives.stop()
-        folder = self.out / f"rank-{self.place[0]:05d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.tensors, str(folder / f"step-{self.step:03d}.safetensors"))
-        seconds = time.perf_counter() - self.began
-        step = {
-            "entries": self.entries, "collectives": self.collectives.seen, "ended": ended, "seconds": seconds, "recording_seconds": self.overhead,
-        }  # fmt: skip
-        write_json(folder / f"step-{self.step:03d}.json", step)
-        self.step += not ended
-        write_json(folder / "rank.json", self.about(ended))
-        self.entries, self.tensors, self.local = [], {}, {}
+        done, self.step = self.step, self.step + (not ended)
+        try:
+            self.writer.write(
+                self.place[0], done, self.about(ended), ended=ended, collectives=self.collectives.seen, random=self.random,
+                seconds=started - self.began, recording_seconds=self.spent,
+            )  # fmt: skip
+        except (OSError, SafetensorError) as error:
+            self.steps = self.step = done  # the training goes on
+            print(f"meshwright check: step {done} could not be written, recording ends: {error}", file=sys.stderr)
+        self.local = {}
         self.calls.clear()
         self.collectives.seen = []
-        self.updated = self.collected = False
-        self.began = self.overhead = 0.0
+        self.updated = self.collected = self.norm_noted = False
+        self.began = self.spent = 0.0
         if self.step >= self.steps:
             self.detach()
 
     def about(self, ended: str) -> dict[str, Any]:
         assert self.names is not None
         return {
-            "format": FORMAT, "rank": self.place[0], "world": self.place[1], "steps": self.step, "torch": torch.__version__,
-            **self.known, "groups": self.collectives.groups, "parameters": list(self.names.parameters),
-            "modules": sorted(set(self.names.modules.values())),
+            "world": self.place[1], "steps": self.step, "torch": torch.__version__, **self.known, "groups": self.collectives.groups,
+            "parameters": list(self.names.parameters), "modules": sorted(set(self.names.modules.values())),
             "perturbed": self.perturb, "ended": ended,
         }  # fmt: skip
 
     def detach(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+        while self.undo:
+            self.undo.pop()()
 
     def close(self) -> None:
         """At the end of the process: the step that is complete, or what there is of one that is not."""
-        if self.active and self.names is not None and self.entries:
-            self.finish_step("" if self.updated else "the script ended in this step")
+        if self.active and self.names is not None and self.writer.entries:
+            last = next((e["name"] for e in reversed(self.writer.entries) if e["kind"].startswith("output")), "")
+            self.finish_step("" if self.updated else f"the script ended in this step, after {last or 'the model'}")
+        self.detach()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -293,20 +293,22 @@ def initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def random_states() -> dict[str, str]:
+    """A short hash of every generator's state."""
+    states = {"torch": torch.get_rng_state().numpy().tobytes(), "python": repr(random.getstate()).encode()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return {name: hashlib.sha256(state).hexdigest()[:16] for name, state in states.items()}
+
+
 @torch.no_grad()
-def move_by_last_place(parameter: torch.Tensor, seed: int) -> None:
-    """Move every element up or down by one unit in its last place: how far that spreads is how far rounding may."""
+def move_by_last_place(parameter: torch.Tensor, seed: int, unit: float = 0.0) -> None:
+    """Move every element up or down by one unit in its last place, or by `unit` of it: how far that spreads is how far rounding may."""
     local, _ = local_part(parameter)
-    places = torch.arange(local.numel(), device=local.device).add(seed)
-    signs = 1.0 - 2.0 * (places * 2654435761 % 4294967296 // 2147483648)
-    local.mul_(1 + signs.view_as(local).to(local) * torch.finfo(local.dtype).eps)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Through a second file, so that a reader never sees half of it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value), "utf-8")
-    partial.replace(path)
+    if local.is_floating_point():
+        places = torch.arange(local.numel(), device=local.device).add(seed)
+        signs = 1.0 - 2.0 * (places * 2654435761 % 4294967296 // 2147483648)
+        local.mul_(1 + signs.view_as(local).to(local) * max(unit, torch.finfo(local.dtype).eps))
 
 
 def wrap_clipping(recorder: StepRecorder) -> None:
@@ -323,6 +325,7 @@ def wrap_clipping(recorder: StepRecorder) -> None:
         for place in (nn.utils, nn.utils.clip_grad):
             if hasattr(place, name):
                 setattr(place, name, wrapped)
+                recorder.undo.append(partial(setattr, place, name, plain))
 
 
 def wrap_backward(recorder: StepRecorder) -> None:
@@ -337,6 +340,7 @@ def wrap_backward(recorder: StepRecorder) -> None:
         return plain(tensors, grad_tensors, *args, **kwargs)
 
     torch.autograd.backward = backward  # `Tensor.backward` calls it by this name
+    recorder.undo.append(partial(setattr, torch.autograd, "backward", plain))
 
 
 def attach_from_environment() -> None:

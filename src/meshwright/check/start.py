@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
-import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+from meshwright.check.folder import read_json
 from meshwright.errors import MeshwrightError
+from meshwright.units import counted, format_bytes
 
 HOOK = Path(__file__).parent / "hook"
 SETTINGS = "MESHWRIGHT_CHECK"  # JSON of the arguments of `recorder.StepRecorder`
+LIMIT = 2.0 * 1024**3  # bytes of tensors that a rank stores whole
+UNITS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}  # of numbers in the last place
+GRACE_S = 10.0  # for a script to end by itself when all is recorded
 
 
-def record(words: Sequence[str], out: Path, steps: int, perturbed: int) -> int:
+def record(
+    words: Sequence[str], out: Path, steps: int, perturbed: int = 0, limit: float = LIMIT, go_on: bool = False
+) -> int:
     """Run a command and record into a folder, then as often as asked with perturbed weights; the exit code of the first that fails."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise MeshwrightError(
@@ -27,32 +37,75 @@ def record(words: Sequence[str], out: Path, steps: int, perturbed: int) -> int:
             "MW-CHECK-011", f"there is no command {words[0] if words else ''}".rstrip(),
             fix="meshwright check record --out DIR -- torchrun --nproc-per-node 2 train.py",
         )  # fmt: skip
+    unit = 0.0
     for run in range(perturbed + 1):
         folder = out / f"perturbed-{run}" if run else out
-        code = run_recorded(words, folder, steps, run)
-        if code:
-            return code
-        if not any(folder.glob("rank-*/rank.json")):
+        settings = {"out": str(folder.resolve()), "steps": steps, "limit": limit, "perturb": run, "unit": unit}
+        code = run_recorded(words, folder, settings, go_on)
+        if not any(folder.glob("rank-*/rank.json")) and not code:
             raise MeshwrightError(
                 "MW-CHECK-012", "nothing was recorded", why="The command ended without an update of a torch optimizer",
                 fix="let it run for a step",
             )  # fmt: skip
+        if code:
+            return code
+        unit = unit or unit_of(folder)
     return 0
 
 
-def run_recorded(words: Sequence[str], folder: Path, steps: int, perturb: int) -> int:
-    settings = {"out": str(folder.resolve()), "steps": steps, "perturb": perturb}
+def run_recorded(words: Sequence[str], folder: Path, settings: dict[str, Any], go_on: bool) -> int:
+    """The exit code of the command. When all ranks have recorded their steps it is ended, unless it shall go on."""
     path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, "PYTHONPATH": path, SETTINGS: json.dumps(settings), "TORCHDYNAMO_DISABLE": "1"}
-    process = subprocess.Popen(list(words), env=environment)
+    process = subprocess.Popen(list(words), env=environment, start_new_session=True)
     try:
-        return process.wait()
-    except BaseException:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
+        while process.poll() is None:
+            time.sleep(0.2)
+            if not go_on and is_complete(folder, settings["steps"]):
+                try:
+                    return process.wait(GRACE_S)
+                except subprocess.TimeoutExpired:
+                    end(process)
+                    return 0
+        return process.returncode
     finally:
-        sys.stdout.flush()
+        end(process)
+
+
+def is_complete(folder: Path, steps: int) -> bool:
+    files = sorted(folder.glob("rank-*/rank.json"))
+    ranks = [read_json(file) for file in files[:1]]
+    return bool(ranks) and len(files) >= ranks[0]["world"] and all(read_json(file)["steps"] >= steps for file in files)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a command and what it started."""
+    for sign, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
+        if process.poll() is None:
+            os.killpg(process.pid, sign)
+            try:
+                process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def unit_of(folder: Path) -> float:
+    """One unit in the last place of the narrowest numbers that modules compute: weights may be wider than these."""
+    rows = read_json(sorted(folder.glob("rank-*/step-000.json"))[0])["entries"]
+    return max((UNITS.get(row.get("dtype", ""), 0.0) for row in rows), default=0.0)
+
+
+def summary(out: Path) -> str:
+    """What was recorded, and what that cost; of a script that died, how far it came."""
+    files = sorted(out.glob("rank-*/rank.json"))
+    ranks = [read_json(file) for file in files]
+    if not ranks:
+        return f"nothing was recorded in {out}"
+    first, size = ranks[0], format_bytes(sum(rank["bytes"] for rank in ranks))
+    steps, world = counted(min(rank["steps"] for rank in ranks), "step"), counted(len(ranks), "rank")
+    text = f"recorded {steps} on {world} ({first['framework']}: {first['layout']}), {size}, in {out}"
+    if ended := sorted({rank["ended"] for rank in ranks if rank["ended"]}):
+        return f"{text}\n{ended[0]} (step {first['steps']}); the steps before it are complete"
+    written = [read_json(path) for path in sorted(files[0].parent.glob("step-*.json"))]
+    spent, whole = (median(step[key] for step in written) for key in ("recording_seconds", "seconds"))
+    return f"{text}\na step took {whole:.3g} s, {spent:.3g} s of it for recording"

@@ -11,16 +11,22 @@ command = command_group("Record the first steps of anybody's training, and compa
 
 @command.command("record", context_settings={**HELP_NAMES, "allow_interspersed_args": False})
 @described
-def record_command(arguments: list[str], out: Path, steps: int = 2, perturbed: int = 0) -> None:
+def record_command(
+    arguments: list[str], out: Path, steps: int = 2, perturbed: int = 0, limit: str = "2GiB", go_on: bool = False
+) -> None:
     """Run a training script unchanged, and record what its ranks compute in the first steps.
 
     meshwright check record --out one -- python train.py;
     meshwright check record --out many -- torchrun --nproc-per-node 4 train.py.
-    The script ends by itself; its exit code is returned. --perturbed 2 runs it twice more with weights moved by one unit in their last place:
-    from these `compare` knows how far rounding goes."""
-    from meshwright.check.start import record
+    When all ranks have recorded their steps the script is ended. If it fails, its exit code is returned, and what was recorded stays.
+    --perturbed 2 runs it twice more with weights moved by one unit in their last place: from these `compare` knows how far rounding goes."""
+    from meshwright.check.start import record, summary
+    from meshwright.units import parse_bytes
+    from meshwright.view.tables import show
 
-    raise SystemExit(record(arguments, out, steps, perturbed))
+    code = record(arguments, out, steps, perturbed, parse_bytes(limit), go_on)
+    show(summary(out))
+    raise SystemExit(code)
 
 
 @command.command("compare")

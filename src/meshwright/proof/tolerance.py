@@ -19,7 +19,7 @@ What cannot be judged this way is said: a router, fp8 or a lossy sum may round t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +50,10 @@ class Tolerance:
     spread: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # by kind and tensor: of one device
 
     def bound(self, what: str, step: int, name: str = "") -> float:
-        if not self.spread:
+        if self.dtype == "fp64":
             return FP64_BOUND
         margin, floor = (MARGIN, FLOOR) if name else (NUMBER_MARGIN, NUMBER_FLOOR)
-        return margin[self.dtype] * max(self.spread[what, name][: step + 1]) + floor[self.dtype]
+        return margin[self.dtype] * max(self.spread.get((what, name), [0.0])[: step + 1]) + floor[self.dtype]
 
     @classmethod
     def of(cls, exact: Trace, *others: Trace, rounded: str = "") -> Tolerance:
@@ -65,11 +65,18 @@ class Tolerance:
             for key, errors in errors_of(double, single, dtype):
                 known = spread.setdefault(key, [0.0] * len(errors))
                 spread[key] = [max(pair) for pair in zip(known, errors, strict=True)]
-        for what in ("gradient", "parameter"):
-            of_kind = [spread[key] for key in spread if key[0] == what]
-            usual = np.median(of_kind, axis=0).tolist() if of_kind else []
-            spread |= {key: [*map(max, spread[key], usual)] for key in spread if key[0] == what}
-        return cls(dtype, spread)
+        return cls(dtype, at_least_usual(spread, ("gradient", "parameter")))
+
+
+def at_least_usual(
+    spread: dict[tuple[str, str], list[float]], kinds: Iterable[str]
+) -> dict[tuple[str, str], list[float]]:
+    """Spreads by kind and tensor, none below the median of its kind: a tensor that happened to round well has the usual error."""
+    for what in kinds:
+        of_kind = [spread[key] for key in spread if key[0] == what]
+        usual = np.median(of_kind, axis=0).tolist() if of_kind else []
+        spread |= {key: [*map(max, spread[key], usual)] for key in spread if key[0] == what}
+    return spread
 
 
 def replicas(exact: Trace, other: Trace) -> list[tuple[Trace, Trace]]:

@@ -8,8 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-LAYOUT, BUG = ([*sys.argv, "", ""])[1:3]
-
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -33,48 +31,56 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def parallel(model, rank, world):
+def parallel(model, layout, rank, world):
     """The model under a layout, and the data-parallel place of this rank."""
     place, groups = rank, world
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp")) if "tp" in LAYOUT else None
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp")) if "tp" in layout else None
     if mesh is not None:
         place, groups = rank // 2, world // 2
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    if LAYOUT.startswith("fsdp2"):
+    if layout.startswith("fsdp2"):
         of = {} if mesh is None else {"mesh": mesh["dp"]}
         for layer in model.layers:
             fully_shard(layer, **of)
         fully_shard(model, **of)
-    if LAYOUT == "fsdp1":
+    if layout == "fsdp1":
         model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    if LAYOUT == "ddp":
+    if layout.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(model)
     return model, place, groups
 
 
+def train(layout, bug="", rank=0, world=1, dtype=torch.float64):
+    torch.manual_seed(1 if bug == "seed" else 0)
+    model, place, groups = Net().to(dtype), rank, world
+    if not layout.startswith("one"):
+        model, place, groups = parallel(model, layout, rank, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = torch.randint(0, 32, (2, 4, 8), generator=torch.Generator().manual_seed(2 if bug == "data" else 1))
+    for step, tokens in enumerate(batches):
+        mine = tokens.chunk(groups)[0 if bug == "samples" else place]
+        if bug != "stale" or step == 0:
+            optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.roll(-1, 1).flatten())
+        (loss / 2 if bug == "factor" else loss).backward()
+        if bug == "dies":
+            raise RuntimeError("planted")
+        if bug == "rate" and rank == 1:
+            optimizer.param_groups[0]["lr"] = 2e-3
+        if "clip" in layout:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.25 if bug == "norm" and rank else 0.5)
+        optimizer.step()
+
+
 def main() -> None:
+    layout, bug = [*sys.argv, ""][1:3]
     rank, world = 0, 1
-    if LAYOUT != "one":
+    if layout != "one":
         distributed.init_process_group("gloo")
         rank, world = distributed.get_rank(), distributed.get_world_size()
-    torch.manual_seed(0)
-    model, place, groups = Net().double(), rank, world
-    if LAYOUT != "one":
-        model, place, groups = parallel(model, rank, world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = torch.randint(0, 32, (2, 4, 8), generator=torch.Generator().manual_seed(1))
-    for tokens in batches:
-        mine = tokens.chunk(groups)[0 if BUG == "samples" else place]
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.roll(-1, 1).flatten())
-        (loss / 2 if BUG == "factor" else loss).backward()
-        if BUG == "dies":
-            raise RuntimeError("planted")
-        if BUG == "bias" and rank == 1:
-            optimizer.param_groups[0]["lr"] = 2e-3
-        optimizer.step()
-    if LAYOUT != "one":
+    train(layout, bug, rank, world)
+    if layout != "one":
         distributed.destroy_process_group()
 
 
