@@ -1,6 +1,6 @@
 """Where a difference began: the outputs of the modules of both runs, matched row by row.
 
-Samples of a run are stored whole or as sketches; a row is compared in the form that both have.
+ModuleSamples of a run are stored whole or as sketches; a row is compared in the form that both have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS = ("output", "output gradient")
 
 
 @dataclass
-class Samples:
+class ModuleSamples:
     """The samples that a run computed in one module, in their order over calls: whole, or sketches of `elements` elements each."""
 
     rows: list[np.ndarray]
@@ -112,7 +112,7 @@ class StepModules:
             yield name, max(match.error for _, match in rows), max(backward, default=float("nan"))
 
 
-def samples_of(steps: list[RankStep], kind: str, batch_dim: int) -> dict[str, Samples]:
+def samples_of(steps: list[RankStep], kind: str, batch_dim: int) -> dict[str, ModuleSamples]:
     out: dict[str, dict[tuple[int, int], RecordedValue]] = {}
     for step in steps:
         for entry in step.of(kind):
@@ -121,8 +121,8 @@ def samples_of(steps: list[RankStep], kind: str, batch_dim: int) -> dict[str, Sa
     return {key: join_calls([entry for _, entry in sorted(calls.items())], batch_dim) for key, calls in out.items()}
 
 
-def join_calls(entries: list[RecordedValue], batch_dim: int) -> Samples:
+def join_calls(entries: list[RecordedValue], batch_dim: int) -> ModuleSamples:
     """The rows of all calls; if some are sketched, of these only."""
     some = [entry for entry in entries if entry.sketched is not None] or entries
     rows = [row for entry in some for row in rows_of(entry, batch_dim)]
-    return Samples(rows, elements_of(some[0]) if some[0].sketched is not None else 0)
+    return ModuleSamples(rows, elements_of(some[0]) if some[0].sketched is not None else 0)
