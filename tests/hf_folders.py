@@ -1,11 +1,13 @@
 """Tiny Transformers models with random weights, saved as folders: the oracle of reading and writing."""
 
 import json
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.describe import hf
 from meshwright.models import build
@@ -146,3 +148,22 @@ def rewritten(folder, tensors, **keys):
     config = json.loads((folder / "config.json").read_text()) | keys
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+class InFloat64(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        wide = [torch.float64 if value is torch.float32 else value for value in args]
+        options = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        return function(*wide, **options)
+
+
+@contextmanager
+def in_float64():
+    """Every call that names float32, as Transformers' norms, angles, softmax and routers do, gets float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with InFloat64():
+        yield
+    torch.set_default_dtype(before)

@@ -63,6 +63,7 @@ PRIVATE = {
     "dropout of a user's module": (["proof/user_module/step.py"], ["torch.nn.modules.dropout._DropoutNd"]),
     "operators seen one by one": (
         [
+            "check/collectives.py",
             "comm/bench/operations.py",
             "parallel/user_module/dataflow.py",
             "parallel/user_module/samples.py",
@@ -72,7 +73,10 @@ PRIVATE = {
         ],
         [DISPATCH],
     ),
-    "tensors inside nested values": (["training/measure/observe.py"], ["torch.utils._pytree.tree_leaves"]),
+    "tensors inside nested values": (
+        ["check/collectives.py", "check/recorder.py", "training/measure/observe.py"],
+        ["torch.utils._pytree.tree_leaves"],
+    ),
     "train --dry-run": (
         ["training/dry_run.py"],
         [
@@ -92,6 +96,18 @@ PRIVATE = {
     "records of communication": (
         ["training/measure/record_comm.py"],
         ["torch.ops._c10d_functional", "torch.distributed.ProcessGroup._allgather_base"],
+    ),
+    "recordings of anybody's steps": (
+        ["check/collectives.py", "check/recorder.py"],
+        [
+            "torch._C._current_graph_task_id",
+            f"{C10D}._world.pg_group_ranks",
+            "torch.utils._python_dispatch._get_current_dispatch_mode",
+        ],
+    ),
+    "recordings of FSDP2": (
+        ["check/frameworks/fsdp.py"],
+        ["torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce"],
     ),
     "tensors changed in place": (
         ["parallel/tensor/regather.py", "parallel/data/offload.py"],

@@ -6,8 +6,8 @@ float64 in every call, so that both sides differ by rounding in float64 only: an
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
+from hf_folders import in_float64
 from meshwright.describe import hf
 from meshwright.models import build
 from meshwright.models.hf.weights import FolderWeights
@@ -123,22 +123,10 @@ CASES = [
 ]  # fmt: skip
 
 
-class InFloat64(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        wide = [torch.float64 if value is torch.float32 else value for value in args]
-        options = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        return function(*wide, **options)
-
-
 @pytest.fixture(autouse=True)
-def in_float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    with InFloat64():
+def wide():
+    with in_float64():
         yield
-    torch.set_default_dtype(before)
 
 
 def scattered(family, shape):

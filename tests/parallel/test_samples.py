@@ -271,6 +271,9 @@ EXACT = {
     "two tensors in a region": (lambda: Cross(False), {"tp": 2}, {"table": REGION, "example": ROWS}),
     "two tensors by name": (lambda: Cross(True), {"tp": 2, "recompute": "full"}, {"table": REGION}),
 }  # fmt: skip
+WITHOUT_EFFECT = {
+    (case, what) for case in ("batch norm", "batch norm, recompute") for what in ("enter.bias", "middle.0.running_mean")
+}
 REFUSED = {
     "batch norm, micro-batches": (lambda: Stack(nn.BatchNorm1d(WIDTH)), {"replicate": 2, "microbatch": 2}, {}, "MW-OWN-008: batch normalisation"),
     "batch norm, a pipeline": (
@@ -331,11 +334,10 @@ def test_two_ranks_train_what_one_device_trains_or_refuse():
     import re
 
     for exact, errors in ranks.run(2, all_trained):
-        for (
-            name,
-            differences,
-        ) in exact.items():  # a bias before batch normalisation has no gradient but rounding, which AdamW enlarges
-            bound = 1e-9 if name.startswith("batch norm") else 1e-13
-            assert not {what: error for what, error in differences.items() if not error < bound}, name
+        for name, differences in exact.items():
+            # Batch normalisation takes away what the bias before it adds: its gradient is rounding, which AdamW enlarges to
+            # anything, and the running mean follows it.
+            fixed = {what: error for what, error in differences.items() if (name, what) not in WITHOUT_EFFECT}
+            assert not {what: error for what, error in fixed.items() if not error < 1e-12}, name
         assert errors.keys() == REFUSED.keys()
         assert not {name: error for name, error in errors.items() if not re.search(REFUSED[name][-1], error)}

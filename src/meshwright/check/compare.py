@@ -20,8 +20,8 @@ import numpy as np
 
 from meshwright.check.folder import RankStep, Recording
 from meshwright.check.match import Match
-from meshwright.check.merge import Beside, Merged, beside, merge
-from meshwright.check.names import renamed
+from meshwright.check.merge import Beside, Merged, beside
+from meshwright.check.translate import NameMap
 from meshwright.check.where import StepModules
 from meshwright.errors import MeshwrightError
 from meshwright.proof.diagnosis import NOT_UPDATED, Diagnosis
@@ -103,15 +103,14 @@ def compare(
     steps = min(reference.steps, candidate.steps)
     if steps == 0:
         raise MeshwrightError("MW-CHECK-006", "no step was recorded to its end", fix="record it again with more steps")
-    known = {name for rank in candidate.ranks for name in (*rank["parameters"], *rank["modules"])}
-    rename = renamed(known, dict(names or {}))
-    check_same_start(reference, candidate, rename)
+    naming = NameMap.of(reference, candidate, dict(names or {}))
+    check_same_start(reference, candidate, naming)
     compared, errors = Counter[str](), dict[str, float]()
     unmapped, losses = dict[str, None](), list[tuple[float, float]]()
     tolerance: Tolerance | None = None
     pair: StepPair | None = None
     for step in range(steps):
-        pair = StepPair(reference, candidate, step, rename, pair)
+        pair = StepPair(reference, candidate, step, naming, pair)
         tolerance = pair.measure([p.step(step) for p in perturbed if step < p.steps], tolerance)
         losses.append((loss_of(pair.one), loss_of(pair.many)))
         differences = pair.differences(tolerance)
@@ -142,9 +141,10 @@ def small_only(differences: list[TensorDifference]) -> str:
     )
 
 
-def check_same_start(reference: Recording, candidate: Recording, rename: Mapping[str, str]) -> None:
+def check_same_start(reference: Recording, candidate: Recording, naming: NameMap) -> None:
     """Runs that begin with other weights train other models: that is an error of the comparison, not of the training."""
-    ones, others = (merge(r.step(0), "initial parameter", n) for r, n in ((reference, {}), (candidate, rename)))
+    kind = "initial parameter"
+    ones, others = naming.reference(reference.step(0), kind), naming.candidate(candidate.step(0), kind)
     if not set(ones) & set(others):
         raise MeshwrightError(
             "MW-CHECK-007", "the two recordings have no parameter in common",
@@ -173,10 +173,10 @@ class StepPair:
         reference: Recording,
         candidate: Recording,
         step: int,
-        rename: Mapping[str, str],
+        naming: NameMap,
         previous: StepPair | None,
     ) -> None:
-        self.number, self.rename, self.previous = step, rename, previous
+        self.number, self.naming, self.previous = step, naming, previous
         self.one, self.many = reference.step(step), candidate.step(step)
         self.coordinates, self.axes = candidate.coordinates, candidate.axes
         self.single = reference.world == 1
@@ -190,7 +190,7 @@ class StepPair:
     def of(self, kind: str) -> tuple[dict[str, Merged], dict[str, Merged]]:
         """The tensors of a kind of the reference and of the candidate, by the reference's names."""
         if kind not in self.tensors:
-            self.tensors[kind] = merge(self.one, kind), merge(self.many, kind, self.rename)
+            self.tensors[kind] = self.naming.reference(self.one, kind), self.naming.candidate(self.many, kind)
         return self.tensors[kind]
 
     @cached_property
@@ -231,7 +231,7 @@ class StepPair:
         spread: dict[tuple[str, str], float] = {}
         for steps in perturbed:
             for kind in DECIDING:
-                expected, got = self.of(kind)[0], merge(steps, kind)
+                expected, got = self.of(kind)[0], self.naming.reference(steps, kind)
                 for name in (n for n in expected if n in got):
                     scale = self.floor(kind, expected[name].sketched)
                     for pair in beside(expected[name], got[name]):
@@ -303,7 +303,7 @@ class StepPair:
 
     @cached_property
     def modules(self) -> StepModules:
-        return StepModules(self.one, self.many, self.rename, self.batch_dims)
+        return StepModules(self.one, self.many, self.naming.rename, self.batch_dims)
 
     def diagnose(self, first: TensorDifference, tolerance: Tolerance) -> Diagnosis:
         if (unread := self.unread_samples()) is not None:

@@ -76,3 +76,18 @@ def topmost(module: nn.Module) -> nn.Module:
         seen.add(id(parent))
         module = parent
     return module
+
+
+QUERY_HEADS = ("num_attention_heads", "n_heads", "n_head", "heads")
+KEY_HEADS = ("num_key_value_heads", "num_query_groups", "n_kv_heads", "num_kv_heads", "kv_heads")
+
+
+def head_counts(module: nn.Module) -> tuple[int, int] | None:
+    """Heads of queries, and of keys and values, as the settings of a model say; None if they do not."""
+    for part in topmost(module).modules():
+        for settings in (getattr(part, name, None) for name in ("config", "model_args", "args", "model")):
+            queries = next((n for name in QUERY_HEADS if isinstance(n := getattr(settings, name, None), int)), 0)
+            keys = next((n for name in KEY_HEADS if isinstance(n := getattr(settings, name, None), int)), 0)
+            if queries:
+                return queries, keys or queries
+    return None

@@ -39,9 +39,9 @@ from meshwright.check.collectives import CollectiveLog
 from meshwright.check.frameworks import framework_of
 from meshwright.check.frameworks.plain import FrameworkAdapter
 from meshwright.check.holdings import local_part
-from meshwright.check.modules import Names
+from meshwright.check.modules import Names, head_counts
 from meshwright.check.start import LIMIT, SETTINGS
-from meshwright.check.writer import StepWriter
+from meshwright.check.writer import RecordingWriter
 
 
 class StepRecorder:
@@ -53,7 +53,7 @@ class StepRecorder:
         self.depth = 0
         self.names: Names | None = None
         self.framework: FrameworkAdapter | None = None
-        self.writer = StepWriter(Path(out), limit)
+        self.writer = RecordingWriter(Path(out), limit)
         self.calls: Counter[str] = Counter()
         self.local: dict[str, torch.Tensor] = {}  # gradients of this rank, summed over micro-batches
         self.updated = self.collected = self.norm_noted = False
@@ -115,7 +115,7 @@ class StepRecorder:
             self.place = rank(), world()
             self.known = {  # now: at the end of a script its groups may be gone
                 "framework": self.framework.name, "layout": self.framework.layout(),
-                "coordinates": self.framework.coordinates(), "batch_dim": self.framework.batch_dim,
+                "coordinates": self.framework.coordinates(), "batch_dim": self.framework.batch_dim, "heads": head_counts(module),
             }  # fmt: skip
             self.writer.batch_dim = self.framework.batch_dim
             for name, parameter in new.items():

@@ -21,7 +21,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # exact, 
 SMALL = 1 << 10  # bytes: always stored whole
 
 
-class StepWriter:
+class RecordingWriter:
     """Collects the entries of a step, and writes it."""
 
     def __init__(self, out: Path, limit: float) -> None:

@@ -1,0 +1,1 @@
+"""Start-up hook of recorded processes: this folder is put on their PYTHONPATH."""
