@@ -403,7 +403,7 @@ def error_of(pair: Beside, floor: float) -> float:
 
 
 def narrowest(steps: list[RankStep]) -> str:
-    seen = {DTYPES.get(e.dtype, "fp32") for s in steps for e in s.of("output") + s.of("gradient")}
+    seen = {DTYPES.get(e.dtype) for s in steps for e in s.of("output") + s.of("gradient")}
     return next((dtype for dtype in ("bf16", "fp16", "fp32", "fp64") if dtype in seen), "fp32")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from typing import Any
 
 from torch import nn
 
@@ -82,12 +83,14 @@ QUERY_HEADS = ("num_attention_heads", "n_heads", "n_head", "heads")
 KEY_HEADS = ("num_key_value_heads", "num_query_groups", "n_kv_heads", "num_kv_heads", "kv_heads")
 
 
-def head_counts(module: nn.Module) -> tuple[int, int] | None:
-    """Heads of queries, and of keys and values, as the settings of a model say; None if they do not."""
+def model_settings(module: nn.Module) -> dict[str, Any]:
+    """Heads of queries, and of keys and values, and the family of Transformers, as far as the settings of a model say them."""
     for part in topmost(module).modules():
         for settings in (getattr(part, name, None) for name in ("config", "model_args", "args", "model")):
-            queries = next((n for name in QUERY_HEADS if isinstance(n := getattr(settings, name, None), int)), 0)
-            keys = next((n for name in KEY_HEADS if isinstance(n := getattr(settings, name, None), int)), 0)
+            queries, keys = (
+                next((n for name in names if isinstance(n := getattr(settings, name, None), int)), 0)
+                for names in (QUERY_HEADS, KEY_HEADS)
+            )
             if queries:
-                return queries, keys or queries
-    return None
+                return {"heads": (queries, keys or queries), "model_type": str(getattr(settings, "model_type", ""))}
+    return {}

@@ -39,7 +39,7 @@ from meshwright.check.collectives import CollectiveLog
 from meshwright.check.frameworks import framework_of
 from meshwright.check.frameworks.plain import FrameworkAdapter
 from meshwright.check.holdings import local_part
-from meshwright.check.modules import Names, head_counts
+from meshwright.check.modules import Names, model_settings
 from meshwright.check.start import LIMIT, SETTINGS
 from meshwright.check.writer import RecordingWriter
 
@@ -115,7 +115,7 @@ class StepRecorder:
             self.place = rank(), world()
             self.known = {  # now: at the end of a script its groups may be gone
                 "framework": self.framework.name, "layout": self.framework.layout(),
-                "coordinates": self.framework.coordinates(), "batch_dim": self.framework.batch_dim, "heads": head_counts(module),
+                "coordinates": self.framework.coordinates(), "batch_dim": self.framework.batch_dim, **model_settings(module),
             }  # fmt: skip
             self.writer.batch_dim = self.framework.batch_dim
             for name, parameter in new.items():

@@ -94,7 +94,9 @@ OURS = Family(
     prefix="",
     head="",
 )  # fmt: skip
-FAMILIES: dict[str, Family] = {"Meshwright": OURS, "Megatron": MEGATRON, "torchtitan": TORCHTITAN, **TABLES}
+LOADED = TensorRow("lm_head", "head.project")  # Transformers' name in memory, whatever the family's files call it
+FAMILIES: dict[str, Family] = {"Meshwright": OURS, "Megatron": MEGATRON, "torchtitan": TORCHTITAN}
+FAMILIES |= {name: family._replace(ends=(*family.ends, LOADED)) for name, family in TABLES.items()}
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,10 @@ class NameMap:
         modules = {name for rank in candidate.ranks for name in rank["modules"]}
         if patterns or 2 * len(set(one) & set(many)) >= len(many):
             return cls(renamed({*many, *modules}, dict(patterns)))
-        namings = naming_of(one), naming_of(many)
+        kinds = [
+            next((r["model_type"] for r in run.ranks if r.get("model_type")), "") for run in (reference, candidate)
+        ]
+        namings = naming_of(one, kinds[0]), naming_of(many, kinds[1])
         if namings[0] is None or namings[1] is None or namings[0].name == namings[1].name:
             return cls({})
         heads = next((HeadCounts(*r["heads"]) for r in (*reference.ranks, *candidate.ranks) if r.get("heads")), None)
@@ -162,11 +167,11 @@ class Naming:
         return {ours for found in self.rows.values() for row in found for ours in row.ours}
 
 
-def naming_of(names: Iterable[str]) -> Naming | None:
-    """The naming whose table knows most of the names; None if none knows half of them."""
+def naming_of(names: Iterable[str], model_type: str = "") -> Naming | None:
+    """The naming whose table knows most of the names, of equals that of the model's type; None if none knows half of them."""
     names = tuple(names)
     every = [Naming(name, family, names) for name, family in FAMILIES.items()]
-    best = max(every, key=lambda naming: len(naming.rows))
+    best = max(every, key=lambda naming: (len(naming.rows), naming.name == model_type))
     return best if 2 * len(best.rows) >= len(names) > 0 else None
 
 
@@ -299,9 +304,9 @@ def keys_of(family: Family, name: str) -> list[str]:
     out = []
     for row in table:
         theirs, ours = row.theirs.split("."), row.ours.split(" + ")
-        if row.theirs == local and len(ours) == 1:
+        if row.theirs == local and len(ours) == 1 and not row.layout:
             out.append(before + ours[0])
-        elif local == theirs[0] and len(theirs) > 1 and ours[0].count("."):
+        elif local == theirs[0] and len(theirs) == len(ours[0].split(".")) == 2:
             out.append(before + ours[0].split(".")[0])
     return list(dict.fromkeys(out))
 
