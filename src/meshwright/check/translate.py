@@ -118,11 +118,11 @@ class NameMap:
         kinds = [
             next((r["model_type"] for r in run.ranks if r.get("model_type")), "") for run in (reference, candidate)
         ]
-        namings = naming_of(one, kinds[0]), naming_of(many, kinds[1])
-        if namings[0] is None or namings[1] is None or namings[0].name == namings[1].name:
+        theirs, ours = naming_of(one, kinds[0]), naming_of(many, kinds[1])
+        if theirs is None or ours is None or theirs.name == ours.name:
             return cls({})
         heads = next((HeadCounts(*r["heads"]) for r in (*reference.ranks, *candidate.ranks) if r.get("heads")), None)
-        translation = Translation(*namings, heads)
+        translation = Translation(theirs, ours, heads)
         return cls(translation.modules(modules), translation)
 
     def reference(self, steps: list[RankStep], kind: str) -> dict[str, Merged]:
@@ -201,7 +201,7 @@ class Translation:
 
     def __call__(self, tensors: Mapping[str, Merged]) -> dict[str, Merged]:
         """By the candidate's names; values without a name are passed on, tensors that cannot be put together are left out."""
-        out = {name: tensor for name, tensor in tensors.items() if not name}
+        out: dict[str, Merged] = {name: tensor for name, tensor in tensors.items() if not name}
         ours, kind = self.read(tensors), next((tensor.kind for tensor in tensors.values()), "")
         for name, found in self.candidate.rows.items():
             value = next((v for row in found if (v := self.joined(row, ours)) is not None), None)
