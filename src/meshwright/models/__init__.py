@@ -9,7 +9,7 @@ whole model, so that `layers.7.attention.q.weight` is the same parameter in ever
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.describe import legality
 from meshwright.describe.model import Model
@@ -44,7 +44,7 @@ def build(model: Model, layers: range | None = None) -> nn.Module:
         return Mlp(model, layers) if model.kind == "mlp" else Transformer(model, layers)
 
 
-def loss_function(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def loss_function(model: Model) -> Callable[[Tensor, Tensor], Tensor]:
     """(output, target) → the loss summed over valid tokens. The training step divides by their global number."""
     return label_loss if model.resnet.stages else squared_error if model.kind == "mlp" else cross_entropy
 

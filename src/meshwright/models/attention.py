@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
@@ -68,7 +68,7 @@ def positions_of(model: Model, layer: int) -> Positions:
 
 
 # q, k, v, the sink of each query if the model has sinks, [B, N, S], and the rule of the layer
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, AttentionRule], torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionRule], Tensor]
 
 
 class Geometry:
@@ -79,19 +79,14 @@ class Geometry:
 
     def __init__(self, model: Model) -> None:
         self.model, self.causal = model, model.causal
-        self.position_ids: torch.Tensor | None = None  # None: 0, 1, 2, …
+        self.position_ids: Tensor | None = None  # None: 0, 1, 2, …
         self.length = 0  # 0: that of the input
         self.attend: Attend = self.attend_whole
-        self._cache: dict[tuple, torch.Tensor] = {}
+        self._cache: dict[tuple, Tensor] = {}
 
     def attend_whole(
-        self,
-        q_BNSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSD: torch.Tensor,
-        sinks_BNS: torch.Tensor | None,
-        rule: AttentionRule,
-    ) -> torch.Tensor:
+        self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sinks_BNS: Tensor | None, rule: AttentionRule
+    ) -> Tensor:
         """softmax(scale · q kᵀ) v over a whole sequence."""
         mask = self.mask(q_BNSD, rule)
         if not rule.fused or sinks_BNS is not None:
@@ -107,14 +102,8 @@ class Geometry:
         )
 
     def _attend_step_by_step(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks_BNS: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        rule: AttentionRule,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, sinks_BNS: Tensor | None, mask: Tensor | None, rule: AttentionRule
+    ) -> Tensor:
         """Attention with sinks, soft-capped scores or dropped probabilities, computed as one matrix of all probabilities."""
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * (rule.scale or q.shape[-1] ** -0.5)
@@ -130,20 +119,20 @@ class Geometry:
             probabilities = probabilities * rule.dropped.factor(position_ids, position_ids, q.dtype)
         return probabilities @ v
 
-    def rotated(self, x_BNSD: torch.Tensor, positions: Positions) -> torch.Tensor:
+    def rotated(self, x_BNSD: Tensor, positions: Positions) -> Tensor:
         """Queries or keys, rotated by their positions if the layer has rotary positions."""
         if not positions.rotated:
             return x_BNSD
         cosine, sine = self.angles(x_BNSD.shape[-2], x_BNSD.dtype, x_BNSD.device, positions.base)
         return rotate(x_BNSD, cosine, sine, self.model.rope.interleaved)
 
-    def tempered(self, q_BNSD: torch.Tensor, positions: Positions) -> torch.Tensor:
+    def tempered(self, q_BNSD: Tensor, positions: Positions) -> Tensor:
         """Queries, multiplied by the attention temperature of their positions if the layer has one."""
         if not positions.tempered:
             return q_BNSD
         return (q_BNSD * self.temperature(q_BNSD.shape[-2], q_BNSD.dtype, q_BNSD.device)).to(q_BNSD.dtype)
 
-    def angles(self, length: int, dtype: torch.dtype, device: torch.device, base: float = 0.0) -> torch.Tensor:
+    def angles(self, length: int, dtype: torch.dtype, device: torch.device, base: float = 0.0) -> Tensor:
         """Cosine and sine of the angles of this rank's tokens: [2, S, D]."""
         key = ("angles", base, length, dtype, device)
         if key not in self._cache:
@@ -151,7 +140,7 @@ class Geometry:
             self._cache[key] = torch.stack(found).to(device, dtype)
         return self._cache[key]
 
-    def temperature(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def temperature(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The factor of the query at each position of this rank, [S, 1], in float32 or wider."""
         key = ("temperature", length, dtype, device)
         if key not in self._cache:
@@ -160,7 +149,7 @@ class Geometry:
             self._cache[key] = factor_S[:, None].to(device, at_least_single(dtype))
         return self._cache[key]
 
-    def _positions(self, length: int) -> torch.Tensor:
+    def _positions(self, length: int) -> Tensor:
         return torch.arange(length) if self.position_ids is None else self.position_ids.cpu()
 
     def prepare(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -173,7 +162,7 @@ class Geometry:
                 self.temperature(length, dtype, device)
             self._position_mask(length, rule, device)
 
-    def mask(self, x: torch.Tensor, rule: AttentionRule) -> torch.Tensor | None:
+    def mask(self, x: Tensor, rule: AttentionRule) -> Tensor | None:
         """True where a query may attend; None if `is_causal` or no mask is sufficient."""
         mask, documents_BS = self._position_mask(x.shape[-2], rule, x.device), current().documents_BS
         if documents_BS is None:
@@ -184,7 +173,7 @@ class Geometry:
             same = same.tril_()
         return same.to(x.device) if mask is None else same.to(x.device) & mask
 
-    def _position_mask(self, length: int, rule: AttentionRule, device: torch.device) -> torch.Tensor | None:
+    def _position_mask(self, length: int, rule: AttentionRule, device: torch.device) -> Tensor | None:
         window = rule.window
         if not window or window >= length:
             return None
@@ -205,7 +194,7 @@ class Sinks(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads))
 
-    def forward(self, x_BSX: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSX: Tensor) -> Tensor:
         return self.weight.expand(*x_BSX.shape[:-1], -1)
 
 
@@ -237,15 +226,15 @@ class SelfAttention(nn.Module):
             return ProjectionNorm(projection, model.norm_epsilon, model.norm_offset)
         return rms_norm(self.width, model.norm_epsilon, model.norm_offset)
 
-    def heads(self, x_BSX: torch.Tensor) -> torch.Tensor:
+    def heads(self, x_BSX: Tensor) -> Tensor:
         return x_BSX.unflatten(-1, (-1, self.width))
 
-    def rotated(self, x_BSX: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    def rotated(self, x_BSX: Tensor, norm: nn.Module) -> Tensor:
         """Queries or keys, [B, heads, S, D], normalised and rotated."""
         x_BSND = self.heads(norm(x_BSX)) if self.whole else norm(self.heads(x_BSX))
         return self.rotated_norm(self.geometry.rotated(x_BSND.transpose(1, 2), self.positions))
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor) -> Tensor:
         q_BNSD = self.geometry.tempered(self.rotated(self.q(x_BSH), self.q_norm), self.positions)
         k_BKSD = self.rotated(self.k(x_BSH), self.k_norm)
         v_BKSD = self.heads(self.v(x_BSH)).transpose(1, 2)

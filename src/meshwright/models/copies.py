@@ -17,22 +17,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.router import Routing
 
 
-def sum_of_copies(rows_RH: torch.Tensor, place_TK: torch.Tensor) -> torch.Tensor:
+def sum_of_copies(rows_RH: Tensor, place_TK: Tensor) -> Tensor:
     return rows_RH[place_TK].sum(1)
 
 
-def weighted_sum(outputs_RH: torch.Tensor, weight_R: torch.Tensor, place_TK: torch.Tensor) -> torch.Tensor:
+def weighted_sum(outputs_RH: Tensor, weight_R: Tensor, place_TK: Tensor) -> Tensor:
     return (outputs_RH[place_TK] * weight_R[place_TK][..., None]).sum(1)
 
 
 def weighted_sum_backward(
-    gradient_TH: torch.Tensor, outputs_RH: torch.Tensor, weight_R: torch.Tensor, token_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gradient_TH: Tensor, outputs_RH: Tensor, weight_R: Tensor, token_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradients of the outputs and of their weights."""
     gradient_RH = gradient_TH[token_R]
     return gradient_RH * weight_R[:, None], (outputs_RH * gradient_RH).sum(1)
@@ -42,9 +43,9 @@ def weighted_sum_backward(
 class Sums:
     """The functions that sum copies, eager or compiled."""
 
-    of_copies: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = sum_of_copies
-    weighted: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = weighted_sum
-    weighted_backward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = weighted_sum_backward
+    of_copies: Callable[[Tensor, Tensor], Tensor] = sum_of_copies
+    weighted: Callable[[Tensor, Tensor, Tensor], Tensor] = weighted_sum
+    weighted_backward: Callable[..., tuple[Tensor, Tensor]] = weighted_sum_backward
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -53,21 +54,21 @@ class Sums:
 
 @dataclass
 class Copies:
-    token_R: torch.Tensor
+    token_R: Tensor
     tokens: int
-    place_TK: torch.Tensor | None  # None: tokens differ in their number of copies
+    place_TK: Tensor | None  # None: tokens differ in their number of copies
     sums: Sums
 
     @classmethod
     def of(cls, routing: Routing, tokens: int, sums: Sums) -> Copies:
         return cls(routing.token_R, tokens, routing.place_TK, sums)
 
-    def spread(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def spread(self, x_TH: Tensor) -> Tensor:
         if self.place_TK is None:
             return x_TH[self.token_R]
         return _Spread.apply(x_TH, self.token_R, self.place_TK, self.sums)
 
-    def combine(self, outputs_RH: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
+    def combine(self, outputs_RH: Tensor, weight_R: Tensor) -> Tensor:
         if self.place_TK is not None:
             return _Combine.apply(outputs_RH, weight_R, self.token_R, self.place_TK, self.sums)
         weighted_RH = outputs_RH * weight_R[:, None]
@@ -76,16 +77,14 @@ class Copies:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_TH: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor, sums: Sums
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x_TH: Tensor, token_R: Tensor, place_TK: Tensor, sums: Sums) -> Tensor:
         ctx.save_for_backward(place_TK)
         ctx.sums = sums
         return x_TH[token_R]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient_RH: Tensor) -> tuple[Tensor, None, None, None]:
         (place_TK,) = ctx.saved_tensors
         return ctx.sums.of_copies(gradient_RH, place_TK), None, None, None
 
@@ -93,18 +92,13 @@ class _Spread(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        outputs_RH: torch.Tensor,
-        weight_R: torch.Tensor,
-        token_R: torch.Tensor,
-        place_TK: torch.Tensor,
-        sums: Sums,
-    ) -> torch.Tensor:
+        ctx: Any, outputs_RH: Tensor, weight_R: Tensor, token_R: Tensor, place_TK: Tensor, sums: Sums
+    ) -> Tensor:
         ctx.save_for_backward(outputs_RH, weight_R, token_R)
         ctx.sums = sums
         return sums.weighted(outputs_RH, weight_R, place_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient_TH: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.sums.weighted_backward(gradient_TH, *ctx.saved_tensors), None, None, None

@@ -11,9 +11,9 @@ for all tokens, not only for its own, so the mask of any block of queries and ke
 The numbers reach attention through the `step_context`.
 """
 
-import torch
+from torch import Tensor
 
 
-def same_document(documents_BS: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def same_document(documents_BS: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """[B, 1, R, C]: whether the tokens at two lists of positions belong to the same document, for all heads."""
     return (documents_BS[:, rows, None] == documents_BS[:, None, columns]).unsqueeze(1)

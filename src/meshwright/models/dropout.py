@@ -37,7 +37,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.step_context import current
@@ -50,10 +50,10 @@ GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E
 class HasPositions(Protocol):
     """Has the positions of this rank's tokens in the sequence; None means 0, 1, 2, …"""
 
-    position_ids: torch.Tensor | None
+    position_ids: Tensor | None
 
 
-def mixed(x: torch.Tensor) -> torch.Tensor:
+def mixed(x: Tensor) -> Tensor:
     """Mix the 64 bits of each number, in place. Products wrap around; `>>` copies the sign bit, and the mask removes
     those copies."""
     x ^= (x >> 30).bitwise_and_(2**34 - 1)
@@ -74,7 +74,7 @@ def key_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def sample_hashes(seed: int, step: int, samples: Sequence[int], device: torch.device) -> torch.Tensor:
+def sample_hashes(seed: int, step: int, samples: Sequence[int], device: torch.device) -> Tensor:
     """[B]: a hash of each sample of the global batch in this step; every site mixes its own key into it."""
     if isinstance(samples, range):  # the usual case: created on the device, without waiting for the host
         samples_B = torch.arange(samples.start, samples.stop, samples.step, device=device)
@@ -83,19 +83,19 @@ def sample_hashes(seed: int, step: int, samples: Sequence[int], device: torch.de
     return mixed(samples_B * GOLDEN + key_of(f"{seed}:{step}"))
 
 
-def multiples(numbers: range, device: torch.device) -> torch.Tensor:
+def multiples(numbers: range, device: torch.device) -> Tensor:
     """GOLDEN times each of consecutive numbers, modulo 2⁶⁴. The compiler computes an `arange` with exact integers, and fails on a constant
     beyond 64 bits: GOLDEN times the first number is therefore reduced here."""
     first = (numbers.start * GOLDEN + 2**63) % 2**64 - 2**63
     return torch.arange(len(numbers), device=device) * GOLDEN + first
 
 
-def tokens(sample_B: torch.Tensor, multiple_S: torch.Tensor) -> torch.Tensor:
+def tokens(sample_B: Tensor, multiple_S: Tensor) -> Tensor:
     """[B, S]: a hash for each token, from which the hashes of its features are computed; `multiple_S` are GOLDEN times the positions."""
     return mixed(sample_B[:, None] + multiple_S)
 
 
-def kept(token_BS: torch.Tensor, rate: float, width: int) -> torch.Tensor:
+def kept(token_BS: Tensor, rate: float, width: int) -> Tensor:
     """[B, S, H]: True for the elements that are kept."""
     groups = range(-(-width // FEATURES_PER_NUMBER))
     number_BSG = mixed(token_BS[..., None] + multiples(groups, token_BS.device))
@@ -106,7 +106,7 @@ def kept(token_BS: torch.Tensor, rate: float, width: int) -> torch.Tensor:
     return number_BSG.view(torch.int16)[..., :width] >= SMALLEST + parts_of(rate)
 
 
-def drop(x: torch.Tensor, token_BS: torch.Tensor, rate: float) -> torch.Tensor:
+def drop(x: Tensor, token_BS: Tensor, rate: float) -> Tensor:
     """x with the dropped elements set to zero and the kept ones scaled by 1 / (1 − rate)."""
     scale = 1 / (1 - parts_of(rate) / 2**16)
     if x.is_cuda and not torch.compiler.is_compiling() and kernel() is not None and x.dtype in kernel().DTYPES:
@@ -126,12 +126,12 @@ def kernel() -> Any:
 
 class _Drop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, token_BS: torch.Tensor, rate: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, token_BS: Tensor, rate: float) -> Tensor:
         ctx.token_BS, ctx.rate = token_BS, rate
         return drop(x, token_BS, rate)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return drop(gradient, ctx.token_BS, ctx.rate), None, None
 
 
@@ -141,13 +141,13 @@ class DrawsForSamples(nn.Module):
     def __init__(self, rate: float, site: str) -> None:
         super().__init__()
         self.rate, self.site = rate, site
-        self.key: int | torch.Tensor = key_of(site)
+        self.key: int | Tensor = key_of(site)
 
     def prepare(self, device: torch.device) -> None:
         """Make the key of the site an input of compiled graphs: as a number it would be a constant, and every layer another graph."""
         self.key = torch.tensor(key_of(self.site), device=device)
 
-    def sample_hashes(self, x: torch.Tensor) -> torch.Tensor:
+    def sample_hashes(self, x: Tensor) -> Tensor:
         """[B]: a hash of each sample at this site, from which the hashes of its tokens are computed."""
         samples_B = current().samples_B
         if samples_B is None or len(samples_B) != len(x):
@@ -170,12 +170,12 @@ class Dropout(DrawsForSamples):
         self.geometry = geometry
         self.share = (0, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.rate:
             return x
         return _Drop.apply(x, tokens(self.sample_hashes(x), self.position_multiples(x)), self.rate)
 
-    def position_multiples(self, x: torch.Tensor) -> torch.Tensor:
+    def position_multiples(self, x: Tensor) -> Tensor:
         """GOLDEN times the positions of this rank's tokens in the whole sequence; 0 for rows without a sequence."""
         length, (index, _) = x.shape[1] if x.ndim > 2 else 1, self.share
         own = range(index * length, (index + 1) * length)
@@ -193,7 +193,7 @@ def make_dropout(rate: float, site: str, geometry: HasPositions | None = None) -
 class Dropped:
     """Selects the attention probabilities to drop, for these samples and heads, by the positions of query and key."""
 
-    sample_B: torch.Tensor
+    sample_B: Tensor
     heads: range
     rate: float
 
@@ -202,7 +202,7 @@ class Dropped:
         count = len(self.heads) // parts
         return replace(self, heads=self.heads[index * count : (index + 1) * count])
 
-    def factor(self, queries_R: torch.Tensor, keys_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def factor(self, queries_R: Tensor, keys_C: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, N, R, C]: 0 for dropped probabilities, 1 / (1 − rate) for the others. Key positions must be sorted."""
         device, drops = self.sample_B.device, parts_of(self.rate)
         number_BN = mixed(self.sample_B[:, None] + multiples(self.heads, device))
@@ -210,7 +210,7 @@ class Dropped:
         keep = [self._numbers_of_run(number_BNR, run) >= SMALLEST + drops for run in runs_in(keys_C)]
         return torch.cat(keep, dim=-1).to(dtype).div_(1 - drops / 2**16)
 
-    def _numbers_of_run(self, number_BNR: torch.Tensor, keys: range) -> torch.Tensor:
+    def _numbers_of_run(self, number_BNR: Tensor, keys: range) -> Tensor:
         first = keys.start // FEATURES_PER_NUMBER
         groups = range(first, -(-keys.stop // FEATURES_PER_NUMBER))
         number_BNRG = mixed(number_BNR[..., None] + multiples(groups, number_BNR.device))
@@ -219,7 +219,7 @@ class Dropped:
         ]
 
 
-def runs_in(positions: torch.Tensor) -> list[range]:
+def runs_in(positions: Tensor) -> list[range]:
     """Split sorted positions into ranges of consecutive numbers."""
     ends = ((positions[1:] - positions[:-1]) != 1).nonzero().flatten().tolist()
     starts = [0, *(end + 1 for end in ends)]
@@ -237,7 +237,7 @@ class Probabilities(DrawsForSamples):
         super().__init__(rate, site)
         self.share = (0, 1)
 
-    def forward(self, q_BNSD: torch.Tensor) -> Dropped | None:
+    def forward(self, q_BNSD: Tensor) -> Dropped | None:
         if not self.training or not self.rate:
             return None
         count, (index, _) = q_BNSD.shape[1], self.share

@@ -9,6 +9,7 @@ Legend: T tokens, H hidden.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 GROUPS = 256  # groups of four features per program
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # Triton passes a Python number as float32
@@ -31,7 +32,7 @@ def _kernel(x_TH, y_TH, token_T, width, parts, scale, size: tl.constexpr):  # ty
     tl.store(y_TH + row * width + column, y.to(x.dtype), mask=column < width)
 
 
-def drop(x: torch.Tensor, token: torch.Tensor, parts: int, scale: float) -> torch.Tensor:
+def drop(x: Tensor, token: Tensor, parts: int, scale: float) -> Tensor:
     """x with `parts` of 65,536 elements dropped; `token` has a hash for each of its rows."""
     x, width = x.contiguous(), x.shape[-1]
     y = torch.empty_like(x)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from meshwright.describe.model import Model
 
@@ -31,7 +32,7 @@ SCATTER = 0.1
 class Weights(Protocol):
     """Source of a model's parameter values: drawn, a folder of Hugging Face, a checkpoint."""
 
-    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The box at `start` with this `shape` of a parameter whose full shape is `full`."""
         ...
 
@@ -44,7 +45,7 @@ class DrawnWeights:
     seed: int
     scatter: bool = False
 
-    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> Tensor:
         value = initial_value(self.model, name, torch.Size(full), self.seed, self.scatter)
         return box_of(value, start, shape)
 
@@ -52,11 +53,11 @@ class DrawnWeights:
 class UnsetWeights:
     """NaN for every weight, at no cost: a checkpoint will replace them all, and one that it lacked would be seen in the first step."""
 
-    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> Tensor:
         return torch.tensor(math.nan).expand(tuple(shape))
 
 
-def box_of(full: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+def box_of(full: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     """A view of the box at `start` with this `shape`."""
     for dim, (first, length) in enumerate(zip(start, shape, strict=True)):
         full = full.narrow(dim, first, length)
@@ -68,7 +69,7 @@ def generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def initial_value(model: Model, name: str, shape: torch.Size, seed: int, scatter: bool = False) -> torch.Tensor:
+def initial_value(model: Model, name: str, shape: torch.Size, seed: int, scatter: bool = False) -> Tensor:
     """The initial value of a parameter: the full tensor, in float32."""
     draw = torch.randn(shape, generator=generator(seed, name), dtype=torch.float32)
     if len(shape) == 1 or name.endswith("bias"):

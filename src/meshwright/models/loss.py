@@ -20,6 +20,7 @@ Legend: B batch, S sequence, T tokens, H hidden, V vocabulary.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -31,15 +32,13 @@ IGNORED = -100  # a target that is padding
 CHUNK_BYTES = 2**29  # of logits
 
 
-def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
     """The cross-entropy, summed over valid tokens, in float32 or wider."""
     wide = logits_BSV.flatten(0, 1).to(at_least_single(logits_BSV.dtype))
     return F.cross_entropy(wide, target_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def linear_cross_entropy(
-    x_BSH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, softcap: float = 0.0
-) -> torch.Tensor:
+def linear_cross_entropy(x_BSH: Tensor, weight_VH: Tensor, targets: Targets, softcap: float = 0.0) -> Tensor:
     """The cross-entropy of the logits x Wᵀ, soft-capped if `softcap` is above 0, summed over valid tokens, times the factor."""
     flat_TH = x_BSH.flatten(0, -2)
     return _LinearCrossEntropy.apply(flat_TH, weight_VH, targets.target_BS.flatten(), targets.factor, softcap)
@@ -53,19 +52,12 @@ def rows_per_chunk(tokens: int, vocabulary: int, itemsize: int, limit: int = CHU
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        target_T: torch.Tensor,
-        factor: torch.Tensor,
-        softcap: float,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weight_VH: Tensor, target_T: Tensor, factor: Tensor, softcap: float) -> Tensor:
         trains_x, trains_weight = ctx.needs_input_grad[:2]
         size = rows_per_chunk(len(x_TH), len(weight_VH), x_TH.element_size())
         total = torch.zeros((), dtype=at_least_single(x_TH.dtype), device=x_TH.device)
         dx_TH = torch.empty_like(x_TH) if trains_x else None
-        dw_VH: torch.Tensor | None = None
+        dw_VH: Tensor | None = None
         for start in range(0, len(x_TH), size):
             rows = slice(start, start + size)
             logits = x_TH[rows] @ weight_VH.t()
@@ -88,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         dx_TH, dw_VH = ctx.saved_tensors
         if dx_TH is not None:
             dx_TH = dx_TH.mul_(gradient)
@@ -97,9 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx_TH, dw_VH, None, None, None
 
 
-def loss_and_gradient(
-    logits_TV: torch.Tensor, target_T: torch.Tensor, factor: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradient(logits_TV: Tensor, target_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each token, and `factor` times its gradient in the memory of the logits. On a GPU one kernel reads them twice
     and writes them once."""
     if logits_TV.is_cuda and logits_TV.dtype != torch.float64:

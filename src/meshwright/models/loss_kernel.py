@@ -9,6 +9,7 @@ Legend: T tokens, V vocabulary.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 4096  # logits that a program handles at a time
 WARPS = 16
@@ -40,9 +41,7 @@ def loss_kernel(logits_TV, target_T, loss_T, factor, width, size: tl.constexpr):
         tl.store(start + first + column, gradient * scale, mask=inside)
 
 
-def loss_and_gradient(
-    logits_TV: torch.Tensor, target_T: torch.Tensor, factor: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradient(logits_TV: Tensor, target_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each token in float32, and `factor` times its gradient in the memory of the logits. A target below 0 is padding."""
     assert logits_TV.is_contiguous()
     tokens, width = logits_TV.shape

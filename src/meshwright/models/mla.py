@@ -14,7 +14,7 @@ Legend: B batch, S sequence, H hidden, N heads, L latent widths together.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.describe.model import Model
 from meshwright.models.attention import Geometry, positions_of, rule_of
@@ -40,7 +40,7 @@ class Heads(nn.Module):
         self.o = ProductLinear(model.heads * self.value, model.hidden, bias=model.out_bias)
         self.has_rank = bool(model.q_rank)
 
-    def forward(self, latents_BSL: torch.Tensor) -> torch.Tensor:
+    def forward(self, latents_BSL: Tensor) -> Tensor:
         query, latent, key = latents_BSL.split(self.widths, dim=-1)
         q = self.q_b(query) if self.has_rank else self.q(query)
         q_BNSD = q.unflatten(-1, (-1, self.nope + self.rope)).transpose(1, 2)
@@ -77,7 +77,7 @@ class LatentAttention(nn.Module):
     def geometry(self, geometry: Geometry) -> None:
         self.heads.geometry = geometry
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor) -> Tensor:
         query = self.q_a_norm(self.q_a(x_BSH)) if self.heads.has_rank else x_BSH
         latent, key = self.kv_a(x_BSH).split(self.ranks, dim=-1)
         return self.heads(torch.cat((query, self.kv_a_norm(latent), key), dim=-1))

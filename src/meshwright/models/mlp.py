@@ -5,8 +5,7 @@ a sample: a step has `batch` rows, independent of the sequence length, and a tar
 between layers.
 """
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
@@ -23,7 +22,7 @@ class MlpLayer(nn.Module):
         self.last = index == model.layers - 1
         self.drop = make_dropout(0.0 if self.last else model.dropout_rate, f"layers.{index}")
 
-    def forward(self, x_BH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BH: Tensor) -> Tensor:
         y_BH = self.linear(x_BH)
         return y_BH if self.last else self.activation(y_BH)
 
@@ -33,10 +32,10 @@ class Mlp(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(i): MlpLayer(model, i) for i in layers})
 
-    def forward(self, x_BH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BH: Tensor) -> Tensor:
         return self.body(x_BH)
 
-    def body(self, x_BH: torch.Tensor) -> torch.Tensor:
+    def body(self, x_BH: Tensor) -> Tensor:
         for layer in self.layers.values():
             assert isinstance(layer, MlpLayer)
             x_BH = layer.drop(
@@ -45,7 +44,7 @@ class Mlp(nn.Module):
         return x_BH
 
 
-def squared_error(output_BH: torch.Tensor, target_BH: torch.Tensor) -> torch.Tensor:
+def squared_error(output_BH: Tensor, target_BH: Tensor) -> Tensor:
     """Mean over the width, sum over the rows that are not padding."""
     valid = ~target_BH.isnan()
     return F.mse_loss(output_BH[valid], target_BH[valid], reduction="sum") / output_BH.shape[-1]

@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
@@ -31,18 +31,18 @@ from meshwright.models.copies import Copies, Sums
 from meshwright.models.parts import FeedForward, ProductLinear, activation_of, gated_product
 from meshwright.models.router import Router, Tokens
 
-Counts = list[int] | torch.Tensor  # rows of each expert
-Product = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+Counts = list[int] | Tensor  # rows of each expert
+Product = Callable[[Tensor, Tensor, Any], Tensor]
 
 
 class Dispatch(Protocol):
     """Copies of tokens that were sent to their experts."""
 
-    def receive(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def receive(self) -> tuple[Tensor, Tensor]:
         """The copies for the experts of this rank, sorted by expert, and the number of copies of each expert."""
         ...
 
-    def combine(self, outputs: torch.Tensor) -> torch.Tensor:
+    def combine(self, outputs: Tensor) -> Tensor:
         """Send the outputs of the experts back; returns the outputs of this rank's copies, in the order in which they were sent."""
         ...
 
@@ -50,60 +50,60 @@ class Dispatch(Protocol):
 class ExpertPlacement(Tokens, Protocol):
     """The tokens that this rank routes, and the dispatch of their copies to experts."""
 
-    def local_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor: ...
-    def restore(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor: ...
-    def dispatch(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Dispatch: ...
+    def local_tokens(self, x_BSH: Tensor) -> Tensor: ...
+    def restore(self, y_TH: Tensor, like_BSH: Tensor) -> Tensor: ...
+    def dispatch(self, copies_RH: Tensor, counts_E: Tensor) -> Dispatch: ...
 
 
 @dataclass
 class LocalDispatch:
-    copies_RH: torch.Tensor
-    counts_E: torch.Tensor
+    copies_RH: Tensor
+    counts_E: Tensor
 
-    def receive(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def receive(self) -> tuple[Tensor, Tensor]:
         return self.copies_RH, self.counts_E
 
-    def combine(self, outputs: torch.Tensor) -> torch.Tensor:
+    def combine(self, outputs: Tensor) -> Tensor:
         return outputs
 
 
 class LocalPlacement:
     """All tokens and experts are on this device."""
 
-    share: float | torch.Tensor = 1.0
+    share: float | Tensor = 1.0
 
-    def local_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def local_tokens(self, x_BSH: Tensor) -> Tensor:
         self._shape, self._device = (x_BSH.shape[0], x_BSH.shape[1]), x_BSH.device
         return x_BSH.flatten(0, 1)
 
-    def restore(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor:
+    def restore(self, y_TH: Tensor, like_BSH: Tensor) -> Tensor:
         return y_TH.view_as(like_BSH)
 
-    def dispatch(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Dispatch:
+    def dispatch(self, copies_RH: Tensor, counts_E: Tensor) -> Dispatch:
         return LocalDispatch(copies_RH, counts_E)
 
-    def sequences(self) -> tuple[torch.Tensor, int]:
+    def sequences(self) -> tuple[Tensor, int]:
         rows, length = self._shape
         return torch.arange(rows).repeat_interleave(length).to(self._device), rows
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         return values
 
-    def gather_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+    def gather_tokens(self, rows: Tensor) -> Tensor:
         return rows
 
-    def local_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def local_rows(self, rows: Tensor) -> Tensor:
         return rows
 
 
-def grouped(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: Counts) -> torch.Tensor:
+def grouped(x_RI: Tensor, weight_EOI: Tensor, counts: Counts) -> Tensor:
     """The rows of each expert times its matrix: in one kernel where the counts are on the device, else run by run."""
     if isinstance(counts, list):
         return run_by_run(x_RI, weight_EOI, counts)
     return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
 
 
-def run_by_run(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def run_by_run(x_RI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
     """The rows of each expert times its matrix. An expert without tokens multiplies zero rows, so that its gradient is zero
     and not None, on every rank."""
     return torch.cat([x @ weight.t() for x, weight in zip(x_RI.split(counts), weight_EOI.unbind(0), strict=True)])
@@ -119,7 +119,7 @@ class GroupedLinear(nn.Module):
         self.bias_share = 1.0  # factor of the bias on this rank, if the outputs of several ranks are summed
         self.product: Product = grouped
 
-    def forward(self, x_RI: torch.Tensor, counts: Counts) -> torch.Tensor:
+    def forward(self, x_RI: Tensor, counts: Counts) -> Tensor:
         # Weights in a wider dtype than the arithmetic are cast here.
         y_RO = self.product(x_RI, self.weight.to(x_RI.dtype), counts)
         if self.bias is None:
@@ -146,7 +146,7 @@ class Experts(nn.Module):
         self.gated, self.activation = model.gated, activation_of(model)
         self.product = gated_product(model)
 
-    def forward(self, x_RH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_RH: Tensor, counts_E: Tensor) -> Tensor:
         counts = counts_E if self.in_one_kernel(x_RH, counts_E) else counts_E.tolist()
         if self.gated:
             inner_RF = self.product(self.gate(x_RH, counts), self.up(x_RH, counts))
@@ -154,9 +154,9 @@ class Experts(nn.Module):
             inner_RF = self.activation(self.up(x_RH, counts))
         return self.down(inner_RF, counts)
 
-    def in_one_kernel(self, x_RH: torch.Tensor, counts_E: torch.Tensor) -> bool:
+    def in_one_kernel(self, x_RH: Tensor, counts_E: Tensor) -> bool:
         """Whether torch's grouped product supports these rows: bf16 on a GPU since Hopper."""
-        on_device = x_RH.is_cuda and x_RH.dtype == torch.bfloat16 and isinstance(counts_E, torch.Tensor)
+        on_device = x_RH.is_cuda and x_RH.dtype == torch.bfloat16 and isinstance(counts_E, Tensor)
         return on_device and has_grouped_product() and self.up.product is grouped
 
 
@@ -170,7 +170,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(model, model.shared_width) if model.shared_experts else None
         self.shared_scale = ProductLinear(model.hidden, 1, bias=False) if model.shared_gate else None
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor) -> Tensor:
         local_TH = self.placement.local_tokens(x_BSH)
         routing = self.router(local_TH, self.placement)
         copies, weight_R = Copies.of(routing, len(local_TH), self.sums), routing.weight_R
@@ -184,7 +184,7 @@ class MixtureOfExperts(nn.Module):
         routed_BSH = self.placement.restore(combined_TH, x_BSH)
         return routed_BSH if shared_BSH is None else routed_BSH + shared_BSH
 
-    def _shared(self, x_BSH: torch.Tensor) -> torch.Tensor | None:
+    def _shared(self, x_BSH: Tensor) -> Tensor | None:
         if self.shared is None:
             return None
         y_BSH = self.shared(x_BSH)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
@@ -34,13 +34,13 @@ ACTIVATIONS.provide("geglu", function=F.gelu)
 ACTIVATIONS.provide("geglu-tanh", function=partial(F.gelu, approximate="tanh"))
 
 
-def activation_of(model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation_of(model: Model) -> Callable[[Tensor], Tensor]:
     """The activation function of a model's FFN."""
-    function: Callable[[torch.Tensor], torch.Tensor] = ACTIVATIONS.part(model.activation, "function")
+    function: Callable[[Tensor], Tensor] = ACTIVATIONS.part(model.activation, "function")
     return function
 
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class ProductLinear(nn.Linear):
@@ -52,7 +52,7 @@ class ProductLinear(nn.Linear):
         super().__init__(d_in, d_out, bias)
         self.product = F.linear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)
 
 
@@ -64,7 +64,7 @@ class OffsetRMSNorm(nn.RMSNorm):
         super().__init__(width, eps=eps)
         self.offset = offset
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         wide = at_least_single(x.dtype)
         weight = self.weight.to(wide) + self.offset
         return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
@@ -77,7 +77,7 @@ class OffsetLayerNorm(nn.LayerNorm):
         super().__init__(width, eps=eps, bias=bias)
         self.offset = offset
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         wide = at_least_single(x.dtype)
         bias = None if self.bias is None else self.bias.to(wide)
         return F.layer_norm(x.to(wide), self.normalized_shape, self.weight.to(wide) + self.offset, bias, self.eps).to(
@@ -108,32 +108,32 @@ class ProjectionNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.epsilon, self.offset = epsilon, offset
-        self.mean: Callable[[torch.Tensor], torch.Tensor] = lambda local: local
+        self.mean: Callable[[Tensor], Tensor] = lambda local: local
 
-    def weights(self) -> torch.Tensor:
+    def weights(self) -> Tensor:
         """A weight for each element of its input."""
         return self.weight
 
-    def forward(self, x_BSX: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSX: Tensor) -> Tensor:
         wide = x_BSX.to(at_least_single(x_BSX.dtype))
         square = self.mean(wide.square().mean(-1, keepdim=True))
         factor = self.weights().to(wide.dtype) + self.offset
         return (wide * torch.rsqrt(square + self.epsilon) * factor).to(x_BSX.dtype)
 
 
-def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap): almost x where |x| is far below the cap, and never beyond it."""
     return torch.tanh(x / cap) * cap
 
 
-def gated_product(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def gated_product(model: Model) -> Callable[[Tensor, Tensor], Tensor]:
     """(gate, up) → the input of the down projection, of a model with a gated activation."""
     activation = activation_of(model)
     limit, alpha, shift = model.swiglu_limit, model.swiglu_alpha, model.swiglu_shift
     if (limit, alpha, shift) == (0, 1, 0):
         return lambda gate, up: activation(gate) * up
 
-    def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def clamped(gate: Tensor, up: Tensor) -> Tensor:
         if limit:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + shift)
@@ -152,7 +152,7 @@ class FeedForward(nn.Module):
         self.gated, self.activation = model.gated, activation_of(model)
         self.product = gated_product(model)
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor) -> Tensor:
         if self.gated:
             return self.down(self.product(self.gate(x_BSH), self.up(x_BSH)))
         return self.down(self.activation(self.up(x_BSH)))

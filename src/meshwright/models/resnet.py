@@ -6,7 +6,7 @@ size: that is what `verify` compares with. Running averages are not kept; evalua
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.describe.shape_parts import Convolution, ResNetOptions
@@ -20,7 +20,7 @@ class BatchNorm(nn.Module):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BCHW: Tensor) -> Tensor:
         return F.batch_norm(x_BCHW, None, None, self.weight, self.bias, training=True)
 
 
@@ -33,7 +33,7 @@ class Stem(nn.Module):
         super().__init__()
         self.conv, self.norm = convolution(c), BatchNorm(c.d_out)
 
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BCHW: Tensor) -> Tensor:
         return F.max_pool2d(F.relu(self.norm(self.conv(x_BCHW))), 3, 2, 1)
 
 
@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.shortcut = convolution(convolutions[3]) if len(convolutions) > 3 else None
         self.norm4 = BatchNorm(convolutions[3].d_out) if len(convolutions) > 3 else None
 
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BCHW: Tensor) -> Tensor:
         y_BCHW = F.relu(self.norm1(self.conv1(x_BCHW)))
         y_BCHW = F.relu(self.norm2(self.conv2(y_BCHW)))
         y_BCHW = self.norm3(self.conv3(y_BCHW))
@@ -62,7 +62,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.project = nn.Linear(o.features, o.classes)
 
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BCHW: Tensor) -> Tensor:
         return self.project(x_BCHW.mean((2, 3)))
 
 
@@ -73,13 +73,13 @@ class ResNet(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(convolutions) for i, convolutions in enumerate(o.blocks)})
         self.head = Classifier(o)
 
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BCHW: Tensor) -> Tensor:
         x_BCHW = self.stem(x_BCHW)
         for block in self.layers.values():
             x_BCHW = block(x_BCHW)
         return self.head(x_BCHW)
 
 
-def label_loss(logits_BC: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+def label_loss(logits_BC: Tensor, label_B: Tensor) -> Tensor:
     """Cross-entropy, summed over the images that have a label."""
     return cross_entropy(logits_BC[:, None], label_B[:, None])

@@ -12,12 +12,13 @@ Legend: B batch, S sequence, N heads, D rotated width of a head, I = D/2 pairs.
 import math
 
 import torch
+from torch import Tensor
 
 from meshwright.describe.model import Model
 from meshwright.describe.shape_parts import RopeOptions
 
 
-def frequencies(model: Model, length: int, base: float = 0.0) -> torch.Tensor:
+def frequencies(model: Model, length: int, base: float = 0.0) -> Tensor:
     """f_i of each pair in float64, for sequences of `length` positions; with a `base`, its plain frequencies, not scaled."""
     rope, width, theta = (RopeOptions() if base else model.rope), model.rotated_width, base or model.rope_theta
     original = rope.original_positions or model.max_positions
@@ -37,18 +38,18 @@ def frequencies(model: Model, length: int, base: float = 0.0) -> torch.Tensor:
     return plain_I
 
 
-def mixed(plain_I: torch.Tensor, factor: float, kept_I: torch.Tensor) -> torch.Tensor:
+def mixed(plain_I: Tensor, factor: float, kept_I: Tensor) -> Tensor:
     """Frequencies of which a share is kept as it is and the remaining share is divided by `factor`."""
     return kept_I * plain_I + (1 - kept_I) * plain_I / factor
 
 
-def kept_by_wavelength(plain_I: torch.Tensor, rope: RopeOptions, original: int) -> torch.Tensor:
+def kept_by_wavelength(plain_I: Tensor, rope: RopeOptions, original: int) -> Tensor:
     """Llama 3: 0 for wavelengths above L / low, 1 for those below L / high, linear in L / wavelength between."""
     in_original_I = original * plain_I / (2 * math.pi)
     return ((in_original_I - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
 
 
-def kept_by_rotations(rope: RopeOptions, width: int, theta: float, original: int) -> torch.Tensor:
+def kept_by_rotations(rope: RopeOptions, width: int, theta: float, original: int) -> Tensor:
     """YaRN: 1 up to the pair that completes beta_fast rotations in L positions, 0 from the pair that completes beta_slow on."""
     first, last = (
         width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -62,9 +63,7 @@ def kept_by_rotations(rope: RopeOptions, width: int, theta: float, original: int
     return 1 - ((pairs_I - first) / (last - first)).clamp(0, 1)
 
 
-def angles(
-    model: Model, position_ids: torch.Tensor, length: int, base: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def angles(model: Model, position_ids: Tensor, length: int, base: float = 0.0) -> tuple[Tensor, Tensor]:
     """Cosine and sine [S, D] of the angles at some positions of a sequence of `length`, in float64. `base`: see `frequencies`."""
     angle_SI = torch.outer(position_ids.to("cpu", torch.float64), frequencies(model, length, base))
     factor = 1.0 if base else model.rope.rotation_factor(model.max_positions)
@@ -72,7 +71,7 @@ def angles(
     return angle_SD.cos() * factor, angle_SD.sin() * factor
 
 
-def rotate(x_BNSD: torch.Tensor, cosine_SD: torch.Tensor, sine_SD: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def rotate(x_BNSD: Tensor, cosine_SD: Tensor, sine_SD: Tensor, interleaved: bool) -> Tensor:
     """The elements of x, as many as the angles are wide, rotated pair by pair; further elements stay as they are."""
     width = cosine_SD.shape[-1]
     if width < x_BNSD.shape[-1]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.describe.model import Model
 from meshwright.describe.shape_parts import RouterOptions
@@ -36,15 +36,15 @@ from meshwright.models.wide_products import widened_linear
 class Tokens(Protocol):
     """All tokens that are routed together, on all ranks. `rows` has one row per token of this rank."""
 
-    share: float | torch.Tensor  # weight of these tokens' loss in the loss of the step
+    share: float | Tensor  # weight of these tokens' loss in the loss of the step
 
-    def sequences(self) -> tuple[torch.Tensor, int]:
+    def sequences(self) -> tuple[Tensor, int]:
         """The index of the sequence of each token of this rank, among all sequences routed together, and the number of sequences."""
         ...
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor: ...
-    def gather_tokens(self, rows: torch.Tensor) -> torch.Tensor: ...
-    def local_rows(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def sum_over_ranks(self, values: Tensor) -> Tensor: ...
+    def gather_tokens(self, rows: Tensor) -> Tensor: ...
+    def local_rows(self, rows: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -52,10 +52,10 @@ class Routing:
     """Copies of tokens, sorted by expert: the token of each copy, the weight of its expert's output, and the number of
     copies per expert. `place_TK` lists where the copies of each token are; None if tokens differ in their number of copies."""
 
-    token_R: torch.Tensor
-    weight_R: torch.Tensor
-    counts_E: torch.Tensor
-    place_TK: torch.Tensor | None = None
+    token_R: Tensor
+    weight_R: Tensor
+    counts_E: Tensor
+    place_TK: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -73,17 +73,15 @@ class Router(nn.Module):
         self.balance_bias = (
             nn.Parameter(torch.empty(model.experts), requires_grad=False) if model.balance_bias else None
         )
-        self.load: torch.Tensor | None = None  # [2, E], of this step so far: copies chosen, copies dropped
+        self.load: Tensor | None = None  # [2, E], of this step so far: copies chosen, copies dropped
 
-    def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> Routing:
+    def forward(self, x_TH: Tensor, tokens: Tokens) -> Routing:
         logits_TE = self.logits(x_TH)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
         route = self._route_all if self.dropless else self._route_some
         return route(logits_TE, scores_TE, tokens, x_TH.dtype)
 
-    def _route_all(
-        self, logits_TE: torch.Tensor, scores_TE: torch.Tensor, tokens: Tokens, dtype: torch.dtype
-    ) -> Routing:
+    def _route_all(self, logits_TE: Tensor, scores_TE: Tensor, tokens: Tokens, dtype: torch.dtype) -> Routing:
         """Every token visits k experts. The number of copies is known, so the host does not wait for it; they are sorted by expert as short
         integers, of which a GPU sorts 8 bits in a pass."""
         with torch.no_grad():
@@ -101,9 +99,7 @@ class Router(nn.Module):
         weight_R = weights_TK.flatten().gather(0, order_R).to(dtype)
         return Routing(order_R // self.k, weight_R, counts_E, place_TK.view_as(expert_TK))
 
-    def _route_some(
-        self, logits_TE: torch.Tensor, scores_TE: torch.Tensor, tokens: Tokens, dtype: torch.dtype
-    ) -> Routing:
+    def _route_some(self, logits_TE: Tensor, scores_TE: Tensor, tokens: Tokens, dtype: torch.dtype) -> Routing:
         """Tokens differ in the number of experts they visit."""
         with torch.no_grad():
             chosen_TE, kept_TE = self.choose(scores_TE.detach(), tokens)
@@ -114,7 +110,7 @@ class Router(nn.Module):
         expert_R, token_R = kept_TE.t().nonzero(as_tuple=True)
         return Routing(token_R, weights_TE[token_R, expert_R].to(dtype), kept_TE.sum(0))
 
-    def _weights(self, chosen_scores: torch.Tensor) -> torch.Tensor:
+    def _weights(self, chosen_scores: Tensor) -> Tensor:
         """The weights of each token's experts, for the scores of those it chose."""
         if self.normalise:
             chosen_scores = chosen_scores / (chosen_scores.sum(-1, keepdim=True) + 1e-20)
@@ -125,12 +121,12 @@ class Router(nn.Module):
         """Whether every token visits k experts."""
         return self.options.choice == "token" and not self.options.capacity
 
-    def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def logits(self, x_TH: Tensor) -> Tensor:
         """The logits in float32 or wider, whatever the precision of the layer."""
         logits_TE = self.product(x_TH, self.weight)
         return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
-    def choose(self, scores_TE: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, scores_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Masks [T, E] of the chosen copies and of those that the capacity limit keeps, where there is one."""
         if self.options.choice == "expert":
             all_scores = tokens.gather_tokens(scores_TE)
@@ -143,14 +139,14 @@ class Router(nn.Module):
         most = min(len(candidates), max(1, self.capacity(len(candidates), self.options.capacity)))
         return chosen, chosen & tokens.local_rows(highest(candidates, most))
 
-    def best(self, scores_TE: torch.Tensor) -> torch.Tensor:
+    def best(self, scores_TE: Tensor) -> Tensor:
         """The k experts of each token, in any order."""
         biased = scores_TE if self.balance_bias is None else scores_TE + self.balance_bias.to(scores_TE.dtype)
         if self.options.groups > 1:
             biased = self.within_groups(biased)
         return biased.topk(self.k, dim=1, sorted=False).indices
 
-    def within_groups(self, scores_TE: torch.Tensor) -> torch.Tensor:
+    def within_groups(self, scores_TE: Tensor) -> Tensor:
         """The scores, set to −∞ for experts outside the best groups of each token."""
         groups, kept = self.options.groups, self.options.groups_kept or self.options.groups
         scores_TGN = scores_TE.unflatten(1, (groups, -1))
@@ -162,7 +158,7 @@ class Router(nn.Module):
     def capacity(self, tokens: int, factor: float) -> int:
         return math.ceil(factor * tokens * self.k / self.experts)
 
-    def losses(self, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, tokens: Tokens) -> Tensor:
         """The part of the two losses from the tokens of this rank; the sum over all ranks is the loss."""
         part_T, parts = self._balance_sets(chosen, tokens)
         counted_TE = torch.cat((chosen, torch.ones_like(chosen[:, :1])), dim=1).to(scores.dtype)
@@ -173,30 +169,30 @@ class Router(nn.Module):
         z = logits.logsumexp(-1).square().sum() / count_P.sum()
         return self.options.aux * aux + self.options.z * z
 
-    def _balance_sets(self, chosen: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, int]:
+    def _balance_sets(self, chosen: Tensor, tokens: Tokens) -> tuple[Tensor, int]:
         """The set of tokens over which the balancing loss of each token is computed, as an index, and the number of sets: one set,
         or one per sequence."""
         if self.options.aux_scope == "sequence":
             return tokens.sequences()
         return torch.zeros(len(chosen), dtype=torch.long, device=chosen.device), 1
 
-    def _count(self, chosen_E: torch.Tensor, dropped_E: torch.Tensor) -> None:
+    def _count(self, chosen_E: Tensor, dropped_E: Tensor) -> None:
         if not self.training:  # evaluation between steps does not count
             return
         load = torch.stack((chosen_E, dropped_E)).to(torch.float64)
         self.load = load if self.load is None else self.load + load
 
-    def balance(self, load_E: torch.Tensor) -> torch.Tensor:
+    def balance(self, load_E: Tensor) -> Tensor:
         """The update of the balancing bias for the load of a step."""
         return self.options.balance_rate * torch.sign(load_E.mean() - load_E)
 
 
-def _by_part(rows_TX: torch.Tensor, part_T: torch.Tensor, parts: int) -> torch.Tensor:
+def _by_part(rows_TX: Tensor, part_T: Tensor, parts: int) -> Tensor:
     """The sums of the rows of each part."""
     return rows_TX.new_zeros((parts, rows_TX.shape[1])).index_add(0, part_T, rows_TX)
 
 
-def highest(scores_TE: torch.Tensor, most: int) -> torch.Tensor:
+def highest(scores_TE: Tensor, most: int) -> Tensor:
     """A mask of the `most` highest-scored tokens of each expert; ties go to the earlier token."""
     order_TE = scores_TE.sort(dim=0, descending=True, stable=True).indices[:most]
     return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, order_TE, True)
@@ -204,22 +200,22 @@ def highest(scores_TE: torch.Tensor, most: int) -> torch.Tensor:
 
 class _AddLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, share: float | torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, share: float | Tensor) -> Tensor:
         ctx.share, ctx.like = share, loss
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         return gradient, torch.ones_like(ctx.like) * ctx.share, None
 
 
-def add_loss(x: torch.Tensor, loss: torch.Tensor, share: float | torch.Tensor) -> torch.Tensor:
+def add_loss(x: Tensor, loss: Tensor, share: float | Tensor) -> Tensor:
     """Return `x`, and add `share`·`loss` to the minimised loss in its backward. A loss inside a pipeline stage has no
     output through which it could be returned."""
     return _AddLoss.apply(x, loss, share)
 
 
-def load_metrics(load_2E: torch.Tensor) -> dict[str, float]:
+def load_metrics(load_2E: Tensor) -> dict[str, float]:
     """The balance of one layer: `entropy` is 1 if even and 0 for a single expert (collapse), `peak` is the busiest
     expert over the mean, `idle` the share of experts without a token, `dropped` the share of dropped copies."""
     chosen, dropped = load_2E.to(torch.float64)

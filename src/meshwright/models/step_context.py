@@ -20,20 +20,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 
 class Targets(NamedTuple):
-    target_BS: torch.Tensor
-    factor: torch.Tensor  # multiplied with the sum of the tokens' losses
+    target_BS: Tensor
+    factor: Tensor  # multiplied with the sum of the tokens' losses
 
 
 @dataclass(frozen=True)
 class StepContext:
     """The values that hold for the code that runs now; the defaults are those of a plain call of a model."""
 
-    samples_B: torch.Tensor | None = None  # a hash of each sample, from which dropout draws (`dropout.sample_hashes`)
-    documents_BS: torch.Tensor | None = None  # attention stays within documents; None: it sees whole sequences
+    samples_B: Tensor | None = None  # a hash of each sample, from which dropout draws (`dropout.sample_hashes`)
+    documents_BS: Tensor | None = None  # attention stays within documents; None: it sees whole sequences
     targets: Targets | None = None  # a head computes the loss against these; None: it returns logits
     recomputing: bool = False  # a recomputed forward runs
     keeps_gathered: bool = False  # gathered tensors are saved whole: a recomputed forward needs no second gather

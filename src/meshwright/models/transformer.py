@@ -18,7 +18,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.describe import legality
 from meshwright.describe.model import Model
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         self.parallel, self.norms_after = model.parallel_residual, model.norm_position == "post"
         self.one_norm = model.norms_per_layer == 1
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor) -> Tensor:
         normed_BSH = x_BSH if self.norms_after else self.attention_norm(x_BSH)
         added_BSH = x_BSH + self.attended(normed_BSH)
         if self.parallel:
@@ -68,13 +68,13 @@ class Layer(nn.Module):
         y_BSH = self.ffn_norm(y_BSH) if self.norms_after else self.ffn_post_norm(y_BSH)
         return added_BSH + self.scaled(self.ffn_drop(y_BSH))
 
-    def attended(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def attended(self, x_BSH: Tensor) -> Tensor:
         """Return the output of attention, which is added to the residual."""
         y_BSH = self.attention(x_BSH)
         y_BSH = self.attention_norm(y_BSH) if self.norms_after else self.attention_post_norm(y_BSH)
         return self.scaled(self.attention_drop(y_BSH))
 
-    def scaled(self, y_BSH: torch.Tensor) -> torch.Tensor:
+    def scaled(self, y_BSH: Tensor) -> Tensor:
         return y_BSH if self.scale == 1 else y_BSH * self.scale
 
 
@@ -86,7 +86,7 @@ class LearnedPositions(nn.Module):
         self.geometry = geometry
         self.weight = nn.Parameter(torch.empty(model.max_positions, model.hidden))
 
-    def forward(self, length: int) -> torch.Tensor:
+    def forward(self, length: int) -> Tensor:
         position_ids = self.geometry.position_ids
         length = length if position_ids is None else int(position_ids.max()) + 1
         if length > self.weight.shape[0]:
@@ -107,7 +107,7 @@ class Embedding(nn.Module):
         self.drop = make_dropout(model.embedding_rate, "embedding", geometry)
         self.scale = model.embedding_scale
 
-    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids_BS: Tensor) -> Tensor:
         x_BSH = self.tokens(ids_BS)
         if self.scale != 1:  # rounded to the dtype of the embeddings, as models that have it were trained
             x_BSH = x_BSH * float(torch.tensor(self.scale, dtype=x_BSH.dtype))
@@ -126,7 +126,7 @@ class Head(nn.Module):
         self.project = nn.Linear(model.hidden, model.padded_vocab, bias=False)
         self.scale, self.softcap = model.logit_scale, model.logit_softcap
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor) -> Tensor:
         x_BSH = self.norm(x_BSH)
         if self.scale != 1:  # of the logits: the projection is linear, and this tensor is smaller
             x_BSH = x_BSH * self.scale
@@ -151,11 +151,11 @@ class Transformer(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             self.head.project.weight = self.embedding.tokens.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x_BSH = self.body(self.embedding(x) if self.embedding is not None else x)
         return self.head(x_BSH) if self.head is not None else x_BSH
 
-    def body(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def body(self, x_BSH: Tensor) -> Tensor:
         """All between the embedding and the head."""
         for layer in self.layers.values():
             x_BSH = layer(x_BSH)

@@ -18,6 +18,7 @@ Legend: T tokens, H hidden, E experts.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.parts import at_least_single
@@ -25,14 +26,12 @@ from meshwright.models.parts import at_least_single
 PARTS = 3  # bf16 numbers whose sum is a float32
 
 
-def scaled_product(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.dtype, fast: bool
-) -> torch.Tensor:
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: torch.dtype, fast: bool) -> Tensor:
     """The GPU's product of fp8 operands, a [M, K] times b [N, K]ᵀ: one scale per tensor or per row. `fast` keeps the sum to fewer bits."""
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out, use_fast_accum=fast)
 
 
-def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a b, in float32 or wider, in the memory of `total`; None is zero."""
     wide = at_least_single(a.dtype)
     if wide == a.dtype:
@@ -42,7 +41,7 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
     return torch.mm(a, b, out_dtype=wide) if total is None else torch.addmm(total, a, b, out_dtype=wide, out=total)
 
 
-def in_parts(x: torch.Tensor) -> list[torch.Tensor]:
+def in_parts(x: Tensor) -> list[Tensor]:
     """bf16 tensors whose sum is a float32 tensor."""
     parts = []
     for _ in range(PARTS):
@@ -53,13 +52,13 @@ def in_parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 class _WideLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
         return add_product(None, x_TH, weight_EH.t())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_TE: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TH, weight_EH = ctx.saved_tensors
         trains_x, trains_weight = ctx.needs_input_grad
         gradient_TP = torch.cat(in_parts(gradient_TE), dim=1)
@@ -70,12 +69,12 @@ class _WideLinear(torch.autograd.Function):
         return dx_TH, dw_EH
 
 
-def wide_linear(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+def wide_linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     """x Wᵀ in float32, of bf16 operands."""
     return _WideLinear.apply(x_TH, weight_EH)
 
 
-def widened_linear(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+def widened_linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     """x Wᵀ in float32 or wider, of operands that are widened first."""
     wide = at_least_single(x_TH.dtype)
     return x_TH.to(wide) @ weight_EH.to(wide).t()

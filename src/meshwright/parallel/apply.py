@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.describe import legality
@@ -63,14 +63,12 @@ class Parallel(Sharded):
     model: Model
     loss: Loss
     pipeline: Pipeline | None = None
-    position_ids: torch.Tensor | None = None  # of this rank's tokens in the sequence; None: it has the whole sequence
-    tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
+    position_ids: Tensor | None = None  # of this rank's tokens in the sequence; None: it has the whole sequence
+    tokens: Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
     step: int = -1  # the current one; -1 before the first
-    samples_B: torch.Tensor | None = None  # a hash of each of this rank's samples in this step: dropout draws from it
-    documents_BS: torch.Tensor | None = (
-        None  # the document of each token of these samples; None: attention is not limited
-    )
-    targets: torch.Tensor | None = None  # of the batch that runs
+    samples_B: Tensor | None = None  # a hash of each of this rank's samples in this step: dropout draws from it
+    documents_BS: Tensor | None = None  # the document of each token of these samples; None: attention is not limited
+    targets: Tensor | None = None  # of the batch that runs
     fuses_loss: bool = False  # the head of the last stage returns the loss instead of logits
     compilation: Compilation = field(default_factory=Compilation)  # what is compiled, and what is not
     gathered_weights: Fp8Weights | None = None  # that ZeRO-3 gathers in fp8
@@ -83,7 +81,7 @@ class Parallel(Sharded):
     def description(self) -> dict[str, Any]:
         return self.model.as_dict()
 
-    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run all micro-batches of this rank's share of the batch. Returns this rank's part of the loss; zero where the
         loss is computed on another pipeline stage."""
         total, self.targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device), targets
@@ -103,9 +101,7 @@ class Parallel(Sharded):
         return total
 
     @torch.no_grad()
-    def evaluate(
-        self, inputs: torch.Tensor, targets: torch.Tensor, documents_BS: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def evaluate(self, inputs: Tensor, targets: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         """This rank's part of the loss, summed over valid tokens: forward only, without dropout. Zero where the loss is computed
         on another pipeline stage."""
         self.documents_BS, self.targets, self.tokens = documents_BS, targets, 1.0
@@ -127,7 +123,7 @@ class Parallel(Sharded):
         zero.reshard(self.stages.values())
         return total
 
-    def begin_step(self, step: int, samples: Sequence[int], documents_BS: torch.Tensor | None = None) -> None:
+    def begin_step(self, step: int, samples: Sequence[int], documents_BS: Tensor | None = None) -> None:
         """Set the inputs of dropout and attention masks: the samples of this step, and the documents of their tokens."""
         self.step, self.samples_B = step, sample_hashes(self.seed, step, samples, torch.device(self.mesh.device))
         self.documents_BS = documents_BS
@@ -148,7 +144,7 @@ class Parallel(Sharded):
         samples_B, documents_BS = (x if x is None else x[rows] for x in (self.samples_B, self.documents_BS))
         return within(samples_B=samples_B, documents_BS=documents_BS, targets=targets)
 
-    def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
         return output if self.fuses_loss else self.loss(output, target) / self.tokens
 
     def balance_experts(self, updated: bool = True) -> dict[str, float]:
@@ -157,7 +153,7 @@ class Parallel(Sharded):
         pieces = self.pieces if updated else []
         return balance.balance(self.stages.values(), pieces, self.mesh, masters) if self.model.experts else {}
 
-    def set_tokens(self, tokens: torch.Tensor, scale: float) -> None:
+    def set_tokens(self, tokens: Tensor, scale: float) -> None:
         """Set the global number of valid tokens of the step, which may be 0, and the loss scale."""
         self.tokens = tokens.clamp(min=1.0) / scale
         self.set_scale(scale)
@@ -206,7 +202,7 @@ def apply(
     stages: dict[int, nn.Module] = {}
     pieces: list[Piece] = []
     reductions: list[reduction.Reduction] = []
-    position_ids: torch.Tensor | None = None
+    position_ids: Tensor | None = None
     in_fp8 = weights_gathered_in_fp8(plan, mesh, dtype)
     for i, layers in stages_of(model, plan, program, mesh).items():
         module = stages[i] = build(model, layers).to(kept)

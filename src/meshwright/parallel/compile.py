@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -149,7 +150,7 @@ def compile_experts(moe: Any) -> None:
     moe.forward = torch.compiler.disable(moe.forward)
 
 
-def compiled(function: Callable[..., torch.Tensor], one_graph: bool = True) -> Callable[..., torch.Tensor]:
+def compiled(function: Callable[..., Tensor], one_graph: bool = True) -> Callable[..., Tensor]:
     """The compiled form of a function of tensors, or of a method of a module. Hooks on the module stay outside of the graph."""
     return torch.compile(function, fullgraph=one_graph, dynamic=False, backend=BACKEND)
 

@@ -21,7 +21,7 @@ In a compiled graph the collectives are operators (`operators`), which compute t
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
@@ -29,7 +29,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel import operators
 
 
-def all_reduce(tensor: torch.Tensor, group: ProcessGroup, operation: str = "sum") -> torch.Tensor:
+def all_reduce(tensor: Tensor, group: ProcessGroup, operation: str = "sum") -> Tensor:
     """The sum or the maximum ("max") over the group, in place if the tensor is contiguous."""
     if torch.compiler.is_compiling():
         return operators.all_reduce(tensor, operation, group.group_name)
@@ -38,14 +38,14 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup, operation: str = "sum"
     return tensor
 
 
-def sum_together(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
+def sum_together(tensors: list[Tensor], group: ProcessGroup) -> None:
     """Sum each of several tensors over the group, in place, with one all-reduce."""
     together = all_reduce(torch.cat([t.flatten() for t in tensors]), group)
     for tensor, summed in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(summed.view_as(tensor))
 
 
-def all_gather(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+def all_gather(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """The ranks' tensors of equal shape, one after the other along `dim`."""
     front = to_front(tensor, dim)
     if torch.compiler.is_compiling():
@@ -55,7 +55,7 @@ def all_gather(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Ten
     return from_front(whole, dim)
 
 
-def reduce_scatter(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum over the group."""
     ranks, _ = size_and_rank(group)
     check_divides(tensor, ranks, dim)
@@ -74,7 +74,7 @@ def size_and_rank(group: ProcessGroup) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-def check_divides(tensor: torch.Tensor, ranks: int, dim: int) -> None:
+def check_divides(tensor: Tensor, ranks: int, dim: int) -> None:
     if tensor.shape[dim] % ranks:
         raise MeshwrightError(
             "MW-TP-006",
@@ -84,12 +84,12 @@ def check_divides(tensor: torch.Tensor, ranks: int, dim: int) -> None:
         )
 
 
-def to_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def to_front(tensor: Tensor, dim: int) -> Tensor:
     """Contiguous with `dim` first: nothing is copied where all dimensions before it are 1, as with a batch of one sequence."""
     return tensor.movedim(dim, 0).contiguous()
 
 
-def from_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def from_front(tensor: Tensor, dim: int) -> Tensor:
     """The inverse of `to_front`, with the strides of a new tensor: torch compares the strides of pipeline messages even of
     size 1, and a split backward detaches a stage's output in place, which autograd refuses for a view."""
     back = tensor.movedim(0, dim)
@@ -98,19 +98,19 @@ def from_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 class _CopyIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_reduce(gradient, ctx.group), None
 
 
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         if torch.compiler.is_compiling():
             return operators.all_reduce(x, "sum", group.group_name)
         distributed.all_reduce(x, group=group)
@@ -118,50 +118,50 @@ class _ReduceOut(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
 class _GatherIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return all_gather(x, group, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(gradient, ctx.group, ctx.dim), None, None
 
 
 class _ScatterOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return reduce_scatter(x, group, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return all_gather(x, group, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ranks, rank = size_and_rank(ctx.group)
         return gradient.chunk(ranks, ctx.dim)[rank].contiguous(), None, None
 
 
 class _Divide(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         ranks, rank = size_and_rank(group)
         check_divides(x, ranks, dim)
@@ -169,30 +169,30 @@ class _Divide(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 
 
-def copy_in(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def copy_in(x: Tensor, group: ProcessGroup) -> Tensor:
     return _CopyIn.apply(x, group)
 
 
-def reduce_out(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def reduce_out(x: Tensor, group: ProcessGroup) -> Tensor:
     """In place: `x` must be a product's fresh output."""
     return _ReduceOut.apply(x, group)
 
 
-def gather_in(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+def gather_in(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _GatherIn.apply(x, group, dim)
 
 
-def scatter_out(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+def scatter_out(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _ScatterOut.apply(x, group, dim)
 
 
-def join(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+def join(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _Join.apply(x, group, dim)
 
 
-def divide(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+def divide(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _Divide.apply(x, group, dim)

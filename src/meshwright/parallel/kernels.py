@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -33,7 +33,7 @@ def choose_loss(model: Model, mesh: Mesh, compilation: Compilation) -> Loss:
     start, _ = even_range(size, group.size(), group.rank())
     summed = maybe_compiled(lambda logits, target: vocabulary.sum_of_losses(logits, target, start, group))
 
-    def loss(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
+    def loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
         vocabulary.check_targets(target_BS, size)
         return summed(logits_BSV, target_BS)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import distributed_c10d
 
 # torch 2.13 renamed them; the old names warn there and are the only ones before.
@@ -41,19 +41,19 @@ def size_and_rank(group: str) -> tuple[int, int]:
 
 
 @torch.library.custom_op("meshwright::all_reduce", mutates_args=())
-def all_reduce(x: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(out, REDUCTIONS[operation], group=group_named(group))
     return out
 
 
 @all_reduce.register_fake
-def _(x: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+def _(x: Tensor, operation: str, group: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("meshwright::all_gather", mutates_args=())
-def all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
+def all_gather(x: Tensor, group: str) -> Tensor:
     """The ranks' tensors one after the other along the first dimension."""
     members = group_named(group)
     out = x.new_empty((x.shape[0] * members.size(), *x.shape[1:]))
@@ -62,12 +62,12 @@ def all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @all_gather.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
+def _(x: Tensor, group: str) -> Tensor:
     return x.new_empty((x.shape[0] * group_named(group).size(), *x.shape[1:]))
 
 
 @torch.library.custom_op("meshwright::reduce_scatter", mutates_args=())
-def reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
+def reduce_scatter(x: Tensor, group: str) -> Tensor:
     """This rank's slice along the first dimension of the sum."""
     members = group_named(group)
     out = x.new_empty((x.shape[0] // members.size(), *x.shape[1:]))
@@ -76,12 +76,12 @@ def reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @reduce_scatter.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
+def _(x: Tensor, group: str) -> Tensor:
     return x.new_empty((x.shape[0] // group_named(group).size(), *x.shape[1:]))
 
 
 @torch.library.custom_op("meshwright::all_to_all", mutates_args=())
-def all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
+def all_to_all(x: Tensor, group: str) -> Tensor:
     """Equal slices along the first dimension: the p-th is sent to rank p and received from rank p."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     distributed.all_to_all_single(out, x.contiguous(), group=group_named(group))
@@ -89,5 +89,5 @@ def all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @all_to_all.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
+def _(x: Tensor, group: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.sharding import Box
@@ -37,7 +37,7 @@ class Piece:
     def boxes(self) -> tuple[Box, ...]:
         return self.fused or (self.box,)
 
-    def views(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    def views(self, local: Tensor) -> list[tuple[Box, Tensor]]:
         """Each box with its part of this rank's tensor: the parameter, its gradient or a state of the optimizer."""
         if not self.fused:
             return [(self.box, local)]
@@ -58,15 +58,15 @@ class Piece:
         return self.box.local_start
 
     @property
-    def local(self) -> torch.Tensor:
+    def local(self) -> Tensor:
         return local_tensor(self.parameter)
 
     @property
-    def gradient(self) -> torch.Tensor:
+    def gradient(self) -> Tensor:
         gradient = self.parameter.grad
         return torch.zeros_like(self.local) if gradient is None else local_tensor(gradient)
 
-    def part_of(self, full: torch.Tensor) -> torch.Tensor:
+    def part_of(self, full: Tensor) -> Tensor:
         """This piece of a full tensor."""
         return box_of(full, self.start, self.local.shape)
 
@@ -107,7 +107,7 @@ def plain_piece(piece: Piece) -> Piece:
     return replace(piece, parameter=shard)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor on this rank. Outside autograd: within it each call costs 25 µs, which a step pays for each parameter several times."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -155,7 +155,7 @@ def initialise(pieces: list[Piece], weights: Weights) -> None:
     """Set every piece to its box of the initial weights. Drawing large tensors takes seconds per billion numbers, so some are drawn at once, by
     threads."""
 
-    def read(piece: Piece) -> torch.Tensor:
+    def read(piece: Piece) -> Tensor:
         return weights.read(piece.name, piece.full_shape, piece.start, piece.local.shape)
 
     large = [p for p in pieces if prod(p.full_shape) >= LARGE] if isinstance(weights, DrawnWeights) else []

@@ -35,7 +35,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.torch_version import TorchVersion
 
@@ -46,7 +46,7 @@ from meshwright.parallel.data.reduction import Reduction, reductions_in
 from meshwright.parallel.mesh import Mesh
 from meshwright.programs.pipelines.program import PipelineProgram
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 Scope = Callable[[int], AbstractContextManager[None]]
 KINDS = {"F": "FORWARD", "B": "FULL_BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
 
@@ -106,8 +106,8 @@ class Stage(PipelineStage):
         count: int,
         mesh: Mesh,
         reduction: Reduction,
-        inputs: torch.Tensor | tuple[torch.Tensor, ...],
-        outputs: torch.Tensor | tuple[torch.Tensor, ...],
+        inputs: Tensor | tuple[Tensor, ...],
+        outputs: Tensor | tuple[Tensor, ...],
     ) -> None:
         super().__init__(
             module,
@@ -120,7 +120,7 @@ class Stage(PipelineStage):
         )
         self.reduction = reduction
         self.scope: Scope = no_scope
-        self.shape_of_input = inputs if isinstance(inputs, torch.Tensor) else inputs[0]  # a meta tensor
+        self.shape_of_input = inputs if isinstance(inputs, Tensor) else inputs[0]  # a meta tensor
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.scope(fwd_chunk_id):
@@ -184,7 +184,7 @@ class Pipeline:
         lists = self.runtime.pipeline_order_with_comms
         self.runtime.pipeline_order_with_comms = {rank: receive_early(actions) for rank, actions in lists.items()}
 
-    def run(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+    def run(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Run all micro-batches of a step, forward and backward. Returns the summed loss on the rank of the last stage."""
         if len(inputs) % self.microbatches:
             raise MeshwrightError(
@@ -192,27 +192,27 @@ class Pipeline:
                 f"{len(inputs)} samples do not divide into {self.microbatches} micro-batches",
                 why="The shapes between stages are fixed in advance: all micro-batches must be equal",
             )
-        losses: list[torch.Tensor] = []
+        losses: list[Tensor] = []
         arguments = (inputs,) if self.first else ()
         self.runtime.step(*arguments, target=targets if self.last else None, losses=losses, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     @property
-    def receive_buffers(self) -> list[torch.Tensor]:
+    def receive_buffers(self) -> list[Tensor]:
         """The buffers that torch keeps from the first step on: one for each message that a step receives."""
         tables = (table for stage in self.stages for table in (stage.args_recv_info, stage.grad_recv_info))
         infos = (info for table in tables for of_message in table.values() for info in of_message)
         buffers = (getattr(info, "buffer", None) for info in infos)  # none where an argument is the input of the model
-        return [buffer for buffer in buffers if isinstance(buffer, torch.Tensor)]
+        return [buffer for buffer in buffers if isinstance(buffer, Tensor)]
 
     @torch.no_grad()
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor | None:
+    def evaluate(self, inputs: Tensor, targets: Tensor, loss: Loss) -> Tensor | None:
         """The summed loss of all micro-batches, forward only, on the rank of the last stage.
 
         Each rank runs its stages in the order (micro-batch, stage), receives the input of a stage from the rank before and sends
         its output on. Sends do not wait, so ranks work on different micro-batches at the same time."""
         group, rank_of, total = self.mesh.group("pp"), self.program.rank_of, None
-        messages: list[tuple[distributed.Work | None, torch.Tensor]] = []
+        messages: list[tuple[distributed.Work | None, Tensor]] = []
         for i, (x, target) in enumerate(
             zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True)
         ):

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -45,7 +45,7 @@ class _AllFilled(Exception):
 class _Handle:
     """A placeholder for one tensor that the original forward saved."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.kind = tensor.shape, tensor.dtype
 
 
@@ -53,12 +53,12 @@ class _SaveArguments(torch.autograd.Function):
     """Saves the arguments through autograd, so that hooks outside apply to them."""
 
     @staticmethod
-    def forward(ctx: Any, switch: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, switch: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return switch.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise AssertionError("nothing depends on the output of _SaveArguments")
 
 
@@ -76,8 +76,8 @@ class _Call:
 
     def __init__(self, function: Callable[..., Any], args: tuple, module: nn.Module | None) -> None:
         self.function, self.module = function, module
-        self.tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
-        self.other_args = [None if isinstance(a, torch.Tensor) else a for a in args]
+        self.tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        self.other_args = [None if isinstance(a, Tensor) else a for a in args]
         kept = [args[i] for i in self.tensors]
         self.kept = _SaveArguments.apply(
             torch.empty(0, requires_grad=True), *kept
@@ -91,14 +91,14 @@ class _Call:
         self.autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
         self.context = current()  # dropout reads the samples of the step from it
         self.handles: list[weakref.ref[_Handle]] = []
-        self.values: weakref.WeakKeyDictionary[_Handle, torch.Tensor] = weakref.WeakKeyDictionary()
+        self.values: weakref.WeakKeyDictionary[_Handle, Tensor] = weakref.WeakKeyDictionary()
 
-    def pack(self, tensor: torch.Tensor) -> _Handle:
+    def pack(self, tensor: Tensor) -> _Handle:
         handle = _Handle(tensor)
         self.handles.append(weakref.ref(handle))
         return handle
 
-    def unpack(self, handle: _Handle) -> torch.Tensor:
+    def unpack(self, handle: _Handle) -> Tensor:
         if handle not in self.values:
             self.rerun()
         if handle not in self.values:
@@ -119,7 +119,7 @@ class _Call:
         last = max(i for i, h in enumerate(self.handles) if h() is not None)
         collected = 0
 
-        def collect(tensor: torch.Tensor) -> None:
+        def collect(tensor: Tensor) -> None:
             nonlocal collected
             handle = next(handles)
             if handle is not None and handle.kind != (tensor.shape, tensor.dtype):

@@ -14,21 +14,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.models.step_context import current, within
 
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
 
 
-def without_history(tensor: torch.Tensor) -> torch.Tensor:
+def without_history(tensor: Tensor) -> Tensor:
     """The same memory outside the graph. A hook that returned the output of an operator as it is would make the operator keep itself alive: if no
     later backward reaches it (the second half of a split one does not reach attention), its tensors would never be freed."""
     return tensor.detach()
 
 
-def is_saved_as_share(tensor: torch.Tensor) -> bool:
+def is_saved_as_share(tensor: Tensor) -> bool:
     """Whether saving this tensor for backward saves a share of it only: cheaper than saving anything that was computed from it. In a
     compiled graph the compiler decides what is saved."""
     if torch.compiler.is_compiling():

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.describe.plan import Plan
@@ -65,7 +65,7 @@ class Sharded:
         """The network, ready for JSON."""
         raise NotImplementedError
 
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Tensors of the state that are not parameters, and whether this rank is the first that holds them."""
         yield from ()
 
@@ -78,7 +78,7 @@ class Sharded:
         group = self.mesh.group(axis)
         return [] if group is None else [group]
 
-    def all_reduce(self, values: torch.Tensor, axis: str) -> torch.Tensor:
+    def all_reduce(self, values: Tensor, axis: str) -> Tensor:
         """Sum `values` in place over the ranks of an axis."""
         for group in self.groups(axis):
             distributed.all_reduce(values, group=group)

@@ -2,8 +2,7 @@
 
 `apply` calls these functions in its fixed order."""
 
-import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -48,7 +47,7 @@ def shard_stage(
     workload: Workload,
     mesh: Mesh,
     copies: distributed.ProcessGroup | None,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Apply the strategies that change layers from the inside to a stage on the meta device. Returns the positions of this
     rank's tokens under context parallelism."""
     group, ring = mesh.group("tp"), mesh.group("cp")

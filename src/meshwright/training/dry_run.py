@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -78,7 +78,7 @@ def balanced_routing() -> Iterator[None]:
     """While active, routers choose every expert equally often."""
     route, exchange, by_expert = Router.forward, ParallelPlacement.exchange_counts, ExpertDispatch._by_expert
 
-    def forward(router: Router, x_TH: torch.Tensor, tokens: Any) -> Routing:
+    def forward(router: Router, x_TH: Tensor, tokens: Any) -> Routing:
         routing = route(router, x_TH, tokens)
         counts: Any = Counts.balanced(len(routing.token_R), router.experts)
         return replace(routing, counts_E=counts)
@@ -88,7 +88,7 @@ def balanced_routing() -> Iterator[None]:
         ranks, mine = placement.mesh.size("expert_tp"), placement.mesh.index("ep")
         return np.broadcast_to(outgoing[mine], (ranks, placement.ep_size, outgoing.shape[1])).view(Counts)
 
-    def rows_by_expert(dispatch: ExpertDispatch, device: torch.device) -> torch.Tensor:
+    def rows_by_expert(dispatch: ExpertDispatch, device: torch.device) -> Tensor:
         return torch.arange(int(dispatch.incoming.sum()), device=device)
 
     replaced: tuple[tuple[Any, str, Any, Any], ...] = (
@@ -185,7 +185,7 @@ def run_fake_rank(config: Config, rank: int) -> None:
 class NoWeights:
     """Initial weights without values."""
 
-    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> Tensor:
         return torch.empty(tuple(shape))
 
 

@@ -141,13 +141,7 @@ class RunFolder:
             fresh = environment()
             lists = {"hosts": fresh["hosts"], "agents": about.pop("agents", [])}
             lists = {name: list(dict.fromkeys([*before.get(name, ()), *new])) for name, new in lists.items()}
-            folder.about = {
-                **before,
-                **fresh,
-                **about,
-                "started": before.get("started", fresh["started"]),
-                **lists,
-            }
+            folder.about = {**before, **fresh, **about, "started": before.get("started", fresh["started"]), **lists}
             folder.about |= {"version": VERSION, "attempts": list(before.get("attempts", ()))}
         return folder
 

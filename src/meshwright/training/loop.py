@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
+from torch import Tensor
 
 from meshwright.describe.optimizer import Optimizer
 from meshwright.parallel.apply import Parallel
@@ -124,6 +125,6 @@ class Trainer:
         """Learning rate of the current step, before the factors of parameter groups."""
         return base_rate(self.settings, self.parallel.workload) * share_at(self.settings, self.step)
 
-    def counted_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def counted_loss(self, loss: Tensor) -> Tensor:
         """Return the loss on the first rank of each tp group, zero on the others, which compute the same loss."""
         return loss if self.parallel.mesh.index("tp") == 0 else torch.zeros_like(loss)

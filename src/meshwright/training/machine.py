@@ -83,10 +83,7 @@ def resolve_backend(backend: str, device: str) -> str:
     valid = {"cuda": ["nccl"], SHARED: ["meshwright"]}.get(device, ["gloo", "meshwright"])
     if backend not in valid:
         raise MeshwrightError(
-            "MW-RANK-005",
-            f"the backend {backend} does not run on {device}",
-            valid=valid,
-            fix="--backend auto",
+            "MW-RANK-005", f"the backend {backend} does not run on {device}", valid=valid, fix="--backend auto"
         )
     return backend
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from meshwright.describe import hf
 from meshwright.describe.files import read_text
@@ -53,7 +54,7 @@ class Tensors(Protocol):
 
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, box: Box) -> torch.Tensor: ...
+    def read(self, name: str, box: Box) -> Tensor: ...
 
 
 class Fp8Tensors:
@@ -81,7 +82,7 @@ class Fp8Tensors:
                 )
         return shape
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read(self, name: str, box: Box) -> Tensor:
         values = self.stored.read(name, box)
         if name + SCALE not in self.all_names:
             return values
@@ -127,7 +128,7 @@ class Mxfp4Tensors:
         experts, d_out, groups, _ = blocks
         return experts, groups * GROUP, d_out
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read(self, name: str, box: Box) -> Tensor:
         if name not in self.packed:
             return self.stored.read(name, box)
         experts, d_in, d_out = box
@@ -138,7 +139,7 @@ class Mxfp4Tensors:
         return values[..., d_in.start % GROUP :][..., : d_in.stop - d_in.start].transpose(1, 2)
 
 
-def unpacked(packed_EOGB: torch.Tensor, exponents_EOG: torch.Tensor) -> torch.Tensor:
+def unpacked(packed_EOGB: Tensor, exponents_EOG: Tensor) -> Tensor:
     """[E, O, 32·G] in fp32: the numbers of MXFP4 blocks."""
     value_of = torch.tensor([*E2M1, *(-v for v in E2M1)])
     halves = torch.stack((packed_EOGB & 0x0F, packed_EOGB >> 4), dim=-1).flatten(-2)
@@ -220,7 +221,7 @@ class StoredTensors:
     def dtype(self, name: str) -> torch.dtype:
         return self._file(name).entries[name].dtype
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read(self, name: str, box: Box) -> Tensor:
         return self._file(name).read(name, box)
 
     def _file(self, name: str) -> SafetensorsFile:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.errors import MeshwrightError, cannot_write
 
@@ -72,7 +73,7 @@ class SafetensorsFile:
         entries = {n: StoredTensor(n, DTYPES[s.get_dtype()], tuple(s.get_shape())) for n, s in slices.items()}
         return cls(Path(path), entries, data)
 
-    def read(self, name: str, box: tuple[slice, ...] = ()) -> torch.Tensor:
+    def read(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
         """A copy of a slice of a tensor; without `box` the whole tensor."""
         part = self.data.get_slice(name)[box].contiguous() if box else self.data.get_tensor(name)
         self.bytes_read += part.nbytes
@@ -89,7 +90,7 @@ def damaged(path: Path, why: str) -> MeshwrightError:
 
 
 def write_safetensors(
-    path: Path, tensors: Iterable[StoredTensor], value: Callable[[str], torch.Tensor], metadata: dict[str, str]
+    path: Path, tensors: Iterable[StoredTensor], value: Callable[[str], Tensor], metadata: dict[str, str]
 ) -> None:
     """Write a file tensor by tensor: `value(name)` is called once for each, so that one tensor is in memory at a time."""
     tensors = list(tensors)

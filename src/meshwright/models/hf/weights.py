@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.describe import hf
 from meshwright.describe.files import write_text
@@ -53,7 +54,7 @@ class FolderWeights:
     def bytes_read(self) -> int:
         return self.folder.stored.bytes_read
 
-    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """A box of a parameter. Rows that pad the vocabulary are zero."""
         place, shape = self.places[name], list(shape)
         inner = 1 if place.experts else 0
@@ -158,7 +159,7 @@ def export(
     check_room(out, total)
     written = 0
 
-    def value(name: str) -> torch.Tensor:
+    def value(name: str) -> Tensor:
         nonlocal written
         made = assembled(parts[name], weights, dtype)
         written += made.nbytes
@@ -203,7 +204,7 @@ def contributions(model: Model, family: str) -> dict[str, list[Contribution]]:
     return out
 
 
-def assembled(parts: Sequence[Contribution], weights: Weights, dtype: torch.dtype) -> torch.Tensor:
+def assembled(parts: Sequence[Contribution], weights: Weights, dtype: torch.dtype) -> Tensor:
     """One tensor of theirs."""
     whole = torch.empty(parts[0].place.shape, dtype=dtype)
     for part in parts:
@@ -236,7 +237,7 @@ def sharded(tensors: Sequence[StoredTensor], most: int) -> list[list[StoredTenso
 
 
 def write_shards(
-    folder: Path, shards: Sequence[Sequence[StoredTensor]], value: Callable[[str], torch.Tensor], total: int
+    folder: Path, shards: Sequence[Sequence[StoredTensor]], value: Callable[[str], Tensor], total: int
 ) -> int:
     """Write the files and, for several, their index. Returns the number of files."""
     count = len(shards)

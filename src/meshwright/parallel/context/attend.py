@@ -16,6 +16,7 @@ The compiler sees the shapes of the results only, so all ranks run the same mess
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.dropout import Dropped
@@ -26,38 +27,29 @@ from meshwright.parallel.operators import group_named
 
 
 def attend_over_ring(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    context: Context,
-    sinks: torch.Tensor | None = None,
-    overlaps: bool = True,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None = None, overlaps: bool = True
+) -> Tensor:
     return attend(q, k, v, sinks, context, "ring" if overlaps else "sequential-ring")
 
 
-def attend_over_gathered(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
+def attend_over_gathered(q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None = None) -> Tensor:
     return attend(q, k, v, sinks, context, "all-gather")
 
 
 def tiled_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pattern: AttentionPattern,
     dropped: Dropped | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention to a whole sequence on this rank, in tiles, so that not all probabilities are in memory at once. `sinks` [B, N, S]
     holds the sink of each query."""
     return attend(q, k, v, sinks, Context(None, ((range(q.shape[2]),),), pattern, dropped), "local")
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context, kind: str
-) -> torch.Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context, kind: str) -> Tensor:
     if not torch.compiler.is_compiling():
         return _Attend.apply(q, k, v, sinks, context, kind)
     group, runs, pattern, dropped = context
@@ -72,15 +64,7 @@ def attend(
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        context: Context,
-        kind: str,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context, kind: str) -> Tensor:
         output, lse_BNS = TRANSPORTS[kind].forward(q, k, v, sinks, context)
         ctx.context, ctx.kind = context, kind
         ctx.save_for_backward(q, k, v, output, lse_BNS, sinks)
@@ -88,14 +72,14 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple:
         gradients = TRANSPORTS[ctx.kind].backward(SavedForward(*ctx.saved_tensors), grad_output, ctx.context)
         return *gradients, None, None
 
 
 def context_of(
-    documents_BS: torch.Tensor | None,
-    sample_B: torch.Tensor | None,
+    documents_BS: Tensor | None,
+    sample_B: Tensor | None,
     edges: list[int],
     runs_per_rank: int,
     heads: list[int],
@@ -117,12 +101,12 @@ def context_of(
 
 @torch.library.custom_op("meshwright::attend_blocks", mutates_args=())
 def attend_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    documents_BS: torch.Tensor | None,
-    sample_B: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    documents_BS: Tensor | None,
+    sample_B: Tensor | None,
     edges: list[int],
     runs_per_rank: int,
     heads: list[int],
@@ -134,7 +118,7 @@ def attend_blocks(
     softcap: float,
     kind: str,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     context = context_of(
         documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, chunked, softcap, group
     )
@@ -143,21 +127,21 @@ def attend_blocks(
 
 
 @attend_blocks.register_fake
-def _(q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=at_least_single(q.dtype))
 
 
 @torch.library.custom_op("meshwright::attend_blocks_backward", mutates_args=())
 def attend_blocks_backward(
-    grad_output: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    lse_BNS: torch.Tensor,
-    sinks: torch.Tensor | None,
-    documents_BS: torch.Tensor | None,
-    sample_B: torch.Tensor | None,
+    grad_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse_BNS: Tensor,
+    sinks: Tensor | None,
+    documents_BS: Tensor | None,
+    sample_B: Tensor | None,
     edges: list[int],
     runs_per_rank: int,
     heads: list[int],
@@ -169,7 +153,7 @@ def attend_blocks_backward(
     softcap: float,
     kind: str,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and the sinks (empty without sinks)."""
     context = context_of(
         documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, chunked, softcap, group
@@ -194,7 +178,7 @@ def _save(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad_output: torch.Tensor, _: Any) -> tuple:
+def _backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple:
     q, k, v, output, lse_BNS, sinks, documents_BS, sample_B = ctx.saved_tensors
     rest: Gradients = attend_blocks_backward(
         grad_output, q, k, v, output, lse_BNS, sinks, documents_BS, sample_B, *ctx.rest

@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.models.documents import same_document
 from meshwright.models.dropout import Dropped
@@ -62,12 +63,12 @@ class AttentionPattern(NamedTuple):
 
     causal: bool
     window: int = 0
-    documents_BS: torch.Tensor | None = None
+    documents_BS: Tensor | None = None
     scale: float | None = None
     chunked: bool = False
     softcap: float = 0.0
 
-    def scale_of(self, q: torch.Tensor) -> float:
+    def scale_of(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
@@ -76,7 +77,7 @@ class Tile(NamedTuple):
 
     rows: slice
     columns: slice
-    mask: torch.Tensor | None
+    mask: Tensor | None
 
 
 def rectangles(queries: Runs, keys: Runs, pattern: AttentionPattern) -> list[Rectangle]:
@@ -142,20 +143,20 @@ class BlockAttention:
 
     def __init__(
         self,
-        q_BNSD: torch.Tensor,
+        q_BNSD: Tensor,
         queries: Runs,
         pattern: AttentionPattern,
         dropped: Dropped | None = None,
-        sinks_BNS: torch.Tensor | None = None,
+        sinks_BNS: Tensor | None = None,
     ) -> None:
         self.q, self.queries, self.pattern, self.dropped = q_BNSD, queries, pattern, dropped
         self.scale = pattern.scale_of(q_BNSD)
-        self.output_BNSD: torch.Tensor | None = None
+        self.output_BNSD: Tensor | None = None
         self.lse_BNS = q_BNSD.new_full(q_BNSD.shape[:-1], -torch.inf, dtype=at_least_single(q_BNSD.dtype))
         if sinks_BNS is not None:
             self.lse_BNS.copy_(sinks_BNS)
 
-    def attend_block(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, keys: Runs) -> None:
+    def attend_block(self, k_BKSD: Tensor, v_BKSD: Tensor, keys: Runs) -> None:
         if self.output_BNSD is None:
             shape = (*self.q.shape[:-1], v_BKSD.shape[-1])
             self.output_BNSD = self.q.new_zeros(shape, dtype=self.lse_BNS.dtype)
@@ -176,7 +177,7 @@ class BlockAttention:
                 tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
                 self._merge(part, *_tile_forward(*tile, mask, kept, self.scale, self.pattern.softcap))
 
-    def _merge(self, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
+    def _merge(self, rows: slice, output: Tensor, lse: Tensor) -> None:
         assert self.output_BNSD is not None
         before, merged = self.lse_BNS[:, :, rows], self.output_BNSD[:, :, rows]
         after = torch.logaddexp(before, lse)
@@ -190,10 +191,10 @@ class BlockGradients:
 
     def __init__(
         self,
-        grad_output: torch.Tensor,
-        q: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor,
+        grad_output: Tensor,
+        q: Tensor,
+        output: Tensor,
+        lse: Tensor,
         queries: Runs,
         pattern: AttentionPattern,
         dropped: Dropped | None = None,
@@ -205,13 +206,13 @@ class BlockGradients:
         self.dq = q.new_zeros(q.shape, dtype=at_least_single(q.dtype))
         self.delta_BNS = (grad_output.to(self.dq.dtype) * output.to(self.dq.dtype)).sum(-1)
 
-    def of_sinks(self, sinks_BNS: torch.Tensor | None) -> torch.Tensor | None:
+    def of_sinks(self, sinks_BNS: Tensor | None) -> Tensor | None:
         """The gradient of the sink of each query; None without sinks."""
         if sinks_BNS is None:
             return None
         return -((sinks_BNS - self.lse).exp_() * self.delta_BNS).to(sinks_BNS.dtype)
 
-    def attend_block(self, k: torch.Tensor, v: torch.Tensor, keys: Runs, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def attend_block(self, k: Tensor, v: Tensor, keys: Runs, dk: Tensor, dv: Tensor) -> None:
         """Run backward through one block: add to `dk` and `dv`, the gradients of its keys and values."""
         for r in rectangles(self.queries, keys, self.pattern):
             shared = shared_documents(r, self.queries, keys, self.pattern)
@@ -267,7 +268,7 @@ def shared_documents(r: Rectangle, queries: Runs, keys: Runs, pattern: Attention
     return "all" if torch.equal(first, last) else "some"
 
 
-def _tiles(q: torch.Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern) -> Iterator[Tile]:
+def _tiles(q: Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern) -> Iterator[Tile]:
     """Yield the tiles of a rectangle, at most `TILE` scores each."""
     if shared_documents(r, queries, keys, pattern) == "all":
         yield from _position_tiles(q, r, queries, keys, pattern)
@@ -282,9 +283,7 @@ def _tiles(q: torch.Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern: At
             yield Tile(rows, columns, (same.to(q.device) if mask is None else same.to(q.device) & mask).unsqueeze(2))
 
 
-def _position_tiles(
-    q: torch.Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern
-) -> Iterator[Tile]:
+def _position_tiles(q: Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern) -> Iterator[Tile]:
     """The tiles with what causality and the window make visible."""
     length, width = r.queries.stop - r.queries.start, r.keys.stop - r.keys.start
     step = max(1, TILE // max(1, q.shape[0] * q.shape[1] * width))
@@ -303,7 +302,7 @@ def _position_tiles(
             yield Tile(rows, columns, _mask(row_ids[rows], column_ids[columns], applied).to(q.device))
 
 
-def _reach(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern) -> slice:
+def _reach(rows: Tensor, columns: Tensor, pattern: AttentionPattern) -> slice:
     """The range of columns that at least one of the rows can see; rows and columns are ascending."""
     low, high = int(rows[0]), int(rows[-1])
     if pattern.chunked:
@@ -315,7 +314,7 @@ def _reach(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern)
     return slice(start, stop)
 
 
-def _mask(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern) -> torch.Tensor:
+def _mask(rows: Tensor, columns: Tensor, pattern: AttentionPattern) -> Tensor:
     distance = rows[:, None] - columns[None, :]
     if pattern.chunked:
         near = rows[:, None] // pattern.window == columns[None, :] // pattern.window
@@ -324,28 +323,21 @@ def _mask(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern) 
     return near & (distance >= 0) if pattern.causal else near
 
 
-def position_ids(runs: Runs) -> torch.Tensor:
+def position_ids(runs: Runs) -> Tensor:
     """The positions of all runs, one after the other."""
     return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 def _kept(
     dropped: Dropped | None, r: Rectangle, queries: Runs, keys: Runs, rows: slice, columns: slice, dtype: torch.dtype
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """The dropout factors of a tile's probabilities; None without dropout."""
     if dropped is None:
         return None
     return dropped.factor(position_ids(queries)[r.queries][rows], position_ids(keys)[r.keys][columns], dtype)
 
 
-def _probabilities(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-) -> Any:
+def _probabilities(q: Tensor, k: Tensor, lse: Tensor | None, mask: Tensor | None, scale: float, softcap: float) -> Any:
     """exp(s − ℓ) [B, K, G·R, S], ℓ [B, K, G·R], and the slope of the soft cap (None without one). Without a given ℓ, that of this
     block is computed."""
     groups = q.shape[1] // k.shape[1]
@@ -363,13 +355,7 @@ def _probabilities(
 
 
 def _tile_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    kept: torch.Tensor | None,
-    scale: float,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor | None, scale: float, softcap: float
 ) -> Any:
     q, k, v = (x.to(at_least_single(x.dtype)) for x in (q, k, v))
     probability, lse, _ = _probabilities(q, k, None, mask, scale, softcap)
@@ -380,17 +366,17 @@ def _tile_forward(
 
 
 def _tile_backward(
-    grad_output: torch.Tensor,
-    q: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    kept: torch.Tensor | None,
+    grad_output: Tensor,
+    q: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    kept: Tensor | None,
     scale: float,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     grad_output, q, k, v = (x.to(at_least_single(x.dtype)) for x in (grad_output, q, k, v))
     probability, _, slope = _probabilities(q, k, lse, mask, scale, softcap)
     groups = q.shape[1] // k.shape[1]

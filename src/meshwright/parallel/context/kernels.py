@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.backends import cuda
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Parts = tuple[Tensor, Tensor, Tensor]
 HOPPER = (9, 0)
 MULTIPLE = 8  # head widths must be a multiple; the public function pads to it
 
@@ -27,27 +28,18 @@ MULTIPLE = 8  # head widths must be a multiple; the public function pads to it
 class Kernel:
     """forward(q, k, v, triangle, scale) → output, ℓ; backward(grad_output, q, k, v, output, ℓ, triangle, scale) → dq, dk, dv."""
 
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., Parts]
 
 
-def _cudnn_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, triangle: bool, scale: float) -> tuple[Tensor, Tensor]:
     attention = torch.ops.aten._scaled_dot_product_cudnn_attention
     output, lse = attention(q, k, v, None, True, 0.0, triangle, scale=scale)[:2]
     return output, lse.squeeze(-1)
 
 
 def _cudnn_backward(
-    grad_output: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    triangle: bool,
-    scale: float,
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, triangle: bool, scale: float
 ) -> Parts:
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
@@ -56,22 +48,13 @@ def _cudnn_backward(
     return backward(grad_output, q, k, v, output, lse, seed, seed, *masks, *lengths, 0.0, triangle, scale=scale)
 
 
-def _flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, triangle: bool, scale: float) -> tuple[Tensor, Tensor]:
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, triangle, scale=scale)[:2]
     return output, lse
 
 
 def _flash_backward(
-    grad_output: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    triangle: bool,
-    scale: float,
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, triangle: bool, scale: float
 ) -> Parts:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
@@ -79,7 +62,7 @@ def _flash_backward(
     return backward(grad_output, q, k, v, output, lse.contiguous(), None, None, *last, scale=scale)
 
 
-def _no_dropout(q: torch.Tensor) -> torch.Tensor:
+def _no_dropout(q: Tensor) -> Tensor:
     """The dropout seed that the kernels require as an argument even without dropout."""
     return torch.zeros((), dtype=torch.long, device=q.device)
 
@@ -88,7 +71,7 @@ def _has(name: str) -> bool:
     return all(hasattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention{end}") for end in ("", "_backward"))
 
 
-def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool) -> Kernel | None:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, triangle: bool) -> Kernel | None:
     """The fastest kernel that supports these tensors, or None."""
     if (
         not q.is_cuda

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from meshwright.models.dropout import Dropped
@@ -43,12 +43,12 @@ class Context(NamedTuple):
         return self.runs[0 if self.group is None else self.group.rank()]
 
 
-def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def pack(k: Tensor, v: Tensor) -> Tensor:
     """Copy K and V into one message."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
-def unpack(block: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Views of a message in the shapes of `k` and `v`."""
     return block[: k.numel()].view(k.shape), block[k.numel() :].view(v.shape)
 
@@ -56,7 +56,7 @@ def unpack(block: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
 class RingMessage:
     """A send to the next rank of the ring and a receive from the previous one: started here, completed by `wait`."""
 
-    def __init__(self, sent: torch.Tensor, received: torch.Tensor, group: ProcessGroup) -> None:
+    def __init__(self, sent: Tensor, received: Tensor, group: ProcessGroup) -> None:
         ranks, me = group.size(), group.rank()
         self.sent, self.received = sent, received  # both buffers must live until `wait`
         self.work = (
@@ -70,13 +70,13 @@ class RingMessage:
             )
         )
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         while self.work:
             self.work.pop(0).wait()
         return self.received
 
 
-def ring_blocks(block: torch.Tensor, group: ProcessGroup, overlaps: bool = True) -> Iterator[tuple[int, torch.Tensor]]:
+def ring_blocks(block: Tensor, group: ProcessGroup, overlaps: bool = True) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, block) for all ranks, this rank first; the next block is received while one is used, or before it unless the ring
     `overlaps`. Overwrites `block`."""
     ranks, me = group.size(), group.rank()
@@ -90,40 +90,35 @@ def ring_blocks(block: torch.Tensor, group: ProcessGroup, overlaps: bool = True)
             block, spare = message.wait(), block
 
 
-def gathered_blocks(whole: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
+def gathered_blocks(whole: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, block) of gathered blocks, in the order of the ring."""
     for step in range(group.size()):
         source = (group.rank() - step) % group.size()
         yield source, whole[source]
 
 
-def gather_blocks(block: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def gather_blocks(block: Tensor, group: ProcessGroup) -> Tensor:
     return exchange.all_gather(block, group, 0).view(group.size(), -1)
 
 
 class SavedForward(NamedTuple):
     """Tensors that forward saves for backward: this rank's inputs and outputs, and the log-sum-exp of its queries."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    output: torch.Tensor
-    lse_BNS: torch.Tensor
-    sinks_BNS: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    output: Tensor
+    lse_BNS: Tensor
+    sinks_BNS: Tensor | None
 
 
 # of q, k, v and the sinks
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def attend_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks_BNS: torch.Tensor | None,
-    context: Context,
-    blocks: Iterator[tuple[int, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks_BNS: Tensor | None, context: Context, blocks: Iterator[tuple[int, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """Run forward over all blocks, received from the ring or gathered: output and log-sum-exp."""
     attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped, sinks_BNS)
     for source, block in blocks:
@@ -132,7 +127,7 @@ def attend_blocks(
     return attended.output_BNSD.to(q.dtype), attended.lse_BNS
 
 
-def gradients_of(saved: SavedForward, grad_output: torch.Tensor, context: Context) -> BlockGradients:
+def gradients_of(saved: SavedForward, grad_output: Tensor, context: Context) -> BlockGradients:
     runs = context.local_runs, context.pattern, context.dropped
     return BlockGradients(grad_output, saved.q, saved.output, saved.lse_BNS, *runs)
 
@@ -141,12 +136,10 @@ class KeyTransport(Protocol):
     """Brings keys and values to this rank, in forward and in backward."""
 
     @staticmethod
-    def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> tuple[Tensor, Tensor]: ...
 
     @staticmethod
-    def backward(saved: SavedForward, grad_output: torch.Tensor, context: Context) -> Gradients: ...
+    def backward(saved: SavedForward, grad_output: Tensor, context: Context) -> Gradients: ...
 
 
 class Ring:
@@ -155,14 +148,12 @@ class Ring:
     overlaps = True
 
     @classmethod
-    def forward(
-        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(cls, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         assert context.group is not None
         return attend_blocks(q, k, v, sinks, context, ring_blocks(pack(k, v), context.group, cls.overlaps))
 
     @classmethod
-    def backward(cls, saved: SavedForward, grad_output: torch.Tensor, context: Context) -> Gradients:
+    def backward(cls, saved: SavedForward, grad_output: Tensor, context: Context) -> Gradients:
         q, k, v, group = saved.q, saved.k, saved.v, context.group
         assert group is not None
         gradients = gradients_of(saved, grad_output, context)
@@ -196,15 +187,13 @@ class Gathered:
     """K and V of all ranks are gathered at once."""
 
     @staticmethod
-    def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         assert context.group is not None
         whole = gather_blocks(pack(k, v), context.group)
         return attend_blocks(q, k, v, sinks, context, gathered_blocks(whole, context.group))
 
     @staticmethod
-    def backward(saved: SavedForward, grad_output: torch.Tensor, context: Context) -> Gradients:
+    def backward(saved: SavedForward, grad_output: Tensor, context: Context) -> Gradients:
         q, k, v, group = saved.q, saved.k, saved.v, context.group
         assert group is not None
         gradients = gradients_of(saved, grad_output, context)
@@ -220,16 +209,14 @@ class Local:
     """A whole sequence on one rank, in tiles."""
 
     @staticmethod
-    def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped, sinks)
         attended.attend_block(k, v, context.local_runs)
         assert attended.output_BNSD is not None
         return attended.output_BNSD.to(q.dtype), attended.lse_BNS
 
     @staticmethod
-    def backward(saved: SavedForward, grad_output: torch.Tensor, context: Context) -> Gradients:
+    def backward(saved: SavedForward, grad_output: Tensor, context: Context) -> Gradients:
         q, k, v = saved.q, saved.k, saved.v
         gradients = gradients_of(saved, grad_output, context)
         dk, dv = (torch.zeros_like(x, dtype=gradients.dq.dtype) for x in (k, v))

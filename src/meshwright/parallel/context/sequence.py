@@ -66,7 +66,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
@@ -81,24 +81,24 @@ from meshwright.parallel.context.attend import attend_over_gathered, attend_over
 from meshwright.parallel.context.blocks import AttentionPattern, Runs, position_ids
 from meshwright.parallel.context.ring import Context
 
-Heads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Heads = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _AllToAll(torch.autograd.Function):
     """Send row p to rank p and receive row p from rank p; backward exchanges the gradients in the same way."""
 
     @staticmethod
-    def forward(ctx: Any, rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, rows_PX: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return all_to_all(rows_PX, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output_PX: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad_output_PX: Tensor) -> tuple[Tensor, None]:
         return all_to_all(grad_output_PX, ctx.group), None
 
 
-def all_to_all(rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def all_to_all(rows_PX: Tensor, group: ProcessGroup) -> Tensor:
     rows_PX = rows_PX.contiguous()
     if torch.compiler.is_compiling():
         return operators.all_to_all(rows_PX, group.group_name)
@@ -107,9 +107,7 @@ def all_to_all(rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return out
 
 
-def attend_by_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ProcessGroup, attend: Heads
-) -> torch.Tensor:
+def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, attend: Heads) -> Tensor:
     """Attend to whole sequences with this rank's share of the heads. q, k and v have all heads of this rank's run of the sequence."""
     ranks, length = group.size(), q.shape[2]
     _check(q, k, ranks)
@@ -126,7 +124,7 @@ def attend_by_heads(
     return back.movedim(0, 1).flatten(1, 2)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, ranks: int) -> None:
+def _check(q: Tensor, k: Tensor, ranks: int) -> None:
     heads, keys = q.shape[1], k.shape[1]
     if heads % ranks or (keys % ranks and ranks % keys):
         raise MeshwrightError(
@@ -154,53 +152,53 @@ def runs_of(seq: int, ranks: int, zigzag: bool) -> tuple[Runs, ...]:
     return tuple((runs[i], runs[-1 - i]) for i in range(ranks))
 
 
-def part_of(x: torch.Tensor, group: ProcessGroup, dim: int, zigzag: bool = True) -> torch.Tensor:
+def part_of(x: Tensor, group: ProcessGroup, dim: int, zigzag: bool = True) -> Tensor:
     """This rank's tokens of a tensor with the whole sequence along `dim`."""
     own = runs_of(x.shape[dim], group.size(), zigzag)[group.rank()]
     return x.index_select(dim, position_ids(own).to(x.device))
 
 
 def ring_attention(
-    q_BNSD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
+    q_BNSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
     group: ProcessGroup,
     causal: bool = True,
     *,
     zigzag: bool = True,
     window: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """softmax(q kᵀ / √D) v over the sequence of all ranks, for the queries of this rank. All ranks have equally many tokens, as
     `part_of` returns them. With `window` a token sees only tokens less than `window` positions away."""
     return attend_over_ring(q_BNSD, k_BKSD, v_BKSD, _context(q_BNSD, k_BKSD, group, causal, zigzag, window))
 
 
 def gather_attention(
-    q_BNSD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
+    q_BNSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
     group: ProcessGroup,
     causal: bool = True,
     *,
     zigzag: bool = True,
     window: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """As `ring_attention`, with all K and V gathered at once."""
     return attend_over_gathered(q_BNSD, k_BKSD, v_BKSD, _context(q_BNSD, k_BKSD, group, causal, zigzag, window))
 
 
 def ulysses_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, group: ProcessGroup, causal: bool = True
-) -> torch.Tensor:
+    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, group: ProcessGroup, causal: bool = True
+) -> Tensor:
     """As `ring_attention`, by exchanging sequence shards for heads. Rank r holds the r-th run of the sequence: no zigzag."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
     return attend_by_heads(q_BNSD, k_BKSD, v_BKSD, group, attend)
 
 
-def _context(q: torch.Tensor, k: torch.Tensor, group: ProcessGroup, causal: bool, zigzag: bool, window: int) -> Context:
+def _context(q: Tensor, k: Tensor, group: ProcessGroup, causal: bool, zigzag: bool, window: int) -> Context:
     if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise MeshwrightError(
             "MW-CP-003",
@@ -218,7 +216,7 @@ def is_zigzag(model: Model, kind: str, seq: int, ranks: int) -> bool:
 
 def shard_sequence(
     module: nn.Module, model: Model, group: ProcessGroup, kind: str, seq: int, overlaps: bool = True
-) -> torch.Tensor:
+) -> Tensor:
     """Make attention of one stage run over a split sequence. `overlaps`: messages of a ring run behind its compute. Returns the positions of this
     rank's tokens."""
     runs = runs_of(seq, group.size(), is_zigzag(model, kind, seq, group.size()))
@@ -227,14 +225,10 @@ def shard_sequence(
     geometry.position_ids, geometry.length = position_ids(runs[group.rank()]), seq
     transport = attend_over_gathered if kind == "all-gather" else partial(attend_over_ring, overlaps=overlaps)
 
-    def by_blocks(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rule: AttentionRule
-    ) -> torch.Tensor:
+    def by_blocks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule) -> Tensor:
         return transport(q, k, v, Context(group, runs, pattern_of(geometry, rule, seq), rule.dropped), sinks)
 
-    def by_heads(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rule: AttentionRule
-    ) -> torch.Tensor:
+    def by_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule) -> Tensor:
         own = rule._replace(dropped=rule.dropped and rule.dropped.part(group.rank(), group.size()))
         # A head has the same sink for all queries: its value for the first query of this rank serves for the whole sequence.
         own_sinks = None if sinks is None else sinks.chunk(group.size(), 1)[group.rank()][..., :1].expand(-1, -1, seq)
@@ -256,9 +250,7 @@ def use_tiled_attention(module: nn.Module) -> None:
     geometry: Any = module.geometry
     plain = geometry.attend_whole
 
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rule: AttentionRule
-    ) -> torch.Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule) -> Tensor:
         if rule.fused and sinks is None:
             return plain(q, k, v, None, rule)
         return tiled_attention(q, k, v, pattern_of(geometry, rule, q.shape[2]), rule.dropped, sinks)
@@ -266,7 +258,7 @@ def use_tiled_attention(module: nn.Module) -> None:
     geometry.attend_whole = geometry.attend = attend
 
 
-def token_order(layout: Layout, rank: int, model: Model, rows: int, length: int) -> torch.Tensor:
+def token_order(layout: Layout, rank: int, model: Model, rows: int, length: int) -> Tensor:
     """[rank of the stage, token of that rank] → index in one device's micro-batch; a layer sees [rows, length] tokens on
     each rank."""
     plan = layout.plan

@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
@@ -65,8 +65,8 @@ class Buckets:
             self.edges = sorted({starts[bisect_left(starts, edge)] for edge in self.edges})
         self.messages = [self.flat[a:b] for a, b in pairwise(self.edges)]
         self.layouts: list[Layout] = [[] for _ in self.messages]
-        self._messages_of: dict[torch.Tensor, range] = {}
-        self._views: dict[torch.Tensor, torch.Tensor] = {}
+        self._messages_of: dict[Tensor, range] = {}
+        self._views: dict[Tensor, Tensor] = {}
         for p, start in zip(parameters, starts, strict=False):
             if dtype is not None and dtype != p.dtype:
                 p.grad_dtype = dtype  # autograd then adds a narrow gradient into the wide one
@@ -83,9 +83,9 @@ class Buckets:
         self._missing: list[int] = []
         self._work: list[Any] = []
         self._sent = 0
-        self._used: set[torch.Tensor] = set()
+        self._used: set[Tensor] = set()
         self._graph_known = False  # whether `_used` are all the parameters that a static graph uses
-        self._total: torch.Tensor | None = None  # sum of earlier micro-batches, if each is reduced separately
+        self._total: Tensor | None = None  # sum of earlier micro-batches, if each is reduced separately
         self._begun = False
 
     def begin(self, last: bool) -> None:
@@ -113,7 +113,7 @@ class Buckets:
         self._missing = list(self._expected) if sends else []
         self._sent = 0
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         if self.static_graph and not self._graph_known:
             self._used.add(parameter)
         elif self.static_graph and parameter not in self._used:
@@ -151,7 +151,7 @@ class Buckets:
             steps = self.compressor.reduce(i, message, self.layouts[i], group.rank(), group.size())
             self._work.append(RunningReduction(steps, group))
 
-    def _copy_into_view(self, parameter: torch.Tensor) -> None:
+    def _copy_into_view(self, parameter: Tensor) -> None:
         """Put a gradient back into the buffer: after `zero_grad(set_to_none=True)` autograd allocates another tensor."""
         view, gradient = self._views[parameter], parameter.grad
         if gradient is view:
@@ -203,7 +203,7 @@ class Buckets:
                 p.grad = view
 
 
-def message_edges(flat: torch.Tensor, bucket_bytes: float) -> list[int]:
+def message_edges(flat: Tensor, bucket_bytes: float) -> list[int]:
     """Offsets of messages of at most `bucket_bytes`: equal ones, the last one shorter."""
     smallest, total = flat.element_size(), flat.nbytes
     count = max(1, -(-total // max(smallest, int(min(bucket_bytes, total)))))

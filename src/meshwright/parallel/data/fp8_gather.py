@@ -37,7 +37,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.sharding import DATA_AXES
@@ -51,15 +51,13 @@ from meshwright.parallel.numerics.fp8_grouped import Fp8Grouped
 Product = Fp8Product | Fp8Grouped
 
 
-def amaxes_of(shards: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def amaxes_of(shards: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The largest magnitude of each row of shards, some of which may be empty, as they are rounded to the dtype of the parameters."""
     found = [shard.abs().amax(1) if shard.shape[1] else shard.new_zeros(len(shard)) for shard in shards]
     return torch.cat(found).to(dtype).to(torch.float32)
 
 
-def quantise_shards(
-    shards: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, out: list[torch.Tensor]
-) -> None:
+def quantise_shards(shards: list[Tensor], amaxes: Tensor, dtype: torch.dtype, out: list[Tensor]) -> None:
     """Write the E4M3 units of shards into bytes, given the largest magnitude of the whole matrix of each row of them."""
     for shard, amax, part in zip(shards, amaxes.split([len(shard) for shard in shards]), out, strict=True):
         if shard.numel():
@@ -99,7 +97,7 @@ class GatheredWeight:
         local.fsdp_post_all_gather = self.after_gather  # type: ignore[attr-defined]
 
     @property
-    def local(self) -> torch.Tensor:
+    def local(self) -> Tensor:
         return self.parameter._local_tensor
 
     @property
@@ -107,19 +105,19 @@ class GatheredWeight:
         """Whether the weight is a matrix for each expert."""
         return len(self.shape) == 3
 
-    def by_matrix(self, shard: torch.Tensor) -> torch.Tensor:
+    def by_matrix(self, shard: Tensor) -> Tensor:
         """A shard with a row for each matrix that has a scale."""
         return shard.flatten(1) if self.stacked else shard.flatten()[None]
 
     def before_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], None]:
+    ) -> tuple[tuple[Tensor, ...], None]:
         """torch calls this before each gather; the names and number of the arguments are torch's."""
         return (self.bytes,), None
 
     def after_gather(
-        self, gathered: tuple[torch.Tensor, ...], metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """torch calls this after each gather, without `out` the first time. It reuses the memory of the first gather."""
         self.owner.free_placeholder()
         if out is not None:
@@ -149,7 +147,7 @@ class GatherFamily:
         return [weight for layer in self.layers for weight in layer]
 
     @cached_property
-    def own(self) -> torch.Tensor:
+    def own(self) -> Tensor:
         """The positions of the matrices of this rank's shards among all matrices of the family."""
         starts = accumulate((weight.matrices for weight in self.weights), initial=0)
         positions = [start + i for start, weight in zip(starts, self.weights, strict=False) for i in weight.own]
@@ -182,7 +180,7 @@ class Fp8Weights:
         self.families = [GatherFamily(mesh, (DATA_AXES["dense"].shard, "tp"), Fp8Product)]
         if mesh.size(DATA_AXES["expert"].shard) > 1:
             self.families.append(GatherFamily(mesh, (DATA_AXES["expert"].shard, "expert_tp"), Fp8Grouped))
-        self.placeholder: torch.Tensor | None = None
+        self.placeholder: Tensor | None = None
 
     def add(self, stage: nn.Module) -> None:
         """Gather the weights of the fp8 layers of a stage in fp8: after `fully_shard` and after the shards have memory, before the first

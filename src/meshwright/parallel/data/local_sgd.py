@@ -25,7 +25,7 @@ On your own module, whose replicas start with equal parameters:
 from collections.abc import Sequence
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
@@ -40,7 +40,7 @@ LEAST = 1e-12  # tokens: replicas that have all seen none are averaged with equa
 class Average:
     """Averages tensors over replicas every k steps, weighted by the tokens each has seen. No group: a single replica."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: ProcessGroup | None, every: int) -> None:
+    def __init__(self, tensors: Sequence[Tensor], group: ProcessGroup | None, every: int) -> None:
         if every < 1 or not tensors:
             raise MeshwrightError(
                 "MW-PAR-007",
@@ -51,7 +51,7 @@ class Average:
         self.since, self.tokens = 0, torch.zeros((), dtype=torch.float64, device=tensors[0].device)
 
     @torch.no_grad()
-    def after_update(self, tokens: torch.Tensor | float) -> bool:
+    def after_update(self, tokens: Tensor | float) -> bool:
         """Count the step; average if it is the k-th. Returns whether it averaged."""
         self.since += 1
         self.tokens += tokens
@@ -88,7 +88,7 @@ class LocalSgd(Average):
         axes = {"world": ("tp", "pp"), "dp": (), "dp_cp": (), "replicate": ()}.get(axis, (axis,))
         return [group for group in map(self.mesh.group, axes) if group is not None]
 
-    def after_update(self, tokens: torch.Tensor | float) -> bool:
+    def after_update(self, tokens: Tensor | float) -> bool:
         averaged = super().after_update(tokens)
         if averaged and self.masters is not None:
             self.masters.give_parameters()

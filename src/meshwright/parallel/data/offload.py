@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -33,9 +33,9 @@ from meshwright.parallel.saved_tensors import keeping, without_history
 class _Moved:
     """A tensor on the host, the event of its copy, and its copy back on the device while backward needs it."""
 
-    def __init__(self, host: torch.Tensor, device: torch.device, copied: Any) -> None:
+    def __init__(self, host: Tensor, device: torch.device, copied: Any) -> None:
         self.host, self.device, self.copied = host, device, copied
-        self.back: torch.Tensor | None = None
+        self.back: Tensor | None = None
         self.returned: Any = None
 
 
@@ -70,7 +70,7 @@ class ActivationOffload:
 
     def wrap(self, module: nn.Module, forward: Callable[..., Any], layer: int = 0) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            def pack(tensor: torch.Tensor) -> Any:
+            def pack(tensor: Tensor) -> Any:
                 stays_on_device = tensor.nbytes < self.smallest or is_weight(tensor, module)
                 return without_history(tensor) if stays_on_device else self.send(tensor)
 
@@ -83,7 +83,7 @@ class ActivationOffload:
 
         return run
 
-    def send(self, tensor: torch.Tensor) -> _Saved:
+    def send(self, tensor: Tensor) -> _Saved:
         # One product saves [B, S, H] and the next the same memory as [B·S, H]: they share one copy.
         shape = "any" if tensor.is_contiguous() else (tensor.size(), tensor.stride())
         key = (tensor.data_ptr(), tensor.numel(), shape, tensor.dtype, tensor._version)
@@ -100,7 +100,7 @@ class ActivationOffload:
                 self._forward.moves.append(weakref.ref(moved))
         return _Saved(moved, tensor.shape, self._forward)
 
-    def _copy_on_stream(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def _copy_on_stream(self, tensor: Tensor) -> tuple[Tensor, Any]:
         self._stream = self._stream or torch.cuda.Stream(tensor.device)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
@@ -110,8 +110,8 @@ class ActivationOffload:
             copied = self._stream.record_event()
         return host, copied
 
-    def fetch(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
+    def fetch(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
             return saved
         moved = saved.moved
         self._return(moved)
@@ -139,7 +139,7 @@ class ActivationOffload:
             moved.returned = self._stream.record_event()
 
 
-def is_weight(tensor: torch.Tensor, module: nn.Module) -> bool:
+def is_weight(tensor: Tensor, module: nn.Module) -> bool:
     """Whether a saved tensor is a parameter of the module. Checked when it is saved: ZeRO-3 gathers experts only then."""
     address = tensor.untyped_storage().data_ptr()
     whole = (p for p in module.parameters() if not isinstance(p, DTensor))

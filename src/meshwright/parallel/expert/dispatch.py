@@ -30,7 +30,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
@@ -51,10 +51,10 @@ class Transfer:
     def __init__(self, group: ProcessGroup, outgoing: list[int], incoming: list[int]) -> None:
         self.group, self.outgoing, self.incoming = group, outgoing, incoming
         self.work: Any = None
-        self.received: torch.Tensor | None = None
-        self.sent: torch.Tensor | None = None
+        self.received: Tensor | None = None
+        self.sent: Tensor | None = None
 
-    def start(self, rows: torch.Tensor, backward: bool) -> torch.Tensor:
+    def start(self, rows: Tensor, backward: bool) -> Tensor:
         out, into = (self.incoming, self.outgoing) if backward else (self.outgoing, self.incoming)
         rows = rows.contiguous()
         received = rows.new_empty((sum(into), *rows.shape[1:]))
@@ -62,7 +62,7 @@ class Transfer:
         self.received, self.sent = received, rows  # both must live until `wait`
         return received
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         self.work.wait()
         received, self.work, self.received, self.sent = self.received, None, None, None
         assert received is not None
@@ -73,13 +73,13 @@ class _Start(torch.autograd.Function):
     """Forward starts the transfer; backward waits for the gradient's transfer, which `_Wait` started."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         return transfer.start(rows, backward=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.transfer.wait(), None
 
 
@@ -87,20 +87,20 @@ class _Wait(torch.autograd.Function):
     """Forward waits for the transfer; backward starts the gradient's."""
 
     @staticmethod
-    def forward(ctx: Any, received: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    def forward(ctx: Any, received: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         transfer.wait()
         return received.view_as(received)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # Autograd requires a gradient of the received shape; the rows that are sent back are returned by `_Start`.
         ctx.transfer.start(gradient, backward=True)
         return gradient, None
 
 
-def all_to_all(rows: torch.Tensor, group: ProcessGroup, outgoing: list[int], incoming: list[int]) -> torch.Tensor:
+def all_to_all(rows: Tensor, group: ProcessGroup, outgoing: list[int], incoming: list[int]) -> Tensor:
     """Send rows to and receive rows from each rank, differentiable; for experts of your own."""
     transfer = Transfer(group, outgoing, incoming)
     return _Wait.apply(_Start.apply(rows, transfer), transfer)
@@ -109,7 +109,7 @@ def all_to_all(rows: torch.Tensor, group: ProcessGroup, outgoing: list[int], inc
 class ExpertDispatch:
     """Copies of one layer's tokens, sorted by expert, sent to the ranks of their experts and back."""
 
-    def __init__(self, copies_RH: torch.Tensor, counts_E: torch.Tensor, placement: ParallelPlacement) -> None:
+    def __init__(self, copies_RH: Tensor, counts_E: Tensor, placement: ParallelPlacement) -> None:
         self.placement = placement
         outgoing = counts_E.view(placement.ep_size, -1)
         self.incoming = placement.exchange_counts(outgoing)  # [expert_tp, ep, local experts] of every expert_tp rank
@@ -125,7 +125,7 @@ class ExpertDispatch:
             if not placement.overlap:
                 self.rows = _Wait.apply(self.rows, self.transfers[0])
 
-    def receive(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def receive(self) -> tuple[Tensor, Tensor]:
         rows, placement = self.rows, self.placement
         if self.transfers is not None and placement.overlap:
             rows = _Wait.apply(rows, self.transfers[0])
@@ -138,7 +138,7 @@ class ExpertDispatch:
         self.order = self._by_expert(rows.device)
         return rows[self.order], self.incoming.sum((0, 1))
 
-    def _by_expert(self, device: torch.device) -> torch.Tensor:
+    def _by_expert(self, device: torch.device) -> Tensor:
         """The indices of the first expert's rows, then of the second's, …: rows arrive by rank, then by expert."""
         ranks, sources, experts = self.incoming.shape
         expert = torch.arange(experts, device=device).repeat(sources)
@@ -149,7 +149,7 @@ class ExpertDispatch:
             indices.append(torch.arange(len(kinds[-1]), device=device) + i * share)
         return torch.cat(indices)[torch.cat(kinds).argsort(stable=True)]
 
-    def combine(self, outputs: torch.Tensor) -> torch.Tensor:
+    def combine(self, outputs: Tensor) -> Tensor:
         # Its backward needs the order only; that of `index_copy` would keep the outputs too.
         rows = outputs.new_zeros(self.total, outputs.shape[1]).index_put((self.order,), outputs)
         if self.placement.etp is not None:
@@ -173,7 +173,7 @@ class ParallelPlacement:
 
     def __init__(self, mesh: Mesh, plan: Plan, share: float, model: Model) -> None:
         self.mesh, self.plan, self.model = mesh, plan, model
-        self.share: float | torch.Tensor = share
+        self.share: float | Tensor = share
         self.microbatch_share = share  # of one micro-batch in the step's loss
         self.tp = None if plan.sp else mesh.group("tp")
         self.ep, self.etp, self.stage = mesh.add("ep"), mesh.add("expert_tp"), mesh.add("stage")
@@ -182,9 +182,9 @@ class ParallelPlacement:
         self.dispatches: list[Dispatched] = []  # of this step
         self.last_dispatches: list[Dispatched] = []  # of the step before
         self._shape, self._device = (0, 0), torch.device("cpu")
-        self._orders: dict[tuple[int, int], torch.Tensor] = {}
+        self._orders: dict[tuple[int, int], Tensor] = {}
 
-    def local_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def local_tokens(self, x_BSH: Tensor) -> Tensor:
         self._shape, self._device = (x_BSH.shape[0], x_BSH.shape[1]), x_BSH.device
         x_TH = x_BSH.flatten(0, 1)
         if self.tp is None:
@@ -198,16 +198,16 @@ class ParallelPlacement:
             )
         return exchange.divide(x_TH, self.tp, 0)
 
-    def restore(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor:
+    def restore(self, y_TH: Tensor, like_BSH: Tensor) -> Tensor:
         return (y_TH if self.tp is None else exchange.join(y_TH, self.tp, 0)).view_as(like_BSH)
 
-    def dispatch(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Dispatch:
+    def dispatch(self, copies_RH: Tensor, counts_E: Tensor) -> Dispatch:
         if self.ep is None and self.etp is None:  # the counts stay on the device
             self.count(Routed(*[len(copies_RH)] * 4), 0.0)
             return LocalDispatch(copies_RH, counts_E)
         return ExpertDispatch(copies_RH, counts_E, self)
 
-    def exchange_counts(self, outgoing: torch.Tensor) -> torch.Tensor:
+    def exchange_counts(self, outgoing: Tensor) -> Tensor:
         """[ep, experts each] of this rank → [expert_tp, ep, local experts] of every rank of its expert_tp group."""
         incoming = outgoing
         if self.ep is not None:
@@ -223,28 +223,28 @@ class ParallelPlacement:
         if self.dispatches:
             self.last_dispatches, self.dispatches = self.dispatches, []
 
-    def sequences(self) -> tuple[torch.Tensor, int]:
+    def sequences(self) -> tuple[Tensor, int]:
         order = self._order(self._device)
         own = order[self.mesh.index("stage")] if self.stage is not None else order[0]
         rows, length = self._shape
         seq = length * self.plan.cp * (self.plan.tp if self.plan.sp else 1)
         return own // seq, rows * self.plan.dp
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         return values if self.stage is None else exchange.all_reduce(values.clone(), self.stage)
 
-    def gather_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+    def gather_tokens(self, rows: Tensor) -> Tensor:
         """The rows of all tokens of the stage, in the order of one device's batch."""
         if self.stage is None:
             return rows
         gathered = exchange.all_gather(rows, self.stage, 0)
         return torch.empty_like(gathered).index_copy_(0, self._order(rows.device).flatten(), gathered)
 
-    def local_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def local_rows(self, rows: Tensor) -> Tensor:
         """This rank's rows of what `gather_tokens` returned."""
         return rows if self.stage is None else rows[self._order(rows.device)[self.mesh.index("stage")]]
 
-    def _order(self, device: torch.device) -> torch.Tensor:
+    def _order(self, device: torch.device) -> Tensor:
         mesh = self.mesh
         if self._shape not in self._orders:
             self._orders[self._shape] = token_order(mesh.layout, mesh.rank, self.model, *self._shape).to(device)

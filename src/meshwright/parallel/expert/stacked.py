@@ -11,7 +11,7 @@ computes the experts held here, each row for one expert with weight 1, and the w
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
@@ -52,7 +52,7 @@ class _Dispatch:
     def __init__(self, own: Any, group: ProcessGroup, experts: int) -> None:
         self.own, self.group, self.experts = own, group, experts
 
-    def __call__(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         ranks, here = self.group.size(), self.experts // self.group.size()
         chosen = index_TK.flatten()
         order = chosen.argsort(stable=True)

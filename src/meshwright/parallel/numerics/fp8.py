@@ -33,7 +33,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -42,7 +42,7 @@ from meshwright.models.wide_products import scaled_product
 from meshwright.parallel import exchange
 from meshwright.parallel.saved_tensors import is_saved_as_share
 
-Quantised = tuple[torch.Tensor, torch.Tensor]  # in units of the scale, and the scale
+Quantised = tuple[Tensor, Tensor]  # in units of the scale, and the scale
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
@@ -50,18 +50,18 @@ UNIT = 16  # sizes of the device's products must be multiples of it
 _found: list[bool] = []  # whether this process has a GPU with fp8 units, once it is known
 
 
-def amax_of(x: torch.Tensor) -> torch.Tensor:
+def amax_of(x: Tensor) -> Tensor:
     """The largest magnitude in a tensor."""
     return x.abs().amax().to(torch.float32)
 
 
-def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of a tensor whose largest magnitude is `amax`. It multiplies by the reciprocal, because a GPU divides by a
     constant in this way and a CPU does not: a difference in the last bit of a scale can change the rounding of a number."""
     return (amax * (1 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def quantise(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None) -> Quantised:
+def quantise(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Quantised:
     """The tensor in fp8 and its scale: x ≈ quantised · scale. If `x` is a part of a larger tensor, `amax` is the largest
     magnitude of that tensor."""
     limit = torch.finfo(dtype).max
@@ -71,18 +71,18 @@ def quantise(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = No
     return (x.to(sum_dtype(x)) / scale).to(torch.float32).clamp(-limit, limit).to(dtype), scale
 
 
-def sum_dtype(x: torch.Tensor) -> torch.dtype:
+def sum_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which sums of products of `x` are computed: at least float32."""
     return at_least_single(x.dtype)
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None) -> torch.Tensor:
+def rounded(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Tensor:
     """The tensor rounded to fp8, in at least float32."""
     quantised, scale = quantise(x, dtype, amax)
     return quantised.to(sum_dtype(x)) * scale
 
 
-def product(a: Quantised, b: Quantised, out: torch.dtype, fast: bool = False) -> torch.Tensor:
+def product(a: Quantised, b: Quantised, out: torch.dtype, fast: bool = False) -> Tensor:
     """a [M, K] times b [N, K]ᵀ. `fast` keeps the sum to fewer bits."""
     (units_a, scale_a), (units_b, scale_b) = a, b
     if has_scaled_product(units_a, units_b):
@@ -93,19 +93,14 @@ def product(a: Quantised, b: Quantised, out: torch.dtype, fast: bool = False) ->
 
 
 def device_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    out: torch.dtype,
-    fast: bool = False,
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: torch.dtype, fast: bool = False
+) -> Tensor:
     """The GPU's fp8 product, of any number of rows of `a` and any length of the sums."""
     units_a, units_b = padded(a, rows=True), padded(b)
     return scaled_product(units_a, units_b, scale_a, scale_b, out, fast)[: len(a)]
 
 
-def padded(units: torch.Tensor, rows: bool = False) -> torch.Tensor:
+def padded(units: Tensor, rows: bool = False) -> Tensor:
     """Units as the GPU's product needs them: contiguous along the summed dimension, which is padded with zeros to a multiple of `UNIT`, and
     with `rows` their number as well. The gradient of a weight sums over tokens, of which there may be any number."""
     missing = -units.shape[1] % UNIT, -len(units) % UNIT if rows else 0
@@ -119,7 +114,7 @@ def transposed(x: Quantised) -> Quantised:
     return units.view(torch.uint8).t().contiguous().view(units.dtype), scale
 
 
-def has_scaled_product(a: torch.Tensor, b: torch.Tensor) -> bool:
+def has_scaled_product(a: Tensor, b: Tensor) -> bool:
     """Whether the GPU's fp8 product supports these operands: N must be a multiple of 16; M and K are padded."""
     return a.is_cuda and gpu_has_units() and b.shape[0] % UNIT == 0
 
@@ -130,7 +125,7 @@ def gpu_has_units() -> bool:
     return _found[0]
 
 
-def max_over_ranks(amax: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.Tensor:
+def max_over_ranks(amax: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
     """The maximum over all ranks that hold a part of the tensor."""
     for group in groups:
         amax = exchange.all_reduce(amax, group, "max")
@@ -145,15 +140,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        amax_w: torch.Tensor | None,
-        units: torch.Tensor | None,
-        units_t: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        amax: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        amax_w: Tensor | None,
+        units: Tensor | None,
+        units_t: Tensor | None,
+        scale: Tensor | None,
+        amax: Tensor | None,
         groups: Sequence[ProcessGroup],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         units_x, scale_x = quantise(x.flatten(0, -2), E4M3, amax)
         w = quantise(weight, E4M3, amax_w) if units is None or scale is None else (units, scale)
         kept = (weight, amax_w) if units is None else (units if units_t is None else units_t, scale)
@@ -164,7 +159,7 @@ class _Linear(torch.autograd.Function):
         return product((units_x, scale_x), w, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *x, kept, of_kept = ctx.saved_tensors
         units_x, scale_x = quantise(x[0].flatten(0, -2), E4M3, x[1]) if ctx.from_share else x
         flat_g = gradient.flatten(0, -2)
@@ -176,9 +171,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None, None, None, None, None, None
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, groups: Sequence[ProcessGroup] = ()
-) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, groups: Sequence[ProcessGroup] = ()) -> Tensor:
     """`F.linear` with fp8 products; the bias is added in full precision. The operands are split over `groups`."""
     amax_x, amax_w = None, amax_of(weight.detach())
     if groups:
@@ -187,18 +180,18 @@ def linear(
     return y if bias is None else y + bias
 
 
-def both_ways(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def both_ways(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A weight in fp8, its transpose, and their scale."""
     units, scale = quantise(weight, E4M3)
     return units, transposed((units, scale))[0], scale
 
 
-def all_both_ways(weights: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def all_both_ways(weights: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [both_ways(weight) for weight in weights]
 
 
 @cache
-def _in_few_kernels() -> Callable[[list[torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+def _in_few_kernels() -> Callable[[list[Tensor]], list[tuple[Tensor, Tensor, Tensor]]]:
     """`all_both_ways`, compiled: one pass over a weight for the maximum and one for both results, instead of seven. One call quantises all
     weights of a layer, because a call costs the host more time than a weight costs the GPU."""
     return torch.compile(all_both_ways, dynamic=False)
@@ -210,11 +203,11 @@ class Fp8Product:
 
     def __init__(self, groups: Sequence[ProcessGroup], keeps: bool) -> None:
         self.groups, self.keeps = groups, keeps
-        self.units: torch.Tensor | None = None
-        self.units_t: torch.Tensor | None = None
-        self.scale: torch.Tensor | None = None
+        self.units: Tensor | None = None
+        self.units_t: Tensor | None = None
+        self.scale: Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.units is None or self.scale is None:
             return linear(x, weight, bias, self.groups)
         amax = max_over_ranks(amax_of(x.detach()), self.groups) if self.groups else None

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.models.moe import Experts, GroupedLinear
@@ -48,18 +48,18 @@ from meshwright.parallel.numerics.fp8 import (
 EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
-def amax_over(x: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
+def amax_over(x: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """The largest magnitudes along these dimensions, which become 1."""
     return x.detach().abs().amax(dims, keepdim=True).to(torch.float32)
 
 
-def amax_of_power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
+def amax_of_power_of_two_scale(amax: Tensor) -> Tensor:
     """The smallest number above `amax` whose scale is a power of two."""
     exponent = scale_of(amax, E5M2).view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
     return exponent * (2 * torch.finfo(E5M2).max)
 
 
-def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def product(a: Tensor, b: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     """a [M, K] times b [N, K]ᵀ, both in fp8, times a scalar; in the dtype in which sums of `like` are computed."""
     if not len(a) or not has_scaled_product(a, b):
         return (a.to(sum_dtype(like)) @ b.to(sum_dtype(like)).T) * scale
@@ -68,7 +68,7 @@ def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.T
     return device_product(a, b, one, aligned, torch.float32)
 
 
-def columns(x: torch.Tensor) -> torch.Tensor:
+def columns(x: Tensor) -> Tensor:
     """[R, N] → [N, R], padded with zeros to a multiple of `UNIT` rows. Transposed as bytes, which every device supports."""
     padding = -len(x) % UNIT
     bits = x.view(torch.uint8)
@@ -82,13 +82,13 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_RI: torch.Tensor,
-        amax_R: torch.Tensor,
-        weight_EOI: torch.Tensor,
-        amax_E: torch.Tensor | None,
+        x_RI: Tensor,
+        amax_R: Tensor,
+        weight_EOI: Tensor,
+        amax_E: Tensor | None,
         gathered: Quantised | None,
         counts: list[int],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         quantised_RI, scale_R = quantise(x_RI, E4M3, amax_R)
         quantised_EOI, scale_E = gathered or quantise(weight_EOI, E4M3, amax_E)
         ctx.counts, ctx.gathered, ctx.dtype = counts, gathered is not None, weight_EOI.dtype
@@ -97,7 +97,7 @@ class _Grouped(torch.autograd.Function):
         return (torch.cat([product(x, w, s, x_RI) for x, w, s in runs]) * scale_R).to(x_RI.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient_RO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor | None, ...]:
         quantised_RI, scale_R, *weight = ctx.saved_tensors
         quantised_EOI, scale_E = weight if ctx.gathered else quantise(weight[0], E4M3, weight[1])
         quantised_RO, grad_scale_R = quantise(gradient_RO, E5M2, amax_of_power_of_two_scale(amax_over(gradient_RO, 1)))
@@ -108,7 +108,7 @@ class _Grouped(torch.autograd.Function):
         return dx_RI.to(gradient_RO.dtype), None, dw_EOI.to(ctx.dtype), None, None, None
 
 
-def _weight_gradient(h_RO: torch.Tensor, quantised_RI: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(h_RO: Tensor, quantised_RI: Tensor) -> Tensor:
     if not len(h_RO):  # an expert without a token
         return h_RO.new_zeros(h_RO.shape[1], quantised_RI.shape[1], dtype=sum_dtype(h_RO))
     quantised_RO, scale = quantise(h_RO, E5M2, amax_of_power_of_two_scale(amax_over(h_RO, (0, 1))))
@@ -121,19 +121,17 @@ class Fp8Grouped:
 
     def __init__(self, group: ProcessGroup | None = None, part: bool = False) -> None:
         self.group, self.part = group, part
-        self.units: torch.Tensor | None = None
-        self.scale: torch.Tensor | None = None  # [E, 1, 1]
+        self.units: Tensor | None = None
+        self.scale: Tensor | None = None  # [E, 1, 1]
 
-    def __call__(self, x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def __call__(self, x_RI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         gathered = None if self.units is None or self.scale is None else (self.units, self.scale)
         amax_R, amax_E = amax_over(x_RI, 1), None if gathered else amax_over(weight_EOI, (1, 2))
         if self.group is not None:
             amax_R, amax_E = self._agree(self.group, amax_R, amax_E)
         return _Grouped.apply(x_RI, amax_R, weight_EOI, amax_E, gathered, counts)
 
-    def _agree(
-        self, group: ProcessGroup, amax_R: torch.Tensor, amax_E: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _agree(self, group: ProcessGroup, amax_R: Tensor, amax_E: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The largest magnitudes of whole rows and weights, of which ranks hold parts, in one message."""
         parts = ([amax_R] if self.part else []) + ([] if amax_E is None else [amax_E])
         if not parts:

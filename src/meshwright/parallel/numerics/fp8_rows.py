@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.models.parts import ProductLinear, at_least_single
@@ -30,12 +30,12 @@ from meshwright.models.wide_products import scaled_product
 from meshwright.parallel.numerics.fp8 import E4M3, UNIT, Quantised, gpu_has_units, has_scaled_product, padded, quantise
 
 
-def quantise_rows(x: torch.Tensor) -> Quantised:
+def quantise_rows(x: Tensor) -> Quantised:
     """x [R, K] in E4M3 and the scale of each row [R, 1]."""
     return quantise(x, E4M3, x.abs().amax(1, keepdim=True).to(torch.float32))
 
 
-def row_product(a: torch.Tensor, b: torch.Tensor, out: torch.dtype) -> torch.Tensor:
+def row_product(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     """a [M, K] times b [N, K]ᵀ, each row of both rounded to E4M3 with its own scale."""
     (units_a, scale_a), (units_b, scale_b) = quantise_rows(a), quantise_rows(b)
     if has_scaled_product(units_a, units_b):
@@ -44,7 +44,7 @@ def row_product(a: torch.Tensor, b: torch.Tensor, out: torch.dtype) -> torch.Ten
     return ((units_a.to(wide) * scale_a) @ (units_b.to(wide) * scale_b).T).to(out)
 
 
-def device_row_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+def device_row_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     """The GPU's product with a scale per row, in bf16. The operands of backward are transposed and are copied: the GPU reads rows."""
     scales_a, scales_b = F.pad(scale_a, (0, 0, 0, -len(a) % UNIT)), scale_b.reshape(1, -1)
     units_a, units_b = padded(a, rows=True), padded(b)
@@ -53,19 +53,19 @@ def device_row_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return row_product(x.flatten(0, -2), weight, x.dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         g = gradient.flatten(0, -2)
         dx = row_product(g, weight.T, gradient.dtype).view(x.shape)
         return dx, row_product(g.T, x.flatten(0, -2).T, weight.dtype)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with fp8 products and a scale per row; the bias is added in full precision."""
     y = _RowLinear.apply(x, weight)
     return y if bias is None else y + bias

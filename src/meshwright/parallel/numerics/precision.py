@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.describe.plan import Plan
 from meshwright.models.parts import at_least_single as at_least_single
@@ -105,7 +105,7 @@ class Masters:
             self.moved_bytes += source.local.nbytes
         self._wait()
 
-    def rounded(self) -> dict[nn.Parameter, torch.Tensor]:
+    def rounded(self) -> dict[nn.Parameter, Tensor]:
         """The local tensor of the parameter that each master is rounded to."""
         return {m.parameter: s.local for s, m in zip(self.sources, self.pieces, strict=True)}
 
@@ -139,7 +139,7 @@ class LossScale:
     def of(cls, dtype: torch.dtype) -> LossScale:
         return cls(2.0**16, True) if dtype == torch.float16 else cls()
 
-    def accept(self, norm: torch.Tensor) -> bool:
+    def accept(self, norm: Tensor) -> bool:
         """Whether to take this step, given the global gradient norm; updates S."""
         return self.adapt(bool(norm.isfinite())) if self.dynamic else True
 

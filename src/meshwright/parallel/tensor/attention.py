@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
@@ -40,9 +40,7 @@ def split_attention(done: Split, name: str, part: Any) -> None:
         )
     if part.num_heads % ranks:
         raise MeshwrightError(
-            "MW-TP-002",
-            f"{part.num_heads} heads of '{name}' do not divide over tp={ranks}",
-            why="A head is never cut",
+            "MW-TP-002", f"{part.num_heads} heads of '{name}' do not divide over tp={ranks}", why="A head is never cut"
         )
     packed = part._qkv_same_embed_dim
     for field_name, parts in (PACKED if packed else SEPARATE).items():
@@ -72,15 +70,15 @@ class _Forward:
 
     def __call__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         done, part = self.done, self.part
         if query.ndim != 3:
             raise MeshwrightError("MW-TP-006", f"attention to an input of {query.ndim} dimensions", valid=["[B, S, H]"])
@@ -103,7 +101,7 @@ class _Forward:
         out = out.transpose(1, 2).flatten(2)  # [B, S, N·D]
         return part.out_proj(out if part.batch_first else out.transpose(0, 1)), weights
 
-    def projected(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    def projected(self, *inputs: Tensor) -> list[Tensor]:
         """Queries, keys and values of this rank's heads: [B, N, S, D]."""
         part = self.part
         weights = (
@@ -118,7 +116,7 @@ class _Forward:
             out.append(y.unflatten(-1, (part.num_heads, -1)).transpose(1, 2))
         return out
 
-    def mask(self, padding: torch.Tensor | None, given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    def mask(self, padding: Tensor | None, given: Tensor | None, like: Tensor) -> Tensor | None:
         """Both masks as one to add to the scores; a mask for B·N heads is cut to the heads of this rank."""
         batch, heads = like.shape[:2]
         total = None
@@ -132,7 +130,7 @@ class _Forward:
             total = padding if total is None else total + padding
         return total
 
-    def all_weights(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
+    def all_weights(self, weights: Tensor, average: bool) -> Tensor:
         """The probabilities of all heads, or their mean, on every rank."""
         group = self.done.group
         if average:
@@ -140,7 +138,7 @@ class _Forward:
         return exchange.join(weights, group, 1)
 
 
-def _additive(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
     """True becomes −∞; numbers stay."""
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.describe.sharding import KV_COPIES, RULES, Degrees, even_range, partial_over, rule_of
@@ -68,12 +68,12 @@ def fused_cuts(
     return tuple(cuts)
 
 
-def parts_of(cuts: tuple[ParameterCut, ...], local: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(cuts: tuple[ParameterCut, ...], local: Tensor) -> list[Tensor]:
     """Views of a rank's part, one for each cut."""
     return list(local.split([cut.length for cut in cuts], dim=cuts[0].dim))
 
 
-def cut_out(cuts: tuple[ParameterCut, ...], full: torch.Tensor) -> torch.Tensor:
+def cut_out(cuts: tuple[ParameterCut, ...], full: Tensor) -> Tensor:
     """A rank's part of a full tensor."""
     return torch.cat([full.narrow(cut.dim, cut.start, cut.length) for cut in cuts], dim=cuts[0].dim)
 
@@ -96,13 +96,13 @@ class Split:
     made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # a weight shared by two modules stays shared
     configs: list[Any] = field(default_factory=list)  # copied configs of modules that read their counts from one
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: Tensor) -> Tensor:
         """The input of column-split products: gathered along the sequence where that is divided."""
         return (
             exchange.gather_in(x, self.group, self.sequence_dim) if self.sequence else exchange.copy_in(x, self.group)
         )
 
-    def leave(self, partial_sum: torch.Tensor) -> torch.Tensor:
+    def leave(self, partial_sum: Tensor) -> Tensor:
         """The sum over the ranks, of which each keeps its share of the sequence where that is divided. `partial_sum` must be a
         fresh tensor: it may be summed in place."""
         if self.sequence:
@@ -124,7 +124,7 @@ class Split:
             if tensors and group is not None:
                 exchange.sum_together(tensors, group)
 
-    def norm(self, module: nn.Module) -> torch.Tensor:
+    def norm(self, module: nn.Module) -> Tensor:
         """The norm of the whole model's gradient: each rank counts its own part, and one rank of several that hold copies."""
         squares = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
         for name, parameter in module.named_parameters():
@@ -140,12 +140,12 @@ class Split:
         """One cut, several of a fused parameter, none of a whole one."""
         return self.fused.get(name) or ((self.cuts[name],) if name in self.cuts else ())
 
-    def parts(self, name: str, local: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, name: str, local: Tensor) -> list[Tensor]:
         cuts = self.cuts_of(name)
         return parts_of(cuts, local) if cuts else [local]
 
     @torch.no_grad()
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+    def whole(self, name: str, part: Tensor) -> Tensor:
         """The full tensor, on every rank, of which `part` is this rank's part: a parameter, its gradient or a moment."""
         cuts = self.cuts_of(name)
         if not cuts:

@@ -14,7 +14,7 @@ import zlib
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -34,7 +34,7 @@ def output_dim(part: Any) -> int:
     return int(is_transposed(part))
 
 
-def product(part: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(part: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     compute = part.product if isinstance(part, ProductLinear) else F.linear
     return compute(x, part.weight.T if is_transposed(part) else part.weight, bias)
 

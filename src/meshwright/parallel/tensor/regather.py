@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.models.step_context import current, within
@@ -28,14 +29,14 @@ from meshwright.parallel.saved_tensors import outside
 class GatheredInput:
     """A gathered tensor that is gathered again from this rank's share, wherever the outer hooks keep it."""
 
-    def __init__(self, share: torch.Tensor, group: ProcessGroup, dim: int) -> None:
+    def __init__(self, share: Tensor, group: ProcessGroup, dim: int) -> None:
         pack, self.unpack = outside()
         self.share, self.group, self.dim = pack(share.detach()), group, dim
         self.savers = 0
         self.waiting = 0
-        self.whole: torch.Tensor | None = None
+        self.whole: Tensor | None = None
 
-    def get(self) -> torch.Tensor:
+    def get(self) -> Tensor:
         if self.whole is None:
             self.whole = exchange.all_gather(self.unpack(self.share), self.group, self.dim)
             self.waiting = self.savers
@@ -56,7 +57,7 @@ class _View(NamedTuple):
 
 
 @contextlib.contextmanager
-def regather(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup, dim: int = 1) -> Iterator[None]:
+def regather(whole: Tensor, share: Tensor, group: ProcessGroup, dim: int = 1) -> Iterator[None]:
     """A context in which saving `whole` (or a view of it) for backward saves the share instead."""
     if current().keeps_gathered:
         yield
@@ -65,14 +66,14 @@ def regather(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup, dim:
     address, version = whole.untyped_storage().data_ptr(), whole._version
     outer_pack, outer_unpack = outside()
 
-    def pack(tensor: torch.Tensor) -> Any:
+    def pack(tensor: Tensor) -> Any:
         # A tensor that a module changed in place is no longer the gathered one.
         if tensor.untyped_storage().data_ptr() != address or tensor._version != version:
             return outer_pack(tensor)
         gathered.savers += 1
         return _View(gathered, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(saved: Any) -> torch.Tensor:
+    def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _View):
             return saved.of.get().as_strided(saved.size, saved.stride, saved.offset)
         return outer_unpack(saved)

@@ -33,8 +33,7 @@ attributes that the table names ("counts"). Of projections fused into one weight
 
 from fnmatch import fnmatchcase
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
@@ -167,7 +166,7 @@ def _average_norms(module: nn.Module, done: Split) -> None:
     its gradient over the ranks too."""
     group = done.group
 
-    def mean(local: torch.Tensor) -> torch.Tensor:
+    def mean(local: Tensor) -> Tensor:
         return exchange.copy_in(exchange.reduce_out(local / group.size(), group), group)
 
     for part in module.modules():

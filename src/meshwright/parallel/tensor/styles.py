@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -45,7 +45,7 @@ def _region(done: Split, name: str, part: Any) -> None:
     taken, forward = input_of(part.forward), part.forward
 
     def enter(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return done.enter(value) if value.requires_grad else value
         if isinstance(value, dict):
             return {key: enter(item) for key, item in value.items()}
@@ -56,7 +56,7 @@ def _region(done: Split, name: str, part: Any) -> None:
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
         x, call = taken(args, kwargs)
-        if any(t is not x and t.requires_grad for t in [*args, *kwargs.values()] if isinstance(t, torch.Tensor)):
+        if any(t is not x and t.requires_grad for t in [*args, *kwargs.values()] if isinstance(t, Tensor)):
             raise MeshwrightError(
                 "MW-TP-004",
                 f"the region '{name}' takes two tensors that need gradients, under sequence parallelism",
@@ -125,7 +125,7 @@ def _row(done: Split, name: str, part: Any) -> None:
         return
     setattr(part, "nx" if is_transposed(part) else "in_features", part.weight.shape[1 - output_dim(part)])
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x: Tensor) -> Tensor:
         y = done.leave(product(part, x))
         return y if part.bias is None else y + part.bias
 
@@ -138,7 +138,7 @@ def _row_by_columns(done: Split, part: Any) -> None:
     set_width(part)
     group = done.group
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x: Tensor) -> Tensor:
         y = product(part, exchange.gather_in(x, group, FEATURES), part.bias)
         return exchange.join(y, group, FEATURES)
 
@@ -156,7 +156,7 @@ def _embedding(done: Split, name: str, part: Any) -> None:
     part.forward = _rows_of_table(done, name, part, lambda own: exchange.reduce_out(own, group))
 
 
-def _rows_of_table(done: Split, name: str, part: Any, leave: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _rows_of_table(done: Split, name: str, part: Any, leave: Callable[[Tensor], Tensor]) -> Any:
     if part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
         raise MeshwrightError(
             "MW-TP-004",
@@ -241,7 +241,7 @@ def _join(done: Split, name: str, part: Any) -> None:
         return
     widest, ranges = -(-cut.full // group.size()), [even_range(cut.full, group.size(), r) for r in range(group.size())]
 
-    def joined(x: torch.Tensor) -> torch.Tensor:  # unequal numbers of columns are padded to the largest
+    def joined(x: Tensor) -> Tensor:  # unequal numbers of columns are padded to the largest
         y = exchange.join(F.pad(forward(x), (0, widest - cut.length)), group, FEATURES)
         runs = y.split(widest, dim=FEATURES)
         return torch.cat([run[..., : stop - start] for run, (start, stop) in zip(runs, ranges, strict=True)], FEATURES)

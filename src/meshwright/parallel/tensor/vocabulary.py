@@ -14,6 +14,7 @@ A token outside the vocabulary is on no rank: the embedding would silently be ze
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
@@ -24,7 +25,7 @@ from meshwright.models.parts import at_least_single
 from meshwright.parallel import exchange
 
 
-def check_ids(ids: torch.Tensor, vocabulary: int, what: str) -> None:
+def check_ids(ids: Tensor, vocabulary: int, what: str) -> None:
     """Raise for ids outside the vocabulary, on a CPU."""
     if ids.device.type != "cpu" or not ids.numel():
         return
@@ -38,9 +39,7 @@ def check_ids(ids: torch.Tensor, vocabulary: int, what: str) -> None:
         )
 
 
-def embed(
-    ids: torch.Tensor, weight: torch.Tensor, start: int, vocabulary: int, padding: int | None = None
-) -> torch.Tensor:
+def embed(ids: Tensor, weight: Tensor, start: int, vocabulary: int, padding: int | None = None) -> Tensor:
     """Rows of this rank's part of a table of `vocabulary` rows, which begins at `start`; zero where another rank has the
     row. A `padding` row of this part is looked up and not trained."""
     check_ids(ids, vocabulary, "token")
@@ -52,9 +51,7 @@ def embed(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_TV: torch.Tensor, target_T: torch.Tensor, start: int, group: ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, target_T: Tensor, start: int, group: ProcessGroup) -> Tensor:
         valid_T = target_T != IGNORED
         local_T = target_T - start
         mine_T = valid_T & (local_T >= 0) & (local_T < logits_TV.shape[1])
@@ -70,26 +67,24 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         probability_TV, local_T, mine_T, valid_T = ctx.saved_tensors
         gradient_TV = probability_TV.scatter_add(1, local_T[:, None], -mine_T[:, None].to(probability_TV.dtype))
         return gradient_TV.mul_((valid_T * gradient)[:, None]), None, None, None
 
 
-def cross_entropy(
-    logits_BSV: torch.Tensor, target_BS: torch.Tensor, start: int, vocabulary: int, group: ProcessGroup
-) -> torch.Tensor:
+def cross_entropy(logits_BSV: Tensor, target_BS: Tensor, start: int, vocabulary: int, group: ProcessGroup) -> Tensor:
     """Summed over valid tokens; `logits` are this rank's columns of a `vocabulary`, which begin at `start`."""
     check_targets(target_BS, vocabulary)
     return sum_of_losses(logits_BSV, target_BS, start, group)
 
 
-def check_targets(target_BS: torch.Tensor, vocabulary: int) -> None:
+def check_targets(target_BS: Tensor, vocabulary: int) -> None:
     """Raise for targets outside the vocabulary, on a CPU."""
     check_ids(target_BS[target_BS != IGNORED], vocabulary, "target")
 
 
-def sum_of_losses(logits_BSV: torch.Tensor, target_BS: torch.Tensor, start: int, group: ProcessGroup) -> torch.Tensor:
+def sum_of_losses(logits_BSV: Tensor, target_BS: Tensor, start: int, group: ProcessGroup) -> Tensor:
     """The loss without the check of its targets, which a compiled graph cannot contain."""
     wide = logits_BSV.flatten(0, 1).to(at_least_single(logits_BSV.dtype))
     return _CrossEntropy.apply(wide, target_BS.flatten(), start, group)

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.pieces import local_tensor
 
 
-def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
     """The same structure with each tensor changed."""
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, Mapping):
         same = copy.copy(tree)  # a dictionary of the same class: Hugging Face's outputs and batches are
@@ -48,8 +48,8 @@ def leaves_in(tree: Any) -> Iterator[Any]:
         yield from leaves_in(value)
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor))
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in leaves_in(tree) if isinstance(leaf, Tensor))
 
 
 def call(module: nn.Module, inputs: Any) -> Any:
@@ -94,13 +94,13 @@ class Part:
     size: int
     rows: int  # samples of the whole batch
 
-    def narrow(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def narrow(self, tensor: Tensor, dim: int) -> Tensor:
         """These samples' range of a dimension that is a multiple of the batch (tokens of all samples, one sample after the other)."""
         length = tensor.shape[dim] // self.rows
         return tensor if self.size == self.rows else tensor.narrow(dim, self.start * length, self.size * length)
 
 
-def sample_dim(tensor: torch.Tensor, rows: int, dim: int) -> int | None:
+def sample_dim(tensor: Tensor, rows: int, dim: int) -> int | None:
     """The dimension of a tensor that is as long as the batch: the batch dimension, or the first. None: it stays whole."""
     return next((d for d in (dim, 0) if tensor.ndim > d and tensor.shape[d] == rows), None)
 
@@ -108,7 +108,7 @@ def sample_dim(tensor: torch.Tensor, rows: int, dim: int) -> int | None:
 def cut(tree: Any, part: Part, dim: int) -> Any:
     """These samples of inputs and targets. A tensor that is not as long as the batch (a mask for all samples) stays whole."""
 
-    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+    def narrow(tensor: Tensor) -> Tensor:
         along = sample_dim(tensor, part.rows, dim)
         return tensor if along is None else part.narrow(tensor, along)
 
@@ -118,7 +118,7 @@ def cut(tree: Any, part: Part, dim: int) -> Any:
 def prepared(inputs: Any, dtype: torch.dtype | None, device: Any) -> Any:
     """Floating-point inputs in the dtype of forward, on this rank's device."""
 
-    def change(tensor: torch.Tensor) -> torch.Tensor:
+    def change(tensor: Tensor) -> Tensor:
         floating = dtype is not None and tensor.is_floating_point()
         return tensor.to(device=device, dtype=dtype if floating else tensor.dtype)
 
@@ -129,9 +129,9 @@ def prepared(inputs: Any, dtype: torch.dtype | None, device: Any) -> Any:
 class RandomState:
     """The state of the random numbers of the host, and of a GPU."""
 
-    host: torch.Tensor
+    host: Tensor
     device: torch.device
-    gpu: torch.Tensor | None
+    gpu: Tensor | None
 
     @classmethod
     def of(cls, device: torch.device) -> RandomState:
@@ -181,7 +181,7 @@ def rounding(dtype: torch.dtype) -> float:
     return max(float(torch.finfo(dtype).eps ** 0.5), 1e-6)
 
 
-def differ(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> bool:
+def differ(a: Tensor, b: Tensor, least: float = 0.0) -> bool:
     """Whether two tensors differ by more than rounding, relative to the largest element (or `least`). Two NaN are equal."""
     if a.shape != b.shape:
         return True

@@ -9,7 +9,7 @@ GPUs only, and over a group that is no part of a plan. Ranks with batches of dif
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -32,10 +32,10 @@ def uses_batch(part: Any) -> bool:
 
 
 def _synchronised(part: Any, group: ProcessGroup) -> Any:
-    def total(x: torch.Tensor) -> torch.Tensor:
+    def total(x: Tensor) -> Tensor:
         return exchange.copy_in(exchange.reduce_out(x, group), group)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x: Tensor) -> Tensor:
         if not uses_batch(part):
             return nn.functional.batch_norm(
                 x, part.running_mean, part.running_var, part.weight, part.bias, False, 0.0, part.eps
@@ -58,7 +58,7 @@ def _synchronised(part: Any, group: ProcessGroup) -> Any:
 
 
 @torch.no_grad()
-def update_running(part: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
+def update_running(part: Any, mean: Tensor, variance: Tensor) -> None:
     """Move the running statistics towards those of the batch, as torch does; without a momentum they are the mean of all batches."""
     part.num_batches_tracked.add_(1)
     share = part.momentum if part.momentum is not None else 1.0 / float(part.num_batches_tracked)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import KV_COPIES
@@ -112,13 +112,13 @@ class Build:
                 parts.append(part)
         return names, parts
 
-    def pipeline(self) -> Callable[[list[tuple[Any, Any]]], torch.Tensor]:
+    def pipeline(self) -> Callable[[list[tuple[Any, Any]]], Tensor]:
         """A function that runs micro-batches through all stages and returns this rank's part of the loss."""
         plan, mesh, made, seen = self.plan, self.mesh, dict[int, Pipeline](), self.seen
         assert seen is not None
         chunks: list[tuple[Any, Any]] = []
 
-        def run(batch: list[tuple[Any, Any]]) -> torch.Tensor:
+        def run(batch: list[tuple[Any, Any]]) -> Tensor:
             seen.check_inputs(batch[0][0])
             chunks[:] = batch
             if len(batch) not in made:
@@ -135,7 +135,7 @@ class Build:
 
         return run
 
-    def boundary(self, stage: int) -> tuple[torch.Tensor, ...]:
+    def boundary(self, stage: int) -> tuple[Tensor, ...]:
         """What enters a stage, on the meta device: the number of a micro-batch, activations, or at the end the loss."""
         assert self.seen is not None
         assert self.routes is not None
@@ -145,7 +145,7 @@ class Build:
             return (torch.empty((), dtype=torch.float64, device="meta", requires_grad=True),)
         return tuple(self.local(self.seen.tensor(port)) for port in self.routes.boundaries[stage])
 
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+    def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor between stages, in the dtype of forward."""
         shape, floating = list(tensor.shape), tensor.is_floating_point()
         if self.plan.sp and self.plan.tp > 1:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.mesh import Mesh
@@ -86,7 +86,7 @@ def cuts_explained(inputs: Any, rows: int) -> Iterator[None]:
         raise cut_by_mistake(square, rows, f": {error}") from error
 
 
-def cut_by_mistake(tensor: torch.Tensor, rows: int, error: str = "") -> MeshwrightError:
+def cut_by_mistake(tensor: Tensor, rows: int, error: str = "") -> MeshwrightError:
     return MeshwrightError(
         "MW-OWN-003",
         f"an input of {tuple(tensor.shape)} was cut into micro-batches with the batch of {rows} samples{error}",
@@ -104,14 +104,14 @@ def any_rank(here: bool, device: str) -> bool:
 
 
 @torch.no_grad()
-def evaluated(module: nn.Module, example: Any) -> list[torch.Tensor]:
+def evaluated(module: nn.Module, example: Any) -> list[Tensor]:
     """The output of a module in evaluation mode."""
     with undisturbed(module):
         module.eval()
         return list(tensors_in(call(module, example)))
 
 
-def check_sharded(plain: list[torch.Tensor], module: nn.Module, example: Any, device: str) -> None:
+def check_sharded(plain: list[Tensor], module: nn.Module, example: Any, device: str) -> None:
     """Raise if the forward of a split and sharded module is not that of the module as it was."""
     what = "the forward of the divided module is not that of the whole one"
     try:

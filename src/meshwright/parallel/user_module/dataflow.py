@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +37,7 @@ from meshwright.parallel.user_module.batches import call, leaves_in, map_tensors
 SHAPE_ONLY = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 FORWARD = "the module's forward"
 READ_IN_PYTHON = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "tolist", "numpy")
-UNDISPATCHED = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
+UNDISPATCHED = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class ForwardTrace(TorchDispatchMode):
         self.outputs: list[int] = []
         self.written = set(self.state)
 
-    def number(self, tensor: torch.Tensor) -> int:
+    def number(self, tensor: Tensor) -> int:
         """The number of a tensor's storage. A weak reference keeps its address from being used again, without its memory."""
         try:
             key: Any = StorageWeakRef(tensor.untyped_storage())

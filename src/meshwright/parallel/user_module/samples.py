@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,7 +52,7 @@ class Draws(TorchDispatchMode):
     def __init__(self, whole: Draws | None = None, part: Part | None = None) -> None:
         super().__init__()
         self.whole, self.part = whole, part
-        self.drawn: list[torch.Tensor] = []
+        self.drawn: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -70,7 +70,7 @@ class Draws(TorchDispatchMode):
         return output
 
 
-def batch_dim_of(whole: torch.Tensor, half: torch.Tensor, part: Part) -> int | None:
+def batch_dim_of(whole: Tensor, half: Tensor, part: Part) -> int | None:
     """The dimension of a tensor that has a number of elements per sample; None where it does not depend on the number of samples."""
     if whole.ndim != half.ndim:
         return None
@@ -83,7 +83,7 @@ def batch_dim_of(whole: torch.Tensor, half: torch.Tensor, part: Part) -> int | N
 def two_samples(inputs: Any, dim: int) -> Any:
     """A batch of one sample with another one, made of it: whole numbers in another order, other numbers of half the size."""
 
-    def another(tensor: torch.Tensor) -> torch.Tensor:
+    def another(tensor: Tensor) -> Tensor:
         if tensor.ndim <= dim or tensor.shape[dim] != 1:
             return tensor
         second = tensor * 0.5 if tensor.is_floating_point() else tensor.roll(1, -1)
@@ -101,9 +101,9 @@ def kinks(dtype: torch.dtype) -> float:
 class Ran:
     """Outputs of a module for a batch, or for a half of it."""
 
-    outputs: list[torch.Tensor]
-    buffers: list[torch.Tensor]
-    gradients: list[torch.Tensor]
+    outputs: list[Tensor]
+    buffers: list[Tensor]
+    gradients: list[Tensor]
     error: str = ""
 
 
@@ -143,11 +143,11 @@ class Trial:
             out.append(Ran([t.detach() for t in outputs], buffers, slopes))
         return out
 
-    def weight(self, whole: torch.Tensor, part: torch.Tensor, samples: Part) -> float:
+    def weight(self, whole: Tensor, part: Tensor, samples: Part) -> float:
         """Weight of a tensor without samples (a loss): its share of a mean, or one in a sum. A constant is its own mean."""
         return samples.size / samples.rows if self.mean or not differ(whole.detach(), part.detach()) else 1.0
 
-    def gradients(self, whole: list[torch.Tensor], outputs: list[torch.Tensor], part: Part) -> list[torch.Tensor]:
+    def gradients(self, whole: list[Tensor], outputs: list[Tensor], part: Part) -> list[Tensor]:
         """Of the sum of the outputs with fixed factors: equal outputs may have different gradients."""
         factors = []
         for first, output in zip(whole, outputs, strict=True):
@@ -168,7 +168,7 @@ class Trial:
         tensors, weights = zip(*pairs, strict=True)
         return list(torch.autograd.grad(tensors, parameters, weights, allow_unused=True, materialize_grads=True))
 
-    def joined(self, whole: torch.Tensor, halves: list[torch.Tensor]) -> torch.Tensor | None:
+    def joined(self, whole: Tensor, halves: list[Tensor]) -> Tensor | None:
         """The whole according to the halves: one after the other, or for tensors without samples their mean or sum. None where neither fits."""
         parts = list(zip(halves, self.parts[1:], strict=True))
         if all(half.shape == whole.shape for half in halves):
@@ -179,7 +179,7 @@ class Trial:
         along = alongs.pop()
         return None if alongs or along is None else torch.cat(halves, along)
 
-    def differs(self, whole: list[torch.Tensor], halves: list[list[torch.Tensor]]) -> bool:
+    def differs(self, whole: list[Tensor], halves: list[list[Tensor]]) -> bool:
         if any(len(half) != len(whole) for half in halves):
             return True
         pairs = [(t, self.joined(t, [half[i] for half in halves])) for i, t in enumerate(whole)]
@@ -209,7 +209,7 @@ class Trial:
         """A buffer that each forward changes, such as a counter: several micro-batches change it several times. '' if there is none."""
         exact = {id(buffer) for norm in self.synchronised for buffer in norm.buffers()}
         named = [(name, buffer) for name, buffer in self.module.named_buffers() if id(buffer) not in exact]
-        after: list[list[torch.Tensor]] = []
+        after: list[list[Tensor]] = []
         with undisturbed(self.module):
             for _ in range(2 if named else 0):
                 call(self.module, self.inputs)
@@ -219,7 +219,7 @@ class Trial:
     @torch.no_grad()
     def first_module(self) -> str:
         """The first module whose output differs; '' if none but the whole one does."""
-        calls: list[list[tuple[str, list[torch.Tensor]]]] = []
+        calls: list[list[tuple[str, list[Tensor]]]] = []
 
         def note(name: str) -> Callable[..., None]:
             return lambda part, args, output: calls[-1].append((name, [t.detach().clone() for t in tensors_in(output)]))
@@ -280,10 +280,10 @@ class LossCheck:
     problem: MeshwrightError | None = None
     done: bool = False
 
-    def add(self, loss: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any) -> None:
+    def add(self, loss: Callable[[Any, Any], Tensor], output: Any, targets: Any) -> None:
         if self.done:
             return
-        pair, rows = map_tensors(torch.Tensor.detach, (output, targets)), self.size
+        pair, rows = map_tensors(Tensor.detach, (output, targets)), self.size
         if rows == 1 and self.first is None:
             self.first = pair
             return
@@ -293,12 +293,12 @@ class LossCheck:
         self.done, self.problem = True, check_loss(loss, pair[0], pair[1], rows, self.dim, self.mean)
 
 
-def join_samples(first: torch.Tensor, second: torch.Tensor, dim: int) -> torch.Tensor:
+def join_samples(first: Tensor, second: Tensor, dim: int) -> Tensor:
     return torch.cat([first, second], dim if first.ndim > dim else 0) if first.ndim else first
 
 
 def check_loss(
-    loss: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any, rows: int, dim: int, mean: bool
+    loss: Callable[[Any, Any], Tensor], output: Any, targets: Any, rows: int, dim: int, mean: bool
 ) -> MeshwrightError | None:
     """An error if the loss of a batch is neither the mean (or the sum) of the losses of its halves, weighted by their samples, nor that weighted by
     their valid targets."""
@@ -306,11 +306,11 @@ def check_loss(
     if rows < 2 or any(t.shape[min(dim, t.ndim - 1)] != rows and t.shape[0] % rows for t in tensors):
         return None  # not one part per sample
 
-    def samples(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    def samples(tensor: Tensor, part: Part) -> Tensor:
         return part.narrow(tensor, sample_dim(tensor, rows, dim) or 0) if tensor.ndim else tensor
 
     parts = [Part(0, rows, rows), Part(0, rows // 2, rows), Part(rows // 2, rows - rows // 2, rows)]
-    values: list[torch.Tensor] = []
+    values: list[Tensor] = []
     valid: list[int] = []
     draws = Draws()
     with torch.no_grad(), torch.random.fork_rng():
@@ -332,7 +332,7 @@ def check_loss(
     )
 
 
-def weighted(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+def weighted(values: list[Tensor], weights: list[float]) -> Tensor:
     """The sum of values with these weights; a value of weight 0 may be NaN, as the mean of no targets is."""
     return torch.stack([v * w for v, w in zip(values, weights, strict=True) if w]).sum()
 
@@ -351,7 +351,7 @@ def valid_targets(loss: Any, targets: Any) -> tuple[int, int]:
     return sum(int((t != ignored_by(loss)).sum()) for t in classes), sum(t.numel() for t in classes)
 
 
-def fixed_numbers(tensor: torch.Tensor, most: float, dtype: torch.dtype) -> torch.Tensor:
+def fixed_numbers(tensor: Tensor, most: float, dtype: torch.dtype) -> Tensor:
     """Another tensor of this shape on the host, with numbers from 0 to `most` that may be scores or probabilities."""
     if not tensor.is_floating_point():
         return tensor.detach().cpu()
@@ -359,7 +359,7 @@ def fixed_numbers(tensor: torch.Tensor, most: float, dtype: torch.dtype) -> torc
 
 
 @torch.no_grad()
-def mean_over(loss: Callable[[Any, Any], torch.Tensor], output: Any, targets: Any, dim: int) -> str:
+def mean_over(loss: Callable[[Any, Any], Tensor], output: Any, targets: Any, dim: int) -> str:
     """What a loss is a mean over: "samples", "targets" that are valid, or "" if neither fits.
 
     A micro-batch of this shape is joined with one in which only the first target of each sample is valid. Outputs are fixed numbers, targets class 0,
@@ -367,7 +367,7 @@ def mean_over(loss: Callable[[Any, Any], torch.Tensor], output: Any, targets: An
     """
     classes = map_tensors(lambda t: t.cpu() if t.is_floating_point() else torch.zeros_like(t, device="cpu"), targets)
 
-    def mask(tensor: torch.Tensor) -> torch.Tensor:
+    def mask(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() or tensor.dtype == torch.bool:
             return tensor
         masked = torch.full_like(tensor, ignored_by(loss))

@@ -24,7 +24,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.user_module.batches import (
@@ -91,7 +91,7 @@ class Recorded:
                     fix="inputs of the shape of the example, padded if need be; a mask with a dimension for the samples",
                 )
 
-    def tensor(self, port: Port) -> torch.Tensor:
+    def tensor(self, port: Port) -> Tensor:
         """What crosses at a port, on the meta device."""
         return list(tensors_in(self.trace.outputs_of[port.unit][port.call]))[port.leaf]
 
@@ -153,16 +153,16 @@ def modules_outside(module: nn.Module, path: str) -> list[str]:
     return out
 
 
-class Unsent(torch.Tensor):
+class Unsent(Tensor):
     """A tensor of another stage that the example showed nobody to read: it can be passed on and viewed, and raises when its values are read."""
 
-    value: torch.Tensor
+    value: Tensor
     unit: str
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # operators reach __torch_dispatch__
 
     @classmethod
-    def of(cls, value: torch.Tensor, unit: str) -> Unsent:
-        unsent = torch.Tensor._make_subclass(cls, value)
+    def of(cls, value: Tensor, unit: str) -> Unsent:
+        unsent = Tensor._make_subclass(cls, value)
         unsent.value, unsent.unit = value, unit
         return unsent
 
@@ -204,7 +204,7 @@ class StageModule(nn.Module):
         self.expected = [seen.tensor(port) for port in self.sends]  # on the meta device
         self.inputs: Any = None
         self.targets: Any = None
-        self.tensors: dict[Port, torch.Tensor] = {}  # of this micro-batch: received, and to be sent
+        self.tensors: dict[Port, Tensor] = {}  # of this micro-batch: received, and to be sent
         self.calls = Counter[str]()
         own = spans[stage]
         units = {name: root.get_submodule(name) for name in (*seen.names, *seen.before, *seen.after)}
@@ -232,7 +232,7 @@ class StageModule(nn.Module):
             arguments, passed = list(leaves_in([args, kwargs])), self.seen.trace.passed
             self.calls[unit] += 1
 
-            def leaf(like: torch.Tensor) -> torch.Tensor:
+            def leaf(like: Tensor) -> Tensor:
                 port = Port(unit, number, next(leaves))
                 if port in passed:
                     return self._passed(unit, arguments, passed[port])
@@ -247,10 +247,10 @@ class StageModule(nn.Module):
 
         return forward
 
-    def _passed(self, unit: str, arguments: list[Any], place: int) -> torch.Tensor:
+    def _passed(self, unit: str, arguments: list[Any], place: int) -> Tensor:
         """The argument that a unit of another stage returns as it is."""
         argument = arguments[place] if place < len(arguments) else None
-        if not isinstance(argument, torch.Tensor):
+        if not isinstance(argument, Tensor):
             raise MeshwrightError(
                 "MW-OWN-007",
                 f"'{unit}' is called without the tensor that it returned for the example",
@@ -269,7 +269,7 @@ class StageModule(nn.Module):
 
         return hook
 
-    def forward(self, *received: torch.Tensor) -> Any:
+    def forward(self, *received: Tensor) -> Any:
         self.tensors = dict(
             zip(self.receives, received, strict=False)
         )  # the first stage is given the number of a micro-batch
@@ -281,7 +281,7 @@ class StageModule(nn.Module):
         finally:
             self.tensors = {}
 
-    def _sent(self, port: Port, like: torch.Tensor) -> torch.Tensor:
+    def _sent(self, port: Port, like: Tensor) -> Tensor:
         tensor = self.tensors[port]
         if port in self.receives:
             tensor = tensor.view_as(tensor)  # passed on: a stage must not return its own input

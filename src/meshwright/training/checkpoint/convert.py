@@ -25,6 +25,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import parameters
@@ -50,7 +51,7 @@ FILE_BYTES = 4 << 30
 HEADER = {"format": "pt", "DCP_VERSION": "1.0"}  # what torch's distributed checkpoint writes and reads
 
 
-def read_full(path: Path, manifest: Manifest, key: str) -> torch.Tensor:
+def read_full(path: Path, manifest: Manifest, key: str) -> Tensor:
     """One full tensor of a checkpoint, in the dtype in which it was saved."""
     saved = manifest.tensors[key]
     tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
@@ -59,10 +60,7 @@ def read_full(path: Path, manifest: Manifest, key: str) -> torch.Tensor:
 
 
 def write_checkpoint(
-    out: Path,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    description: Json,
-    file_bytes: int = FILE_BYTES,
+    out: Path, tensors: Iterable[tuple[str, Tensor]], description: Json, file_bytes: int = FILE_BYTES
 ) -> Manifest:
     """Write full tensors as a checkpoint at `out`, which must not exist. `description` are the other fields of the manifest."""
     if out.exists():
@@ -75,7 +73,7 @@ def write_checkpoint(
     try:
         folder.abandon(written)
         written.mkdir(parents=True)
-        group: dict[str, torch.Tensor] = {}
+        group: dict[str, Tensor] = {}
         for key, tensor in tensors:
             if group and sum(t.nbytes for t in group.values()) + tensor.nbytes > file_bytes:
                 _write_file(written, group, saved, files)
@@ -92,7 +90,7 @@ def write_checkpoint(
 
 
 def _write_file(
-    written: Path, group: dict[str, torch.Tensor], saved: dict[str, SavedTensor], files: dict[str, SavedFile]
+    written: Path, group: dict[str, Tensor], saved: dict[str, SavedTensor], files: dict[str, SavedFile]
 ) -> None:
     from safetensors.torch import save_file
 
@@ -135,7 +133,7 @@ def convert_torchtitan(
     keys = translated_keys(checkpoint, model)
     step = int(checkpoint.read("train_state.step")) if "train_state.step" in checkpoint.tensors else 0
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors() -> Iterator[tuple[str, Tensor]]:
         for number, (key, theirs) in enumerate(keys.items()):
             progress(number / len(keys))
             kind, _, name = key.partition("/")
@@ -148,10 +146,7 @@ def convert_torchtitan(
         "plan": {},
         "workload": {},
         "order": (),
-        "versions": {
-            "meshwright": VERSION,
-            "converted from": "torch.distributed.checkpoint (torchtitan)",
-        },
+        "versions": {"meshwright": VERSION, "converted from": "torch.distributed.checkpoint (torchtitan)"},
         "created": time.time(),
     }
     return write_checkpoint(out, tensors(), description)
@@ -195,7 +190,7 @@ def translated(name: str) -> str:
     return found.replace("*", layer)
 
 
-def reordered(tensor: torch.Tensor, name: str, model: Model) -> torch.Tensor:
+def reordered(tensor: Tensor, name: str, model: Model) -> Tensor:
     """Rows of the query and key projections in the order of our rotation."""
     match = ROTATED.fullmatch(name)
     if match is None or model.positions != "rope":
@@ -230,7 +225,7 @@ def gather(path: Path, manifest: Manifest, out: Path, progress: Progress) -> Non
     """Write the tensors of all ranks whole, without what belongs to single ranks."""
     keys = [key for key in manifest.tensors if not key.startswith("rank-")]
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors() -> Iterator[tuple[str, Tensor]]:
         for number, key in enumerate(keys):
             yield key, read_full(path, manifest, key)
             progress((number + 1) / len(keys))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from meshwright.describe import hf
 from meshwright.describe.model import Model
@@ -36,7 +37,7 @@ class CheckpointWeights:
     manifest: Manifest
     kind: str = WEIGHT
 
-    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> Tensor:
         key = f"{self.kind}/{name}"
         saved = self.manifest.tensors[f"replica-0/{key}" if self.manifest.replicas else key]
         entry = BoxEntry(key, tuple(full), tuple(start), torch.empty(tuple(shape), dtype=getattr(torch, saved.dtype)))

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
@@ -83,7 +84,7 @@ def load(trainer: SavableTrainer, path: Path, manifest: Manifest) -> list[str]:
     return messages
 
 
-def make_states(trainer: SavableTrainer, manifest: Manifest) -> dict[int, dict[str, torch.Tensor]]:
+def make_states(trainer: SavableTrainer, manifest: Manifest) -> dict[int, dict[str, Tensor]]:
     """Empty states of the optimizer for each piece, of the kinds that the checkpoint has, as the optimizer itself makes them."""
     kinds, out = states_by_parameter(manifest), {}
     groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -94,17 +95,14 @@ def make_states(trainer: SavableTrainer, manifest: Manifest) -> dict[int, dict[s
             on_device = group.get("fused") or group.get("capturable")
             out[i] = {
                 kind.partition(".")[2]: empty_state(
-                    kind,
-                    piece,
-                    manifest.tensors[f"{prefix}{kind}/{piece.name}"].dtype,
-                    bool(on_device),
+                    kind, piece, manifest.tensors[f"{prefix}{kind}/{piece.name}"].dtype, bool(on_device)
                 )
                 for kind in sorted(kinds[piece.name])
             }
     return out
 
 
-def empty_state(kind: str, piece: Piece, dtype: str, on_device: bool) -> torch.Tensor:
+def empty_state(kind: str, piece: Piece, dtype: str, on_device: bool) -> Tensor:
     """A state as the optimizer makes it: of the shape of the piece, or one number."""
     if kind.startswith(OPTIMIZER):
         return torch.zeros_like(piece.local)
@@ -172,7 +170,7 @@ def restore_rank(trainer: SavableTrainer, path: Path, manifest: Manifest, same: 
         yield "The plan has changed: what gradient compression had not sent yet is lost, and its residuals start empty"
 
 
-def rank_tensors(path: Path, manifest: Manifest, rank: int, kind: str, device: str) -> dict[str, torch.Tensor]:
+def rank_tensors(path: Path, manifest: Manifest, rank: int, kind: str, device: str) -> dict[str, Tensor]:
     """The tensors of one rank whose names start with `kind`."""
     prefix = f"rank-{rank}/"
     entries = [

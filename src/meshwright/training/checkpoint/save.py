@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -63,11 +63,7 @@ def run_description(trainer: SavableTrainer, data: Json | None = None) -> Json:
         "replicas": replicas_of(trainer),
         "seed": parallel.seed,
         "data": data or {},
-        "versions": {
-            "meshwright": VERSION,
-            "torch": torch.__version__,
-            "safetensors": safetensors_version(),
-        },
+        "versions": {"meshwright": VERSION, "torch": torch.__version__, "safetensors": safetensors_version()},
     }
 
 
@@ -209,7 +205,7 @@ class Saver:
         self.sync = sync if is_first(group) else lambda: None
         self.stalled_s = 0.0
         self.saved_step: int | None = None  # the last one that is complete
-        self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: MeshwrightError | None = None
 
@@ -270,7 +266,7 @@ class Saver:
             torch.cuda.current_stream().synchronize()
         return TrainerState(state.step, copies, state.numbers)
 
-    def _copy(self, entry: BoxEntry) -> torch.Tensor:
+    def _copy(self, entry: BoxEntry) -> Tensor:
         source, copy = entry.tensor.detach(), self._copies.get((entry.key, entry.start))
         if copy is None or copy.shape != source.shape or copy.dtype != source.dtype:
             copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)

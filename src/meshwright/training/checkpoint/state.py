@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from meshwright.describe.sharding import KV_COPIES, Box
 from meshwright.describe.variants import OPTIMIZERS
@@ -81,11 +82,11 @@ def replica_prefix(trainer: SavableTrainer) -> str:
     return f"replica-{trainer.parallel.mesh.index('replicate')}/" if replicas_of(trainer) else ""
 
 
-def optimizer_states(trainer: SavableTrainer) -> dict[int, dict[str, torch.Tensor]]:
+def optimizer_states(trainer: SavableTrainer) -> dict[int, dict[str, Tensor]]:
     """The optimizer's tensors of each updated piece, by its place in the list."""
     state: Mapping[Any, Mapping[str, Any]] = trainer.optimizer.state
     return {
-        i: {name: value for name, value in state.get(piece.parameter, {}).items() if isinstance(value, torch.Tensor)}
+        i: {name: value for name, value in state.get(piece.parameter, {}).items() if isinstance(value, Tensor)}
         for i, piece in enumerate(trainer.parallel.updated)
     }
 
@@ -100,7 +101,7 @@ def expected_states(piece: Piece, optimizer: str) -> frozenset[str]:
 
 
 def shared_entries(
-    trainer: SavableTrainer, states: Mapping[int, Mapping[str, torch.Tensor]], average: bool = True
+    trainer: SavableTrainer, states: Mapping[int, Mapping[str, Tensor]], average: bool = True
 ) -> Iterator[BoxEntry]:
     """The boxes that a plan shares out: weights, their moving average, and the given states of the optimizer."""
     averages = trainer.average.values if average and trainer.average is not None else []
@@ -128,7 +129,7 @@ def shared_entries(
         yield BoxEntry(f"{prefix}{WEIGHT}/{name}", tuple(buffer.shape), (0,) * buffer.ndim, buffer, first)
 
 
-def box_entries(key: str, piece: Piece, local: torch.Tensor, writes: list[bool]) -> Iterator[BoxEntry]:
+def box_entries(key: str, piece: Piece, local: Tensor, writes: list[bool]) -> Iterator[BoxEntry]:
     """A tensor with the boxes of a piece."""
     for (box, view), written in zip(piece.views(local), writes, strict=True):
         yield BoxEntry(key, piece.full_shape, box.local_start, view, written and view.numel() > 0)
@@ -174,9 +175,9 @@ def rank_numbers(trainer: SavableTrainer) -> Json:
     return {**out, "compression_steps": steps} if steps else out
 
 
-def compression_tensors(trainer: SavableTrainer) -> dict[str, torch.Tensor]:
+def compression_tensors(trainer: SavableTrainer) -> dict[str, Tensor]:
     """Errors of each compressor by message, and PowerSGD's bases by message and offset."""
-    out: dict[str, torch.Tensor] = {}
+    out: dict[str, Tensor] = {}
     for i, compressor in enumerate(compressors_in(trainer.parallel.reductions)):
         out |= {f"compression/{i}/error/{index}": error for index, error in compressor.feedback.errors.items()}
         for (index, offset), basis in getattr(compressor, "bases", {}).items():
@@ -184,9 +185,7 @@ def compression_tensors(trainer: SavableTrainer) -> dict[str, torch.Tensor]:
     return out
 
 
-def restore_compression(
-    trainer: SavableTrainer, tensors: Mapping[str, torch.Tensor], steps: list[dict[str, int]]
-) -> None:
+def restore_compression(trainer: SavableTrainer, tensors: Mapping[str, Tensor], steps: list[dict[str, int]]) -> None:
     """Put back what `compression_tensors` and `rank_numbers` gave."""
     compressors = compressors_in(trainer.parallel.reductions)
     for name, tensor in tensors.items():
@@ -201,7 +200,7 @@ def restore_compression(
             compressor.steps.update({int(index): count for index, count in each.items()})
 
 
-def random_states(device: str) -> dict[str, torch.Tensor]:
+def random_states(device: str) -> dict[str, Tensor]:
     """The states of the random generators of this process, as tensors."""
     _, keys, position, _, _ = numpy_state()
     out = {
@@ -224,7 +223,7 @@ def numpy_state() -> Any:
     return np.random.get_state(legacy=True)
 
 
-def restore_random(states: Mapping[str, torch.Tensor], normal_numbers: list[Any], device: str) -> None:
+def restore_random(states: Mapping[str, Tensor], normal_numbers: list[Any], device: str) -> None:
     """Set the random generators of this process."""
     python_second, has_second, second = normal_numbers
     torch.set_rng_state(states["random/torch"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -48,7 +49,7 @@ class BoxEntry:
     key: str
     full_shape: tuple[int, ...]
     start: tuple[int, ...]
-    tensor: torch.Tensor
+    tensor: Tensor
     written: bool = True
 
     @property
@@ -103,7 +104,7 @@ class _SavePlanner(DefaultSavePlanner):
         data = TensorWriteData(chunk=entry.chunk, properties=properties, size=torch.Size(entry.full_shape))
         return WriteItem(index=MetadataIndex(entry.key, entry.start), type=WriteItemType.SHARD, tensor_data=data)
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.entries[index.fqn].tensor
 
 
@@ -162,14 +163,14 @@ class _LoadPlanner(DefaultLoadPlanner):
             items += create_read_items_for_chunk_list(key, saved, [entry.chunk for entry in entries])
         return LoadPlan(items)
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         entry = self.wanted[read_item.dest_index.fqn][read_item.dest_index.index or 0]
         part = entry.tensor.detach()
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(dim, start, length)
         return part
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing: the values are in the entry's tensor."""
 
 

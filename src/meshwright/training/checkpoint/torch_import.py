@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.manifest import SavedBox, SavedTensor, check_cover
@@ -86,7 +87,7 @@ class TorchCheckpoint:
             if place.offset + place.length > sizes[place.file]:
                 raise refused(f"the file {place.file} is missing or too short for {key}")
 
-    def read(self, key: str) -> torch.Tensor:
+    def read(self, key: str) -> Tensor:
         """A full tensor."""
         saved = self.tensors[key]
         full = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
@@ -166,7 +167,7 @@ def _file(value: Any) -> str:
     return value
 
 
-def read_archive(data: bytes) -> torch.Tensor:
+def read_archive(data: bytes) -> Tensor:
     """The tensor in an archive that `torch.save` wrote."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -205,7 +206,7 @@ def read_archive(data: bytes) -> torch.Tensor:
         raise refused(f"an archive: {type(error).__name__}: {str(error)[:160]}") from None
 
 
-def _tensor_of(call: Any) -> torch.Tensor:
+def _tensor_of(call: Any) -> Tensor:
     (dtype, content), offset, shape, strides, *_ = _of(call, "_rebuild_tensor_v2").arguments
     shape, strides = tuple(map(_whole, shape)), tuple(map(_whole, strides))
     if math.prod(shape) == 0:

@@ -36,6 +36,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model
@@ -51,12 +52,12 @@ class Samples(Protocol):
 
 
 class TokenBatch(NamedTuple):
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    documents_BS: torch.Tensor | None = None  # on the host: masks are built there, tile by tile
+    inputs: Tensor
+    targets: Tensor
+    documents_BS: Tensor | None = None  # on the host: masks are built there, tile by tile
 
     @property
-    def valid(self) -> torch.Tensor:
+    def valid(self) -> Tensor:
         """The number of targets that are not padding: tokens, or rows of a regression."""
         if self.targets.is_floating_point():
             return (~self.targets[:, 0].isnan()).sum()
@@ -74,7 +75,7 @@ def batch_of(
     indices: Sequence[int],
     device: str,
     dtype: torch.dtype,
-    positions: torch.Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> TokenBatch:
     """The samples of a step with these indices, and the tokens at these positions (None: all tokens)."""
     rows = [samples.sample(step, i) for i in indices]
@@ -219,12 +220,7 @@ class Loader:
     """This rank's batches by step. `ahead` is the number of steps that are prepared in advance; 0: none, no thread."""
 
     def __init__(
-        self,
-        samples: Samples,
-        device: str,
-        dtype: torch.dtype,
-        positions: torch.Tensor | None,
-        ahead: int = 0,
+        self, samples: Samples, device: str, dtype: torch.dtype, positions: Tensor | None, ahead: int = 0
     ) -> None:
         self.samples, self.positions = samples, positions
         self.device, self.dtype, self.ahead = device, dtype, ahead

@@ -71,19 +71,7 @@ def set_disk_full(full: bool) -> None:
 VARIABLE = "MESHWRIGHT_FAULTS"
 LOG = "injected.jsonl"
 EVERYWHERE = ("nan", "spike")  # happen on all ranks
-KINDS = (
-    "kill",
-    "stop",
-    "hang",
-    "exception",
-    "slow",
-    "nan",
-    "spike",
-    "kill-save",
-    "bit-flip",
-    "truncate",
-    "disk-full",
-)
+KINDS = ("kill", "stop", "hang", "exception", "slow", "nan", "spike", "kill-save", "bit-flip", "truncate", "disk-full")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -84,7 +84,7 @@ class Observer(TorchDispatchMode):
             self.memory.add(piece.gradient)
         for state in trainer.optimizer.state.values():
             for value in state.values():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     self.memory.add(local_tensor(value))
         if trainer.parallel.pipeline is not None:
             for buffer in trainer.parallel.pipeline.receive_buffers:
@@ -136,17 +136,17 @@ class Observer(TorchDispatchMode):
                 self.unknown.add(name)
         else:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        if isinstance(out, torch.Tensor):  # most operators
+        if isinstance(out, Tensor):  # most operators
             self.memory.add(out)
         elif out is not None:
             for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, Tensor):
                     self.memory.add(leaf)
         return out
 
     def _count(self, name: str, args: Any, out: Any) -> None:
         operation, which = COLLECTIVES[name]
-        buffers = [t for t in tree_leaves(out if which is None else args[which]) if isinstance(t, torch.Tensor)]
+        buffers = [t for t in tree_leaves(out if which is None else args[which]) if isinstance(t, Tensor)]
         name = next(g for g in map(group_name, args) if g)
         size = sum(t.nbytes for t in buffers)
         self._add(operation, name, size)
@@ -165,7 +165,7 @@ class Observer(TorchDispatchMode):
         if (axis := self.axis_of.get(group)) is not None:
             self.sent[axis] = self.sent.get(axis, 0.0) + size
 
-    def listen(self, operation: str, buffer: torch.Tensor, group: str, sent_bytes: int) -> None:
+    def listen(self, operation: str, buffer: Tensor, group: str, sent_bytes: int) -> None:
         """A call to a group of the backend `meshwright`."""
         self._send(group, sent_bytes)
         if self.in_operator or operation == "barrier":
@@ -234,7 +234,7 @@ class LiveBytes:
         self._freed: dict[int, weakref.ref] = {}  # references whose callbacks hear of a storage's end
         self._resize = torch.UntypedStorage.resize_
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: Tensor) -> None:
         if tensor.device.type != self.device:
             return
         storage = local_tensor(tensor).untyped_storage()

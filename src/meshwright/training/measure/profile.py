@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.describe.run_folder import PROFILE
@@ -133,7 +133,7 @@ class StepTracer(Hook):
             self._begin("F", 0, microbatch)
             return scope(microbatch)
 
-        def begin_backward(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        def begin_backward(output: Tensor, target: Tensor) -> Tensor:
             out = loss(output, target)
             self._end()
             self._begin("B", 0, self._actions[-1][2])
@@ -158,7 +158,7 @@ class StepTracer(Hook):
             if current().recomputing or action < 0 or self._actions[action][0] != "F":
                 return
             self._forward.append((block, action, start, self.clock.mark()))
-            if isinstance(output, torch.Tensor) and output.requires_grad:
+            if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda _: self._note_gradient(block))
 
         self._undo.append(part.register_forward_pre_hook(before, prepend=True).remove)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from meshwright.comm import work as own
 from meshwright.comm.backend.group import MeshwrightGroup
@@ -351,7 +351,7 @@ class FunctionalWait:
     def __init__(self, recorder: CommRecorder, plain: Any) -> None:
         self.recorder, self.plain = recorder, plain
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tensor: Tensor) -> Tensor:
         entry = self.recorder.waiting.pop(tensor.data_ptr(), None)
         if entry is None:
             return self.plain(tensor)
@@ -371,7 +371,7 @@ def bytes_of(buffers: Any) -> int:
     """Bytes of a tensor, or of all tensors of nested lists; a number of bytes is returned as it is."""
     if isinstance(buffers, int):
         return buffers
-    while not isinstance(buffers, torch.Tensor):
+    while not isinstance(buffers, Tensor):
         if len(buffers) != 1:
             return sum(map(bytes_of, buffers))
         (buffers,) = buffers  # the usual case, a list of one tensor

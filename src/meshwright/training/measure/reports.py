@@ -32,7 +32,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from meshwright.comm.bench.backends import host_name
 from meshwright.cost.step import TRAFFIC_AXIS
@@ -85,7 +85,7 @@ def gather_reports(context: RankContext, report: RankReport) -> list[RankReport]
     return [shifted(r, offsets[host]) for r, host in zip(found, hosts, strict=True)]
 
 
-def all_gather(context: RankContext, numbers: list[int]) -> torch.Tensor:
+def all_gather(context: RankContext, numbers: list[int]) -> Tensor:
     """A row of whole numbers of each rank."""
     own = torch.tensor(numbers, dtype=torch.int64, device=context.device)
     rows = [torch.zeros_like(own) for _ in range(context.world)]

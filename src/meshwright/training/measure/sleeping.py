@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.cost.compute import attention_time, gemm_time
 from meshwright.describe.cluster import Accelerator, Efficiency
@@ -75,7 +76,7 @@ class SleepingDevice:
         self.library._destroy()  # torch's own kernels are back
         self.library = None
 
-    def product(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def product(self, first: Tensor, second: Tensor) -> Tensor:
         *products, m, k = first.shape
         n, count = second.shape[-1], products[0] if products else 1
         if min(m, n, k) < COMPUTED_BELOW:
@@ -90,21 +91,19 @@ class SleepingDevice:
         return self.known[count, m, n, k]
 
     def added_product(
-        self, bias: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1, alpha: float = 1
-    ) -> torch.Tensor:
+        self, bias: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
         return beta * bias + alpha * self.product(first, second)
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> tuple:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple:
         self.spend_attention(q, k, 1.0)
         return torch.zeros_like(q), q.new_zeros(q.shape[:-1], dtype=torch.float32)
 
-    def attention_backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any
-    ) -> tuple:
+    def attention_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple:
         self.spend_attention(q, k, BACKWARD)
         return tuple(map(torch.zeros_like, (q, k, v)))
 
-    def spend_attention(self, q: torch.Tensor, k: torch.Tensor, times: float) -> None:
+    def spend_attention(self, q: Tensor, k: Tensor, times: float) -> None:
         batch, heads, s_q, width = q.shape
         key = (*q.shape, k.shape[2], times)
         if key not in self.known:

@@ -188,10 +188,7 @@ def rank_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep)
         ]
     recorded = step.recorded
     updated = recorded.gradients if isnan(step.updated) else step.updated
-    for part, start, end in (
-        ("optimizer", recorded.gradients, updated),
-        ("overhead", updated, recorded.ended),
-    ):
+    for part, start, end in (("optimizer", recorded.gradients, updated), ("overhead", updated, recorded.ended)):
         stream, name = CLOSING[part]
         out.append(TraceSpan(rank, stream, name, start, end - start, part))
     return out + list(communication_spans(names, others, rank, step))

@@ -2,9 +2,9 @@
 
 from math import sqrt
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from meshwright.units import Json
 
@@ -36,11 +36,11 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
 
 
 def update(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor],
-    rounded: torch.Tensor | None,
-    factor: torch.Tensor | None,
+    weight: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    rounded: Tensor | None,
+    factor: Tensor | None,
     step: int,
     group: Json,
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from meshwright.parallel.numerics.precision import at_least_single
 from meshwright.parallel.sharded import Sharded
@@ -46,7 +47,7 @@ class WeightAverage:
             self._assign(trained)
 
     @torch.no_grad()
-    def _assign(self, values: list[torch.Tensor]) -> None:
+    def _assign(self, values: list[Tensor]) -> None:
         for piece, value in zip(self.pieces, values, strict=True):
             piece.local.copy_(value)
         if self.parallel.masters is not None:

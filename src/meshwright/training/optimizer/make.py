@@ -35,7 +35,7 @@ from math import sqrt
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.variants import OPTIMIZERS
@@ -50,8 +50,8 @@ class FusedAdamW(torch.optim.AdamW):
     """torch's AdamW, with the same states, for float32 parameters on a GPU. `rounded` has the tensor that each updated parameter is
     rounded to, if any. `gradient_factor` is multiplied with every gradient of the next step."""
 
-    rounded: Mapping[nn.Parameter, torch.Tensor] = {}
-    gradient_factor: torch.Tensor | None = None
+    rounded: Mapping[nn.Parameter, Tensor] = {}
+    gradient_factor: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -24,6 +24,7 @@ in fp32 on CPUs; in other runs everything has the dtype of the parameters.
 from math import sqrt
 
 import torch
+from torch import Tensor
 
 from meshwright.describe.sharding.boxes import NEWTON_SCHULZ_STEPS, matrices
 from meshwright.parallel.numerics.precision import at_least_single, narrow
@@ -37,7 +38,7 @@ LEAST_NORM = 1e-7  # a matrix whose momentum is zero has no update
 MATCH_ADAMW = 0.2  # the typical size of an AdamW update, in learning rates
 
 
-def orthogonalise(u: torch.Tensor) -> torch.Tensor:
+def orthogonalise(u: Tensor) -> Tensor:
     """The matrix, or each of a stack of matrices, with all its singular values moved to about 1."""
     tall = u.shape[-2] > u.shape[-1]
     x = (u.mT if tall else u).reshape(-1, min(u.shape[-2:]), max(u.shape[-2:]))
@@ -78,10 +79,10 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters; a collective of the ranks that hold parts of the same matrices."""
         group_of = {p: group for group in self.param_groups for p in group["params"]}
 
-        def momentum(i: int) -> torch.Tensor:
+        def momentum(i: int) -> Tensor:
             return self._momentum(self.pieces[i], group_of[self.pieces[i].parameter])
 
-        def update(i: int, orthogonal: torch.Tensor) -> None:
+        def update(i: int, orthogonal: Tensor) -> None:
             piece = self.pieces[i]
             group, local = group_of[piece.parameter], piece.local
             size = group["lr"] * MATCH_ADAMW * sqrt(max(piece.full_shape[-2:]))
@@ -102,7 +103,7 @@ class Muon(torch.optim.Optimizer):
         self.adamw.state = self.state
         self.adamw.step()
 
-    def _momentum(self, piece: Piece, group: Json) -> torch.Tensor:
+    def _momentum(self, piece: Piece, group: Json) -> Tensor:
         """Add the gradient of a piece to its momentum; returns u in the dtype in which it is sent."""
         gradient, state = piece.gradient, self.state[piece.parameter]
         if "momentum_buffer" not in state:
@@ -110,5 +111,5 @@ class Muon(torch.optim.Optimizer):
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]).to(self.device, self.dtype)
 
-    def _orthogonal(self, whole: torch.Tensor) -> torch.Tensor:
+    def _orthogonal(self, whole: Tensor) -> Tensor:
         return orthogonalise(whole.to(self.compute))

@@ -21,6 +21,7 @@ In fp16 an overflow is expected: the loss scale is halved and the step skipped, 
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from meshwright.describe.optimizer import Optimizer
 from meshwright.errors import MeshwrightError
@@ -29,7 +30,7 @@ from meshwright.parallel.pieces import Piece
 from meshwright.training.optimizer.make import FusedAdamW
 
 
-def counted_squares(pieces: list[Piece]) -> torch.Tensor:
+def counted_squares(pieces: list[Piece]) -> Tensor:
     """Σ g² over the elements this rank counts; summed over the world it is the square of the global norm."""
     trained = [p for p in pieces if p.parameter.requires_grad]
     counted = [view for p in trained for box, view in p.views(p.gradient) if box.first_copy and view.numel()]
@@ -41,9 +42,7 @@ def counted_squares(pieces: list[Piece]) -> torch.Tensor:
     return torch.nn.utils.get_total_norm(counted).to(torch.float64) ** 2
 
 
-def clip(
-    pieces: list[Piece], norm: torch.Tensor, max_norm: float, optimizer: torch.optim.Optimizer | None = None
-) -> None:
+def clip(pieces: list[Piece], norm: Tensor, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Scale all gradients so that their global norm is at most `max_norm`: in the update, where the optimizer can."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if isinstance(optimizer, FusedAdamW):

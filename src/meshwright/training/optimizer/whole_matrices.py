@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Sequence
 from math import prod
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from meshwright.describe.sharding import DATA_AXES, Cut, Matrix
 from meshwright.describe.sharding.boxes import axes_of
@@ -32,7 +32,7 @@ from meshwright.parallel.mesh import Mesh
 
 AXES = tuple(axis for group in DATA_AXES for axis in axes_of(group))
 Shape = Sequence[int]
-Boxes = dict[int, torch.Tensor]  # by the index of the matrix
+Boxes = dict[int, Tensor]  # by the index of the matrix
 Turns = Generator[None, None, None]
 
 
@@ -47,9 +47,9 @@ class WholeMatrices:
 
     def apply(
         self,
-        box: Callable[[int], torch.Tensor],
-        function: Callable[[torch.Tensor], torch.Tensor],
-        use: Callable[[int, torch.Tensor], None],
+        box: Callable[[int], Tensor],
+        function: Callable[[Tensor], Tensor],
+        use: Callable[[int, Tensor], None],
         meanwhile: Callable[[], None],
     ) -> None:
         """Compute function(matrix) for all matrices, in rounds: `box` makes this rank's box of a matrix, `use` gets this rank's box of the
@@ -65,9 +65,9 @@ class WholeMatrices:
     def _round(
         self,
         members: list[int],
-        box: Callable[[int], torch.Tensor],
-        function: Callable[[torch.Tensor], torch.Tensor],
-        use: Callable[[int, torch.Tensor], None],
+        box: Callable[[int], Tensor],
+        function: Callable[[Tensor], Tensor],
+        use: Callable[[int, Tensor], None],
     ) -> Turns:
         """One round; it yields while messages are under way."""
         here, ways = {i: box(i) for i in members}, list[tuple[str, dict[int, Shape]]]()
@@ -116,8 +116,8 @@ class WholeMatrices:
         }
 
     def _exchange(
-        self, axis: str, leaving: list[list[torch.Tensor]], shapes: list[list[Shape]]
-    ) -> Generator[None, None, list[list[torch.Tensor]]]:
+        self, axis: str, leaving: list[list[Tensor]], shapes: list[list[Shape]]
+    ) -> Generator[None, None, list[list[Tensor]]]:
         """One all-to-all of the tensors for each rank; returns those of each rank, of which `shapes` are known. Yields while it is under
         way."""
         flat = [box.to(self.mesh.device, self.dtype).flatten() for boxes in leaving for box in boxes]
@@ -161,7 +161,7 @@ def resized(shape: Shape, dim: int, size: int) -> tuple[int, ...]:
     return *shape[:dim], size, *shape[dim + 1 :]
 
 
-def box_of(whole: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+def box_of(whole: Tensor, cut: Cut, rank: int) -> Tensor:
     """The part of a tensor, whole along the cut, that a rank of the axis holds."""
     start, stop = cut.ranges[rank]
     return whole.narrow(cut.dim, start, stop - start)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.optimizer import Optimizer
@@ -53,17 +53,17 @@ from meshwright.training.optimizer.norm import clip, counted_squares
 from meshwright.training.optimizer.schedule import set_learning_rate, share_at
 from meshwright.units import Json
 
-Loss = Callable[[Any, Any], torch.Tensor]
+Loss = Callable[[Any, Any], Tensor]
 
 
-def loss_value(loss: Loss | None, output: Any, targets: Any) -> torch.Tensor:
+def loss_value(loss: Loss | None, output: Any, targets: Any) -> Tensor:
     """The loss of a micro-batch as one number: of the function, or what the module returns."""
     if loss is not None:
         value: Any = loss(output, targets)
     else:
-        value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        kind = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        value = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        kind = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise MeshwrightError(
             "MW-OWN-003",
             f"the loss is {kind}, not one number",
@@ -96,7 +96,7 @@ class ParallelModule(Sharded):
     input_dtype: torch.dtype | None  # of forward and backward; None: as the module was
     settings: Optimizer | None = None  # of one of our optimizers: it has a schedule of the learning rate
     optimizer: torch.optim.Optimizer | None = None
-    run_pipeline: Callable[[list[tuple[Any, Any]]], torch.Tensor] | None = None
+    run_pipeline: Callable[[list[tuple[Any, Any]]], Tensor] | None = None
     check: bool = True  # whether steps are checked against one device
     synchronised: list[nn.Module] = field(default_factory=list)  # batch normalisations over all data-parallel ranks
     example: Any = None  # inputs of one micro-batch, on the meta device
@@ -113,7 +113,7 @@ class ParallelModule(Sharded):
     over: str = ""  # what the loss is a mean over, once it matters: "samples" or "targets"
     loss_check: LossCheck | None = None
     loss_problem: MeshwrightError | None = None
-    used: set[torch.Tensor] = field(default_factory=set)  # parameters with a gradient in this step
+    used: set[Tensor] = field(default_factory=set)  # parameters with a gradient in this step
     unused: set[str] = field(default_factory=set)  # parameters without one on any rank
 
     @property
@@ -145,14 +145,14 @@ class ParallelModule(Sharded):
 
     def step(
         self, inputs: Any, targets: Any = None, *, count: float | None = None, clip: float | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """One training step on this rank's share of the batch; returns the loss over all ranks."""
         loss = self.backward(inputs, targets, count=count)
         norm = self.clip_norm(clip)
         self.update(norm)
         return loss
 
-    def backward(self, inputs: Any, targets: Any = None, *, count: float | None = None) -> torch.Tensor:
+    def backward(self, inputs: Any, targets: Any = None, *, count: float | None = None) -> Tensor:
         """Forward and backward of every micro-batch; gradients are complete and averaged afterwards. Returns the loss over all ranks.
 
         `inputs` are this rank's share of the batch: a tensor, a tuple (passed by position) or a dictionary (by name). Without a `loss` the
@@ -197,7 +197,7 @@ class ParallelModule(Sharded):
         if uneven and self.padded and self.loss is None:
             raise depends_on_the_batch(UNEVEN, OWN_LOSS)
 
-    def run(self, chunks: list[tuple[Any, Any]]) -> torch.Tensor:
+    def run(self, chunks: list[tuple[Any, Any]]) -> Tensor:
         """Forward and backward of all micro-batches, without a pipeline."""
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for i, (inputs, targets) in enumerate(chunks):
@@ -208,7 +208,7 @@ class ParallelModule(Sharded):
             loss += part.detach()
         return loss
 
-    def weighted_loss(self, output: Any, targets: Any) -> torch.Tensor:
+    def weighted_loss(self, output: Any, targets: Any) -> Tensor:
         value, weight = loss_value(self.loss, output, targets), self.weight
         if self.loss is None:
             return value * weight
@@ -225,10 +225,10 @@ class ParallelModule(Sharded):
             self.loss_check.add(self.loss, output, targets)
         return value * weight
 
-    def summed(self, values: list[float], axis: str) -> torch.Tensor:
+    def summed(self, values: list[float], axis: str) -> Tensor:
         return self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.mesh.device), axis)
 
-    def clip_norm(self, most: float | None = None) -> torch.Tensor:
+    def clip_norm(self, most: float | None = None) -> Tensor:
         """The norm of the whole model's gradient, each element counted once; gradients are scaled down to `most` where it is larger."""
         norm = self.all_reduce(counted_squares(self.pieces).to(self.mesh.device), "world").sqrt() / self.scale.value
         unscale(self.pieces, self.scale.value)
@@ -236,7 +236,7 @@ class ParallelModule(Sharded):
             clip(self.pieces, norm, most, self.optimizer)
         return norm
 
-    def update(self, norm: torch.Tensor | None = None) -> None:
+    def update(self, norm: Tensor | None = None) -> None:
         """Let the optimizer take its step, and zero the gradients. Under fp16 a step of infinite `norm` is skipped."""
         if self.optimizer is None:
             raise MeshwrightError(
@@ -296,7 +296,7 @@ class ParallelModule(Sharded):
         }
         return [float(name in users) for name in self.entries]
 
-    def note_unused(self, ranks_using: list[torch.Tensor]) -> None:
+    def note_unused(self, ranks_using: list[Tensor]) -> None:
         """Remember the parameters that no rank used: as on one device, the optimizer leaves them alone (weight decay would change them). Raise where
         data-parallel ranks used different ones under ZeRO: torch then sums gradients of different parameters."""
         counts = dict(zip(self.entries, (int(n) for n in ranks_using), strict=True))
@@ -322,7 +322,7 @@ class ParallelModule(Sharded):
         root = getattr(self.module, "root", self.module)
         return {"module": type(root).__name__, "optimizer": type(self.optimizer).__name__}
 
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """The buffers of the state, and whether this rank is the first that holds them."""
         first = not any(self.mesh.index(axis) for axis in ("dp", "tp"))
         for stage, module in self.stages.items():
@@ -351,7 +351,7 @@ class ParallelModule(Sharded):
         return distributed.group.WORLD if on_host else distributed.new_group(backend="gloo")
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """The full state of the module on every rank, as one device would save it; 16-bit parameters as their fp32 copies. All ranks call it."""
         parts = [
             (p.name, box.local_start, view) for p in self.updated for box, view in p.views(p.local) if box.first_copy
@@ -360,7 +360,7 @@ class ParallelModule(Sharded):
         return self._gathered(parts, set(self.entries))
 
     @torch.no_grad()
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
         """The full gradient of every parameter, on every rank; all ranks call it after `backward`."""
         trained = [p for p in self.pieces if p.parameter.requires_grad]
         parts = [
@@ -368,14 +368,12 @@ class ParallelModule(Sharded):
         ]
         return self._gathered(parts, {name for name in self.entries if name not in self.unused})
 
-    def _gathered(
-        self, parts: list[tuple[str, tuple[int, ...], torch.Tensor]], names: set[str]
-    ) -> dict[str, torch.Tensor]:
+    def _gathered(self, parts: list[tuple[str, tuple[int, ...], Tensor]], names: set[str]) -> dict[str, Tensor]:
         """The full tensors of the boxes that all ranks hold."""
-        by_name: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
+        by_name: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
         for name, start, view in parts:
             by_name.setdefault(name, []).append((start, view))
-        out: dict[str, torch.Tensor] = {}
+        out: dict[str, Tensor] = {}
         for name, entry in self.entries.items():
             if entry.source != name:
                 out |= {name: out[entry.source]} if entry.source in out else {}
@@ -389,7 +387,7 @@ class ParallelModule(Sharded):
         return out
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's part of a full state, such as `state_dict` returns or one device saved."""
         missing, unexpected = sorted(set(self.entries) - set(state)), sorted(set(state) - set(self.entries))
         wrong = [n for n, e in self.entries.items() if n in state and state[n].shape != e.shape]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.config import load_plan
@@ -433,7 +433,7 @@ def updates_differ(optimizer: MakeOptimizer, cut: bool) -> bool:
     values = torch.linspace(-1.0, 1.5, 48, dtype=torch.float64).reshape(8, 6)
     halves = values.split(4)
 
-    def updated(*parts: torch.Tensor) -> list[torch.Tensor]:
+    def updated(*parts: Tensor) -> list[Tensor]:
         parameters = [nn.Parameter(part.clone()) for part in parts]
         made = optimizer([(f"trial.{i}.weight", p) for i, p in enumerate(parameters)])
         for step in (1, 2):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
@@ -37,8 +37,8 @@ class Exchange:
     """One collective a compressor asks for: `out` is filled from all ranks' `given` (of an all-reduce the same tensor)."""
 
     operation: str  # all_reduce | all_gather | all_to_all | reduce_scatter
-    out: torch.Tensor
-    given: torch.Tensor
+    out: Tensor
+    given: Tensor
 
 
 class Feedback:
@@ -46,7 +46,7 @@ class Feedback:
 
     def __init__(self, on: bool) -> None:
         self.on, self.claimed = on, False
-        self.errors: dict[int, torch.Tensor] = {}
+        self.errors: dict[int, Tensor] = {}
 
     def claim(self) -> None:
         """Called by the one buffer that uses this compressor: errors are stored by message number, which a second buffer
@@ -60,11 +60,11 @@ class Feedback:
             )
         self.claimed = True
 
-    def corrected(self, index: int, message: torch.Tensor) -> torch.Tensor:
+    def corrected(self, index: int, message: Tensor) -> Tensor:
         """A copy of the message plus the error of its last reduction."""
         return message + self.errors[index] if index in self.errors else message.clone()
 
-    def keep(self, index: int, error: torch.Tensor) -> None:
+    def keep(self, index: int, error: Tensor) -> None:
         if self.on:
             self.errors[index] = error.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -80,13 +80,9 @@ class Compressor(Protocol):
     aligned: bool  # whether a message must hold whole parameters
     feedback: Feedback
 
-    def reduce(
-        self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int
-    ) -> Iterator[Exchange]: ...
+    def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]: ...
 
-    def scatter(
-        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
-    ) -> Iterator[Exchange]:
+    def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
         """Rows [ranks, C]: `out` becomes the sum of all ranks' row `rank`. The layout describes the columns: where each
         parameter's part of a row starts, and the parameter's shape before it was cut into rows."""
         ...

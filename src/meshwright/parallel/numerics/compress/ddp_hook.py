@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from meshwright.parallel.numerics.compress.base import Compressor, RunningReduction
@@ -48,7 +48,7 @@ class CompressionState:
             if compressor is not None:
                 compressor.feedback.rescale(factor)
 
-    def mean(self, index: int, flat: torch.Tensor, shapes: Shapes) -> None:
+    def mean(self, index: int, flat: Tensor, shapes: Shapes) -> None:
         """Replace `flat` by its mean over ranks."""
         group = self.group or distributed.group.WORLD
         assert group is not None
@@ -64,11 +64,11 @@ class CompressionState:
             pass
 
 
-def hook(state: CompressionState, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook(state: CompressionState, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
     flat, shapes = bucket.buffer(), [g.shape for g in bucket.gradients()]
     if not flat.is_cuda:
         state.mean(bucket.index(), flat, shapes)
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(flat)
         return done
     state.stream = state.stream or torch.cuda.Stream(flat.device)

@@ -25,6 +25,7 @@ from collections.abc import Generator, Iterator
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from meshwright.models.parts import at_least_single
 from meshwright.parallel.numerics.compress.base import Exchange, Feedback, Layout, generator
@@ -35,7 +36,7 @@ class PowerSGD:
 
     def __init__(self, rank: int, seed: int = 0, feedback: bool = True) -> None:
         self.rank, self.seed, self.feedback = rank, seed, Feedback(feedback)
-        self.bases: dict[tuple[int, int], torch.Tensor] = {}  # Q by message and offset in it
+        self.bases: dict[tuple[int, int], Tensor] = {}  # Q by message and offset in it
         self.steps: dict[int, int] = {}
 
     def width(self, shape: torch.Size) -> int:
@@ -46,14 +47,12 @@ class PowerSGD:
         r = min(self.rank, m, n)
         return r if r * (m + n) < m * n else 0
 
-    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
+    def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         sums = yield from self._sum(index, self.feedback.corrected(index, message), layout)
         for (start, shape), (left, right) in zip(layout, sums, strict=True):
             message[start : start + shape.numel()] = multiply(left, right).flatten()
 
-    def scatter(
-        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
-    ) -> Iterator[Exchange]:
+    def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
         """Each rank computes the rows of the product that it owns."""
         stops = [*(start for start, _ in layout[1:]), rows.shape[1]]
         whole = torch.cat(
@@ -71,8 +70,8 @@ class PowerSGD:
             out[start : start + mine.numel()] = mine
 
     def _sum(
-        self, index: int, x: torch.Tensor, layout: Layout
-    ) -> Generator[Exchange, None, list[tuple[torch.Tensor, torch.Tensor | None]]]:
+        self, index: int, x: Tensor, layout: Layout
+    ) -> Generator[Exchange, None, list[tuple[Tensor, Tensor | None]]]:
         """The sum of each parameter over ranks, as its two factors, or (sum, None) where it is uncompressed. `x` becomes the
         error."""
         step = self.steps[index] = self.steps.get(index, -1) + 1
@@ -93,7 +92,7 @@ class PowerSGD:
             self.bases[index, layout[i][0]] = q.clone()
         return [(bases[i], second[i]) if i in second else (whole, None) for i, whole in enumerate(first)]
 
-    def _initial_q(self, index: int, offset: int, matrix: torch.Tensor, step: int) -> torch.Tensor:
+    def _initial_q(self, index: int, offset: int, matrix: Tensor, step: int) -> Tensor:
         shape = matrix.shape[1], self.width(matrix.shape)
         kept = self.bases.get((index, offset))
         if kept is not None and bool((kept.abs().amax(0) > 0).all()):
@@ -103,11 +102,11 @@ class PowerSGD:
         return fresh if kept is None else torch.where(kept.abs().amax(0) > 0, kept, fresh)
 
 
-def multiply(left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+def multiply(left: Tensor, right: Tensor | None) -> Tensor:
     return left if right is None else left @ right.T
 
 
-def all_reduce_together(parts: list[torch.Tensor]) -> Generator[Exchange, None, list[torch.Tensor]]:
+def all_reduce_together(parts: list[Tensor]) -> Generator[Exchange, None, list[Tensor]]:
     """The sums of several tensors over ranks, in one all-reduce."""
     if not parts:
         return []
@@ -118,7 +117,7 @@ def all_reduce_together(parts: list[torch.Tensor]) -> Generator[Exchange, None, 
     return [s.view(shape) for shape, s in zip(shapes, payload.split([s.numel() for s in shapes]), strict=True)]
 
 
-def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+def orthonormal(matrix: Tensor) -> Tensor:
     """An orthonormal basis of the columns: QR, in float32 or wider. All ranks have the same input and get the same basis."""
     wide = matrix.to(at_least_single(matrix.dtype))
     return torch.linalg.qr(wide).Q.to(matrix.dtype)

@@ -11,6 +11,7 @@ what a ring all-reduce does.
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from meshwright.parallel.numerics.compress.base import Exchange, Feedback, Layout
 
@@ -26,7 +27,7 @@ class Cast:
     def __init__(self, dtype: torch.dtype, feedback: bool = False) -> None:
         self.dtype, self.feedback = dtype, Feedback(feedback)
 
-    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
+    def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message) if self.feedback.on else message
         payload = x.to(self.dtype)
         if self.feedback.on:
@@ -34,9 +35,7 @@ class Cast:
         yield Exchange("all_reduce", payload, payload)
         message.copy_(payload)
 
-    def scatter(
-        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
-    ) -> Iterator[Exchange]:
+    def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows) if self.feedback.on else rows
         payload = x.to(self.dtype)
         if self.feedback.on:
@@ -54,7 +53,7 @@ class Quantised:
     def __init__(self, kind: str, feedback: bool = True) -> None:
         self.kind, self.feedback = kind, Feedback(feedback)
 
-    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
+    def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         length, dtype, width = message.numel(), message.dtype, self.width(message.numel(), ranks)
         rows = padded(self.feedback.corrected(index, message), width * ranks - length).view(ranks, width)
         payload = quantise(rows, self.kind)
@@ -77,9 +76,7 @@ class Quantised:
         yield Exchange("all_gather", whole, mine)
         message.copy_(dequantise(whole, self.kind, dtype).flatten()[:length])
 
-    def scatter(
-        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
-    ) -> Iterator[Exchange]:
+    def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
         length, dtype = rows.shape[1], rows.dtype
         x = padded(self.feedback.corrected(index, rows), length % 2)
         payload = quantise(x, self.kind)
@@ -95,12 +92,12 @@ class Quantised:
         return -(-elements // (2 * ranks)) * 2
 
 
-def padded(x: torch.Tensor, zeros: int) -> torch.Tensor:
+def padded(x: Tensor, zeros: int) -> Tensor:
     """`x` with zeros after its last dimension; `x` itself if there are none to add."""
     return torch.nn.functional.pad(x, (0, zeros)) if zeros else x
 
 
-def quantise(rows: torch.Tensor, kind: str) -> torch.Tensor:
+def quantise(rows: Tensor, kind: str) -> Tensor:
     """[R, C] → [R, bytes] of uint8: a float32 scale, then the numbers."""
     scale = (rows.abs().amax(1, keepdim=True) / LEVELS[kind]).to(torch.float32)
     scale = torch.where(scale == 0, 1.0, scale)  # a scale that is not finite is kept, and so are the values it scales
@@ -113,7 +110,7 @@ def quantise(rows: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.cat((scale.view(torch.uint8), body), 1)
 
 
-def dequantise(payload: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+def dequantise(payload: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     scale = payload[:, :SCALE_BYTES].flatten().clone().view(torch.float32).to(dtype)[:, None]
     body = payload[:, SCALE_BYTES:].contiguous()
     if kind == "fp8":
@@ -123,6 +120,6 @@ def dequantise(payload: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Te
     return torch.stack((body & 15, body >> 4), 2).flatten(1).to(dtype).sub_(8).mul_(scale)
 
 
-def _nibbles(whole: torch.Tensor) -> torch.Tensor:
+def _nibbles(whole: Tensor) -> Tensor:
     shifted = whole.add_(8).to(torch.uint8)
     return shifted[:, ::2] | (shifted[:, 1::2] << 4)

@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.describe.sharding import padding, shape_in_transit
@@ -67,16 +67,11 @@ class CompressedScatter:
         kinds = torch.tensor([p in exact for p in parameters]).repeat_interleave(torch.tensor(widths))
         self.columns = (~kinds).nonzero()[:, 0], kinds.nonzero()[:, 0]
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         rows = input_tensor.view(group.size(), -1)
         lossy, exact = (columns.to(rows.device) for columns in self.columns)

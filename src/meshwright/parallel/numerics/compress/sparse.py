@@ -11,6 +11,7 @@ owner keeps, or, with a threshold, as many as the longest list of any rank has.
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from meshwright.parallel.numerics.compress.base import Exchange, Feedback, Layout, generator
 
@@ -23,7 +24,7 @@ class TopK:
     def __init__(self, ratio: float, feedback: bool = True) -> None:
         self.ratio, self.feedback = ratio, Feedback(feedback)
 
-    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
+    def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
         indices = x.abs().topk(count_kept(x.numel(), self.ratio), sorted=False).indices
         length = indices.numel()
@@ -32,9 +33,7 @@ class TopK:
         del x, indices
         yield from send_to_all(message, payload, length, ranks)
 
-    def scatter(
-        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
-    ) -> Iterator[Exchange]:
+    def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
         indices = x.abs().topk(count_kept(x.shape[1], self.ratio), dim=1, sorted=False).indices
         length = indices.shape[1]
@@ -53,7 +52,7 @@ class Threshold:
         self.factor, self.feedback = factor, Feedback(feedback)
         self.sent_counts: dict[int, list[int]] = {}  # by message: how many values were sent, in each reduction
 
-    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
+    def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
         indices = self.above(x).nonzero()[:, 0]
         count = torch.tensor([indices.numel()], dtype=torch.int64, device=x.device)
@@ -65,9 +64,7 @@ class Threshold:
         del x, indices
         yield from send_to_all(message, payload, most, ranks)
 
-    def scatter(
-        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
-    ) -> Iterator[Exchange]:
+    def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
         above = self.above(x)
         count = above.sum(1).max()[None]
@@ -79,19 +76,19 @@ class Threshold:
         del x, above
         yield from send_to_owners(out, payload, most, rows.dtype)
 
-    def above(self, x: torch.Tensor) -> torch.Tensor:
+    def above(self, x: Tensor) -> Tensor:
         """Mark values that are not below the threshold: NaN is not below, so it is sent."""
         smallest = self.factor * x.square().mean().sqrt()
         return ~(x.abs() < smallest)
 
-    def _longest(self, index: int, counts: torch.Tensor) -> int:
+    def _longest(self, index: int, counts: Tensor) -> int:
         """The length of the longest list of any rank, at least 1; it is recorded for the traffic check."""
         most = max(1, int(counts.max()))
         self.sent_counts[index] = [*self.sent_counts.get(index, [])[-99:], most]
         return most
 
 
-def take_pairs(x: torch.Tensor, indices: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+def take_pairs(x: Tensor, indices: Sequence[Tensor], length: int) -> Tensor:
     """The bytes of `length` (value, index) pairs of each row of `x`. The values are then set to zero: `x` becomes the error.
 
     A row that has fewer values pads with value 0 at index 0, which adds nothing.
@@ -104,7 +101,7 @@ def take_pairs(x: torch.Tensor, indices: Sequence[torch.Tensor], length: int) ->
     return torch.cat((values.view(torch.uint8), positions.view(torch.uint8)), 1)
 
 
-def send_to_all(message: torch.Tensor, payload: torch.Tensor, length: int, ranks: int) -> Iterator[Exchange]:
+def send_to_all(message: Tensor, payload: Tensor, length: int, ranks: int) -> Iterator[Exchange]:
     """All ranks receive all ranks' (value, index) pairs; each adds them up in the order of ranks."""
     whole = payload.new_empty(ranks, payload.numel())
     yield Exchange("all_gather", whole, payload)
@@ -112,7 +109,7 @@ def send_to_all(message: torch.Tensor, payload: torch.Tensor, length: int, ranks
     add_pairs(message, whole, length, message.dtype)
 
 
-def send_to_owners(out: torch.Tensor, payload: torch.Tensor, length: int, dtype: torch.dtype) -> Iterator[Exchange]:
+def send_to_owners(out: Tensor, payload: Tensor, length: int, dtype: torch.dtype) -> Iterator[Exchange]:
     """Each owner receives the (value, index) pairs of its rows from all ranks, and adds them in the order of ranks."""
     arrived = torch.empty_like(payload)
     yield Exchange("all_to_all", arrived, payload)
@@ -120,7 +117,7 @@ def send_to_owners(out: torch.Tensor, payload: torch.Tensor, length: int, dtype:
     add_pairs(out, arrived, length, dtype)
 
 
-def add_pairs(out: torch.Tensor, received: torch.Tensor, length: int, dtype: torch.dtype) -> None:
+def add_pairs(out: Tensor, received: Tensor, length: int, dtype: torch.dtype) -> None:
     """Set `out` to the sum of the `length` pairs of each rank, whose values have this dtype."""
     out.zero_()
     values_bytes = length * dtype.itemsize
@@ -139,7 +136,7 @@ class RandomK:
         self.ratio, self.seed, self.feedback = ratio, seed, Feedback(feedback)
         self.steps: dict[int, int] = {}
 
-    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
+    def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
         indices = self.indices(index, x.numel(), x.device)
         payload = x[indices] + overflow(x)
@@ -148,9 +145,7 @@ class RandomK:
         yield Exchange("all_reduce", payload, payload)
         message.zero_().index_copy_(0, indices, payload)
 
-    def scatter(
-        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
-    ) -> Iterator[Exchange]:
+    def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
         indices = self.indices(index, x.shape[1], x.device)
         payload = x[:, indices].contiguous() + overflow(x)
@@ -160,14 +155,14 @@ class RandomK:
         yield Exchange("reduce_scatter", mine, payload)
         out.zero_().index_copy_(0, indices, mine.to(out.dtype))
 
-    def indices(self, index: int, length: int, device: torch.device) -> torch.Tensor:
+    def indices(self, index: int, length: int, device: torch.device) -> Tensor:
         step = self.steps[index] = self.steps.get(index, -1) + 1
         random = generator(device, self.seed, index, step)
         order = torch.randperm(length, generator=random, device=device)
         return order[: count_kept(length, self.ratio)].clone()  # a view would keep all 8·length bytes
 
 
-def overflow(x: torch.Tensor) -> torch.Tensor:
+def overflow(x: Tensor) -> Tensor:
     """Zero, or NaN if any value is not finite: added to the values that are sent, it makes an overflow visible to all ranks."""
     return torch.linalg.vector_norm(x, torch.inf) * 0.0
 

@@ -252,8 +252,5 @@ def check_column(schema: Any, path: str, field: str) -> None:
     known = field in schema.names
     what = f"is {schema.field(field).type}, not text" if known else "is missing"
     raise MeshwrightError(
-        "MW-DATA-012",
-        f"{path}: the column '{field}' {what}",
-        valid=text,
-        fix=f"--field {text[0]}" if text else "",
+        "MW-DATA-012", f"{path}: the column '{field}' {what}", valid=text, fix=f"--field {text[0]}" if text else ""
     )
