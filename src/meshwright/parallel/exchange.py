@@ -18,6 +18,7 @@ torch concatenates ranks along the first dimension: for a dimension d > 0 tensor
 In a compiled graph the collectives are operators (`operators`), which compute the same.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,103 +97,46 @@ def from_front(tensor: Tensor, dim: int) -> Tensor:
     return back.reshape(-1).view(back.shape).detach()
 
 
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.group), None
+Collective = Callable[[Tensor, ProcessGroup, int], Tensor]
 
 
-class _ReduceOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        if torch.compiler.is_compiling():
-            return operators.all_reduce(x, "sum", group.group_name)
-        distributed.all_reduce(x, group=group)
-        return x.detach()  # not a view: a module may change it in place
+def pair(there: Collective, back: Collective) -> Callable[..., Tensor]:
+    """A function of (tensor, group, dim) that computes `there`, and whose backward computes `back` of the gradient."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+            ctx.group, ctx.dim = group, dim
+            return there(x, group, dim)
 
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+            return back(gradient, ctx.group, ctx.dim), None, None
 
-class _GatherIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
+    def exchange(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
+        return Exchange.apply(x, group, dim)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(gradient, ctx.group, ctx.dim), None, None
+    return exchange
 
 
-class _ScatterOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradient, ctx.group, ctx.dim), None, None
+def own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    ranks, rank = size_and_rank(group)
+    check_divides(x, ranks, dim)
+    return x.chunk(ranks, dim)[rank].contiguous()
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ranks, rank = size_and_rank(ctx.group)
-        return gradient.chunk(ranks, ctx.dim)[rank].contiguous(), None, None
+def sum_in_place(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """The sum over the group of a product's fresh output. It is not a view of it: a module may change it in place."""
+    if torch.compiler.is_compiling():
+        return operators.all_reduce(x, "sum", group.group_name)
+    distributed.all_reduce(x, group=group)
+    return x.detach()
 
 
-class _Divide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        ranks, rank = size_and_rank(group)
-        check_divides(x, ranks, dim)
-        return x.chunk(ranks, dim)[rank].contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradient, ctx.group, ctx.dim), None, None
-
-
-def copy_in(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _CopyIn.apply(x, group)
-
-
-def reduce_out(x: Tensor, group: ProcessGroup) -> Tensor:
-    """In place: `x` must be a product's fresh output."""
-    return _ReduceOut.apply(x, group)
-
-
-def gather_in(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    return _GatherIn.apply(x, group, dim)
-
-
-def scatter_out(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    return _ScatterOut.apply(x, group, dim)
-
-
-def join(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    return _Join.apply(x, group, dim)
-
-
-def divide(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    return _Divide.apply(x, group, dim)
+copy_in = pair(lambda x, group, dim: x.view_as(x), lambda g, group, dim: all_reduce(g, group))
+reduce_out = pair(sum_in_place, lambda g, group, dim: g)
+gather_in = pair(lambda x, *where: all_gather(x, *where), lambda g, *where: reduce_scatter(g, *where))
+scatter_out = pair(lambda x, *where: reduce_scatter(x, *where), lambda g, *where: all_gather(g, *where))
+join = pair(lambda x, *where: all_gather(x, *where), own_slice)
+divide = pair(own_slice, lambda g, *where: all_gather(g, *where))

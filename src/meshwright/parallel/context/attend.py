@@ -4,11 +4,13 @@ Eager code calls an autograd function, which holds the `Context` of the call. A 
 tiles, or messages of a ring: there attention is one operator, `meshwright::attend_blocks`, and its backward another one. All that
 describes the call is among their arguments, as tensors, numbers and names:
 
-    runs        first and last position of all runs of all ranks, as a list of numbers
-    documents   the document of each token, if attention stays in documents
-    sample_B    the hashes by which probabilities are dropped, with the first and last head of this rank and the rate
-    kind        how keys and values come here: ring, sequential-ring, all-gather, or local
-    group       the name of the group
+    documents_BS  the document of each token, if attention stays in documents
+    sample_B      the hashes by which probabilities are dropped
+    numbers       runs of each rank, causal, window, chunked, the first and last head of this rank, then the first and last position
+                  of all runs of all ranks
+    factors       scale and soft cap of the scores, rate of dropout
+    kind          how keys and values come here: ring, sequential-ring, all-gather, or local
+    group         the name of the group
 
 The compiler sees the shapes of the results only, so all ranks run the same messages in the same order.
 """
@@ -22,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from meshwright.models.dropout import Dropped
 from meshwright.models.parts import at_least_single
 from meshwright.parallel.context.blocks import AttentionPattern
-from meshwright.parallel.context.ring import TRANSPORTS, Context, Gradients, SavedForward
+from meshwright.parallel.context.ring import Context, Gradients, SavedForward, run_backward, run_forward
 from meshwright.parallel.operators import group_named
 
 
@@ -52,20 +54,19 @@ def tiled_attention(
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context, kind: str) -> Tensor:
     if not torch.compiler.is_compiling():
         return _Attend.apply(q, k, v, sinks, context, kind)
-    group, runs, pattern, dropped = context
-    output, _ = attend_blocks(
-        q, k, v, sinks, pattern.documents_BS, None if dropped is None else dropped.sample_B,
-        [edge for own in runs for run in own for edge in (run.start, run.stop)], len(runs[0]),
-        [] if dropped is None else [dropped.heads.start, dropped.heads.stop], 0.0 if dropped is None else dropped.rate,
-        pattern.causal, pattern.window, pattern.scale_of(q), pattern.chunked, pattern.softcap, kind, "" if group is None else group.group_name,
-    )  # fmt: skip
-    return output
+    group, runs, p, dropped = context
+    heads, rate = (range(0), 0.0) if dropped is None else (dropped.heads, dropped.rate)
+    edges = [edge for own in runs for run in own for edge in (run.start, run.stop)]
+    numbers = [len(runs[0]), int(p.causal), p.window, int(p.chunked), heads.start, heads.stop, *edges]
+    sample_B, name = None if dropped is None else dropped.sample_B, "" if group is None else group.group_name
+    factors = [p.scale_of(q), p.softcap, rate]
+    return attend_blocks(q, k, v, sinks, p.documents_BS, sample_B, numbers, factors, kind, name)[0]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context, kind: str) -> Tensor:
-        output, lse_BNS = TRANSPORTS[kind].forward(q, k, v, sinks, context)
+        output, lse_BNS = run_forward(q, k, v, sinks, context, kind)
         ctx.context, ctx.kind = context, kind
         ctx.save_for_backward(q, k, v, output, lse_BNS, sinks)
         return output
@@ -73,30 +74,23 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple:
-        gradients = TRANSPORTS[ctx.kind].backward(SavedForward(*ctx.saved_tensors), grad_output, ctx.context)
-        return *gradients, None, None
+        return *run_backward(SavedForward(*ctx.saved_tensors), grad_output, ctx.context, ctx.kind), None, None
 
 
 def context_of(
-    documents_BS: Tensor | None,
-    sample_B: Tensor | None,
-    edges: list[int],
-    runs_per_rank: int,
-    heads: list[int],
-    rate: float,
-    causal: bool,
-    window: int,
-    scale: float,
-    chunked: bool,
-    softcap: float,
-    group: str,
+    documents_BS: Tensor | None, sample_B: Tensor | None, numbers: list[int], factors: list[float], group: str
 ) -> Context:
     """The `Context` that the arguments of an operator describe."""
-    runs = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]
-    by_rank = tuple(tuple(runs[i : i + runs_per_rank]) for i in range(0, len(runs), runs_per_rank))
+    (runs_per_rank, causal, window, chunked, *heads), edges = numbers[:6], numbers[6:]
+    scale, softcap, rate = factors
+    runs = [range(*edge) for edge in batched(edges, 2)]
     dropped = None if sample_B is None else Dropped(sample_B, range(*heads), rate)
-    pattern = AttentionPattern(causal, window, documents_BS, scale, chunked, softcap)
-    return Context(group_named(group) if group else None, by_rank, pattern, dropped)
+    pattern = AttentionPattern(bool(causal), window, documents_BS, scale, bool(chunked), softcap)
+    return Context(group_named(group) if group else None, tuple(batched(runs, runs_per_rank)), pattern, dropped)
+
+
+def batched(values: list[Any], count: int) -> list[tuple[Any, ...]]:
+    return [tuple(values[i : i + count]) for i in range(0, len(values), count)]
 
 
 @torch.library.custom_op("meshwright::attend_blocks", mutates_args=())
@@ -107,22 +101,13 @@ def attend_blocks(
     sinks: Tensor | None,
     documents_BS: Tensor | None,
     sample_B: Tensor | None,
-    edges: list[int],
-    runs_per_rank: int,
-    heads: list[int],
-    rate: float,
-    causal: bool,
-    window: int,
-    scale: float,
-    chunked: bool,
-    softcap: float,
+    numbers: list[int],
+    factors: list[float],
     kind: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    context = context_of(
-        documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, chunked, softcap, group
-    )
-    output, lse_BNS = TRANSPORTS[kind].forward(q, k, v, sinks, context)
+    context = context_of(documents_BS, sample_B, numbers, factors, group)
+    output, lse_BNS = run_forward(q, k, v, sinks, context, kind)
     return output.contiguous(), lse_BNS.contiguous()
 
 
@@ -142,24 +127,14 @@ def attend_blocks_backward(
     sinks: Tensor | None,
     documents_BS: Tensor | None,
     sample_B: Tensor | None,
-    edges: list[int],
-    runs_per_rank: int,
-    heads: list[int],
-    rate: float,
-    causal: bool,
-    window: int,
-    scale: float,
-    chunked: bool,
-    softcap: float,
+    numbers: list[int],
+    factors: list[float],
     kind: str,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and the sinks (empty without sinks)."""
-    context = context_of(
-        documents_BS, sample_B, edges, runs_per_rank, heads, rate, causal, window, scale, chunked, softcap, group
-    )
-    saved = SavedForward(q, k, v, output, lse_BNS, sinks)
-    dq, dk, dv, of_sinks = TRANSPORTS[kind].backward(saved, grad_output, context)
+    context = context_of(documents_BS, sample_B, numbers, factors, group)
+    dq, dk, dv, of_sinks = run_backward(SavedForward(q, k, v, output, lse_BNS, sinks), grad_output, context, kind)
     of_sinks = q.new_empty(0) if of_sinks is None else of_sinks
     # The gradients of k and v may be views of one message; results of an operator may not share memory.
     dk, dv = (x.clone(memory_format=torch.contiguous_format) for x in (dk, dv))

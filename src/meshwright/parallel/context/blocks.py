@@ -33,7 +33,7 @@ before, and all others run in tiles with a mask: the kernels have no argument fo
 Legend: B batch, N heads, K KV heads, G = N/K, S sequence, R rows of a tile, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ from torch import Tensor
 from meshwright.models.documents import same_document
 from meshwright.models.dropout import Dropped
 from meshwright.models.parts import at_least_single
-from meshwright.parallel.context.kernels import kernel_for
+from meshwright.parallel.context.kernels import Kernel, kernel_for
 
 Runs = tuple[range, ...]  # positions of a rank's tokens in the whole sequence, ascending
 TILE = 1 << 24  # scores in memory at once: 64 MiB in float32
@@ -138,7 +138,34 @@ def _merged(pairs: list[Rectangle], dim: int) -> list[Rectangle]:
     return out
 
 
-class BlockAttention:
+class _OwnQueries:
+    """This rank's queries, and the parts of a block of keys that they see: shared by forward and backward."""
+
+    def __init__(self, q_BNSD: Tensor, queries: Runs, pattern: AttentionPattern, dropped: Dropped | None) -> None:
+        self.q, self.queries, self.pattern, self.dropped = q_BNSD, queries, pattern, dropped
+        self.scale = pattern.scale_of(q_BNSD)
+
+    def parts(
+        self, k_BKSD: Tensor, v_BKSD: Tensor, keys: Runs
+    ) -> Iterator[tuple[Rectangle, tuple[Tensor, Tensor, Tensor], Kernel | None]]:
+        """Yield the visible rectangles, with their queries, keys and values, and the fused kernel if one supports them."""
+        for r in rectangles(self.queries, keys, self.pattern):
+            shared = shared_documents(r, self.queries, keys, self.pattern)
+            if shared == "none":
+                continue
+            part = self.q[:, :, r.queries], k_BKSD[:, :, r.keys], v_BKSD[:, :, r.keys]
+            fused = r.visible != "mask" and self.dropped is None and shared == "all" and not self.pattern.softcap
+            yield r, part, kernel_for(*part, r.visible == "triangle") if fused else None
+
+    def kept(self, r: Rectangle, keys: Runs, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
+        """The dropout factors of a tile's probabilities; None without dropout."""
+        if self.dropped is None:
+            return None
+        row_ids, column_ids = position_ids(self.queries)[r.queries][rows], position_ids(keys)[r.keys][columns]
+        return self.dropped.factor(row_ids, column_ids, dtype)
+
+
+class BlockAttention(_OwnQueries):
     """Output and log-sum-exp of this rank's queries over the blocks of keys seen so far."""
 
     def __init__(
@@ -149,8 +176,7 @@ class BlockAttention:
         dropped: Dropped | None = None,
         sinks_BNS: Tensor | None = None,
     ) -> None:
-        self.q, self.queries, self.pattern, self.dropped = q_BNSD, queries, pattern, dropped
-        self.scale = pattern.scale_of(q_BNSD)
+        super().__init__(q_BNSD, queries, pattern, dropped)
         self.output_BNSD: Tensor | None = None
         self.lse_BNS = q_BNSD.new_full(q_BNSD.shape[:-1], -torch.inf, dtype=at_least_single(q_BNSD.dtype))
         if sinks_BNS is not None:
@@ -160,20 +186,13 @@ class BlockAttention:
         if self.output_BNSD is None:
             shape = (*self.q.shape[:-1], v_BKSD.shape[-1])
             self.output_BNSD = self.q.new_zeros(shape, dtype=self.lse_BNS.dtype)
-        for r in rectangles(self.queries, keys, self.pattern):
-            shared = shared_documents(r, self.queries, keys, self.pattern)
-            if shared == "none":
-                continue
-            parts = self.q[:, :, r.queries], k_BKSD[:, :, r.keys], v_BKSD[:, :, r.keys]
-            fused = r.visible != "mask" and self.dropped is None and shared == "all" and not self.pattern.softcap
-            kernel = kernel_for(*parts, r.visible == "triangle") if fused else None
+        for r, (q, k, v), kernel in self.parts(k_BKSD, v_BKSD, keys):
             if kernel is not None:
-                self._merge(r.queries, *kernel.forward(*parts, r.visible == "triangle", self.scale))
+                self._merge(r.queries, *kernel.forward(q, k, v, r.visible == "triangle", self.scale))
                 continue
-            q, k, v = parts
             for rows, columns, mask in _tiles(q, r, self.queries, keys, self.pattern):
                 part = slice(r.queries.start + rows.start, r.queries.start + rows.stop)
-                kept = _kept(self.dropped, r, self.queries, keys, rows, columns, self.lse_BNS.dtype)
+                kept = self.kept(r, keys, rows, columns, self.lse_BNS.dtype)
                 tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
                 self._merge(part, *_tile_forward(*tile, mask, kept, self.scale, self.pattern.softcap))
 
@@ -186,7 +205,7 @@ class BlockAttention:
         before.copy_(after)
 
 
-class BlockGradients:
+class BlockGradients(_OwnQueries):
     """Gradients of this rank's queries, and of the keys and values of blocks from any rank."""
 
     def __init__(
@@ -199,10 +218,9 @@ class BlockGradients:
         pattern: AttentionPattern,
         dropped: Dropped | None = None,
     ) -> None:
+        super().__init__(q, queries, pattern, dropped)
         self.grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()  # kernels read rows
-        self.q, self.output, self.lse = q, output, lse
-        self.queries, self.pattern, self.dropped = queries, pattern, dropped
-        self.scale = pattern.scale_of(q)
+        self.output, self.lse = output, lse
         self.dq = q.new_zeros(q.shape, dtype=at_least_single(q.dtype))
         self.delta_BNS = (grad_output.to(self.dq.dtype) * output.to(self.dq.dtype)).sum(-1)
 
@@ -214,41 +232,26 @@ class BlockGradients:
 
     def attend_block(self, k: Tensor, v: Tensor, keys: Runs, dk: Tensor, dv: Tensor) -> None:
         """Run backward through one block: add to `dk` and `dv`, the gradients of its keys and values."""
-        for r in rectangles(self.queries, keys, self.pattern):
-            shared = shared_documents(r, self.queries, keys, self.pattern)
-            if shared == "none":
-                continue
-            rows, columns = r.queries, r.keys
-            q, grad_output, output, lse, delta, dq = (
-                x[:, :, rows] for x in (self.q, self.grad_output, self.output, self.lse, self.delta_BNS, self.dq)
+        for r, (q, k_part, v_part), kernel in self.parts(k, v, keys):
+            grad_output, output, lse, delta, dq = (
+                x[:, :, r.queries] for x in (self.grad_output, self.output, self.lse, self.delta_BNS, self.dq)
             )
-            k_part, v_part, dk_part, dv_part = (x[:, :, columns] for x in (k, v, dk, dv))
-            triangle = r.visible == "triangle"
-            fused = r.visible != "mask" and self.dropped is None and shared == "all" and not self.pattern.softcap
-            kernel = kernel_for(q, k_part, v_part, triangle) if fused else None
+            sums = dq, dk[:, :, r.keys], dv[:, :, r.keys]
             if kernel is not None:
-                parts = kernel.backward(grad_output, q, k_part, v_part, output, lse, triangle, self.scale)
-                for into, part in zip((dq, dk_part, dv_part), parts, strict=True):
-                    into.add_(part)
+                triangle = r.visible == "triangle"
+                add_to(sums, kernel.backward(grad_output, q, k_part, v_part, output, lse, triangle, self.scale))
                 continue
-            for tile, visible_columns, mask in _tiles(q, r, self.queries, keys, self.pattern):
-                kept = _kept(self.dropped, r, self.queries, keys, tile, visible_columns, self.dq.dtype)
-                parts = _tile_backward(
-                    grad_output[:, :, tile],
-                    q[:, :, tile],
-                    lse[:, :, tile],
-                    delta[:, :, tile],
-                    k_part[:, :, visible_columns],
-                    v_part[:, :, visible_columns],
-                    mask,
-                    kept,
-                    self.scale,
-                    self.pattern.softcap,
-                )
-                for into, part in zip(
-                    (dq[:, :, tile], dk_part[:, :, visible_columns], dv_part[:, :, visible_columns]), parts, strict=True
-                ):
-                    into.add_(part)
+            for rows, columns, mask in _tiles(q, r, self.queries, keys, self.pattern):
+                kept = self.kept(r, keys, rows, columns, self.dq.dtype)
+                of_rows = (x[:, :, rows] for x in (grad_output, q, lse, delta))
+                of_columns = (x[:, :, columns] for x in (k_part, v_part))
+                found = _tile_backward(*of_rows, *of_columns, mask, kept, self.scale, self.pattern.softcap)
+                add_to((x[:, :, part] for x, part in zip(sums, (rows, columns, columns), strict=True)), found)
+
+
+def add_to(sums: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
+    for total, part in zip(sums, parts, strict=True):
+        total.add_(part)
 
 
 def shared_documents(r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern) -> str:
@@ -326,15 +329,6 @@ def _mask(rows: Tensor, columns: Tensor, pattern: AttentionPattern) -> Tensor:
 def position_ids(runs: Runs) -> Tensor:
     """The positions of all runs, one after the other."""
     return torch.cat([torch.arange(run.start, run.stop) for run in runs])
-
-
-def _kept(
-    dropped: Dropped | None, r: Rectangle, queries: Runs, keys: Runs, rows: slice, columns: slice, dtype: torch.dtype
-) -> Tensor | None:
-    """The dropout factors of a tile's probabilities; None without dropout."""
-    if dropped is None:
-        return None
-    return dropped.factor(position_ids(queries)[r.queries][rows], position_ids(keys)[r.keys][columns], dtype)
 
 
 def _probabilities(q: Tensor, k: Tensor, lse: Tensor | None, mask: Tensor | None, scale: float, softcap: float) -> Any:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.backends import cuda
 
-Parts = tuple[Tensor, Tensor, Tensor]
 HOPPER = (9, 0)
 MULTIPLE = 8  # head widths must be a multiple; the public function pads to it
 
@@ -29,23 +28,22 @@ class Kernel:
     """forward(q, k, v, triangle, scale) → output, ℓ; backward(grad_output, q, k, v, output, ℓ, triangle, scale) → dq, dk, dv."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., Parts]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, triangle: bool, scale: float) -> tuple[Tensor, Tensor]:
-    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
-    output, lse = attention(q, k, v, None, True, 0.0, triangle, scale=scale)[:2]
+    output, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, triangle, scale=scale)[
+        :2
+    ]
     return output, lse.squeeze(-1)
 
 
 def _cudnn_backward(
-    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, triangle: bool, scale: float
-) -> Parts:
-    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
-    lse = lse.contiguous().unsqueeze(-1)
-    masks = (None, None, None)
-    return backward(grad_output, q, k, v, output, lse, seed, seed, *masks, *lengths, 0.0, triangle, scale=scale)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, triangle: bool, scale: float
+) -> Any:
+    backward, seed = torch.ops.aten._scaled_dot_product_cudnn_attention_backward, _no_dropout(q)
+    last = (seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, triangle)
+    return backward(grad, q, k, v, out, lse.contiguous().unsqueeze(-1), *last, scale=scale)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, triangle: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -54,12 +52,11 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, triangle: bool, scale: float
 
 
 def _flash_backward(
-    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, triangle: bool, scale: float
-) -> Parts:
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
-    last = (*lengths, 0.0, triangle, seed, seed)
-    return backward(grad_output, q, k, v, output, lse.contiguous(), None, None, *last, scale=scale)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, triangle: bool, scale: float
+) -> Any:
+    backward, seed = torch.ops.aten._scaled_dot_product_flash_attention_backward, _no_dropout(q)
+    last = (None, None, q.shape[2], k.shape[2], 0.0, triangle, seed, seed)
+    return backward(grad, q, k, v, out, lse.contiguous(), *last, scale=scale)
 
 
 def _no_dropout(q: Tensor) -> Tensor:
@@ -73,12 +70,7 @@ def _has(name: str) -> bool:
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, triangle: bool) -> Kernel | None:
     """The fastest kernel that supports these tensors, or None."""
-    if (
-        not q.is_cuda
-        or q.dtype not in (torch.float16, torch.bfloat16)
-        or q.shape[-1] % MULTIPLE
-        or v.shape[-1] % MULTIPLE
-    ):
+    if not q.is_cuda or q.dtype.itemsize != 2 or q.shape[-1] % MULTIPLE or v.shape[-1] % MULTIPLE:
         return None
     arguments: Any = cuda.SDPAParams(q, k, v, None, 0.0, triangle, q.shape[1] != k.shape[1])
     hopper = torch.cuda.get_device_capability(q.device) >= HOPPER

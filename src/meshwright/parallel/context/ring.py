@@ -18,7 +18,7 @@ Both save for backward this rank's q, k, v and output, and one number (the log-s
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -90,17 +90,6 @@ def ring_blocks(block: Tensor, group: ProcessGroup, overlaps: bool = True) -> It
             block, spare = message.wait(), block
 
 
-def gathered_blocks(whole: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, block) of gathered blocks, in the order of the ring."""
-    for step in range(group.size()):
-        source = (group.rank() - step) % group.size()
-        yield source, whole[source]
-
-
-def gather_blocks(block: Tensor, group: ProcessGroup) -> Tensor:
-    return exchange.all_gather(block, group, 0).view(group.size(), -1)
-
-
 class SavedForward(NamedTuple):
     """Tensors that forward saves for backward: this rank's inputs and outputs, and the log-sum-exp of its queries."""
 
@@ -116,117 +105,77 @@ class SavedForward(NamedTuple):
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, sinks_BNS: Tensor | None, context: Context, blocks: Iterator[tuple[int, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """Run forward over all blocks, received from the ring or gathered: output and log-sum-exp."""
-    attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped, sinks_BNS)
+def gathered_blocks(packed: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yield (rank, block) of all ranks' blocks, gathered at once, in the order of the ring."""
+    whole = exchange.all_gather(packed, group, 0).view(group.size(), -1)
+    for step in range(group.size()):
+        source = (group.rank() - step) % group.size()
+        yield source, whole[source]
+
+
+def key_blocks(k: Tensor, v: Tensor, context: Context, kind: str) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield K, V and the rank of each block: of this rank alone without a group, else gathered, or as they come round the ring. A sequential
+    ring (of a plan whose `overlap` leaves out cp) sends nothing while a block is used."""
+    group = context.group
+    if group is None:
+        yield k, v, 0
+        return
+    packed = pack(k, v)
+    blocks = gathered_blocks(packed, group) if kind == "all-gather" else ring_blocks(packed, group, kind == "ring")
     for source, block in blocks:
-        attended.attend_block(*unpack(block, k, v), context.runs[source])
+        yield *unpack(block, k, v), source
+
+
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks_BNS: Tensor | None, context: Context, kind: str
+) -> tuple[Tensor, Tensor]:
+    """Attend to the blocks of all ranks: output and log-sum-exp."""
+    attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped, sinks_BNS)
+    for *block, source in key_blocks(k, v, context, kind):
+        attended.attend_block(*block, context.runs[source])
     assert attended.output_BNSD is not None
     return attended.output_BNSD.to(q.dtype), attended.lse_BNS
 
 
-def gradients_of(saved: SavedForward, grad_output: Tensor, context: Context) -> BlockGradients:
+def run_backward(saved: SavedForward, grad_output: Tensor, context: Context, kind: str) -> Gradients:
+    q, k, v, output, lse_BNS, sinks_BNS = saved
     runs = context.local_runs, context.pattern, context.dropped
-    return BlockGradients(grad_output, saved.q, saved.output, saved.lse_BNS, *runs)
+    gradients = BlockGradients(grad_output, q, output, lse_BNS, *runs)
+    sums_at_home = _sums_of_ring if kind.endswith("ring") else _sums_of_gathered
+    dk, dv = sums_at_home(gradients, k, v, context, kind)
+    return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(sinks_BNS)
 
 
-class KeyTransport(Protocol):
-    """Brings keys and values to this rank, in forward and in backward."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> tuple[Tensor, Tensor]: ...
-
-    @staticmethod
-    def backward(saved: SavedForward, grad_output: Tensor, context: Context) -> Gradients: ...
-
-
-class Ring:
-    """K and V go round the ring, behind the computation."""
-
-    overlaps = True
-
-    @classmethod
-    def forward(cls, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        assert context.group is not None
-        return attend_blocks(q, k, v, sinks, context, ring_blocks(pack(k, v), context.group, cls.overlaps))
-
-    @classmethod
-    def backward(cls, saved: SavedForward, grad_output: Tensor, context: Context) -> Gradients:
-        q, k, v, group = saved.q, saved.k, saved.v, context.group
-        assert group is not None
-        gradients = gradients_of(saved, grad_output, context)
-        own_gradient = torch.empty(0)
-        message: RingMessage | None = None
-        for step, (source, block) in enumerate(ring_blocks(pack(k, v), group, cls.overlaps)):
-            gradient = block.new_zeros(block.shape, dtype=gradients.dq.dtype)
-            gradients.attend_block(*unpack(block, k, v), context.runs[source], *unpack(gradient, k, v))
-            if step == 0:
-                own_gradient = gradient
-                continue
-            if message is not None:
-                gradient += message.wait()
-            sent = gradient.to(block.dtype)
-            message = RingMessage(sent, torch.empty_like(sent), group)
-            if not cls.overlaps:
-                message.wait()
+def _sums_of_ring(
+    gradients: BlockGradients, k: Tensor, v: Tensor, context: Context, kind: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of this rank's keys and values, which follow their block round the ring."""
+    assert context.group is not None
+    own_gradient, message = torch.empty(0), None
+    for step, (*block, source) in enumerate(key_blocks(k, v, context, kind)):
+        gradient = k.new_zeros(k.numel() + v.numel(), dtype=gradients.dq.dtype)
+        gradients.attend_block(*block, context.runs[source], *unpack(gradient, k, v))
+        if step == 0:
+            own_gradient = gradient
+            continue
         if message is not None:
-            own_gradient += message.wait()
-        dk, dv = unpack(own_gradient, k, v)
-        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(saved.sinks_BNS)
+            gradient += message.wait()
+        sent = gradient.to(k.dtype)
+        message = RingMessage(sent, torch.empty_like(sent), context.group)
+        if kind == "sequential-ring":
+            message.wait()
+    if message is not None:
+        own_gradient += message.wait()
+    return unpack(own_gradient, k, v)
 
 
-class SequentialRing(Ring):
-    """K and V go round the ring, and no computation runs meanwhile: a plan whose `overlap` leaves out cp."""
-
-    overlaps = False
-
-
-class Gathered:
-    """K and V of all ranks are gathered at once."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        assert context.group is not None
-        whole = gather_blocks(pack(k, v), context.group)
-        return attend_blocks(q, k, v, sinks, context, gathered_blocks(whole, context.group))
-
-    @staticmethod
-    def backward(saved: SavedForward, grad_output: Tensor, context: Context) -> Gradients:
-        q, k, v, group = saved.q, saved.k, saved.v, context.group
-        assert group is not None
-        gradients = gradients_of(saved, grad_output, context)
-        whole = gather_blocks(pack(k, v), group)
-        added = whole.new_zeros(whole.shape, dtype=gradients.dq.dtype)
-        for source, block in gathered_blocks(whole, group):
-            gradients.attend_block(*unpack(block, k, v), context.runs[source], *unpack(added[source], k, v))
-        own_gradient = exchange.reduce_scatter(added.to(k.dtype).flatten(), group, 0)
-        return gradients.dq.to(q.dtype), *unpack(own_gradient, k, v), gradients.of_sinks(saved.sinks_BNS)
-
-
-class Local:
-    """A whole sequence on one rank, in tiles."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped, sinks)
-        attended.attend_block(k, v, context.local_runs)
-        assert attended.output_BNSD is not None
-        return attended.output_BNSD.to(q.dtype), attended.lse_BNS
-
-    @staticmethod
-    def backward(saved: SavedForward, grad_output: Tensor, context: Context) -> Gradients:
-        q, k, v = saved.q, saved.k, saved.v
-        gradients = gradients_of(saved, grad_output, context)
-        dk, dv = (torch.zeros_like(x, dtype=gradients.dq.dtype) for x in (k, v))
-        gradients.attend_block(k, v, context.local_runs, dk, dv)
-        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(saved.sinks_BNS)
-
-
-TRANSPORTS: dict[str, type[KeyTransport]] = {
-    "ring": Ring,
-    "sequential-ring": SequentialRing,
-    "all-gather": Gathered,
-    "local": Local,
-}
+def _sums_of_gathered(
+    gradients: BlockGradients, k: Tensor, v: Tensor, context: Context, kind: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of this rank's keys and values, reduce-scattered."""
+    added = k.new_zeros((len(context.runs), k.numel() + v.numel()), dtype=gradients.dq.dtype)
+    for *block, source in key_blocks(k, v, context, kind):
+        gradients.attend_block(*block, context.runs[source], *unpack(added[source], k, v))
+    if context.group is None:
+        return unpack(added[0], k, v)
+    return unpack(exchange.reduce_scatter(added.to(k.dtype).flatten(), context.group, 0), k, v)
