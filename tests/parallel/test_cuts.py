@@ -1,15 +1,21 @@
 """Weights that hold several parts: the ranges of each part on a rank, and a user's network that is split by them."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import ranks
+import split_sums
 from meshwright.describe.sharding import even_range
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor.cutting import ParameterCut, cut_out, fused_cuts, parts_of
+from meshwright.parallel.tensor.cutting import ParameterCut, cut_out, fused_cuts
+
+
+def group_of(ranks, rank):
+    return SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
 
 
 @pytest.mark.parametrize(
@@ -26,13 +32,13 @@ from meshwright.parallel.tensor.cutting import ParameterCut, cut_out, fused_cuts
     ],
 )
 def test_a_rank_has_its_range_of_every_part(kind, fields, rank, world, expected):
-    cuts = fused_cuts("w", 1, 48, kind, fields, world, rank)
+    cuts = fused_cuts("w", 1, 48, kind, fields, group_of(world, rank))
     assert [(cut.start, cut.length, cut.copies) for cut in cuts] == expected
     assert {(cut.dim, cut.full) for cut in cuts} == {(1, 48)}
     whole = torch.arange(96).view(2, 48)
     held = cut_out(cuts, whole)
     assert held.tolist() == [[48 * row + at + i for at, n, _ in expected for i in range(n)] for row in range(2)]
-    for (at, n, _), part in zip(expected, parts_of(cuts, held), strict=True):
+    for (at, n, _), part in zip(expected, held.split([cut.length for cut in cuts], dim=cuts[0].dim), strict=True):
         assert torch.equal(part, whole[:, at : at + n])
 
 
@@ -51,7 +57,7 @@ def test_a_rank_has_its_range_of_every_part(kind, fields, rank, world, expected)
 )
 def test_parts_that_do_not_fit_or_do_not_divide_are_refused(kind, fields, code):
     with pytest.raises(MeshwrightError, match=f"MW-TP-{code}"):
-        fused_cuts("w", 0, 48, kind, fields, 4, 0)
+        fused_cuts("w", 0, 48, kind, fields, group_of(4, 0))
 
 
 def test_boundaries_are_as_even_as_possible():
@@ -128,16 +134,16 @@ def divided(context):
         expected.square().sum().backward()
         y = module(x)
         y.square().sum().backward()
-        done.sum_gradients(module)
+        split_sums.sum_gradients(done, module)
         mine = expected.chunk(group.size(), 1)[group.rank()] if sequence else expected
         slopes = {n: p.grad for n, p in plain.named_parameters()}
         errors = {
             "output": (y - mine).abs().max(),
-            "norm": done.norm(module) - nn.utils.get_total_norm(slopes.values()),
+            "norm": split_sums.norm(done, module) - nn.utils.get_total_norm(slopes.values()),
         }
         for n, p in module.named_parameters():
-            errors[n] = (done.whole(n, p.grad) - slopes[n]).abs().max()
-            errors[f"{n} itself"] = (done.whole(n, p) - plain.get_parameter(n)).abs().max()
+            errors[n] = (split_sums.whole(done, n, p.grad) - slopes[n]).abs().max()
+            errors[f"{n} itself"] = (split_sums.whole(done, n, p) - plain.get_parameter(n)).abs().max()
         copies = {n: [cut.copies for cut in cuts] for n, cuts in done.fused.items()}
         out.append(({n: abs(float(e)) for n, e in errors.items()}, copies, module["gated"].both.out_features))
     return out
@@ -161,10 +167,12 @@ def test_split_fused_projections_equal_one_device(case):
 def test_a_replicated_parameter_has_no_cut():
     from meshwright.parallel.tensor.cutting import Split
 
-    done = Split(None, cuts={"a": ParameterCut(0, 2, 2, 4)}, fused={"b": fused_cuts("b", 0, 8, "column", "1,1", 2, 1)})
+    done = Split(
+        None, cuts={"a": ParameterCut(0, 2, 2, 4)}, fused={"b": fused_cuts("b", 0, 8, "column", "1,1", group_of(2, 1))}
+    )
     assert [len(done.cuts_of(n)) for n in "abc"] == [1, 2, 0]
     local = torch.arange(4.0)
-    assert [part.tolist() for part in done.parts("b", local)] == [[0.0, 1.0], [2.0, 3.0]]
-    assert done.parts("c", local)[0] is local
-    assert torch.equal(done.whole("c", local), local)
-    assert done.whole("c", local) is not local
+    assert [part.tolist() for part in split_sums.parts(done, "b", local)] == [[0.0, 1.0], [2.0, 3.0]]
+    assert split_sums.parts(done, "c", local)[0] is local
+    assert torch.equal(split_sums.whole(done, "c", local), local)
+    assert split_sums.whole(done, "c", local) is not local

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import ranks
+import split_sums
 
 B, S, H, HEADS = 2, 4, 8, 4
 
@@ -61,7 +62,7 @@ def compared(context):
                 if weights is not None:
                     found["weights"] = mine - weights
                 for n, p in module.named_parameters():
-                    found[n] = done.whole(n, p.grad) - plain.get_parameter(n).grad
+                    found[n] = split_sums.whole(done, n, p.grad) - plain.get_parameter(n).grad
                 key = f"{name} {batch_first} {separate}"
                 errors |= {f"{key} {what}": float(d.abs().max()) for what, d in found.items()}
     return {what: error for what, error in errors.items() if not error < 1e-11}

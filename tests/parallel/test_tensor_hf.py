@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import ranks
+import split_sums
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.tensor import families
 from meshwright.parallel.tensor.cutting import cut_out
@@ -105,16 +106,16 @@ def compared(name, group, options):
         expected, got = plain(input_ids=ids).logits, model(input_ids=ids).logits
         loss_of(expected, ids).backward()
         loss_of(got, ids).backward()
-    done.sum_gradients(model)
+    split_sums.sum_gradients(done, model)
     errors["logits"] = error_of(got, expected)
     true = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-    errors["norm"] = error_of(done.norm(model), true)
+    errors["norm"] = error_of(split_sums.norm(done, model), true)
     whole, names = dict(plain.named_parameters()), [n for n, _ in model.named_parameters()]
     assert names == list(whole)
     for n, p in model.named_parameters():
         full, cuts = whole[n].grad, done.cuts_of(n)
         errors[n] = error_of(p.grad, cut_out(cuts, full) if cuts else full)
-        assert torch.equal(done.whole(n, p), whole[n]), n
+        assert torch.equal(split_sums.whole(done, n, p), whole[n]), n
     return errors, {n: [cut.copies for cut in done.cuts_of(n)] for n in names}
 
 

@@ -13,6 +13,8 @@ Legend: B batch, S sequence, N heads of this rank, D head dimension, H hidden.
 
 import math
 from contextlib import nullcontext
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import exchange
-from meshwright.parallel.tensor.cutting import Split, cut_out, fused_cuts
+from meshwright.parallel.tensor.cutting import Split, cut_parts
 from meshwright.parallel.tensor.regather import regather
 
 PACKED = {"in_proj_weight": "1,1,1", "in_proj_bias": "1,1,1"}
@@ -39,17 +41,12 @@ def split_attention(done: Split, name: str, part: Any) -> None:
             fix="nn.MultiheadAttention(…, add_bias_kv=False, add_zero_attn=False)",
         )
     if part.num_heads % ranks:
-        raise MeshwrightError(
-            "MW-TP-002", f"{part.num_heads} heads of '{name}' do not divide over tp={ranks}", why="A head is never cut"
-        )
+        what = f"{part.num_heads} heads of '{name}' do not divide over tp={ranks}"
+        raise MeshwrightError("MW-TP-002", what, why="A head is never cut")
     packed = part._qkv_same_embed_dim
     for field_name, parts in (PACKED if packed else SEPARATE).items():
-        parameter, full = getattr(part, field_name), f"{name}.{field_name}"
-        if parameter is None:
-            continue
-        done.fused[full] = fused_cuts(full, 0, parameter.shape[0], "column", parts, ranks, done.group.rank())
-        kept = cut_out(done.fused[full], parameter.detach()).clone(memory_format=torch.contiguous_format)
-        setattr(part, field_name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
+        if getattr(part, field_name) is not None:
+            cut_parts(done, part, name, field_name, 0, "column", parts)
     part.num_heads //= ranks
     part._qkv_same_embed_dim = False  # what the fast path asks for
     part.forward = _Forward(done, part, packed)
@@ -104,11 +101,8 @@ class _Forward:
     def projected(self, *inputs: Tensor) -> list[Tensor]:
         """Queries, keys and values of this rank's heads: [B, N, S, D]."""
         part = self.part
-        weights = (
-            part.in_proj_weight.chunk(3)
-            if self.packed
-            else (part.q_proj_weight, part.k_proj_weight, part.v_proj_weight)
-        )
+        separate = [getattr(part, f"{kind}_proj_weight") for kind in "qkv"]
+        weights = part.in_proj_weight.chunk(3) if self.packed else separate
         biases = part.in_proj_bias.chunk(3) if part.in_proj_bias is not None else (None, None, None)
         out = []
         for x, weight, bias in zip(inputs, weights, biases, strict=True):
@@ -119,16 +113,15 @@ class _Forward:
     def mask(self, padding: Tensor | None, given: Tensor | None, like: Tensor) -> Tensor | None:
         """Both masks as one to add to the scores; a mask for B·N heads is cut to the heads of this rank."""
         batch, heads = like.shape[:2]
-        total = None
+        masks = []
         if given is not None:
             given = _additive(given, like)
             if given.ndim == 3:
                 given = given.unflatten(0, (batch, -1)).narrow(1, self.done.group.rank() * heads, heads)
-            total = given
+            masks.append(given)
         if padding is not None:
-            padding = _additive(padding, like)[:, None, None, :]
-            total = padding if total is None else total + padding
-        return total
+            masks.append(_additive(padding, like)[:, None, None, :])
+        return reduce(add, masks) if masks else None
 
     def all_weights(self, weights: Tensor, average: bool) -> Tensor:
         """The probabilities of all heads, or their mean, on every rank."""

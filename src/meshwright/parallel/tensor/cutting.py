@@ -39,10 +39,9 @@ class ParameterCut:
     copies: int = 1
 
 
-def fused_cuts(
-    name: str, dim: int, full: int, kind: str, parts: str, ranks: int, rank: int
-) -> tuple[ParameterCut, ...]:
+def fused_cuts(name: str, dim: int, full: int, kind: str, parts: str, group: ProcessGroup) -> tuple[ParameterCut, ...]:
     """This rank's ranges of a dimension that holds several `parts`, such as "32,8,8"."""
+    ranks, rank = group.size(), group.rank()
     counts = [int(word) for word in parts.split(",") if word.isdecimal() and int(word)]
     if len(counts) != parts.count(",") + 1 or full % sum(counts):
         raise MeshwrightError(
@@ -53,24 +52,15 @@ def fused_cuts(
         )
     width, cuts, begin = full // sum(counts), [], 0
     for count in counts:
-        units = count if kind == "heads" else count * width  # heads or columns, none of which is cut
+        units, what = (count, "heads") if kind == "heads" else (count * width, "columns")  # none of which is cut
         if units % ranks and (kind != "heads" or ranks % units or count == max(counts)):
-            raise MeshwrightError(
-                "MW-TP-002",
-                f"a part of {units} {'heads' if kind == 'heads' else 'columns'} of '{name}' does "
-                f"not divide over tp={ranks}",
-                why="Each rank holds whole heads or columns",
-            )
+            problem = f"a part of {units} {what} of '{name}' does not divide over tp={ranks}"
+            raise MeshwrightError("MW-TP-002", problem, why="Each rank holds whole heads or columns")
         copies = max(1, ranks // units)
         start, stop = even_range(count * width, ranks // copies, rank // copies)
         cuts.append(ParameterCut(dim, begin + start, stop - start, full, copies))
         begin += count * width
     return tuple(cuts)
-
-
-def parts_of(cuts: tuple[ParameterCut, ...], local: Tensor) -> list[Tensor]:
-    """Views of a rank's part, one for each cut."""
-    return list(local.split([cut.length for cut in cuts], dim=cuts[0].dim))
 
 
 def cut_out(cuts: tuple[ParameterCut, ...], full: Tensor) -> Tensor:
@@ -98,9 +88,9 @@ class Split:
 
     def enter(self, x: Tensor) -> Tensor:
         """The input of column-split products: gathered along the sequence where that is divided."""
-        return (
-            exchange.gather_in(x, self.group, self.sequence_dim) if self.sequence else exchange.copy_in(x, self.group)
-        )
+        if self.sequence:
+            return exchange.gather_in(x, self.group, self.sequence_dim)
+        return exchange.copy_in(x, self.group)
 
     def leave(self, partial_sum: Tensor) -> Tensor:
         """The sum over the ranks, of which each keeps its share of the sequence where that is divided. `partial_sum` must be a
@@ -109,52 +99,9 @@ class Split:
             return exchange.scatter_out(partial_sum, self.group, self.sequence_dim)
         return exchange.reduce_out(partial_sum, self.group)
 
-    def sum_gradients(self, module: nn.Module) -> None:
-        """Complete the gradients that are partial sums; call it after the backward of a step's last micro-batch."""
-        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-        copied = [
-            part
-            for n in gradients
-            if n in self.copied
-            for cut, part in zip(self.cuts_of(n), self.parts(n, gradients[n]), strict=True)
-            if cut.copies > 1
-        ]
-        partial = [gradients[n] for n in gradients if n in self.partial]
-        for tensors, group in ((partial, self.group), (copied, self.copies)):
-            if tensors and group is not None:
-                exchange.sum_together(tensors, group)
-
-    def norm(self, module: nn.Module) -> Tensor:
-        """The norm of the whole model's gradient: each rank counts its own part, and one rank of several that hold copies."""
-        squares = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
-        for name, parameter in module.named_parameters():
-            copies = [cut.copies for cut in self.cuts_of(name)] or [self.group.size()]
-            for local, count in (
-                zip(self.parts(name, parameter.grad), copies, strict=True) if parameter.grad is not None else ()
-            ):
-                if self.group.rank() % count == 0:
-                    squares += local.double().square().sum()
-        return exchange.all_reduce(squares, self.group).sqrt()
-
     def cuts_of(self, name: str) -> tuple[ParameterCut, ...]:
         """One cut, several of a fused parameter, none of a whole one."""
         return self.fused.get(name) or ((self.cuts[name],) if name in self.cuts else ())
-
-    def parts(self, name: str, local: Tensor) -> list[Tensor]:
-        cuts = self.cuts_of(name)
-        return parts_of(cuts, local) if cuts else [local]
-
-    @torch.no_grad()
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """The full tensor, on every rank, of which `part` is this rank's part: a parameter, its gradient or a moment."""
-        cuts = self.cuts_of(name)
-        if not cuts:
-            return part.detach().clone()
-        full = part.new_zeros([cuts[0].full if dim == cuts[0].dim else n for dim, n in enumerate(part.shape)])
-        for cut, local in zip(cuts, parts_of(cuts, part), strict=True):
-            if self.group.rank() % cut.copies == 0:
-                full.narrow(cut.dim, cut.start, cut.length).copy_(local)
-        return exchange.all_reduce(full, self.group)
 
 
 def shard_parameters(done: Split, name: str, part: Any, style: str, copies: int = 1) -> None:
@@ -172,20 +119,15 @@ def shard_parameters(done: Split, name: str, part: Any, style: str, copies: int 
 
 def cut_parameter(
     done: Split, owner: Any, prefix: str, name: str, dim: int, even: bool = True, copies: int = 1
-) -> tuple[int, int]:
+) -> None:
     """Replace a parameter by this rank's range of dimension `dim`, of which `copies` neighbours keep the same."""
-    parameter = getattr(owner, name)
-    full, parts = parameter.shape[dim], done.group.size() // copies
+    full, parts = getattr(owner, name).shape[dim], done.group.size() // copies
     if even and full % parts:
-        raise MeshwrightError(
-            "MW-TP-002",
-            f"dimension {dim} of '{prefix}.{name}', {full}, does not divide over tp={done.group.size()}",
-            why="Each rank holds whole heads or columns",
-        )
+        what = f"dimension {dim} of '{prefix}.{name}', {full}, does not divide over tp={done.group.size()}"
+        raise MeshwrightError("MW-TP-002", what, why="Each rank holds whole heads or columns")
     start, stop = even_range(full, parts, done.group.rank() // copies)
     done.cuts[f"{prefix}.{name}"] = cut = ParameterCut(dim, start, stop - start, full, copies)
     replace_parameter(done, owner, name, (cut,))
-    return start, stop
 
 
 def replace_parameter(done: Split, owner: Any, name: str, cuts: tuple[ParameterCut, ...]) -> None:
@@ -207,28 +149,29 @@ def cut_row(done: Split, owner: Any, prefix: str, name: str, argument: str) -> N
             why="A cut names a dimension, and the parts in it if there are several",
             valid=["cut:0", "cut:1:1,1"],
         )
-    if not parts:
+    if parts:
+        cut_parts(done, owner, prefix, name, int(dim), "column", parts)
+    else:
         cut_parameter(done, owner, prefix, name, int(dim))
-        return
-    length, group = parameter.shape[int(dim)], done.group
-    done.fused[full] = cuts = fused_cuts(full, int(dim), length, "column", parts, group.size(), group.rank())
+
+
+def cut_parts(done: Split, owner: Any, prefix: str, name: str, dim: int, kind: str, parts: str) -> int:
+    """Replace a parameter by this rank's range of each part of a dimension; returns how many neighbours hold the same."""
+    full, size = f"{prefix}.{name}", getattr(owner, name).shape[dim]
+    done.fused[full] = cuts = fused_cuts(full, dim, size, kind, parts, done.group)
     replace_parameter(done, owner, name, cuts)
+    return max(cut.copies for cut in cuts)
 
 
 def cut_fused(done: Split, name: str, part: Any, kind: str, argument: str) -> None:
     """Columns of several parts, each cut separately."""
     for field_name, dim in (("weight", output_dim(part)), ("bias", 0)):
-        parameter = getattr(part, field_name)
-        if parameter is None:
+        if getattr(part, field_name) is None:
             continue
-        full = f"{name}.{field_name}"
-        cuts = fused_cuts(full, dim, parameter.shape[dim], kind, argument, done.group.size(), done.group.rank())
-        done.fused[full] = cuts
-        replace_parameter(done, part, field_name, cuts)
-        copies = max(cut.copies for cut in cuts)
+        copies = cut_parts(done, part, name, field_name, dim, kind, argument)
         if copies > 1:
             done.copies = done.copies or neighbours(done.group, copies)
-            done.copied.add(full)
+            done.copied.add(f"{name}.{field_name}")
     set_width(part)
 
 

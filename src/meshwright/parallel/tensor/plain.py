@@ -42,10 +42,8 @@ def product(part: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
 @torch.no_grad()
 def check_plain(name: str, part: Any) -> None:
     """Raise for a linear layer or an embedding that computes more than its product."""
-    known = type(part).forward in (nn.Linear.forward, ProductLinear.forward, nn.Embedding.forward) or is_transposed(
-        part
-    )
-    if known and "forward" not in vars(part):
+    plain = (nn.Linear.forward, ProductLinear.forward, nn.Embedding.forward)
+    if "forward" not in vars(part) and (type(part).forward in plain or is_transposed(part)):
         return
     weight = part.weight
     if weight.is_meta:
@@ -62,11 +60,9 @@ def check_plain(name: str, part: Any) -> None:
         inner = weight.shape[1 - output_dim(part)]
         given = torch.linspace(-1, 1, TRIED * inner, device=weight.device).view(TRIED, inner).to(weight.dtype)
         expected = product(part, given, part.bias)
-    got = part.forward(given)
-    close = 16 * torch.finfo(weight.dtype).eps
-    if got.shape != expected.shape or not torch.allclose(
-        got, expected, rtol=close, atol=close * float(expected.abs().max())
-    ):
+    got, close = part.forward(given), 16 * torch.finfo(weight.dtype).eps
+    atol = close * float(expected.abs().max())
+    if got.shape != expected.shape or not torch.allclose(got, expected, rtol=close, atol=atol):
         raise MeshwrightError(
             "MW-TP-004",
             f"'{name}', a {type(part).__name__}, computes more than its product",

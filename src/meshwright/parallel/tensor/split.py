@@ -19,16 +19,9 @@ bytes: of Y's width too, and backward still sums, Y's gradient by a reduce-scatt
 
 Splitting each product separately (DTensor's default) would sum the gradients of q, k and v separately.
 
-On a module of another library (`parallel.user_module` builds on this):
-
-    done = split(model, families.llama(model.config), group)             # the same weights on every rank
-    model(input_ids=ids, labels=ids).loss.backward()
-    done.sum_gradients(model)                                            # once per step: copies, and norms under sp
-    norm = done.norm(model)                                              # of the whole model: each element once
-    state = {n: done.whole(n, p) for n, p in model.named_parameters()}   # as one device would save it
-
-Its attention must read the number of heads off its tensors (`view(…, -1, head_dim)`), as Hugging Face's does, or from
-attributes that the table names ("counts"). Of projections fused into one weight the table gives the parts (`cutting`).
+On a module of another library (`mw.parallelize` builds on this) attention must read the number of heads off its tensors
+(`view(…, -1, head_dim)`), as Hugging Face's does, or from attributes that the table names ("counts"). Of projections fused into one
+weight the table gives the parts (`cutting`).
 """
 
 from fnmatch import fnmatchcase
@@ -94,15 +87,17 @@ def split(
 
 def check_rows(module: nn.Module, table: Table) -> None:
     """Raise for a row that matches nothing: it would silently split nothing."""
-    modules, parameters = ([n for n, _ in found] for found in (module.named_modules(), module.named_parameters()))
     for pattern, style in table:
-        cut = style.startswith(CUT)
-        if not any(matches(name, pattern) for name in (parameters if cut else modules)):
+        kind, members = (
+            ("parameter", module.named_parameters()) if style.startswith(CUT) else ("module", module.named_modules())
+        )
+        names = [name for name, _ in members]
+        if not any(matches(name, pattern) for name in names):
             raise MeshwrightError(
                 "MW-TP-003",
-                f"pattern '{pattern}' of the table matches no {'parameter' if cut else 'module'}",
+                f"pattern '{pattern}' of the table matches no {kind}",
                 why="The row would split nothing",
-                valid=[name for name in (parameters if cut else modules) if name][:20],
+                valid=[name for name in names if name][:20],
             )
 
 
@@ -112,21 +107,16 @@ def check_regions(module: nn.Module, table: Table) -> None:
     words = {n: {style.partition(":")[0] for style in _styles_of(n, part, table)} for n, part in module.named_modules()}
     for name, styles in words.items():
         around = [name, *(name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)), ""]
-        outer = (
-            next((n for n in around[1:] if "region" in words[n] and n != name), None) if "region" in styles else None
-        )
-        if outer is not None:
+        outer = next((n for n in around[1:] if "region" in words[n] and n != name), None)
+        if outer is not None and "region" in styles:
             raise MeshwrightError(
                 "MW-TP-011",
                 f"the region '{name}' is inside the region '{outer}'",
                 why="The gradient of its input would be summed over the ranks twice",
                 fix=f'remove the row ("{name}", "region"), or that of "{outer}"',
             )
-        if any("enter" in every for every in words.values()):
-            continue
-        if styles & {"column", "heads", "keys", "logits"} and not any(
-            {"region", "gathered"} & words[n] for n in around
-        ):
+        inside = any({"region", "gathered"} & words[n] for n in around) or any("enter" in w for w in words.values())
+        if styles & {"column", "heads", "keys", "logits"} and not inside:
             raise MeshwrightError(
                 "MW-TP-011",
                 f"'{name}' is split by columns, and neither it nor a module around it is a region",
@@ -192,11 +182,11 @@ def _cuts_of(name: str, part: nn.Module, table: Table) -> dict[str, str]:
 
 
 def _check(name: str, part: nn.Module, styles: list[str], table: Table) -> None:
-    words = [style.partition(":") for style in styles]
+    words = {style: style.partition(":") for style in styles}
     holds = [n for n, _ in part.named_parameters(recurse=False) if n not in _cuts_of(name, part, table)]
     # `expert` divides our own experts; of another's the table says how tensor parallelism cuts each parameter.
     without_parameters = HOLD_NOTHING if isinstance(part, GroupedLinear) else HOLD_NOTHING | {"experts"}
-    if holds and not {word for word, *_ in words} - without_parameters:
+    if holds and not {word for word, *_ in words.values()} - without_parameters:
         raise MeshwrightError(
             "MW-TP-001",
             f"'{name}' holds {', '.join(holds)} and no pattern of the table matches it",
@@ -204,21 +194,14 @@ def _check(name: str, part: nn.Module, styles: list[str], table: Table) -> None:
             valid=sorted({pattern for pattern, _ in table}),
             fix=f'("{name}", "replicated") where every rank computes the same, ("{name}.{holds[0]}", "cut:0") to split it',
         )
-    unknown = next(
-        (
-            style
-            for style, (word, _, argument) in zip(styles, words, strict=True)
-            if word not in (FUSED if argument else STYLES)
-        ),
-        "",
-    )
-    if unknown:
-        raise MeshwrightError(
-            "MW-TP-004",
-            f"the table gives '{name}' the style '{unknown}', which does not exist",
-            valid=sorted([*STYLES, *(f"{style}:…" for style in FUSED), f"{CUT}…"]),
-        )
-    expected = KINDS.get(next((word for word, *_ in words if word in KINDS), ""), nn.Module)
+    for style, (word, _, argument) in words.items():
+        if word not in (FUSED if argument else STYLES):
+            raise MeshwrightError(
+                "MW-TP-004",
+                f"the table gives '{name}' the style '{style}', which does not exist",
+                valid=sorted([*STYLES, *(f"{style}:…" for style in FUSED), f"{CUT}…"]),
+            )
+    expected = KINDS.get(next((word for word, *_ in words.values() if word in KINDS), ""), nn.Module)
     by_rows = is_transposed(part) or isinstance(part, ProjectionNorm)
     if not isinstance(part, expected) and not (expected is nn.Linear and by_rows):
         raise MeshwrightError(

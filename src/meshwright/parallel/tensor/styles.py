@@ -72,24 +72,24 @@ def _region(done: Split, name: str, part: Any) -> None:
     part.forward = gathered if done.sequence else copied
 
 
+def _cuts(style: str) -> Callable[[Split, str, Any], None]:
+    """A style that only cuts parameters, or only names a sum of their gradients."""
+
+    def apply(done: Split, name: str, part: Any) -> None:
+        shard_parameters(done, name, part, style)
+        if style in ("column", "logits"):
+            set_width(part)
+
+    return apply
+
+
+def _unchanged(done: Split, name: str, part: Any) -> None:
+    """Nothing to do to the module."""
+
+
 def _enter(done: Split, name: str, part: Any) -> None:
     forward = part.forward
     part.forward = lambda x: done.enter(forward(x))
-
-
-def _column(done: Split, name: str, part: Any) -> None:
-    shard_parameters(done, name, part, "column")
-    set_width(part)
-
-
-def _per_head(done: Split, name: str, part: Any) -> None:
-    shard_parameters(done, name, part, "per-head")
-
-
-def _logits(done: Split, name: str, part: Any) -> None:
-    """The vocabulary may be cut unevenly: only the loss looks across its ranks, and it knows where each begins."""
-    shard_parameters(done, name, part, "logits")
-    set_width(part)
 
 
 def _keys(done: Split, name: str, part: Any, kind: str = "keys", argument: str = "") -> None:
@@ -105,11 +105,8 @@ def _keys(done: Split, name: str, part: Any, kind: str = "keys", argument: str =
         )
     heads = width // head
     if heads % ranks and ranks % heads:
-        raise MeshwrightError(
-            "MW-TP-002",
-            f"{heads} KV heads of '{name}' and tp={ranks}: one must divide the other",
-            why="A head is never cut",
-        )
+        what = f"{heads} KV heads of '{name}' and tp={ranks}: one must divide the other"
+        raise MeshwrightError("MW-TP-002", what, why="A head is never cut")
     copies = max(1, ranks // heads)
     shard_parameters(done, name, part, "keys", copies)
     set_width(part)
@@ -118,74 +115,47 @@ def _keys(done: Split, name: str, part: Any, kind: str = "keys", argument: str =
 
 
 def _row(done: Split, name: str, part: Any) -> None:
+    """In the all-gather form the input is gathered, each rank computes columns of the output, and these are gathered. All ranks continue with
+    the same output, so each takes its own slice of the gradient."""
     check_plain(name, part)
     shard_parameters(done, name, part, "row")
-    if done.form == "all-gather":
-        _row_by_columns(done, part)
-        return
-    setattr(part, "nx" if is_transposed(part) else "in_features", part.weight.shape[1 - output_dim(part)])
 
-    def forward(x: Tensor) -> Tensor:
+    def summed(x: Tensor) -> Tensor:
         y = done.leave(product(part, x))
         return y if part.bias is None else y + part.bias
 
-    part.forward = forward
+    def gathered(x: Tensor) -> Tensor:
+        y = product(part, exchange.gather_in(x, done.group, FEATURES), part.bias)
+        return exchange.join(y, done.group, FEATURES)
 
-
-def _row_by_columns(done: Split, part: Any) -> None:
-    """The all-gather form of a product that Megatron splits by rows: the input is gathered, each rank computes columns of the output,
-    and these are gathered. All ranks continue with the same output, so each takes its own slice of the gradient."""
-    set_width(part)
-    group = done.group
-
-    def forward(x: Tensor) -> Tensor:
-        y = product(part, exchange.gather_in(x, group, FEATURES), part.bias)
-        return exchange.join(y, group, FEATURES)
-
-    part.forward = forward
+    if done.form == "all-gather":
+        set_width(part)
+        part.forward = gathered
+    else:
+        setattr(part, "nx" if is_transposed(part) else "in_features", part.weight.shape[1 - output_dim(part)])
+        part.forward = summed
 
 
 def _vocabulary(done: Split, name: str, part: Any) -> None:
-    part.forward = _rows_of_table(done, name, part, done.leave)
+    _rows_of_table(done, name, part, done.leave)
 
 
 def _embedding(done: Split, name: str, part: Any) -> None:
     """Its output stays whole under sequence parallelism, so that a model can read the length of the sequence from it (for positions, for
     a mask). "split_sequence" divides it later."""
-    group = done.group
-    part.forward = _rows_of_table(done, name, part, lambda own: exchange.reduce_out(own, group))
+    _rows_of_table(done, name, part, lambda own: exchange.reduce_out(own, done.group))
 
 
-def _rows_of_table(done: Split, name: str, part: Any, leave: Callable[[Tensor], Tensor]) -> Any:
+def _rows_of_table(done: Split, name: str, part: Any, leave: Callable[[Tensor], Tensor]) -> None:
     if part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
-        raise MeshwrightError(
-            "MW-TP-004",
-            f"'{name}' has max_norm, scale_grad_by_freq or sparse gradients",
-            why="They need rows that other ranks hold",
-        )
+        what = f"'{name}' has max_norm, scale_grad_by_freq or sparse gradients"
+        raise MeshwrightError("MW-TP-004", what, why="They need rows that other ranks hold")
     check_plain(name, part)
     shard_parameters(done, name, part, "vocabulary")
     cut, padding = done.cuts[f"{name}.weight"], part.padding_idx
     held = padding is not None and cut.start <= padding < cut.start + cut.length
     part.num_embeddings, part.padding_idx = cut.length, padding - cut.start if held else None
-
-    return lambda ids: leave(embed(ids, part.weight, cut.start, cut.full, part.padding_idx))
-
-
-def _between(done: Split, name: str, part: Any) -> None:
-    shard_parameters(done, name, part, "between")
-
-
-def _inside(done: Split, name: str, part: Any) -> None:
-    shard_parameters(done, name, part, "inside")
-
-
-def _replicated(done: Split, name: str, part: Any) -> None:
-    """Whole, and every rank has the same input: its gradient is complete on every rank."""
-
-
-def _divided(done: Split, name: str, part: Any) -> None:
-    """The caller passes this rank's share of the sequence: nothing to do."""
+    part.forward = lambda ids: leave(embed(ids, part.weight, cut.start, cut.full, part.padding_idx))
 
 
 def _split_sequence(done: Split, name: str, part: Any) -> None:
@@ -211,10 +181,6 @@ def _reduce(done: Split, name: str, part: Any) -> None:
     """Its output is a partial sum, since rows of the table cut its parameters ("cut")."""
     forward = part.forward
     part.forward = lambda *args, **kwargs: done.leave(forward(*args, **kwargs).clone())
-
-
-def _experts(done: Split, name: str, part: Any) -> None:
-    """Nothing: experts are cut over ep and expert_tp, by the sharding table (`expert`) or by rows for their parameters ("cut")."""
 
 
 def _positions(done: Split, name: str, part: Any) -> None:
@@ -258,30 +224,25 @@ def _gathered(done: Split, name: str, part: Any) -> None:
 
 
 STYLES: dict[str, Callable[[Split, str, Any], None]] = {
+    **{style: _cuts(style) for style in ("column", "per-head", "logits", "between", "inside")},
+    # "replicated": every rank has the same input. "divided": the caller divides the sequence. Experts are cut over ep and expert_tp, by
+    # the sharding table (`expert`) or by rows for their parameters ("cut").
+    **dict.fromkeys(("replicated", "divided", "experts", "experts-row"), _unchanged),
     "region": _region,
     "enter": _enter,
-    "column": _column,
-    "per-head": _per_head,
     "keys": _keys,
-    "logits": _logits,
     "row": _row,
     "vocabulary": _vocabulary,
     "embedding": _embedding,
-    "between": _between,
-    "inside": _inside,
     "positions": _positions,
     "dropout": _dropout,
     "probabilities": _probabilities,
     "join": _join,
     "gathered": _gathered,
-    "replicated": _replicated,
-    "divided": _divided,
     "split_sequence": _split_sequence,
     "join_sequence": _join_sequence,
     "reduce": _reduce,
     "attention": split_attention,
-    "experts": _experts,
-    "experts-row": _experts,
 }
 FUSED: dict[str, Callable[[Split, str, Any, str, str], None]] = {
     "column": cut_fused,
@@ -290,13 +251,8 @@ FUSED: dict[str, Callable[[Split, str, Any, str, str], None]] = {
     "counts": divide_counts,
 }
 KINDS: dict[str, type[nn.Module]] = {
-    "column": nn.Linear,
-    "heads": nn.Linear,
-    "keys": nn.Linear,
-    "logits": nn.Linear,
-    "row": nn.Linear,
-    "vocabulary": nn.Embedding,
-    "embedding": nn.Embedding,
+    **dict.fromkeys(("column", "heads", "keys", "logits", "row"), nn.Linear),
+    **dict.fromkeys(("vocabulary", "embedding"), nn.Embedding),
     "attention": nn.MultiheadAttention,
 }
 # Styles that do not determine how a module's own parameters are cut.

@@ -117,10 +117,10 @@ class RunningReduction:
 
 def issue(request: Exchange, group: ProcessGroup) -> Any:
     """Start one collective; returns torch's work handle."""
+    out, given = request.out.view(-1), request.given.view(-1)
     if request.operation == "all_reduce":
         return distributed.all_reduce(request.given, group=group, async_op=True)
     if request.operation == "all_to_all":
         return distributed.all_to_all_single(request.out, request.given, group=group, async_op=True)
-    if request.operation == "reduce_scatter":
-        return operators.scatter_into(request.out, request.given.view(-1), group=group, async_op=True)
-    return operators.gather_into(request.out.view(-1), request.given.view(-1), group=group, async_op=True)
+    send = operators.scatter_into if request.operation == "reduce_scatter" else operators.gather_into
+    return send(out, given, group=group, async_op=True)

@@ -28,21 +28,22 @@ class Cast:
         self.dtype, self.feedback = dtype, Feedback(feedback)
 
     def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, message) if self.feedback.on else message
-        payload = x.to(self.dtype)
-        if self.feedback.on:
-            self.feedback.keep(index, x - payload.to(x.dtype))
+        payload = self._cast(index, message)
         yield Exchange("all_reduce", payload, payload)
         message.copy_(payload)
 
     def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, rows) if self.feedback.on else rows
-        payload = x.to(self.dtype)
-        if self.feedback.on:
-            self.feedback.keep(index, x - payload.to(x.dtype))
+        payload = self._cast(index, rows)
         mine = payload.new_empty(out.shape)
         yield Exchange("reduce_scatter", mine, payload)
         out.copy_(mine)
+
+    def _cast(self, index: int, message: Tensor) -> Tensor:
+        x = self.feedback.corrected(index, message) if self.feedback.on else message
+        payload = x.to(self.dtype)
+        if self.feedback.on:
+            self.feedback.keep(index, x - payload.to(x.dtype))
+        return payload
 
 
 class Quantised:

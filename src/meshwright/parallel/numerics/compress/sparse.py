@@ -8,7 +8,7 @@ Under ZeRO (`scatter`) each rank sends P short lists of equal length, one to eac
 owner keeps, or, with a threshold, as many as the longest list of any rank has.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,22 +25,19 @@ class TopK:
         self.ratio, self.feedback = ratio, Feedback(feedback)
 
     def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, message)
-        indices = x.abs().topk(count_kept(x.numel(), self.ratio), sorted=False).indices
-        length = indices.numel()
-        payload = take_pairs(x[None], [indices], length)
-        self.feedback.keep(index, x)
-        del x, indices
-        yield from send_to_all(message, payload, length, ranks)
+        return send_to_all(message, *self._largest(index, message), ranks)
 
     def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, rows)
-        indices = x.abs().topk(count_kept(x.shape[1], self.ratio), dim=1, sorted=False).indices
-        length = indices.shape[1]
-        payload = take_pairs(x, list(indices), length)
+        return send_to_owners(out, *self._largest(index, rows), rows.dtype)
+
+    def _largest(self, index: int, message: Tensor) -> tuple[Tensor, int]:
+        """The pairs of a message, or of each of its rows, and their number."""
+        x = self.feedback.corrected(index, message)
+        rows = x.view(-1, x.shape[-1])
+        indices = rows.abs().topk(count_kept(rows.shape[1], self.ratio), dim=1, sorted=False).indices
+        payload = take_pairs(rows, list(indices), indices.shape[1])
         self.feedback.keep(index, x)
-        del x, indices
-        yield from send_to_owners(out, payload, length, rows.dtype)
+        return payload, indices.shape[1]
 
 
 class Threshold:
@@ -53,39 +50,27 @@ class Threshold:
         self.sent_counts: dict[int, list[int]] = {}  # by message: how many values were sent, in each reduction
 
     def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, message)
-        indices = self.above(x).nonzero()[:, 0]
-        count = torch.tensor([indices.numel()], dtype=torch.int64, device=x.device)
-        counts = count.new_empty(ranks)
-        yield Exchange("all_gather", counts, count)
-        most = self._longest(index, counts)
-        payload = take_pairs(x[None], [indices], most)
-        self.feedback.keep(index, x)
-        del x, indices
+        payload, most = yield from self._above(index, message, ranks)
         yield from send_to_all(message, payload, most, ranks)
 
     def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, rows)
-        above = self.above(x)
-        count = above.sum(1).max()[None]
-        counts = count.new_empty(len(rows))
-        yield Exchange("all_gather", counts, count)
-        most = self._longest(index, counts)
-        payload = take_pairs(x, [row.nonzero()[:, 0] for row in above], most)
-        self.feedback.keep(index, x)
-        del x, above
+        payload, most = yield from self._above(index, rows, len(rows))
         yield from send_to_owners(out, payload, most, rows.dtype)
 
-    def above(self, x: Tensor) -> Tensor:
-        """Mark values that are not below the threshold: NaN is not below, so it is sent."""
-        smallest = self.factor * x.square().mean().sqrt()
-        return ~(x.abs() < smallest)
-
-    def _longest(self, index: int, counts: Tensor) -> int:
-        """The length of the longest list of any rank, at least 1; it is recorded for the traffic check."""
+    def _above(self, index: int, message: Tensor, ranks: int) -> Generator[Exchange, None, tuple[Tensor, int]]:
+        """The pairs of a message, or of each of its rows: as many as the longest list of any rank has, at least 1. NaN is not below the
+        threshold, so it is sent."""
+        x = self.feedback.corrected(index, message)
+        rows = x.view(-1, x.shape[-1])
+        above = ~(rows.abs() < self.factor * rows.square().mean().sqrt())
+        count = above.sum(1).max()[None]
+        counts = count.new_empty(ranks)
+        yield Exchange("all_gather", counts, count)
         most = max(1, int(counts.max()))
-        self.sent_counts[index] = [*self.sent_counts.get(index, [])[-99:], most]
-        return most
+        self.sent_counts[index] = [*self.sent_counts.get(index, [])[-99:], most]  # for the traffic check
+        payload = take_pairs(rows, [row.nonzero()[:, 0] for row in above], most)
+        self.feedback.keep(index, x)
+        return payload, most
 
 
 def take_pairs(x: Tensor, indices: Sequence[Tensor], length: int) -> Tensor:
@@ -137,34 +122,29 @@ class RandomK:
         self.steps: dict[int, int] = {}
 
     def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, message)
-        indices = self.indices(index, x.numel(), x.device)
-        payload = x[indices] + overflow(x)
-        self.feedback.keep(index, x.index_fill_(0, indices, 0.0))
-        del x
+        indices, payload = self._drawn(index, message)
         yield Exchange("all_reduce", payload, payload)
         message.zero_().index_copy_(0, indices, payload)
 
     def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, rows)
-        indices = self.indices(index, x.shape[1], x.device)
-        payload = x[:, indices].contiguous() + overflow(x)
-        self.feedback.keep(index, x.index_fill_(1, indices, 0.0))
-        del x
+        indices, payload = self._drawn(index, rows)
         mine = payload.new_empty(len(indices))
         yield Exchange("reduce_scatter", mine, payload)
         out.zero_().index_copy_(0, indices, mine.to(out.dtype))
+
+    def _drawn(self, index: int, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The indices, and the values there. A value that is not finite makes all of them NaN: every rank then sees an overflow."""
+        x = self.feedback.corrected(index, message)
+        indices = self.indices(index, x.shape[-1], x.device)
+        payload = x[..., indices].contiguous() + torch.linalg.vector_norm(x, torch.inf) * 0.0
+        self.feedback.keep(index, x.index_fill_(-1, indices, 0.0))
+        return indices, payload
 
     def indices(self, index: int, length: int, device: torch.device) -> Tensor:
         step = self.steps[index] = self.steps.get(index, -1) + 1
         random = generator(device, self.seed, index, step)
         order = torch.randperm(length, generator=random, device=device)
         return order[: count_kept(length, self.ratio)].clone()  # a view would keep all 8·length bytes
-
-
-def overflow(x: Tensor) -> Tensor:
-    """Zero, or NaN if any value is not finite: added to the values that are sent, it makes an overflow visible to all ranks."""
-    return torch.linalg.vector_norm(x, torch.inf) * 0.0
 
 
 def count_kept(elements: int, ratio: float) -> int:
