@@ -25,10 +25,12 @@ class TopK:
         self.ratio, self.feedback = ratio, Feedback(feedback)
 
     def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        return send_to_all(message, *self._largest(index, message), ranks)
+        payload, length = self._largest(index, message)
+        yield from send_to_all(message, payload, length, ranks)
 
     def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
-        return send_to_owners(out, *self._largest(index, rows), rows.dtype)
+        payload, length = self._largest(index, rows)
+        yield from send_to_owners(out, payload, length, rows.dtype)
 
     def _largest(self, index: int, message: Tensor) -> tuple[Tensor, int]:
         """The pairs of a message, or of each of its rows, and their number."""
