@@ -52,27 +52,35 @@ class Threshold:
         self.sent_counts: dict[int, list[int]] = {}  # by message: how many values were sent, in each reduction
 
     def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        payload, most = yield from self._above(index, message, ranks)
+        x = self.feedback.corrected(index, message)
+        chosen = [self._above(x).nonzero()[:, 0]]
+        most = yield from self._longest(index, torch.tensor([len(chosen[0])], device=x.device), ranks)
+        payload = take_pairs(x[None], chosen, most)
+        self.feedback.keep(index, x)
+        del x, chosen
         yield from send_to_all(message, payload, most, ranks)
 
     def scatter(self, index: int, rows: Tensor, layout: Layout, rank: int, out: Tensor) -> Iterator[Exchange]:
-        payload, most = yield from self._above(index, rows, len(rows))
+        x = self.feedback.corrected(index, rows)
+        above = self._above(x)
+        most = yield from self._longest(index, above.sum(1).max()[None], len(rows))
+        payload = take_pairs(x, [row.nonzero()[:, 0] for row in above], most)
+        self.feedback.keep(index, x)
+        del x, above
         yield from send_to_owners(out, payload, most, rows.dtype)
 
-    def _above(self, index: int, message: Tensor, ranks: int) -> Generator[Exchange, None, tuple[Tensor, int]]:
-        """The pairs of a message, or of each of its rows: as many as the longest list of any rank has, at least 1. NaN is not below the
-        threshold, so it is sent."""
-        x = self.feedback.corrected(index, message)
-        rows = x.view(-1, x.shape[-1])
-        above = ~(rows.abs() < self.factor * rows.square().mean().sqrt())
-        count = above.sum(1).max()[None]
+    def _above(self, x: Tensor) -> Tensor:
+        """Mark values that are not below the threshold: NaN is not below, so it is sent."""
+        smallest = self.factor * x.square().mean().sqrt()
+        return ~(x.abs() < smallest)
+
+    def _longest(self, index: int, count: Tensor, ranks: int) -> Generator[Exchange, None, int]:
+        """The length of the longest list of any rank, at least 1; it is recorded for the traffic check."""
         counts = count.new_empty(ranks)
         yield Exchange("all_gather", counts, count)
         most = max(1, int(counts.max()))
-        self.sent_counts[index] = [*self.sent_counts.get(index, [])[-99:], most]  # for the traffic check
-        payload = take_pairs(rows, [row.nonzero()[:, 0] for row in above], most)
-        self.feedback.keep(index, x)
-        return payload, most
+        self.sent_counts[index] = [*self.sent_counts.get(index, [])[-99:], most]
+        return most
 
 
 def take_pairs(x: Tensor, indices: Sequence[Tensor], length: int) -> Tensor:
