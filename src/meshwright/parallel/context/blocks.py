@@ -243,9 +243,10 @@ class BlockGradients(_OwnQueries):
                 continue
             for rows, columns, mask in _tiles(q, r, self.queries, keys, self.pattern):
                 kept = self.kept(r, keys, rows, columns, self.dq.dtype)
-                of_rows = (x[:, :, rows] for x in (grad_output, q, lse, delta))
-                of_columns = (x[:, :, columns] for x in (k_part, v_part))
-                found = _tile_backward(*of_rows, *of_columns, mask, kept, self.scale, self.pattern.softcap)
+                grad_rows, q_rows, lse_rows, delta_rows = (x[:, :, rows] for x in (grad_output, q, lse, delta))
+                k_tile, v_tile = (x[:, :, columns] for x in (k_part, v_part))
+                given = grad_rows, q_rows, lse_rows, delta_rows, k_tile, v_tile, mask, kept
+                found = _tile_backward(*given, self.scale, self.pattern.softcap)
                 add_to((x[:, :, part] for x, part in zip(sums, (rows, columns, columns), strict=True)), found)
 
 

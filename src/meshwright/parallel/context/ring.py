@@ -131,8 +131,8 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the blocks of all ranks: output and log-sum-exp."""
     attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped, sinks_BNS)
-    for *block, source in key_blocks(k, v, context, kind):
-        attended.attend_block(*block, context.runs[source])
+    for keys, values, source in key_blocks(k, v, context, kind):
+        attended.attend_block(keys, values, context.runs[source])
     assert attended.output_BNSD is not None
     return attended.output_BNSD.to(q.dtype), attended.lse_BNS
 
@@ -152,9 +152,9 @@ def _sums_of_ring(
     """The gradients of this rank's keys and values, which follow their block round the ring."""
     assert context.group is not None
     own_gradient, message = torch.empty(0), None
-    for step, (*block, source) in enumerate(key_blocks(k, v, context, kind)):
+    for step, (keys, values, source) in enumerate(key_blocks(k, v, context, kind)):
         gradient = k.new_zeros(k.numel() + v.numel(), dtype=gradients.dq.dtype)
-        gradients.attend_block(*block, context.runs[source], *unpack(gradient, k, v))
+        gradients.attend_block(keys, values, context.runs[source], *unpack(gradient, k, v))
         if step == 0:
             own_gradient = gradient
             continue
@@ -174,8 +174,8 @@ def _sums_of_gathered(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's keys and values, reduce-scattered."""
     added = k.new_zeros((len(context.runs), k.numel() + v.numel()), dtype=gradients.dq.dtype)
-    for *block, source in key_blocks(k, v, context, kind):
-        gradients.attend_block(*block, context.runs[source], *unpack(added[source], k, v))
+    for keys, values, source in key_blocks(k, v, context, kind):
+        gradients.attend_block(keys, values, context.runs[source], *unpack(added[source], k, v))
     if context.group is None:
         return unpack(added[0], k, v)
     return unpack(exchange.reduce_scatter(added.to(k.dtype).flatten(), context.group, 0), k, v)
