@@ -31,7 +31,42 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def parallel(model, layout, rank, world):
+class ByHand(torch.autograd.Function):
+    """Copies forward and sums backward, or the other way round, as in Megatron's layers."""
+
+    @staticmethod
+    def forward(ctx, x, forward, lost):
+        ctx.backward = not forward and not lost
+        if forward:
+            x = x.clone()
+            distributed.all_reduce(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        if ctx.backward:
+            distributed.all_reduce(gradient)
+        return gradient, None, None
+
+
+class CutBlock(Block):
+    """A part of a block for each rank; `lost`: the sum of backward is left out."""
+
+    def __init__(self, block, rank, world, lost):
+        super().__init__()
+        self.norm, self.up, self.down = block.norm, block.up, block.down
+        for weight, dim in ((self.up.weight, 0), (self.up.bias, 0), (self.down.weight, 1)):
+            weight.data = weight.data.chunk(world, dim)[rank].clone()
+        self.lost = lost
+
+    def forward(self, x):
+        inputs = ByHand.apply(self.norm(x), False, self.lost)
+        product = nn.functional.linear(torch.relu(self.up(inputs)), self.down.weight)
+        return x + ByHand.apply(product, True, False) + self.down.bias
+
+
+def parallel(model, layout, rank, world, bug=""):
     """The model under a layout, and the data-parallel place of this rank."""
     place, groups = rank, world
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp")) if "tp" in layout else None
@@ -46,6 +81,9 @@ def parallel(model, layout, rank, world):
         fully_shard(model, **of)
     if layout == "fsdp1":
         model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    if layout == "by-hand":
+        model.layers = nn.ModuleList(CutBlock(layer, rank, world, bug == "lost") for layer in model.layers)
+        place, groups = 0, 1
     if layout.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(model)
     return model, place, groups
@@ -55,7 +93,7 @@ def train(layout, bug="", rank=0, world=1, dtype=torch.float64):
     torch.manual_seed(1 if bug == "seed" else 0)
     model, place, groups = Net().to(dtype), rank, world
     if not layout.startswith("one"):
-        model, place, groups = parallel(model, layout, rank, world)
+        model, place, groups = parallel(model, layout, rank, world, bug)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = torch.randint(0, 32, (2, 4, 8), generator=torch.Generator().manual_seed(2 if bug == "data" else 1))
     for step, tokens in enumerate(batches):

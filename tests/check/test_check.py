@@ -19,6 +19,7 @@ from meshwright.check.compare import compare
 from meshwright.check.folder import RankStep, RecordedValue, Recording
 from meshwright.check.match import nearest
 from meshwright.check.merge import merge
+from meshwright.check.names import Cut, read_table
 from meshwright.check.recorder import StepRecorder
 from meshwright.errors import MeshwrightError
 from ranks import soak
@@ -200,3 +201,54 @@ def test_a_row_is_found_where_it_belongs() -> None:
     assert match is not None
     assert (match.sample, match.start, match.error) == (1, (4, 3), 0.0)
     assert nearest(np.zeros((5, 6)), samples, None, 1.0) is None
+
+
+def test_a_users_table_says_what_a_rank_holds(tmp_path: Path) -> None:
+    """Of layers that communicate by hand, as people wrote them before DTensor: a rank's parameters are plain tensors."""
+    one = record(tmp_path / "one", "one")
+    many = record(tmp_path / "many", "by-hand", 2)
+    with pytest.raises(MeshwrightError, match=r"MW-CHECK-008.*--table"):
+        compare(one, many)
+    path = tmp_path / "table.toml"
+    path.write_text('[axes]\ntp = 2\n[sharding]\n"layers.*.up" = "column"\n"layers.*.down" = "row"\n')
+    comparison = compare(one, many, table=read_table(path))
+    assert comparison.verdict == "equal within rounding", comparison.differences[:3]
+    assert comparison.compared["gradient"] == 2 * 15
+    assert not comparison.unmapped
+    wrong = compare(one, record(tmp_path / "wrong", "by-hand", 2, "lost"), table=read_table(path))
+    assert wrong.diagnosis is not None
+    assert (wrong.diagnosis.phase, wrong.diagnosis.pattern.kind) == ("backward", "missing sum"), wrong.diagnosis
+    assert wrong.losses[0][0] == pytest.approx(wrong.losses[0][1], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[axes]\ntp = 3\n[sharding]\n", "multiply to the number of ranks"),
+        ('[axes]\ntp = 2\n[sharding]\n"layer.*.up" = "column"\n', "matches no parameter"),
+        ('[axes]\ntp = 2\n[sharding]\n"layers.*.up" = "colum"\n', "none of column"),
+        ('[sharding]\n"layers.*.up" = "column"\n', "does not name 'tp'"),
+        ('[sharding]\n"layers.*.up" = 3\n', "none of column"),
+        ("[name]\n", "unknown section"),
+        ("[names]\n'(' = 'a'\n", "cannot read the table"),
+    ],
+)
+def test_a_wrong_table_is_refused(one: Recording, tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(text)
+    two = Recording(one.folder, [one.ranks[0], {**one.ranks[0], "rank": 1}])
+    with pytest.raises(MeshwrightError, match=why):
+        read_table(path).applied(two)
+
+
+def test_parts_of_a_parameter_are_cut_one_by_one() -> None:
+    whole = np.arange(12.0).reshape(6, 2)  # parts of 4 and 2 rows
+    cut = Cut.parse("column:2,1")
+    assert cut is not None
+    out, seen = np.zeros((6, 2)), np.zeros((6, 2), bool)
+    for rank, rows in enumerate(([0, 1, 4], [2, 3, 5])):
+        value = RecordedValue("gradient", "w", rank, whole[rows], shape=(3, 2), start=(0, 0), size=(3, 2))
+        for box in cut.boxes(value, rank, 2):
+            box.put(out, seen)
+    assert seen.all()
+    assert np.array_equal(out, whole)

@@ -21,6 +21,7 @@ import numpy as np
 from meshwright.check.folder import RankStep, Recording
 from meshwright.check.match import Match
 from meshwright.check.merge import Beside, Merged, beside
+from meshwright.check.names import UserTable
 from meshwright.check.translate import NameMap
 from meshwright.check.where import StepModules
 from meshwright.errors import MeshwrightError
@@ -97,13 +98,15 @@ def compare(
     reference: Recording,
     candidate: Recording,
     perturbed: Sequence[Recording] = (),
-    names: Mapping[str, str] | None = None,
+    table: UserTable | None = None,
 ) -> RunComparison:
-    """Compare the steps that both have. `names`: patterns of the candidate's names, and what the reference calls them."""
+    """Compare the steps that both have. `table`: what the user tells of the candidate's names and of what its ranks hold."""
+    table = table or UserTable()
+    candidate = table.applied(candidate)
     steps = min(reference.steps, candidate.steps)
     if steps == 0:
         raise MeshwrightError("MW-CHECK-006", "no step was recorded to its end", fix="record it again with more steps")
-    naming = NameMap.of(reference, candidate, dict(names or {}))
+    naming = NameMap.of(reference, candidate, table.names)
     check_same_start(reference, candidate, naming)
     compared, errors = Counter[str](), dict[str, float]()
     unmapped, losses = dict[str, None](), list[tuple[float, float]]()
@@ -148,14 +151,14 @@ def check_same_start(reference: Recording, candidate: Recording, naming: NameMap
     if not set(ones) & set(others):
         raise MeshwrightError(
             "MW-CHECK-007", "the two recordings have no parameter in common",
-            why=f"{next(iter(ones), 'nothing')} there, {next(iter(others), 'nothing')} here", fix="give a table of names with --names",
+            why=f"{next(iter(ones), 'nothing')} there, {next(iter(others), 'nothing')} here", fix="give a table of names with --table",
         )  # fmt: skip
     for name in (n for n in ones if n in others):
         one, other = ones[name], others[name]
         if one.shape is not None and other.shape is not None and one.shape != other.shape:
             raise MeshwrightError(
                 "MW-CHECK-008", f"{name} has shape {one.shape} in one recording and {other.shape} in the other",
-                fix="record the same model in both",
+                fix="record the same model in both; if ranks hold parts that nothing says, give a table with --table",
             )  # fmt: skip
         error = max((error_of(pair, 0.0) for pair in beside(one, other)), default=0.0)
         if error > 2.0**-7:

@@ -8,7 +8,7 @@ step-000.safetensors       their tensors
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -99,6 +99,9 @@ class Recording:
 
     folder: Path
     ranks: list[dict[str, Any]] = field(default_factory=list)
+    boxes: Callable[[RecordedValue], Iterable[RecordedValue]] | None = (
+        None  # of a parameter, as a user's table says them
+    )
 
     @classmethod
     def read(cls, folder: str | Path) -> Recording:
@@ -161,6 +164,9 @@ class Recording:
         about = read_json(base.with_suffix(".json"))
         tensors = read_tensors(base.with_suffix(".safetensors"))
         entries = list(entries_of(rank, about["entries"], tensors))
+        if self.boxes is not None:
+            cut = set(self.ranks[rank]["parameters"])
+            entries = [box for e in entries for box in (self.boxes(e) if e.name in cut else (e,))]
         return RankStep(
             rank, entries, about["collectives"], about["ended"], about["seconds"], about["recording_seconds"]
         )

@@ -31,7 +31,7 @@ def record_command(
 
 @command.command("compare")
 @described
-def compare_command(reference: Path, candidate: Path, names: Path | None = None, as_json: bool = False) -> None:
+def compare_command(reference: Path, candidate: Path, table: Path | None = None, as_json: bool = False) -> None:
     """Compare two recordings of the same steps, and name the first difference: where it is, and what its numbers look like.
 
     Exit code 0: equal within rounding; 1: differs, or cannot be told."""
@@ -44,7 +44,7 @@ def compare_command(reference: Path, candidate: Path, names: Path | None = None,
 
     with patient("comparing", measurable=False):
         one, many = Recording.read(reference), Recording.read(candidate)
-        comparison = compare(one, many, one.perturbed(), read_table(names))
+        comparison = compare(one, many, one.perturbed(), read_table(table))
     if as_json:
         show_json(comparison.as_dict())
     else:
