@@ -19,7 +19,7 @@ from meshwright.check.compare import compare
 from meshwright.check.folder import RankStep, RecordedValue, Recording
 from meshwright.check.match import nearest
 from meshwright.check.merge import merge
-from meshwright.check.names import Cut, read_table
+from meshwright.check.names import TableCut, read_table
 from meshwright.check.recorder import StepRecorder
 from meshwright.errors import MeshwrightError
 from ranks import soak
@@ -243,7 +243,7 @@ def test_a_wrong_table_is_refused(one: Recording, tmp_path: Path, text: str, why
 
 def test_parts_of_a_parameter_are_cut_one_by_one() -> None:
     whole = np.arange(12.0).reshape(6, 2)  # parts of 4 and 2 rows
-    cut = Cut.parse("column:2,1")
+    cut = TableCut.parse("column:2,1")
     assert cut is not None
     out, seen = np.zeros((6, 2)), np.zeros((6, 2), bool)
     for rank, rows in enumerate(([0, 1, 4], [2, 3, 5])):

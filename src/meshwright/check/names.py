@@ -30,7 +30,7 @@ DIMS = {"column": 0, "vocabulary": 0, "logits": 0, "row": 1}
 
 
 @dataclass(frozen=True)
-class Cut:
+class TableCut:
     """A dimension of a parameter that is cut over an axis: as one, or in parts of these proportions that are each cut."""
 
     dim: int
@@ -38,7 +38,7 @@ class Cut:
     parts: tuple[int, ...] = (1,)
 
     @classmethod
-    def parse(cls, word: str) -> "Cut | None":
+    def parse(cls, word: str) -> "TableCut | None":
         """None for "replicated"; raises ValueError for a word that is none of a table."""
         kind, axis = word.partition("@")[::2]
         kind, *more = kind.split(":")
@@ -67,7 +67,7 @@ class Cut:
 class UserTable:
     names: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
-    sharding: Mapping[str, Cut | None] = field(default_factory=dict)
+    sharding: Mapping[str, TableCut | None] = field(default_factory=dict)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         out = {}
@@ -132,9 +132,9 @@ def read_table(path: Path | None) -> UserTable:
         ) from None  # fmt: skip
 
 
-def parsed(word: str, axes: Mapping[str, int]) -> Cut | None:
+def parsed(word: str, axes: Mapping[str, int]) -> TableCut | None:
     try:
-        cut = Cut.parse(word)
+        cut = TableCut.parse(word)
     except (KeyError, ValueError, AttributeError, IndexError):
         raise ValueError(f"'{word}' is none of column, row, vocabulary, logits, replicated, cut:DIM") from None
     if cut is not None and cut.axis not in axes:
