@@ -42,7 +42,7 @@ def saved_bytes(precision, monkeypatch):
     for p in net.parameters():
         torch.nn.init.normal_(p, std=0.05)
     if precision == "fp8":
-        monkeypatch.setattr(fp8, "has_scaled_product", lambda a, b: True)
+        monkeypatch.setattr(fp8, "has_scaled_product", lambda *_: True)
         monkeypatch.setattr(fp8, "device_product", lambda a, b, sa, sb, out, fast=False: scaled_product(a, b, sa * sb))
         fp8.enable_fp8([net.layers["0"]], keeps=True)
         fp8.quantise_weights([net])

@@ -37,7 +37,8 @@ class Further(NamedTuple):
 
 
 def not_resharded_after_an_evaluation():
-    """ZeRO keeps the weights that an evaluation gathered. Where a training then goes back to a checkpoint, its next step computes with them."""
+    """ZeRO keeps the weights that an evaluation gathered. Where a training then goes back to a checkpoint, its next step computes with them.
+    With ZeRO-3 that reshards, torch frees them after each forward, and nothing is left to free."""
     apply.zero.reshard = lambda modules: None
 
 
@@ -249,6 +250,7 @@ EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn": 16}
 BF16 = {"param_dtype": "bf16", "master": True}
 FURTHER = [
     Further("not_resharded_after_an_evaluation", {"shard": 2, "zero": 2}, "forward", "stale"),
+    Further("not_resharded_after_an_evaluation", {"shard": 2, "zero": 3, "reshard": False}, "forward", "stale"),
     Further("a_stage_computes_the_previous_micro_batch", {"pp": 2}, "forward", "permutation", "layers.1"),
     Further("norm_of_the_heads_of_a_rank", {"tp": 2}, "forward", "other", "attention.q_norm", {"qk_norm": True, "qk_norm_width": "projection"}),
     Further("norm_misses_the_experts", {"replicate": 2}, "clipping", "missing sum", model=EXPERTS),

@@ -8,8 +8,10 @@ import layouts
 import pytest
 
 import ranks
+from meshwright.describe.config import Config
 from meshwright.parallel import compile as compiling
 from meshwright.proof.compare import compare
+from meshwright.proof.prove import prove
 
 SP, Z3, CP = {"tp": 2, "sp": True}, {"shard": 2, "zero": 3}, {"cp": 2}
 # A model, a plan, and the graph breaks of its layers: one at the dispatch of each kind of layer with experts (gpt-oss has two kinds, with a
@@ -97,6 +99,25 @@ def test_a_whole_stage_in_one_graph_trains_what_one_device_trains(cache):
     many = traces(layout, "whole", "inductor", cache)
     assert all(error < 1e-10 for error in compare(one, many).errors.values())
     assert [(trace.compiled, trace.graphs, trace.graph_breaks) for trace in many] == [("whole", 3, 0)] * 2
+
+
+def traced_only():
+    compiling.BACKEND = "aot_eager"
+
+
+@pytest.mark.parametrize(("setting", "part"), [("blocks", "evaluation, save and resume"), ("auto", "compiled layers")])
+def test_a_proof_says_what_it_leaves_out_with_compiled_layers(setting, part):
+    """A plan for GPUs is compiled where it is trained; here its layers are compiled only if the run file asks for it."""
+    tiny = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32}
+    plan = {"param_dtype": "fp32", "master": False, "microbatch": 4}
+    workload = {"batch": 4, "seq": 8, "precision": "fp32"}
+    config = Config.from_parts(tiny, "dgx-h100", workload=workload, plan=plan, run={"compile": setting})
+    proof = prove(config, ranks=1, steps=2, prepare="test_compiled:traced_only")
+    copy = proof.copies[0]
+    assert proof.passed
+    assert copy.oracles[part].startswith("nothing: ")
+    assert {trace.compiled for trace in copy.traces} == {"blocks" if setting == "blocks" else "off"}
+    assert any(a.phase for a in copy.agreements) == (setting == "auto")
 
 
 def test_a_split_backward_is_not_compiled_and_says_so():

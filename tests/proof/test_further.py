@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import bugs_further
+import bugs_reported
 import pytest
 
 import ranks  # noqa: F401  preloads what ranks need
@@ -18,6 +19,10 @@ NOT_NAMED = (  # seen in a state after the step, or in a resumed run, without th
 )
 
 
+def home_of(bug):
+    return next(home.__name__ for home in (bugs_further, bugs_reported) if hasattr(home, bug.name))
+
+
 def diagnosis_of(bug, monkeypatch):
     if bug.shared:
         plain = proofs.one_device
@@ -30,15 +35,21 @@ def diagnosis_of(bug, monkeypatch):
     if bug.documents:  # without a token file: samples are random, and have documents
         config = replace(config, data=config.data.model_copy(update={"document_mask": True}))
     small = small_copy(config, 2)
-    job = proofs.copy_job(config, small, 3, 0, prepare=f"bugs_further:{bug.name}")
+    job = proofs.copy_job(config, small, 3, 0, prepare=f"{home_of(bug)}:{bug.name}")
     return proofs.prove_copy(config, small, job, "cpu").diagnosis
 
 
+PLANTED = [*bugs_further.FURTHER, *bugs_reported.REPORTED]
+
+
 @pytest.mark.parametrize(
-    "bug", [pytest.param(b, id=b.name, marks=[] if b.daily else [pytest.mark.slow]) for b in bugs_further.FURTHER]
+    "bug", [pytest.param(b, id=b.name, marks=[] if b.daily else [pytest.mark.slow]) for b in PLANTED]
 )
 def test_a_further_bug_is_named(bug, monkeypatch):
     found = diagnosis_of(bug, monkeypatch)
     assert found is not None, "not seen"
-    named = (bug.phase in found.phase, found.pattern.kind) == (True, bug.pattern) and bug.place in str(found)
+    named = (bug.phase in found.phase, found.pattern.kind) == (
+        True,
+        bug.pattern,
+    ) and bug.place in f"{found} {found.tensor}"
     assert named == (bug.name not in NOT_NAMED), str(found)

@@ -77,6 +77,8 @@ def pattern_of(copies: list[Copy], factors: Mapping[str, int], axes: Mapping[str
         return scaled
     if all(same(np.sort(c.got, axis=None), np.sort(c.expected, axis=None)) for c in wrong):
         return Pattern("permutation", "the same elements in another order")
+    if all(c.got.size > 1 and any(same(c.got, other.expected) for other in copies) for c in wrong):
+        return Pattern("permutation", "each has the part of another rank")
     if largest_error(wrong) > 10 * SAME and (rows := part_of(wrong, copies, factors, axes)):
         return rows
     if extra := counted_again(copies, axes) or foreign_sum(copies, axes):

@@ -147,8 +147,8 @@ def begin(context: RankContext, job: Job, dtype: str, weights: UnsetWeights | No
 
 
 def build_parallel(context: RankContext, job: Job, dtype: str, weights: UnsetWeights | None = None) -> Parallel:
-    """The plan on the model; a reference emulates fp8 products with separate code, if the device has none."""
-    emulates = job.reference and job.workload.precision == "fp8" and context.device == "cpu"
+    """The plan on the model; a reference emulates fp8 products with separate code."""
+    emulates = job.reference and job.workload.precision == "fp8"
     parallel = apply(
         job.model,
         job.plan,
@@ -346,6 +346,8 @@ def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> T
         )
         for _ in range(plan.replicate)
     ]
+    for trainer in trainers if job.perturbed else ():
+        perturb(trainer.parallel)
     traces = [recorded(trainer, i, dtype) for i, trainer in enumerate(trainers)]
     tokens = [0] * len(trainers)
     for step in range(job.steps):

@@ -25,7 +25,7 @@ would save these small messages, but rounding would depend on the plan.
 On a CPU the product is emulated: operands are rounded through torch's float8 types and multiplied in full precision, as
 a tensor core does up to its accumulation. On a GPU with fp8 units `models.wide_products.scaled_product` computes it:
 sizes must be multiples of 16, so tokens and sums are padded with zeros. Where the width of an output is no multiple of 16
-or the GPU has no fp8 units, the product is emulated.
+or the GPU has no fp8 units, the product is emulated; and in float64, because the units keep sums to about 14 bits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -85,7 +85,7 @@ def rounded(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Tensor
 def product(a: Quantised, b: Quantised, out: torch.dtype, fast: bool = False) -> Tensor:
     """a [M, K] times b [N, K]ᵀ. `fast` keeps the sum to fewer bits."""
     (units_a, scale_a), (units_b, scale_b) = a, b
-    if has_scaled_product(units_a, units_b):
+    if has_scaled_product(units_a, units_b, out):
         device_out = out if out in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
         return device_product(units_a, units_b, scale_a, scale_b, device_out, fast).to(out)
     wide = at_least_single(out)
@@ -114,9 +114,9 @@ def transposed(x: Quantised) -> Quantised:
     return units.view(torch.uint8).t().contiguous().view(units.dtype), scale
 
 
-def has_scaled_product(a: Tensor, b: Tensor) -> bool:
-    """Whether the GPU's fp8 product supports these operands: N must be a multiple of 16; M and K are padded."""
-    return a.is_cuda and gpu_has_units() and b.shape[0] % UNIT == 0
+def has_scaled_product(a: Tensor, b: Tensor, out: torch.dtype = torch.float32) -> bool:
+    """Whether the GPU's fp8 product supports these operands and is as exact as the result's dtype: N must be a multiple of 16; M and K are padded."""
+    return a.is_cuda and gpu_has_units() and b.shape[0] % UNIT == 0 and out != torch.float64
 
 
 def gpu_has_units() -> bool:
@@ -232,7 +232,8 @@ def quantise_weights(stages: Iterable[nn.Module]) -> None:
         kept = [(p.product, p.weight) for p in linears if isinstance(p.product, Fp8Product) and p.product.keeps]
         if kept:
             weights = [weight for _, weight in kept]
-            quantised = (_in_few_kernels() if weights[0].is_cuda else all_both_ways)(weights)
+            compiles = weights[0].is_cuda and weights[0].dtype != torch.float64  # Triton has no cast of it to fp8
+            quantised = (_in_few_kernels() if compiles else all_both_ways)(weights)
             for (layer_product, _), found in zip(kept, quantised, strict=True):
                 layer_product.units, layer_product.units_t, layer_product.scale = found
 

@@ -61,7 +61,7 @@ def amax_of_power_of_two_scale(amax: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     """a [M, K] times b [N, K]ᵀ, both in fp8, times a scalar; in the dtype in which sums of `like` are computed."""
-    if not len(a) or not has_scaled_product(a, b):
+    if not len(a) or not has_scaled_product(a, b, like.dtype):
         return (a.to(sum_dtype(like)) @ b.to(sum_dtype(like)).T) * scale
     one = torch.ones((), dtype=torch.float32, device=a.device)
     aligned = scale.reshape(()).clone()  # the device needs a scale at an address that is a multiple of 16 bytes

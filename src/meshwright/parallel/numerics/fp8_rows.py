@@ -38,7 +38,7 @@ def quantise_rows(x: Tensor) -> Quantised:
 def row_product(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     """a [M, K] times b [N, K]ᵀ, each row of both rounded to E4M3 with its own scale."""
     (units_a, scale_a), (units_b, scale_b) = quantise_rows(a), quantise_rows(b)
-    if has_scaled_product(units_a, units_b):
+    if has_scaled_product(units_a, units_b, out):
         return device_row_product(units_a, units_b, scale_a, scale_b).to(out)
     wide = at_least_single(out)
     return ((units_a.to(wide) * scale_a) @ (units_b.to(wide) * scale_b).T).to(out)

@@ -9,8 +9,8 @@
     routed experts            a scale for each row of x and one for each expert's weight; the gradient's scales are powers of two;
                               dw_e = ĥᵀ q with h = g · s_row and q = x̂ / s_row, one scale for the rows of an expert
 
-Ranks that hold parts of a tensor agree on its scale, so one device with the full tensor rounds in the same way. On a GPU the fp8
-kernel multiplies, and no emulation reproduces its sums bit by bit: there both sides run the code of the ranks.
+Ranks that hold parts of a tensor agree on its scale, so one device with the full tensor rounds in the same way. It is compared in
+float64, in which ranks do not multiply by the fp8 kernel of a GPU: no emulation reproduces its sums bit by bit.
 """
 
 from collections.abc import Callable
