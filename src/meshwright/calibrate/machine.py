@@ -36,30 +36,43 @@ MOST_RATE = 1e15  # a fitted term that is not above zero costs nothing: this man
 class AddedTime(Described):
     """Seconds that one collective adds to a layer, beyond the autograd function that contains it."""
 
-    operation: str = Field(description="all-reduce, all-gather, …, or point-to-point")
-    ranks: int = Field(ge=2, description="ranks of a group")
-    bytes: int = Field(ge=0, description="n, the full buffer")
-    wall_s: Seconds = Field(gt=0, description="seconds on the clock")
-    cpu_s: Seconds = Field(gt=0, description="seconds in which the rank's threads computed")
+    operation: str
+    """all-reduce, all-gather, …, or point-to-point"""
+    ranks: int = Field(ge=2)
+    """ranks of a group"""
+    bytes: int = Field(ge=0)
+    """n, the full buffer"""
+    wall_s: Seconds = Field(gt=0)
+    """seconds on the clock"""
+    cpu_s: Seconds = Field(gt=0)
+    """seconds in which the rank's threads computed"""
 
 
 class MachineMeasurement(Described):
     """Measurements of one machine with a number of ranks at once; the content of a cached calibration."""
 
     version: int = VERSION
-    made: str = Field(default="", description="date and time, UTC")
-    key: dict[str, str] = Field(default_factory=dict, description="hardware and libraries that it holds for")
-    dtype: str = Field(description="of the measured operations: that of the run")
-    reduced_dtype: str = Field(default="fp32", description="that the measured all-reduce and reduce-scatter add up")
-    backend: str = Field(default="gloo", description="of torch.distributed: that of the run")
+    made: str = ""
+    """date and time, UTC"""
+    key: dict[str, str] = Field(default_factory=dict)
+    """hardware and libraries that it holds for"""
+    dtype: str
+    """of the measured operations: that of the run"""
+    reduced_dtype: str = "fp32"
+    """that the measured all-reduce and reduce-scatter add up"""
+    backend: str = "gloo"
+    """of torch.distributed: that of the run"""
     ranks: int = Field(ge=1)
-    cores: float = Field(gt=0, description="cores that the ranks may use")
-    busy_cores: float = Field(default=0.0, ge=0, description="cores that other processes used meanwhile")
-    overlap_cost: float = Field(
-        default=1.0, ge=0, le=1, description="seconds that a hidden second of communication costs"
-    )
-    function_s: Seconds = Field(default=0.0, ge=0, description="host time of an autograd function around a collective")
-    seconds: float = Field(default=0.0, ge=0, description="how long it took")
+    cores: float = Field(gt=0)
+    """cores that the ranks may use"""
+    busy_cores: float = Field(default=0.0, ge=0)
+    """cores that other processes used meanwhile"""
+    overlap_cost: float = Field(default=1.0, ge=0, le=1)
+    """seconds that a hidden second of communication costs"""
+    function_s: Seconds = Field(default=0.0, ge=0)
+    """host time of an autograd function around a collective"""
+    seconds: float = Field(default=0.0, ge=0)
+    """how long it took"""
     operations: tuple[DevicePoint, ...] = ()
     collectives: tuple[AddedTime, ...] = ()
 

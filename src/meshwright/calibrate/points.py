@@ -34,10 +34,14 @@ class Timed(Described):
     """Seconds of one call: the median of several samples, and their lower and upper quartile."""
 
     median_s: Seconds = Field(gt=0)
-    low_s: Seconds = Field(gt=0, description="lower quartile of the samples")
-    high_s: Seconds = Field(gt=0, description="upper quartile of the samples")
-    samples: int = Field(ge=1, description="number of samples")
-    calls: int = Field(default=1, ge=1, description="calls per sample; a sample's time is divided by it")
+    low_s: Seconds = Field(gt=0)
+    """lower quartile of the samples"""
+    high_s: Seconds = Field(gt=0)
+    """upper quartile of the samples"""
+    samples: int = Field(ge=1)
+    """number of samples"""
+    calls: int = Field(default=1, ge=1)
+    """calls per sample; a sample's time is divided by it"""
 
     @property
     def spread(self) -> float:
@@ -48,13 +52,19 @@ class Timed(Described):
 class Point(Timed):
     """One collective, or one transfer between two ranks, at one size."""
 
-    operation: str = Field(description="all-reduce, all-gather, …, or point-to-point")
-    backend: str = Field(description="gloo, nccl or meshwright")
-    algorithm: str = Field(default="", description="the program that ran; empty: the library chose")
-    ranks: tuple[int, ...] = Field(min_length=1, description="the ranks that took part")
-    bytes: int = Field(ge=0, description="n, the full buffer")
+    operation: str
+    """all-reduce, all-gather, …, or point-to-point"""
+    backend: str
+    """gloo, nccl or meshwright"""
+    algorithm: str = ""
+    """the program that ran; empty: the library chose"""
+    ranks: tuple[int, ...] = Field(min_length=1)
+    """the ranks that took part"""
+    bytes: int = Field(ge=0)
+    """n, the full buffer"""
     dtype: str = "fp32"
-    concurrent: int = Field(default=1, ge=1, description="pairs that exchange at the same time (point-to-point)")
+    concurrent: int = Field(default=1, ge=1)
+    """pairs that exchange at the same time (point-to-point)"""
 
     @property
     def series(self) -> tuple[str, str, str, int]:
@@ -73,14 +83,19 @@ class Point(Timed):
 class DevicePoint(Timed):
     """One operation of the device: a matrix product, attention, a copy, an optimizer step, a kernel launch."""
 
-    kind: str = Field(description="gemm, attention, copy, optimizer, launch, …")
+    kind: str
+    """gemm, attention, copy, optimizer, launch, …"""
     dtype: str = "fp32"
-    shape: dict[str, float] = Field(default_factory=dict, description="sizes by name, such as m, n, k")
-    work: float = Field(gt=0, description="FLOPs, bytes or launches of one call")
+    shape: dict[str, float] = Field(default_factory=dict)
+    """sizes by name, such as m, n, k"""
+    work: float = Field(gt=0)
+    """FLOPs, bytes or launches of one call"""
     unit: Literal["FLOP", "byte", "launch"] = "FLOP"
     rank: int = Field(default=0, ge=0)
-    condition: str = Field(default="", description="what ran at the same time; empty: nothing")
-    slowdown: float = Field(default=1.0, gt=0, description="median under `condition` / median without it")
+    condition: str = ""
+    """what ran at the same time; empty: nothing"""
+    slowdown: float = Field(default=1.0, gt=0)
+    """median under `condition` / median without it"""
 
     @property
     def rate(self) -> float:
@@ -94,21 +109,28 @@ class RankInfo(Described):
     rank: int = Field(ge=0)
     host: str
     device: str = "cpu"
-    cores: int = Field(default=0, ge=0, description="cores that the rank may use")
+    cores: int = Field(default=0, ge=0)
+    """cores that the rank may use"""
 
 
 class Bench(Described):
     """The result of one `meshwright bench`."""
 
     version: int = VERSION
-    tool: str = Field(default="meshwright bench", description="the program that measured")
-    made: str = Field(default="", description="date and time, UTC")
+    tool: str = "meshwright bench"
+    """the program that measured"""
+    made: str = ""
+    """date and time, UTC"""
     state: Literal["complete", "interrupted"] = "complete"
-    why: str = Field(default="", description="why a bench is incomplete")
-    skipped: tuple[str, ...] = Field(default=(), description="what was not measured, with the reason")
+    why: str = ""
+    """why a bench is incomplete"""
+    skipped: tuple[str, ...] = ()
+    """what was not measured, with the reason"""
     ranks: tuple[RankInfo, ...] = ()
-    topology: dict[str, Any] = Field(default_factory=dict, description="as detected (comm.bench.topology), by host")
-    libraries: dict[str, str] = Field(default_factory=dict, description="versions of torch, NCCL, the driver, …")
+    topology: dict[str, Any] = Field(default_factory=dict)
+    """as detected (comm.bench.topology), by host"""
+    libraries: dict[str, str] = Field(default_factory=dict)
+    """versions of torch, NCCL, the driver, …"""
     points: tuple[Point, ...] = ()
     device: tuple[DevicePoint, ...] = ()
 

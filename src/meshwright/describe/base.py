@@ -1,14 +1,25 @@
 """The base class of all described objects: frozen, typed, validated, printable, written to and read from TOML.
 
 pydantic validates; this file turns its errors into the one shape of `meshwright.errors`. The error for an unknown key names the
-nearest valid key, and the error for a bad value names its field.
+nearest valid key, and the error for a bad value names its field. The text below a field says what it is: `config schema` and the page show it.
 """
 
+import ast
+import inspect
 import re
 from functools import cache
-from typing import Annotated, Any, Self, get_args, get_origin
+from itertools import pairwise
+from typing import Annotated, Any, Self, cast, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from meshwright.errors import MeshwrightError, closest_first, nearest, shown
 from meshwright.units import parse_bytes, parse_count, parse_flops, parse_rate, parse_seconds
@@ -66,6 +77,28 @@ class Described(BaseModel):
     def as_dict(self) -> dict[str, Any]:
         """The fields that differ from their default, ready for TOML."""
         return self.model_dump(exclude_defaults=True, exclude_none=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema, with the text below a field in its class as the description of the field."""
+        schema = handler(core)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for name, text in descriptions(cls).items():
+            properties[name]["description"] = text
+        return schema
+
+
+@cache
+def descriptions(cls: type[Described]) -> dict[str, str]:
+    """The text below each field of a class, read from the source when it is asked for: pydantic would read it in every start."""
+    out: dict[str, str] = {}
+    for part in reversed(cls.__mro__[: cls.__mro__.index(Described)]):
+        body = cast(ast.ClassDef, ast.parse(inspect.getsource(part)).body[0]).body
+        for field, below in pairwise(body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    out[name] = " ".join(text.split())
+    return out
 
 
 @cache

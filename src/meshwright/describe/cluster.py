@@ -58,48 +58,38 @@ class Efficiency(Described):
     (`predict.prediction`).
     """
 
-    gemm: float = Field(default=0.66, gt=0, le=1, description="large matrix products, sustained")
-    gemm_fp8: float = Field(default=0.0, ge=0, le=1, description="large fp8 products; 0: as `gemm`")
-    grouped: float = Field(
-        default=1.0,
-        gt=0,
-        description="rate of the products of several experts in one kernel, over that of one large product",
-    )
-    gemm_traffic: float = Field(
-        default=0.35, ge=0, description="part of a product's smaller term, arithmetic or traffic, that is not hidden"
-    )
-    floor: Seconds = Field(default=2e-6, description="ramp of any kernel")
-    flash: float = Field(default=0.25, gt=0, le=1, description="flash attention, forward and backward, head dim 128")
-    fused: float = Field(default=0.39, gt=0, le=1, description="the vendor's fused attention")
-    memory: float = Field(default=0.80, gt=0, le=1, description="elementwise kernels, of memory bandwidth")
-    tile: float = Field(default=128.0, ge=1, description="a smaller dimension of a product costs as much; 1 on CPUs")
-    sequence_half: float = Field(
-        default=700.0, ge=0, description="sequence length at which flash attention reaches half of its peak rate"
-    )
-    update: float = Field(
-        default=1.0, gt=0, description="rate of the optimizer's updates, which work in place, over that of `memory`"
-    )
-    selection: Seconds = Field(
-        default=0.0, description="time of one element from which a top-k selects, where it is not bound by memory (CPU)"
-    )
-    exponential: Seconds = Field(
-        default=0.0,
-        description="time of one exp, erf or tanh of an activation or a softmax, where it is not hidden (CPU)",
-    )
-    elementwise: dict[str, float] = Field(
-        default_factory=dict,
-        description="seconds of a norm, activation, residual, rotation or loss over those of its bytes at `memory`; default 1",
-    )
-    doubt: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="standard deviation of ln seconds of a step that shares add which were assumed",
-    )
-    measured_dtype: str = Field(
-        default="",
-        description="dtype of the operations that `train` timed on this machine; empty: catalog, published runs or `bench`",
-    )
+    gemm: float = Field(default=0.66, gt=0, le=1)
+    """large matrix products, sustained"""
+    gemm_fp8: float = Field(default=0.0, ge=0, le=1)
+    """large fp8 products; 0: as `gemm`"""
+    grouped: float = Field(default=1.0, gt=0)
+    """rate of the products of several experts in one kernel, over that of one large product"""
+    gemm_traffic: float = Field(default=0.35, ge=0)
+    """part of a product's smaller term, arithmetic or traffic, that is not hidden"""
+    floor: Seconds = 2e-6
+    """ramp of any kernel"""
+    flash: float = Field(default=0.25, gt=0, le=1)
+    """flash attention, forward and backward, head dim 128"""
+    fused: float = Field(default=0.39, gt=0, le=1)
+    """the vendor's fused attention"""
+    memory: float = Field(default=0.80, gt=0, le=1)
+    """elementwise kernels, of memory bandwidth"""
+    tile: float = Field(default=128.0, ge=1)
+    """a smaller dimension of a product costs as much; 1 on CPUs"""
+    sequence_half: float = Field(default=700.0, ge=0)
+    """sequence length at which flash attention reaches half of its peak rate"""
+    update: float = Field(default=1.0, gt=0)
+    """rate of the optimizer's updates, which work in place, over that of `memory`"""
+    selection: Seconds = 0.0
+    """time of one element from which a top-k selects, where it is not bound by memory (CPU)"""
+    exponential: Seconds = 0.0
+    """time of one exp, erf or tanh of an activation or a softmax, where it is not hidden (CPU)"""
+    elementwise: dict[str, float] = Field(default_factory=dict)
+    """seconds of a norm, activation, residual, rotation or loss over those of its bytes at `memory`; default 1"""
+    doubt: float = Field(default=0.0, ge=0, le=1)
+    """standard deviation of ln seconds of a step that shares add which were assumed"""
+    measured_dtype: str = ""
+    """dtype of the operations that `train` timed on this machine; empty: catalog, published runs or `bench`"""
     source: str = PRIOR
 
     def products(self, dtype: str) -> float:
@@ -122,14 +112,14 @@ class Accelerator(Described):
     name: str
     memory: Bytes
     memory_bandwidth: Rate
-    peak: dict[str, Flops] = Field(description="dense FLOP/s by dtype; never the sparse figure")
+    peak: dict[str, Flops]
+    """dense FLOP/s by dtype; never the sparse figure"""
     efficiency: Efficiency = Efficiency()
-    host_bandwidth: Rate = Field(
-        default=25e9,
-        description="bytes/s between the device and its host's memory, per direction; the default is what PCIe 4 x16 reaches",
-    )
+    host_bandwidth: Rate = 25e9
+    """bytes/s between the device and its host's memory, per direction; the default is what PCIe 4 x16 reaches"""
     source: str = ""
-    checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
+    checked: str = "unchecked"
+    """what the figures were compared with, and when"""
 
     @field_validator("memory")
     @classmethod
@@ -173,16 +163,15 @@ class Link(Described):
     alpha: Seconds
     bandwidth: Rate
     efficiency: float = Field(default=1.0, gt=0, le=1)
-    hop: Seconds = Field(default=0.0, description="latency a library pays per ring or tree hop; 0: alpha")
-    in_switch: float = Field(
-        default=0.85, gt=0, le=1, description="share of the rate of rings that reduction in the switch sustains"
-    )
-    mesh: bool = Field(
-        default=False,
-        description="links join devices directly, without a switch: a group of P uses P − 1 of them; `bandwidth` is that of all links of a device",
-    )
+    hop: Seconds = 0.0
+    """latency a library pays per ring or tree hop; 0: alpha"""
+    in_switch: float = Field(default=0.85, gt=0, le=1)
+    """share of the rate of rings that reduction in the switch sustains"""
+    mesh: bool = False
+    """links join devices directly, without a switch: a group of P uses P − 1 of them; `bandwidth` is that of all links of a device"""
     source: str = ""
-    checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
+    checked: str = "unchecked"
+    """what the figures were compared with, and when"""
 
     @property
     def library_hop(self) -> float:
@@ -207,20 +196,25 @@ class Level(Described):
     name: str
     size: Size
     link: Annotated[Link, named("links")]
-    ports: Whole = Field(default=0, description="links that leave one node at this level; 0: one for each device")
-    oversubscription: float = Field(default=1.0, ge=1, description="downlinks over uplinks of one unit below")
-    shared: bool = Field(default=False, description="level 0 only: all devices share one bus")
-    reduces: bool = Field(default=False, description="the switch reduces: an all-reduce sends each byte once")
+    ports: Whole = 0
+    """links that leave one node at this level; 0: one for each device"""
+    oversubscription: float = Field(default=1.0, ge=1)
+    """downlinks over uplinks of one unit below"""
+    shared: bool = False
+    """level 0 only: all devices share one bus"""
+    reduces: bool = False
+    """the switch reduces: an all-reduce sends each byte once"""
 
 
 class Factors(Described):
     """Measured seconds of one operation over those of its formula, by term (1: equal), and the seconds that each call adds."""
 
-    call: Seconds = Field(
-        default=0.0, ge=0, description="seconds of one call that do not depend on the number of ranks"
-    )
-    latency: float = Field(default=1.0, ge=0, description="factor on the latency of the formula")
-    bytes: float = Field(default=1.0, gt=0, description="factor on the seconds that the bytes take")
+    call: Seconds = Field(default=0.0, ge=0)
+    """seconds of one call that do not depend on the number of ranks"""
+    latency: float = Field(default=1.0, ge=0)
+    """factor on the latency of the formula"""
+    bytes: float = Field(default=1.0, gt=0)
+    """factor on the seconds that the bytes take"""
 
 
 class Collectives(Described):
@@ -229,15 +223,20 @@ class Collectives(Described):
     The defaults are NCCL's, from published measurements; `meshwright calibrate` writes those of a measured cluster.
     """
 
-    call: Seconds = Field(default=8e-6, ge=0, description="kernel start and synchronisation of one call")
-    call_across: Seconds = Field(default=30e-6, ge=0, description="the same when network cards take part")
-    chunk: Seconds = Field(default=2.5e-6, ge=0, description="start of one chunk of a transfer")
-    peer: Seconds = Field(default=1e-6, ge=0, description="one more send and receive in a group of them")
-    pair_loss: float = Field(default=0.45, ge=0, lt=1, description="share of the rate that a group of P loses, times P")
-    factors: dict[str, Factors] = Field(
-        default_factory=dict, description="inside a node, by operation such as all-reduce"
-    )
-    factors_across: dict[str, Factors] = Field(default_factory=dict, description="between nodes, by operation")
+    call: Seconds = Field(default=8e-6, ge=0)
+    """kernel start and synchronisation of one call"""
+    call_across: Seconds = Field(default=30e-6, ge=0)
+    """the same when network cards take part"""
+    chunk: Seconds = Field(default=2.5e-6, ge=0)
+    """start of one chunk of a transfer"""
+    peer: Seconds = Field(default=1e-6, ge=0)
+    """one more send and receive in a group of them"""
+    pair_loss: float = Field(default=0.45, ge=0, lt=1)
+    """share of the rate that a group of P loses, times P"""
+    factors: dict[str, Factors] = Field(default_factory=dict)
+    """inside a node, by operation such as all-reduce"""
+    factors_across: dict[str, Factors] = Field(default_factory=dict)
+    """between nodes, by operation"""
     source: str = "published measurements of NCCL"
 
     def factor(self, operation: str, across: bool = False) -> Factors:
@@ -250,9 +249,11 @@ AS_THE_FORMULA = Factors()
 class MeasuredCall(Described):
     """One measured call of a collective that a calibration was fitted to; stored so that figures can show it."""
 
-    operation: str = Field(description="all-reduce, all-gather, …, or point-to-point")
+    operation: str
+    """all-reduce, all-gather, …, or point-to-point"""
     ranks: int = Field(ge=2)
-    bytes: float = Field(gt=0, description="n, the full buffer")
+    bytes: float = Field(gt=0)
+    """n, the full buffer"""
     seconds: Seconds = Field(gt=0)
 
 
@@ -269,23 +270,22 @@ class Cluster(Described):
     name: str
     accelerator: Annotated[Accelerator, named("accelerators")]
     levels: tuple[Level, ...] = Field(min_length=1)
-    gpus: Devices = Field(default=0, description="devices in all; 0: one unit of level 0")
+    gpus: Devices = 0
+    """devices in all; 0: one unit of level 0"""
     collectives: Collectives = Collectives()
-    measured: tuple[MeasuredCall, ...] = Field(
-        default=(), max_length=MOST_MEASURED, description="bench points of a calibrated cluster, for figures"
-    )
-    sharing: float = Field(
-        default=1.0,
-        ge=1,
-        description="processes per core, if they are more than the cores: a rank runs this many times faster while the others wait",
-    )
-    host_memory: Bytes = Field(
-        default=0.0, description="memory of one host; 0: unknown, twice the memory of its devices is assumed"
-    )
-    host_devices: Whole = Field(default=0, description="devices of one host; 0: those of a node")
-    price: float = Field(default=0.0, ge=0, description="US dollars per device-hour, for cost")
+    measured: tuple[MeasuredCall, ...] = Field(default=(), max_length=MOST_MEASURED)
+    """bench points of a calibrated cluster, for figures"""
+    sharing: float = Field(default=1.0, ge=1)
+    """processes per core, if they are more than the cores: a rank runs this many times faster while the others wait"""
+    host_memory: Bytes = 0.0
+    """memory of one host; 0: unknown, twice the memory of its devices is assumed"""
+    host_devices: Whole = 0
+    """devices of one host; 0: those of a node"""
+    price: float = Field(default=0.0, ge=0)
+    """US dollars per device-hour, for cost"""
     source: str = ""
-    checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
+    checked: str = "unchecked"
+    """what the figures were compared with, and when"""
 
     @property
     def world(self) -> int:

@@ -29,39 +29,40 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class Optimizer(Described):
     """Hyperparameters of the optimizer, which a plan does not contain."""
 
-    learning_rate: float = Field(default=1e-3, ge=0, description="after the warm-up")
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        default="constant", description="of the learning rate after the warm-up; wsd: stable, then a linear decay"
-    )
-    warmup: Whole = Field(default=10, description="steps of the linear warm-up")
-    decay_steps: Whole = Field(
-        default=0, description="steps of the decay; 0: until the end of the run (wsd: its last tenth)"
-    )
-    decay_start: Whole = Field(default=0, description="first step of the decay of wsd; 0: it ends with the run")
-    min_learning_rate: float = Field(
-        default=0.1, ge=0, le=1, description="share of the learning rate that is left after the decay"
-    )
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="decay of Adam's first and second moment")
-    epsilon: float = Field(default=1e-8, gt=0, description="added to the root of Adam's second moment")
-    weight_decay: float = Field(default=0.1, ge=0, description="of matrices, under adamw and muon")
-    decay_embeddings: bool = Field(default=True, description="weight decay also applies to embeddings")
-    momentum: Share = Field(default=0.9, description="of momentum SGD and Muon")
-    clip: float = Field(
-        default=1.0, gt=0, description="largest global gradient norm; workload.clip = false: no clipping"
-    )
-    ema: Share = Field(default=0.0, description="decay of a moving average of the weights, such as 0.999; 0: none")
-    scale_with_batch: Whole = Field(
-        default=0, description="batch for which learning_rate was tuned: it is scaled to workload.batch; 0: not scaled"
-    )
-    scale_with_width: Whole = Field(
-        default=0, description="hidden size for which learning_rate was tuned: scaled to model.hidden; 0: not scaled"
-    )
-    on_nan: Literal["skip", "rollback", "stop"] = Field(
-        default="stop", description="NaN or infinite gradients: skip the step, go back to the last checkpoint, or stop"
-    )
-    most_skips: Size = Field(
-        default=10, description="steps skipped in a row, or rollbacks without progress, after which the run stops"
-    )
+    learning_rate: float = Field(default=1e-3, ge=0)
+    """after the warm-up"""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """of the learning rate after the warm-up; wsd: stable, then a linear decay"""
+    warmup: Whole = 10
+    """steps of the linear warm-up"""
+    decay_steps: Whole = 0
+    """steps of the decay; 0: until the end of the run (wsd: its last tenth)"""
+    decay_start: Whole = 0
+    """first step of the decay of wsd; 0: it ends with the run"""
+    min_learning_rate: float = Field(default=0.1, ge=0, le=1)
+    """share of the learning rate that is left after the decay"""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """decay of Adam's first and second moment"""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """added to the root of Adam's second moment"""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """of matrices, under adamw and muon"""
+    decay_embeddings: bool = True
+    """weight decay also applies to embeddings"""
+    momentum: Share = 0.9
+    """of momentum SGD and Muon"""
+    clip: float = Field(default=1.0, gt=0)
+    """largest global gradient norm; workload.clip = false: no clipping"""
+    ema: Share = 0.0
+    """decay of a moving average of the weights, such as 0.999; 0: none"""
+    scale_with_batch: Whole = 0
+    """batch for which learning_rate was tuned: it is scaled to workload.batch; 0: not scaled"""
+    scale_with_width: Whole = 0
+    """hidden size for which learning_rate was tuned: scaled to model.hidden; 0: not scaled"""
+    on_nan: Literal["skip", "rollback", "stop"] = "stop"
+    """NaN or infinite gradients: skip the step, go back to the last checkpoint, or stop"""
+    most_skips: Size = 10
+    """steps skipped in a row, or rollbacks without progress, after which the run stops"""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

@@ -44,76 +44,83 @@ GATHER_DTYPES: tuple[str, ...] = get_args(GatherDtype)
 class PlanFields(Described):
     """The fields of a plan, each validated separately."""
 
-    replicate: Size = Field(default=1, description="data-parallel groups that each hold a full copy")
-    shard: Size = Field(default=1, description="data-parallel ranks that ZeRO shards over")
-    tp: Size = Field(default=1, description="tensor-parallel degree")
-    sp: bool = Field(
-        default=False, description="sequence parallel: with tp, shard the activations between the products"
-    )
-    tp_form: TensorForm = Field(
-        default="megatron",
-        description="all-gather: column-parallel products whose outputs are gathered, without row-parallel ones",
-    )
-    cp: Size = Field(default=1, description="context-parallel degree")
-    cp_kind: ContextKind = Field(default="ring", description="how attention sees the other ranks' tokens")
-    pp: Size = Field(default=1, description="pipeline-parallel degree")
-    virtual: Size = Field(default=1, description="pipeline stages per rank")
-    schedule: ScheduleName = Field(default="1f1b", description="pipeline schedule")
-    layers_per_stage: tuple[Size, ...] = Field(
-        default=(), description="layers of each stage, in order; empty: as even as possible"
-    )
-    ep: Size = Field(default=1, description="expert-parallel degree; adds no devices")
-    expert_tp: Whole = Field(default=0, description="tensor-parallel degree inside experts; 0: tp")
-    microbatch: Size = Field(default=1, description="sequences per micro-batch and data-parallel rank")
-    zero: int = Field(default=0, ge=0, le=3, description="ZeRO stage")
-    reshard: bool = Field(
-        default=True, description="ZeRO-3: free gathered weights after forward, gather them again in backward"
-    )
-    prefetch: bool | Literal["forward"] = Field(
-        default=True,
-        description="ZeRO: gather parameters before they are needed: the next layer's during this one (ZeRO-3; forward: not in backward), the "
-        "updated ones during the next forward (ZeRO-1 and 2)",
-    )
-    wrap: Whole = Field(default=1, description="ZeRO: layers gathered and reduced together; 0: all layers of a stage")
-    reduce: Literal["auto", "step", "microbatch"] = Field(
-        default="auto",
-        description="when gradients are reduced; auto: each micro-batch under ZeRO-2 and 3, else once per step",
-    )
-    bucket: Bytes = Field(default=25e6, gt=0, description="bytes of a gradient bucket")
-    average_every: Whole = Field(
-        default=0,
-        description="local SGD: replicas train independently and average weights every n steps; 0: reduce gradients each step",
-    )
-    recompute: Recompute = Field(default="none", description="activations recomputed in backward")
-    recompute_every: Size = Field(default=1, description="with recompute=full: every n-th layer of a stage")
-    recompute_layers: Whole = Field(default=0, description="with recompute=full: at most n layers per stage; 0: all")
-    recompute_budget: Bytes = Field(
-        default=0.0,
-        description="with recompute=auto: bytes of activations a rank may keep for backward; 0: the device's free memory",
-    )
-    param_dtype: Dtype = Field(default="bf16", description="dtype of the parameters used in forward and backward")
-    grad_dtype: Dtype = Field(default="fp32", description="dtype gradients are accumulated in")
-    state_dtype: Dtype = Field(default="fp32", description="dtype of optimizer states")
-    master: bool = Field(default=True, description="keep an fp32 copy of 16-bit parameters")
-    comm_dtype: Dtype | None = Field(default=None, description="dtype of gradient reduction; default: grad_dtype")
-    gather_dtype: GatherDtype = Field(
-        default="same",
-        description="fp8: ZeRO-3 all-gathers the weights of fp8 products in fp8, and sequence parallelism, in stacks that can, their inputs",
-    )
-    overlap: tuple[Axis, ...] | None = Field(
-        default=None,
-        description="axes whose communication overlaps with compute; default: the stack's, and cp for ring attention",
-    )
-    compression: CompressionName = Field(default="none", description="compression of gradients")
-    compression_ratio: float = Field(default=0.01, gt=0, le=1, description="top-k, random-k: share of elements sent")
-    compression_threshold: float = Field(
-        default=2.0, gt=0, description="threshold: values above this many times their root mean square are sent"
-    )
-    compression_rank: Size = Field(default=4, description="PowerSGD: rank of the approximation")
-    offload: Offload = Field(default="none", description="tensors kept in host memory")
-    order: tuple[Literal["tp", "cp", "pp", "dp"], ...] = Field(
-        default=(), description="axes, fastest first; empty: the stack's order"
-    )
+    replicate: Size = 1
+    """data-parallel groups that each hold a full copy"""
+    shard: Size = 1
+    """data-parallel ranks that ZeRO shards over"""
+    tp: Size = 1
+    """tensor-parallel degree"""
+    sp: bool = False
+    """sequence parallel: with tp, shard the activations between the products"""
+    tp_form: TensorForm = "megatron"
+    """all-gather: column-parallel products whose outputs are gathered, without row-parallel ones"""
+    cp: Size = 1
+    """context-parallel degree"""
+    cp_kind: ContextKind = "ring"
+    """how attention sees the other ranks' tokens"""
+    pp: Size = 1
+    """pipeline-parallel degree"""
+    virtual: Size = 1
+    """pipeline stages per rank"""
+    schedule: ScheduleName = "1f1b"
+    """pipeline schedule"""
+    layers_per_stage: tuple[Size, ...] = ()
+    """layers of each stage, in order; empty: as even as possible"""
+    ep: Size = 1
+    """expert-parallel degree; adds no devices"""
+    expert_tp: Whole = 0
+    """tensor-parallel degree inside experts; 0: tp"""
+    microbatch: Size = 1
+    """sequences per micro-batch and data-parallel rank"""
+    zero: int = Field(default=0, ge=0, le=3)
+    """ZeRO stage"""
+    reshard: bool = True
+    """ZeRO-3: free gathered weights after forward, gather them again in backward"""
+    prefetch: bool | Literal["forward"] = True
+    """ZeRO: gather parameters before they are needed: the next layer's during this one (ZeRO-3; forward: not in backward), the updated ones during
+    the next forward (ZeRO-1 and 2)"""
+    wrap: Whole = 1
+    """ZeRO: layers gathered and reduced together; 0: all layers of a stage"""
+    reduce: Literal["auto", "step", "microbatch"] = "auto"
+    """when gradients are reduced; auto: each micro-batch under ZeRO-2 and 3, else once per step"""
+    bucket: Bytes = Field(default=25e6, gt=0)
+    """bytes of a gradient bucket"""
+    average_every: Whole = 0
+    """local SGD: replicas train independently and average weights every n steps; 0: reduce gradients each step"""
+    recompute: Recompute = "none"
+    """activations recomputed in backward"""
+    recompute_every: Size = 1
+    """with recompute=full: every n-th layer of a stage"""
+    recompute_layers: Whole = 0
+    """with recompute=full: at most n layers per stage; 0: all"""
+    recompute_budget: Bytes = 0.0
+    """with recompute=auto: bytes of activations a rank may keep for backward; 0: the device's free memory"""
+    param_dtype: Dtype = "bf16"
+    """dtype of the parameters used in forward and backward"""
+    grad_dtype: Dtype = "fp32"
+    """dtype gradients are accumulated in"""
+    state_dtype: Dtype = "fp32"
+    """dtype of optimizer states"""
+    master: bool = True
+    """keep an fp32 copy of 16-bit parameters"""
+    comm_dtype: Dtype | None = None
+    """dtype of gradient reduction; default: grad_dtype"""
+    gather_dtype: GatherDtype = "same"
+    """fp8: ZeRO-3 all-gathers the weights of fp8 products in fp8, and sequence parallelism, in stacks that can, their inputs"""
+    overlap: tuple[Axis, ...] | None = None
+    """axes whose communication overlaps with compute; default: the stack's, and cp for ring attention"""
+    compression: CompressionName = "none"
+    """compression of gradients"""
+    compression_ratio: float = Field(default=0.01, gt=0, le=1)
+    """top-k, random-k: share of elements sent"""
+    compression_threshold: float = Field(default=2.0, gt=0)
+    """threshold: values above this many times their root mean square are sent"""
+    compression_rank: Size = 4
+    """PowerSGD: rank of the approximation"""
+    offload: Offload = "none"
+    """tensors kept in host memory"""
+    order: tuple[Literal["tp", "cp", "pp", "dp"], ...] = ()
+    """axes, fastest first; empty: the stack's order"""
 
     @property
     def dp(self) -> int:

@@ -33,16 +33,26 @@ DATA_PATHS = ("path", "validation_path", "tokenizer")  # fields that hold paths
 class Data(Described):
     """Training data; empty: the source of Python's standard library."""
 
-    path: Paths = Field(default=(), description="token files; empty: the source of Python's standard library")
-    weights: tuple[float, ...] = Field(default=(), description="shares of the samples by path; empty: by tokens")
-    tokenizer: str = Field(default="", description="the tokenizer that the token files must be made with")
-    pack: bool = Field(default=True, description="sequences contain several documents; false: one each, padded")
-    document_mask: bool = Field(default=False, description="attention does not cross documents")
-    validation: float = Field(default=0.0, ge=0, lt=1, description="share of the documents kept for validation")
-    validation_path: Paths = Field(default=(), description="token files for validation, in place of a share")
-    eval_every: Whole = Field(default=0, description="steps between evaluations; 0: no evaluation")
-    eval_batches: Size = Field(default=8, description="batches of an evaluation, fewer if the data end")
-    seed: Whole | None = Field(default=None, description="seed of the order of samples; empty: the seed of the run")
+    path: Paths = ()
+    """token files; empty: the source of Python's standard library"""
+    weights: tuple[float, ...] = ()
+    """shares of the samples by path; empty: by tokens"""
+    tokenizer: str = ""
+    """the tokenizer that the token files must be made with"""
+    pack: bool = True
+    """sequences contain several documents; false: one each, padded"""
+    document_mask: bool = False
+    """attention does not cross documents"""
+    validation: float = Field(default=0.0, ge=0, lt=1)
+    """share of the documents kept for validation"""
+    validation_path: Paths = ()
+    """token files for validation, in place of a share"""
+    eval_every: Whole = 0
+    """steps between evaluations; 0: no evaluation"""
+    eval_batches: Size = 8
+    """batches of an evaluation, fewer if the data end"""
+    seed: Whole | None = None
+    """seed of the order of samples; empty: the seed of the run"""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -113,30 +123,28 @@ Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 class Run(Described):
     """One training run: options of the command line replace these values."""
 
-    steps: Size = Field(default=100, description="training steps in all, those before a resume included")
-    seed: Whole = Field(default=0, description="of the initial weights, of dropout and of the order of the samples")
-    start_from: str = Field(
-        default="", description="a Transformers folder with the initial weights; empty: they are drawn from the seed"
-    )
-    deterministic: bool = Field(
-        default=False, description="only kernels that give the same bits in every run; slower on GPUs"
-    )
-    compile: Literal["auto", "off", "blocks", "whole"] = Field(
-        default="auto",
-        description="torch.compile for each layer (blocks) or for a whole stage (whole); auto: blocks on GPUs, off on CPUs",
-    )
-    restarts: Whole = Field(default=3, description="restarts from the last good checkpoint after a failure")
-    hang_s: Seconds = Field(
-        default=0.0, ge=0, description="silence of a rank after which it counts as hung; 0: from its step times"
-    )
-    spike: float = Field(
-        default=0.0,
-        ge=0,
-        description="loss over the running median that counts as a spike; 0: spikes are not looked for",
-    )
-    loggers: tuple[Logger, ...] = Field(default=(), description="packages that also receive every logged step")
-    log_every: Size = Field(default=1, description="steps between the rows that loggers receive")
-    profile_steps: Whole = Field(default=0, description="steps of which torch traces are written; 0: none")
+    steps: Size = 100
+    """training steps in all, those before a resume included"""
+    seed: Whole = 0
+    """of the initial weights, of dropout and of the order of the samples"""
+    start_from: str = ""
+    """a Transformers folder with the initial weights; empty: they are drawn from the seed"""
+    deterministic: bool = False
+    """only kernels that give the same bits in every run; slower on GPUs"""
+    compile: Literal["auto", "off", "blocks", "whole"] = "auto"
+    """torch.compile for each layer (blocks) or for a whole stage (whole); auto: blocks on GPUs, off on CPUs"""
+    restarts: Whole = 3
+    """restarts from the last good checkpoint after a failure"""
+    hang_s: Seconds = Field(default=0.0, ge=0)
+    """silence of a rank after which it counts as hung; 0: from its step times"""
+    spike: float = Field(default=0.0, ge=0)
+    """loss over the running median that counts as a spike; 0: spikes are not looked for"""
+    loggers: tuple[Logger, ...] = ()
+    """packages that also receive every logged step"""
+    log_every: Size = 1
+    """steps between the rows that loggers receive"""
+    profile_steps: Whole = 0
+    """steps of which torch traces are written; 0: none"""
 
     @property
     def compiled(self) -> bool:
@@ -170,11 +178,11 @@ class Run(Described):
 class Checkpoint(Described):
     """Intervals and limits of saving a run's state to its folder."""
 
-    every: Whole = Field(default=0, description="steps between checkpoints; 0: only at the end of the run")
-    keep: Whole = Field(default=2, description="how many of the last good checkpoints are kept; 0: the run writes none")
-    asynchronous: bool = Field(
-        default=True, description="training continues while a checkpoint is written; false: it waits"
-    )
-    on_signal: bool = Field(
-        default=True, description="SIGTERM or SIGUSR1 saves a checkpoint and ends the run; false: ends it at once"
-    )
+    every: Whole = 0
+    """steps between checkpoints; 0: only at the end of the run"""
+    keep: Whole = 2
+    """how many of the last good checkpoints are kept; 0: the run writes none"""
+    asynchronous: bool = True
+    """training continues while a checkpoint is written; false: it waits"""
+    on_signal: bool = True
+    """SIGTERM or SIGUSR1 saves a checkpoint and ends the run; false: ends it at once"""

@@ -24,9 +24,8 @@ class Published(Described):
 
     parameters: Count = 0.0
     active: Count = 0.0
-    active_counts: Literal["all", "no-input-embedding", "no-embeddings"] = Field(
-        default="all", description="what the published active count leaves out"
-    )
+    active_counts: Literal["all", "no-input-embedding", "no-embeddings"] = "all"
+    """what the published active count leaves out"""
     source: str = ""
     note: str = ""
 
@@ -36,9 +35,12 @@ class ExtraTensor(Described):
 
     name: str
     where: Literal["layer", "embedding", "head"] = "layer"
-    rows: Whole = Field(default=0, description="input width of a matrix; 0: a vector")
-    columns: Size = Field(description="output width of a matrix, or length of a vector")
-    lookup: bool = Field(default=False, description="rows are looked up, not multiplied: an embedding")
+    rows: Whole = 0
+    """input width of a matrix; 0: a vector"""
+    columns: Size
+    """output width of a matrix, or length of a vector"""
+    lookup: bool = False
+    """rows are looked up, not multiplied: an embedding"""
 
 
 class ModelShape(Described):
@@ -52,180 +54,154 @@ class ModelShape(Described):
     kv_heads: Whole = 0
     head_dim: Whole = 0
     ffn: Whole = 0
-    activation: ActivationName = Field(
-        default="swiglu",
-        description="of the FFN; -tanh: the tanh approximation of GELU (GPT-2), quick: x·sigmoid(1.702·x), relu2: relu(x)²",
-    )
-    swiglu_limit: float = Field(
-        default=0.0,
-        ge=0,
-        description="swiglu: the gate is clamped to at most this, the other half to ±this; 0: neither",
-    )
-    swiglu_alpha: float = Field(default=1.0, gt=0, description="swiglu: the gate g becomes g·sigmoid(alpha·g)")
-    swiglu_shift: float = Field(
-        default=0.0, description="swiglu: added to the other half before the product (gpt-oss: 1)"
-    )
+    activation: ActivationName = "swiglu"
+    """of the FFN; -tanh: the tanh approximation of GELU (GPT-2), quick: x·sigmoid(1.702·x), relu2: relu(x)²"""
+    swiglu_limit: float = Field(default=0.0, ge=0)
+    """swiglu: the gate is clamped to at most this, the other half to ±this; 0: neither"""
+    swiglu_alpha: float = Field(default=1.0, gt=0)
+    """swiglu: the gate g becomes g·sigmoid(alpha·g)"""
+    swiglu_shift: float = 0.0
+    """swiglu: added to the other half before the product (gpt-oss: 1)"""
     vocab: Whole = 0
-    vocab_multiple: Size = Field(default=1, description="the vocabulary is padded up to a multiple of this")
+    vocab_multiple: Size = 1
+    """the vocabulary is padded up to a multiple of this"""
     tied: bool = False
     max_positions: Whole = 0
-    rope_theta: float = Field(default=10_000.0, gt=1, lt=1e15, description="base of the rotary position embedding")
+    rope_theta: float = Field(default=10_000.0, gt=1, lt=1e15)
+    """base of the rotary position embedding"""
     rope: RopeOptions = RopeOptions()
     positions: Literal["rope", "learned", "alibi", "none"] = "rope"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_epsilon: float = Field(default=1e-5, gt=0, lt=1, description="added to the variance in norms")
-    latent_norm_epsilon: float = Field(
-        default=0.0, ge=0, lt=1, description="the same in the norms of latent attention; 0: norm_epsilon"
-    )
-    norm_offset: float = Field(
-        default=0.0, ge=0, le=1, description="added to the weight of every norm before it multiplies (Gemma: 1)"
-    )
-    norm_parameters: Literal["all", "weight", "none"] = Field(
-        default="all",
-        description="what norms learn: weight, and a bias in layernorm; the weight alone; or nothing (OLMo)",
-    )
-    norms_per_layer: Norms = Field(
-        default=2, description="1: attention and FFN in parallel share one; 4: one more after each of them"
-    )
-    norm_position: Literal["pre", "post"] = Field(default="pre", description="norms before or after attention and FFN")
-    parallel_residual: bool = Field(
-        default=False,
-        description="attention and FFN read the same input: x + attention(norm(x)) + ffn(norm(x)) (GPT-NeoX); norms_per_layer=1: one norm for both",
-    )
-    residual_scale: float = Field(
-        default=1.0, gt=0, description="factor of what attention and FFN add to the residual (Granite)"
-    )
-    embedding_scale: float = Field(default=1.0, gt=0, description="factor of the token embeddings (Gemma: √hidden)")
-    logit_scale: float = Field(default=1.0, gt=0, description="factor of the logits (Granite, Cohere)")
-    logit_softcap: float = Field(
-        default=0.0, ge=0, description="soft cap c of the logits: z becomes c·tanh(z/c) (Gemma 2); 0: none"
-    )
+    norm_epsilon: float = Field(default=1e-5, gt=0, lt=1)
+    """added to the variance in norms"""
+    latent_norm_epsilon: float = Field(default=0.0, ge=0, lt=1)
+    """the same in the norms of latent attention; 0: norm_epsilon"""
+    norm_offset: float = Field(default=0.0, ge=0, le=1)
+    """added to the weight of every norm before it multiplies (Gemma: 1)"""
+    norm_parameters: Literal["all", "weight", "none"] = "all"
+    """what norms learn: weight, and a bias in layernorm; the weight alone; or nothing (OLMo)"""
+    norms_per_layer: Norms = 2
+    """1: attention and FFN in parallel share one; 4: one more after each of them"""
+    norm_position: Literal["pre", "post"] = "pre"
+    """norms before or after attention and FFN"""
+    parallel_residual: bool = False
+    """attention and FFN read the same input: x + attention(norm(x)) + ffn(norm(x)) (GPT-NeoX); norms_per_layer=1: one norm for both"""
+    residual_scale: float = Field(default=1.0, gt=0)
+    """factor of what attention and FFN add to the residual (Granite)"""
+    embedding_scale: float = Field(default=1.0, gt=0)
+    """factor of the token embeddings (Gemma: √hidden)"""
+    logit_scale: float = Field(default=1.0, gt=0)
+    """factor of the logits (Granite, Cohere)"""
+    logit_softcap: float = Field(default=0.0, ge=0)
+    """soft cap c of the logits: z becomes c·tanh(z/c) (Gemma 2); 0: none"""
     final_norm: bool = True
     embedding_norm: bool = False
-    embedding_dim: Whole = Field(
-        default=0, description="width of token embeddings, projected to hidden and back (OPT-350m); 0: hidden"
-    )
+    embedding_dim: Whole = 0
+    """width of token embeddings, projected to hidden and back (OPT-350m); 0: hidden"""
     qk_norm: bool = False
-    qk_norm_width: Literal["head", "projection"] = Field(
-        default="head", description="queries and keys are normalised per head, or over the whole projection (OLMo 2)"
-    )
-    qk_norm_weights: bool = Field(
-        default=True,
-        description="false: queries and keys are normalised without weights, after the rotation, in layers with rotary positions (Llama 4)",
-    )
+    qk_norm_width: Literal["head", "projection"] = "head"
+    """queries and keys are normalised per head, or over the whole projection (OLMo 2)"""
+    qk_norm_weights: bool = True
+    """false: queries and keys are normalised without weights, after the rotation, in layers with rotary positions (Llama 4)"""
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
     causal: bool = True
-    dropout: bool = Field(default=False, description="dropout masks are kept for backward, a byte an element")
-    dropout_rate: float = Field(default=0.0, ge=0, lt=1, description="share of elements dropped when training")
-    embedding_dropout: float | None = Field(
-        default=None, ge=0, lt=1, description="the same at the output of the embedding; default: dropout_rate"
-    )
-    attention_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="share of attention's probabilities dropped when training"
-    )
-    window: Whole = Field(default=0, description="sliding-window attention: positions seen; 0: all")
-    full_every: Whole = Field(default=0, description="with a window: every n-th layer sees all positions; 0: none does")
-    full_layers: tuple[Whole, ...] = Field(
-        default=(), description="with a window: more layers, counted from 0, that see all positions"
-    )
-    window_kind: Literal["sliding", "chunk"] = Field(
-        default="sliding",
-        description="a query sees the nearest keys, or (chunk) those of its chunk of `window` positions (Llama 4)",
-    )
-    window_rope_theta: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1e15,
-        description="rotary base of layers with a window, whose frequencies are not scaled (Gemma 3); 0: as in the others",
-    )
-    nope_every: Whole = Field(default=0, description="every n-th layer has no rotary positions (SmolLM3); 0: none")
-    nope_layers: tuple[Whole, ...] = Field(
-        default=(), description="more layers, counted from 0, without rotary positions"
-    )
-    temperature_scale: float = Field(
-        default=0.0,
-        ge=0,
-        description="layers without rotary positions: the query at p, counted from 1, is multiplied by 1 + a·ln(1 + ⌊p/floor⌋) (Llama 4); 0: not",
-    )
-    temperature_floor: Size = Field(default=8192, description="floor of that formula, in positions")
-    attention_softcap: float = Field(
-        default=0.0, ge=0, description="soft cap c of attention scores: s becomes c·tanh(s/c) (Gemma 2); 0: none"
-    )
-    sinks: bool = Field(
-        default=False, description="a learned score per head that takes a share of each softmax (gpt-oss)"
-    )
-    attention_scale: float = Field(
-        default=0.0, ge=0, description="factor of attention scores; 0: 1/√(width of a query)"
-    )
-    attention_scale_by_layer: bool = Field(
-        default=False, description="scores of layer i, counted from 0, are also divided by i + 1 (GPT-2)"
-    )
-    attention: AttentionName = Field(default="gqa", description="the kind of attention (`describe.variants`)")
-    attention_options: dict[str, float] = Field(
-        default_factory=dict, description="options of an attention kind that was added as a plug-in"
-    )
+    dropout: bool = False
+    """dropout masks are kept for backward, a byte an element"""
+    dropout_rate: float = Field(default=0.0, ge=0, lt=1)
+    """share of elements dropped when training"""
+    embedding_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """the same at the output of the embedding; default: dropout_rate"""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """share of attention's probabilities dropped when training"""
+    window: Whole = 0
+    """sliding-window attention: positions seen; 0: all"""
+    full_every: Whole = 0
+    """with a window: every n-th layer sees all positions; 0: none does"""
+    full_layers: tuple[Whole, ...] = ()
+    """with a window: more layers, counted from 0, that see all positions"""
+    window_kind: Literal["sliding", "chunk"] = "sliding"
+    """a query sees the nearest keys, or (chunk) those of its chunk of `window` positions (Llama 4)"""
+    window_rope_theta: float = Field(default=0.0, ge=0, lt=1e15)
+    """rotary base of layers with a window, whose frequencies are not scaled (Gemma 3); 0: as in the others"""
+    nope_every: Whole = 0
+    """every n-th layer has no rotary positions (SmolLM3); 0: none"""
+    nope_layers: tuple[Whole, ...] = ()
+    """more layers, counted from 0, without rotary positions"""
+    temperature_scale: float = Field(default=0.0, ge=0)
+    """layers without rotary positions: the query at p, counted from 1, is multiplied by 1 + a·ln(1 + ⌊p/floor⌋) (Llama 4); 0: not"""
+    temperature_floor: Size = 8192
+    """floor of that formula, in positions"""
+    attention_softcap: float = Field(default=0.0, ge=0)
+    """soft cap c of attention scores: s becomes c·tanh(s/c) (Gemma 2); 0: none"""
+    sinks: bool = False
+    """a learned score per head that takes a share of each softmax (gpt-oss)"""
+    attention_scale: float = Field(default=0.0, ge=0)
+    """factor of attention scores; 0: 1/√(width of a query)"""
+    attention_scale_by_layer: bool = False
+    """scores of layer i, counted from 0, are also divided by i + 1 (GPT-2)"""
+    attention: AttentionName = "gqa"
+    """the kind of attention (`describe.variants`)"""
+    attention_options: dict[str, float] = Field(default_factory=dict)
+    """options of an attention kind that was added as a plug-in"""
     q_rank: Whole = 0
     kv_rank: Whole = 0
-    rope_dim: Whole = Field(
-        default=0, description="rotated elements of each head; 0: all of them, with latent attention none"
-    )
+    rope_dim: Whole = 0
+    """rotated elements of each head; 0: all of them, with latent attention none"""
     nope_dim: Whole = 0
     value_dim: Whole = 0
-    output_gate: bool = Field(
-        default=False, description="a learned sigmoid scales the output of attention, element by element (Qwen3-Next)"
-    )
-    index_heads: Whole = Field(
-        default=0, description="sparse attention: heads of the indexer that selects positions (DeepSeek-V3.2); 0: none"
-    )
-    index_dim: Whole = Field(default=0, description="sparse attention: width of an indexer head")
-    index_top_k: Whole = Field(default=0, description="sparse attention: positions that each query attends to")
-    pattern: str = Field(
-        default="",
-        description="kinds of the layers, repeated: * attention, Q attention to an earlier layer's keys, M linear mixer, W, S, C compressed "
-        "attention, - FFN, E experts; every letter is a "
-        'layer ("M-M*-"), with spaces every word ("ME ME *E"); default: attention with FFN or experts in every layer',
-    )
+    output_gate: bool = False
+    """a learned sigmoid scales the output of attention, element by element (Qwen3-Next)"""
+    index_heads: Whole = 0
+    """sparse attention: heads of the indexer that selects positions (DeepSeek-V3.2); 0: none"""
+    index_dim: Whole = 0
+    """sparse attention: width of an indexer head"""
+    index_top_k: Whole = 0
+    """sparse attention: positions that each query attends to"""
+    pattern: str = ""
+    """kinds of the layers, repeated: * attention, Q attention to an earlier layer's keys, M linear mixer, W, S, C compressed attention, - FFN, E
+    experts; every letter is a layer ("M-M*-"), with spaces every word ("ME ME *E"); default: attention with FFN or experts in every layer"""
     linear: LinearOptions = LinearOptions()
     compressed: CompressedOptions = CompressedOptions()
-    streams: Size = Field(
-        default=1, description="residual streams that layers read and write with learned weights (hyper-connections)"
-    )
-    mtp_layers: Whole = Field(
-        default=0, description="multi-token prediction: modules of one layer and a second loss after the last layer"
-    )
+    streams: Size = 1
+    """residual streams that layers read and write with learned weights (hyper-connections)"""
+    mtp_layers: Whole = 0
+    """multi-token prediction: modules of one layer and a second loss after the last layer"""
     experts: Whole = 0
     top_k: Whole = 0
     expert_ffn: Whole = 0
-    expert_hidden: Whole = Field(
-        default=0, description="latent experts: tokens are projected to this width before dispatch; 0: hidden"
-    )
+    expert_hidden: Whole = 0
+    """latent experts: tokens are projected to this width before dispatch; 0: hidden"""
     shared_experts: Whole = 0
-    shared_ffn: Whole = Field(default=0, description="width of all shared experts; 0: shared_experts × expert_ffn")
-    shared_gate: bool = Field(default=False, description="Qwen2-MoE: a learned sigmoid scales the shared experts")
-    dense_layers: Whole = Field(default=0, description="first layers that keep a dense FFN")
-    moe_every: Size = Field(default=1, description="of the layers after those, every n-th has experts")
+    shared_ffn: Whole = 0
+    """width of all shared experts; 0: shared_experts × expert_ffn"""
+    shared_gate: bool = False
+    """Qwen2-MoE: a learned sigmoid scales the shared experts"""
+    dense_layers: Whole = 0
+    """first layers that keep a dense FFN"""
+    moe_every: Size = 1
+    """of the layers after those, every n-th has experts"""
     router_bias: bool = False
-    balance_bias: bool = Field(default=False, description="DeepSeek-V3's per-expert routing bias")
+    balance_bias: bool = False
+    """DeepSeek-V3's per-expert routing bias"""
     router: RouterOptions = RouterOptions()
-    extra: tuple[ExtraTensor, ...] = Field(
-        default=(), description="weights beside these parts, for planning: name, where, rows, columns, lookup"
-    )
+    extra: tuple[ExtraTensor, ...] = ()
+    """weights beside these parts, for planning: name, where, rows, columns, lookup"""
     resnet: ResNetOptions = ResNetOptions()
-    given_parameters: Count = Field(default=0.0, description="kind 'counts': parameters")
-    given_flops: Count = Field(default=0.0, description="kind 'counts': forward FLOPs per sample")
-    given_activations: Bytes = Field(default=0.0, description="kind 'counts': saved bytes per sample")
+    given_parameters: Count = 0.0
+    """kind 'counts': parameters"""
+    given_flops: Count = 0.0
+    """kind 'counts': forward FLOPs per sample"""
+    given_activations: Bytes = 0.0
+    """kind 'counts': saved bytes per sample"""
     published: Published = Published()
-    notes: tuple[str, ...] = Field(
-        default=(), description="what was assumed when the model was read from another format"
-    )
-    not_run: tuple[str, ...] = Field(
-        default=(), description="parts of the original model that `train` and `verify` compute in another way"
-    )
-    allow_differences: tuple[str, ...] = Field(
-        default=(), description="names of such parts that a run may compute in another way; all: every one"
-    )
+    notes: tuple[str, ...] = ()
+    """what was assumed when the model was read from another format"""
+    not_run: tuple[str, ...] = ()
+    """parts of the original model that `train` and `verify` compute in another way"""
+    allow_differences: tuple[str, ...] = ()
+    """names of such parts that a run may compute in another way; all: every one"""
 
     @model_validator(mode="after")
     def _legal(self) -> ModelShape:

@@ -38,28 +38,34 @@ NEED_ORIGINAL = (
 
 
 class RopeOptions(Described):
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = Field(
-        default="default", description="how the frequencies are scaled for sequences longer than the original ones"
-    )
-    interleaved: bool = Field(
-        default=False, description="elements 2i and 2i+1 form a pair (DeepSeek), instead of i and i + D/2"
-    )
-    factor: float = Field(default=1.0, gt=0, description="s: new over original number of positions")
-    original_positions: Whole = Field(default=0, description="L: positions before scaling; 0: max_positions")
-    low_freq_factor: float = Field(default=1.0, gt=0, description="llama3: wavelengths above L / this are scaled")
-    high_freq_factor: float = Field(default=4.0, gt=0, description="llama3: wavelengths below L / this are kept")
-    beta_fast: float = Field(default=32.0, gt=0, description="yarn: pairs with more rotations than this are kept")
-    beta_slow: float = Field(default=1.0, gt=0, description="yarn: pairs with fewer rotations than this are scaled")
-    truncate: bool = Field(default=True, description="yarn: round the limits of the ramp to whole pairs")
-    attention_factor: float = Field(
-        default=0.0, ge=0, description="yarn, longrope: factor of cosine and sine; 0: from the formula"
-    )
-    mscale: float = Field(default=0.0, ge=0, description="yarn: a of m(s, a) in the numerator of that formula")
-    mscale_all_dim: float = Field(
-        default=0.0, ge=0, description="yarn: a in its denominator; latent attention scales all scores by m(s, a)²"
-    )
-    short_factor: tuple[float, ...] = Field(default=(), description="longrope: divisor of each frequency up to L")
-    long_factor: tuple[float, ...] = Field(default=(), description="longrope: divisor of each frequency beyond L")
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
+    """how the frequencies are scaled for sequences longer than the original ones"""
+    interleaved: bool = False
+    """elements 2i and 2i+1 form a pair (DeepSeek), instead of i and i + D/2"""
+    factor: float = Field(default=1.0, gt=0)
+    """s: new over original number of positions"""
+    original_positions: Whole = 0
+    """L: positions before scaling; 0: max_positions"""
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    """llama3: wavelengths above L / this are scaled"""
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    """llama3: wavelengths below L / this are kept"""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """yarn: pairs with more rotations than this are kept"""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """yarn: pairs with fewer rotations than this are scaled"""
+    truncate: bool = True
+    """yarn: round the limits of the ramp to whole pairs"""
+    attention_factor: float = Field(default=0.0, ge=0)
+    """yarn, longrope: factor of cosine and sine; 0: from the formula"""
+    mscale: float = Field(default=0.0, ge=0)
+    """yarn: a of m(s, a) in the numerator of that formula"""
+    mscale_all_dim: float = Field(default=0.0, ge=0)
+    """yarn: a in its denominator; latent attention scales all scores by m(s, a)²"""
+    short_factor: tuple[float, ...] = ()
+    """longrope: divisor of each frequency up to L"""
+    long_factor: tuple[float, ...] = ()
+    """longrope: divisor of each frequency beyond L"""
 
     def check(self, width: int, max_positions: int) -> None:
         """Raise if the options do not fit heads of which `width` elements are rotated."""
@@ -132,26 +138,29 @@ def magnitude(factor: float, scale: float) -> float:
 
 
 class RouterOptions(Described):
-    score: Literal["", "softmax", "sigmoid"] = Field(
-        default="", description="default: sigmoid where the model balances by a bias, else softmax"
-    )
+    score: Literal["", "softmax", "sigmoid"] = ""
+    """default: sigmoid where the model balances by a bias, else softmax"""
     choice: Literal["token", "expert"] = "token"
-    groups: Size = Field(default=1, description="groups of experts; a token chooses experts from some of them")
-    groups_kept: Whole = Field(default=0, description="groups a token may choose from; 0: all")
-    capacity: float = Field(default=0.0, ge=0, description="as a multiple of the mean load; 0: dropless")
-    normalise: bool | None = Field(
-        default=None, description="weights of a token sum to one; default: where k > 1 and tokens choose"
-    )
-    scale: float = Field(default=1.0, ge=0, description="factor of the sum of the routed experts' outputs")
-    weigh_inputs: bool = Field(
-        default=False, description="weights multiply the input of an expert instead of its output (Llama 4)"
-    )
-    aux: float = Field(default=0.0, ge=0, description="weight of the balancing loss (Switch, GShard)")
-    aux_scope: Literal["batch", "sequence"] = Field(
-        default="batch", description="the balancing loss is computed over all tokens in flight, or over each sequence"
-    )
-    z: float = Field(default=0.0, ge=0, description="weight of the squared log-sum-exp of the logits (ST-MoE)")
-    balance_rate: float = Field(default=0.001, ge=0, description="step of the balancing bias, if the model has one")
+    groups: Size = 1
+    """groups of experts; a token chooses experts from some of them"""
+    groups_kept: Whole = 0
+    """groups a token may choose from; 0: all"""
+    capacity: float = Field(default=0.0, ge=0)
+    """as a multiple of the mean load; 0: dropless"""
+    normalise: bool | None = None
+    """weights of a token sum to one; default: where k > 1 and tokens choose"""
+    scale: float = Field(default=1.0, ge=0)
+    """factor of the sum of the routed experts' outputs"""
+    weigh_inputs: bool = False
+    """weights multiply the input of an expert instead of its output (Llama 4)"""
+    aux: float = Field(default=0.0, ge=0)
+    """weight of the balancing loss (Switch, GShard)"""
+    aux_scope: Literal["batch", "sequence"] = "batch"
+    """the balancing loss is computed over all tokens in flight, or over each sequence"""
+    z: float = Field(default=0.0, ge=0)
+    """weight of the squared log-sum-exp of the logits (ST-MoE)"""
+    balance_rate: float = Field(default=0.001, ge=0)
+    """step of the balancing bias, if the model has one"""
 
     def check(self, experts: int, top_k: int) -> None:
         """Raise if a token cannot choose k experts within its groups."""
@@ -232,11 +241,12 @@ class Convolution(NamedTuple):
 class ResNetOptions(Described):
     """The shape of a residual network."""
 
-    stages: tuple[Size, ...] = Field(
-        default=(), description="residual blocks of each stage; empty: not a residual network"
-    )
-    width: Size = Field(default=64, description="channels of the stem and inside the blocks of the first stage")
-    image: Size = Field(default=224, description="height and width of an image of three channels")
+    stages: tuple[Size, ...] = ()
+    """residual blocks of each stage; empty: not a residual network"""
+    width: Size = 64
+    """channels of the stem and inside the blocks of the first stage"""
+    image: Size = 224
+    """height and width of an image of three channels"""
     classes: Size = 1000
 
     def check(self, layers: int) -> None:

@@ -17,60 +17,44 @@ from meshwright.describe.schedules import ScheduleName
 # An empty tuple is no limit. `source` says where each limit comes from: the framework's code or documentation.
 
 Stage = Literal[0, 1, 2, 3]
+Lacking = Literal[
+    "tp", "cp", "pp", "ep", "expert_tp", "sp", "hsdp", "reshard", "reduce", "order", "recompute_layers", "tp_with_cp",
+]  # fmt: skip
 
 
 class Abilities(Described):
     """Limits of a framework; the defaults are no limits."""
 
-    framework: str = Field(
-        default="", description="the framework that these limits belong to; empty: no framework is known"
-    )
-    schedules: tuple[ScheduleName, ...] = Field(default=(), description="pipeline schedules")
-    zero: tuple[Stage, ...] = Field(default=(), description="ZeRO stages")
-    zero_in_pipeline: tuple[Stage, ...] = Field(default=(), description="ZeRO stages together with a pipeline")
-    zero_in_split: tuple[Stage, ...] = Field(
-        default=(), description="ZeRO stages where tensor or expert parallelism splits the layers"
-    )
-    cp_kinds: tuple[Literal["ring", "ulysses", "all-gather"], ...] = Field(
-        default=(), description="kinds of context parallelism"
-    )
-    recomputes: tuple[Literal["none", "selective", "full"], ...] = Field(default=(), description="kinds of recompute")
-    without: tuple[
-        Literal[
-            "tp",
-            "cp",
-            "pp",
-            "ep",
-            "expert_tp",
-            "sp",
-            "hsdp",
-            "reshard",
-            "reduce",
-            "order",
-            "recompute_layers",
-            "tp_with_cp",
-        ],
-        ...,
-    ] = Field(
-        default=(),
-        description="axes and features that the framework does not have, or whose value it chooses itself",
-    )
-    even_stages: bool = Field(default=False, description="layers must divide by pp × virtual")
-    own_stages: bool = Field(
-        default=False, description="the framework itself divides the model over stages (`stages_by`)"
-    )
-    stages_by: Literal["layers", "products"] = Field(
-        default="layers",
-        description="what the framework divides evenly over stages: layers, or the matrix products of layers and head (`plan.framework_stages`)",
-    )
-    stages_by_size: bool = Field(
-        default=False,
-        description="more than two stages per rank are stated by their layers: n of them make ceil(L / n) stages, or ceil((L + 2) / n) with "
-        "embedding and head",
-    )
-    tensor_divides_kv: bool = Field(default=False, description="tp must divide the KV heads")
-    shards_context: bool = Field(default=False, description="context-parallel ranks always shard the weights (ZeRO-3)")
-    source: str = Field(default="", description="where these limits are stated")
+    framework: str = ""
+    """the framework that these limits belong to; empty: no framework is known"""
+    schedules: tuple[ScheduleName, ...] = ()
+    """pipeline schedules"""
+    zero: tuple[Stage, ...] = ()
+    """ZeRO stages"""
+    zero_in_pipeline: tuple[Stage, ...] = ()
+    """ZeRO stages together with a pipeline"""
+    zero_in_split: tuple[Stage, ...] = ()
+    """ZeRO stages where tensor or expert parallelism splits the layers"""
+    cp_kinds: tuple[Literal["ring", "ulysses", "all-gather"], ...] = ()
+    """kinds of context parallelism"""
+    recomputes: tuple[Literal["none", "selective", "full"], ...] = ()
+    """kinds of recompute"""
+    without: tuple[Lacking, ...] = ()
+    """axes and features that the framework does not have, or whose value it chooses itself"""
+    even_stages: bool = False
+    """layers must divide by pp × virtual"""
+    own_stages: bool = False
+    """the framework itself divides the model over stages (`stages_by`)"""
+    stages_by: Literal["layers", "products"] = "layers"
+    """what the framework divides evenly over stages: layers, or the matrix products of layers and head (`plan.framework_stages`)"""
+    stages_by_size: bool = False
+    """more than two stages per rank are stated by their layers: n of them make ceil(L / n) stages, or ceil((L + 2) / n) with embedding and head"""
+    tensor_divides_kv: bool = False
+    """tp must divide the KV heads"""
+    shards_context: bool = False
+    """context-parallel ranks always shard the weights (ZeRO-3)"""
+    source: str = ""
+    """where these limits are stated"""
 
 
 Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate"]
@@ -83,253 +67,153 @@ DROPPED = ("sharded_launch",)  # keys of earlier versions that nothing reads: th
 
 class Stack(Described):
     name: str = "default"
-    launch: Seconds = Field(default=5e-6, description="host time of one kernel launch")
-    product_launch: Seconds = Field(default=0.0, description="host time of one matrix product; 0: that of any launch")
-    attention_launch: Seconds = Field(
-        default=0.0,
-        description="host time of one launch of attention, with the reshapes around it; 0: that of any launch",
-    )
-    tile_launch: Seconds = Field(
-        default=0.0, description="host time of one operator of attention in tiles; 0: that of any launch"
-    )
-    update_launch: Seconds = Field(
-        default=0.0, description="host time of one launch outside autograd: optimizer, norm; 0: that of any launch"
-    )
-    unit_launch: Seconds = Field(
-        default=0.0, description="host time of one gather or reduction of a ZeRO unit; 0: collective_launch"
-    )
-    unit_hooks: Seconds = Field(
-        default=0.0, description="host time of the hooks of a ZeRO unit in one forward and backward, gathered or not"
-    )
-    elementwise_launch: dict[str, float] = Field(
-        default_factory=dict,
-        description="host time of a norm, activation, residual, rotation or loss over that of its launches; default 1",
-    )
-    collective_launch: Seconds = Field(default=20e-6, description="host time to issue one collective")
-    collective_operators: float = Field(
-        default=2.0,
-        gt=0,
-        le=1000,
-        description="operators whose host time the issue of one collective takes: a fit sets collective_launch to so many times launch",
-    )
-    action: Seconds = Field(default=0.0, description="host time of one action of a pipeline schedule")
-    step_overhead: Seconds = Field(
-        default=5e-3, description="host time of one step outside the model: data, logging, loop"
-    )
-    products: float = Field(
-        default=1.0,
-        gt=0,
-        le=2,
-        description="rate of matrix products over what the device sustains in benchmarks (1: as benchmarked)",
-    )
-    attention_rate: float = Field(
-        default=1.0,
-        gt=0,
-        le=2,
-        description="rate of attention kernels over what the device sustains in benchmarks (1: as benchmarked)",
-    )
-    elementwise: float = Field(
-        default=1.0,
-        gt=0,
-        le=20,
-        description="time of memory-bound operations over that of one pass at the device's copy rate for each kernel of `fused`",
-    )
-    network: float = Field(
-        default=1.0,
-        gt=0,
-        le=2,
-        description="rate of collectives during a step over what the library reaches in benchmarks (1: as benchmarked)",
-    )
-    hides: float = Field(
-        default=0.85, ge=0, le=1, description="share of compute behind which overlapped communication can run"
-    )
-    asynchronous: bool = Field(
-        default=True,
-        description="the host runs ahead of the device; false where the host computes (CPU): their times add up",
-    )
-    separate_projections: bool = Field(
-        default=False, description="q, k, v and gate, up are products of their own instead of one each"
-    )
-    graphs: tuple[Graphed, ...] = Field(
-        default=(),
-        description="what is replayed from CUDA graphs, or compiled away, at almost no host time. step: all launches. attention: the mixer of a "
-        "layer with its norm. router: the router of experts, shared experts and their norm",
-    )
+    launch: Seconds = 5e-6
+    """host time of one kernel launch"""
+    product_launch: Seconds = 0.0
+    """host time of one matrix product; 0: that of any launch"""
+    attention_launch: Seconds = 0.0
+    """host time of one launch of attention, with the reshapes around it; 0: that of any launch"""
+    tile_launch: Seconds = 0.0
+    """host time of one operator of attention in tiles; 0: that of any launch"""
+    update_launch: Seconds = 0.0
+    """host time of one launch outside autograd: optimizer, norm; 0: that of any launch"""
+    unit_launch: Seconds = 0.0
+    """host time of one gather or reduction of a ZeRO unit; 0: collective_launch"""
+    unit_hooks: Seconds = 0.0
+    """host time of the hooks of a ZeRO unit in one forward and backward, gathered or not"""
+    elementwise_launch: dict[str, float] = Field(default_factory=dict)
+    """host time of a norm, activation, residual, rotation or loss over that of its launches; default 1"""
+    collective_launch: Seconds = 20e-6
+    """host time to issue one collective"""
+    collective_operators: float = Field(default=2.0, gt=0, le=1000)
+    """operators whose host time the issue of one collective takes: a fit sets collective_launch to so many times launch"""
+    action: Seconds = 0.0
+    """host time of one action of a pipeline schedule"""
+    step_overhead: Seconds = 5e-3
+    """host time of one step outside the model: data, logging, loop"""
+    products: float = Field(default=1.0, gt=0, le=2)
+    """rate of matrix products over what the device sustains in benchmarks (1: as benchmarked)"""
+    attention_rate: float = Field(default=1.0, gt=0, le=2)
+    """rate of attention kernels over what the device sustains in benchmarks (1: as benchmarked)"""
+    elementwise: float = Field(default=1.0, gt=0, le=20)
+    """time of memory-bound operations over that of one pass at the device's copy rate for each kernel of `fused`"""
+    network: float = Field(default=1.0, gt=0, le=2)
+    """rate of collectives during a step over what the library reaches in benchmarks (1: as benchmarked)"""
+    hides: float = Field(default=0.85, ge=0, le=1)
+    """share of compute behind which overlapped communication can run"""
+    asynchronous: bool = True
+    """the host runs ahead of the device; false where the host computes (CPU): their times add up"""
+    separate_projections: bool = False
+    """q, k, v and gate, up are products of their own instead of one each"""
+    graphs: tuple[Graphed, ...] = ()
+    """what is replayed from CUDA graphs, or compiled away, at almost no host time. step: all launches. attention: the mixer of a layer with its
+    norm. router: the router of experts, shared experts and their norm"""
     fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer", "accumulate")
-    attention: Literal["flash", "triton", "fused", "stored"] = Field(
-        default="flash",
-        description="flash: recomputes the softmax; triton: its first version in Triton; fused: vendor's flash; stored: keeps the scores",
-    )
-    dispatch: Literal["all-to-all", "deduplicated"] = Field(
-        default="all-to-all",
-        description="deduplicated: a token is sent to another node once, for all its experts there (DeepEP), not once for each expert",
-    )
-    tiled_context: bool = Field(
-        default=False,
-        description="ring and all-gather attention run in tiles of torch operators: no fused kernel returns the log-sum-exp",
-    )
-    overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication overlaps with compute")
-    overlap_zero: tuple[int, ...] = Field(
-        default=(0, 1, 2, 3),
-        description="ZeRO stages whose data-parallel communication overlaps, where dp is in `overlap`",
-    )
-    overlap_in_pieces: bool = Field(
-        default=True,
-        description="tensor-parallel messages overlap in pieces of a product and of its all-gather or reduce-scatter: only with sequence "
-        "parallelism and inside a node; false: a compiler schedules them behind other products (XLA)",
-    )
-    async_linears: Literal["none", "backward", "own-shard"] = Field(
-        default="none",
-        description="collectives of tensor parallelism that run behind one product of their linear layer where tp is not in `overlap`. backward: in "
-        "column layers, the gather of the input behind the gradient of the input, whose reduction runs behind the gradient of the weight "
-        "(Megatron). own-shard: also the gathers that a product waits for, behind the product of the rank's own shard (nanotron)",
-    )
-    selective: Literal["attention", "operators"] = Field(
-        default="attention",
-        description="what `recompute = selective` recomputes: the core of attention, or all but attention and every second product (torchtitan)",
-    )
-    early_stop: bool = Field(
-        default=True, description="recompute stops as soon as backward has the tensors it needs, as in torch"
-    )
-    shared_scales: bool = Field(
-        default=False,
-        description="fp8: ranks that hold shards of a tensor agree on one scale, with a small message per matrix product",
-    )
-    fp8_gathers: bool = Field(
-        default=False,
-        description="fp8: can all-gather activations and ZeRO-3 weights in fp8 (plan.gather_dtype)",
-    )
-    fp8_activation_gathers: bool = Field(
-        default=True,
-        description="fp8: plan.gather_dtype also narrows the all-gathers of sequence parallelism, not only those of ZeRO-3 weights",
-    )
-    keeps_quantised: bool = Field(
-        default=False,
-        description="linear layers keep their input for backward as they quantised it to fp8, mxfp8 or fp4",
-    )
-    fp8_passes: float = Field(
-        default=0.0,
-        ge=0,
-        le=20,
-        description="fp8: bytes moved to quantise an element of an operand, and 2 more to transpose it; 0: other kernels do it on the way",
-    )
-    logits_chunk: Bytes = Field(
-        default=0.0,
-        description="the loss is computed with its projection, in chunks of this many bytes of logits; 0: at once",
-    )
-    gradient_views: bool = Field(
-        default=False,
-        description="buckets are parts of one buffer of all gradients that ZeRO does not shard, and units of ZeRO are reduced from a copy of one "
-        "unit: no other memory for messages of gradients",
-    )
-    torch_pipeline: bool = Field(
-        default=False,
-        description="pipelines run on torch.distributed.pipelining on CPU: it keeps every message of a step, and between the halves of a split "
-        "backward all tensors saved for backward and the gradient of the output of every product",
-    )
-    lazy_gradients: bool = Field(
-        default=False,
-        description="backward allocates gradients while it frees activations, where a step has one micro-batch on one data-parallel rank",
-    )
-    reuses_saved: bool = Field(
-        default=False,
-        description="a compiled backward writes gradients of activations into the memory of saved tensors that it has read for the last time",
-    )
-    weighs_activations: bool = Field(
-        default=False,
-        description="routing weights multiply the activations of experts before their last product, whose outputs backward does not need then",
-    )
-    offloads: tuple[Literal["states", "activations"], ...] = Field(
-        default=(), description="what the stack can keep in host memory; the planner searches only these"
-    )
-    compressions: tuple[str, ...] = Field(
-        default=(), description="compressions of gradients that the stack can run; the planner offers only these"
-    )
-    flat_shards: bool = Field(
-        default=False,
-        description="ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks",
-    )
-    zero_reduction: Literal["buckets", "whole"] = Field(
-        default="buckets",
-        description="ZeRO-1 and 2 reduce-scatter gradients in buckets; or all-reduce them whole in one call after backward",
-    )
-    gathers_ahead: bool = Field(
-        default=True,
-        description="ZeRO-1 and 2 gather updated parameters in buckets behind the next forward where data parallelism overlaps; otherwise in one "
-        "call that the next forward waits for",
-    )
-    shard_copy: Seconds = Field(
-        default=0.0,
-        description="ZeRO-1 and 2: host time in which the shard of one parameter on one rank is copied from the buffer of the gather, which is not "
-        "the memory of the parameters; 0: it is",
-    )
-    gathers: Literal["layer", "parameter"] = Field(
-        default="layer",
-        description="what one collective of ZeRO-3 gathers: the parameters of a layer, the next layer's ahead; or one parameter as its module runs",
-    )
-    interleaved_rounds: bool = Field(
-        default=False,
-        description="interleaved schedules run micro-batches in rounds of pp: the number of micro-batches must be a multiple of pp",
-    )
-    sends_parts: bool = Field(
-        default=False,
-        description="without sequence parallelism, each tensor-parallel rank sends 1/tp of the activations to the next stage, which gathers them",
-    )
-    saves: Saves = Field(
-        default="sharded",
-        description="how a checkpoint is saved. sharded: each rank writes its shards, tensor by tensor. copied: each rank copies them to host "
-        "memory first. rank-0: rank 0 collects the full weights, then the full optimizer states, in host memory, through its device a unit "
-        "at a time. weights: shards, and rank 0 collects the full 16-bit weights. group: the first rank of each data-parallel group "
-        "collects the optimizer states. device: every device gathers the full weights",
-    )
-    loads: Loads = Field(
-        default="sharded",
-        description="how a checkpoint is loaded. sharded: each rank reads its shards. rank-0: rank 0 reads full tensors and sends them. "
-        "every-rank: every rank reads the full weights to host memory",
-    )
-    blocking_p2p: bool = Field(default=False, description="a pipeline send blocks until it is received")
-    order: tuple[str, ...] = Field(default=("tp", "cp", "pp", "dp"), description="axes, fastest first")
-    gradient_dtype: str = Field(default="fp32", description="dtype gradients are accumulated and reduced in")
-    compute_slowdown: float = Field(
-        default=0.1, ge=0, lt=1, description="share of compute lost while communication runs"
-    )
-    saved: float = Field(
-        default=1.0,
-        gt=0,
-        le=10,
-        description="bytes that the layers save for backward over those of the tensors that their operations need",
-    )
-    loss_bytes: float = Field(
-        default=14.0,
-        ge=6,
-        le=40,
-        description="bytes of memory per logit at the peak of a loss that is not fused; default: torch's cross_entropy has the logits in 16 bits, "
-        "and log-softmax, its gradient and the gradient of the logits in fp32",
-    )
-    allocator_slack: float = Field(default=0.06, ge=0, le=1, description="reserved but unused share of live memory")
-    context: Bytes = Field(default=1.2e9, description="driver context, libraries and workspaces per device")
-    workspace: Bytes = Field(
-        default=2.0**25,
-        description="part of `context` that torch's allocator counts as allocated: the workspace of cuBLAS, 32 MiB on Hopper",
-    )
-    communicator: Bytes = Field(default=0.25e9, description="buffers per communicator and device")
-    can: Abilities = Field(
-        default=Abilities(), description="what the framework can run; the planner searches only that"
-    )
-    obsolete: bool = Field(
-        default=False, description="no longer in use: its runs do not tell what a stack without published runs is like"
-    )
-    evidence: Literal["typical", "published", "calibrated", "calibrated-typical"] = Field(
-        default="typical",
-        description="what the numbers are from: other stacks, published runs of this stack, operations measured on this machine, or "
-        "five of the user's runs (`meshwright calibrate --from-run`), of a stack of the catalog or (`calibrated-typical`) of another one",
-    )
-    measured_runs: int = Field(
-        default=0, ge=0, description="runs of the user that the numbers are adjusted to and explain"
-    )
-    covariance: tuple[float, ...] = Field(
-        default=(), description="of the calibrated numbers, row by row (`calibrate.response`)", max_length=64
-    )
+    attention: Literal["flash", "triton", "fused", "stored"] = "flash"
+    """flash: recomputes the softmax; triton: its first version in Triton; fused: vendor's flash; stored: keeps the scores"""
+    dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
+    """deduplicated: a token is sent to another node once, for all its experts there (DeepEP), not once for each expert"""
+    tiled_context: bool = False
+    """ring and all-gather attention run in tiles of torch operators: no fused kernel returns the log-sum-exp"""
+    overlap: tuple[Axis, ...] = ("dp",)
+    """axes whose communication overlaps with compute"""
+    overlap_zero: tuple[int, ...] = (0, 1, 2, 3)
+    """ZeRO stages whose data-parallel communication overlaps, where dp is in `overlap`"""
+    overlap_in_pieces: bool = True
+    """tensor-parallel messages overlap in pieces of a product and of its all-gather or reduce-scatter: only with sequence parallelism and inside a
+    node; false: a compiler schedules them behind other products (XLA)"""
+    async_linears: Literal["none", "backward", "own-shard"] = "none"
+    """collectives of tensor parallelism that run behind one product of their linear layer where tp is not in `overlap`. backward: in column layers,
+    the gather of the input behind the gradient of the input, whose reduction runs behind the gradient of the weight (Megatron). own-shard: also
+    the gathers that a product waits for, behind the product of the rank's own shard (nanotron)"""
+    selective: Literal["attention", "operators"] = "attention"
+    """what `recompute = selective` recomputes: the core of attention, or all but attention and every second product (torchtitan)"""
+    early_stop: bool = True
+    """recompute stops as soon as backward has the tensors it needs, as in torch"""
+    shared_scales: bool = False
+    """fp8: ranks that hold shards of a tensor agree on one scale, with a small message per matrix product"""
+    fp8_gathers: bool = False
+    """fp8: can all-gather activations and ZeRO-3 weights in fp8 (plan.gather_dtype)"""
+    fp8_activation_gathers: bool = True
+    """fp8: plan.gather_dtype also narrows the all-gathers of sequence parallelism, not only those of ZeRO-3 weights"""
+    keeps_quantised: bool = False
+    """linear layers keep their input for backward as they quantised it to fp8, mxfp8 or fp4"""
+    fp8_passes: float = Field(default=0.0, ge=0, le=20)
+    """fp8: bytes moved to quantise an element of an operand, and 2 more to transpose it; 0: other kernels do it on the way"""
+    logits_chunk: Bytes = 0.0
+    """the loss is computed with its projection, in chunks of this many bytes of logits; 0: at once"""
+    gradient_views: bool = False
+    """buckets are parts of one buffer of all gradients that ZeRO does not shard, and units of ZeRO are reduced from a copy of one unit: no other
+    memory for messages of gradients"""
+    torch_pipeline: bool = False
+    """pipelines run on torch.distributed.pipelining on CPU: it keeps every message of a step, and between the halves of a split backward all tensors
+    saved for backward and the gradient of the output of every product"""
+    lazy_gradients: bool = False
+    """backward allocates gradients while it frees activations, where a step has one micro-batch on one data-parallel rank"""
+    reuses_saved: bool = False
+    """a compiled backward writes gradients of activations into the memory of saved tensors that it has read for the last time"""
+    weighs_activations: bool = False
+    """routing weights multiply the activations of experts before their last product, whose outputs backward does not need then"""
+    offloads: tuple[Literal["states", "activations"], ...] = ()
+    """what the stack can keep in host memory; the planner searches only these"""
+    compressions: tuple[str, ...] = ()
+    """compressions of gradients that the stack can run; the planner offers only these"""
+    flat_shards: bool = False
+    """ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks"""
+    zero_reduction: Literal["buckets", "whole"] = "buckets"
+    """ZeRO-1 and 2 reduce-scatter gradients in buckets; or all-reduce them whole in one call after backward"""
+    gathers_ahead: bool = True
+    """ZeRO-1 and 2 gather updated parameters in buckets behind the next forward where data parallelism overlaps; otherwise in one call that the next
+    forward waits for"""
+    shard_copy: Seconds = 0.0
+    """ZeRO-1 and 2: host time in which the shard of one parameter on one rank is copied from the buffer of the gather, which is not the memory of
+    the parameters; 0: it is"""
+    gathers: Literal["layer", "parameter"] = "layer"
+    """what one collective of ZeRO-3 gathers: the parameters of a layer, the next layer's ahead; or one parameter as its module runs"""
+    interleaved_rounds: bool = False
+    """interleaved schedules run micro-batches in rounds of pp: the number of micro-batches must be a multiple of pp"""
+    sends_parts: bool = False
+    """without sequence parallelism, each tensor-parallel rank sends 1/tp of the activations to the next stage, which gathers them"""
+    saves: Saves = "sharded"
+    """how a checkpoint is saved. sharded: each rank writes its shards, tensor by tensor. copied: each rank copies them to host memory first. rank-0:
+    rank 0 collects the full weights, then the full optimizer states, in host memory, through its device a unit at a time. weights: shards, and
+    rank 0 collects the full 16-bit weights. group: the first rank of each data-parallel group collects the optimizer states. device: every device
+    gathers the full weights"""
+    loads: Loads = "sharded"
+    """how a checkpoint is loaded. sharded: each rank reads its shards. rank-0: rank 0 reads full tensors and sends them. every-rank: every rank
+    reads the full weights to host memory"""
+    blocking_p2p: bool = False
+    """a pipeline send blocks until it is received"""
+    order: tuple[str, ...] = ("tp", "cp", "pp", "dp")
+    """axes, fastest first"""
+    gradient_dtype: str = "fp32"
+    """dtype gradients are accumulated and reduced in"""
+    compute_slowdown: float = Field(default=0.1, ge=0, lt=1)
+    """share of compute lost while communication runs"""
+    saved: float = Field(default=1.0, gt=0, le=10)
+    """bytes that the layers save for backward over those of the tensors that their operations need"""
+    loss_bytes: float = Field(default=14.0, ge=6, le=40)
+    """bytes of memory per logit at the peak of a loss that is not fused; default: torch's cross_entropy has the logits in 16 bits, and log-softmax,
+    its gradient and the gradient of the logits in fp32"""
+    allocator_slack: float = Field(default=0.06, ge=0, le=1)
+    """reserved but unused share of live memory"""
+    context: Bytes = 1.2e9
+    """driver context, libraries and workspaces per device"""
+    workspace: Bytes = 2.0**25
+    """part of `context` that torch's allocator counts as allocated: the workspace of cuBLAS, 32 MiB on Hopper"""
+    communicator: Bytes = 0.25e9
+    """buffers per communicator and device"""
+    can: Abilities = Abilities()
+    """what the framework can run; the planner searches only that"""
+    obsolete: bool = False
+    """no longer in use: its runs do not tell what a stack without published runs is like"""
+    evidence: Literal["typical", "published", "calibrated", "calibrated-typical"] = "typical"
+    """what the numbers are from: other stacks, published runs of this stack, operations measured on this machine, or five of the user's runs
+    (`meshwright calibrate --from-run`), of a stack of the catalog or (`calibrated-typical`) of another one"""
+    measured_runs: int = Field(default=0, ge=0)
+    """runs of the user that the numbers are adjusted to and explain"""
+    covariance: tuple[float, ...] = Field(default=(), max_length=64)
+    """of the calibrated numbers, row by row (`calibrate.response`)"""
     source: str = ""
 
     def overlaps(self, axis: str, sp: Any, zero: Any, ring: Any) -> Any:

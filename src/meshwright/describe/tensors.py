@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
-
 from meshwright.describe.base import Described, Size, Whole
 from meshwright.errors import MeshwrightError
 
@@ -175,17 +173,23 @@ def joined(kind: str, parts: Sequence[ParameterBlock]) -> ParameterBlock:
 class LinearOptions(Described):
     """The shape of a linear mixer."""
 
-    kind: Literal["", "mamba2", "mamba1", "gated-delta", "lightning"] = Field(
-        default="", description="kind of the model's linear mixers; empty: it has none"
-    )
-    heads: Whole = Field(default=0, description="heads; mamba1: channels")
-    head_dim: Size = Field(default=1, description="width of a head's values; mamba1: 1")
-    groups: Whole = Field(default=0, description="groups that share keys: B and C of mamba2, key heads of gated-delta")
-    state: Whole = Field(default=0, description="state size: width of a head's keys")
-    conv: Whole = Field(default=0, description="width of the causal convolution; 0: none")
+    kind: Literal["", "mamba2", "mamba1", "gated-delta", "lightning"] = ""
+    """kind of the model's linear mixers; empty: it has none"""
+    heads: Whole = 0
+    """heads; mamba1: channels"""
+    head_dim: Size = 1
+    """width of a head's values; mamba1: 1"""
+    groups: Whole = 0
+    """groups that share keys: B and C of mamba2, key heads of gated-delta"""
+    state: Whole = 0
+    """state size: width of a head's keys"""
+    conv: Whole = 0
+    """width of the causal convolution; 0: none"""
     conv_bias: bool = False
-    rank: Whole = Field(default=0, description="mamba1: width of the projection of the time step")
-    chunk: Size = Field(default=128, description="positions that training computes together")
+    rank: Whole = 0
+    """mamba1: width of the projection of the time step"""
+    chunk: Size = 128
+    """positions that training computes together"""
 
     @property
     def key_groups(self) -> int:
@@ -285,12 +289,14 @@ def linear_part(o: LinearOptions, hidden: int) -> ParameterBlock:
 class CompressedOptions(Described):
     """Ratios of compression, and the grouped output projection."""
 
-    ratio: Whole = Field(
-        default=0, description="positions that the layers S compress into one; an indexer selects some"
-    )
-    far_ratio: Whole = Field(default=0, description="positions that the layers C compress into one; all are seen")
-    out_groups: Whole = Field(default=0, description="groups of heads with a separate output projection")
-    out_rank: Whole = Field(default=0, description="width of the output of each group")
+    ratio: Whole = 0
+    """positions that the layers S compress into one; an indexer selects some"""
+    far_ratio: Whole = 0
+    """positions that the layers C compress into one; all are seen"""
+    out_groups: Whole = 0
+    """groups of heads with a separate output projection"""
+    out_rank: Whole = 0
+    """width of the output of each group"""
 
 
 def compressed_part(

@@ -18,15 +18,17 @@ class Workload(Described):
     batch: Size = 1024
     seq: Length = 4096
     precision: Precision = "bf16"
-    scaling: Scaling = Field(
-        default="tensor",
-        description="fp8: one scale per tensor, or one per row of each operand: an outlier harms its row only, and inputs are kept in 16 bits",
-    )
+    scaling: Scaling = "tensor"
+    """fp8: one scale per tensor, or one per row of each operand: an outlier harms its row only, and inputs are kept in 16 bits"""
     optimizer: OptimizerName = "adamw"
-    ema: bool = Field(default=False, description="keep a moving average of the weights; optimizer.ema is its decay")
-    clip: bool = Field(default=True, description="clip by the global gradient norm")
-    tokens: Count = Field(default=0.0, description="token budget of the whole training; 0: not given")
-    imbalance: float = Field(default=1.0, ge=1, description="tokens of the busiest expert rank over the mean")
+    ema: bool = False
+    """keep a moving average of the weights; optimizer.ema is its decay"""
+    clip: bool = True
+    """clip by the global gradient norm"""
+    tokens: Count = 0.0
+    """token budget of the whole training; 0: not given"""
+    imbalance: float = Field(default=1.0, ge=1)
+    """tokens of the busiest expert rank over the mean"""
 
     @property
     def tokens_per_step(self) -> int:

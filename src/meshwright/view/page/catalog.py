@@ -3,6 +3,7 @@
 from functools import cache
 
 from meshwright.describe import catalog
+from meshwright.describe.base import descriptions
 from meshwright.describe.config import CLASSES
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.schedules import SCHEDULES
@@ -88,10 +89,11 @@ def stack_line(name: str) -> Json:
 def fields_of(section: str) -> Json:
     """The fields of a section: default and description."""
     cls = PlanFields if section == "plan" else CLASSES[section]
+    about = descriptions(cls)
     return {
         name: {
             "default": list(info.default) if isinstance(info.default, tuple) else info.default,
-            "about": info.description or "",
+            "about": about.get(name, ""),
         }
         for name, info in cls.model_fields.items()
     }
