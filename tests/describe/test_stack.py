@@ -50,8 +50,3 @@ def test_workload_counts() -> None:
 def test_bad_workloads(fields) -> None:
     with pytest.raises(MeshwrightError):
         Workload(**fields)
-
-
-def test_a_stack_of_an_earlier_version_loads() -> None:
-    """Run folders keep stacks with the host time of updates of DTensors, which the trainer no longer makes."""
-    assert Stack(name="calibrated", sharded_launch=4e-5) == Stack(name="calibrated")

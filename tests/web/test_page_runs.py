@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.describe.run_folder import EVENTS, OLD_STEPS, RUN, STEP_KEYS, STEPS, json_line, read_steps
+from meshwright.describe.run_folder import EVENTS, RUN, STEP_KEYS, STEPS, json_line
 from meshwright.errors import MeshwrightError
 from meshwright.view.page.runs import MOST_ROWS, RunFolders
 from web.running import CLIENT
@@ -73,21 +73,6 @@ def test_a_run_that_was_restarted_is_read_anew(tmp_path: Path) -> None:
     assert not runs.run("restarted", after["seen"])["fresh"]
     (folder / STEPS).write_bytes(b"")
     assert runs.run("restarted", after["seen"])["fresh"]
-
-
-def test_a_folder_with_steps_as_csv_is_read(tmp_path: Path) -> None:
-    """Earlier releases wrote steps.csv."""
-    folder = make_run(tmp_path / "old", steps=0)
-    (folder / STEPS).unlink()
-    rows = ["step,loss,gradient_norm,tokens,seconds,updated", "0,4.5,7.0,64,0.5,True", "1,nan,6.0,64,0.5,False", "2,4."]
-    (folder / OLD_STEPS).write_text("\n".join(rows))
-    assert read_steps(folder) == [
-        {"step": 0, "loss": 4.5, "grad_norm": 7, "tokens": 64, "seconds": 0.5},
-        {"step": 1, "loss": None, "grad_norm": 6, "tokens": 64, "seconds": 0.5, "skipped": True},
-    ]
-    found = RunFolders(tmp_path).run("old")
-    assert shown(found["rows"]) == [(0, 4.5, 0.5), (1, None, 0.5)]
-    assert RunFolders(tmp_path).run("old", found["seen"])["rows"] == []
 
 
 def test_a_folder_that_is_a_run_itself_and_one_that_stopped(tmp_path: Path) -> None:

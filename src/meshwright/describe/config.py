@@ -89,25 +89,12 @@ class Config(Shown):
         stack: Part = "default",
         workload: Part | None = None,
         plan: Part | None = None,
-        data: Part | None = None,
-        optimizer: Part | None = None,
-        checkpoint: Part | None = None,
-        run: Part | None = None,
         overrides: Iterable[str] = (),
+        **of_run: Part | None,
     ) -> Self:
         """Merge names, tables or objects, one for each section."""
         draft = Draft()
-        sections = {
-            "model": model,
-            "cluster": cluster,
-            "stack": stack,
-            "workload": workload,
-            "plan": plan,
-            "data": data,
-            "optimizer": optimizer,
-            "checkpoint": checkpoint,
-            "run": run,
-        }
+        sections = {"model": model, "cluster": cluster, "stack": stack, "workload": workload, "plan": plan, **of_run}
         for section, part in sections.items():
             if part:
                 draft.merge(section, part.as_dict() if isinstance(part, Described) else part, "given", HERE)
@@ -131,14 +118,15 @@ class Config(Shown):
 
     @classmethod
     def _resolved(cls, draft: Draft, overrides: Iterable[str]) -> Self:
-        words = list(overrides)
-        of_run = [word for word in words if word.strip().startswith("run.")]
-        for word in of_run:
+        words = sorted(
+            overrides, key=lambda word: not word.strip().startswith("run.")
+        )  # `run.start_from` names a model
+        of_run = sum(word.strip().startswith("run.") for word in words)
+        for word in words[:of_run]:
             draft.override(word)
         draft.model_from_start()
-        for word in words:
-            if word not in of_run:
-                draft.override(word)
+        for word in words[of_run:]:
+            draft.override(word)
         if "stack" not in draft.tables:
             draft.merge("stack", "default", "default", HERE)
         for section in ("model", "cluster"):
@@ -348,14 +336,8 @@ def configure(model: Part | Path | Config = "", cluster: Part | Path = "", **ask
     elif is_plan_file(model):
         draft.merge_file(Path(str(model)))
         model = ""
-    parts = {
-        "model": model,
-        "cluster": cluster,
-        "stack": asked.get("stack"),
-        "workload": asked.get("workload"),
-        "plan": plan,
-    }
-    for section, part in parts.items():
+    parts: dict[str, Any] = {"model": model, "cluster": cluster, "stack": asked.get("stack")}
+    for section, part in {**parts, "workload": asked.get("workload"), "plan": plan}.items():
         if part:
             if isinstance(part, Described):  # an object replaces the section; a table changes some of its keys
                 draft.clear(section)

@@ -14,11 +14,8 @@
 The folder is the only channel between a run and those who watch it: the terminal, the page, `report` and `runs` read it, on this
 host or on another one that shares the disk. Lines are only appended. A line without its end is still being written: a reader leaves it
 for its next reading. A number that is NaN or infinite is null, because JSON has no such numbers.
-
-Folders of earlier releases have `steps.csv`; they are read as if they had `steps.jsonl`.
 """
 
-import csv
 import fcntl
 import json
 import math
@@ -30,17 +27,9 @@ from typing import Any, NamedTuple
 
 from meshwright.errors import MeshwrightError
 
-PLAN, PRESENT, PREDICTION, RUN, STEPS, EVENTS, LOCK = (
-    "plan.toml",
-    "present.toml",
-    "prediction.json",
-    "run.json",
-    "steps.jsonl",
-    "events.jsonl",
-    "lock",
-)
+PLAN, PRESENT, PREDICTION = "plan.toml", "present.toml", "prediction.json"
+RUN, STEPS, EVENTS, LOCK = "run.json", "steps.jsonl", "events.jsonl", "lock"
 ORIGINAL = "huggingface"
-OLD_STEPS = "steps.csv"
 CHECKPOINTS, PROFILE = "checkpoints", "profile"
 RESULTS = (
     "measurement",
@@ -113,7 +102,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """The content of run.json; empty for a folder of an earlier release."""
+    """The content of run.json; empty if there is none."""
     about = read_json(folder / RUN) if is_inside(folder / RUN, folder) else {}
     if not isinstance(about, dict) or about.get("version", VERSION) != VERSION:
         why = f"This release reads version {VERSION}"
@@ -152,23 +141,14 @@ def parsed(line: bytes) -> list[dict[str, Any]]:
     return [row] if isinstance(row, dict) else []
 
 
-def steps_file(folder: Path) -> Path:
-    """`steps.jsonl`, or the `steps.csv` of an earlier release."""
-    old = folder / OLD_STEPS
-    return old if old.is_file() and not (folder / STEPS).is_file() else folder / STEPS
-
-
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     """All rows of a run, one for each step."""
-    file = steps_file(folder)
-    return list(old_rows(file)) if file.name == OLD_STEPS else new_lines(file, 0)[0]
+    return new_lines(folder / STEPS, 0)[0]
 
 
 def last_rows(folder: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
     """The rows at the end of a run: those in the last `size` bytes."""
-    file = steps_file(folder)
-    if file.name == OLD_STEPS:
-        return list(old_rows(file))[-size // 256 :]
+    file = folder / STEPS
     try:
         begin = max(0, file.stat().st_size - size)
     except FileNotFoundError:
@@ -181,34 +161,9 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return new_lines(folder / EVENTS, 0)[0]
 
 
-def old_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a `steps.csv` under the keys of `steps.jsonl`."""
-    with file.open(newline="", encoding="utf-8", errors="replace") as stream:
-        complete = (line for line in stream if line.endswith("\n"))
-        for cells in csv.DictReader(complete):
-            row = {key: number(text) for key, text in cells.items() if isinstance(key, str) and isinstance(text, str)}
-            if len(row) != len(cells):
-                continue
-            row["grad_norm"] = row.pop("gradient_norm", None)
-            if row.pop("updated", True) is False:
-                row["skipped"] = True
-            yield {key: value for key, value in row.items() if value is not None or key == "loss"}
-
-
-def number(text: str) -> float | bool | None:
-    """A cell of `steps.csv`: a number or a flag; null for NaN, infinity and an empty cell."""
-    if text in ("True", "False"):
-        return text == "True"
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return (int(value) if value.is_integer() else value) if math.isfinite(value) else None
-
-
 def modified(folder: Path) -> float:
     """Return when the newest of the files that a run appends to was written."""
-    names = (STEPS, OLD_STEPS, EVENTS, RUN, "measurement.json", PLAN)
+    names = (STEPS, EVENTS, RUN, "measurement.json", PLAN)
     return max((file.stat().st_mtime for name in names if (file := folder / name).is_file()), default=0.0)
 
 
@@ -238,7 +193,7 @@ def lock_of(folder: Path) -> Lock:
             except BlockingIOError:
                 taken = True
             return Lock(taken, str(by.get("host", "")), int(by.get("pid", 0)))
-    except (OSError, TypeError, ValueError):  # an earlier release wrote the folder, or the disk has no locks
+    except (OSError, TypeError, ValueError):  # there is no such file, or the disk has no locks
         return Lock()
 
 

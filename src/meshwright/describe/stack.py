@@ -7,7 +7,7 @@ In small runs these differences dominate: a layer of 60 launches at 6 µs takes 
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from meshwright.describe.base import Bytes, Described, Seconds
 from meshwright.describe.schedules import ScheduleName
@@ -62,7 +62,6 @@ Axis = Literal["dp", "tp", "cp", "pp", "ep"]
 Graphed = Literal["step", "attention", "router"]
 Saves = Literal["sharded", "copied", "rank-0", "weights", "group", "device"]
 Loads = Literal["sharded", "rank-0", "every-rank"]
-DROPPED = ("sharded_launch",)  # keys of earlier versions that nothing reads: their files still load
 
 
 class Stack(Described):
@@ -225,8 +224,3 @@ class Stack(Described):
         if axis == "tp" and self.overlap_in_pieces:
             return np.asarray(sp, bool) & on
         return np.isin(zero, self.overlap_zero) & on if axis == "dp" else on
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_keys_of_earlier_versions(cls, table: Any) -> Any:
-        return {k: v for k, v in table.items() if k not in DROPPED} if isinstance(table, dict) else table

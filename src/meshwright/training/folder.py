@@ -39,7 +39,6 @@ from meshwright.describe.result import Prediction
 from meshwright.describe.run_folder import (
     EVENTS,
     LOCK,
-    OLD_STEPS,
     PLAN,
     PREDICTION,
     PRESENT,
@@ -172,7 +171,7 @@ class RunFolder:
         attempts.append({**fields, "ended": None, "cause": None})
         rows = remove_rows(self.path / STEPS, first_step)
         self._write_about()
-        if rows < first_step and not (self.path / OLD_STEPS).is_file():
+        if rows < first_step:
             self.event(
                 "resumed", first_step, f"{STEPS} has the rows of {rows} of the {first_step} steps before this one"
             )
@@ -359,7 +358,7 @@ def saved_before(path: Path) -> bool:
 def check_unused(path: Path) -> None:
     """Raise if a run writes to this folder, or has written steps to it."""
     check_free(path)
-    if any((path / name).is_file() and (path / name).stat().st_size for name in (STEPS, OLD_STEPS)):
+    if (path / STEPS).is_file() and (path / STEPS).stat().st_size:
         raise MeshwrightError(
             "MW-FOLDER-002",
             f"'{path}' already contains a run",

@@ -3,7 +3,7 @@
     legal(Case(plan, model, workload, cluster, stack))     True or False; an array of them for a batch
     check(plan, model, workload, cluster, stack)              raise the first broken rule as a MeshwrightError
 
-A rule has an error code, a condition that works on integers and on arrays, and a function that explains it: the arithmetic, the
+A rule has an error code and a generator: of a condition that works on integers and on arrays, then of its explanation: the arithmetic, the
 valid values, and changes that could mend it. Only a change after which **every** rule holds is offered as the fix.
 
 A rule needs some of model, workload, cluster, stack; it applies where these are given. Three more needs say what runs the plan: `trainer`
@@ -15,8 +15,8 @@ from functools import cache
 
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality import model_rules, plan_rules, run_rules, stack_rules, trainer_rules
-from meshwright.describe.legality.case import Case, Flag, LegalityRule, legal_fix
-from meshwright.describe.legality.plan_rules import DeviceHasPrecision
+from meshwright.describe.legality.case import RULES, Case, Flag, LegalityRule, legal_fix
+from meshwright.describe.legality.plan_rules import device_has_precision
 from meshwright.describe.legality.run_rules import round_size
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
@@ -27,10 +27,10 @@ from meshwright.errors import MeshwrightError
 # All rules, in the order in which a plan's problems are reported: those of a file in the order in which it defines them.
 
 ALL_RULES: tuple[LegalityRule, ...] = tuple(
-    rule()
+    rule
     for module in (plan_rules, model_rules, run_rules, stack_rules, trainer_rules)
-    for rule in LegalityRule.__subclasses__()
-    if rule.__module__ == module.__name__
+    for rule in RULES
+    if rule.read.__module__ == module.__name__
 )
 
 
@@ -69,8 +69,7 @@ def _error(rule: LegalityRule, case: Case) -> MeshwrightError:
 def lacking_precision(workload: Workload, cluster: Cluster) -> MeshwrightError | None:
     """Return the error if the accelerator cannot compute in the workload's precision, whatever the plan."""
     case = Case(PlanFields(replicate=cluster.world), None, workload.but(batch=cluster.world), cluster)
-    rule = DeviceHasPrecision()
-    return _error(rule, case) if rule.broken(case) else None
+    return _error(device_has_precision, case) if device_has_precision.broken(case) else None
 
 
 def batch_unit(plan: PlanFields, stack: Stack) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import compress, islice, product
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -116,23 +116,41 @@ class Problem:
     fixes: Iterable[Mapping[str, Any]] = ()
 
 
-class LegalityRule:
-    """An error code and two functions: `broken` for one plan or a batch, `explain` for one plan that breaks the rule.
+Reading = Iterator[Any]
 
-    The rule applies where everything it `needs` is given: model, workload, cluster, stack, trainer, dtypes, framework.
+
+@dataclass(frozen=True)
+class LegalityRule:
+    """An error code, what the rule `needs` to apply, and a generator of two values: whether one plan, or each of a batch, breaks the rule, and the
+    `Problem` of one plan that breaks it. A rule that has nothing to say of a case yields nothing.
+
+    It needs some of model, workload, cluster, stack, trainer, dtypes, framework.
     """
 
-    code: ClassVar[str]
-    needs: ClassVar[tuple[str, ...]]
-
-    def __init_subclass__(cls, code: str, needs: tuple[str, ...] = ()) -> None:
-        cls.code, cls.needs = code, needs
+    code: str
+    needs: tuple[str, ...]
+    read: Callable[[Case], Reading]
 
     def broken(self, p: Case) -> Flag:
-        raise NotImplementedError
+        return next(self.read(p), False)
 
     def explain(self, p: Case) -> Problem:
-        raise NotImplementedError
+        reading = self.read(p)
+        next(reading)
+        return next(reading)
+
+
+RULES: list[LegalityRule] = []
+
+
+def rule(code: str, *needs: str) -> Callable[[Callable[[Case], Reading]], LegalityRule]:
+    """Register a rule."""
+
+    def register(read: Callable[[Case], Reading]) -> LegalityRule:
+        RULES.append(LegalityRule(code, needs, read))
+        return RULES[-1]
+
+    return register
 
 
 # --- Fixes that are legal themselves.

@@ -15,20 +15,18 @@ from typing import Any, NamedTuple
 
 from meshwright.describe.run_folder import (
     EVENTS,
-    OLD_STEPS,
     RESULTS,
     STEP_KEYS,
+    STEPS,
     complete_lines,
     is_inside,
     is_run,
     modified,
     new_lines,
-    old_rows,
     parsed,
     read_about,
     read_json,
     state,
-    steps_file,
 )
 from meshwright.errors import unknown
 from meshwright.units import Json
@@ -96,7 +94,7 @@ def run_entry(folder: Path) -> Json:
 
 def run_data(folder: Path, seen: str = "") -> Json:
     """The rows, events and files of a run that are newer than `seen`."""
-    about, file, before = read_about(folder), steps_file(folder), SeenFiles.parse(seen)
+    about, file, before = read_about(folder), folder / STEPS, SeenFiles.parse(seen)
     attempts = len(about.get("attempts") or [])
     size = file.stat().st_size if is_inside(file, folder) else 0
     if attempts != before.attempts or size < before.steps:
@@ -135,12 +133,8 @@ def plan_facts(folder: Path) -> Json:
 def rows_after(file: Path, seen: SeenFiles) -> tuple[list[list[Any]], int, int]:
     """Rows after a position, each with the values of `STEP_KEYS`, evenly thinned if there are many; the position after them, and
     the number of all rows. The last row is always one of them."""
-    if file.name == OLD_STEPS:
-        rows = list(old_rows(file))
-        stride = math.ceil(len(rows) / MOST_ROWS) or 1
-        return values(rows[seen.rows :][::-stride][::-1]), file.stat().st_size, len(rows)
     offset, count, last, stride = seen.steps, seen.rows, b"", 0
-    rows = []
+    rows: list[Json] = []
     for line in complete_lines(file, offset):
         # Lines have about the same length: the first one says how many there are.
         stride = stride or max(1, math.ceil((file.stat().st_size - offset) / len(line) / MOST_ROWS))
