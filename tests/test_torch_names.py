@@ -46,6 +46,7 @@ PRIVATE = {
     ),
     "collectives in a compiled graph": (["parallel/operators.py"], [f"{C10D}._resolve_process_group"]),
     "the store of a group": (["comm/communicator.py"], [f"{C10D}._get_process_group_store"]),
+    "the store of a program": (["check/exchange.py"], [f"{C10D}._get_default_store"]),
     "pipeline stages": (
         ["parallel/pipeline.py"],
         [

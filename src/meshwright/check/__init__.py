@@ -6,6 +6,8 @@ with mw.check.record("many"):                                                   
     train()
 
 mw.check.attach("many")                                                         # or one line, before a trainer that hides its loop
+
+mw.check.watch(model, optimizer, every=50)                                      # what must hold between ranks, during a whole training
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn, optim
+
+    from meshwright.check.live import LiveWatch
     from meshwright.check.recorder import StepRecorder
 
 
@@ -36,3 +41,21 @@ def record(out: str | Path, steps: int = 2) -> Iterator[StepRecorder]:
         yield recorder
     finally:
         recorder.close()
+
+
+def watch(
+    model: nn.Module | None = None,
+    optimizer: optim.Optimizer | None = None,
+    every: int = 50,
+    out: str | Path = "watch",
+    stop: bool = False,
+    without: tuple[str, ...] = (),
+) -> LiveWatch:
+    """Compare the ranks of this training every few steps (`invariants`); without a model, those that are called in training.
+
+    Every rank calls it. `stop`: a violation ends the run with exit code 1. `without`: codes that are not checked. `close()` ends it."""
+    from meshwright.check.live import LiveWatch
+
+    live = LiveWatch(str(out), every, stop, without)
+    live.attach(model, optimizer)
+    return live

@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright.check.collectives import CollectiveLog
 from meshwright.check.frameworks import framework_of
-from meshwright.check.frameworks.plain import FrameworkAdapter
+from meshwright.check.frameworks.plain import FrameworkAdapter, Listener
 from meshwright.check.holdings import local_part
 from meshwright.check.modules import Names, model_settings
 from meshwright.check.start import LIMIT, SETTINGS
@@ -74,7 +74,7 @@ class StepRecorder:
             register_optimizer_step_post_hook(self.after_update),
         ]
         self.undo += [handle.remove for handle in handles]
-        wrap_clipping(self)
+        wrap_clipping(self, self.undo)
         wrap_backward(self)
         atexit.register(self.close)
 
@@ -311,21 +311,21 @@ def move_by_last_place(parameter: torch.Tensor, seed: int, unit: float = 0.0) ->
         local.mul_(1 + signs.view_as(local).to(local) * max(unit, torch.finfo(local.dtype).eps))
 
 
-def wrap_clipping(recorder: StepRecorder) -> None:
+def wrap_clipping(listener: Listener, undo: list[Callable[[], object]]) -> None:
     """Clipping is a function, not a module: gradients are noted before it, and the norm that it returns."""
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"):
         plain = getattr(nn.utils, name)
 
         def wrapped(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-            recorder.before_clipping()
+            listener.before_clipping()
             result = plain(*args, **kwargs)
-            recorder.after_clipping(result)
+            listener.after_clipping(result)
             return result
 
         for place in (nn.utils, nn.utils.clip_grad):
             if hasattr(place, name):
                 setattr(place, name, wrapped)
-                recorder.undo.append(partial(setattr, place, name, plain))
+                undo.append(partial(setattr, place, name, plain))
 
 
 def wrap_backward(recorder: StepRecorder) -> None:

@@ -19,6 +19,7 @@ from meshwright.units import counted, format_bytes
 
 HOOK = Path(__file__).parent / "hook"
 SETTINGS = "MESHWRIGHT_CHECK"  # JSON of the arguments of `recorder.StepRecorder`
+WATCH = "MESHWRIGHT_WATCH"  # JSON of the arguments of `live.LiveWatch`
 LIMIT = 2.0 * 1024**3  # bytes of tensors that a rank stores whole
 UNITS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}  # of numbers in the last place
 GRACE_S = 10.0  # for a script to end by itself when all is recorded
@@ -32,11 +33,7 @@ def record(
         raise MeshwrightError(
             "MW-CHECK-010", f"{out} is not empty", why="A recording is never overwritten", fix="--out another-folder"
         )
-    if not words or shutil.which(words[0]) is None:
-        raise MeshwrightError(
-            "MW-CHECK-011", f"there is no command {words[0] if words else ''}".rstrip(),
-            fix="meshwright check record --out DIR -- torchrun --nproc-per-node 2 train.py",
-        )  # fmt: skip
+    check_command(words, "record --out DIR")
     unit = 0.0
     for run in range(perturbed + 1):
         folder = out / f"perturbed-{run}" if run else out
@@ -53,10 +50,47 @@ def record(
     return 0
 
 
+def check_command(words: Sequence[str], command: str) -> None:
+    if not words or shutil.which(words[0]) is None:
+        raise MeshwrightError(
+            "MW-CHECK-011", f"there is no command {words[0] if words else ''}".rstrip(),
+            fix=f"meshwright check {command} -- torchrun --nproc-per-node 2 train.py",
+        )  # fmt: skip
+
+
+def hooked(variable: str, settings: dict[str, Any]) -> dict[str, str]:
+    """The environment in which the hook finds its settings."""
+    path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, variable: json.dumps(settings)}
+
+
+def watch(words: Sequence[str], out: Path, every: int, stop: bool, without: Sequence[str]) -> int:
+    """Run a command whose ranks are watched; its exit code, or 1 if it was to stop at a violation and there is one."""
+    check_command(words, "watch")
+    file = out / "watch.json"
+    file.unlink(missing_ok=True)
+    settings = {"out": str(out.resolve()), "every": every, "stop": stop, "without": list(without)}
+    process = subprocess.Popen(list(words), env=hooked(WATCH, settings))
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:  # the command has got it too
+            continue
+    if not file.exists():
+        if code:
+            return code
+        raise MeshwrightError(
+            "MW-WATCH-011", "nothing was watched", why="The command ended before its second update of a torch optimizer",
+            fix="let it run for more steps",
+        )  # fmt: skip
+    return 1 if stop and read_json(file)["violations"] else code
+
+
 def run_recorded(words: Sequence[str], folder: Path, settings: dict[str, Any], go_on: bool) -> int:
     """The exit code of the command. When all ranks have recorded their steps it is ended, unless it shall go on."""
-    path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH", ""))))
-    environment = {**os.environ, "PYTHONPATH": path, SETTINGS: json.dumps(settings), "TORCHDYNAMO_DISABLE": "1"}
+    environment = {**hooked(SETTINGS, settings), "TORCHDYNAMO_DISABLE": "1"}
     process = subprocess.Popen(list(words), env=environment, start_new_session=True)
     try:
         while process.poll() is None:

@@ -50,3 +50,24 @@ def compare_command(reference: Path, candidate: Path, table: Path | None = None,
     else:
         show(page(one, many, comparison))
     raise SystemExit(comparison.verdict != "equal within rounding")
+
+
+@command.command("watch", context_settings={**HELP_NAMES, "allow_interspersed_args": False})
+@described
+def watch_command(
+    arguments: list[str], out: Path = Path("watch"), every: int = 50, stop: bool = False, without: list[str] = []
+) -> None:
+    """Run a training script unchanged, and compare its ranks every few steps: copies of parameters, gradient norms, samples, random states.
+
+    meshwright check watch -- torchrun --nproc-per-node 4 train.py.
+    What does not hold is reported once on stderr and in OUT/watch.json.
+    The exit code is the script's; with --stop a violation ends the run with 1."""
+    from meshwright.check.folder import read_json
+    from meshwright.check.invariants import summary_of
+    from meshwright.check.start import watch
+    from meshwright.view.tables import show
+
+    code = watch(arguments, out, every, stop, without)
+    if (out / "watch.json").exists():
+        show(summary_of(read_json(out / "watch.json")), stderr=True)
+    raise SystemExit(code)

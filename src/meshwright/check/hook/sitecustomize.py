@@ -1,5 +1,6 @@
-"""Python imports this file at start when its folder is on PYTHONPATH (`meshwright check record` puts it there): it waits for torch to be
-imported, and then attaches the recorder. The script itself is not changed; another sitecustomize of the user's is run as well."""
+"""Python imports this file at start when its folder is on PYTHONPATH (`meshwright check record` and `check watch` put it there): it waits for
+torch to be imported, and then attaches the recorder or the watch. The script itself is not changed; another sitecustomize of the user's is run
+as well."""
 
 import importlib.abc
 import importlib.util
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+ATTACHED = {"MESHWRIGHT_CHECK": "recorder", "MESHWRIGHT_WATCH": "live"}  # by variable: the module that is attached
 
 
 def load_meshwright() -> None:
@@ -38,9 +40,9 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         def run_and_attach(module):
             run(module)
             load_meshwright()
-            from meshwright.check.recorder import attach_from_environment
-
-            attach_from_environment()
+            for variable, name in ATTACHED.items():
+                if variable in os.environ:
+                    importlib.import_module(f"meshwright.check.{name}").attach_from_environment()
 
         spec.loader.exec_module = run_and_attach  # type: ignore[method-assign]
         return spec
@@ -56,5 +58,5 @@ def run_the_users_own() -> None:
 
 
 run_the_users_own()
-if "MESHWRIGHT_CHECK" in os.environ:
+if ATTACHED.keys() & os.environ.keys():
     sys.meta_path.insert(0, AfterTorch())
