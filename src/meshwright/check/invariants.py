@@ -282,8 +282,8 @@ class Judge:
 
 
 def summary_of(about: dict[str, Any]) -> str:
-    """What `Judge.as_dict` says, in a few lines."""
-    text = f"watched {counted(about['ranks'], 'rank')} in {counted(about['checks'], 'check')}"
+    """A report in a few lines."""
+    text = f"watched {counted(about['ranks'], 'rank')} in {counted(about['checks'], 'check')}, {about['share_of_time']:.1%} of the time"
     parts = [f"held: {', '.join(about['held'])}"] if about["held"] else []
     parts += [f"nothing to compare: {', '.join(about['not_seen'])}"] if about["not_seen"] else []
     parts += [f"violated: {', '.join(v['invariant'] for v in about['violations'])}"] if about["violations"] else []

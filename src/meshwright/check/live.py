@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ class LiveWatch:
         self.judge = Judge(without)
         self.pid = os.getpid()
         self.step = self.calls = 0
+        self.spent, self.began = 0.0, time.perf_counter()
         self.updated = False
         self.names = Names()
         self.framework: FrameworkAdapter | None = None
@@ -101,7 +103,8 @@ class LiveWatch:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Whatever goes wrong in the watch ends the watch."""
+        """Whatever goes wrong in the watch ends the watch. What it takes is counted."""
+        began = time.perf_counter()
         try:
             with torch.no_grad():
                 yield
@@ -109,6 +112,7 @@ class LiveWatch:
             self.detach()
             text = f"meshwright check watch: rank {rank()}: the watch ends, the training goes on: {type(error).__name__}: {error}"
             print(text, file=sys.stderr, flush=True)
+        self.spent += time.perf_counter() - began
 
     # Hooks
 
@@ -226,8 +230,10 @@ class LiveWatch:
     def end_step(self) -> None:
         """Send the note of a checked step, and look for those of other ranks."""
         assert self.exchange is not None
-        if self.step == 0 and self.entry is not None:
-            self.entry.remove()
+        if self.step == 0:
+            self.spent, self.began = 0.0, time.perf_counter()  # from here on: the model is known
+            if self.entry is not None:
+                self.entry.remove()
         if self.note is not None:
             self.exchange.send(self.finished_note())
         self.exchange.look(self.report)
@@ -265,7 +271,8 @@ class LiveWatch:
         for violation in violations:
             print(f"meshwright check watch: {violation.error()}", file=sys.stderr, flush=True)
         self.out.mkdir(parents=True, exist_ok=True)
-        write_json(self.out / "watch.json", {"every": self.every, **self.judge.as_dict()})
+        share = self.spent / (time.perf_counter() - self.began)
+        write_json(self.out / "watch.json", {"every": self.every, "share_of_time": share, **self.judge.as_dict()})
         if violations and self.stop:
             self.exchange.stop()
 
