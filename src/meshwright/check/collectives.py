@@ -23,7 +23,7 @@ OPERATIONS = {
 
 
 class CollectiveLog(TorchDispatchMode):
-    """While it is started, notes each collective as {operation, group, bytes, backward}; `groups` are the ranks of each group."""
+    """While it is started, notes each collective as {operation, group, bytes, elements, backward}; `groups` are the ranks of each group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,18 +46,23 @@ class CollectiveLog(TorchDispatchMode):
         if func.namespace in NAMESPACES:
             operation = OPERATIONS.get(func._schema.name.partition("::")[2])
             if operation is not None:
-                self.note(operation, args, kwargs or {})
+                self.note(operation, args, kwargs or {}, func.namespace != "c10d")
         return func(*args, **(kwargs or {}))
 
-    def note(self, operation: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note(self, operation: str, args: tuple, kwargs: dict[str, Any], functional: bool) -> None:
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         group = next((name for leaf in leaves if (name := group_name(leaf))), "")
         if group and group not in self.groups:
             self.groups[group] = ranks_of(group)
-        size = max((t.numel() * t.element_size() for t in tensors), default=0)
+        largest = max(tensors, key=torch.Tensor.numel, default=None)
+        elements = 0 if largest is None else largest.numel()
+        if functional and operation == "all_gather":  # its output is no argument
+            elements *= len(self.groups.get(group, ())) or 1
+        size = 0 if largest is None else elements * largest.element_size()
         backward = torch._C._current_graph_task_id() != -1
-        self.seen.append({"operation": operation, "group": group, "bytes": size, "backward": backward})
+        row = {"operation": operation, "group": group, "bytes": size, "elements": elements, "backward": backward}
+        self.seen.append(row)
 
 
 def group_name(leaf: Any) -> str:

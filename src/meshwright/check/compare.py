@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshwright.check.expected import CollectiveFinding, between_members
 from meshwright.check.folder import RankStep, Recording
 from meshwright.check.match import Match
 from meshwright.check.merge import Beside, Merged, beside
@@ -57,6 +58,17 @@ class TensorDifference:
         return f"step {self.step}: {self.kind}{of} on {ranks} is off by {self.error:.1e} (bound {self.bound:.1e})"
 
 
+class ErrorAndBound(NamedTuple):
+    """Of a module's output or the gradient in it, or of a parameter's tensor; NaN: not seen."""
+
+    error: float = float("nan")
+    bound: float = float("nan")
+
+    @property
+    def is_off(self) -> bool:
+        return self.error > self.bound
+
+
 @dataclass
 class RunComparison:
     """The verdict on two recordings."""
@@ -67,10 +79,12 @@ class RunComparison:
     differences: list[TensorDifference]
     diagnosis: Diagnosis | None
     modules: list[
-        tuple[str, float, float]
-    ]  # of the step that differs, or of the last: name, error forward and backward
+        tuple[str, ErrorAndBound, ErrorAndBound]
+    ]  # of the step that differs, or of the last: output, gradient of it
+    gradients: dict[str, ErrorAndBound]  # of that step
     losses: list[tuple[float, float]]  # by step: reference, candidate
     unmapped: list[str]
+    collectives: list[CollectiveFinding]  # of the candidate: ranks of a group that issue others than the rest
     untold: str = ""
 
     @property
@@ -88,9 +102,10 @@ class RunComparison:
             "errors": finite(self.errors),
             "diagnosis": self.diagnosis and self.diagnosis.as_dict(),
             "differences": [finite(asdict(difference)) for difference in self.differences],
-            "modules": [finite({"name": n, "forward": f, "backward": b}) for n, f, b in self.modules],
+            "modules": [finite({"name": n, "forward": f.error, "backward": b.error}) for n, f, b in self.modules],
             "losses": [finite({"reference": a, "candidate": b}) for a, b in self.losses],
             "not_compared": self.unmapped,
+            "collectives": [asdict(finding) for finding in self.collectives],
         }
 
 
@@ -129,10 +144,10 @@ def compare(
     if not compared["gradient"] and not differences:
         untold = "no gradient of the candidate could be compared"
     diagnosis = pair.diagnose(differences[0], tolerance) if differences else None
-    modules = list(pair.modules.errors()) if pair.single else []
     return RunComparison(
-        step + 1, dict(compared), errors, differences, diagnosis, modules, losses, list(unmapped), untold
-    )
+        step + 1, dict(compared), errors, differences, diagnosis, list(pair.module_errors(tolerance)), pair.gradients, losses, list(unmapped),
+        list(between_members(candidate, pair.many)), untold,
+    )  # fmt: skip
 
 
 def small_only(differences: list[TensorDifference]) -> str:
@@ -186,6 +201,7 @@ class StepPair:
         self.batch_dims = reference.batch_dim, candidate.batch_dim
         self.compared: dict[str, int] = {}
         self.errors: dict[str, float] = {}
+        self.gradients: dict[str, ErrorAndBound] = {}
         self.unmapped: list[str] = []
         self.tensors: dict[str, tuple[dict[str, Merged], dict[str, Merged]]] = {}
         self.check_same_batch()
@@ -282,6 +298,8 @@ class StepPair:
             error = max(error, off)
             wrong |= set() if off <= bound else set(pair.ranks)
         self.compared[kind] = self.compared.get(kind, 0) + 1
+        if kind == "gradient":
+            self.gradients[name] = ErrorAndBound(error, bound)
         self.errors[kind] = max(self.errors.get(kind, 0.0), error)
         return TensorDifference(self.number, kind, name, tuple(sorted(wrong)), error, bound) if wrong else None
 
@@ -307,6 +325,11 @@ class StepPair:
     @cached_property
     def modules(self) -> StepModules:
         return StepModules(self.one, self.many, self.naming.rename, self.batch_dims)
+
+    def module_errors(self, tolerance: Tolerance) -> Iterator[tuple[str, ErrorAndBound, ErrorAndBound]]:
+        for name, forward, backward in self.modules.errors() if self.single else ():
+            bounds = (tolerance.bound(kind, self.number, name) for kind in ("output", "output gradient"))
+            yield name, ErrorAndBound(forward, next(bounds)), ErrorAndBound(backward, next(bounds))
 
     def diagnose(self, first: TensorDifference, tolerance: Tolerance) -> Diagnosis:
         if (unread := self.unread_samples()) is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isnan
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.check.compare import RunComparison
+from meshwright.check.expected import CollectiveFinding
 from meshwright.check.folder import Recording
 from meshwright.units import counted
 from meshwright.view.tables import table
@@ -37,6 +39,7 @@ def page(one: Recording, many: Recording, comparison: RunComparison) -> Renderab
     if len(comparison.differences) > SHOWN:
         lines.append(Text(f"  and {len(comparison.differences) - SHOWN} more", "dim"))
     lines += [numbers(comparison), strip(comparison)]
+    lines += [Text(f"collectives  {finding}", "red") for finding in comparison.collectives[:SHOWN]]
     for step, (reference, candidate) in enumerate(comparison.losses):
         lines.append(Text(f"loss of step {step}: {reference:.6g} there, {candidate:.6g} here", "dim"))
     if comparison.unmapped:
@@ -68,5 +71,18 @@ def strip(comparison: RunComparison) -> RenderableType:
     rows = table("module", "output#", "gradient of it#")
     for name, forward, backward in comparison.modules[max(at - 3, 0) : at + 5]:
         style = "bold red" if name == comparison.diagnosis.tensor else ""
-        rows.add_row(name or "model", f"{forward:.1e}", "" if isnan(backward) else f"{backward:.1e}", style=style)
+        shown = ("" if isnan(value.error) else f"{value.error:.1e}" for value in (forward, backward))
+        rows.add_row(name or "model", *shown, style=style)
     return rows
+
+
+def findings_page(
+    recording: Recording, step: int, findings: Sequence[CollectiveFinding], against: str
+) -> RenderableType:
+    """The collectives of a step beside those of the other ranks, and of the plan of the settings if there are any."""
+    serious = [finding for finding in findings if finding.kind != "note"]
+    sign, style = SIGNS["differs" if serious else "equal within rounding"]
+    verdict = f"{len(serious)} findings" if serious else "the collectives that must be there are there"
+    lines = [Text.assemble((f"{sign} {verdict}", style), f"  {about(recording)}, step {step}, beside {against}")]
+    lines += [Text(f"  {finding}", "" if finding.kind == "note" else "red") for finding in findings]
+    return Group(*lines)

@@ -31,7 +31,9 @@ def record_command(
 
 @command.command("compare")
 @described
-def compare_command(reference: Path, candidate: Path, table: Path | None = None, as_json: bool = False) -> None:
+def compare_command(
+    reference: Path, candidate: Path, table: Path | None = None, html: Path | None = None, as_json: bool = False
+) -> None:
     """Compare two recordings of the same steps, and name the first difference: where it is, and what its numbers look like.
 
     Exit code 0: equal within rounding; 1: differs, or cannot be told."""
@@ -39,12 +41,18 @@ def compare_command(reference: Path, candidate: Path, table: Path | None = None,
     from meshwright.check.folder import Recording
     from meshwright.check.names import read_table
     from meshwright.check.page import page
-    from meshwright.cli.output import patient
+    from meshwright.cli.output import patient, writable
     from meshwright.view.tables import show, show_json
 
+    writable(html)
     with patient("comparing", measurable=False):
         one, many = Recording.read(reference), Recording.read(candidate)
         comparison = compare(one, many, one.perturbed(), read_table(table))
+    if html is not None:
+        from meshwright.check.html import document
+        from meshwright.describe.files import write_text
+
+        write_text(html, document(one, many, comparison))
     if as_json:
         show_json(comparison.as_dict())
     else:
@@ -71,3 +79,38 @@ def watch_command(
     if (out / "watch.json").exists():
         show(summary_of(read_json(out / "watch.json")), stderr=True)
     raise SystemExit(code)
+
+
+@command.command("collectives")
+@described
+def collectives_command(
+    recording: Path,
+    settings: str = "",
+    model: str = "",
+    cluster: str = "",
+    gpus: int = 0,
+    set: list[str] = [],
+    step: int = 0,
+    as_json: bool = False,
+) -> None:
+    """Compare the collectives of a recording among the ranks of each group, and with those that the plan of its settings needs.
+
+    Exit code 1: one is missing, repeated, or in a wrong group. No second recording is needed."""
+    from meshwright.check.expected import against_plan, between_members
+    from meshwright.check.folder import Recording
+    from meshwright.check.page import findings_page
+    from meshwright.interop.files import configure, is_settings_file
+    from meshwright.view.tables import show, show_json
+
+    many = Recording.read(recording)
+    steps = many.step(min(step, many.steps - 1))
+    findings = list(between_members(many, steps))
+    if settings:
+        cluster = cluster or ("dgx-h100" if is_settings_file(settings) else "")  # no time is asked: any cluster does
+        config = configure(model, cluster, plan=settings, gpus=gpus or many.world, set=set)
+        findings += against_plan(many, steps, config)
+    if as_json:
+        show_json({"findings": [vars(finding) for finding in findings]})
+    else:
+        show(findings_page(many, min(step, many.steps - 1), findings, settings or "the other ranks"))
+    raise SystemExit(any(finding.kind != "note" for finding in findings))

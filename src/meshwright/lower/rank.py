@@ -78,7 +78,15 @@ class RankStage:
     split: int
 
 
-Sent = tuple[str, str, str, float, float]  # name, axis, collective, count, total bytes
+class Sent(NamedTuple):
+    """All messages of one operation in a step of a rank."""
+
+    name: str
+    axis: str
+    collective: str
+    times: float
+    bytes: float  # of all of them
+    phase: str = ""  # of a block; "": once per step
 
 
 def traffic_of_rank(
@@ -88,7 +96,14 @@ def traffic_of_rank(
     order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
     data: Given | None = None,
 ) -> list[Record]:
-    """All messages of this rank in the step of a program of one plan."""
+    """All messages of this rank in the step of a program of one plan, by axis and collective."""
+    return records(row[:5] for row in messages_of_rank(program, plan, rank, order, data))
+
+
+def messages_of_rank(
+    program: StepProgram, plan: Plan, rank: int, order: tuple[str, ...], data: Given | None = None
+) -> list[Sent]:
+    """The same, operation by operation."""
     b = program.batch
     model, data, plan = b.model, data or Given(), resolve_recompute_budget(b.model, plan, b.workload, b.stack)
     layout, m = Layout(plan, order), plan.microbatches(b.workload)
@@ -110,12 +125,12 @@ def traffic_of_rank(
         ),
     ]
     issued += [
-        (op.name, op.axis, op.collective, scalar(op.count), scalar(op.count * op.message_bytes))
+        Sent(op.name, op.axis, op.collective, scalar(op.count), scalar(op.count * op.message_bytes))
         for op in ops
         if op.axis
     ]
-    sizes = {axis: scalar(program.batch.size(axis)) for _, axis, *_ in issued}
-    return records(row for row in issued if row[3] and sizes[row[1]] > 1)
+    sizes = {axis: scalar(program.batch.size(axis)) for axis in {row.axis for row in issued}}
+    return [row for row in issued if row.times and sizes[row.axis] > 1]
 
 
 def places(layout: Layout, rank: int, model: Model) -> dict[str, int]:
@@ -158,7 +173,7 @@ def in_blocks(
             n = times * scalar(op.message_bytes)
             if times and data.routed is not None and data_decides(op, model):
                 n = routed_bytes(program, op, data.routed[layer])
-            yield op.name, op.axis, op.collective, times, n
+            yield Sent(op.name, op.axis, op.collective, times, n, phase)
 
 
 def rounds(
@@ -200,9 +215,9 @@ def boundaries(program: StepProgram, pipeline: PipelineProgram | None, at: int, 
     if pipeline is None:
         return
     pairs = [(a, b) for a, b in pairwise(pipeline.rank_of.tolist()) if a != b]
-    for (_, op), senders in zip(boundary_ops(program), ([a for a, _ in pairs], [b for _, b in pairs]), strict=True):
+    for (phase, op), senders in zip(boundary_ops(program), ([a for a, _ in pairs], [b for _, b in pairs]), strict=True):
         count = float(m * senders.count(at))
-        yield op.name, op.axis, op.collective, count, count * scalar(op.message_bytes)
+        yield Sent(op.name, op.axis, op.collective, count, count * scalar(op.message_bytes), phase)
 
 
 # Once per step
