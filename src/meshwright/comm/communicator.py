@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache, partial
+from mmap import mmap
 from typing import Any, TypeVar
 
 import torch
@@ -166,12 +167,15 @@ class Communicator:
         return cls.over(PointToPoint(group, rank, size, timeout), near, GroupFailure(store, rank))
 
     @classmethod
-    def over(cls, far: PointToPoint, near: dict[int, handshake.Connection], failure: GroupFailure) -> Communicator:
+    def over(
+        cls, far: PointToPoint, near: tuple[mmap, dict[int, handshake.Link]] | None, failure: GroupFailure
+    ) -> Communicator:
         """Shared memory if all ranks are on one host, else point-to-point messages."""
-        if not near:
+        if near is None:
             return cls(far, failure, far.timeout)
-        memory = SharedMemory(far.rank, far.size, near, far.timeout.total_seconds(), failure.check)
-        communicator = cls(memory, failure, far.timeout)
+        communicator = cls(
+            SharedMemory(far.rank, *near, far.timeout.total_seconds(), failure.check), failure, far.timeout
+        )
         communicator.far = far
         return communicator
 

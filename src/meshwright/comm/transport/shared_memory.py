@@ -1,28 +1,27 @@
-"""Messages between ranks of one host through shared memory.
+"""Messages between ranks of one host: data in memory that all of them read, and short entries about it through pipes.
 
-To send, a rank copies a slice of the message into a free slot of its area (`area`), writes an entry (call, sizes, slot) for
-each receiver, and posts the receivers' semaphores. A receiver reads the slice where it is: a reduction reads the slot and
-its own buffer and writes its buffer. Then it returns the slot. The data is copied once on its way, also if it is for
-several ranks.
+To send, a rank copies a slice of the message into a free slot of its area and writes an entry (call, sizes, slot) into the pipe of
+each receiver. A receiver reads the slice where it is: a reduction reads the slot and its own buffer and writes its buffer. Then it returns
+the slot, by an entry in the other direction. The data is copied once on its way, also if it is for several ranks.
 
-    sender     copy slice 0 → slot 0, post │ copy slice 1 → slot 1, post   │ …
-    receiver                               │ reduce slot 0 → buffer, return │ reduce slot 1 → buffer, return
+    sender     copy slice 0 → slot 0, entry │ copy slice 1 → slot 1, entry  │ …
+    receiver                                │ reduce slot 0 → buffer, return │ reduce slot 1 → buffer, return
 
-A rank never blocks in a send: slices wait in a queue until slots are free, and are copied while the rank waits for
-something else. Slots are used in turn. Messages are sent and received in one order that is common to all ranks
-(`run`), so the oldest message that waits for a slot always gets one: nothing can deadlock.
+An entry is shorter than what the kernel writes at once, and a pipe holds more entries than there are slots: no write blocks. The system
+calls also order the memory accesses of the two ranks, on every processor.
 
-A rank that waits sleeps. It wakes regularly to look whether its peer has ended or left the group, or another rank has published
-an error.
+A rank never blocks in a send: slices wait in a queue until slots are free, and are copied while the rank waits for something else. A rank
+that waits sleeps until an entry comes. If slices wait for slots meanwhile and nothing comes, it copies what has arrived out of the slots of
+its peers, who may be waiting for free slots too: so nothing can deadlock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import struct
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -34,22 +33,32 @@ import torch
 from meshwright.comm.call import LAYOUT, Call, CallPlace, Lost, check_bytes, check_header
 from meshwright.comm.transport import handshake
 from meshwright.comm.transport.base import Destination, Pending
-from meshwright.comm.transport.handshake import Connection, ReaderBlock
+from meshwright.comm.transport.handshake import Link
 
-TRIES = 20  # before a rank that waits sleeps, each with its core left to the others
-SLEEP_S = 0.02  # a sleeping rank looks this often whether its peer has ended
-SHORT_SLEEP_S = 2e-4  # or, if messages wait for slots, whether slots were returned
-LOOK_S = 0.5  # a waiting rank looks this often whether another rank has failed
-SIZES = struct.Struct("<QII")  # bytes of the message, bytes in the slot, number of the slot
+ENTRY = struct.Struct(
+    f"<{LAYOUT.size}sQIi"
+)  # call, bytes of the message, bytes in the slot, slot; ~slot: it is returned
+LOOK_MS, SHORT_MS = (
+    500,
+    1,
+)  # a waiting rank looks this often whether another rank has failed; if slices wait, whether peers wait too
 
-Readers = list[tuple["PeerLink", int]]  # who reads a slot: link, number of the slice
+
+class Slice(NamedTuple):
+    """A slice that has arrived; slot −1: its data was copied out of the slot."""
+
+    call: bytes
+    sent: int  # bytes of the message
+    size: int
+    slot: int
+    data: torch.Tensor
 
 
 class Outgoing:
     """A message in the queue: its pieces, and how much of it has been copied."""
 
     def __init__(
-        self, memory: SharedMemory, links: list[PeerLink], pieces: list[torch.Tensor], place: CallPlace
+        self, memory: SharedMemory, links: list[Link], pieces: Sequence[torch.Tensor], place: CallPlace
     ) -> None:
         self.memory, self.links, self.pieces, self.place = memory, links, pieces, place
         self.dtype = pieces[0].dtype if pieces else torch.uint8
@@ -59,7 +68,7 @@ class Outgoing:
 
     def wait(self) -> None:
         """Wait until the message is copied, so that its tensors may be overwritten."""
-        self.memory.drain(self.place, self)
+        self.memory.wait(self.place, lambda: self.done)
 
     def copy_slice(self, slot: torch.Tensor) -> int:
         """Copy the next elements into a slot, as many as fit; return their bytes."""
@@ -68,11 +77,11 @@ class Outgoing:
             skip, length = max(0, self.at - at), piece.numel()
             size = min(length - skip, room - filled)
             if size > 0:
-                target = slot if size == room else slot[filled : filled + size]
-                target.copy_(piece if size == length else piece[skip : skip + size])
+                slot[filled : filled + size].copy_(piece[skip : skip + size])
                 filled += size
             at += length
         self.at += filled
+        self.done = self.at == self.count
         return filled * self.dtype.itemsize
 
 
@@ -80,65 +89,26 @@ class Incoming(NamedTuple):
     """A message that a rank expects; it is applied slice by slice when it is waited for."""
 
     memory: SharedMemory
-    link: PeerLink
+    link: Link
     to: Destination
     place: CallPlace
 
     def wait(self) -> None:
-        total, at = self.to.nbytes, 0
+        total, at, link = self.to.nbytes, 0, self.link
         dtype = self.to.parts[0].into.dtype if self.to.parts else torch.uint8
         while True:
-            entry, slot = self.link.next_slice(self.place)
-            check_header(self.place, self.link.peer, entry[: LAYOUT.size])
-            sent, size, number = SIZES.unpack_from(entry, LAYOUT.size)
-            check_bytes(self.place, self.link.peer, sent, total)
+            if not link.entries:
+                self.memory.wait(self.place, lambda: bool(link.entries), link)
+            call, sent, size, slot, data = link.entries.popleft()
+            check_header(self.place, link.peer, call)
+            check_bytes(self.place, link.peer, sent, total)
             if size:
-                data = self.link.slots(dtype)[number] if slot is None else slot.view(dtype)
-                count = size // dtype.itemsize
-                self.to.apply(data if count == data.numel() else data[:count], at // dtype.itemsize)
-            if slot is None:
-                self.memory.post(self.link.reading.returned)
+                self.to.apply(data.view(dtype), at // dtype.itemsize)
+            if slot >= 0:
+                self.memory.tell(link, ~slot)
             at += size
             if at >= total:
                 return
-
-
-class PeerLink:
-    """One peer: the blocks of both areas, and the counts of messages."""
-
-    def __init__(self, memory: SharedMemory, peer: int, connection: Connection) -> None:
-        self.memory, self.peer, self.connection = memory, peer, connection
-        self.process = select.poll()
-        self.process.register(connection.process, select.POLLIN)  # readable when the process has ended
-        self.writing = ReaderBlock.of(connection.outgoing, connection.peer)
-        self.reading = ReaderBlock.of(connection.incoming, connection.rank)
-        self.slots = memory.slots_of(connection.incoming)
-        self.sent = self.returned = self.received = 0
-        self.copied: deque[tuple[bytes, torch.Tensor]] = deque()  # slices that were copied out of their slots early
-        self.closed = False
-
-    def next_slice(self, place: CallPlace) -> tuple[bytes, torch.Tensor | None]:
-        """The entry of the next slice, and its bytes if they were copied out of their slot."""
-        if self.copied:
-            return self.copied.popleft()
-        if self.memory.try_wait(self.reading.data):
-            self.memory.wait_for_data(self, place)
-        return self.read(), None
-
-    def read(self) -> bytes:
-        """The entry of a slice that has arrived."""
-        block = self.reading
-        at = block.entries + self.received % handshake.SLOTS * handshake.ENTRY
-        self.received += 1
-        return block.memory[at : at + handshake.HEADER.size]
-
-    def copy_arrived(self) -> None:
-        """Copy what has arrived out of its slots, and return them."""
-        while self.memory.try_wait(self.reading.data) == 0:
-            entry = self.read()
-            _, size, number = SIZES.unpack_from(entry, LAYOUT.size)
-            self.copied.append((entry, self.slots(torch.uint8)[number][:size].clone()))
-            self.memory.post(self.reading.returned)
 
 
 class SharedMemory:
@@ -147,36 +117,33 @@ class SharedMemory:
     def __init__(
         self,
         rank: int,
-        size: int,
-        connections: dict[int, Connection],
+        area: mmap,
+        links: dict[int, Link],
         timeout: float,
         check_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rank, self.size, self.timeout, self.check_failure = rank, size, timeout, check_failure
+        self.rank, self.size, self.links = rank, len(links) + 1, links
+        self.timeout, self.check_failure = timeout, check_failure
         self.slice_bytes = handshake.SLOT
-        functions = handshake.load()
-        assert functions is not None
-        self.functions, self.post, self.try_wait = functions, functions.post, functions.try_wait
-        outgoing = next(iter(connections.values())).outgoing
-        self.slots = self.slots_of(outgoing)
-        self.leave = weakref.finalize(self, handshake.leave, outgoing, rank)  # also where the group is just dropped
-        self.links = {peer: PeerLink(self, peer, connection) for peer, connection in connections.items()}
-        self.unused = list(range(handshake.SLOTS))  # slots that were never used
-        self.in_use: deque[tuple[int, Readers]] = deque()  # slots in the order of their use
+        whole = torch.frombuffer(area, dtype=torch.uint8)
+        self.slots = cache(lambda dtype: whole.view(dtype).split(handshake.SLOT // dtype.itemsize))
+        self.free = list(range(handshake.SLOTS))
+        self.readers = [0] * handshake.SLOTS
         self.queue: deque[Outgoing] = deque()
-
-    def slots_of(self, memory: mmap) -> Callable[[torch.dtype], list[torch.Tensor]]:
-        """The slots of an area, as tensors of any dtype."""
-        area = torch.frombuffer(memory, dtype=torch.uint8, offset=handshake.first_slot(self.size))
-        return cache(lambda dtype: list(area.view(dtype).split(handshake.SLOT // dtype.itemsize)))
+        self.areas = {peer: torch.frombuffer(link.area, dtype=torch.uint8) for peer, link in links.items()}
+        self.poller, self.by_file = select.poll(), dict[int, Link]()
+        for link in links.values():
+            for file in (link.inbox, link.process):
+                self.poller.register(file, select.POLLIN)
+                self.by_file[file.fileno()] = link
 
     def begin(self, call: Call, sent: dict[int, int], received: dict[int, int]) -> None:
         """Every message has a header: nothing is exchanged beforehand."""
 
     def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: CallPlace) -> Sequence[Pending]:
-        message = Outgoing(self, [self.links[peer] for peer in peers], list(pieces), place)
+        message = Outgoing(self, [self.links[peer] for peer in peers], pieces, place)
         self.queue.append(message)
-        self.try_queue()
+        self.send_queued()
         return [] if message.done else [message]
 
     def receive(self, peer: int, to: Destination, place: CallPlace) -> Pending:
@@ -186,119 +153,80 @@ class SharedMemory:
         """All sends were waited for, so nothing is queued."""
 
     def close(self) -> None:
-        """Close all connections; peers that wait for this rank raise an error."""
-        self.leave()
+        """Close all pipes; peers that wait for this rank raise an error."""
         for link in self.links.values():
+            link.outbox.close()
+
+    def send_queued(self) -> None:
+        """Copy queued messages into free slots, and tell the receivers."""
+        while self.queue and self.free:
+            message, slot = self.queue[0], self.free.pop()
+            size = message.copy_slice(self.slots(message.dtype)[slot])
+            self.readers[slot] = len(message.links)
+            for link in message.links:
+                link.unreturned += 1
+                total = message.count * message.dtype.itemsize
+                self.tell(link, slot, message.place.call.packed, total, size)
+            if message.done:
+                self.queue.popleft()
+
+    def tell(self, link: Link, slot: int, call: bytes = b"", sent: int = 0, size: int = 0) -> None:
+        try:
+            os.write(link.outbox.fileno(), ENTRY.pack(call, sent, size, slot))
+        except BrokenPipeError:
             link.closed = True
 
-    # Sending
+    def look(self, milliseconds: int) -> bool:
+        """Read the entries that have come, or come within this time; return whether there are any."""
+        events = self.poller.poll(milliseconds)
+        for file, _ in events:
+            link = self.by_file[file]
+            try:
+                data = os.read(link.inbox.fileno(), select.PIPE_BUF // ENTRY.size * ENTRY.size)
+                link.closed |= not data
+            except BlockingIOError:  # its process has ended
+                data, link.closed = b"", True
+            for call, sent, size, slot in ENTRY.iter_unpack(data):
+                if slot >= 0:
+                    start = slot * handshake.SLOT
+                    link.entries.append(Slice(call, sent, size, slot, self.areas[link.peer][start : start + size]))
+                    continue
+                link.unreturned -= 1
+                self.readers[~slot] -= 1
+                if not self.readers[~slot]:
+                    self.free.append(~slot)
+            if link.closed:
+                for ended in (link.inbox, link.process):
+                    with contextlib.suppress(KeyError):
+                        self.poller.unregister(ended)
+        return bool(events)
 
-    def copy(self, message: Outgoing) -> None:
-        """Copy a message into slots, as far as there are free ones, and tell the receivers."""
-        while not message.done:
-            slot = self.free_slot()
-            if slot < 0:
+    def copy_arrived(self) -> None:
+        """Copy what has arrived out of the slots of the peers, and return them."""
+        for link in self.links.values():
+            for k, arrived in enumerate(link.entries):
+                if arrived.slot >= 0:
+                    link.entries[k] = arrived._replace(slot=-1, data=arrived.data.clone())
+                    self.tell(link, ~arrived.slot)
+
+    def wait(self, place: CallPlace, done: Callable[[], bool], link: Link | None = None) -> None:
+        """Send what is queued and read what comes until `done`; without a link the rank waits for slots. Raises if that peer has ended,
+        another rank has failed, or the timeout is over."""
+        start = looked = time.monotonic()
+        while True:
+            self.send_queued()
+            if done():
                 return
-            size = message.copy_slice(self.slots(message.dtype)[slot])
-            total = message.count * message.dtype.itemsize
-            self.deliver(slot, message.links, message.place.call.packed, total, size)
-            message.done = message.at == message.count
-
-    def deliver(self, slot: int, links: list[PeerLink], packed: bytes, total: int, size: int) -> None:
-        """Tell the receivers of a slot: it has `size` of a message's `total` bytes; `packed` describes the call."""
-        readers: Readers = []
-        for link in links:
-            sent, block = link.sent, link.writing
-            at = block.entries + sent % handshake.SLOTS * handshake.ENTRY
-            handshake.HEADER.pack_into(block.memory, at, packed, total, size, slot)
-            readers.append((link, sent))
-            link.sent = sent + 1
-            self.post(block.data)
-        self.in_use.append((slot, readers))
-
-    def free_slot(self) -> int:
-        """A free slot, or −1. The slot that was used first is used again if it was returned: it is still in the cache."""
-        if self.in_use and self.blocking_reader() is None:
-            return self.in_use.popleft()[0]
-        return self.unused.pop() if self.unused else -1
-
-    def blocking_reader(self) -> PeerLink | None:
-        """The peer that still reads the slot that was used first; None if all have returned it."""
-        for link, number in self.in_use[0][1]:
-            if link.returned <= number:
-                while not self.try_wait(link.writing.returned):
-                    link.returned += 1
-                if link.returned <= number:
-                    return link
-        return None
-
-    def try_queue(self) -> bool:
-        """Copy queued messages into free slots; return whether the queue is empty."""
-        while self.queue:
-            self.copy(self.queue[0])
-            if not self.queue[0].done:
-                return False
-            self.queue.popleft()
-        return True
-
-    def drain(self, place: CallPlace, last: Outgoing | None = None) -> None:
-        """Send everything that is queued, or all up to one message; sleep until slots are returned.
-
-        Meanwhile it copies what has arrived out of the peers' slots: a peer may be waiting for free slots too.
-        """
-        watch = Watch(self, place)
-        while not (self.try_queue() or (last is not None and last.done)):
-            for link in self.links.values():
-                link.copy_arrived()
-            reader = self.blocking_reader() if self.in_use else None
-            if reader is None:
+            peer = link or next((one for one in self.links.values() if one.unreturned), None)
+            if peer is not None and peer.closed:
+                raise Lost(place, peer.peer, "has ended or left the group (Connection closed by peer)")
+            if self.look(SHORT_MS if self.queue else LOOK_MS):
                 continue
-            if handshake.sleep_until_posted(self.functions, reader.writing.returned, SLEEP_S):
-                reader.returned += 1
-                watch = Watch(self, place)
-            elif self.blocking_reader() is reader:
-                watch.check(reader)
-
-    # Waiting
-
-    def wait_for_data(self, link: PeerLink, place: CallPlace) -> None:
-        """Wait for the next slice of a peer, and send what is queued meanwhile."""
-        semaphore = link.reading.data
-        for _ in range(TRIES):
-            self.try_queue()
-            os.sched_yield()
-            if not self.try_wait(semaphore):
-                return
-        watch = Watch(self, place)
-        while not handshake.sleep_until_posted(self.functions, semaphore, SHORT_SLEEP_S if self.queue else SLEEP_S):
-            if self.queue and not self.try_queue():
-                for other in self.links.values():
-                    if other is not link:
-                        other.copy_arrived()
-            if self.is_closed(link) and self.try_wait(semaphore) == 0:  # posted before the peer ended
-                return
-            watch.check(link)
-
-    def is_closed(self, link: PeerLink) -> bool:
-        """Whether a peer has ended, or left the group."""
-        link.closed |= handshake.has_left(link.connection.incoming, link.peer) or bool(link.process.poll(0))
-        return link.closed
-
-
-class Watch:
-    """The time that a rank has waited for a peer."""
-
-    def __init__(self, memory: SharedMemory, place: CallPlace) -> None:
-        self.memory, self.place = memory, place
-        self.start = self.looked = time.monotonic()
-
-    def check(self, link: PeerLink) -> None:
-        """Raise if the peer has ended, another rank has failed, or the timeout is over."""
-        if self.memory.is_closed(link):
-            raise Lost(self.place, link.peer, "has ended or left the group (Connection closed by peer)")
-        now = time.monotonic()
-        if now >= self.looked + LOOK_S:
-            self.looked = now
-            self.memory.check_failure()
-        if now >= self.start + self.memory.timeout:
-            raise Lost(self.place, link.peer, "did not answer in time: Timed out waiting for a message")
+            if self.queue:
+                self.copy_arrived()
+            now = time.monotonic()
+            if now >= looked + LOOK_MS / 1000:
+                looked = now
+                self.check_failure()
+            if peer is not None and now >= start + self.timeout:
+                raise Lost(place, peer.peer, "did not answer in time: Timed out waiting for a message")
