@@ -28,7 +28,7 @@ def commands() -> str:
         made: Any = typer.main.get_command(build(name))
         lines += [f"## {name}", ""]
         inner = getattr(made, "commands", {})
-        lines += [plain(made.help or COMMANDS[name].help), ""]
+        lines += [plain(made.help or COMMANDS[name]), ""]
         for title, command in inner.items() or [("", made)]:
             if title:
                 lines += [f"### {name} {title}", "", plain(command.help or ""), ""]

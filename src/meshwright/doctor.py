@@ -36,6 +36,11 @@ class Check:
     fix: str = ""
 
 
+def check(what: str, good: bool, found: str, fix: str, otherwise: str = LIMITED) -> Check:
+    """A check that works, or has a fix."""
+    return Check(what, OK if good else otherwise, found, "" if good else fix)
+
+
 @dataclass(frozen=True)
 class Checkup(Shown):
     """All checks, by section."""
@@ -72,20 +77,14 @@ def guard(what: str, check: Callable[[], list[Check]]) -> list[Check]:
 
 def versions() -> list[Check]:
     """Python and the packages that planning needs."""
-    python = sys.version_info >= (3, 11)
-    out = [
-        Check(
-            "Python",
-            OK if python else FAILS,
-            f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-            "" if python else "install Python 3.11 or later",
-        )
-    ]
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     found = installed_versions(NEEDED)
     missing = [name for name in NEEDED if name not in found]
     listed = ", ".join(f"{name} {version}" for name, version in found.items())
-    fix = f"pip install {' '.join(missing)}" if missing else ""
-    return [*out, Check("packages", FAILS if missing else OK, listed, fix)]
+    return [
+        check("Python", sys.version_info >= (3, 11), python, "install Python 3.11 or later", FAILS),
+        check("packages", not missing, listed, f"pip install {' '.join(missing)}", FAILS),
+    ]
 
 
 def torch_checks() -> tuple[Check, Check]:
@@ -102,9 +101,8 @@ def torch_checks() -> tuple[Check, Check]:
         return Check("torch", FAILS, broken, fix), Check("GPUs", FAILS, "torch cannot be imported")
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(distributed, f"is_{name}_available")()]
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    state = OK if release >= (2, 11) else LIMITED
     words = f"{torch.__version__}, backends {', '.join(backends) or 'none'}"
-    return Check("torch", state, words, "" if state == OK else 'pip install "torch>=2.11"'), gpu_check(torch)
+    return check("torch", release >= (2, 11), words, 'pip install "torch>=2.11"'), gpu_check(torch)
 
 
 def gpu_check(torch: Any) -> Check:
@@ -126,9 +124,8 @@ def processor() -> list[Check]:
     out = [Check("processor", OK, f"{usable_cores():g} usable cores, {memory} memory")]
     if SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free
-        few = free < LITTLE_SHARED
         words = f"{format_bytes(free)} free in {SHARED_MEMORY}"
-        out.append(Check("shared memory", LIMITED if few else OK, words, "docker run --shm-size=8g …" if few else ""))
+        out.append(check("shared memory", free >= LITTLE_SHARED, words, "docker run --shm-size=8g …"))
     return out
 
 
@@ -158,33 +155,25 @@ def limits() -> list[Check]:
     import resource
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    few = 0 <= files < FEW_FILES
-    out = [
-        Check(
-            "open files",
-            LIMITED if few else OK,
-            f"{files:,}" if files >= 0 else "any",
-            "ulimit -n 65536" if few else "",
-        )
-    ]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if hasattr(resource, "RLIMIT_MEMLOCK") else -1
-    small = 0 <= locked < 2**26
-    words = format_bytes(locked) if locked >= 0 else "any"
-    out.append(
-        Check("locked memory", LIMITED if small else OK, words, "InfiniBand needs ulimit -l unlimited" if small else "")
-    )
-    return out
+    words = f"{files:,}" if files >= 0 else "any", format_bytes(locked) if locked >= 0 else "any"
+    return [
+        check("open files", not 0 <= files < FEW_FILES, words[0], "ulimit -n 65536"),
+        check("locked memory", not 0 <= locked < 2**26, words[1], "InfiniBand needs ulimit -l unlimited"),
+    ]
 
 
 def commands(torch: Check, gpus: Check) -> list[Check]:
     """Each group of commands with what it needs."""
     trains = torch.state != FAILS and "not installed" not in torch.found
-    fix = install_command("train")
-    reason = torch.found if not trains else ""
     return [
         Check("plan, estimate, simulate, show, lint, validate, launch", OK, "need no torch and no GPU"),
-        Check(
-            "verify, train, bench on CPU processes", OK if trains else FAILS, reason or "gloo", "" if trains else fix
+        check(
+            "verify, train, bench on CPU processes",
+            trains,
+            "gloo" if trains else torch.found,
+            install_command("train"),
+            FAILS,
         ),
         Check("train, bench on GPUs", gpus.state if gpus.state == OK else FAILS, gpus.found, gpus.fix),
         emulation(),
@@ -210,9 +199,8 @@ def emulation() -> Check:
 def extra(what: str, name: str, packages: tuple[str, ...] = ()) -> Check:
     needed = packages or tuple(EXTRAS[name])
     missing = [package for package in needed if package not in installed_versions(needed)]
-    if missing:
-        return Check(what, FAILS, f"{', '.join(missing)} not installed", install_command(name))
-    return Check(what, OK, ", ".join(needed))
+    found = f"{', '.join(missing)} not installed" if missing else ", ".join(needed)
+    return check(what, not missing, found, install_command(name), FAILS)
 
 
 def page(checkup: Checkup) -> Any:

@@ -17,12 +17,11 @@ from collections.abc import Callable
 
 import pytest
 
-import ranks
-from meshwright.calibrate.points import Bench, DevicePoint, RankInfo
+from meshwright.calibrate.points import Bench, RankInfo
 from meshwright.cli import main
 from meshwright.cli.bench import finish, measured
 from meshwright.comm.bench import collectives, run
-from meshwright.comm.bench.backends import OPERATIONS, named_hosts, session
+from meshwright.comm.bench.backends import OPERATIONS, named_hosts
 from meshwright.comm.bench.collectives import (
     DEVICE,
     PAIR,
@@ -34,7 +33,7 @@ from meshwright.comm.bench.collectives import (
     pairs_of,
     sizes_of,
 )
-from meshwright.comm.bench.run import Collector, measure_slowdown, sweep_of
+from meshwright.comm.bench.run import Collector, sweep_of
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS
 from meshwright.programs.collectives.comparison import SWITCHED
@@ -262,45 +261,6 @@ def test_every_algorithm_of_ours_is_measured_by_name() -> None:
     assert ("all-reduce", "ring") in algorithms
 
 
-def slowdown_of_a_rank(context) -> list[dict]:
-    return [point.model_dump() for point in measure_slowdown(session(context.device), 0.3)]
-
-
-def calls_of_a_slow_network(context) -> tuple[float, float]:
-    """Bytes of the largest all-reduce that is tried where 1 MiB takes a second, and the seconds that all of them take."""
-    sent, all_reduce = [], run.distributed.all_reduce
-
-    def slow(tensor, *args, **options):
-        sent.append(tensor.nbytes)
-        time.sleep(tensor.nbytes / 2**20)
-        return all_reduce(tensor, *args, **options)
-
-    here = session(context.device)
-    run.distributed.all_reduce = slow
-    try:
-        measure_slowdown(here, 1.5)
-    finally:
-        run.distributed.all_reduce = all_reduce
-    return max(sent), sum(sent) / 2**20
-
-
-def test_a_slow_network_is_not_filled_for_the_slowdown_of_compute() -> None:
-    """A bench between slow nodes would spend its time there: 16 MiB took seconds, and no time was left for pairs."""
-    for largest, seconds in ranks.run(2, calls_of_a_slow_network):
-        assert largest == run.SMALLEST_REDUCE
-        assert seconds < 2
-
-
-def test_slowdown_beside_ranks_and_collectives() -> None:
-    """Every condition is measured, against the product of one rank while the others wait."""
-    first, *_ = ranks.run(2, slowdown_of_a_rank)
-    plain, *others = [DevicePoint(**fields) for fields in first]
-    assert (plain.condition, plain.slowdown) == ("", 1.0)
-    conditions = [re.sub(r"\d+ [KM]iB", "SIZE", p.condition) for p in others]
-    assert conditions == ["all 2 ranks compute", "all ranks compute during an all-reduce of SIZE"]
-    assert all(p.slowdown == pytest.approx(p.median_s / plain.median_s) for p in others)
-
-
 def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch) -> None:
     """Ctrl-C after the fifth progress message, as the parent of the ranks receives it."""
     shown = []
@@ -328,7 +288,7 @@ def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch
 
 
 def test_bench_interrupted_while_it_measures_the_device_keeps_the_first_round(monkeypatch) -> None:
-    """Ctrl-C after the first message about the device, which has one round and no slowdown under other ranks."""
+    """Ctrl-C after the first message about the device, which has one round."""
     received = []
 
     class Interrupted(Collector):

@@ -30,7 +30,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshwright.errors import MeshwrightError, cannot_write, nearest, unknown
 from meshwright.version import EXTRAS, missing_package, require_torch, version_report
@@ -46,46 +46,33 @@ REPLACEMENTS = {"x": "×✕✗", "+": "✓┼", ".": "·…•", ">": "→≥", 
                 "a": "α", "#": "█▉▊▋▌▇▐▓", "=": "▆▅▍▒", "_": "▄▃▂▁", ":": "░", "^": "↑", "v": "↓"}  # fmt: skip
 ASCII = str.maketrans({character: plain for plain, group in REPLACEMENTS.items() for character in group})
 
-LEAD, MORE = "Main commands", "More commands"
 
-
-class Command(NamedTuple):
-    """One line of the help page, and the panel that lists it. The module is `meshwright.cli.<name>`."""
-
-    help: str
-    panel: str = MORE
-
-
-COMMANDS: dict[str, Command] = {
-    "plan": Command("Find the fastest parallel plan that fits in memory, and explain the choice.", LEAD),
-    "estimate": Command("Predict step time, memory and traffic of one plan.", LEAD),
-    "simulate": Command("Show the step of a plan as a timeline per rank; write Perfetto traces."),
-    "show": Command("Draw and count a collective algorithm, a pipeline schedule or a lesson."),
-    "lint": Command("Find anti-patterns in a plan, each with its cost in seconds and a fix."),
-    "migrate": Command("Write settings of one framework as settings of another; list what is lost."),
-    "validate": Command("Compare predictions with published training runs."),
-    "verify": Command("Prove on local processes that a plan trains the same model as one device.", LEAD),
-    "train": Command("Train a plan on local processes and compare the run with its prediction.", LEAD),
-    "check": Command(
-        "Compare anybody's training code with one device: record a few steps of both, name the first difference."
-    ),
-    "launch": Command("Write the file that starts a plan under Slurm, Kubernetes, SkyPilot, torchrun or Ray."),
-    "data": Command("Make token files from text, JSON lines, Parquet or a dataset folder; show what is in them."),
-    "checkpoint": Command("List, verify, convert and delete the checkpoints of runs."),
-    "bench": Command("Measure collectives, links and the device; alone, under torchrun or Slurm."),
-    "emulate": Command("Emulate a cluster on this Linux machine: nodes with links of a chosen rate and delay."),
-    "calibrate": Command(
-        "Fit a cluster file to results of `bench` or nccl-tests, and say whether the network is normal."
-    ),
-    "web": Command("Serve a page in the browser: plans, predictions, timelines and runs, live."),
-    "runs": Command("List the training runs of a folder, compare some of them, or watch one that runs."),
-    "report": Command("Write one HTML page about training runs: curves, proof, predicted and measured values."),
-    "catalog": Command("List the models, clusters, accelerators, links and stacks in the catalog, with sources."),
-    "config": Command(
-        "Show a resolved configuration and the origin of each value; print its schema; compare two files."
-    ),
-    "doctor": Command("Check versions, devices, interfaces and rights: what works here, and how to fix what does not."),
-    "completion": Command("Print a script that completes commands and options in bash, zsh or fish."),
+# The help page: each command in one line, those of `LEADING` first. The module of a command is `meshwright.cli.<name>`.
+LEADING = ("plan", "estimate", "verify", "train")
+COMMANDS = {
+    "plan": "Find the fastest parallel plan that fits in memory, and explain the choice.",
+    "estimate": "Predict step time, memory and traffic of one plan.",
+    "simulate": "Show the step of a plan as a timeline per rank; write Perfetto traces.",
+    "show": "Draw and count a collective algorithm, a pipeline schedule or a lesson.",
+    "lint": "Find anti-patterns in a plan, each with its cost in seconds and a fix.",
+    "migrate": "Write settings of one framework as settings of another; list what is lost.",
+    "validate": "Compare predictions with published training runs.",
+    "verify": "Prove on local processes that a plan trains the same model as one device.",
+    "train": "Train a plan on local processes and compare the run with its prediction.",
+    "check": "Compare anybody's training code with one device: record a few steps of both, name the first difference.",
+    "launch": "Write the file that starts a plan under Slurm, Kubernetes, SkyPilot, torchrun or Ray.",
+    "data": "Make token files from text, JSON lines, Parquet or a dataset folder; show what is in them.",
+    "checkpoint": "List, verify, convert and delete the checkpoints of runs.",
+    "bench": "Measure collectives, links and the device; alone, under torchrun or Slurm.",
+    "emulate": "Emulate a cluster on this Linux machine: nodes with links of a chosen rate and delay.",
+    "calibrate": "Fit a cluster file to results of `bench` or nccl-tests, and say whether the network is normal.",
+    "web": "Serve a page in the browser: plans, predictions, timelines and runs, live.",
+    "runs": "List the training runs of a folder, compare some of them, or watch one that runs.",
+    "report": "Write one HTML page about training runs: curves, proof, predicted and measured values.",
+    "catalog": "List the models, clusters, accelerators, links and stacks in the catalog, with sources.",
+    "config": "Show a resolved configuration and the origin of each value; print its schema; compare two files.",
+    "doctor": "Check versions, devices, interfaces and rights: what works here, and how to fix what does not.",
+    "completion": "Print a script that completes commands and options in bash, zsh or fish.",
 }
 
 
@@ -110,11 +97,11 @@ def overview() -> str:
     indent = " " * (width + 2)
     columns = min(shutil.get_terminal_size((100, 24)).columns, 110)
     lines = ["Usage: meshwright COMMAND [ARGUMENTS]", "", "Plan, prove, run and check distributed training."]
-    for panel in sorted({line.panel for line in COMMANDS.values()}, key=[LEAD, MORE].index):
+    for panel, leads in (("Main commands", True), ("More commands", False)):
         lines += ["", f"{bold}{panel}{plain}"]
-        for name, line in COMMANDS.items():
-            if line.panel == panel:
-                text = textwrap.fill(line.help, columns, initial_indent=indent, subsequent_indent=indent)
+        for name, about in COMMANDS.items():
+            if (name in LEADING) is leads:
+                text = textwrap.fill(about, columns, initial_indent=indent, subsequent_indent=indent)
                 lines.append(f"  {bold}{name}{plain}{' ' * (width - len(name))}{text.strip()}")
     lines += ["", "See `meshwright COMMAND --help` for the options of a command.", PLUGINS, EXIT_CODES]
     return "\n".join(lines)
@@ -250,53 +237,44 @@ def exit_code_of(run: Callable[[], object], as_json: bool) -> int:
         except SystemExit as leaving:
             code = exit_status(leaving)
         sys.stdout.flush()
+        return code
     except BrokenPipeError:
         discard_stdout()
         return 0
-    except MeshwrightError as error:
-        if not error.quiet:
-            print_error(error, as_json)
-        return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        if package in {name.replace("-", "_") for names in EXTRAS.values() for name in names}:
-            absent = missing_package(package, "This command")
-            print_error(absent, as_json)
-            return absent.exit_code
-        if os.environ.get(TRACEBACK) == "1":
-            raise
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        failure = error if isinstance(error, MeshwrightError) else described_error(error)
+        if failure is None:
             return stdout_failed(error)
-        if isinstance(error, OSError) and error.errno in BAD_PATH and error.filename:
-            refused = MeshwrightError(
-                "MW-CLI-008", f"cannot open '{str(error.filename)[:200]}'", why=error.strerror or ""
-            )
-            print_error(refused, as_json)
-            return refused.exit_code
-        internal = MeshwrightError(
-            "MW-CLI-001",
-            f"internal error in Meshwright: {type(error).__name__}: {error}"[:500],
-            why="Your input is not the cause",
-            fix=f"set {TRACEBACK}=1 to print the traceback",
-            exit_code=INTERNAL_ERROR,
-        )
-        print_error(internal, as_json)
-        return INTERNAL_ERROR
-    return code
+        if not failure.quiet:
+            print_error(failure, as_json)
+        return failure.exit_code
+
+
+def described_error(error: Exception) -> MeshwrightError | None:
+    """What any other exception means: a missing package, a path that cannot be opened, or a bug; None: a full disk or stream."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in {name.replace("-", "_") for names in EXTRAS.values() for name in names}:
+        return missing_package(package, "This command")
+    if os.environ.get(TRACEBACK) == "1":
+        raise error
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return None
+    if isinstance(error, OSError) and error.errno in BAD_PATH and error.filename:
+        return MeshwrightError("MW-CLI-008", f"cannot open '{str(error.filename)[:200]}'", why=error.strerror or "")
+    return MeshwrightError(
+        "MW-CLI-001",
+        f"internal error in Meshwright: {type(error).__name__}: {error}"[:500],
+        why="Your input is not the cause",
+        fix=f"set {TRACEBACK}=1 to print the traceback",
+        exit_code=INTERNAL_ERROR,
+    )
 
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-BAD_PATH = (
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-)  # of a path that the user gave
+# of a path that the user gave
+BAD_PATH = {getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EISDIR", "EACCES", "EPERM", "EROFS")}
 
 
 def exit_status(leaving: SystemExit) -> int:
@@ -314,7 +292,7 @@ def discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def stdout_failed(error: OSError) -> int:
+def stdout_failed(error: Any) -> int:
     """Report that stdout (or the file in `error`) cannot be written. Files that commands write are named by
     `describe.files.write_text`; what arrives here without a name is stdout."""
     discard_stdout()

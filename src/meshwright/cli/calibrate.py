@@ -1,5 +1,7 @@
 """`meshwright calibrate`: a cluster file from the results of `bench`, or a stack file from measured runs."""
 
+from typing import Any
+
 from meshwright.cli.options import described
 
 
@@ -42,88 +44,65 @@ def command(
             "MW-CLI-003", f"{alone[0]} needs --from-run", fix="--from-run PLAN.toml --tokens-per-s 41000"
         )
     if runs:
-        fit_stacks(runs, out, as_json)
+        toml, data, pages, what = fitted_stacks(runs)
     elif from_run:
-        adjust_stack(from_run, tokens_per_s, memory, stack, name, out, as_json)
+        toml, data, pages, what = adjusted_stack(from_run, tokens_per_s, memory, stack, name)
     else:
-        fit_cluster(files or [], expect, name, out, as_json)
+        toml, data, pages, what = fitted_cluster(files, expect, name)
+    if out:
+        from meshwright.describe.files import write_text
+
+        write_text(out, toml)
+    from meshwright.view.tables import show, show_json
+
+    if as_json:
+        show_json(data)
+        return
+    show(*pages)
+    if out:
+        print(f"{what} written to {out}" + ("" if what == "numbers" else f": use --{what} {out}"))
 
 
-def fit_cluster(files: list[str], expect: str, name: str, out: str, as_json: bool) -> None:
+Fitted = tuple[str, Any, list[Any], str]  # content of the file, what --json prints, the pages, and what was fitted
+
+
+def fitted_cluster(files: list[str], expect: str, name: str) -> Fitted:
     """Fit a cluster to bench results."""
     from meshwright.calibrate.calibration import calibrate
     from meshwright.calibrate.nccl_tests import read_result
-    from meshwright.describe.files import write_text
-    from meshwright.view.tables import show, show_json
-
-    result = calibrate([read_result(file) for file in files], expect, name)
-    if out:
-        write_text(out, result.to_toml())
-    if as_json:
-        show_json(result.as_dict())
-        return
     from meshwright.view.calibrate import page
 
-    show(page(result))
-    if out:
-        print(f"cluster written to {out}: use --cluster {out}")
+    result = calibrate([read_result(file) for file in files], expect, name)
+    return result.to_toml(), result.as_dict(), [page(result)], "cluster"
 
 
-def fit_stacks(runs: str, out: str, as_json: bool) -> None:
+def fitted_stacks(runs: str) -> Fitted:
     """Fit the numbers of all stacks to a table of runs, and show how they predict sources that were left out."""
     from meshwright.calibrate.runs import accuracy, left_out, rows
-    from meshwright.calibrate.runs import accuracy as band_rules
     from meshwright.calibrate.runs.validate import predict_rows
     from meshwright.cli.output import patient
-    from meshwright.describe.files import write_text
     from meshwright.view import validate as view
-    from meshwright.view.tables import show, show_json
 
     table = accuracy.runs() if runs == "published" else list(rows.read(runs))
     with patient("fitting"):
         result = left_out.leave_out(left_out.enough(predict_rows(table, respond=left_out.responding(table))))
         unnamed = left_out.without_stacks(result.runs)
-    bands = band_rules.bands(result, unnamed)
-    if out:
-        write_text(out, accuracy.to_toml(result.fit, bands))
-    scores = left_out.scores(result)
+    bands, scores = accuracy.bands(result, unnamed), left_out.scores(result)
     overall = left_out.macro_scores(scores)
-    if as_json:
-        show_json(
-            {
-                "overall": left_out.finite_or_none(overall),
-                "sources": {name: s.as_dict() for name, s in scores.items()},
-                "bands": {level: band.__dict__ for level, band in bands.items()},
-                "stacks": accuracy.stack_numbers(result.fit),
-            }
-        )
-        return
-    show(view.unseen_table(scores, overall), "", view.bands_table(bands), "", view.stacks_table(result.fit))
-    if out:
-        print(f"numbers written to {out}")
+    data = {
+        "overall": left_out.finite_or_none(overall),
+        "sources": {name: s.as_dict() for name, s in scores.items()},
+        "bands": {level: band.__dict__ for level, band in bands.items()},
+        "stacks": accuracy.stack_numbers(result.fit),
+    }
+    pages = [view.unseen_table(scores, overall), "", view.bands_table(bands), "", view.stacks_table(result.fit)]
+    return accuracy.to_toml(result.fit, bands), data, pages, "numbers"
 
 
-def adjust_stack(
-    from_run: list[str],
-    tokens_per_s: list[str],
-    memory: list[str],
-    stack: str,
-    name: str,
-    out: str,
-    as_json: bool,
-) -> None:
+def adjusted_stack(from_run: list[str], tokens_per_s: list[str], memory: list[str], stack: str, name: str) -> Fitted:
     """Adjust a stack to measured runs of the user."""
     from meshwright.calibrate.runs.from_run import adjusted, measured_runs
-    from meshwright.describe.files import write_text
-    from meshwright.view.calibrate import adjusted_page as page
-    from meshwright.view.tables import show, show_json
+    from meshwright.view.calibrate import adjusted_page
 
     result = adjusted(measured_runs(from_run, tokens_per_s, memory, stack), name)
-    if out:
-        write_text(out, result.to_toml())
-    if as_json:
-        show_json(result.as_dict())
-        return
-    show(page(result))
-    if out:
-        print(f"stack written to {out}: use --stack {out}")
+    return result.to_toml(), result.as_dict(), [adjusted_page(result)], "stack"

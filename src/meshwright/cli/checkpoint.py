@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from meshwright.cli.options import command_group, described
-
-if TYPE_CHECKING:
-    from meshwright.describe.model import Model
+from meshwright.units import Json
 
 command = command_group("List, verify, convert and delete the checkpoints of runs.")
 TARGETS = ("meshwright", "huggingface")
@@ -24,11 +21,16 @@ def list_command(
 ) -> None:
     """List the checkpoints of a run: step, size, and the plan that wrote each."""
     from meshwright.training.checkpoint.folder import checkpoints_in
-    from meshwright.training.checkpoint.page import page, summary
+    from meshwright.training.checkpoint.page import summary
+
+    show_rows([summary(path) for path in checkpoints_in(source, incomplete=True)], json)
+
+
+def show_rows(rows: list[Json], as_json: bool) -> None:
+    from meshwright.training.checkpoint.page import page
     from meshwright.view.tables import show, show_json
 
-    rows = [summary(path) for path in checkpoints_in(source, incomplete=True)]
-    show_json(rows) if json else show(page(rows))
+    show_json(rows) if as_json else show(page(rows))
 
 
 @command.command("verify")
@@ -40,21 +42,19 @@ def verify_command(
     """Read all files of checkpoints and compare their hashes with the manifest. Exit code 1 if one is damaged, incomplete or cannot be read."""
     from meshwright.cli.output import patient
     from meshwright.training.checkpoint.folder import checkpoints_in
-    from meshwright.training.checkpoint.page import page, summary
-    from meshwright.view.tables import show, show_json
+    from meshwright.training.checkpoint.page import summary
 
     paths = checkpoints_in(source, incomplete=True)
     total = sum(file.stat().st_size for path in paths for file in path.iterdir() if file.is_file())
-    done = 0
+    done: list[int] = []
     with patient("verifying") as set_share:
 
         def listen(count: int) -> None:
-            nonlocal done
-            done += count
-            set_share(done / max(1, total))
+            done.append(count)
+            set_share(sum(done) / max(1, total))
 
         rows = [summary(path, verify=True, listen=listen) for path in paths]
-    show_json(rows) if json else show(page(rows))
+    show_rows(rows, json)
     if not all(row["good"] for row in rows):
         raise typer.Exit(1)
 
@@ -103,10 +103,10 @@ def convert_command(
 
     A torch checkpoint has pickled metadata: it is read as data, and nothing in it is executed."""
     from meshwright.cli.output import patient
+    from meshwright.describe.config import load_model
     from meshwright.errors import MeshwrightError, unknown
     from meshwright.training.checkpoint.convert import convert
-    from meshwright.training.checkpoint.page import page, summary
-    from meshwright.view.tables import show, show_json
+    from meshwright.training.checkpoint.page import summary
 
     if to not in TARGETS:
         raise unknown("MW-CKPT-015", "the format", to, TARGETS, "--to {}")
@@ -120,9 +120,9 @@ def convert_command(
             "MW-CKPT-015", "--dtype, --like and --ema have no effect with --to meshwright", fix="--to huggingface"
         )
     with patient("converting") as set_share:
-        written = convert(source, out, named_model(model), set_share)
-    rows = [summary(written)]
-    show_json(rows) if json else show(page(rows))
+        # The model of a run file, a config.json or the catalog: a checkpoint needs no cluster and no plan.
+        written = convert(source, out, load_model(model) if model else None, set_share)
+    show_rows([summary(written)], json)
 
 
 def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None, ema: bool, as_json: bool) -> None:
@@ -143,10 +143,3 @@ def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None
     show(
         f"{done.folder}: {done.family}, {done.tensors} tensors in {done.dtype}, {format_bytes(done.nbytes)} in {files}"
     )
-
-
-def named_model(name: str) -> Model | None:
-    """The model of a run file, a config.json or the catalog. A checkpoint needs no cluster and no plan."""
-    from meshwright.describe.config import load_model
-
-    return load_model(name) if name else None

@@ -1,18 +1,12 @@
 """`meshwright launch`: the file that starts a plan on a cluster."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from meshwright.cli.options import Overrides, described
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
-
-if TYPE_CHECKING:
-    from meshwright.view.launch_files import LaunchFormat
-    from meshwright.view.launch_files.job import LaunchJob
 
 
 @described
@@ -62,14 +56,13 @@ def command(
     launcher = LAUNCHERS[chosen]
     if out == "-":
         print(launcher.write(job), end="")
-    else:
-        write_job(job, launcher, Path(out or job.name + launcher.suffix), force)
+        return
+    from meshwright.view.tables import show
 
-
-def write_job(job: LaunchJob, launcher: LaunchFormat, file: Path, force: bool) -> None:
-    """Write the file of a launcher, and show how it is started."""
+    file = Path(out or job.name + launcher.suffix)
     write_file(file, launcher.write(job), force)
-    show_written(job, file, launcher)
+    show(f"{file}: {job.config.plan.world} ranks on {job.nodes} × {job.per_node} devices, run folder {job.folder}")
+    show(f"start it with: [bold]{launcher.command(job, file)}[/]")
 
 
 def not_empty(**options: Any) -> Json:
@@ -94,19 +87,7 @@ def write_file(file: Path, text: str, force: bool) -> None:
     from meshwright.describe.files import write_text
 
     if not force and file.is_file() and file.read_text("utf-8", errors="replace") != text:
-        raise MeshwrightError(
-            "MW-CLI-006",
-            f"'{file}' exists and is different",
-            why="It may hold changes of yours",
-            fix="--force, or --out FILE",
-        )
+        why, fix = "It may hold changes of yours", "--force, or --out FILE"
+        raise MeshwrightError("MW-CLI-006", f"'{file}' exists and is different", why=why, fix=fix)
     writable(file)
     write_text(file, text)
-
-
-def show_written(job: LaunchJob, file: Path, launcher: LaunchFormat) -> None:
-    """Print what was written and how it is started."""
-    from meshwright.view.tables import show
-
-    show(f"{file}: {job.config.plan.world} ranks on {job.nodes} × {job.per_node} devices, run folder {job.folder}")
-    show(f"start it with: [bold]{launcher.command(job, file)}[/]")

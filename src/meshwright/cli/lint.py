@@ -67,10 +67,8 @@ def lint_settings(reading: Any, file: str, as_json: bool) -> bool:
         show_json({"step_time_s": None, "findings": findings, "settings": view.as_dict(reading)})
     else:
         for problem in reading.problems:
-            show(
-                f"[bold red]✗ {problem.code}[/]  {problem.what}. {problem.why}"
-                + (f"  [green]fix[/] {problem.fix}" if problem.fix else "")
-            )
+            fix = f"  [green]fix[/] {problem.fix}" if problem.fix else ""
+            show(f"[bold red]✗ {problem.code}[/]  {problem.what}. {problem.why}{fix}")
     return True
 
 

@@ -105,12 +105,8 @@ def target_framework(name: str, settings_file: str, model: str) -> Framework | N
 
     ours = name.strip().lower() == OURS
     if ours and settings_file:
-        raise MeshwrightError(
-            "MW-CLI-003",
-            f"--write has no settings for {OURS}",
-            why="Our own trainer reads plan files",
-            fix=f"--out {settings_file}",
-        )
+        what, why = f"--write has no settings for {OURS}", "Our own trainer reads plan files"
+        raise MeshwrightError("MW-CLI-003", what, why=why, fix=f"--out {settings_file}")
     if ours:
         return None
     if name:
@@ -118,13 +114,8 @@ def target_framework(name: str, settings_file: str, model: str) -> Framework | N
     if is_settings_file(model):
         return read_settings(model).framework
     if settings_file:
-        raise MeshwrightError(
-            "MW-CLI-003",
-            "--write needs --for",
-            why="The settings are those of a framework",
-            valid=list(FRAMEWORKS),
-            fix="--for torchtitan",
-        )
+        why, fix = "The settings are those of a framework", "--for torchtitan"
+        raise MeshwrightError("MW-CLI-003", "--write needs --for", why=why, valid=list(FRAMEWORKS), fix=fix)
     return None
 
 
@@ -158,11 +149,8 @@ class UserPlan:
 
 def check_given(context: typer.Context) -> None:
     """Raise if an option has no value, or is combined with --case, which sets model, cluster and plan."""
-    typed = [
-        p
-        for p in context.command.params
-        if (s := context.get_parameter_source(p.name or "")) and s.name == "COMMANDLINE"
-    ]
+    sources = {p.name: context.get_parameter_source(p.name or "") for p in context.command.params}
+    typed = [p for p in context.command.params if getattr(sources[p.name], "name", "") == "COMMANDLINE"]
     for parameter in typed:
         if context.params[parameter.name or ""] == "":
             name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name
@@ -216,9 +204,7 @@ def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any
     from meshwright.view.tables import show
 
     if sizing:
-        from meshwright.view.plan import sizes_page
-
-        show(sizes_page(sizing))
+        show(view.sizes_page(sizing))
     if compared:
         user_plan = view.comparison(result, compared, name)
         show(view.header(result), user_plan, view.leaders(result), view.strategies(result), view.notes(result))

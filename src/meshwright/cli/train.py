@@ -13,6 +13,7 @@ import typer
 
 from meshwright.cli.options import Overrides, described
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 
 if TYPE_CHECKING:
     from meshwright.describe.config import Config
@@ -74,26 +75,21 @@ def command(
         if reports and not as_json:
             show(*(f"[dim]{change}[/]" for change in changes))
     elif resume is None:
-        config, note = with_precision(
-            config, device == "cpu" or (place is None and resolve_device(device, config.plan.world) == "cpu")
-        )
+        on_cpu = device == "cpu" or (place is None and resolve_device(device, config.plan.world) == "cpu")
+        config, note = with_precision(config, on_cpu)
         if note and reports and not as_json:
             show(f"[dim]{note}[/]")
     folder = resume or out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if dry_run:
         check_only(config, device, backend, folder, as_json)
         return
-    run = partial(
-        api.train,
-        config,
-        resume=resume,
-        from_scratch=from_scratch,
-        device=device,
-        backend=backend,
-        out=folder,
-        calibrate=calibrate or recalibrate,
-        recalibrate=recalibrate,
-    )
+    how: Json = {
+        "device": device,
+        "backend": backend,
+        "calibrate": calibrate or recalibrate,
+        "recalibrate": recalibrate,
+    }
+    run = partial(api.train, config, resume=resume, from_scratch=from_scratch, out=folder, **how)
     if reports:
         train_and_show(run, config.run.steps, folder, trace, as_json)
     else:

@@ -61,11 +61,8 @@ def command(
         from meshwright.describe.files import write_text
 
         if accuracy.left_out is None:
-            raise MeshwrightError(
-                "MW-VAL-003",
-                "no source can be left out",
-                why="The tables of --markdown need predicted runs of at least two sources (column `file`)",
-            )
+            why = "The tables of --markdown need predicted runs of at least two sources (column `file`)"
+            raise MeshwrightError("MW-VAL-003", "no source can be left out", why=why)
         from meshwright.view.accuracy_markdown import document
 
         write_text(markdown, document(accuracy))

@@ -40,27 +40,17 @@ def command(
     from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
-    own: Json = {
-        "plan": plan,
-        "example": example,
-        "loss": loss,
-        "table": table,
-        "layers": layers,
-        "check": check,
-    }
+    own: Json = {"plan": plan, "example": example, "loss": loss, "table": table, "layers": layers}
     source: Any = subject
     if not api.is_module(subject):
-        refuse(
-            own | {"check": False, "no-check": not check},
-            "a plan file describes its model",
-            "meshwright verify script.py:make --plan plan.toml",
-        )
+        usage = "meshwright verify script.py:make --plan plan.toml"
+        refuse(own | {"no-check": not check}, "a plan file describes its model", usage)
         asked["set"] += api.difference_settings(allow_differences)
         source = api.load(subject, **asked).check_trainable()
         own, asked["set"] = {}, []
     else:
-        refused = {**asked, "set": [], "allow-differences": allow_differences}
-        refuse(refused, "a module is proved without a cluster", "")
+        refuse({**asked, "set": [], "allow-differences": allow_differences}, "a module is proved without a cluster", "")
+        own["check"] = check
     with patient("training on many ranks and on one", measurable=False):
         proof = api.verify(
             source,

@@ -8,26 +8,13 @@ with the call it executes.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError
-from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 
-LAYOUT = struct.Struct("<IIQHHBBBx")
-NAMES = ("", *OPERATIONS)
-PROGRAMS = ("", *sorted({name for programs in ALGORITHMS.values() for name in programs}))
-DTYPES = (
-    "", "float64", "float32", "bfloat16", "float16", "uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32",
-    "uint64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
-)  # fmt: skip
-REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-
-
-def index(names: tuple[str, ...], name: str) -> int:
-    return names.index(name) if name in names else 0
+HEADER_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -43,32 +30,19 @@ class Call:
     elements: int
 
     @cached_property
-    def packed(self) -> bytes:
-        return LAYOUT.pack(
-            self.sequence & 0xFFFFFFFF,
-            0,
-            self.elements,
-            self.root,
-            index(PROGRAMS, self.algorithm),
-            index(NAMES, self.operation),
-            index(DTYPES, self.dtype),
-            index(REDUCTIONS, self.reduction),
-        )
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Call:
-        sequence, _, elements, root, algorithm, operation, dtype, reduction = LAYOUT.unpack(data)
-        names = (
-            table[number] if number < len(table) else "?"
-            for table, number in ((NAMES, operation), (PROGRAMS, algorithm), (DTYPES, dtype), (REDUCTIONS, reduction))
-        )
-        operation, algorithm, dtype, reduction = names
-        return cls(sequence, operation, algorithm, dtype, reduction, root, elements)
-
-    def __str__(self) -> str:
-        parts = [f"collective {self.sequence}: {self.operation}", f"({self.algorithm})" if self.algorithm else ""]
+    def description(self) -> str:
+        """All of it but the number, the same for equal calls."""
+        parts = [self.operation, f"({self.algorithm})" if self.algorithm else ""]
         parts += [f"of {self.elements} elements" if self.elements else "", self.dtype, self.reduction]
         return " ".join(filter(None, parts)) + (f" root {self.root}" if self.root else "")
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The header: the words of an error that names the call."""
+        return str(self).encode()[:HEADER_BYTES].ljust(HEADER_BYTES)
+
+    def __str__(self) -> str:
+        return f"collective {self.sequence}: {self.description}"
 
 
 class CallPlace(NamedTuple):
@@ -86,7 +60,7 @@ class CallPlace(NamedTuple):
 def check_header(place: CallPlace, peer: int, theirs: bytes) -> None:
     """Raise if a peer's message belongs to another collective than ours."""
     if theirs != place.call.packed:
-        raise disagreement(place, f"rank {peer} runs {Call.unpack(theirs)}")
+        raise disagreement(place, f"rank {peer} runs {theirs.decode().strip()}")
 
 
 def check_bytes(place: CallPlace, peer: int, sent: int, expected: int) -> None:

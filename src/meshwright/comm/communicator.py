@@ -25,6 +25,7 @@ from functools import lru_cache, partial
 from mmap import mmap
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
@@ -39,7 +40,7 @@ from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.work import Work
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.contract import SHARDED
-from meshwright.programs.collectives.program import Program
+from meshwright.programs.collectives.program import Program, split
 
 KEY = "failure"
 PAUSE_S = 0.2  # a consequence waits this long for the cause to be published
@@ -168,7 +169,7 @@ class Communicator:
 
     @classmethod
     def over(
-        cls, far: PointToPoint, near: tuple[mmap, dict[int, handshake.Link]] | None, failure: GroupFailure
+        cls, far: PointToPoint, near: tuple[mmap, dict[int, handshake.PeerLink]] | None, failure: GroupFailure
     ) -> Communicator:
         """Shared memory if all ranks are on one host, else point-to-point messages."""
         if near is None:
@@ -262,7 +263,7 @@ class Communicator:
         """Break the group: publish the error, close all connections, and return the first error of any rank."""
         first = self.failure.publish(error)
         self.transport.close()
-        if self.far is not None and self.far is not self.transport:
+        if self.far is not None:
             self.far.close()
         return first
 
@@ -308,10 +309,6 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def with_sizes(program: Program, sizes: Sequence[int]) -> Program:
     """The same moves with other shard sizes: shard r of an all-gather, scatter or gather has sizes[r] elements."""
-    import numpy as np
-
-    from meshwright.programs.collectives.program import split
-
     if program.operation not in SHARDED:
         raise MeshwrightError("MW-COMM-001", f"{program.name} has no shards whose sizes could differ")
     per_shard = program.chunks // program.ranks

@@ -55,7 +55,7 @@ def execute(prepared: Prepared, source: torch.Tensor, result: torch.Tensor, call
     check_sizes(schedule, source, result, call)
     scratch = torch.empty(schedule.scratch, dtype=source.dtype, device=source.device)
     transport.begin(call, prepared.sent, prepared.received)
-    Execution(prepared, (source, result, scratch), call).run()
+    run_steps(prepared, (source, result, scratch), call)
     transport.end()
     if source is not result:
         for at, to in schedule.unmoved:
@@ -78,51 +78,37 @@ def check_sizes(schedule: RankSchedule, source: torch.Tensor, result: torch.Tens
         )
 
 
-class Execution:
-    """One execution: what is posted and not complete."""
+def run_steps(prepared: Prepared, buffers: tuple[torch.Tensor, ...], call: Call) -> None:
+    """Begin and finish all steps in order: post the sends and the receives of one, then wait for them and apply what was received."""
+    schedule, transport, combine = prepared.schedule, prepared.transport, prepared.combine
+    posted: dict[tuple[int, int], tuple[list[Pending], list[Pending]]] = {}  # (step, lane) → sends, receives
 
-    def __init__(self, prepared: Prepared, buffers: tuple[torch.Tensor, ...], call: Call) -> None:
-        self.schedule, self.transport, self.combine = prepared.schedule, prepared.transport, prepared.combine
-        self.buffers, self.call = buffers, call
-        self.posted: dict[tuple[int, int], tuple[list[Pending], list[Pending]]] = {}  # (step, lane) → sends, receives
+    def view(span: BufferSpan) -> torch.Tensor:
+        return buffers[span.buffer][span.start : span.stop]
 
-    def run(self) -> None:
-        for begins, step, lane in self.schedule.order:
-            (self.begin if begins else self.finish)(step, lane)
+    def part(into: BufferSpan, base: BufferSpan | None) -> TargetPart:
+        target = view(into)
+        return TargetPart(target, target if base == into else None if base is None else view(base))
 
-    def begin(self, step: int, lane: int) -> None:
-        """Post the sends and the receives of a step."""
-        now = self.schedule.lanes[lane][step]
-        place = CallPlace(self.transport.rank, self.call, now.number, lane)
-        sends = [
-            pending
-            for peers, spans in now.sends
-            for pending in self.transport.send(peers, [self.view(span) for span in spans], place)
-        ]
-        receives = []
-        for peer, targets, direct in now.receives:
-            parts = [self.part(into, base) for into, base in targets]
-            receives.append(self.transport.receive(peer, Destination(parts, self.combine, direct), place))
-        self.posted[step, lane] = sends, receives
-
-    def finish(self, step: int, lane: int) -> None:
-        """Apply the receives of a step, and the local copies; complete its sends."""
-        now = self.schedule.lanes[lane][step]
-        sends, receives = self.posted.pop((step, lane))
+    for begins, step, lane in schedule.order:
+        now = schedule.lanes[lane][step]
+        if begins:
+            place = CallPlace(transport.rank, call, now.number, lane)
+            sends = [one for peers, spans in now.sends for one in transport.send(peers, list(map(view, spans)), place)]
+            receives = []
+            for peer, targets, direct in now.receives:
+                to = Destination([part(*target) for target in targets], combine, direct)
+                receives.append(transport.receive(peer, to, place))
+            posted[step, lane] = sends, receives
+            continue
+        sends, receives = posted.pop((step, lane))
         if now.sends_first:
             wait_for(sends)
-        for source, (into, base) in now.copies:
-            Destination([self.part(into, base)], self.combine, False).apply(self.view(source))
+        for source, target in now.copies:
+            Destination([part(*target)], combine, False).apply(view(source))
         wait_for(receives)
         if not now.sends_first:
             wait_for(sends)
-
-    def part(self, into: BufferSpan, base: BufferSpan | None) -> TargetPart:
-        target = self.view(into)
-        return TargetPart(target, target if base == into else None if base is None else self.view(base))
-
-    def view(self, span: BufferSpan) -> torch.Tensor:
-        return self.buffers[span.buffer][span.start : span.stop]
 
 
 def wait_for(pending: Sequence[Pending]) -> None:

@@ -245,15 +245,7 @@ def follows(a: BufferSpan | None, b: BufferSpan | None) -> bool:
 
 def joined(spans: Iterable[BufferSpan]) -> list[BufferSpan]:
     """Join neighbouring ranges; empty ones are left out."""
-    found: list[BufferSpan] = []
-    for span in spans:
-        if span.stop == span.start:
-            continue
-        if found and follows(found[-1], span):
-            found[-1] = BufferSpan(span.buffer, found[-1].start, span.stop)
-        else:
-            found.append(span)
-    return found
+    return [into for into, _ in joined_targets(Target(span, None) for span in spans)]
 
 
 def joined_targets(targets: Iterable[Target]) -> list[Target]:

@@ -48,21 +48,15 @@ def header(bench: Bench) -> RenderableType:
     where = ", ".join(f"{host}: {counted(len(ranks), 'rank')}" for host, ranks in list(hosts.items())[:8])
     devices = ", ".join(dict.fromkeys(info.device for info in bench.ranks))
     cores = ", ".join(str(c) for c in dict.fromkeys(info.cores for info in bench.ranks))
-    state = Text(f"interrupted: {bench.why}", "bold red") if bench.state == "interrupted" else ""
-    return Group(
-        heading(
-            bench.tool.removeprefix("meshwright "), f"{counted(bench.world, 'rank')} on {counted(len(hosts), 'host')}"
-        ),
-        facts(
-            [
-                ("state", state),
-                ("load", Text("; ".join(busy), "yellow") if (busy := bench.load()) else ""),
-                ("hosts", where + (" …" if len(hosts) > 8 else "")),
-                ("device", f"{devices}; {cores} cores" if cores != "0" else devices),
-                ("libraries", ", ".join(f"{name} {version}" for name, version in bench.libraries.items())),
-            ]
-        ),
-    )
+    rows: dict[str, object] = {
+        "state": Text(f"interrupted: {bench.why}", "bold red") if bench.state == "interrupted" else "",
+        "load": Text("; ".join(busy), "yellow") if (busy := bench.load()) else "",
+        "hosts": where + (" …" if len(hosts) > 8 else ""),
+        "device": f"{devices}; {cores} cores" if cores != "0" else devices,
+        "libraries": ", ".join(f"{name} {version}" for name, version in bench.libraries.items()),
+    }
+    aside = f"{counted(bench.world, 'rank')} on {counted(len(hosts), 'host')}"
+    return Group(heading(bench.tool.removeprefix("meshwright "), aside), facts(rows.items()))
 
 
 def collectives_table(points: Iterable[Point]) -> RenderableType:
@@ -71,18 +65,10 @@ def collectives_table(points: Iterable[Point]) -> RenderableType:
     for series in by_series(points).values():
         for k, point in enumerate(series):
             name = f"{point.operation}" + (f" ({point.algorithm})" if point.algorithm else "")
-            rows.append(
-                (
-                    name if k == 0 else "",
-                    point.backend if k == 0 else "",
-                    len(point.ranks) if k == 0 else "",
-                    format_bytes(point.bytes) if point.bytes else "",
-                    format_seconds(point.median_s),
-                    spread(point),
-                    format_rate(point.algorithm_bandwidth) if point.bytes else "",
-                    format_rate(point.bus_bandwidth) if point.bytes else "",
-                )
-            )
+            first = (name, point.backend, len(point.ranks)) if k == 0 else ("", "", "")
+            rates = map(format_rate, (point.algorithm_bandwidth, point.bus_bandwidth)) if point.bytes else ("", "")
+            size = format_bytes(point.bytes) if point.bytes else ""
+            rows.append((*first, size, format_seconds(point.median_s), spread(point), *rates))
     return filled(("operation", "backend", ">ranks", ">n", ">time", ">±", ">algbw", ">busbw"), rows)
 
 
@@ -104,21 +90,15 @@ def pairs_table(points: Sequence[Point], bench: Bench) -> RenderableType:
     host = {info.rank: info.host for info in bench.ranks}
     kinds: dict[tuple[str, str], list[Point]] = {}
     for point in points:
-        is_ring = (
-            len(point.ranks) == point.concurrent
-        )  # of sendrecv_perf: its slowest transfer is between hosts if there are several
-        pair = point.ranks if is_ring else point.ranks[:2]
-        inside = len({host.get(rank) for rank in pair}) == 1
+        # A ring is of sendrecv_perf: its slowest transfer is between hosts if there are several.
+        pair = point.ranks if len(point.ranks) == point.concurrent else point.ranks[:2]
+        where = "inside a host" if len({host.get(rank) for rank in pair}) == 1 else "between hosts"
         together = f"{point.concurrent} pairs at once" if point.concurrent > 1 else "one pair at a time"
-        kinds.setdefault((point.backend, f"{'inside a host' if inside else 'between hosts'}, {together}"), []).append(
-            point
-        )
+        kinds.setdefault((point.backend, f"{where}, {together}"), []).append(point)
     rows = []
     for (backend, kind), kind_points in kinds.items():
-        line = line_of(kind_points)
-        if line:
-            count = len({p.ranks for p in kind_points})
-            rows.append((f"{PAIR} {kind}", backend, count, *line_cells(line)))
+        if line := line_of(kind_points):
+            rows.append((f"{PAIR} {kind}", backend, len({p.ranks for p in kind_points}), *line_cells(line)))
     return filled(("transfers", "backend", ">pairs", ">α", ">rate", ">n*", ">residual", "~largest deviation"), rows)
 
 
@@ -139,7 +119,7 @@ def line_cells(line: Line) -> tuple[str, ...]:
     )
 
 
-DEVICE_COLUMNS = ("device", "dtype", "shape", ">time", ">±", ">rate", ">slower", "~while")
+DEVICE_COLUMNS = ("device", "dtype", "shape", ">time", ">±", ">rate")
 
 
 def device_table(points: Sequence[DevicePoint]) -> Table:
@@ -151,8 +131,7 @@ def device_row(point: DevicePoint) -> tuple[str | Text, ...]:
     shape = " × ".join(
         f"{name} {format_bytes(value) if name == 'bytes' else f'{value:,.0f}'}" for name, value in point.shape.items()
     )
-    slow = f"{point.slowdown:.2f}×" if point.condition else ""
-    return point.kind, point.dtype, shape, format_seconds(point.median_s), spread(point), rate, slow, point.condition
+    return point.kind, point.dtype, shape, format_seconds(point.median_s), spread(point), rate
 
 
 def skipped(texts: Sequence[str], most: int = 6) -> RenderableType:

@@ -36,23 +36,13 @@ def levels(result: Calibration) -> RenderableType:
     rows = []
     for level, verdict in zip(result.levels, result.verdicts, strict=True):
         style = "green" if verdict.normal else "bold red" if verdict.factor > NORMAL else "yellow"
+        line = level.line
         bent = Text(
-            f"{level.line.deviation:.0%} at {format_bytes(level.line.deviates_at)}",
-            "yellow" if level.line.deviation > BENT else "",
+            f"{line.deviation:.0%} at {format_bytes(line.deviates_at)}", "yellow" if line.deviation > BENT else ""
         )
-        rows.append(
-            (
-                level.name,
-                f"{len(level.units)} × {len(level.units[0])}",
-                level.pairs,
-                format_seconds(level.line.alpha),
-                format_rate(level.line.bandwidth),
-                f"{level.line.residual:.0%}",
-                bent,
-                expectation(verdict),
-                Text(str(verdict), style),
-            )
-        )
+        fitted = format_seconds(line.alpha), format_rate(line.bandwidth), f"{line.residual:.0%}", bent
+        units = f"{len(level.units)} × {len(level.units[0])}"
+        rows.append((level.name, units, level.pairs, *fitted, expectation(verdict), Text(str(verdict), style)))
     columns = ("level", ">units", ">pairs", ">α", ">rate", ">residual", ">deviation", "~expected", "verdict")
     return filled(columns, rows)
 
@@ -69,19 +59,13 @@ def causes(result: Calibration) -> list[RenderableType]:
 
 def factors(result: Calibration) -> RenderableType:
     """Tabulate the library's collectives against the formula with the α and β of pairs."""
-    rows = [
-        (
-            f.operation,
-            GROUPS[f.across],
-            f"{f.factors.latency:.2f}×",
-            f"{f.factors.bytes:.2f}×",
-            f.points,
-            f"{f.residual:.0%}",
+    rows = []
+    for f in (one for one in result.factors if not one.refused):
+        times, worst = (
+            (f"{x:.2f}×" for x in (f.factors.latency, f.factors.bytes)),
             f"{f.worst:.0%} at {format_bytes(f.worst_at)}",
         )
-        for f in result.factors
-        if not f.refused
-    ]
+        rows.append((f.operation, GROUPS[f.across], *times, f.points, f"{f.residual:.0%}", worst))
     columns = ("collective", "group", ">latency", ">bytes", ">points", ">residual", "~largest error of the cost model")
     return filled(columns, rows, title="factors on the formulas")
 
@@ -91,18 +75,10 @@ def algorithms(result: Calibration) -> RenderableType:
     rows = []
     for one in result.series:
         if one.algorithm:
-            rows.append(
-                (
-                    one.operation,
-                    one.name,
-                    len(one.ranks),
-                    format_seconds(one.line.alpha),
-                    format_rate(one.line.bandwidth) if one.line.beta else "",
-                    format_seconds(one.alpha) if one.alpha else "",
-                    format_rate(one.rate) if one.rate else "",
-                    f"{one.line.residual:.0%}",
-                )
-            )
+            rate = format_rate(one.line.bandwidth) if one.line.beta else ""
+            message = format_seconds(one.alpha) if one.alpha else "", format_rate(one.rate) if one.rate else ""
+            start = format_seconds(one.line.alpha)
+            rows.append((one.operation, one.name, len(one.ranks), start, rate, *message, f"{one.line.residual:.0%}"))
     columns = ("operation", "algorithm", ">ranks", ">start", ">n/t", ">α per message", ">rate per rank", ">residual")
     return filled(columns, rows)
 

@@ -10,6 +10,7 @@ from meshwright.describe import catalog
 from meshwright.describe.cluster import Accelerator, Cluster, Link
 from meshwright.describe.config import load_cluster
 from meshwright.describe.model import Model
+from meshwright.describe.result import values_of
 from meshwright.describe.stack import Stack
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.units import Json, format_bytes, format_count, format_flops, format_rate, format_seconds
@@ -57,10 +58,9 @@ def frameworks_json() -> Json:
     """The frameworks that settings are written for, with the versions whose own parser was given what we write."""
     return {
         f.name: {
-            "title": f.title,
+            **values_of(f, "title"),
             "package": f.package or f.name,
-            "form": f.form,
-            "stack": f.stack,
+            **values_of(f, "form", "stack"),
             "versions_tried": list(f.tried),
             "part_tried": f.tried_part,
         }
@@ -69,10 +69,8 @@ def frameworks_json() -> Json:
 
 
 def frameworks() -> RenderableType:
-    rows = [
-        (f.name, f.title, f.form, ", ".join(f.tried) + (f": {f.tried_part}" if f.tried_part else ""))
-        for f in FRAMEWORKS.values()
-    ]
+    tried = {f.name: ", ".join(f.tried) + (f": {f.tried_part}" if f.tried_part else "") for f in FRAMEWORKS.values()}
+    rows = [(f.name, f.title, f.form, tried[f.name]) for f in FRAMEWORKS.values()]
     note = "versions tried: the package's own parser read what we write (make test-frameworks). Other versions may refuse it."
     return Group(filled(("--for", "framework", "form", "~versions tried"), rows), Text(note, "dim"))
 
@@ -96,27 +94,19 @@ def model_card(model: Model) -> RenderableType:
         figures.append(f"{format_count(published.parameters, 4)} ({difference:+.2%} ours)")
     if published.active:
         figures.append(f"{format_count(published.active, 4)} active")
-    top = facts(
-        [
-            ("shape", model.describe_shape()),
-            ("parameters", f"{format_count(model.total, 4)}{sparse}"),
-            ("published", ", ".join(figures)),
-            ("source", published.source),
-            ("note", published.note),
-        ]
-    )
+    size = [("shape", model.describe_shape()), ("parameters", f"{format_count(model.total, 4)}{sparse}")]
+    top = facts([*size, ("published", ", ".join(figures)), ("source", published.source), ("note", published.note)])
     if model.kind == "counts":
         return Group(heading(model.name), top)
     flops = model.flops(seq)
-    rows = [
-        (
-            part,
-            format_count(parameters.get(part, 0)) if part in parameters else "",
-            f"{parameters.get(part, 0) / model.total:.1%}" if part in parameters else "",
-            format_count(flops[part]) if part in flops else "",
+    rows = []
+    for part in {**parameters, **flops}:
+        count = (
+            (format_count(parameters[part]), f"{parameters[part] / model.total:.1%}")
+            if part in parameters
+            else ("", "")
         )
-        for part in {**parameters, **flops}
-    ]
+        rows.append((part, *count, format_count(flops[part]) if part in flops else ""))
     columns = ("part", ">parameters", ">share", f">forward FLOPs per token, sequence {seq}")
     return Group(heading(model.name), top, filled(columns, rows))
 
@@ -159,19 +149,13 @@ def cluster_card(cluster: Cluster) -> RenderableType:
         )
     columns = ("level", ">joins", "link", ">rate per port", ">achieved", ">α", ">rate per device", "~")
     price = f"{cluster.price:.2f} US dollars per GPU-hour (approximate)" if cluster.price else ""
-    top = facts(
-        [
-            ("accelerator", accelerator_line(cluster.accelerator)),
-            ("price", price),
-            ("source", cluster.source),
-            ("checked", cluster.checked),
-        ]
-    )
-    return Group(heading(cluster.name), top, filled(columns, rows), sources([level.link for level in cluster.levels]))
+    known = [("accelerator", accelerator_line(cluster.accelerator)), ("price", price)]
+    sources = facts({level.link.name: level.link.source for level in cluster.levels}.items())
+    return Group(heading(cluster.name), facts([*known, *origin(cluster)]), filled(columns, rows), sources)
 
 
-def sources(links: list[Link]) -> RenderableType:
-    return facts({link.name: (link.name, link.source) for link in links}.values())
+def origin(entry: Any) -> list[tuple[str, object]]:
+    return [("source", entry.source), ("checked", entry.checked)]
 
 
 def accelerator_line(device: Accelerator) -> str:
@@ -192,14 +176,8 @@ def accelerator_row(device: Accelerator) -> tuple[object, ...]:
 
 
 def accelerator_card(device: Accelerator) -> RenderableType:
-    top = facts(
-        [
-            ("memory", f"{format_bytes(device.memory, 4)} at {format_rate(device.memory_bandwidth)}"),
-            ("source", device.source),
-            ("checked", device.checked),
-            ("efficiency", device.efficiency.source),
-        ]
-    )
+    memory = f"{format_bytes(device.memory, 4)} at {format_rate(device.memory_bandwidth)}"
+    top = facts([("memory", memory), *origin(device), ("efficiency", device.efficiency.source)])
     rows = [(d, format_flops(rate, 4), f"{rate / device.memory_bandwidth:,.0f}") for d, rate in device.peak.items()]
     return Group(heading(device.name), top, filled(("type", ">dense peak", ">FLOPs per byte at the ridge"), rows))
 
@@ -216,19 +194,10 @@ def link_row(link: Link) -> tuple[object, ...]:
 
 
 def link_card(link: Link) -> RenderableType:
-    top = facts(
-        [
-            ("rate", f"{format_rate(link.bandwidth)} per direction and port, {link.efficiency:.0%} of it achieved"),
-            ("α", format_seconds(link.alpha)),
-            ("library hop", format_seconds(link.library_hop)),
-            (
-                "n* = α/β",
-                f"{format_bytes(link.crossover)}: smaller messages are bound by latency, larger ones by bandwidth",
-            ),
-            ("source", link.source),
-            ("checked", link.checked),
-        ]
-    )
+    rate = f"{format_rate(link.bandwidth)} per direction and port, {link.efficiency:.0%} of it achieved"
+    turn = f"{format_bytes(link.crossover)}: smaller messages are bound by latency, larger ones by bandwidth"
+    times = [("α", format_seconds(link.alpha)), ("library hop", format_seconds(link.library_hop)), ("n* = α/β", turn)]
+    top = facts([("rate", rate), *times, *origin(link)])
     rows = [
         (format_bytes(n), format_seconds(link.time(n)), format_rate(n / link.time(n))) for n in (2**10, 2**20, 2**30)
     ]

@@ -86,13 +86,8 @@ def cell(listed: Sequence[Instruction], ranks: int) -> Text:
     for (kind, peer), group in groupby(listed, key=lambda i: (i.kind, i.peer)):
         sign, style = SIGN[kind]
         chunks = runs([c for i in group for c in range(i.chunk, i.chunk + i.width)])
-        lines.append(
-            Text.assemble(
-                (f"{sign} {peer if peer < ranks else f's{peer - ranks}'}", style),
-                (" +" if kind == "reduce" else "  ", f"bold {style}"),
-                f" {chunks}",
-            )
-        )
+        name, plus = f"{sign} {peer if peer < ranks else f's{peer - ranks}'}", " +" if kind == "reduce" else "  "
+        lines.append(Text.assemble((name, style), (plus, f"bold {style}"), f" {chunks}"))
     return Text("\n").join(lines)
 
 
@@ -106,9 +101,8 @@ def by_step(program: Program, walked: Walk | None) -> Table:
         if low == high:
             continue
         pair = moves.source[low:high].astype(np.int64) * program.endpoints + moves.target[low:high]
-        chunks = [
-            int(moves.chunk[k]) + w for k in range(low, high) if pair[k - low] == pair[0] for w in range(moves.width[k])
-        ]
+        first = [k for k in range(low, high) if pair[k - low] == pair[0]]
+        chunks = [int(moves.chunk[k]) + w for k in first for w in range(moves.width[k])]
         word = "adds" if moves.reduce[low] else "stores"
         example = f"{moves.source[low]} → {moves.target[low]}, which {word} {'chunk' if len(chunks) == 1 else 'chunks'} {runs(chunks)}"
         done = [format_seconds(float(walked.step_end[step]))] if walked else []
@@ -134,14 +128,10 @@ def summary(program: Program, walked: Walk | None, on: str, charge: Charge | Non
     ]
     if walked:
         if charge:
-            extra = format_seconds(charge.seconds - charge.walked)
+            extra = f"{format_seconds(charge.seconds - charge.walked)} for the call and its chunks"
+            links = f"{format_seconds(charge.walked)} on the links at the rates of {charge.library}"
             rows.append(("time", f"{format_seconds(charge.seconds)} {on}: as in `meshwright estimate`"))
-            rows.append(
-                (
-                    "",
-                    f"{format_seconds(charge.walked)} on the links at the rates of {charge.library} + {extra} for the call and its chunks",
-                )
-            )
+            rows.append(("", f"{links} + {extra}"))
         else:
             rows.append(("time", f"{format_seconds(walked.makespan)} {on}"))
         port, size = max(walked.bytes_by_port.items(), key=lambda item: item[1], default=((), 0.0))
@@ -184,10 +174,8 @@ def slot_cells(program: Program, slots: Slots, written: dict[tuple[int, int], bo
             if data is None and program.operation != "all-to-all":
                 text.append(("·".rjust(width) + " ") * int(program.sizes[chunk]), "dim")
             if program.operation == "barrier":
-                text.append(
-                    "✓ " if data is not None else "· ",
-                    "bold green" if adds is not None else "dim" if data is None else "",
-                )
+                style = "bold green" if adds is not None else "dim" if data is None else ""
+                text.append("✓ " if data is not None else "· ", style)
             style = "" if adds is None else "bold yellow" if adds else "bold green"
             for x in [] if data is None else data:
                 text.append(number(x).rjust(width), style)

@@ -51,35 +51,24 @@ def header(e: Estimate) -> Panel:
     p = e.prediction
     count = format_count(e.model.total)
     active = f", {format_count(e.model.active)} active" if e.model.experts else ""
-    lines = [
-        Text.assemble((e.model.name, "bold"), (f"  {count} parameters{active}: {e.model.describe_shape()}", "dim")),
-        Text.assemble(
-            (f"{e.plan.world} × {e.cluster.accelerator.name}", "bold"),
-            (f"  {e.cluster.name}, stack {e.stack.name}", "dim"),
-        ),
-        Text.assemble(
-            (e.plan.title(), "bold"),
-            (f"  {e.model.describe_batch(e.workload, '')}, {e.workload.precision}", "dim"),
-        ),
-        Text(""),
-        main_numbers(e, f"bold {FIT_COLOURS[p.fit_word]}"),
-        *on_own_trainer(e),
-        *uncalibrated(e),
-    ]
+    colour = f"bold {FIT_COLOURS[p.fit_word]}"
+    pairs = (
+        (e.model.name, f"  {count} parameters{active}: {e.model.describe_shape()}"),
+        (f"{e.plan.world} × {e.cluster.accelerator.name}", f"  {e.cluster.name}, stack {e.stack.name}"),
+        (e.plan.title(), f"  {e.model.describe_batch(e.workload, '')}, {e.workload.precision}"),
+    )
+    lines = [Text.assemble((what, "bold"), (aside, "dim")) for what, aside in pairs]
+    lines += [Text(""), main_numbers(e, colour), *on_own_trainer(e), *uncalibrated(e)]
     if p.fit_word in ("may not fit", "does not fit"):
         spare = p.memory_limit_gib - (p.memory_gib or 0)
         words = f"{spare:.1f} GiB free" if p.fits else f"{-spare:.1f} GiB over the limit"
-        colour = f"bold {FIT_COLOURS[p.fit_word]}"
         lines.append(Text(f"{p.memory_fit}: {words} on the fullest stage", style=colour))
     if e.workload.tokens:
         seconds = e.workload.tokens / (p.tokens_per_s or 1)
         hours = seconds / 3600 * e.plan.world
         cost = f", ${hours * e.cluster.price:,.0f}" if e.cluster.price else ""
-        lines.append(
-            Text(
-                f"{format_count(e.workload.tokens)} {e.model.unit}: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}"
-            )
-        )
+        days = f"{seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}"
+        lines.append(Text(f"{format_count(e.workload.tokens)} {e.model.unit}: {days}"))
     return Panel(Group(*lines), title="estimate", title_align="left", border_style="blue")
 
 
@@ -178,36 +167,27 @@ def verdicts(e: Estimate) -> Table:
 
 def notes(e: Estimate) -> Group:
     p, place = e.prediction, e.roofline
-    lines = [Text.assemble(("bound by ", "dim"), (p.bound_by, "bold"))]
+    rows: list[tuple[str, str | Text | tuple[str, str]]] = [("bound by", (p.bound_by, "bold"))]
     if place.ccr != float("inf"):
-        roofs = [c for c in place.ceilings if c.bytes]
         by_level = "; ".join(
             f"{c.level} {c.ccr:,.0f} of {c.ridge:,.0f} ({format_decimal_bytes(c.bytes)} at {format_rate(c.bandwidth)})"
-            for c in roofs
+            for c in place.ceilings
+            if c.bytes
         )
-        lines.append(
-            Text.assemble(
-                ("roofline ", "dim"),
-                f"{place.regime}: {place.level} allows {100 * place.efficiency:.0f}% of the peak",
-                (f"; FLOP per byte and ridge by level: {by_level}", "dim"),
-            )
-        )
-        lines.append(Text.assemble(("advice ", "dim"), "; ".join(place.advice)))
+        allows = Text(f"{place.regime}: {place.level} allows {100 * place.efficiency:.0f}% of the peak")
+        rows.append(("roofline", allows.append(f"; FLOP per byte and ridge by level: {by_level}", "dim")))
+        rows.append(("advice", "; ".join(place.advice)))
     if e.workload.precision in FP8:
-        lines.append(Text.assemble((f"{e.workload.precision} traffic ", "dim"), fp8_traffic(e)))
-    lines.append(Text.assemble(("critical batch ", "dim"), e.critical_batch.reason))
+        rows.append((f"{e.workload.precision} traffic", fp8_traffic(e)))
+    rows.append(("critical batch", e.critical_batch.reason))
     if len(e.inference) > 1:
         first, last = e.inference[0], e.inference[-1]
-        words = (
-            f"one token at batch 1 takes {format_seconds(first.seconds)} on one GPU and {format_seconds(last.seconds)} "
-            f"with tp={last.tp}: {first.seconds / last.seconds:.1f}× faster; a pipeline does not reduce latency"
-        )
-        lines.append(Text.assemble(("inference ", "dim"), words))
-    lines.append(Text.assemble(("MFU over ", "dim"), (p.mfu_denominator, "dim")))
-    lines.append(Text.assemble(("constants ", "dim"), (p.calibrated, "dim")))
-    for item in p.assumed:
-        lines.append(Text(f"assumed: {item}", style="dim"))
-    return Group(*lines)
+        one, many = f"{format_seconds(first.seconds)} on one GPU", f"{format_seconds(last.seconds)} with tp={last.tp}"
+        faster = f"{first.seconds / last.seconds:.1f}× faster; a pipeline does not reduce latency"
+        rows.append(("inference", f"one token at batch 1 takes {one} and {many}: {faster}"))
+    rows += [("MFU over", (p.mfu_denominator, "dim")), ("constants", (p.calibrated, "dim"))]
+    assumed = (Text(f"assumed: {item}", style="dim") for item in p.assumed)
+    return Group(*(Text.assemble((f"{name} ", "dim"), words) for name, words in rows), *assumed)
 
 
 def fp8_traffic(e: Estimate) -> str:

@@ -26,6 +26,15 @@ FORMULAS = {
 }
 
 
+BUBBLES = (
+    "1F1B and GPipe: idle = (P−1)·(f+b);  interleaved: (P−1)·(f+b)/V;  zero-bubble: less, see `meshwright show zb-h1`"
+)
+STATES = (
+    "states = N·(param + grad + master + moments), each divided by the size of the shard group if its ZeRO stage is on"
+)
+ACTIVATIONS = "activations = saved bytes of a micro-batch × micro-batches in flight on the stage"
+
+
 def parts(e: Estimate) -> list[str]:
     return [*e.prediction.exposed_s, "memory", "mfu", "roofline"]
 
@@ -42,11 +51,8 @@ def explain(e: Estimate, part: str) -> RenderableType:
 
 def explain_operations(e: Estimate, part: str) -> RenderableType:
     """The formulas of a part, its operations on the slowest stage, and their sum over the micro-batches of a step."""
-    rank, network, exposed = (
-        int(e.cost.slowest[0]),
-        CollectiveTimes(e.cluster, e.program.batch),
-        e.prediction.exposed_s[part],
-    )
+    rank, exposed = int(e.cost.slowest[0]), e.prediction.exposed_s[part]
+    network = CollectiveTimes(e.cluster, e.program.batch)
     operations = list(operations_of(e, part, rank))
     lines: list[RenderableType] = [Text(f"{part}: {format_seconds(exposed)} of the step", style="bold")]
     lines += formulas_of([op for *_, op in operations], e, network)
@@ -86,9 +92,8 @@ def formulas_of(ops: list[Op], e: Estimate, network: CollectiveTimes) -> Iterato
     """The formulas of these kinds of operations, those of the collectives that the library runs, and the constants in them."""
     kinds = {op.kind for op in ops}
     yield from (Text(FORMULAS[kind], style="cyan") for kind in FORMULAS if kind in kinds)
-    for operation, algorithm in sorted(
-        {(OPERATIONS[op.collective], network.algorithm(op)) for op in ops if op.collective}
-    ):
+    run = {(OPERATIONS[op.collective], network.algorithm(op)) for op in ops if op.collective}
+    for operation, algorithm in sorted(run):
         words = f"{library_of(e.cluster)} runs {algorithm} for {operation}: {formula(operation, algorithm)}"
         yield Text(words, style="cyan")
     device = e.cluster.accelerator
@@ -133,26 +138,17 @@ def shape_of(op: Op, network: CollectiveTimes) -> str:
 
 def explain_bubble(e: Estimate) -> RenderableType:
     p, m, v = e.plan.pp, e.plan.microbatches(e.workload), e.plan.virtual
-    means = [sum(scalar(getattr(r, k)) for r in e.cost.ranks) / len(e.cost.ranks) for k in ("f", "i", "w")]
-    idle = e.prediction.exposed_s.get("bubble", 0.0)
+    f, i, w = (sum(scalar(getattr(r, k)) for r in e.cost.ranks) / len(e.cost.ranks) for k in ("f", "i", "w"))
+    idle, step = (format_seconds(s) for s in (e.prediction.exposed_s.get("bubble", 0.0), e.prediction.step_time_s))
+    fraction = f"bubble fraction, over all ranks: {e.bubble_fraction:.1%} of the simulated schedule"
+    times = f"mean f = {format_seconds(f)}, input gradient {format_seconds(i)}, weight gradient {format_seconds(w)}"
+    equal = f"bubble overhead (P−1)/(V·M) = {100 * (p - 1) / (v * m):.1f}%, "
+    equal += f"bubble fraction (P−1)/(V·M+P−1) = {100 * (p - 1) / (v * m + p - 1):.1f}%"
     return Group(
-        Text(
-            f"bubble of the busiest rank: {format_seconds(idle)} of {format_seconds(e.prediction.step_time_s)}; "
-            f"bubble fraction, over all ranks: {e.bubble_fraction:.1%} of the simulated schedule",
-            style="bold",
-        ),
-        Text(
-            "1F1B and GPipe: idle = (P−1)·(f+b);  interleaved: (P−1)·(f+b)/V;  zero-bubble: less, see `meshwright show zb-h1`",
-            style="cyan",
-        ),
-        Text(
-            f"{e.plan.schedule}: P = {p}, M = {m}, V = {v};  mean f = {format_seconds(means[0])}, input gradient {format_seconds(means[1])}, "
-            f"weight gradient {format_seconds(means[2])}"
-        ),
-        Text(
-            f"(P−1)·(f+b)/V = {format_seconds((p - 1) * sum(means) / v)};  on equal stages: bubble overhead (P−1)/(V·M) = "
-            f"{100 * (p - 1) / (v * m):.1f}%, bubble fraction (P−1)/(V·M+P−1) = {100 * (p - 1) / (v * m + p - 1):.1f}%"
-        ),
+        Text(f"bubble of the busiest rank: {idle} of {step}; {fraction}", style="bold"),
+        Text(BUBBLES, style="cyan"),
+        Text(f"{e.plan.schedule}: P = {p}, M = {m}, V = {v};  {times}"),
+        Text(f"(P−1)·(f+b)/V = {format_seconds((p - 1) * (f + i + w) / v)};  on equal stages: {equal}"),
     )
 
 
@@ -161,21 +157,12 @@ def explain_memory(e: Estimate) -> RenderableType:
     stage = e.prediction.memory_by_stage[worst]
     table = titled("", ("part", ">GiB"), [(part, f"{size:.2f}") for part, size in stage.items()])
     saved = {b: {k: scalar(v) / 2**20 for k, v in parts.items() if scalar(v)} for b, parts in e.program.saved.items()}
-    lines = [
-        Text(f"fullest stage {worst}: {sum(stage.values()):.1f} GiB", style="bold"),
-        Text(
-            "states = N·(param + grad + master + moments), each divided by the size of the shard group if its ZeRO stage is on",
-            style="cyan",
-        ),
-        Text("activations = saved bytes of a micro-batch × micro-batches in flight on the stage", style="cyan"),
-    ]
+    lines = [Text(f"fullest stage {worst}: {sum(stage.values()):.1f} GiB", style="bold")]
+    lines += [Text(words, style="cyan") for words in (STATES, ACTIVATIONS)]
     for block, by_part in saved.items():
         if by_part:
-            lines.append(
-                Text(
-                    f"saved by one {block}: " + ", ".join(f"{k} {v:,.0f} MiB" for k, v in by_part.items()), style="dim"
-                )
-            )
+            sizes = ", ".join(f"{k} {v:,.0f} MiB" for k, v in by_part.items())
+            lines.append(Text(f"saved by one {block}: {sizes}", style="dim"))
     return Group(*lines, table)
 
 

@@ -37,6 +37,9 @@ SPARK, GAP, WIDE = 16, 2, 140  # width of a trend, of the space between columns,
 NARROW = 110  # a terminal on which notes are cut
 CLOSE, FAR = 0.2, 0.5  # difference from the prediction up to which it is green, and from which it is red
 IN_TABLE = ("checkpoint-begun", "checkpoint-finished", "evaluation")  # events that the table shows
+EVENT_STYLES = {
+    "fault": "red", "checkpoint-failed": "red", "spike": "yellow", "skipped": "yellow", "restart": "yellow", "logger": "yellow",
+}  # fmt: skip
 COMMUNICATION = (*AXES, "bubble")  # parts of a prediction that a rank measures as time blocked in communication
 
 
@@ -198,13 +201,8 @@ def rows_of(run: LiveRun) -> list[tuple[str, str, str, Text, list[float], str]]:
     bounds = f"predicted {format_seconds(low)} to {format_seconds(high)}" if low and high else ""
     add("step", "seconds", format_seconds, p.get("step_time_s"), bounds)
     add(f"{run.unit}/s", "tokens_per_s", format_count, p.get("tokens_per_s"))
-    add(
-        "MFU",
-        "mfu",
-        lambda x: f"{x:.1%}",
-        p.get("mfu"),
-        f"of {p['mfu_denominator']}" if p.get("mfu_denominator") else "",
-    )
+    denominator = f"of {p['mfu_denominator']}" if p.get("mfu_denominator") else ""
+    add("MFU", "mfu", lambda x: f"{x:.1%}", p.get("mfu"), denominator)
     exposed = run.exposed()
     if exposed:
         rows.append(exposed_row(run, exposed))
@@ -255,21 +253,12 @@ def difference(now: float, expected: float | None, comparable: bool = True) -> T
 
 def event_lines(run: LiveRun) -> list[Text]:
     """The last events that are not in the table."""
-    shown = [event for event in run.events if event.get("kind") not in IN_TABLE]
-    styles = {
-        "fault": "red",
-        "checkpoint-failed": "red",
-        "spike": "yellow",
-        "skipped": "yellow",
-        "restart": "yellow",
-        "logger": "yellow",
-    }
+    shown = [event for event in run.events if event.get("kind") not in IN_TABLE][-EVENTS:]
+    clocks = [time.strftime("%H:%M:%S  ", time.localtime(event.get("time", 0))) for event in shown]
     lines = [
-        Text.assemble((time.strftime("%H:%M:%S  ", time.localtime(e.get("time", 0))), "dim"), f"{e.get('text', '')}")
-        for e in shown[-EVENTS:]
+        Text.assemble((clock, "dim"), (f"{e.get('text', '')}", EVENT_STYLES.get(str(e.get("kind")), "default")))
+        for clock, e in zip(clocks, shown, strict=True)
     ]
-    for line, event in zip(lines, shown[-EVENTS:], strict=True):
-        line.stylize(styles.get(str(event.get("kind")), "default"), 10)
     return [Text(""), *lines] if lines else []
 
 

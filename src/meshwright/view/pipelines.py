@@ -26,6 +26,9 @@ from meshwright.view.trace import Flow, TraceCounter, TraceSpan, trace_events
 COLOURS = {"F": (59, 120, 224), "B": (22, 148, 96), "I": (20, 165, 165), "W": (235, 160, 45)}
 TINT, ODD = 0.42, 0.12  # shift to white for the last stage of a rank; shift to black for odd micro-batches
 HELD = "in flight"
+COMPARED = (
+    "schedule", ">V", ">makespan", ">bubble fraction", ">bubble overhead", ">no barrier", ">in flight", ">messages",
+)  # fmt: skip
 FOOTNOTE = (
     "V: stages per rank. no barrier: time per step if no rank waits for another in the optimizer. "
     "in flight: micro-batches on the rank with the most. messages: sent by the busiest rank."
@@ -106,31 +109,14 @@ def summary(walked: Walked, unit: Unit) -> list[Text]:
     ]
     if walked.longest_span < walked.makespan * (1 - 1e-9):
         inside = 1 - float(walked.busy.max()) / walked.longest_span
-        lines.append(
-            Text.assemble(
-                "without a barrier between steps: one step every ",
-                (unit.format(walked.longest_span), "bold"),
-                ", ",
-                (f"{inside:.1%}", "bold"),
-                " of it idle",
-                style="dim",
-            )
-        )
+        span, idle = (unit.format(walked.longest_span), "bold"), (f"{inside:.1%}", "bold")
+        words = ("without a barrier between steps: one step every ", span, ", ", idle, " of it idle")
+        lines.append(Text.assemble(*words, style="dim"))
     return lines
 
 
 def comparison(several: Sequence[Walked], unit: Unit) -> tables.FittedTable:
     """One row per schedule: time, bubble fraction and overhead, memory, messages; the shortest step is green."""
-    columns = [
-        "schedule",
-        ">V",
-        ">makespan",
-        ">bubble fraction",
-        ">bubble overhead",
-        ">no barrier",
-        ">in flight",
-        ">messages",
-    ]
     best = min(w.makespan for w in several)
     rows = [
         [
@@ -145,16 +131,15 @@ def comparison(several: Sequence[Walked], unit: Unit) -> tables.FittedTable:
         ]
         for w in several
     ]
-    return tables.FittedTable(columns, rows)
+    return tables.FittedTable(COMPARED, rows)
 
 
 def messages(walked: Walked) -> float:
     """Messages that the busiest rank sends per step."""
     p = walked.program
     crosses = p.rank_of[1:] != p.rank_of[:-1]
-    sent = np.bincount(p.rank_of[:-1][crosses], minlength=p.ranks) + np.bincount(
-        p.rank_of[1:][crosses], minlength=p.ranks
-    )
+    ends = np.concatenate([p.rank_of[:-1][crosses], p.rank_of[1:][crosses]])
+    sent = np.bincount(ends, minlength=p.ranks)
     return float(sent.max() * p.microbatches)
 
 
@@ -204,27 +189,16 @@ def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> Json:
     needs, _ = needs_and_order(p)
     actions = [p.action(i) for i in range(len(p))]
     rank, start, end = p.rank.tolist(), (walked.start * u).tolist(), (walked.end * u).tolist()
-    spans = [
-        TraceSpan(
-            r,
-            "compute",
-            f"{a.kind}{a.microbatch}",
-            s,
-            e - s,
-            KIND_NAMES[a.kind],
-            {"stage": a.stage, "micro-batch": a.microbatch, "kind": KIND_NAMES[a.kind]},
-        )
-        for a, r, s, e in zip(actions, rank, start, end, strict=True)
-    ]
+    spans = []
+    for a, r, s, e in zip(actions, rank, start, end, strict=True):
+        kind = KIND_NAMES[a.kind]
+        args = {"stage": a.stage, "micro-batch": a.microbatch, "kind": kind}
+        spans.append(TraceSpan(r, "compute", f"{a.kind}{a.microbatch}", s, e - s, kind, args))
     crossing = [i for i in np.flatnonzero(needs >= 0).tolist() if rank[needs[i]] != rank[i]]
-    flows = [
-        Flow(
-            "activation" if p.kind[i] == F else "gradient",
-            (rank[n], "compute", start[n]),
-            (rank[i], "compute", start[i]),
-        )
-        for i, n in ((i, int(needs[i])) for i in crossing[:MOST_FLOWS])
-    ]
+    flows = []
+    for i in crossing[:MOST_FLOWS]:
+        source, target = ((rank[k], "compute", start[k]) for k in (int(needs[i]), i))
+        flows.append(Flow("activation" if p.kind[i] == F else "gradient", source, target))
     counters = [
         TraceCounter(r, "activations in flight", float(t) * u, {"count": int(level)})
         for r in range(p.ranks)

@@ -21,6 +21,7 @@ from meshwright.view.estimate import on_own_trainer, uncalibrated
 from meshwright.view.tables import facts, titled
 
 BAR = 16
+CHOSEN = "; of plans within 1% of the fastest, the one with the most free memory and the simplest layout comes first"
 
 
 def page(r: Result) -> RenderableType:
@@ -95,9 +96,7 @@ def leaders(r: Result) -> Table:
     if any(r.ties[1:]):
         caption += "; ≈: as fast as the first within the accuracy of the model"
     if r.choice and not r.worst_case:
-        caption += (
-            "; of plans within 1% of the fastest, the one with the most free memory and the simplest layout comes first"
-        )
+        caption += CHOSEN
     return titled("Leaders, by simulated step", (">", "plan", ">step", ">", ">MFU", ">GiB"), rows, caption)
 
 
@@ -125,9 +124,8 @@ def near_misses(r: Result) -> Table:
     """Return sizes close to the given ones with which training is faster."""
     rows = []
     for m in r.near_misses:
-        unit = {"GPUs": f"{r.estimate.model.unit}/s per GPU", "sequence": "FLOP/s"}.get(
-            m.what, f"{r.estimate.model.unit}/s"
-        )
+        rate = f"{r.estimate.model.unit}/s"
+        unit = {"GPUs": f"{rate} per GPU", "sequence": "FLOP/s"}.get(m.what, rate)
         gain = f"{100 * m.gain:+.1f}% {unit}" if abs(m.gain) >= 5e-4 else "not modelled"
         rows.append((m.what, f"{m.given:,}", f"{m.offered:,}", gain, m.setting, Text(m.note, "dim")))
     return titled("Near misses: another size is faster", ("", ">given", ">better", ">gain", "type", ""), rows)
@@ -136,11 +134,9 @@ def near_misses(r: Result) -> Table:
 def training_words(r: Result) -> str:
     t = r.explanation.training
     assert t is not None
-    cost = (
-        f", ${t.dollars:,.0f} at ${t.price:g} per GPU-hour" if t.price else ", no price known (--set cluster.price=2.5)"
-    )
+    cost = f"${t.dollars:,.0f} at ${t.price:g} per GPU-hour" if t.price else "no price known (--set cluster.price=2.5)"
     days = f"{t.days:,.1f} days ({t.days_low:,.1f} to {t.days_high:,.1f})"
-    return f"{format_count(t.tokens)} {r.estimate.model.unit}: {days}, {t.gpu_hours:,.0f} GPU-hours{cost}"
+    return f"{format_count(t.tokens)} {r.estimate.model.unit}: {days}, {t.gpu_hours:,.0f} GPU-hours, {cost}"
 
 
 def scaling_words(r: Result) -> str:
@@ -216,11 +212,9 @@ def verdict(c: PlanComparison, headroom: float) -> str:
         return f"yours {user.memory_fit}: {over:.1f} GiB over the limit on its fullest GPU"
     if c.slower <= 0:
         too_full = (user.memory_gib or 0) > (1 - headroom) * user.memory_limit_gib
-        return f"yours is {-100 * c.slower:.1f}% faster" + (
-            f": it leaves less than {100 * headroom:g}% of the memory free"
-            if too_full
-            else ", within the 1% in which free memory and simplicity decide"
-        )
+        full = f": it leaves less than {100 * headroom:g}% of the memory free"
+        near = ", within the 1% in which free memory and simplicity decide"
+        return f"yours is {-100 * c.slower:.1f}% faster{full if too_full else near}"
     return f"yours is {100 * c.slower:.1f}% slower: {why.itemised(c.parts, best.step_time_s, most=5)}"
 
 
@@ -239,15 +233,8 @@ def sizes_page(sizing: Sizing) -> RenderableType:
         style = "bold" if one.gpus == chosen else "" if one.meets else "dim"
         cost = f"${one.dollars:,.0f}" if one.dollars else "no price"
         days = [f"{x:,.1f}" for x in (one.days, one.days_low, one.days_high)]
-        cells = [
-            f"{one.gpus:,}",
-            *days,
-            f"{100 * one.mfu:.1f}%",
-            f"{one.gpu_hours:,.0f}",
-            cost,
-            "✓" if one.meets else "",
-        ]
-        table.add_row(*cells, short(one.plan), style=style)
+        used = f"{100 * one.mfu:.1f}%", f"{one.gpu_hours:,.0f}", cost, "✓" if one.meets else ""
+        table.add_row(f"{one.gpus:,}", *days, *used, short(one.plan), style=style)
     note = (
         f"✓ within {sizing.target}; each size with its best common plan. The recommended size below has a full search."
     )

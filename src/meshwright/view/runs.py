@@ -158,19 +158,13 @@ def listed_cells(row: dict[str, Any]) -> list[Text]:
     predicted, error = Text(formatted(row["predicted_step_time_s"], format_seconds)), relative_error(row)
     if error is not None:
         predicted.append(f" {error:+.0%}", "green" if abs(error) <= 0.25 else "yellow")
-    return [
-        Text(row["name"], "bold"),
-        Text(row["state"] + restarts, STATES[row["state"]]),
-        Text(steps),
-        Text(formatted(row["loss"], lambda x: f"{x:.3f}")),
-        Text(formatted(row["step_time_s"], format_seconds)),
-        predicted,
-        Text(formatted(row["tokens_per_s"], format_count) + ("" if row["unit"] == "tokens" else f" {row['unit']}")),
-        Text(formatted(row["mfu"], lambda x: f"{x:.1%}")),
-        Text(formatted(row["elapsed_s"], format_clock)),
-        Text(time.strftime("%d %b %H:%M", time.localtime(row["started"] or row["modified_s"])), "dim"),
-        Text(" · ".join(part for part in (row["model"], row["title"]) if part), "dim"),
-    ]
+    rate = formatted(row["tokens_per_s"], format_count) + ("" if row["unit"] == "tokens" else f" {row['unit']}")
+    begun = time.strftime("%d %b %H:%M", time.localtime(row["started"] or row["modified_s"]))
+    plan = " · ".join(part for part in (row["model"], row["title"]) if part)
+    before = steps, formatted(row["loss"], lambda x: f"{x:.3f}"), formatted(row["step_time_s"], format_seconds)
+    after = rate, formatted(row["mfu"], lambda x: f"{x:.1%}"), formatted(row["elapsed_s"], format_clock)
+    first = Text(row["name"], "bold"), Text(row["state"] + restarts, STATES[row["state"]])
+    return [*first, *map(Text, before), predicted, *map(Text, after), Text(begun, "dim"), Text(plan, "dim")]
 
 
 def comparison(folders: Sequence[Path]) -> RenderableType:
@@ -186,11 +180,9 @@ def comparison(folders: Sequence[Path]) -> RenderableType:
     columns = ["", *(f">{row['name']}" for row in summaries)]
     tables: list[RenderableType] = [filled(columns, lines, title="Results")]
     changed = differences([configuration(folder) for folder in folders])
-    if changed:
-        tables.append(filled(["", *(row["name"] for row in summaries)], changed, title="Different in the run files"))
-    else:
-        tables.append(Text("The run files are equal", "dim"))
-    return Group(*tables)
+    names = ["", *(row["name"] for row in summaries)]
+    equal = Text("The run files are equal", "dim")
+    return Group(*tables, filled(names, changed, title="Different in the run files") if changed else equal)
 
 
 RESULTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (

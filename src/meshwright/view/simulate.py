@@ -7,6 +7,7 @@ reduction, optimizer and overhead. A long step is drawn by layers (and collectiv
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -71,13 +72,7 @@ class Filler:
     def __init__(self, e: Estimate, detail: str) -> None:
         self.e, self.detail = e, detail
         self.network = CollectiveTimes(e.cluster, e.program.batch)
-        self._pieces: dict[tuple[int, str], list[ActionPiece]] = {}
-
-    def pieces(self, stage: int, kind: str) -> list[ActionPiece]:
-        key = (stage, kind)
-        if key not in self._pieces:
-            self._pieces[key] = self._operations(stage, kind)
-        return self._pieces[key]
+        self.pieces = cache(self._operations)
 
     def _operations(self, stage: int, kind: str) -> list[ActionPiece]:
         stage_blocks = self.e.program.stages[stage]
@@ -87,11 +82,8 @@ class Filler:
         out: list[ActionPiece] = []
         free: dict[str, float] = {}  # when each communication stream becomes idle
         recomputed = {block: round(scalar(stage_blocks.times(block, "R"))) for block in stage_blocks.counts}
-        in_backward = {
-            (block, phase): scalar(stage_blocks.times(block, phase)) > 0
-            for block in stage_blocks.counts
-            for phase in ("S", "G")
-        }
+        split = [(block, phase) for block in stage_blocks.counts for phase in ("S", "G")]
+        in_backward = {key: scalar(stage_blocks.times(*key)) > 0 for key in split}
         at = 0.0
         for number, block in enumerate(blocks):
             began = at
@@ -108,9 +100,8 @@ class Filler:
 
     def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[ActionPiece]) -> float:
         ops = self.e.program.blocks.get((block, phase), [])
-        room = self.e.stack.hides * sum(
-            scalar(op.count) * self.seconds(op) for op in ops if not op.axis and op.kind != "host"
-        )
+        computing = [op for op in ops if not op.axis and op.kind != "host"]
+        room = self.e.stack.hides * sum(scalar(op.count) * self.seconds(op) for op in computing)
         for op in ops:
             length = scalar(op.count) * self.seconds(op)
             if length <= 0:
@@ -120,10 +111,8 @@ class Filler:
                 at += length
                 continue
             axis = AXIS_OF[op.axis] if op.axis else "host"
-            overlaps = (
-                scalar(axis_overlap(self.e.program.batch, axis, self.e.cluster)) if op.axis else op.name == TO_HOST
-            )
-            hidden = min(length, room) if overlaps else 0.0
+            asynchronous = axis_overlap(self.e.program.batch, axis, self.e.cluster) if op.axis else op.name == TO_HOST
+            hidden = min(length, room) if scalar(asynchronous) else 0.0
             room -= hidden
             begins = max(at, free.get(axis, 0.0))
             out.append(ActionPiece(f"comm:{axis}", op.name, begins, length, op.collective))
@@ -159,26 +148,16 @@ def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[TraceSpan]:
         action = flow.action(index)
         kind = action.kind if isinstance(action.kind, str) else KINDS[action.kind]
         start, length = float(walk.start[index]), float(walk.end[index] - walk.start[index])
-        out.append(
-            TraceSpan(
-                rank[index],
-                "schedule",
-                str(action),
-                start,
-                length,
-                kind,
-                {"stage": action.stage, "micro-batch": action.microbatch},
-            )
-        )
+        about = {"stage": action.stage, "micro-batch": action.microbatch}
+        out.append(TraceSpan(rank[index], "schedule", str(action), start, length, kind, about))
         if detail == "actions":
             continue
         pieces = filler.pieces(action.stage, kind)
         whole = max((p.start + p.duration for p in pieces), default=0.0)
         scale = min(1.0, length / whole) if whole else 1.0
-        out += [
-            TraceSpan(rank[index], p.stream, p.name, start + p.start * scale, p.duration * scale, p.part)
-            for p in pieces
-        ]
+        for p in pieces:
+            at, took = start + p.start * scale, p.duration * scale
+            out.append(TraceSpan(rank[index], p.stream, p.name, at, took, p.part))
     return out + closing_spans(walked)
 
 

@@ -80,30 +80,15 @@ def trace_events(
             _meta("thread_sort_index", rank, stream, sort_index=stream),
         ]
     for s in spans:
-        events.append(
-            {
-                "name": s.name,
-                "cat": s.category or "span",
-                "ph": "X",
-                "ts": _us(s.start),
-                "dur": _us(s.duration),
-                "pid": s.rank,
-                "tid": order[s.stream],
-                "args": dict(s.args),
-            }
-        )
+        times = {"ts": _us(s.start), "dur": _us(s.duration)}
+        place = {"pid": s.rank, "tid": order[s.stream], "args": dict(s.args)}
+        events.append({"name": s.name, "cat": s.category or "span", "ph": "X", **times, **place})
     for number, flow in enumerate(flows):
         for phase, end in (("s", flow.source), ("f", flow.target)):
-            event = {
-                "name": flow.name,
-                "cat": "transfer",
-                "ph": phase,
-                "id": number,
-                "ts": _us(end[2]),
-                "pid": end[0],
-                "tid": order[end[1]],
-            }
-            events.append({**event, "bp": "e"} if phase == "f" else event)
+            where = {"ts": _us(end[2]), "pid": end[0], "tid": order[end[1]]}
+            events.append({"name": flow.name, "cat": "transfer", "ph": phase, "id": number, **where})
+            if phase == "f":
+                events[-1]["bp"] = "e"
     for c in counters:
         events.append({"name": c.name, "ph": "C", "ts": _us(c.time), "pid": c.rank, "tid": 0, "args": dict(c.values)})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about or {})}
@@ -123,17 +108,14 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> Json:
 
 
 VERSION = 1
+SPAN_KEYS = ("rank", "stream", "name", "start_s", "duration_s", "category", "args")
 STREAMS = ("schedule", "compute", "comm:tp", "comm:cp", "comm:ep", "comm:pp", "comm:dp", "host")
 
 
 def as_json(step: int, measured: Sequence[TraceSpan], simulated: Sequence[TraceSpan]) -> Json:
     """The content of `timeline.json`."""
-    return {
-        "version": VERSION,
-        "step": step,
-        "measured": [span_as_json(s) for s in measured],
-        "simulated": [span_as_json(s) for s in simulated],
-    }
+    sides = {"measured": measured, "simulated": simulated}
+    return {"version": VERSION, "step": step, **{name: list(map(span_as_json, side)) for name, side in sides.items()}}
 
 
 def span_as_json(span: TraceSpan) -> Json:
@@ -147,15 +129,7 @@ def span_as_json(span: TraceSpan) -> Json:
 
 
 def span_of_json(fields: Json) -> TraceSpan:
-    return TraceSpan(
-        fields["rank"],
-        fields["stream"],
-        fields["name"],
-        fields["start_s"],
-        fields["duration_s"],
-        fields["category"],
-        fields["args"],
-    )
+    return TraceSpan(*(fields[name] for name in SPAN_KEYS))
 
 
 def both_steps(timeline: Json | None, about: Json | None = None) -> Json:

@@ -36,11 +36,9 @@ def page(accuracy: Accuracy, columns: list[str], title: str) -> list[RenderableT
     """Everything that `validate` prints: the runs with the catalog's numbers, sources left out, failed runs, well-known runs."""
     parts: list[RenderableType] = []
     if accuracy.outcomes:
-        scores = (
-            accuracy.sources
-            if columns == ["source"]
-            else {n: score(p) for n, p in by(accuracy.outcomes, columns).items()}
-        )
+        scores = accuracy.sources
+        if columns != ["source"]:
+            scores = {n: score(p) for n, p in by(accuracy.outcomes, columns).items()}
         parts += [table(scores, accuracy.overall, title), refusals(accuracy.outcomes)]
     if accuracy.unseen:
         parts += ["", unseen_table(accuracy.unseen, accuracy.unseen_overall), "", bands_table(accuracy.bands)]
@@ -88,9 +86,8 @@ def headline_cells(o: Outcome) -> list[str]:
     p = o.prediction
     if p is None or o.error is None:
         return [o.case.row_id, o.refused, "", "", "", "refused"]
-    measured, predicted, low, high = map(
-        format_seconds, (o.case.step_time or 0, p.step_time_s, p.step_time_low_s, p.step_time_high_s)
-    )
+    times = o.case.step_time or 0, p.step_time_s, p.step_time_low_s, p.step_time_high_s
+    measured, predicted, low, high = map(format_seconds, times)
     plan = f"{o.case.plan.world} GPUs: {o.case.plan.title()}"
     return [o.case.row_id, plan, measured, predicted, f"{low} to {high}", percent(o.error, True)]
 
@@ -108,16 +105,14 @@ def headline_table(outcomes: list[Outcome]) -> Table:
 
 def unseen_table(scores: dict[str, SourceScore], overall: dict[str, float]) -> Table:
     """The errors on sources that the fit has not seen."""
-    columns = (
-        *(">rows", ">stack known", ">bias", ">source left out", ">p90"),
-        *(f">after {n}" for n in SEEN),
-        *(">model left out", ">regret"),
-    )
-    rows = []
-    for name, s in scores.items():
-        rows.append([*unseen_cells(name, s), percent(s.regret)])
+    columns = (">rows", ">stack known", ">bias", ">source left out", ">p90", *(f">after {n}" for n in SEEN))
+    rows = [[*unseen_cells(name, s), percent(s.regret)] for name, s in scores.items()]
     rows.append(["[bold]macro average[/]", "", "", *bold([*unseen_means(overall), percent(overall["regret"])])])
-    return titled("Step time of sources that the fit has not seen (median error)", ("source", *columns), rows)
+    return titled(
+        "Step time of sources that the fit has not seen (median error)",
+        ("source", *columns, ">model left out", ">regret"),
+        rows,
+    )
 
 
 def unseen_cells(name: str, s: SourceScore) -> list[str]:

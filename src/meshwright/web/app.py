@@ -41,11 +41,7 @@ class Site:
             Route("/", self.index),
             Route("/static/{path:path}", static, middleware=[Middleware(GZipMiddleware)]),
             Route("/api/views", api.views, methods=["POST"]),
-            *(
-                Route(f"/api/{name}", api.task(name), methods=["POST"])
-                for name in TASKS
-                if name not in ("views", "catalog")
-            ),
+            *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in {*TASKS} - {"views", "catalog"}),
             Route("/api/catalog", api.catalog, methods=["GET"]),
             Route("/api/openapi.json", openapi, methods=["GET"]),
             Route("/api/runs", api.runs, methods=["GET"]),
@@ -57,9 +53,8 @@ class Site:
 
     async def start(self) -> None:
         """Start the worker processes."""
-        self.pools[QUICK] = WorkerPool(
-            QUICK, max(2, min(usable_processes(), 4)), QUICK_WAITING, QUICK_LIMIT_S, finish=True
-        )
+        processes = max(2, min(usable_processes(), 4))
+        self.pools[QUICK] = WorkerPool(QUICK, processes, QUICK_WAITING, QUICK_LIMIT_S, finish=True)
         self.pools[SEARCHED] = WorkerPool(SEARCHED, 2, SEARCH_WAITING, SEARCH_LIMIT_S, finish=False)
         for pool in self.pools.values():
             await pool.start()

@@ -35,16 +35,20 @@ def parse(content: bytes) -> Json:
         if isinstance(error, MeshwrightError):
             raise
         why = "It is nested too deep" if isinstance(error, RecursionError) else str(error)[:200]
-        raise MeshwrightError("MW-WEB-004", "the body is not JSON", why=why) from None
+        raise refused("the body is not JSON", why) from None
     if not isinstance(document, dict):
-        raise MeshwrightError("MW-WEB-004", f"the body is {kind_of(document)}", why="An object is needed")
+        raise refused(f"the body is {kind_of(document)}", "An object is needed")
     check_depth(document, "the body")
     check_values(document)
     return document
 
 
 def _refuse_constant(name: str) -> float:
-    raise MeshwrightError("MW-WEB-004", f"the body contains {name}", why="A number must be finite")
+    raise refused(f"the body contains {name}", "A number must be finite")
+
+
+def refused(what: str, why: str = "") -> MeshwrightError:
+    return MeshwrightError("MW-WEB-004", what, why=why)
 
 
 def check_values(document: Any) -> None:
@@ -54,7 +58,7 @@ def check_values(document: Any) -> None:
         value = left.pop()
         count += 1
         if count > MOST_ITEMS:
-            raise MeshwrightError("MW-WEB-004", f"the body has more than {MOST_ITEMS:,} values")
+            raise refused(f"the body has more than {MOST_ITEMS:,} values")
         if isinstance(value, dict):
             left += [*value, *value.values()]
         elif isinstance(value, list):
@@ -62,20 +66,16 @@ def check_values(document: Any) -> None:
         elif isinstance(value, str):
             check_text(value)
         elif isinstance(value, float) and not math.isfinite(value):
-            raise MeshwrightError("MW-WEB-004", "the body has a number that is too large")
+            raise refused("the body has a number that is too large")
 
 
 def check_text(text: str) -> None:
     if len(text) > MOST_LETTERS:
-        raise MeshwrightError(
-            "MW-WEB-004", f"the body has a text of {len(text):,} letters", why=f"At most {MOST_LETTERS:,}"
-        )
+        raise refused(f"the body has a text of {len(text):,} letters", f"At most {MOST_LETTERS:,}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise MeshwrightError(
-            "MW-WEB-004", "the body has a text that is not Unicode", why="A surrogate stands alone"
-        ) from None
+        raise refused("the body has a text that is not Unicode", "A surrogate stands alone") from None
 
 
 class Body(BaseModel):
@@ -87,9 +87,8 @@ class Body(BaseModel):
     def read(cls, body: Any) -> Self:
         """The body, if each of its values has its type."""
         if not isinstance(body, dict):
-            raise MeshwrightError(
-                "MW-WEB-005", f"{kind_of(body)} was sent", why="A table is needed", valid=cls.model_fields
-            )
+            what, why = f"{kind_of(body)} was sent", "A table is needed"
+            raise MeshwrightError("MW-WEB-005", what, why=why, valid=cls.model_fields)
         try:
             return cls.model_validate(body)
         except ValidationError as error:

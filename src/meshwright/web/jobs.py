@@ -21,7 +21,7 @@ from typing import Any
 from meshwright.describe import plugins
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
-from meshwright.web.worker import DONE, FAILED, LINE, serve, to_line
+from meshwright.web.worker import FAILED, LINE, serve, to_line
 
 PRELOAD = ["meshwright.web.preload"]
 
@@ -205,18 +205,11 @@ ENDED = MeshwrightError(
 
 
 def too_busy(waiting: int) -> MeshwrightError:
-    return MeshwrightError(
-        "MW-WEB-002", f"{waiting} requests wait already", why="The queue is full", fix="try again in a second"
-    )
+    what, fix = f"{waiting} requests wait already", "try again in a second"
+    return MeshwrightError("MW-WEB-002", what, why="The queue is full", fix=fix)
 
 
 def too_long(limit_s: float) -> MeshwrightError:
-    return MeshwrightError(
-        "MW-WEB-001",
-        f"the answer takes longer than {limit_s:g} s",
-        why="The time of a request is limited",
-        fix="constrain the search, or run the command in a terminal, which has no time limit",
-    )
-
-
-__all__ = ["DONE", "Refused", "WorkerPool"]
+    what, why = f"the answer takes longer than {limit_s:g} s", "The time of a request is limited"
+    fix = "constrain the search, or run the command in a terminal, which has no time limit"
+    return MeshwrightError("MW-WEB-001", what, why=why, fix=fix)

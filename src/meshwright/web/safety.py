@@ -54,21 +54,12 @@ class RequestGuard:
         hosts = [value for name, value in headers if name == b"host"]
         allowed = self.allowed()
         if len(hosts) != 1 or hosts[0].lower() not in allowed:
-            return MeshwrightError(
-                "MW-WEB-010",
-                f"the host '{(hosts or [''])[0][:60]}' is not this server",
-                why="Another site may have sent the request through your browser",
-                valid=allowed,
-            )
-        origins = [value for name, value in headers if name == b"origin"]
-        if scope["method"] not in ("GET", "HEAD") and any(
-            o.lower() not in [f"http://{h}" for h in allowed] for o in origins
-        ):
-            return MeshwrightError(
-                "MW-WEB-010",
-                f"the origin '{origins[0][:60]}' is not this server",
-                valid=[f"http://{host}" for host in allowed],
-            )
+            what = f"the host '{(hosts or [''])[0][:60]}' is not this server"
+            why = "Another site may have sent the request through your browser"
+            return MeshwrightError("MW-WEB-010", what, why=why, valid=allowed)
+        origins, ours = [value for name, value in headers if name == b"origin"], [f"http://{host}" for host in allowed]
+        if scope["method"] not in ("GET", "HEAD") and any(origin.lower() not in ours for origin in origins):
+            return MeshwrightError("MW-WEB-010", f"the origin '{origins[0][:60]}' is not this server", valid=ours)
         return None
 
     def allowed(self) -> list[str]:

@@ -80,88 +80,62 @@ def error() -> Schema:
     return {"type": "object", "required": ["error"], "properties": {"error": inner}}
 
 
+# (method, address, summary, schema of the body, what the answer has: a schema or the keys of an object)
+ROUTES = (
+    ("post", "estimate", "Predict step time, memory and traffic of one plan", "PlanFile", ("step_time_s", "memory_gib", "plan")),
+    ("post", "simulate", "Simulate the step of a plan", "PlanFile", ("step_time_s", "busy_s")),
+    ("post", "plan", "Find the fastest plan that fits", "", ("plans", "strategies", "explanation")),
+    ("post", "show", "A topic of `meshwright show`", "ShowBody", {"type": ["object", "array"]}),
+    ("post", "views", "Data of views, one line of JSON each as it is ready", "ViewsBody", {"type": "string"}),
+    ("post", "choices", "Values of each plan field: legal, with what changes, or why not", "PlanFile", ("fields", "problem")),
+    ("post", "text", "A plan file, a command and settings of other frameworks to copy", "PlanFile", ("toml", "command", "settings")),
+    ("post", "model", "A Hugging Face config.json as a [model] table", {"type": "object"}, ("name",)),
+    ("post", "cluster", "A cluster file, as its lines, as a [cluster] table", "ClusterBody", ("cluster",)),
+    (
+        "post", "settings", "Settings of another framework, as the lines of their file, as the sections of a plan file", "SettingsBody",
+        ("config", "read"),
+    ),
+    ("get", "catalog", "Models, clusters, stacks, schedules, fields, presets and views", "", ("models", "clusters", "stacks")),
+    ("get", "runs", "Run folders below the folder given at start", "", ("runs",)),
+    ("get", "runs/{name}", "One run folder: new rows and files since `seen`", "", ("name", "rows", "seen")),
+    ("get", "openapi.json", "This document", "", ("openapi", "paths")),
+)  # fmt: skip
+RUN_PARAMETERS = [
+    {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
+    {"name": "seen", "in": "query", "required": False, "schema": {"type": "string"}},
+]
+
+
 def paths() -> dict[str, Schema]:
     """The operations of the API, by path."""
-    plan_question = {
-        "allOf": [{"$ref": "#/components/schemas/PlanFile"}],
-        "properties": {"question": ref("QuestionBody")},
-    }
-    plan_question = {"anyOf": [ref("PlanFile"), plan_question]}
-    return {
-        "/api/estimate": post(
-            "Predict step time, memory and traffic of one plan",
-            ref("PlanFile"),
-            keys("step_time_s", "memory_gib", "plan"),
-        ),
-        "/api/simulate": post("Simulate the step of a plan", ref("PlanFile"), keys("step_time_s", "busy_s")),
-        "/api/plan": post("Find the fastest plan that fits", plan_question, keys("plans", "strategies", "explanation")),
-        "/api/show": post("A topic of `meshwright show`", ref("ShowBody"), {"type": ["object", "array"]}),
-        "/api/views": post(
-            "Data of views, one line of JSON each as it is ready",
-            ref("ViewsBody"),
-            {"type": "string"},
-            "application/x-ndjson",
-        ),
-        "/api/choices": post(
-            "Values of each plan field: legal, with what changes, or why not",
-            ref("PlanFile"),
-            keys("fields", "problem"),
-        ),
-        "/api/text": post(
-            "A plan file, a command and settings of other frameworks to copy",
-            ref("PlanFile"),
-            keys("toml", "command", "settings"),
-        ),
-        "/api/model": post("A Hugging Face config.json as a [model] table", {"type": "object"}, keys("name")),
-        "/api/cluster": post(
-            "A cluster file, as its lines, as a [cluster] table",
-            ref("ClusterBody"),
-            keys("cluster"),
-        ),
-        "/api/settings": post(
-            "Settings of another framework, as the lines of their file, as the sections of a plan file",
-            ref("SettingsBody"),
-            keys("config", "read"),
-        ),
-        "/api/catalog": get(
-            "Models, clusters, stacks, schedules, fields, presets and views", keys("models", "clusters", "stacks")
-        ),
-        "/api/runs": get("Run folders below the folder given at start", keys("runs")),
-        "/api/runs/{name}": get(
-            "One run folder: new rows and files since `seen`",
-            keys("name", "rows", "seen"),
-            [
-                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
-                {"name": "seen", "in": "query", "required": False, "schema": {"type": "string"}},
-            ],
-        ),
-        "/api/openapi.json": get("This document", keys("openapi", "paths")),
-    }
+    with_question = {"allOf": [ref("PlanFile")], "properties": {"question": ref("QuestionBody")}}
+    out = {}
+    for method, address, summary, body, answer in ROUTES:
+        operation: Schema = {"summary": summary}
+        statuses = list(STATUS)
+        if method == "post":
+            schema = (
+                body
+                if isinstance(body, dict)
+                else ref(str(body))
+                if body
+                else {"anyOf": [ref("PlanFile"), with_question]}
+            )
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        else:
+            statuses = [400, 403, *([404] if "{" in address else [])]
+        made = {"type": "object", "required": list(answer)} if isinstance(answer, tuple) else answer
+        operation["responses"] = responses(
+            made, "application/x-ndjson" if address == "views" else "application/json", statuses
+        )
+        if "{" in address:
+            operation["parameters"] = RUN_PARAMETERS
+        out[f"/api/{address}"] = {method: operation}
+    return out
 
 
 def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
-
-
-def keys(*names: str) -> Schema:
-    """An object that has at least these keys."""
-    return {"type": "object", "required": list(names)}
-
-
-def post(summary: str, body: Schema, answer: Schema, media: str = "application/json") -> Schema:
-    return {
-        "post": {
-            "summary": summary,
-            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-            "responses": responses(answer, media, list(STATUS)),
-        }
-    }
-
-
-def get(summary: str, answer: Schema, parameters: list[Schema] | None = None) -> Schema:
-    statuses = [400, 403, *([404] if parameters else [])]
-    operation = {"summary": summary, "responses": responses(answer, "application/json", statuses)}
-    return {"get": {**operation, "parameters": parameters} if parameters else operation}
 
 
 def responses(answer: Schema, media: str, statuses: list[int]) -> Schema:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 from meshwright.version import install_command
 
 HOST = "127.0.0.1"
@@ -20,12 +21,8 @@ def serve(port: int, runs: Path | None, ready: Callable[[str], None]) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn"):
             raise
-        raise MeshwrightError(
-            "MW-WEB-011",
-            f"the package {error.name} is not installed",
-            why="The page needs the [web] extra",
-            fix=install_command("web"),
-        ) from None
+        what, why = f"the package {error.name} is not installed", "The page needs the [web] extra"
+        raise MeshwrightError("MW-WEB-011", what, why=why, fix=install_command("web")) from None
     listening = listen(port)
     number = listening.getsockname()[1]
     site = Site(number, runs)
@@ -41,15 +38,8 @@ def serve(port: int, runs: Path | None, ready: Callable[[str], None]) -> None:
             await super().shutdown(sockets)
             await site.stop()
 
-    config = uvicorn.Config(
-        site.app,
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=2,
-        ws="none",
-    )
+    quiet: Json = {"log_level": "warning", "access_log": False, "server_header": False}
+    config = uvicorn.Config(site.app, lifespan="off", timeout_graceful_shutdown=2, ws="none", **quiet)
     try:
         Server(config).run(sockets=[listening])
     finally:
@@ -65,10 +55,6 @@ def listen(port: int) -> socket.socket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        raise MeshwrightError(
-            "MW-WEB-012",
-            f"port {port} of {HOST} cannot be used",
-            why=error.strerror or str(error),
-            fix="--port 0 takes a free one",
-        ) from None
+        what, why = f"port {port} of {HOST} cannot be used", error.strerror or str(error)
+        raise MeshwrightError("MW-WEB-012", what, why=why, fix="--port 0 takes a free one") from None
     return listening

@@ -142,11 +142,9 @@ def problem_of(subject: Subject) -> MeshwrightError | None:
 def internal_error(error: Exception) -> MeshwrightError:
     """The error of a bug in Meshwright, or of a request that needs more memory than a worker may use."""
     if isinstance(error, MemoryError):
-        return MeshwrightError(
-            "MW-WEB-006",
-            "this request needs more memory than a worker of the server may use",
-            fix="fewer stages, micro-batches or GPUs; or the command line, which has no such limit",
-        )
+        what = "this request needs more memory than a worker of the server may use"
+        fix = "fewer stages, micro-batches or GPUs; or the command line, which has no such limit"
+        return MeshwrightError("MW-WEB-006", what, fix=fix)
     if os.environ.get("MESHWRIGHT_TRACEBACK") == "1":
         traceback.print_exception(error)
     return MeshwrightError(

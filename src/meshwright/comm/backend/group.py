@@ -71,15 +71,18 @@ def last(works: list[Work]) -> Work:
 
 
 def reduction_of(opts: Any) -> str:
-    operation = opts.reduceOp
     for value, name in REDUCTIONS:
-        if operation == value:
+        if opts is None or opts.reduceOp == value:  # None: torch's default, the sum
             return name
     raise MeshwrightError(
         "MW-COMM-002",
         f"the backend meshwright has no reduction {opts.reduceOp}",
         valid=[name for _, name in REDUCTIONS],
     )
+
+
+def root_of(opts: Any) -> int:
+    return 0 if opts is None else int(opts.rootRank)
 
 
 def sizes_differ(name: str, found: int, expected: int) -> MeshwrightError:
@@ -95,13 +98,11 @@ class MeshwrightGroup(ProgramGroup):
     # Collectives of one buffer
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        opts = opts or distributed.AllreduceOptions()
         (tensor,) = one(tensors, "allreduce")
         return self.run("all-reduce", tensor, reduction=reduction_of(opts), opts=opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """All tensors in one call: small ones share its latency."""
-        opts = opts or distributed.AllreduceCoalescedOptions()
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise MeshwrightError("MW-COMM-001", "the tensors of allreduce_coalesced have different dtypes")
         merged = torch.cat([flat(tensor) for tensor in tensors])
@@ -109,14 +110,12 @@ class MeshwrightGroup(ProgramGroup):
         return self.run("all-reduce", merged, reduction=reduction_of(opts), after=copy_back, result=tensors, opts=opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
-        opts = opts or distributed.BroadcastOptions()
         (tensor,) = one(tensors, "broadcast")
-        return self.run("broadcast", tensor, root=opts.rootRank, opts=opts)
+        return self.run("broadcast", tensor, root=root_of(opts), opts=opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        opts = opts or distributed.ReduceOptions()
         (tensor,) = one(tensors, "reduce")
-        return self.run("reduce", tensor, root=opts.rootRank, reduction=reduction_of(opts), opts=opts)
+        return self.run("reduce", tensor, root=root_of(opts), reduction=reduction_of(opts), opts=opts)
 
     def barrier(self, opts: Any = None) -> Work:
         return self.run("barrier", torch.empty(0), opts=opts)
@@ -127,9 +126,6 @@ class MeshwrightGroup(ProgramGroup):
         if output.numel() != tensor.numel() * self.ranks:
             raise sizes_differ("all_gather", output.numel(), tensor.numel() * self.ranks)
         return self.run("all-gather", tensor, output, opts=opts)
-
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        return self._allgather_base(output, tensor, opts)
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
         """The outputs may have different sizes."""
@@ -148,23 +144,15 @@ class MeshwrightGroup(ProgramGroup):
     def allgather_into_tensor_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
         return last([self._allgather_base(out, t, opts) for out, t in zip(outputs, tensors, strict=True)])
 
-    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
-        return self.allgather_into_tensor_coalesced(outputs, tensors, opts)
-
     # Reduce-scatter: the input has one shard per rank
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        opts = opts or distributed.ReduceScatterOptions()
         if tensor.numel() != output.numel() * self.ranks:
             raise sizes_differ("reduce_scatter", tensor.numel(), output.numel() * self.ranks)
         return self.run("reduce-scatter", tensor, output, reduction=reduction_of(opts), opts=opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        return self._reduce_scatter_base(output, tensor, opts)
-
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
         """The inputs may have different sizes."""
-        opts = opts or distributed.ReduceScatterOptions()
         (output,), (shards,) = one(outputs, "reduce_scatter"), one(inputs, "reduce_scatter")
         sizes = [shard.numel() for shard in shards]
         if len(sizes) != self.ranks or sizes[self.me] != output.numel():
@@ -176,17 +164,14 @@ class MeshwrightGroup(ProgramGroup):
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return last([self._reduce_scatter_base(out, t, opts) for out, t in zip(outputs, inputs, strict=True)])
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-
     # All-to-all: a block to every rank and from every rank
 
     def alltoall_base(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
-        output_splits: Sequence[int] | None,
-        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
         opts: Any = None,
     ) -> Work:
         if not output_splits and not input_splits:
@@ -195,16 +180,6 @@ class MeshwrightGroup(ProgramGroup):
             return self.run("all-to-all", tensor, output, opts=opts)
         sent, received = rows(tensor, input_splits, self.ranks), rows(output, output_splits, self.ranks)
         return self.exchange(flat(tensor), output, sent, received, opts)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
-        opts: Any = None,
-    ) -> Work:
-        return self.alltoall_base(output, tensor, output_splits, input_splits, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         merged = torch.cat([flat(tensor) for tensor in inputs])
@@ -236,24 +211,22 @@ class MeshwrightGroup(ProgramGroup):
     # Gather and scatter: only the root knows all sizes
 
     def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
-        opts = opts or distributed.GatherOptions()
-        (tensor,) = one(tensors, "gather")
-        into = one(outputs, "gather")[0] if self.me == opts.rootRank else []
+        (tensor,), root = one(tensors, "gather"), root_of(opts)
+        into = one(outputs, "gather")[0] if self.me == root else []
         merged = torch.empty(sum(out.numel() for out in into), dtype=tensor.dtype)
         sizes = [out.numel() for out in into] or [tensor.numel() if r == self.me else 0 for r in range(self.ranks)]
-        program = with_sizes(build("gather", "naive", self.ranks, 0, root=opts.rootRank), sizes)
+        program = with_sizes(build("gather", "naive", self.ranks, 0, root=root), sizes)
         after = copies(into, merged)
         return self.run("gather", tensor, merged, program=program, splits=True, after=after, result=into, opts=opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
-        opts = opts or distributed.ScatterOptions()
-        (output,) = one(outputs, "scatter")
-        shards = one(inputs, "scatter")[0] if self.me == opts.rootRank else []
+        (output,), root = one(outputs, "scatter"), root_of(opts)
+        shards = one(inputs, "scatter")[0] if self.me == root else []
         merged = torch.cat([flat(shard) for shard in shards]) if shards else output.new_empty(0)
         sizes = [s.numel() for s in shards] or [output.numel() if r == self.me else 0 for r in range(self.ranks)]
         if sizes[self.me] != output.numel():
             raise sizes_differ("scatter", output.numel(), sizes[self.me])
-        program = with_sizes(build("scatter", "naive", self.ranks, 0, root=opts.rootRank), sizes)
+        program = with_sizes(build("scatter", "naive", self.ranks, 0, root=root), sizes)
         return self.run("scatter", merged, output, program=program, splits=True, opts=opts)
 
     # Point to point
@@ -279,6 +252,13 @@ COLLECTIVES = (
 )  # fmt: skip
 
 
+NEWER_NAMES = {  # of torch 2.13
+    "all_gather_single": "_allgather_base", "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base", "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}  # fmt: skip
+
+
 def reporting(method: Callable[..., Work]) -> Callable[..., Work]:
     """The method, which also publishes why it rejects its arguments: peers that wait for this rank report it at their timeout."""
 
@@ -296,6 +276,8 @@ def reporting(method: Callable[..., Work]) -> Callable[..., Work]:
 
 for collective in COLLECTIVES:
     setattr(MeshwrightGroup, collective, reporting(getattr(MeshwrightGroup, collective)))
+for newer, older in NEWER_NAMES.items():
+    setattr(MeshwrightGroup, newer, getattr(MeshwrightGroup, older))
 
 
 NAME = "meshwright"

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.call import DTYPES, index
 from meshwright.comm.transport.base import bytes_of, name_of
 from meshwright.comm.transport.point_to_point import reason
 from meshwright.comm.work import Deferred
@@ -43,7 +42,7 @@ def host_buffer(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
-HEAD = struct.Struct("<QI")
+HEAD = struct.Struct("<Q16s")  # bytes of the tensor, and its dtype
 ENVELOPE = 1024
 FITS = ENVELOPE - HEAD.size
 TAGS, TAG_SPACE, SIZE_SPACE = 2**27, 2**20, 2**29
@@ -59,7 +58,7 @@ class PeerMessages:
         flat = to_host(tensor) if is_staged(tensor) else tensor.detach().contiguous()
         data = bytes_of(flat.view(-1))
         box = torch.zeros(ENVELOPE, dtype=torch.uint8)
-        head = HEAD.pack(data.numel(), index(DTYPES, name_of(tensor.dtype)))
+        head = HEAD.pack(data.numel(), name_of(tensor.dtype).encode())
         box.numpy()[: HEAD.size] = memoryview(head)
         if data.numel() <= FITS:
             box[HEAD.size : HEAD.size + data.numel()].copy_(data)
@@ -93,7 +92,7 @@ class PeerMessages:
             source = work._source_rank() if peer is None else peer
             handle.source = source
             size, dtype = HEAD.unpack_from(box.numpy().tobytes())
-            self.compare(size, DTYPES[dtype] if dtype < len(DTYPES) else "?", tensor, source)
+            self.compare(size, dtype.decode().rstrip("\0"), tensor, source)
             if large:
                 then = following or self.gloo.recv([data], source, data_tag(tag, size))
                 self.wait(then, source, "recv")
@@ -107,11 +106,11 @@ class PeerMessages:
 
     def compare(self, size: int, dtype: str, tensor: torch.Tensor, source: int) -> None:
         expected = tensor.numel() * tensor.element_size()
-        if size != expected or dtype not in ("", name_of(tensor.dtype)):
+        if size != expected or dtype != name_of(tensor.dtype)[:16]:
             raise self.fail(
                 MeshwrightError(
                     "MW-COMM-003",
-                    f"rank {self.rank}, recv: rank {source} sends {size} bytes of {dtype or 'an unknown dtype'}, and rank {self.rank} "
+                    f"rank {self.rank}, recv: rank {source} sends {size} bytes of {dtype}, and rank {self.rank} "
                     f"expects {expected} bytes of {name_of(tensor.dtype)}",
                     why="The tensors of a send and its recv must have the same size and dtype",
                 )

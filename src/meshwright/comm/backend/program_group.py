@@ -67,10 +67,9 @@ class Chooser:
         return build(operation, choice.algorithm, self.size, elements, **options)
 
     def choose(self, operation: str, size: int) -> ProgramChoice:
-        rounded = max(SMALLEST, 1 << max(0, size - 1).bit_length())
-        key = (operation, rounded)
+        key = (operation, max(SMALLEST, 1 << max(0, size - 1).bit_length()))
         if key not in self.choices:
-            self.choices[key] = self.agree(operation, rounded)
+            self.choices[key] = self.agree(*key)
         return self.choices[key]
 
     def agree(self, operation: str, size: int) -> ProgramChoice:
@@ -154,33 +153,29 @@ class ProgramGroup(TorchGroup):
         self.chooser = Chooser(store, rank, hosts(store, size), cluster)
         self.messages = PeerMessages(self.communicator.group, rank, timeout, self.communicator.fail)
         self.ranks, self.me, self.timeout = size, rank, timeout
-        self.names = {"name": "", "desc": ""}
+        self.title = self.description = ""
         self.calls = 0
 
     # The C++ class keeps these in a backend object, which a group in Python does not have.
 
     @property
     def group_name(self) -> str:
-        return self.names["name"]
+        return self.title
 
     @property
     def group_desc(self) -> str:
-        return self.names["desc"]
+        return self.description
 
     def _set_group_name(self, name: str) -> None:
-        self.names["name"] = name
+        self.title = name
 
     def _set_group_desc(self, desc: str) -> None:
-        self.names["desc"] = desc
-
-    def getBackendName(self) -> str:
-        return "meshwright"
+        self.description = desc
 
     def name(self) -> str:
         return "meshwright"
 
-    def _get_backend_name(self) -> str:
-        return "meshwright"
+    getBackendName = _get_backend_name = name
 
     def _set_sequence_number_for_group(self) -> None:
         """Sequence numbers start with the group."""
@@ -195,8 +190,7 @@ class ProgramGroup(TorchGroup):
     def shutdown(self) -> None:
         self.communicator.close()
 
-    def abort(self) -> None:
-        self.communicator.close()
+    abort = shutdown
 
     def run(
         self,
@@ -225,11 +219,7 @@ class ProgramGroup(TorchGroup):
         if LISTENERS:
             prepared = self.communicator.prepared(program, tensor.dtype, reduction, splits)
             self.notify(operation, buffer, sum(prepared.sent.values()))
-        options: Json = {
-            "reduction": reduction,
-            "async_op": bool(getattr(opts, "asyncOp", True)),
-            "splits": splits,
-        }
+        options: Json = {"reduction": reduction, "async_op": bool(getattr(opts, "asyncOp", True)), "splits": splits}
         if not messages.is_staged(tensor) and not messages.is_staged(into):
             return self.communicator.run(program, tensor, into, after=after, result=result, **options)
         source = messages.to_host(tensor)  # of a device: the program runs on host copies

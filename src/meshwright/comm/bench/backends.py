@@ -210,32 +210,26 @@ class Torch:
         return self._call(operation, full, shard, root)
 
     def _call(self, operation: str, full: torch.Tensor, shard: torch.Tensor, root: int) -> Call:
-        group, at_root = self.group, distributed.get_rank() == root
-        match operation:
-            case "all-reduce":
-                return lambda: distributed.all_reduce(full, group=group)
-            case "all-gather":
-                gather = _newer_or_older("all_gather_single", "all_gather_into_tensor")
-                return lambda: gather(full, shard, group=group)
-            case "reduce-scatter":
-                scatter = _newer_or_older("reduce_scatter_single", "reduce_scatter_tensor")
-                return lambda: scatter(shard, full, group=group)
-            case "all-to-all":
-                other = torch.empty_like(full)
-                return lambda: distributed.all_to_all_single(other, full, group=group)
-            case "broadcast":
-                return lambda: distributed.broadcast(full, root, group=group)
-            case "reduce":
-                return lambda: distributed.reduce(full, root, group=group)
-            case "gather":
-                into = list(full.chunk(len(self.ranks))) if at_root else None
-                return lambda: distributed.gather(shard, into, root, group=group)
-            case "scatter":
-                parts = list(full.chunk(len(self.ranks))) if at_root else None
-                return lambda: distributed.scatter(shard, parts, root, group=group)
-        raise MeshwrightError(
-            "MW-BENCH-006", f"'{operation}' is not an operation that bench measures", valid=OPERATIONS
-        )
+        group, d = self.group, distributed
+        # torch 2.13 renamed the collectives on single tensors; 2.11 and 2.12 have the older names only.
+        gather: Any = getattr(d, "all_gather_single", None) or d.all_gather_into_tensor
+        scatter: Any = getattr(d, "reduce_scatter_single", None) or d.reduce_scatter_tensor
+        parts = list(full.chunk(len(self.ranks))) if d.get_rank() == root else None
+        other = torch.empty_like(full) if operation == "all-to-all" else full
+        calls: dict[str, Call] = {
+            "all-reduce": lambda: d.all_reduce(full, group=group),
+            "all-gather": lambda: gather(full, shard, group=group),
+            "reduce-scatter": lambda: scatter(shard, full, group=group),
+            "all-to-all": lambda: d.all_to_all_single(other, full, group=group),
+            "broadcast": lambda: d.broadcast(full, root, group=group),
+            "reduce": lambda: d.reduce(full, root, group=group),
+            "gather": lambda: d.gather(shard, parts, root, group=group),
+            "scatter": lambda: d.scatter(shard, parts, root, group=group),
+        }
+        if operation not in calls:
+            what = f"'{operation}' is not an operation that bench measures"
+            raise MeshwrightError("MW-BENCH-006", what, valid=OPERATIONS)
+        return calls[operation]
 
     def round_trip(self, peer: int, n: int, first: bool, answer: int = 0) -> Call:
         message, reply = (
@@ -251,12 +245,6 @@ class Torch:
                 distributed.send(reply, peer, group=self.group)
 
         return call
-
-
-def _newer_or_older(newer: str, older: str) -> Callable[..., Any]:
-    """torch 2.13 renamed the collectives on single tensors; 2.11 and 2.12 have the older names only."""
-    found: Callable[..., Any] = getattr(distributed, newer, None) or getattr(distributed, older)
-    return found
 
 
 class Programs:

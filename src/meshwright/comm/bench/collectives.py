@@ -156,10 +156,7 @@ def measured(session: Session, task: Task, budget_s: float) -> Point | str:
     call: Callable[[], object] = do_nothing
     try:
         call = call_of(session, task)
-    except (
-        RuntimeError,
-        MeshwrightError,
-    ) as found:  # no memory; an algorithm that does not run on this number of ranks
+    except (RuntimeError, MeshwrightError) as found:  # no memory; an algorithm that this number of ranks cannot run
         error = str(found).splitlines()[0][:160]
     if session.agree([float(bool(error))])[0]:
         return error or "another rank refused it"
@@ -198,8 +195,7 @@ def call_of(session: Session, task: Task) -> Callable[[], object]:
 
 def halved(seconds: Timed) -> Timed:
     """One way of a round trip."""
-    parts = {name: getattr(seconds, name) / 2 for name in ("median_s", "low_s", "high_s")}
-    return Timed(**{**seconds.model_dump(), **parts})
+    return seconds.but(**{name: getattr(seconds, name) / 2 for name in ("median_s", "low_s", "high_s")})
 
 
 def tasks_of(session: Session, sweep: Sweep) -> list[Task]:
@@ -246,10 +242,8 @@ def groups_of(hosts: Sequence[str]) -> list[tuple[int, ...]]:
     """The groups whose collectives are measured: all ranks; and, on several hosts, the ranks of the first host and one rank of each."""
     groups = [tuple(range(len(hosts)))]
     if len(set(hosts)) > 1:
-        groups += [
-            tuple(r for r, host in enumerate(hosts) if host == hosts[0]),
-            tuple(hosts.index(host) for host in dict.fromkeys(hosts)),
-        ]
+        groups.append(tuple(r for r, host in enumerate(hosts) if host == hosts[0]))
+        groups.append(tuple(hosts.index(host) for host in dict.fromkeys(hosts)))
     return list(dict.fromkeys(group for group in groups if len(group) > 1)) or groups[:1]
 
 
@@ -272,12 +266,8 @@ def pairs_of(hosts: Sequence[str]) -> list[tuple[int, int]]:
     first = [r for r in ranks if hosts[r] == hosts[0]]
     leaders = [list(hosts).index(host) for host in dict.fromkeys(hosts)]
     found = [*combinations(first, 2), *((0, r) for r in ranks[1:])]
-    found += [
-        (min(a, b), max(a, b))
-        for k, a in enumerate(leaders)
-        for b in (leaders[(k + d) % len(leaders)] for d in (1, 2))
-        if a != b
-    ]
+    following = [(a, leaders[(k + d) % len(leaders)]) for k, a in enumerate(leaders) for d in (1, 2)]
+    found += [(min(pair), max(pair)) for pair in following if pair[0] != pair[1]]
     return list(dict.fromkeys(found))
 
 

@@ -93,9 +93,8 @@ def seconds(calls: Sequence[Call]) -> tuple[float, float]:
     cpu, start = time.process_time(), time.perf_counter()
     for call in calls:
         call()
-    wall, used = (
-        torch.tensor(x, dtype=torch.float64) for x in (time.perf_counter() - start, time.process_time() - cpu)
-    )
+    times = time.perf_counter() - start, time.process_time() - cpu
+    wall, used = (torch.tensor(x, dtype=torch.float64) for x in times)
     distributed.all_reduce(wall, distributed.ReduceOp.MAX)
     distributed.all_reduce(used)
     return float(wall), float(used) / distributed.get_world_size()
@@ -164,13 +163,9 @@ def measure_overlap(reduced: torch.dtype) -> float:
     def begin() -> None:
         running.append(distributed.all_reduce(buffer, async_op=True))
 
-    def finish() -> None:
-        running.pop().wait()
-
-    def exchange() -> None:
-        distributed.all_reduce(buffer)
-
-    runs = [[begin, layers, finish], [exchange, layers], [layers]]
+    runs: list[list[Call]] = [
+        [begin, layers, lambda: running.pop().wait()], [lambda: distributed.all_reduce(buffer), layers], [layers]
+    ]  # fmt: skip
     loops = [[seconds(run)[0] for run in runs] for _ in range(LOOPS)]
     overlapped, serial, computing = (median(loop[k] for loop in loops) for k in range(3))
     return min(max((overlapped - computing) / max(serial - computing, 1e-9), 0.0), 1.0)
@@ -201,9 +196,8 @@ def calibrate_rank(context: BenchContext, dtype: str, reduced_dtype: str) -> Jso
         report("timing collectives")
         added, function = measure_collectives(context.rank, context.world, DTYPES[reduced_dtype])
         collectives = [x.as_dict() for x in added]
-        overlap = measure_overlap(
-            DTYPES[reduced_dtype]
-        )  # meaningless where ranks outnumber cores: `calibrate.machine` then assumes 1
+        # Meaningless where ranks outnumber cores: `calibrate.machine` then assumes 1.
+        overlap = measure_overlap(DTYPES[reduced_dtype])
     return {
         "operations": [p.as_dict() for p in points],
         "collectives": collectives,

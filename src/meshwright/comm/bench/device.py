@@ -12,7 +12,7 @@ What is timed on a GPU: the rates that it sustains in products, attention, copie
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -142,7 +142,7 @@ def measure_device(
 
 def point_of(case: MeasuredCase, took: Timed, dtype: str, rank: int) -> DevicePoint:
     seconds = {k: v / case.repeats for k, v in took.as_dict().items() if k.endswith("_s")}
-    work, unit = amount_of_work(case)
+    unit, amount = WORK.get(case.kind, ("launch", lambda sizes: 1.0))
     return DevicePoint(
         **seconds,
         samples=took.samples,
@@ -150,7 +150,7 @@ def point_of(case: MeasuredCase, took: Timed, dtype: str, rank: int) -> DevicePo
         kind=case.kind,
         dtype=case.dtype or dtype,
         shape=dict(case.shape),
-        work=work,
+        work=amount(case.shape),
         unit=unit,
         rank=rank,
     )
@@ -195,12 +195,9 @@ def measure_in_turn(
         return out
 
     def result() -> list[Timed]:
-        own = [timed(column) for column in zip(*samples, strict=True)]
-        medians, lows, highs = (
-            ranks.agree([getattr(t, name) for t in own]) for name in ("median_s", "low_s", "high_s")
-        )
-        agreed = zip(own, medians, lows, highs, strict=True)
-        return [t.but(median_s=median, low_s=low, high_s=high) for t, median, low, high in agreed]
+        own, names = [timed(column) for column in zip(*samples, strict=True)], ("median_s", "low_s", "high_s")
+        agreed = zip(*(ranks.agree([getattr(t, name) for t in own]) for name in names), strict=True)
+        return [t.but(**dict(zip(names, values, strict=True))) for t, values in zip(own, agreed, strict=True)]
 
     samples: list[list[float]] = []
     rounds = MOST_SAMPLES
@@ -218,24 +215,16 @@ def measure_in_turn(
     return found
 
 
-def amount_of_work(case: MeasuredCase) -> tuple[float, str]:
-    """FLOPs, bytes or launches of one operation, for its rate."""
-    s = case.shape
-    if case.kind == "linear":
-        return 6.0 * s["m"] * s["n"] * s["k"], "FLOP"
-    if case.kind in ("gemm", "fp8-gemm"):
-        return 2.0 * s["m"] * s["n"] * s["k"], "FLOP"
-    if case.kind == "grouped-gemm":
-        return 2.0 * s["experts"] * s["m"] * s["n"] * s["k"], "FLOP"
-    if case.kind in (
-        "attention",
-        "fused-attention",
-    ):  # causal, forward and backward: 2 and 5 products of half the positions
-        return 3.5 * 2.0 * s["batch"] * s["heads"] * s["seq"] ** 2 * s["width"], "FLOP"
-    if case.kind == "copy":
-        return 2.0 * s["bytes"], "byte"
-    if case.kind == "host-copy":
-        return s["bytes"], "byte"
-    if case.kind == "optimizer":
-        return 28.0 * s["tensors"] * s["elements"], "byte"  # AdamW in fp32: reads 16 bytes per element, writes 12
-    return 1.0, "launch"
+# By kind: what one operation counts (FLOPs, bytes or launches), and its amount from the sizes. Attention is causal, forward and backward:
+# 2 and 5 products of half the positions. AdamW in fp32 reads 16 bytes per element and writes 12.
+WORK: dict[str, tuple[str, Callable[[Mapping[str, float]], float]]] = {
+    "linear": ("FLOP", lambda s: 6.0 * s["m"] * s["n"] * s["k"]),
+    "gemm": ("FLOP", lambda s: 2.0 * s["m"] * s["n"] * s["k"]),
+    "fp8-gemm": ("FLOP", lambda s: 2.0 * s["m"] * s["n"] * s["k"]),
+    "grouped-gemm": ("FLOP", lambda s: 2.0 * s["experts"] * s["m"] * s["n"] * s["k"]),
+    "attention": ("FLOP", lambda s: 3.5 * 2.0 * s["batch"] * s["heads"] * s["seq"] ** 2 * s["width"]),
+    "fused-attention": ("FLOP", lambda s: 3.5 * 2.0 * s["batch"] * s["heads"] * s["seq"] ** 2 * s["width"]),
+    "copy": ("byte", lambda s: 2.0 * s["bytes"]),
+    "host-copy": ("byte", lambda s: s["bytes"]),
+    "optimizer": ("byte", lambda s: 28.0 * s["tensors"] * s["elements"]),
+}

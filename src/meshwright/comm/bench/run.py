@@ -10,12 +10,6 @@ Hosts, devices, links and interfaces as the system reports them: `nvidia-smi top
 A report is plain data, for the result of a bench and for the causes that `calibrate` names: which link joins two GPUs (NV18, PIX, SYS),
 which interface is fastest and which one gloo would use, whether an RDMA device is there at all.
 Nothing here fails: what a system does not report is left out.
-
-How much slower a device computes while something else runs: the other ranks, or a collective.
-
-One matrix product is timed on rank 0 while the other ranks wait, then on all ranks at once, then on all ranks during an all-reduce in the
-background. The quotients say how much ranks that share cores (or memory bandwidth) slow each other down, and what communication takes from
-compute: gloo copies and adds on the cores that compute, NCCL occupies some multiprocessors of a GPU.
 """
 
 import contextlib
@@ -26,21 +20,20 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import distributed
 
-from meshwright.calibrate.points import IDLE_SHARE, Bench, DevicePoint, Point, RankInfo, Timed
+from meshwright.calibrate.points import IDLE_SHARE, Bench, DevicePoint, Point, RankInfo
 from meshwright.comm.bench import collectives
 from meshwright.comm.bench.backends import BACKENDS, OPERATIONS, BenchContext, Session, session, usable
 from meshwright.comm.bench.collectives import DEVICE, LARGEST, PAIR, SMALLEST, Emit, Sweep
 from meshwright.comm.bench.device import measure_device
 from meshwright.comm.bench.operations import rate_cases
-from meshwright.comm.bench.timing import ONE_RANK, busy_cores, counts, measure, timed
+from meshwright.comm.bench.timing import busy_cores
 from meshwright.errors import MeshwrightError, unknown
-from meshwright.units import Json, format_bytes, parse_bytes, parse_seconds
+from meshwright.units import Json, parse_bytes, parse_seconds
 
 LEAST_BUDGET_S, MOST_BUDGET_S = 1.0, 86_400.0
 
@@ -49,19 +42,15 @@ def sweep_of(backends: str, operations: str, smallest: str, largest: str, budget
     """The sweep that these words describe; empty words take the defaults."""
     sizes = [int(parse_bytes(text)) for text in (smallest or SMALLEST, largest or LARGEST)]
     if not 4 <= sizes[0] <= sizes[1] <= 2**40:
-        raise MeshwrightError(
-            "MW-BENCH-006",
+        what, why = (
             f"message sizes from {smallest} to {largest} are not a range",
-            why="The smallest is at least 4 bytes, the largest at most 1 TiB",
-            fix="--min-size 1KiB --max-size 1GiB",
+            "The smallest is at least 4 bytes, the largest at most 1 TiB",
         )
+        raise MeshwrightError("MW-BENCH-006", what, why=why, fix="--min-size 1KiB --max-size 1GiB")
     seconds = parse_seconds(budget)
     if not LEAST_BUDGET_S <= seconds <= MOST_BUDGET_S:
-        raise MeshwrightError(
-            "MW-BENCH-006",
-            f"--budget {budget} is not a time from {LEAST_BUDGET_S:.0f} s to one day",
-            fix="--budget 60s",
-        )
+        what = f"--budget {budget} is not a time from {LEAST_BUDGET_S:.0f} s to one day"
+        raise MeshwrightError("MW-BENCH-006", what, fix="--budget 60s")
     names = tuple(words(backends, BACKENDS, "backend", "--backends"))
     everything = [PAIR, *OPERATIONS, DEVICE]
     known = words(operations, everything, "operation", "--operations") or everything
@@ -173,70 +162,6 @@ def _number(path: Path) -> float | None:
         return None
 
 
-CPU_WIDTH, GPU_WIDTH = 256, 4096
-SMALLEST_REDUCE, LARGEST_REDUCE = 2**16, 2**24  # bytes of the all-reduce: as many as the time allows
-MOST_PRODUCTS = 1000
-
-
-def measure_slowdown(here: Session, budget_s: float) -> list[DevicePoint]:
-    """A product alone, on all ranks at once, and during an all-reduce; every rank calls this, and rank 0's result is used."""
-    cuda = here.device.type == "cuda"
-    width, dtype, name = (GPU_WIDTH, torch.bfloat16, "bf16") if cuda else (CPU_WIDTH, torch.float32, "fp32")
-    # random numbers: a GPU multiplies zeros at less power, and so at a higher clock
-    a, b, out = (torch.randn(width, width, dtype=dtype, device=here.device) for _ in range(3))
-
-    def product() -> None:
-        torch.mm(a, b, out=out)
-
-    def point(seconds: Timed, condition: str = "", slowdown: float = 1.0) -> DevicePoint:
-        shape = {"m": width, "n": width, "k": width}
-        fields = {"dtype": name, "shape": shape, "work": 2.0 * width**3, "condition": condition, "slowdown": slowdown}
-        return DevicePoint(kind="gemm", **fields, **seconds.model_dump())
-
-    synchronize = here.synchronization.synchronize
-    here.barrier()
-    own = ONE_RANK._replace(synchronize=synchronize)
-    alone = measure(product, own, budget_s=budget_s / 3) if here.rank == 0 else None
-    here.barrier()
-    together = measure(product, here.synchronization, budget_s=budget_s / 3)
-    first = alone.median_s if alone else together.median_s
-    found = [point(alone or together)]
-    if here.world > 1:
-        found.append(point(together, f"all {here.world} ranks compute", together.median_s / first))
-        size, during = time_during_all_reduce(here, product, together.median_s, budget_s / 3)
-        condition = f"all ranks compute during an all-reduce of {format_bytes(size)}"
-        found.append(point(during, condition, during.median_s / first))
-    return found
-
-
-def time_during_all_reduce(
-    here: Session, product: Callable[[], None], product_s: float, budget_s: float
-) -> tuple[int, Timed]:
-    """The bytes of an all-reduce, and the seconds of a product while it is under way: as many products as fit into it, all of them started
-    after it. Over a slow network the all-reduce is smaller: an eighth of the time has to be enough for one."""
-    group, ranks = distributed.group.WORLD, here.synchronization
-    small = torch.zeros(SMALLEST_REDUCE // 4, device=here.device)
-    unit = measure(lambda: distributed.all_reduce(small, group=group), ranks, budget_s=budget_s / 8).median_s
-    size = SMALLEST_REDUCE
-    while size < LARGEST_REDUCE and 2 * unit * size / SMALLEST_REDUCE < budget_s / 8:
-        size *= 2
-    buffer = torch.zeros(size // 4, device=here.device)
-    whole = measure(lambda: distributed.all_reduce(buffer, group=group), ranks, budget_s=budget_s / 3).median_s
-    products = min(max(int(whole / product_s), 1), MOST_PRODUCTS)
-    _, samples = counts(max(whole, products * product_s), budget_s)
-    found = []
-    for _ in range(samples):
-        ranks.barrier()
-        work = distributed.all_reduce(buffer, group=group, async_op=True)
-        start = time.perf_counter()
-        for _ in range(products):
-            product()
-        ranks.synchronize()
-        found.append((time.perf_counter() - start) / products)
-        work.wait()
-    return size, timed(list(ranks.agree(found)), products)
-
-
 LOOK_S, LOOKS = 0.25, 2  # how long and how often a bench looks whether its machine is idle
 DEVICE_PART, MOST_DEVICE_S = 0.25, 20.0  # of the budget, for the device
 
@@ -255,18 +180,20 @@ def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
     detected = {host: json.loads(text) for host, text in zip(here.hosts, reports, strict=True) if text != "null"}
     tell({"ranks": [info.model_dump() for info in here.ranks], "topology": detected, "libraries": versions()})
     one_each = len({(info.host, str(k)) for k, info in enumerate(here.ranks)}) == here.world
-    asked = sweep.backends or (("nccl",) if here.device.type == "cuda" else ("gloo",))
-    reasons = {backend: usable(backend, here.device, one_each) for backend in asked}
-    for backend, reason in reasons.items():
-        if reason:
+    backends = []
+    for backend in sweep.backends or (("nccl",) if here.device.type == "cuda" else ("gloo",)):
+        if reason := usable(backend, here.device, one_each):
             tell({"skipped": f"{backend}: {reason}"})
-    backends = tuple(backend for backend, reason in reasons.items() if not reason)
+        else:
+            backends.append(backend)
     memory = here.smallest(min(sweep.memory_bytes, device_memory(here.device)))
     device_s = min(DEVICE_PART * sweep.budget_s, MOST_DEVICE_S) if DEVICE in sweep.operations else 0.0
     if device_s:
         tell({"left_s": sweep.budget_s - (time.monotonic() - start), "doing": "the device"})
         device_points(here, device_s, lambda points: tell({"device": [p.model_dump(mode="json") for p in points]}))
-    rest = _but(sweep, backends=backends, memory_bytes=memory, budget_s=sweep.budget_s - (time.monotonic() - start))
+    rest = replace(
+        sweep, backends=tuple(backends), memory_bytes=memory, budget_s=sweep.budget_s - (time.monotonic() - start)
+    )
     if here.world > 1:
         collectives.run(here, rest, emit)
     else:
@@ -279,16 +206,9 @@ def load(here: Session) -> float:
 
 
 def device_points(here: Session, seconds: float, so_far: Callable[[list[DevicePoint]], object]) -> None:
-    """The operations of a training step on this rank's device, and how much slower a product is while something else runs. `so_far` gets
-    all that is measured, again and again."""
-    cuda, part = here.device.type == "cuda", seconds * 3 / 4
-    dtype, rates = ("bf16", []) if cuda else ("fp32", list(rate_cases(torch.float32)))
-    found = measure_device(str(here.device), here.synchronization, dtype, part, here.rank, so_far, part, rates)
-    so_far([*found, *measure_slowdown(here, seconds / 4)])
-
-
-def _but(sweep: Sweep, **changes: Any) -> Sweep:
-    return Sweep(**{**sweep.__dict__, **changes})
+    """The operations of a training step on this rank's device. `so_far` gets all that is measured, again and again."""
+    dtype, rates = ("bf16", []) if here.device.type == "cuda" else ("fp32", list(rate_cases(torch.float32)))
+    so_far(measure_device(str(here.device), here.synchronization, dtype, seconds, here.rank, so_far, seconds, rates))
 
 
 def device_memory(device: torch.device) -> float:
@@ -327,9 +247,8 @@ class Collector:
             case {"skipped": text}:
                 self.skipped.append(text)
             case {"ranks": ranks, "topology": detected, "libraries": libraries}:
-                self.about = {
-                    "ranks": tuple(RankInfo(**info) for info in ranks), "topology": detected, "libraries": libraries
-                }  # fmt: skip
+                known = tuple(RankInfo(**info) for info in ranks)
+                self.about = {"ranks": known, "topology": detected, "libraries": libraries}
             case _:
                 raise MeshwrightError("MW-CLI-001", f"a rank sent an unknown message: {sorted(message)}")
 

@@ -15,6 +15,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
@@ -86,26 +87,16 @@ class Emulation:
             found = state.read(self.name)
             if found is not None and found["phase"] == "up":
                 raise MeshwrightError(
-                    "MW-EMU-003",
-                    f"emulation '{self.name}' is already up",
-                    fix=f"meshwright emulate down --name {self.name}",
+                    "MW-EMU-003", f"emulation '{self.name}' is already up", fix=down_command(self.name)
                 )
             if found is not None:
                 remove(self.name, found)  # of an `up` that was killed
             taken = [name for name in self.namespaces if system.namespace_exists(name)]
             if taken:
-                raise MeshwrightError(
-                    "MW-EMU-003",
-                    f"network namespace '{taken[0]}' exists, and no emulation of ours made it",
-                    fix=f"--name {self.name[:8]}2",
-                )
-            record: Json = {
-                "phase": "starting",
-                "topology": self.topology.as_dict(),
-                "namespaces": self.namespaces,
-                "links": self.links,
-                "switch": None,
-            }
+                what = f"network namespace '{taken[0]}' exists, and no emulation of ours made it"
+                raise MeshwrightError("MW-EMU-003", what, fix=f"--name {self.name[:8]}2")
+            record: Json = {"phase": "starting", "topology": asdict(self.topology), "namespaces": self.namespaces}
+            record |= {"links": self.links, "switch": None}
             state.write(self.name, record)
             try:
                 self._build(record)
@@ -131,29 +122,21 @@ class Emulation:
 
     def _start_switch(self, record: Json) -> None:
         """Start the switch process. It carries frames once its number is in the state file, where `down` finds it."""
-        command = [sys.executable, "-m", "meshwright.comm.emulate.switch", self.name]
-        log = os.open(state.log_file(self.name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
+        command = [sys.executable, "-m", "meshwright.comm.emulate.switch", self.name, json.dumps(asdict(self.topology))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        log, pipe = state.log_file(self.name), subprocess.PIPE
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as errors:
             process = subprocess.Popen(
-                [*command, json.dumps(self.topology.as_dict())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                cwd="/",
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True, cwd="/", env=environment
             )
-        finally:
-            os.close(log)
         record["switch"] = {"pid": process.pid, "started": process_start(process.pid)}
         assert process.stdin is not None
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], READY_S)
         if not ready or process.stdout.readline() != b"ready\n":
-            text = state.log_file(self.name).read_text("utf-8", errors="replace").strip()
-            raise MeshwrightError(
-                "MW-EMU-005", "the switch process did not start", why=text.splitlines()[-1][:300] if text else ""
-            )
+            lines = log.read_text("utf-8", errors="replace").split("\n")
+            why = next((line[:300] for line in reversed(lines) if line.strip()), "")
+            raise MeshwrightError("MW-EMU-005", "the switch process did not start", why=why)
         self._configure_nodes()
         state.write(self.name, {**record, "phase": "up"})
         process.stdin.write(b"carry\n")
@@ -208,26 +191,20 @@ def require_up(name: str) -> Json:
     found = state.read(name)
     if found is None or found["phase"] != "up":
         names = [other for other in state.names() if other != name]
-        raise MeshwrightError(
-            "MW-EMU-004",
-            f"there is no emulation '{name}'",
-            valid=names,
-            fix=f"--name {names[0]}" if names else "meshwright emulate up --nodes 2 --between 200Mb/s,1ms",
-        )
+        fix = f"--name {names[0]}" if names else "meshwright emulate up --nodes 2 --between 200Mb/s,1ms"
+        raise MeshwrightError("MW-EMU-004", f"there is no emulation '{name}'", valid=names, fix=fix)
     if found["switch"] and not system.is_running(found["switch"]):
-        raise MeshwrightError(
-            "MW-EMU-010",
-            f"the switch process of emulation '{name}' has ended, and no node reaches another",
-            fix=f"meshwright emulate down --name {name}",
-        )
+        what = f"the switch process of emulation '{name}' has ended, and no node reaches another"
+        raise MeshwrightError("MW-EMU-010", what, fix=down_command(name))
     missing = [space for space in found["namespaces"] if not system.namespace_exists(space)]
     if missing:
-        raise MeshwrightError(
-            "MW-EMU-010",
-            f"network namespace '{missing[0]}' of emulation '{name}' is gone",
-            fix=f"meshwright emulate down --name {name}",
-        )
+        what = f"network namespace '{missing[0]}' of emulation '{name}' is gone"
+        raise MeshwrightError("MW-EMU-010", what, fix=down_command(name))
     return found
+
+
+def down_command(name: str) -> str:
+    return f"meshwright emulate down --name {name}"
 
 
 def take_down(name: str) -> bool:
@@ -256,8 +233,8 @@ def remove(name: str, found: Json) -> None:
 
 
 def in_use(name: str) -> MeshwrightError:
-    return MeshwrightError(
-        "MW-EMU-006",
+    what, fix = (
         f"emulation '{name}' is in use by an `emulate run` or a measurement",
-        fix="wait until it has ended, or end it with Ctrl-C",
+        "wait until it has ended, or end it with Ctrl-C",
     )
+    return MeshwrightError("MW-EMU-006", what, fix=fix)

@@ -59,16 +59,11 @@ def measure(name: str, topology: Topology) -> LinkMeasurement:
     """Measure all patterns; about 1.3 s each. Raises if a node does not answer."""
     try:
         trips = [round_trip(name, 0, node) for node in range(1, topology.nodes)]
-        rates = tuple(
-            measure_rate(name, topology, pattern, pairs) for pattern, pairs in patterns(topology).items() if pairs
-        )
+        traffic = ((pattern, pairs) for pattern, pairs in patterns(topology).items() if pairs)
+        rates = tuple(measure_rate(name, topology, *one) for one in traffic)
     except OSError as error:
-        raise MeshwrightError(
-            "MW-EMU-010",
-            f"the nodes of emulation '{name}' do not reach each other",
-            why=str(error),
-            fix=f"meshwright emulate down --name {name}",
-        ) from error
+        what, fix = f"the nodes of emulation '{name}' do not reach each other", f"meshwright emulate down --name {name}"
+        raise MeshwrightError("MW-EMU-010", what, why=str(error), fix=fix) from error
     median, slowest = (statistics.median(trips), max(trips)) if trips else (0.0, 0.0)
     return LinkMeasurement(topology.round_trip, median, slowest, rates)
 

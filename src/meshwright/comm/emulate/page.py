@@ -16,6 +16,7 @@ from rich.text import Text
 from meshwright.comm.emulate.emulation import Emulation
 from meshwright.comm.emulate.measure import LinkMeasurement, Rate
 from meshwright.comm.emulate.topology import DATA_BYTES, FRAME_BYTES, Topology, address
+from meshwright.describe.result import values_of
 from meshwright.errors import MeshwrightError
 from meshwright.host import usable_cores
 from meshwright.units import Json, counted, format_seconds
@@ -80,9 +81,9 @@ def notes(emulation: Emulation, found: LinkMeasurement | None) -> list[str]:
     """Return warnings about the timings of this emulation."""
     topology, lines = emulation.topology, []
     if topology.world > usable_cores():
+        ranks = f"{topology.nodes} × {topology.ranks_per_node} = {topology.world} ranks"
         lines.append(
-            f"{topology.nodes} × {topology.ranks_per_node} = {topology.world} ranks share {usable_cores():g} cores: computation "
-            f"takes longer than on {topology.nodes} machines"
+            f"{ranks} share {usable_cores():g} cores: computation takes longer than on {topology.nodes} machines"
         )
     if emulation.links == "process":
         lines.append("a switch process carries every frame (this needs no netem in the kernel) and uses part of a core")
@@ -91,10 +92,8 @@ def notes(emulation: Emulation, found: LinkMeasurement | None) -> list[str]:
     slow: list[Rate] = [rate for rate in found.rates if rate.share < NOTED_BELOW]
     lines += [f"{rate.pattern}: {rate.share:.0%} of the asked rate. {busy()}" for rate in slow]
     if found.round_trip_s > LATE_FACTOR * found.round_trip_asked_s + LATE_S:
-        lines.append(
-            f"a round trip takes {format_seconds(found.round_trip_s)} instead of "
-            f"{format_seconds(found.round_trip_asked_s)}. {busy()}"
-        )
+        took, asked = map(format_seconds, (found.round_trip_s, found.round_trip_asked_s))
+        lines.append(f"a round trip takes {took} instead of {asked}. {busy()}")
     lines.append(f"rates are of data: headers take {1 - DATA_BYTES / FRAME_BYTES:.1%} of a full frame")
     return lines
 
@@ -134,21 +133,12 @@ def name_option(name: str) -> str:
 
 
 def rate_rows(found: LinkMeasurement) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = [
-        (
-            PATTERNS[rate.pattern],
-            megabits(rate.asked),
-            megabits(rate.median),
-            megabits(rate.slowest),
-            Text(f"{rate.share:.0%}", "" if rate.share >= NOTED_BELOW else "yellow"),
-        )
-        for rate in found.rates
-    ]
-    asked, median, slowest = (
-        format_seconds(seconds)
-        for seconds in (found.round_trip_asked_s, found.round_trip_s, found.round_trip_slowest_s)
-    )
-    return [*rows, ("round trip of one byte", asked, median, slowest, "")] if found.rates else rows
+    rows: list[tuple[object, ...]] = []
+    for rate in found.rates:
+        share = Text(f"{rate.share:.0%}", "" if rate.share >= NOTED_BELOW else "yellow")
+        rows.append((PATTERNS[rate.pattern], *map(megabits, (rate.asked, rate.median, rate.slowest)), share))
+    trips = map(format_seconds, (found.round_trip_asked_s, found.round_trip_s, found.round_trip_slowest_s))
+    return [*rows, ("round trip of one byte", *trips, "")] if rows else []
 
 
 def as_json(emulation: Emulation, found: LinkMeasurement | None) -> Json:
@@ -156,12 +146,9 @@ def as_json(emulation: Emulation, found: LinkMeasurement | None) -> Json:
     t: Topology = emulation.topology
     return {
         "name": emulation.name,
-        "nodes": t.nodes,
-        "ranks_per_node": t.ranks_per_node,
-        "rate": t.rate,
+        **values_of(t, "nodes", "ranks_per_node", "rate"),
         "delay_s": t.delay,
-        "oversubscription": t.oversubscription,
-        "nodes_per_switch": t.nodes_per_switch,
+        **values_of(t, "oversubscription", "nodes_per_switch"),
         "uplink": t.uplink if t.oversubscription > 1 else None,
         "links": emulation.links,
         "addresses": [address(node) for node in range(t.nodes)],

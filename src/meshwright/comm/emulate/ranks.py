@@ -26,8 +26,18 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from meshwright.comm.emulate import system
-from meshwright.comm.emulate.topology import INTERFACE, RankPlace, Topology, address, check_range, namespace, places
+from meshwright.comm.emulate.topology import (
+    INTERFACE,
+    RankPlace,
+    Topology,
+    address,
+    check_range,
+    namespace,
+    places,
+    refused,
+)
 from meshwright.errors import MeshwrightError
+from meshwright.units import Json
 
 GRACE_S = 5.0
 LEFT_OVER_S = 0.5  # for output that a process still has in its pipe when it ends
@@ -67,13 +77,10 @@ def run(name: str, topology: Topology, command: Sequence[str], settings: RunSett
     check_range("nodes", nodes, 1, topology.nodes)
     check_range("ranks-per-node", per_node, 1, 256 // nodes)
     if not command:
-        raise MeshwrightError(
-            "MW-EMU-002", "there is no command to run", fix="meshwright emulate run -- python train.py"
-        )
+        raise refused("there is no command to run", "meshwright emulate run -- python train.py")
     if shutil.which(command[0]) is None:
-        raise MeshwrightError(
-            "MW-EMU-009", f"command '{command[0]}' not found", why="It is not on PATH, or not a program"
-        )
+        why = "It is not on PATH, or not a program"
+        raise MeshwrightError("MW-EMU-009", f"command '{command[0]}' not found", why=why)
     members: list[Member] = []
     unit = "node" if settings.per_node else "rank"
     try:
@@ -91,34 +98,16 @@ def run(name: str, topology: Topology, command: Sequence[str], settings: RunSett
 
 def environment(place: RankPlace, nodes: int, per_node: int, port: int, settings: RunSettings) -> dict[str, str]:
     """The variables of one process, on top of those of this one."""
-    master = {"MASTER_ADDR": address(0), "MASTER_PORT": str(port)}
-    common = {
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "NCCL_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PYTHONUNBUFFERED": "1",
-        "NODE_RANK": str(place.node),
-        "GROUP_RANK": str(place.node),
-        **master,
-    }
+    node, master = {"NODE_RANK": place.node}, {"MASTER_ADDR": address(0), "MASTER_PORT": port}
+    common: Json = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, "PYTHONUNBUFFERED": 1}
+    common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "GROUP_RANK": place.node, **node, **master}
     if settings.per_node:
-        elastic = {
-            "NNODES": nodes,
-            "NPROC_PER_NODE": per_node,
-            "NODE_RANK": place.node,
-            "LOCAL_ADDR": address(place.node),
-            **master,
-        }
-        common |= {f"PET_{key}": str(value) for key, value in elastic.items()}
+        elastic = {"NNODES": nodes, "NPROC_PER_NODE": per_node, "LOCAL_ADDR": address(place.node), **node, **master}
+        common |= {f"PET_{key}": value for key, value in elastic.items()}
     else:
-        common |= {
-            "RANK": str(place.rank),
-            "WORLD_SIZE": str(nodes * per_node),
-            "LOCAL_RANK": str(place.local_rank),
-            "LOCAL_WORLD_SIZE": str(per_node),
-            "GROUP_WORLD_SIZE": str(nodes),
-        }
-    return {**os.environ, **common, **settings.environment}
+        common |= {"RANK": place.rank, "WORLD_SIZE": nodes * per_node, "GROUP_WORLD_SIZE": nodes}
+        common |= {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": per_node}
+    return {**os.environ, **{name: str(value) for name, value in common.items()}, **settings.environment}
 
 
 def free_port(name: str) -> int:
@@ -162,10 +151,8 @@ def watch(members: list[Member], unit: str, settings: RunSettings) -> None:
     with selectors.DefaultSelector() as selector:
         for member in members:
             for stream in (member.process.stdout, member.process.stderr):
-                is_error = stream is member.process.stderr
-                member.readers.append(
-                    threading.Thread(target=pass_on, args=(stream, member.number, is_error, line), daemon=True)
-                )
+                told = (stream, member.number, stream is member.process.stderr, line)
+                member.readers.append(threading.Thread(target=pass_on, args=told, daemon=True))
                 member.readers[-1].start()
             selector.register(os.pidfd_open(member.process.pid), selectors.EVENT_READ, member)
         try:
@@ -182,10 +169,11 @@ def watch(members: list[Member], unit: str, settings: RunSettings) -> None:
             for key in list(selector.get_map().values()):
                 os.close(key.fd)
             until = time.monotonic() + LEFT_OVER_S
-            for reader in (
-                reader for member in members if member.process.poll() is not None for reader in member.readers
-            ):
-                reader.join(max(0.0, until - time.monotonic()))  # a process that outlives its rank may keep a pipe open
+            for member in members:
+                for reader in member.readers if member.process.poll() is not None else ():
+                    reader.join(
+                        max(0.0, until - time.monotonic())
+                    )  # a process that outlives its rank keeps a pipe open
 
 
 def pass_on(stream: IO[bytes], number: int, is_error: bool, line: Line) -> None:
@@ -226,14 +214,9 @@ def failed(member: Member, unit: str, count: int) -> MeshwrightError:
 
 def timed_out(members: list[Member], unit: str, seconds: float) -> MeshwrightError:
     late = [str(member.number) for member in members if member.process.poll() is None]
-    return MeshwrightError(
-        "MW-EMU-008",
-        f"{unit} {', '.join(late)} still ran after {seconds:g} s"
-        if len(late) < 9
-        else f"{len(late)} {unit}s still ran after {seconds:g} s",
-        fix=f"--timeout {2 * seconds:g}",
-        exit_code=TIMED_OUT,
-    )
+    who = f"{unit} {', '.join(late)}" if len(late) < 9 else f"{len(late)} {unit}s"
+    what, fix = f"{who} still ran after {seconds:g} s", f"--timeout {2 * seconds:g}"
+    return MeshwrightError("MW-EMU-008", what, fix=fix, exit_code=TIMED_OUT)
 
 
 def print_line(unit: str, count: int) -> Line:

@@ -37,11 +37,9 @@ def runtime_folder() -> Path:
     except OSError as error:
         raise cannot_write(folder, error) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+        why = "State files of emulations must not be written by others"
         raise MeshwrightError(
-            "MW-EMU-011",
-            f"'{folder}' is not a folder that only you can open",
-            why="State files of emulations must not be written by others",
-            fix=f"remove '{folder}'",
+            "MW-EMU-011", f"'{folder}' is not a folder that only you can open", why=why, fix=f"remove '{folder}'"
         )
     return folder
 

@@ -32,27 +32,19 @@ Result = TypeVar("Result")
 
 def check_rights() -> None:
     """Raise unless this is Linux, `ip` and `tc` are installed, and this process may make namespaces and links."""
+    code = "MW-EMU-001"
     if not sys.platform.startswith("linux"):
-        raise MeshwrightError(
-            "MW-EMU-001", "emulated clusters need Linux", why=f"This is {sys.platform}, which has no network namespaces"
-        )
-    missing = [name for name in ("ip", "tc") if find_tool(name) is None]
+        why = f"This is {sys.platform}, which has no network namespaces"
+        raise MeshwrightError(code, "emulated clusters need Linux", why=why)
+    missing = " and ".join(name for name in ("ip", "tc") if find_tool(name) is None)
     if missing:
-        raise MeshwrightError(
-            "MW-EMU-001", f"'{' and '.join(missing)}' not found", why="They make the links", fix="install iproute2"
-        )
-    lacking = [
-        name
-        for name, number in (("CAP_NET_ADMIN", NET_ADMIN), ("CAP_SYS_ADMIN", SYS_ADMIN))
-        if not effective_capabilities() >> number & 1
-    ]
+        raise MeshwrightError(code, f"'{missing}' not found", why="They make the links", fix="install iproute2")
+    needed = {"CAP_NET_ADMIN": NET_ADMIN, "CAP_SYS_ADMIN": SYS_ADMIN}
+    lacking = " and ".join(name for name, number in needed.items() if not effective_capabilities() >> number & 1)
     if lacking:
-        raise MeshwrightError(
-            "MW-EMU-001",
-            f"no permission to make network namespaces ({' and '.join(lacking)} missing)",
-            why="Namespaces and links of chosen rates need the rights of root",
-            fix="run the command as root, with sudo",
-        )
+        what = f"no permission to make network namespaces ({lacking} missing)"
+        why, fix = "Namespaces and links of chosen rates need the rights of root", "run the command as root, with sudo"
+        raise MeshwrightError(code, what, why=why, fix=fix)
 
 
 def find_tool(name: str) -> str | None:

@@ -14,11 +14,12 @@ trip takes two delays. Ranks of one node talk through the node's loopback, which
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from meshwright.errors import MeshwrightError, nearest_number, shown, unknown
-from meshwright.units import Json, parse_rate, parse_seconds
+from meshwright.units import parse_rate, parse_seconds
 
 NAME = re.compile(r"[a-z0-9]{1,12}", re.ASCII)
 MAX_NODES, MAX_RANKS = 64, 256
@@ -43,36 +44,26 @@ class Topology:
         check_range("nodes", self.nodes, 1, MAX_NODES)
         check_range("ranks-per-node", self.ranks_per_node, 1, MAX_RANKS // self.nodes)
         if self.rate < MIN_RATE:
-            raise MeshwrightError("MW-EMU-002", "the rate between nodes is below 0.1 Mb/s", fix="--between 200Mb/s,1ms")
+            raise refused("the rate between nodes is below 0.1 Mb/s", "--between 200Mb/s,1ms")
         if not 0 <= self.delay <= MAX_DELAY_S:
-            raise MeshwrightError(
-                "MW-EMU-002", f"a delay of {self.delay:g} s between nodes is above 1 s", fix="--between 200Mb/s,1s"
-            )
+            raise refused(f"a delay of {self.delay:g} s between nodes is above 1 s", "--between 200Mb/s,1s")
+        over = f"oversubscription={self.oversubscription:g}"
         if not self.oversubscription >= 1:
-            raise MeshwrightError(
-                "MW-EMU-002",
-                f"oversubscription={self.oversubscription:g} is below 1",
-                why="It is the rate of a switch's downlinks over that of its uplink",
-                fix="--oversubscription 3",
-            )
+            why = "It is the rate of a switch's downlinks over that of its uplink"
+            raise refused(f"{over} is below 1", "--oversubscription 3", why)
         if not self.nodes_per_switch:
             whole = self.oversubscription == 1 or self.nodes == 1
             object.__setattr__(self, "nodes_per_switch", self.nodes if whole else max(1, self.nodes // 2))
         divisors = [d for d in range(1, self.nodes + 1) if self.nodes % d == 0]
         if self.nodes_per_switch not in divisors:
-            raise MeshwrightError(
-                "MW-EMU-002",
-                f"nodes-per-switch={self.nodes_per_switch} does not divide {self.nodes} nodes",
-                valid=divisors,
-                fix=f"--nodes-per-switch {nearest_number(self.nodes_per_switch, divisors)}",
-            )
+            what = f"nodes-per-switch={self.nodes_per_switch} does not divide {self.nodes} nodes"
+            raise refused(what, f"--nodes-per-switch {nearest_number(self.nodes_per_switch, divisors)}", valid=divisors)
         if self.oversubscription > 1 and self.switches == 1:
-            raise MeshwrightError(
-                "MW-EMU-002",
-                f"oversubscription={self.oversubscription:g} needs two switches, and one joins all nodes",
-                why="The uplink that nodes share lies between switches",
-                fix=f"--nodes {max(2, self.nodes)} --nodes-per-switch {max(1, self.nodes // 2)}",
+            what, why = (
+                f"{over} needs two switches, and one joins all nodes",
+                "The uplink that nodes share lies between switches",
             )
+            raise refused(what, f"--nodes {max(2, self.nodes)} --nodes-per-switch {max(1, self.nodes // 2)}", why)
 
     @property
     def world(self) -> int:
@@ -97,12 +88,8 @@ class Topology:
     def rate_between(self, pairs: list[tuple[int, int]]) -> float:
         """Bytes/s of data that the slowest of these (sender, receiver) pairs reaches while all send at once, if every link
         is shared evenly."""
-        load: dict[tuple[str, int], int] = {}
-        for pair in pairs:
-            for link in self.links(*pair):
-                load[link] = load.get(link, 0) + 1
-        capacity = {"out": self.rate, "in": self.rate, "up": self.uplink, "down": self.uplink}
-        wire = min(capacity[kind] / flows for (kind, _), flows in load.items())
+        load = Counter(link for pair in pairs for link in self.links(*pair))
+        wire = min(self.capacity(link) / flows for link, flows in load.items())
         return wire * DATA_BYTES / FRAME_BYTES
 
     def links(self, source: int, target: int) -> list[tuple[str, int]]:
@@ -115,39 +102,30 @@ class Topology:
     def capacity(self, link: tuple[str, int]) -> float:
         return self.uplink if link[0] in ("up", "down") else self.rate
 
-    def as_dict(self) -> Json:
-        return asdict(self)
-
 
 def check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise MeshwrightError(
-            "MW-EMU-002",
-            f"{name}={value} is out of range",
-            why=f"An emulated cluster has at most {MAX_NODES} nodes and {MAX_RANKS} ranks",
-            valid=[f"{low} to {high}"],
-            fix=f"--{name} {min(max(value, low), high)}",
-        )
+        why = f"An emulated cluster has at most {MAX_NODES} nodes and {MAX_RANKS} ranks"
+        fix = f"--{name} {min(max(value, low), high)}"
+        raise refused(f"{name}={value} is out of range", fix, why, [f"{low} to {high}"])
+
+
+def refused(what: str, fix: str, why: str = "", valid: Iterable[object] = ()) -> MeshwrightError:
+    return MeshwrightError("MW-EMU-002", what, why=why, valid=list(valid), fix=fix)
 
 
 def parse_between(text: str) -> tuple[float, float]:
     """Bytes/s and seconds from "200Mb/s,1ms"; without a delay it is 0."""
     rate, comma, delay = text.partition(",")
     if not rate.strip() or (comma and not delay.strip()):
-        raise MeshwrightError(
-            "MW-EMU-002",
-            f"--between {shown(text)} is not a rate and a delay",
-            valid=["200Mb/s", "200Mb/s,1ms", "1Gb/s,50us"],
-            fix="--between 200Mb/s,1ms",
-        )
+        valid = ("200Mb/s", "200Mb/s,1ms", "1Gb/s,50us")
+        raise refused(f"--between {shown(text)} is not a rate and a delay", "--between 200Mb/s,1ms", valid=valid)
     return parse_rate(rate), parse_seconds(delay) if comma else 0.0
 
 
 def check_name(name: str) -> None:
     if not NAME.fullmatch(name):
-        raise MeshwrightError(
-            "MW-EMU-002", f"name {shown(name)} is not 1 to 12 lower-case letters or digits", fix="--name lab1"
-        )
+        raise refused(f"name {shown(name)} is not 1 to 12 lower-case letters or digits", "--name lab1")
 
 
 def namespace(name: str, node: int) -> str:

@@ -35,7 +35,7 @@ log = logging.getLogger("meshwright.comm")
 
 
 @dataclass
-class Link:
+class PeerLink:
     """A connected peer: a handle of its process, the ends of two pipes, its area, and the entries that it has sent and nobody has read."""
 
     peer: int
@@ -62,14 +62,14 @@ class Identity(NamedTuple):
     def shares_memory_with(self, other: Identity) -> bool:
         return self.area >= 0 and other.area >= 0 and self[:3] == other[:3]
 
-    def link(self, peer: int, rank: int, inbox: io.FileIO) -> Link:
+    def link(self, peer: int, rank: int, inbox: io.FileIO) -> PeerLink:
         """Open the files of this peer; raises OSError if its process has ended, or is not visible here."""
         process = io.FileIO(os.pidfd_open(self.process))
         if process_start(self.process) != self.started:
             raise OSError("a rank has ended")
         area, outbox = (f"/proc/{self.process}/fd/{number}" for number in (self.area, self.pipes[rank]))
         with open(area, "r+b", buffering=0) as file:
-            return Link(peer, process, inbox, io.FileIO(outbox, "w"), mmap.mmap(file.fileno(), SLOTS * SLOT))
+            return PeerLink(peer, process, inbox, io.FileIO(outbox, "w"), mmap.mmap(file.fileno(), SLOTS * SLOT))
 
 
 def host_id() -> str:
@@ -85,12 +85,12 @@ def network_namespace() -> int:
     return 0
 
 
-def connect(store: Any, rank: int, size: int, wanted: bool = True) -> tuple[mmap.mmap, dict[int, Link]] | None:
+def connect(store: Any, rank: int, size: int, wanted: bool = True) -> tuple[mmap.mmap, dict[int, PeerLink]] | None:
     """This rank's area, and its links to all other ranks of the group; None if some rank is on another host or cannot share memory.
 
     All ranks of the group must call it; one that does not want shared memory only publishes where it is.
     """
-    area, inboxes, links = -1, dict[int, io.FileIO](), dict[int, Link]()
+    area, inboxes, links = -1, dict[int, io.FileIO](), dict[int, PeerLink]()
     published, process = [-1] * size, os.getpid()  # numbers of the files that peers open
     with gloo_instead(rank):
         if wanted and sys.platform == "linux" and hasattr(os, "pidfd_open"):

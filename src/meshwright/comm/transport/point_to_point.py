@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.comm.call import LAYOUT, Call, CallPlace, Lost, check_bytes, check_header
+from meshwright.comm.call import HEADER_BYTES, Call, CallPlace, Lost, check_bytes, check_header
 from meshwright.comm.transport.base import Destination, Pending, bytes_of
 
 SLICE_BYTES = 2**23  # small slices overlap more, but each message costs about 0.1 ms of CPU time
 SIZES = struct.Struct("<QQ")  # bytes that the sender of the header sends in all, and those it expects
-TAG = struct.Struct("<IIQ")
 HEADER_TAG, BREAK_TAG, DATA_TAG = 1, 2, 64
 TAG_SPACE = 2**26
 
@@ -51,7 +50,7 @@ class PointToPoint:
         self.sent, self.received = sent, received
         place, peers = CallPlace(self.rank, call), sorted({*sent, *received}) if self.check else []
         for peer in peers:
-            header = torch.empty(LAYOUT.size + SIZES.size, dtype=torch.uint8)
+            header = torch.empty(HEADER_BYTES + SIZES.size, dtype=torch.uint8)
             self.headers[peer] = (self.post(peer, header, HEADER_TAG, place), header)
         for peer in peers:
             text = call.packed + SIZES.pack(sent.get(peer, 0), received.get(peer, 0))
@@ -100,8 +99,8 @@ class PointToPoint:
         work, header = self.headers.pop(peer)
         self.wait(work, peer, place)
         data = header.numpy().tobytes()
-        check_header(place, peer, data[: LAYOUT.size])
-        sent, expected = SIZES.unpack(data[LAYOUT.size :])
+        check_header(place, peer, data[:HEADER_BYTES])
+        sent, expected = SIZES.unpack(data[HEADER_BYTES:])
         check_bytes(place, peer, sent, self.received.get(peer, 0))
         check_bytes(place, peer, self.sent.get(peer, 0), expected)
 
@@ -147,8 +146,8 @@ def data_tag(place: CallPlace, size: int) -> int:
 
     The number of the call is not part of it: equal messages arrive in order, and gloo keeps an entry for every tag.
     """
-    text = place.call.packed[4:] + TAG.pack(place.step, place.lane, size)
-    return DATA_TAG + zlib.crc32(text) % TAG_SPACE
+    text = f"{place.call.description} {place.step} {place.lane} {size}"
+    return DATA_TAG + zlib.crc32(text.encode()) % TAG_SPACE
 
 
 def reason(error: RuntimeError) -> str:

@@ -30,13 +30,13 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.comm.call import LAYOUT, Call, CallPlace, Lost, check_bytes, check_header
+from meshwright.comm.call import HEADER_BYTES, Call, CallPlace, Lost, check_bytes, check_header
 from meshwright.comm.transport import handshake
 from meshwright.comm.transport.base import Destination, Pending
-from meshwright.comm.transport.handshake import Link
+from meshwright.comm.transport.handshake import PeerLink
 
 ENTRY = struct.Struct(
-    f"<{LAYOUT.size}sQIi"
+    f"<{HEADER_BYTES}sQIi"
 )  # call, bytes of the message, bytes in the slot, slot; ~slot: it is returned
 LOOK_MS, SHORT_MS = (
     500,
@@ -58,7 +58,7 @@ class Outgoing:
     """A message in the queue: its pieces, and how much of it has been copied."""
 
     def __init__(
-        self, memory: SharedMemory, links: list[Link], pieces: Sequence[torch.Tensor], place: CallPlace
+        self, memory: SharedMemory, links: list[PeerLink], pieces: Sequence[torch.Tensor], place: CallPlace
     ) -> None:
         self.memory, self.links, self.pieces, self.place = memory, links, pieces, place
         self.dtype = pieces[0].dtype if pieces else torch.uint8
@@ -89,7 +89,7 @@ class Incoming(NamedTuple):
     """A message that a rank expects; it is applied slice by slice when it is waited for."""
 
     memory: SharedMemory
-    link: Link
+    link: PeerLink
     to: Destination
     place: CallPlace
 
@@ -118,7 +118,7 @@ class SharedMemory:
         self,
         rank: int,
         area: mmap,
-        links: dict[int, Link],
+        links: dict[int, PeerLink],
         timeout: float,
         check_failure: Callable[[], None] = lambda: None,
     ) -> None:
@@ -131,7 +131,7 @@ class SharedMemory:
         self.readers = [0] * handshake.SLOTS
         self.queue: deque[Outgoing] = deque()
         self.areas = {peer: torch.frombuffer(link.area, dtype=torch.uint8) for peer, link in links.items()}
-        self.poller, self.by_file = select.poll(), dict[int, Link]()
+        self.poller, self.by_file = select.poll(), dict[int, PeerLink]()
         for link in links.values():
             for file in (link.inbox, link.process):
                 self.poller.register(file, select.POLLIN)
@@ -170,7 +170,7 @@ class SharedMemory:
             if message.done:
                 self.queue.popleft()
 
-    def tell(self, link: Link, slot: int, call: bytes = b"", sent: int = 0, size: int = 0) -> None:
+    def tell(self, link: PeerLink, slot: int, call: bytes = b"", sent: int = 0, size: int = 0) -> None:
         try:
             os.write(link.outbox.fileno(), ENTRY.pack(call, sent, size, slot))
         except BrokenPipeError:
@@ -209,7 +209,7 @@ class SharedMemory:
                     link.entries[k] = arrived._replace(slot=-1, data=arrived.data.clone())
                     self.tell(link, ~arrived.slot)
 
-    def wait(self, place: CallPlace, done: Callable[[], bool], link: Link | None = None) -> None:
+    def wait(self, place: CallPlace, done: Callable[[], bool], link: PeerLink | None = None) -> None:
         """Send what is queued and read what comes until `done`; without a link the rank waits for slots. Raises if that peer has ended,
         another rank has failed, or the timeout is over."""
         start = looked = time.monotonic()

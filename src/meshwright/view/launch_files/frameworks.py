@@ -17,197 +17,186 @@ settings with a comment. Data, tokenizer and, for some, the model are not part o
 import json
 import re
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from meshwright.describe import catalog
 from meshwright.describe.config import OURS, Config, with_own_stack
 from meshwright.errors import unknown
 from meshwright.interop.frameworks import FRAMEWORKS, find
 from meshwright.interop.frameworks.bridge import RECIPES
-from meshwright.interop.keys import Framework
 from meshwright.interop.write import check_runnable, settings_of, text_of, versions_line
+from meshwright.units import Json
 from meshwright.view.launch_files import megatron
 from meshwright.view.launch_files.program import SCRIPT, TrainingProgram, our_program
 
 # Settings of the plan's file that state the shape of the model, which a recipe of Megatron-Bridge has already.
 BRIDGE_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 
-ZERO_BUBBLE = (
-    "On CPU processes, with torchtitan 0.2.2 and PyTorch 2.13, the last stage got no gradients under InterleavedZeroBubble with FSDP: "
-    "compare the gradient norm of the first steps with Interleaved1F1B."
-)
-
-
-def torchtitan(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
-    """A TOML file; torchtitan continues from the last checkpoint of its folder."""
-    framework = FRAMEWORKS["torchtitan"]
-    optimizer, steps = config.optimizer, config.run.steps
-    more = {
-        "job.dump_folder": folder,
-        "training.steps": steps,
-        "training.max_norm": optimizer.clip,
-        "training.dataset": "c4",
-        "optimizer.lr": optimizer.learning_rate,
-        "lr_scheduler.warmup_steps": min(optimizer.warmup, steps),
-        "checkpoint.enable": True,
-        "checkpoint.folder": "checkpoints",
-        "checkpoint.interval": save_every,
-    }
-    notes = (
-        "torchtitan 0.2, with settings in TOML: for newer releases, `meshwright launch --for torchtitan-0.3`.",
-        "It trains on its dataset c4: change training.dataset, and set model.hf_assets_path to the folder with the tokenizer.",
-        *([ZERO_BUBBLE] if config.plan.schedule == "interleaved-zb" and config.plan.pp > 1 else []),
-    )
-    return with_file(framework, config, folder, more, ("-m", "torchtitan.train", "--job.config_file"), notes)
-
-
-def torchtitan_03(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
-    """A Python file with a function that makes the settings; torchtitan imports it from the run folder."""
-    optimizer, steps = config.optimizer, config.run.steps
-    more = {
-        "dump_folder": folder,
-        "training.steps": steps,
-        "training.max_norm": optimizer.clip,
-        "lr_scheduler.warmup_steps": min(optimizer.warmup, steps),
-        "checkpoint.enable": True,
-        "checkpoint.folder": "checkpoints",
-        "checkpoint.interval": save_every,
-    }
-    notes = (
-        "torchtitan 0.3, with settings in Python: a function in settings.py.",
-        "It trains on its dataset c4, with its learning rate: change both, and hf_assets_path, in settings.py.",
-    )
-    program = with_file(FRAMEWORKS["torchtitan-0.3"], config, folder, more, (), notes)
-    begin = ("-m", "torchtitan.train", "--module", "settings", "--config", "plan")
-    return replace(program, begin=begin, variables={"PYTHONPATH": (folder, "torchtitan imports settings.py from here")})
-
-
-def deepspeed(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
-    """A JSON file for a training script of the reader's, which calls `deepspeed.initialize`."""
-    optimizer, plan_ = config.optimizer, config.plan
-    more = {
-        "optimizer.params.lr": optimizer.learning_rate,
-        "optimizer.params.betas": list(optimizer.betas),
-        "optimizer.params.weight_decay": optimizer.weight_decay,
-        "gradient_clipping": optimizer.clip if config.workload.clip else 0.0,
-    }
-    recompute = "on" if plan_.recompute == "full" else "off"
-    notes: tuple[str, ...] = (
-        f"{SCRIPT} is yours: it builds the model and the data and calls deepspeed.initialize with the arguments --deepspeed_config names.",
-        f"In it: sequences of {config.workload.seq} tokens, activation checkpointing {recompute}, a checkpoint in {folder}/checkpoints every "
-        f"{save_every} steps, and load_checkpoint at its start.",
-    )
-    if plan_.cp > 1:
-        notes += (
-            f"In it, for Ulysses: UlyssesSPAttentionHF.register_with_transformers with sequence_parallel_size={plan_.cp}, whose mpu "
+# Of each framework: the words after the agent, the settings of the run beside those of the plan, and notes for the reader. "$steps" stands for
+# a value of `run_values`, and so does {steps} in a note; a note of `notes_if` is written where the value of that name holds.
+STARTS: dict[str, Json] = {
+    "torchtitan": {  # it continues from the last checkpoint of its folder
+        "begin": ("-m", "torchtitan.train", "--job.config_file", "{file}"),
+        "settings": {
+            "job.dump_folder": "$folder", "training.steps": "$steps", "training.max_norm": "$clip", "training.dataset": "c4",
+            "optimizer.lr": "$rate", "lr_scheduler.warmup_steps": "$warmup", "checkpoint.enable": True,
+            "checkpoint.folder": "checkpoints", "checkpoint.interval": "$every",
+        },
+        "notes": (
+            "torchtitan 0.2, with settings in TOML: for newer releases, `meshwright launch --for torchtitan-0.3`.",
+            "It trains on its dataset c4: change training.dataset, and set model.hf_assets_path to the folder with the tokenizer.",
+        ),
+        "notes_if": {
+            "zero_bubble": "On CPU processes, with torchtitan 0.2.2 and PyTorch 2.13, the last stage got no gradients under "
+            "InterleavedZeroBubble with FSDP: compare the gradient norm of the first steps with Interleaved1F1B.",
+        },
+    },
+    "torchtitan-0.3": {  # the file has a function that makes the settings; torchtitan imports it from the run folder
+        "begin": ("-m", "torchtitan.train", "--module", "settings", "--config", "plan"),
+        "settings": {
+            "dump_folder": "$folder", "training.steps": "$steps", "training.max_norm": "$clip", "lr_scheduler.warmup_steps": "$warmup",
+            "checkpoint.enable": True, "checkpoint.folder": "checkpoints", "checkpoint.interval": "$every",
+        },
+        "notes": (
+            "torchtitan 0.3, with settings in Python: a function in settings.py.",
+            "It trains on its dataset c4, with its learning rate: change both, and hf_assets_path, in settings.py.",
+        ),
+        "variables": {"PYTHONPATH": ("{folder}", "torchtitan imports settings.py from here")},
+    },
+    "deepspeed": {  # for a training script of the reader's, which calls `deepspeed.initialize`
+        "begin": ("{script}", "--deepspeed", "--deepspeed_config", "{file}"),
+        "settings": {
+            "optimizer.params.lr": "$rate", "optimizer.params.betas": "$betas", "optimizer.params.weight_decay": "$decay",
+            "gradient_clipping": "$clip_or_zero",
+        },
+        "notes": (
+            "{script} is yours: it builds the model and the data and calls deepspeed.initialize with the arguments --deepspeed_config names.",
+            "In it: sequences of {seq} tokens, activation checkpointing {recompute}, a checkpoint in {folder}/checkpoints every "
+            "{every} steps, and load_checkpoint at its start.",
+        ),
+        "notes_if": {
+            "ulysses": "In it, for Ulysses: UlyssesSPAttentionHF.register_with_transformers with sequence_parallel_size={cp}, whose mpu "
             "deepspeed.initialize takes, and the data in an UlyssesSPDataLoaderAdapter.",
-        )
-    return with_file(
-        FRAMEWORKS["deepspeed"], config, folder, more, (SCRIPT, "--deepspeed", "--deepspeed_config"), notes
-    )
+        },
+    },
+    "nanotron": {  # it resumes from `checkpoints.resume_checkpoint_path` if a checkpoint is there
+        "begin": ("run_train.py", "--config-file", "{file}"),
+        "settings": {
+            "general.run": "meshwright", "general.seed": "$seed", "model.init_method.std": 0.02, "optimizer.weight_decay": "$decay",
+            "optimizer.clip_grad": "$clip_or_none", "optimizer.optimizer_factory.name": "adamW",
+            "optimizer.optimizer_factory.adam_beta1": "$beta1", "optimizer.optimizer_factory.adam_beta2": "$beta2",
+            "optimizer.optimizer_factory.adam_eps": 1e-8, "optimizer.optimizer_factory.torch_adam_is_fused": True,
+            "tokens.train_steps": "$steps", "checkpoints.checkpoints_path": "$checkpoints",
+            "checkpoints.resume_checkpoint_path": "$checkpoints", "checkpoints.checkpoint_interval": "$every",
+            "optimizer.learning_rate_scheduler.learning_rate": "$rate",
+            "optimizer.learning_rate_scheduler.lr_warmup_steps": "$warmup",
+            "optimizer.learning_rate_scheduler.lr_warmup_style": "linear",
+        },
+        "notes": (
+            "Start it in a checkout of nanotron, which has run_train.py.",
+            "Add the sections data_stages and tokenizer: a plan does not have them.",
+        ),
+        "variables": {"CUDA_DEVICE_MAX_CONNECTIONS": ("1", "kernels start in the order of their launches, as overlap needs")},
+    },
+    "automodel": {  # a recipe of NeMo Automodel
+        "begin": ("-m", "nemo_automodel.cli.app", "{file}"),
+        "settings": {
+            "recipe": "TrainFinetuneRecipeForNextTokenPrediction", "step_scheduler.max_steps": "$steps",
+            "step_scheduler.ckpt_every_steps": "$every", "checkpoint.enabled": True, "checkpoint.checkpoint_dir": "$checkpoints",
+            "optimizer.lr": "$rate",
+        },
+        "notes": (
+            "Add the model (model._target_, model.pretrained_model_name_or_path) and the dataset: a plan does not have them.",
+        ),
+    },
+    "axolotl": {  # `auto_resume_from_checkpoints` continues from the last checkpoint of the output folder
+        "begin": ("-m", "axolotl.cli.train", "{file}"),
+        "settings": {
+            "output_dir": "$checkpoints", "save_steps": "$every", "max_steps": "$steps", "learning_rate": "$rate",
+            "auto_resume_from_checkpoints": True,
+        },
+        "notes": ("Add base_model and datasets: a plan does not have them.",),
+    },
+    "accelerate": {  # the file is for `accelerate launch`, which starts a training script of the reader's in place of torchrun
+        "begin": ("{script}",),
+        "agent": "accelerate",
+        "settings": {"compute_environment": "LOCAL_MACHINE", "main_training_function": "main", "use_cpu": "$on_cpu"},
+        "notes": (
+            "{script} is yours: it builds the model and the data, and prepares them with accelerate.Accelerator.",
+            "In it: Accelerator(gradient_accumulation_steps={accumulated}), a micro-batch of {microbatch} × {seq} tokens on each "
+            "data-parallel rank, {optimizer} with a learning rate of {rate:g}, save_state in {folder}/checkpoints "
+            "every {every} steps, and load_state at its start.",
+        ),
+    },
+    "megatron-bridge": {  # overrides of a recipe; it loads the last checkpoint of `checkpoint.load` if there is one
+        "settings": {
+            "train.train_iters": "$steps", "optimizer.lr": "$rate", "scheduler.lr_warmup_iters": "$warmup",
+            "checkpoint.save": "$checkpoints", "checkpoint.load": "$checkpoints", "checkpoint.save_interval": "$every",
+        },
+        "notes": (
+            "Start it in a checkout of Megatron-Bridge, which has scripts/training/run_recipe.py.",
+            "The recipe trains on mock data: set dataset.blend and the tokenizer.",
+        ),
+    },
+}  # fmt: skip
 
 
-def nanotron(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
-    """A YAML file; nanotron resumes from `checkpoints.resume_checkpoint_path` if a checkpoint is there."""
-    more = {
-        "general.run": "meshwright",
-        "general.seed": config.run.seed or 42,
-        "model.init_method.std": 0.02,
-        "optimizer.weight_decay": config.optimizer.weight_decay,
-        "optimizer.clip_grad": config.optimizer.clip if config.workload.clip else None,
-        "optimizer.optimizer_factory.name": "adamW",
-        "optimizer.optimizer_factory.adam_beta1": config.optimizer.betas[0],
-        "optimizer.optimizer_factory.adam_beta2": config.optimizer.betas[1],
-        "optimizer.optimizer_factory.adam_eps": 1e-8,
-        "optimizer.optimizer_factory.torch_adam_is_fused": True,
-        "tokens.train_steps": config.run.steps,
-        "checkpoints.checkpoints_path": f"{folder}/checkpoints",
-        "checkpoints.resume_checkpoint_path": f"{folder}/checkpoints",
-        "checkpoints.checkpoint_interval": save_every,
-        "optimizer.learning_rate_scheduler.learning_rate": config.optimizer.learning_rate,
-        "optimizer.learning_rate_scheduler.lr_warmup_steps": min(config.optimizer.warmup, config.run.steps),
-        "optimizer.learning_rate_scheduler.lr_warmup_style": "linear",
+def run_values(config: Config, folder: str, save_every: int) -> Json:
+    """The values of a run that the settings of frameworks and the notes about them name."""
+    plan, work, optimizer = config.plan, config.workload, config.optimizer
+    clip, steps = optimizer.clip if work.clip else None, config.run.steps
+    rates: Json = {
+        "rate": optimizer.learning_rate,
+        "warmup": min(optimizer.warmup, steps),
+        "decay": optimizer.weight_decay,
     }
-    notes = (
-        "Start it in a checkout of nanotron, which has run_train.py.",
-        "Add the sections data_stages and tokenizer: a plan does not have them.",
+    rates |= {"betas": list(optimizer.betas), "beta1": optimizer.betas[0], "beta2": optimizer.betas[1]}
+    clips = {"clip": optimizer.clip, "clip_or_none": clip, "clip_or_zero": 0.0 if clip is None else clip}
+    saving = {"folder": folder, "checkpoints": f"{folder}/checkpoints", "every": save_every, "steps": steps}
+    batch = {"microbatch": plan.microbatch, "accumulated": max(1, work.batch // (plan.microbatch * plan.dp))}
+    conditions = {"zero_bubble": plan.schedule == "interleaved-zb" and plan.pp > 1, "ulysses": plan.cp > 1}
+    return {
+        **rates, **clips, **saving, **batch, **conditions, "script": SCRIPT, "seed": config.run.seed or 42, "seq": work.seq, "cp": plan.cp,
+        "optimizer": work.optimizer, "recompute": "on" if plan.recompute == "full" else "off",
+        "on_cpu": config.cluster.accelerator.name == "cpu",
+    }  # fmt: skip
+
+
+def settings_and_notes(name: str, config: Config, values: Json) -> tuple[Json, tuple[str, ...]]:
+    """The settings of the plan, then those of the run; and the notes."""
+    start = STARTS[name]
+    more = {key: values[v[1:]] if str(v).startswith("$") else v for key, v in start["settings"].items()}
+    notes = [*start["notes"], *(text for condition, text in start.get("notes_if", {}).items() if values[condition])]
+    return settings_of(config, FRAMEWORKS[name]).settings | more, tuple(note.format(**values) for note in notes)
+
+
+def file_program(name: str, config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
+    """A program that reads a settings file in the run folder."""
+    framework, start, values = FRAMEWORKS[name], STARTS[name], run_values(config, folder, save_every)
+    settings, notes = settings_and_notes(name, config, values)
+    file = "settings.py" if framework.form == "python" else f"settings.{framework.form}"
+    variables = {key: (value.format(**values), why) for key, (value, why) in start.get("variables", {}).items()}
+    if name == "accelerate" and values["on_cpu"]:
+        variables["ACCELERATE_USE_CPU"] = ("true", "without it, every process trains alone")
+    return TrainingProgram(
+        name,
+        tuple(word.format(**values, file=f"{folder}/{file}") for word in start["begin"]),
+        file=file,
+        settings=text_of(settings, framework, framework.form, {}),
+        notes=notes,
+        install=framework.package or name,
+        agent=start.get("agent", "torchrun"),
+        variables=variables,
     )
-    program = with_file(FRAMEWORKS["nanotron"], config, folder, more, ("run_train.py", "--config-file"), notes)
-    return replace(program, variables=megatron.ONE_QUEUE)
-
-
-def automodel(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
-    """A YAML file that names a recipe of NeMo Automodel."""
-    more = {
-        "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
-        "step_scheduler.max_steps": config.run.steps,
-        "step_scheduler.ckpt_every_steps": save_every,
-        "checkpoint.enabled": True,
-        "checkpoint.checkpoint_dir": f"{folder}/checkpoints",
-        "optimizer.lr": config.optimizer.learning_rate,
-    }
-    notes = (
-        "Add the model (model._target_, model.pretrained_model_name_or_path) and the dataset: a plan does not have them.",
-    )
-    return with_file(FRAMEWORKS["automodel"], config, folder, more, ("-m", "nemo_automodel.cli.app"), notes)
-
-
-def axolotl(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
-    """A YAML file; `auto_resume_from_checkpoints` continues from the last checkpoint of the output folder."""
-    more = {
-        "output_dir": f"{folder}/checkpoints",
-        "save_steps": save_every,
-        "max_steps": config.run.steps,
-        "learning_rate": config.optimizer.learning_rate,
-        "auto_resume_from_checkpoints": True,
-    }
-    notes = ("Add base_model and datasets: a plan does not have them.",)
-    return with_file(FRAMEWORKS["axolotl"], config, folder, more, ("-m", "axolotl.cli.train"), notes)
-
-
-def accelerate(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
-    """A YAML file for `accelerate launch`, which starts a training script of the reader's in place of torchrun."""
-    plan_, work = config.plan, config.workload
-    on_cpu = config.cluster.accelerator.name == "cpu"
-    more: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "main_training_function": "main",
-        "use_cpu": on_cpu,
-    }
-    steps = max(1, work.batch // (plan_.microbatch * plan_.dp))
-    notes = (
-        f"{SCRIPT} is yours: it builds the model and the data, and prepares them with accelerate.Accelerator.",
-        f"In it: Accelerator(gradient_accumulation_steps={steps}), a micro-batch of {plan_.microbatch} × {work.seq} tokens on each "
-        f"data-parallel rank, {work.optimizer} with a learning rate of {config.optimizer.learning_rate:g}, save_state in {folder}/checkpoints "
-        f"every {save_every} steps, and load_state at its start.",
-    )
-    program = with_file(FRAMEWORKS["accelerate"], config, folder, more, (SCRIPT,), notes)
-    variables = {"ACCELERATE_USE_CPU": ("true", "without it, every process trains alone")} if on_cpu else {}
-    return replace(program, begin=(SCRIPT,), agent="accelerate", variables=variables)
 
 
 def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
-    """Overrides of a recipe; Megatron-Bridge loads the last checkpoint of `checkpoint.load` if there is one."""
-    framework = FRAMEWORKS["megatron-bridge"]
-    shape = {f"model.{key}" for key in BRIDGE_SHAPE}
-    settings = {k: v for k, v in settings_of(config, framework).settings.items() if k not in shape}
-    settings |= {
-        "train.train_iters": config.run.steps,
-        "optimizer.lr": config.optimizer.learning_rate,
-        "scheduler.lr_warmup_iters": min(config.optimizer.warmup, config.run.steps),
-        "checkpoint.save": f"{folder}/checkpoints",
-        "checkpoint.load": f"{folder}/checkpoints",
-        "checkpoint.save_interval": save_every,
-    }
-    words = (f"{key}={override(value)}" for key, value in settings.items())
-    notes = (
-        "Start it in a checkout of Megatron-Bridge, which has scripts/training/run_recipe.py.",
-        "The recipe trains on mock data: set dataset.blend and the tokenizer.",
-    )
+    """Overrides of a recipe, as words of the command line."""
+    name, shape = "megatron-bridge", {f"model.{key}" for key in BRIDGE_SHAPE}
+    settings, notes = settings_and_notes(name, config, run_values(config, folder, save_every))
+    words = (f"{key}={override(value)}" for key, value in settings.items() if key not in shape)
     begin = ("scripts/training/run_recipe.py", "--recipe", f"{RECIPES[config.model.name]}_pretrain_config", *words)
-    return TrainingProgram(
-        framework.name, begin, notes=notes, install=framework.name, variables=megatron.variables(config.plan)
-    )
+    return TrainingProgram(name, begin, notes=notes, install=name, variables=megatron.variables(config.plan))
 
 
 def override(value: object) -> str:
@@ -219,34 +208,10 @@ def override(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# What pip installs, where it is not the framework's name.
-def with_file(
-    framework: Framework,
-    config: Config,
-    folder: str,
-    more: dict[str, Any],
-    words: tuple[str, ...],
-    notes: tuple[str, ...],
-) -> TrainingProgram:
-    """A program that reads a settings file in the run folder: the settings of the plan, then `more`."""
-    settings = settings_of(config, framework).settings | more
-    package = framework.package or framework.name
-    file = "settings.py" if framework.form == "python" else f"settings.{framework.form}"
-    text = text_of(settings, framework, framework.form, {})
-    return TrainingProgram(
-        framework.name, (*words, f"{folder}/{file}"), file=file, settings=text, notes=notes, install=package
-    )
-
-
+for framework in STARTS:
+    own = megatron_bridge if framework == "megatron-bridge" else partial(file_program, framework)
+    FRAMEWORKS.provide(framework, program=own)
 FRAMEWORKS.provide("megatron-lm", program=megatron.program)
-FRAMEWORKS.provide("torchtitan", program=torchtitan)
-FRAMEWORKS.provide("torchtitan-0.3", program=torchtitan_03)
-FRAMEWORKS.provide("deepspeed", program=deepspeed)
-FRAMEWORKS.provide("nanotron", program=nanotron)
-FRAMEWORKS.provide("automodel", program=automodel)
-FRAMEWORKS.provide("axolotl", program=axolotl)
-FRAMEWORKS.provide("accelerate", program=accelerate)
-FRAMEWORKS.provide("megatron-bridge", program=megatron_bridge)
 
 
 def program_of(framework: str, config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:

@@ -5,12 +5,10 @@ port follows from the job's number, and a signal of Slurm reaches every rank. Ot
 torchrun, or accelerate's agent.
 """
 
-import shlex
-
 from meshwright.describe.run import PORT
 from meshwright.view.launch_files import agent
 from meshwright.view.launch_files.job import SAVE_BEFORE_END, LaunchJob, comment
-from meshwright.view.launch_files.torchrun import choose_words, write_settings
+from meshwright.view.launch_files.torchrun import choose_words, environment, write_settings
 
 INTERFACE = """\
 # Ranks exchange their addresses over the interface by which a node reaches another node of this job. Without this, a node with several
@@ -44,7 +42,12 @@ LOST_NODE = (
 def write(job: LaunchJob) -> str:
     """The script: directives, environment, the attempts, and what happens at the time limit."""
     parts = ["#!/usr/bin/env bash", directives(job), comment(job.heading()), "set -uo pipefail"]
-    parts += [': "${SLURM_JOB_ID:?start this file with sbatch}"', "", variables(job), ""]
+    parts += [
+        ': "${SLURM_JOB_ID:?start this file with sbatch}"',
+        "",
+        environment(job, "# Ranks exchange their addresses over this interface."),
+        "",
+    ]
     if job.nodes > 1 and not job.interface:
         parts += [INTERFACE, ""]
     if not job.program.is_ours:
@@ -81,20 +84,6 @@ def directives(job: LaunchJob) -> str:
         )
     if job.time_limit:
         lines.append(f"#SBATCH --time={job.time_limit}")
-    return "\n".join(lines)
-
-
-def variables(job: LaunchJob) -> str:
-    lines = [
-        "# A process for each device: more threads per process would compete for the cores.",
-        f"export OMP_NUM_THREADS={job.threads}",
-        *(f"export {name}={shlex.quote(value)}  # {why}" for name, (value, why) in job.program.variables.items()),
-    ]
-    if job.interface:
-        lines += [
-            "# Ranks exchange their addresses over this interface.",
-            f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}",
-        ]
     return "\n".join(lines)
 
 

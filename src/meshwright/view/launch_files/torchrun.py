@@ -7,6 +7,10 @@ from meshwright.view.launch_files import agent
 from meshwright.view.launch_files.job import LaunchJob, comment
 
 LONGEST_LINE = 140
+INTERFACE = (
+    "# Hosts with several interfaces: ranks must exchange addresses over one that reaches the other hosts.",
+    "# Hosts with several interfaces: export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (--interface).",
+)
 FAILURES = """\
 # After a failure the agent ends all ranks and starts them again, on every node; they continue from the last good
 # checkpoint of the run folder, which all nodes must share."""
@@ -14,7 +18,7 @@ FAILURES = """\
 
 def write(job: LaunchJob) -> str:
     """The script. One node needs no address: `--standalone` picks a free port of this machine."""
-    parts = ["#!/usr/bin/env bash", comment(job.heading()), "set -euo pipefail", "", environment(job), ""]
+    parts = ["#!/usr/bin/env bash", comment(job.heading()), "set -euo pipefail", "", environment(job, *INTERFACE), ""]
     parts += [*write_settings(job), choose_words(job), ""]
     if job.nodes == 1:
         parts += ["# One machine: the ranks meet on a free port of it.", f"meet=({agent.single_host(job)})"]
@@ -32,20 +36,18 @@ def write(job: LaunchJob) -> str:
     return "\n".join(parts)
 
 
-def environment(job: LaunchJob) -> str:
-    """Variables of every rank, with the reason for each."""
+def environment(job: LaunchJob, named: str, unnamed: str = "") -> str:
+    """Shell lines that set the variables of every rank, with the reason for each; `named` is that of an interface, and `unnamed` a note
+    where hosts have several and none is named."""
     lines = [
         "# A process for each device: more threads per process would compete for the cores.",
         f"export OMP_NUM_THREADS={job.threads}",
         *(f"export {name}={shlex.quote(value)}  # {why}" for name, (value, why) in job.program.variables.items()),
     ]
     if job.interface:
-        lines += [
-            "# Hosts with several interfaces: ranks must exchange addresses over one that reaches the other hosts.",
-            f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}",
-        ]
-    elif job.nodes > 1:
-        lines.append("# Hosts with several interfaces: export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (--interface).")
+        lines += [named, f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}"]
+    elif job.nodes > 1 and unnamed:
+        lines.append(unnamed)
     return "\n".join(lines)
 
 

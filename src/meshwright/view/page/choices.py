@@ -48,12 +48,8 @@ def choices(document: dict[str, Any]) -> dict[str, Any]:
 def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:
     """For the number of GPUs and the fields of the workload: the values, and for each the changes of plan fields that keep the plan legal."""
     model, workload, stack, cluster = config.model, config.workload, config.stack, config.cluster
-    out = {
-        "cluster.gpus": [
-            _choice(Case(plan, model, workload, sized_cluster, stack), gpus)
-            for gpus, sized_cluster in _clusters(cluster)
-        ]
-    }
+    cases = ((gpus, Case(plan, model, workload, sized, stack)) for gpus, sized in _clusters(cluster))
+    out = {"cluster.gpus": [_choice(case, gpus) for gpus, case in cases]}
     fixed = cluster if cluster.gpus else None
     offered: dict[str, list[Any]] = {
         "batch": sorted({*BATCHES, workload.batch}),

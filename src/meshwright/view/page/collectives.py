@@ -50,27 +50,26 @@ def data(subject: Subject) -> dict[str, Any]:
     usable = [name for name in ALGORITHMS[operation] if runs_on(cluster, name)]
     algorithm = subject.option("algorithm", "", ["", *usable])
     request = CollectiveRequest(operation, algorithm=algorithm, ranks=ranks, size=size)
-    collective = prepared(request, cluster)
-    step_by_step = prepared(request._replace(size="", algorithm=collective.program.algorithm))
+    shown = prepared(request, cluster)
+    step_by_step = prepared(request._replace(size="", algorithm=shown.program.algorithm)).program
     compared = (
         None if subject.is_provisional else compare(operation, cluster, ranks, SIZES, element_bytes=ELEMENT_BYTES)
     )
-    return {
-        **about(operation, collective.program.algorithm, usable),
-        "chosen": bool(algorithm),
-        "ranks": ranks,
-        "size_bytes": parse_bytes(size),
-        "cluster": cluster.name,
-        "program": program_data(step_by_step.program),
-        "time_s": collective.charge.seconds if collective.charge else collective.walked.makespan,
-        "timeline": timeline(collective.walked),
-        "comparison": compared.as_dict() if compared else None,
-        "formulas": formulas(collective, compared),
-    }
+    out = content(operation, shown.program.algorithm, usable, ranks, cluster.name, shown, compared, step_by_step)
+    return out | {"chosen": bool(algorithm), "size_bytes": parse_bytes(size)}
 
 
-def about(operation: str, algorithm: str, usable: Sequence[str]) -> dict[str, Any]:
-    """The operation and its family, and the algorithms with their formulas."""
+def content(
+    operation: str,
+    algorithm: str,
+    usable: Sequence[str],
+    ranks: int,
+    cluster: str,
+    shown: PreparedCollective | None = None,
+    compared: Comparison | None = None,
+    steps: Program | None = None,
+) -> dict[str, Any]:
+    """The data of the view: the operation and its family, the algorithms with their formulas, a program with its time, and a comparison."""
     return {
         "operation": operation,
         "algorithm": algorithm,
@@ -85,12 +84,21 @@ def about(operation: str, algorithm: str, usable: Sequence[str]) -> dict[str, An
         "rank_choices": list(RANKS),
         "size_choices": [{"bytes": n, "text": format_bytes(n).replace(" ", "")} for n in MESSAGE_SIZES],
         "family": [{"whole": whole, "parts": list(parts)} for whole, parts in FAMILY],
+        "chosen": True,
+        "ranks": ranks,
+        "size_bytes": None,
+        "cluster": cluster,
+        "program": program_data(steps) if steps else None,
+        "time_s": seconds_of(shown) if shown else None,
+        "timeline": timeline(shown.walked) if shown else [],
+        "comparison": compared.as_dict() if compared else None,
+        "formulas": {"time_s": formula_text(shown) if shown else "", "crossovers": crossovers(compared)},
     }
 
 
-def program_html(collective: PreparedCollective) -> str:
+def program_html(shown: PreparedCollective) -> str:
     """One program as an HTML file that opens from disk, for `show OPERATION --html`."""
-    program = collective.program
+    program = shown.program
     if program_data(program) is None:
         raise MeshwrightError(
             "MW-SHOW-002",
@@ -98,39 +106,20 @@ def program_html(collective: PreparedCollective) -> str:
             why=f"It draws up to {MOST_DRAWN} ranks",
             fix="--ranks 8",
         )
-    timed = (
-        collective.charge.seconds if collective.charge else collective.walked.makespan if collective.walked else None
-    )
-    data = {
-        **about(program.operation, program.algorithm, list(ALGORITHMS[program.operation])),
-        "chosen": True,
-        "ranks": program.ranks,
-        "size_bytes": None,
-        "cluster": collective.on,
-        "program": program_data(program),
-        "time_s": timed,
-        "timeline": timeline(collective.walked),
-        "comparison": None,
-        "formulas": formulas(collective, None),
-    }
+    names = program.operation, program.algorithm, list(ALGORITHMS[program.operation])
+    data = content(*names, program.ranks, shown.on, shown, steps=program)
     return written_view("collectives", f"{program.algorithm} {program.operation}", data)
 
 
 def comparison_html(compared: Comparison) -> str:
     """The times of the algorithms by size as an HTML file that opens from disk."""
-    data = {
-        **about(compared.operation, "", list(compared.times)),
-        "chosen": True,
-        "ranks": compared.ranks,
-        "size_bytes": None,
-        "cluster": compared.cluster,
-        "program": None,
-        "time_s": None,
-        "timeline": [],
-        "comparison": compared.as_dict(),
-        "formulas": {"time_s": "", "crossovers": crossovers(compared)},
-    }
+    data = content(compared.operation, "", list(compared.times), compared.ranks, compared.cluster, compared=compared)
     return written_view("collectives", f"{compared.operation}: algorithms by message size", data)
+
+
+def seconds_of(shown: PreparedCollective) -> float | None:
+    """The price of a call where the cost model has one, else the time of the walk."""
+    return shown.charge.seconds if shown.charge else shown.walked.makespan if shown.walked else None
 
 
 def program_data(program: Program) -> dict[str, Any] | None:
@@ -148,20 +137,14 @@ def timeline(walked: Walk | None) -> list[dict[str, Any]]:
     return [{"step": k, "end_s": end} for k, end in enumerate(ends[:512])]
 
 
-def formulas(collective: PreparedCollective, compared: Comparison | None) -> dict[str, str]:
-    """The formula of the program with its time, and where another algorithm becomes the fastest."""
-    program = collective.program
+def formula_text(shown: PreparedCollective) -> str:
+    """The formula of the program with its time."""
+    program, charge = shown.program, shown.charge
     text = f"{program.algorithm} {program.operation}: t = {formula(program.operation, program.algorithm)}"
-    if collective.charge:
-        extra = format_seconds(collective.charge.seconds - collective.charge.walked)
-        text += (
-            f"\n= {format_seconds(collective.charge.walked)} on the links at the rates of {collective.charge.library}"
-            f" + {extra} for the call and its chunks"
-            f" = {format_seconds(collective.charge.seconds)} {collective.on}"
-        )
-    elif collective.walked is not None:
-        text += f"\n= {format_seconds(collective.walked.makespan)} {collective.on}"
-    return {"time_s": text, "crossovers": crossovers(compared)}
+    if charge:
+        walked, extra, total = map(format_seconds, (charge.walked, charge.seconds - charge.walked, charge.seconds))
+        return f"{text}\n= {walked} on the links at the rates of {charge.library} + {extra} for the call and its chunks = {total} {shown.on}"
+    return text + (f"\n= {format_seconds(shown.walked.makespan)} {shown.on}" if shown.walked is not None else "")
 
 
 def crossovers(compared: Comparison | None) -> str:

@@ -54,13 +54,8 @@ def better(cell: Cell, other: Candidate | None) -> Cell:
 def as_dict(cell: Cell, best: Cell | None, tokens: float, unit: str) -> Json:
     out: Json = {"tp": cell.tp, "pp": cell.pp, "fits": cell.fits, "label": label(cell), "reason": cell.reason}
     if cell.best is None:
-        return out | {
-            "plan": None,
-            "step_time_s": None,
-            "memory_bytes": None,
-            "tokens_per_s": None,
-            "formula": cell.reason,
-        }
+        none = dict.fromkeys(("plan", "step_time_s", "memory_bytes", "tokens_per_s"))
+        return out | none | {"formula": cell.reason}
     one = cell.best
     head = f"tp {cell.tp} × pp {cell.pp}: {one.plan.title()}"
     if cell.fits and best is not None and best.best is not None:

@@ -25,6 +25,8 @@ def data(subject: Subject) -> dict[str, Any]:
     stage = min(int(subject.option("stage", fullest, most=1e6)), len(stages) - 1)
     parts = [part for part in PARTS if any(one[part] > 0 for one in stages)]
     texts = part_formulas(e)
+    summed = " + ".join(f"{part} {stages[fullest][part]:.2f}" for part in parts)
+    peak = f"peak = {summed} = {totals[fullest]:.2f} GiB"
     return {
         "limit_gib": e.prediction.memory_limit_gib,
         "peak_gib": totals[fullest],
@@ -43,13 +45,7 @@ def data(subject: Subject) -> dict[str, Any]:
         ],
         "checkpoint": e.prediction.checkpoint_gib | {"text": checkpoint_words(e.prediction, e.stack)},
         "timeline": timeline(e, stage),
-        "formulas": {
-            "peak": "peak = "
-            + " + ".join(f"{part} {stages[fullest][part]:.2f}" for part in parts)
-            + f" = {totals[fullest]:.2f} GiB",
-            "states": texts["states"],
-            "activations": texts["activations"],
-        },
+        "formulas": {"peak": peak, "states": texts["states"], "activations": texts["activations"]},
     }
 
 
@@ -103,9 +99,8 @@ def part_formulas(e: Estimate) -> dict[str, str]:
         part: f", sharded over {shard} ranks by ZeRO-{plan.zero}" if plan.zero >= stage and shard > 1 else ""
         for part, stage in cut.items()
     }
-    local = f"parameters of a rank: {e.model.total / 1e9:.2f}B / (tp {plan.tp} · pp {plan.pp})" + (
-        " and experts / ep" if plan.ep > 1 else ""
-    )
+    experts = " and experts / ep" if plan.ep > 1 else ""
+    local = f"parameters of a rank: {e.model.total / 1e9:.2f}B / (tp {plan.tp} · pp {plan.pp}){experts}"
     master = " + fp32 master" if plan.master and plan.param_dtype in ("fp16", "bf16") else ""
     micro = f"micro-{e.model.describe_batch(w.but(batch=plan.microbatch))}"
     return {

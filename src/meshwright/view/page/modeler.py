@@ -51,75 +51,33 @@ def peak_microbatches(schedule: str, p: int, m: int, rank: int) -> int:
 def rows(schedule: str, p: int, m: int, layers: int, message: int, stage_s: float) -> list[Json]:
     """Each number of the tool: as it computes it, ours, and why they differ."""
     bubble = float(bubble_fraction(schedule, p, m))
-    speed = minimum_stage_bandwidth(message, stage_s)
-    step = float(makespan(schedule, p, m, 1, stage_s / 3, stage_s / 3, stage_s / 3))
+    speed, third = minimum_stage_bandwidth(message, stage_s), stage_s / 3
+    step = float(makespan(schedule, p, m, 1, third, third, third))
     most, all_held = peak_microbatches(schedule, p, m, 0), peak_microbatches("gpipe", p, m, 0)
-    theirs = (p - 1) / (m + p - 1)
-    usual = schedule in ("1f1b", "gpipe")
-    by = "" if usual else f" for 1F1B; the closed form of {schedule} gives less"
-    why = "the tool has the bubble of 1F1B and GPipe"
-    return [
-        _row(
-            "Pipeline efficiency",
-            1 - theirs,
-            1 - bubble,
-            "share",
-            f"1 − bubble = M / (M + P − 1) = {m} / {m + p - 1}{by}",
-            why,
-        ),
-        _row("Bubble", theirs, bubble, "share", f"(P − 1) / (M + P − 1) = {p - 1} / {m + p - 1}{by}", why),
-        _row(
-            "Compute per step",
-            m * stage_s,
-            m * stage_s,
-            "s",
-            f"M · layers · t = {m} · {layers} · {1e3 * stage_s / layers:.4g} ms",
-        ),
-        _row(
-            "Step, with the bubble",
-            None,
-            step,
-            "s",
-            f"(M + P − 1) · layers · t = {m + p - 1} · {1e3 * stage_s:.4g} ms for 1F1B and GPipe",
-        ),
-        _row(
-            "Inter-stage speed needed",
-            speed * 8 / GIB * 1e9,
-            speed * 8,
-            "bit/s",
-            f"2 · message / (layers · t) = 2 · {message * 8 / 1e9:.4g} Gb / {1e3 * stage_s:.4g} ms",
-            "the tool divides by 2³⁰ and calls it Gb",
-        ),
-        _row(
-            "Peak activations of a stage",
-            all_held * message,
-            most * message,
-            "MiB",
-            f"micro-batches in flight × message = {most} · {message / MIB:.4g} MiB ({schedule})",
-            "the tool counts all micro-batches, as GPipe does",
-        ),
-        _row(
-            "Transfer per boundary and step",
-            2 * m * message,
-            2 * m * message,
-            "GiB",
-            f"2 · M · message = 2 · {m} · {message / MIB:.4g} MiB",
-        ),
-        _row("Transfer over all boundaries", None, 2 * m * message * (p - 1), "GiB", f"the same × (P − 1) = × {p - 1}"),
-    ]
-
-
-def _row(name: str, tool: float | None, ours: float, unit: str, formula: str, why: str = "") -> Json:
-    same = tool is None or abs(tool - ours) <= 1e-9 * abs(ours)
-    return {
-        "name": name,
-        "tool": tool,
-        "ours": ours,
-        "unit": unit,
-        "formula": formula,
-        "why": "" if same else why,
-        "same": same,
-    }
+    theirs, sent = (p - 1) / (m + p - 1), 2 * m * message
+    by = "" if schedule in ("1f1b", "gpipe") else f" for 1F1B; the closed form of {schedule} gives less"
+    size, layer_ms, stage_ms = f"{message / MIB:.4g} MiB", f"{1e3 * stage_s / layers:.4g} ms", f"{1e3 * stage_s:.4g} ms"
+    of_1f1b, usual = "the tool has the bubble of 1F1B and GPipe", "for 1F1B and GPipe"
+    gibibits, all_kept = "the tool divides by 2³⁰ and calls it Gb", "the tool counts all micro-batches, as GPipe does"
+    bandwidth = f"2 · message / (layers · t) = 2 · {message * 8 / 1e9:.4g} Gb / {stage_ms}"
+    flight = f"micro-batches in flight × message = {most} · {size} ({schedule})"
+    busy = m * stage_s
+    table = (
+        ("Pipeline efficiency", 1 - theirs, 1 - bubble, "share", f"1 − bubble = M / (M + P − 1) = {m} / {m + p - 1}{by}", of_1f1b),
+        ("Bubble", theirs, bubble, "share", f"(P − 1) / (M + P − 1) = {p - 1} / {m + p - 1}{by}", of_1f1b),
+        ("Compute per step", busy, busy, "s", f"M · layers · t = {m} · {layers} · {layer_ms}", ""),
+        ("Step, with the bubble", None, step, "s", f"(M + P − 1) · layers · t = {m + p - 1} · {stage_ms} {usual}", ""),
+        ("Inter-stage speed needed", speed * 8 / GIB * 1e9, speed * 8, "bit/s", bandwidth, gibibits),
+        ("Peak activations of a stage", all_held * message, most * message, "MiB", flight, all_kept),
+        ("Transfer per boundary and step", sent, sent, "GiB", f"2 · M · message = 2 · {m} · {size}", ""),
+        ("Transfer over all boundaries", None, sent * (p - 1), "GiB", f"the same × (P − 1) = × {p - 1}", ""),
+    )  # fmt: skip
+    out = []
+    for row in table:
+        one = dict(zip(("name", "tool", "ours", "unit", "formula", "why"), row, strict=True))
+        one["same"] = row[1] is None or abs(row[1] - row[2]) <= 1e-9 * abs(row[2])
+        out.append(one | ({"why": ""} if one["same"] else {}))
+    return out
 
 
 def rate(hidden: int, tokens: int, layer_s: float) -> Json:
@@ -138,24 +96,20 @@ def advice(schedule: str, p: int, m: int) -> Json:
         "low": low,
         "efficiency_share": efficiency,
         "tool": {"microbatches": 2 * m, "stages": max(1, p - 1)},
-        "ours": {
-            "microbatches": microbatches_for(schedule, p, 1, PIPELINE_TARGET),
-            "stages": stages_for(schedule, p, m, 1, PIPELINE_TARGET),
-        },
-    }
+        "ours": {"microbatches": microbatches_for(schedule, p, 1, PIPELINE_TARGET),
+                 "stages": stages_for(schedule, p, m, 1, PIPELINE_TARGET)},
+    }  # fmt: skip
 
 
 def timeline(schedule: str, p: int, m: int, stage_s: float) -> Json | None:
     """The walked schedule as [rank, kind, micro-batch, start, end]; None where it would be too dense to see."""
     if p * m > 512:
         return None
-    walked = pipelines.walk(
-        pipelines.build(schedule, p, m), pipelines.Durations.of(p, stage_s / 3, stage_s / 3, stage_s / 3)
-    )
+    third = stage_s / 3
+    walked = pipelines.walk(pipelines.build(schedule, p, m), pipelines.Durations.of(p, third, third, third))
     program = walked.program
-    names = "FBIW"
     actions = [
-        [int(r), names[k], int(b), float(s), float(e)]
+        [int(r), "FBIW"[k], int(b), float(s), float(e)]
         for r, k, b, s, e in zip(program.rank, program.kind, program.microbatch, walked.start, walked.end, strict=True)
     ]
     return {"ranks": p, "makespan_s": walked.makespan, "actions": actions}

@@ -13,10 +13,11 @@ from meshwright.cost.overlap import BackwardLayer, Span, bucket_timeline, prefet
 from meshwright.lower.program import Op, scalar
 from meshwright.planner.advice.alternatives import PlanTrials, changed
 from meshwright.predict.estimate import Estimate
-from meshwright.units import format_decimal_bytes, format_seconds
+from meshwright.units import Json, format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 
 LAYERS = 8
+ONE_RANK = "One data-parallel rank: there are no gradients to reduce and no weights to gather."
 BUCKETS = (25e6, 50e6, 100e6, 200e6, 400e6, 800e6)
 
 
@@ -24,25 +25,18 @@ def data(subject: Subject) -> dict[str, Any]:
     """Two timelines of each: without and with overlap."""
     e = subject.estimate
     if e.plan.dp * e.plan.cp == 1:
-        return {
-            "ranks": 1,
-            "ddp": None,
-            "fsdp": None,
-            "note": "One data-parallel rank: there are no gradients to reduce and no weights to gather.",
-        }
+        return {"ranks": 1, "ddp": None, "fsdp": None, "note": ONE_RANK}
     nearest = min(BUCKETS, key=lambda size: abs(size - e.plan.bucket))
     bucket = float(subject.option("bucket", nearest, BUCKETS))
     count = min(LAYERS, max(1, e.model.layers // e.plan.stages)) if e.model.layers else 1
     ranks = e.plan.dp * e.plan.cp
-    ddp = ddp_timelines(e, bucket, count)
-    fsdp = fsdp_timelines(e, count)
     return {
         "ranks": ranks,
         "layers": count,
         "bucket_bytes": bucket,
         "bucket_choices": [{"bytes": size, "text": format_decimal_bytes(size)} for size in BUCKETS],
-        "ddp": ddp,
-        "fsdp": fsdp,
+        "ddp": ddp_timelines(e, bucket, count),
+        "fsdp": fsdp_timelines(e, count),
         "note": f"The last {count} layers in backward and the first {count} in forward of one micro-batch, over {ranks} data-parallel ranks.",
     }
 
@@ -50,12 +44,8 @@ def data(subject: Subject) -> dict[str, Any]:
 def layer_seconds(e: Estimate, phases: str) -> float:
     """Seconds of one dense layer in some phases: compute and exposed tensor- or context-parallel communication, without data parallelism."""
     block = "dense" if ("dense", "F") in e.cost.times else next(iter(e.cost.times))[0]
-    out = 0.0
-    for phase in phases:
-        if (block, phase) in e.cost.times:
-            t = e.cost.times[block, phase]
-            out += scalar(t.busy) - scalar(t.parts.get("dp", 0.0))
-    return out
+    times = (e.cost.times[block, phase] for phase in phases if (block, phase) in e.cost.times)
+    return sum((scalar(t.busy) - scalar(t.parts.get("dp", 0.0)) for t in times), 0.0)
 
 
 def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | None:
@@ -70,10 +60,8 @@ def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | No
     network = CollectiveTimes(ddp.cluster, batch)
 
     def time_of(n: float) -> float:
-        op = Op(
-            "reduce", "dense", "collective", 1.0, collective="all_reduce", axis="dp_cp", message_bytes=np.array([n])
-        )
-        return scalar(network.time(op))
+        reduce: Json = {"collective": "all_reduce", "axis": "dp_cp", "message_bytes": np.array([n])}
+        return scalar(network.time(Op("reduce", "dense", "collective", 1.0, **reduce)))
 
     layers = [BackwardLayer(f"layer {ddp.model.layers - 1 - k}", seconds, size) for k in range(count)]
     ways = [bucket_timeline(layers, bucket, time_of, overlap) for overlap in (False, True)]
@@ -94,8 +82,9 @@ def fsdp_timelines(e: Estimate, count: int) -> dict[str, Any] | None:
         return None
     # The stages of a pipeline gather once per step; a layer of a larger unit counts its share of it.
     times = fsdp.plan.microbatches(fsdp.workload) if fsdp.plan.pp > 1 else 1
-    gather = sum(min(1.0, times * scalar(op.count)) * scalar(network.time(op)) for op in gathers)
-    size = sum(min(1.0, times * scalar(op.count)) * scalar(op.message_bytes) for op in gathers)
+    counts = [min(1.0, times * scalar(op.count)) for op in gathers]
+    gather = sum(n * scalar(network.time(op)) for n, op in zip(counts, gathers, strict=True))
+    size = sum(n * scalar(op.message_bytes) for n, op in zip(counts, gathers, strict=True))
     compute = layer_seconds(fsdp, "F")
     names = [f"layer {k}" for k in range(count)]
     ways = [prefetch_timeline(names, compute, gather, ahead) for ahead in (False, True)]

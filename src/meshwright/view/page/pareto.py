@@ -19,26 +19,18 @@ def data(subject: Subject) -> dict[str, Any]:
         "fits": e.prediction.fits,
         "formula": f"this plan: {e.plan.title()}\n{format_seconds(e.prediction.step_time_s)}, {e.prediction.memory_gib:.1f} GiB",
     }
-    front: list[Candidate] = []
-    best: Candidate | None = None
+    candidates, front, best = list[Candidate](), list[Candidate](), None
     if not subject.is_provisional and subject.shared.feasible:
         ranking = subject.result.ranking
-        candidates, front, best = (
-            [*ranking.leaders, *ranking.strategies.values(), *ranking.front],
-            ranking.front,
-            ranking.best,
-        )
-    else:
-        candidates = []
+        front, best = ranking.front, ranking.best
+        candidates = [*ranking.leaders, *ranking.strategies.values(), *front]
     cells = subject.shared.first_cells if subject.is_provisional else subject.shared.cells
     candidates += [cell.best for cell in cells if cell.best is not None]
-    winner, leading = best.plan if best else None, [one.plan for one in front]
+    winner, leading, limit = best and best.plan, [one.plan for one in front], subject.cluster.accelerator.memory
     unique = list({one.plan: one for one in sorted(candidates, key=lambda c: -c.time)}.values())
     return {
-        "limit_bytes": subject.cluster.accelerator.memory,
-        "points": [
-            point(one, one.plan == winner, one.plan in leading, subject.cluster.accelerator.memory) for one in unique
-        ],
+        "limit_bytes": limit,
+        "points": [point(one, one.plan == winner, one.plan in leading, limit) for one in unique],
         "front": [{"step_time_s": one.time, "memory_bytes": one.memory} for one in front],
         "mine": mine,
         "note": note(front, best),

@@ -54,12 +54,9 @@ def plan_figures(subject: Subject) -> dict[str, Any]:
 def near_runs(model: Model, accelerator: str) -> list[dict[str, Any]]:
     """The well-known runs: first those of this model on this accelerator, then of this accelerator, then of this model, then the others."""
     names = {(True, True): "model and GPU", (False, True): "GPU", (True, False): "model"}
-    out = [
-        {**run, "like": names.get((run["shape"] == shape(model), run["accelerator"] == accelerator), "")}
-        for run in all_runs()
-    ]
-    order = [*names.values(), ""]
-    return sorted(out, key=lambda run: order.index(run["like"]))
+    likes = (names.get((run["shape"] == shape(model), run["accelerator"] == accelerator), "") for run in all_runs())
+    out = [{**run, "like": like} for run, like in zip(all_runs(), likes, strict=True)]
+    return sorted(out, key=lambda run: [*names.values(), ""].index(run["like"]))
 
 
 def shape(model: Model) -> list[int]:
@@ -131,19 +128,18 @@ def by_source(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "source": source,
-            "figures": len(source_errors),
-            "error": sum(map(abs, source_errors)) / len(source_errors),
-            "bias": sum(source_errors) / len(source_errors),
+            "figures": len(some),
+            "error": sum(map(abs, some)) / len(some),
+            "bias": sum(some) / len(some),
         }
-        for source, source_errors in errors.items()
+        for source, some in errors.items()
     ]
 
 
 def note(name: str, mine: list[dict[str, Any]], sources: list[dict[str, Any]]) -> str:
     mean = sum(row["error"] for row in sources) / len(sources)
     if not mine:
-        return (
-            f"No case study is of {name}; over {len(sources)} sources the predictions are off by {mean:.0%} on average."
-        )
+        over = f"over {len(sources)} sources the predictions are off by {mean:.0%} on average"
+        return f"No case study is of {name}; {over}."
     error = sum(abs(row["ratio"] - 1) for row in mine) / len(mine)
     return f"{len(mine)} published figures of {name}: predictions are off by {error:.0%} on average ({mean:.0%} over all sources)."

@@ -30,36 +30,21 @@ class View:
         return out
 
 
-def _view(name: str, title: str, kind: Literal["cheap", "search"] = CHEAP) -> tuple[str, View]:
-    return name, View(name, title, f"meshwright.view.page.{name}", kind)
-
-
-VIEWS: dict[str, View] = dict(
-    [
-        _view("verdict", "The verdict"),
-        _view("advice", "The best next changes", SEARCH),
-        _view("memory", "Memory per GPU"),
-        _view("leaders", "The best plans", SEARCH),
-        _view("waterfall", "Where the step's time goes"),
-        _view("timeline", "Pipeline timeline", SEARCH),
-        _view("stages", "Between stages", SEARCH),
-        _view("roofline", "Communication roofline"),
-        _view("ranks", "Grid of ranks"),
-        _view("goodput", "Goodput"),
-        _view("heatmap", "tp × pp heat map", SEARCH),
-        _view("pareto", "Time against memory", SEARCH),
-        _view("scaling", "Scaling", SEARCH),
-        _view("batch", "Efficiency against batch", SEARCH),
-        _view("sensitivity", "Sensitivity", SEARCH),
-        _view("published", "Published runs", SEARCH),
-        _view("collectives", "Collectives", SEARCH),
-        _view("strategies", "Strategies"),
-        _view("zero", "ZeRO and the memory wall", SEARCH),
-        _view("overlap", "Buckets and prefetching", SEARCH),
-        _view("learn", "Lessons"),
-        _view("modeler", "Bandwidth and efficiency modeler"),
-    ]
-)
+TITLES = {
+    "verdict": "The verdict", "advice": "The best next changes", "memory": "Memory per GPU", "leaders": "The best plans",
+    "waterfall": "Where the step's time goes", "timeline": "Pipeline timeline", "stages": "Between stages",
+    "roofline": "Communication roofline", "ranks": "Grid of ranks", "goodput": "Goodput", "heatmap": "tp × pp heat map",
+    "pareto": "Time against memory", "scaling": "Scaling", "batch": "Efficiency against batch", "sensitivity": "Sensitivity",
+    "published": "Published runs", "collectives": "Collectives", "strategies": "Strategies", "zero": "ZeRO and the memory wall",
+    "overlap": "Buckets and prefetching", "learn": "Lessons", "modeler": "Bandwidth and efficiency modeler",
+}  # fmt: skip
+FOLLOW_FROM_THE_ESTIMATE = (
+    "verdict", "memory", "waterfall", "roofline", "ranks", "goodput", "strategies", "learn", "modeler",
+)  # fmt: skip
+VIEWS: dict[str, View] = {
+    name: View(name, title, f"meshwright.view.page.{name}", CHEAP if name in FOLLOW_FROM_THE_ESTIMATE else SEARCH)
+    for name, title in TITLES.items()
+}
 
 
 def view(name: str) -> View:

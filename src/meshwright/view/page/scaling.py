@@ -25,14 +25,13 @@ def data(subject: Subject) -> dict[str, Any]:
     e = subject.estimate
     strong, weak = (curve(e, grows) for grows in (False, True))
     takes_over = crossing(strong)
-    best = [] if subject.is_provisional else best_plans(subject)
     return {
         "gpus": e.plan.world,
         "unit": e.model.unit,
         "node_size": e.cluster.node_size,
         "strong": strong,
         "weak": weak,
-        "best": best,
+        "best": [] if subject.is_provisional else best_plans(subject),
         "takes_over": takes_over,
         "note": note(strong, takes_over),
     }
@@ -103,13 +102,8 @@ def best_plans(subject: Subject) -> list[dict[str, Any]]:
             tokens = space.workload.tokens_per_step if space.model.kind == "transformer" else space.workload.batch
             rate = f"{format_seconds(best.time)} per step = {tokens / best.time:,.0f} {space.model.unit}/s"
             words = f"best common plan on {gpus:,} GPUs: {best.plan.title()}\n{rate}"
-            row = {
-                "gpus": gpus,
-                "step_time_s": best.time,
-                "tokens_per_s": tokens / best.time,
-                "title": best.plan.title(),
-            }
-            out.append(row | {"plan": best.plan.as_dict(), "formula": words})
+            speed = {"gpus": gpus, "step_time_s": best.time, "tokens_per_s": tokens / best.time}
+            out.append({**speed, "title": best.plan.title(), "plan": best.plan.as_dict(), "formula": words})
     return out
 
 
@@ -122,10 +116,8 @@ def crossing(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
             share = -ratios[k - 1] / (ratios[k] - ratios[k - 1])
             low, high = (math.log(known[j]["gpus"]) for j in (k - 1, k))
             gpus = math.exp(low + share * (high - low))
-            return {
-                "gpus": gpus,
-                "formula": f"transfers between nodes take as long as compute at about {gpus:,.0f} GPUs: inter-node bandwidth takes over",
-            }
+            words = f"transfers between nodes take as long as compute at about {gpus:,.0f} GPUs"
+            return {"gpus": gpus, "formula": f"{words}: inter-node bandwidth takes over"}
     return None
 
 
@@ -135,10 +127,7 @@ def note(rows: list[dict[str, Any]], takes_over: dict[str, Any] | None) -> str:
     last = rows[-1]
     words = f"With the same batch, {last['gpus']:,} GPUs keep {last['efficiency']:.0%} of the throughput per GPU"
     if takes_over:
-        return (
-            f"{words}; from about {takes_over['gpus']:,.0f} GPUs on, transfers between nodes take longer than compute."
-        )
+        from_size = f"from about {takes_over['gpus']:,.0f} GPUs on"
+        return f"{words}; {from_size}, transfers between nodes take longer than compute."
     across = any(row["between_s"] > 0 for row in rows)
-    return (
-        f"{words}; transfers between nodes stay shorter than compute." if across else f"{words}; nothing crosses nodes."
-    )
+    return f"{words}; {'transfers between nodes stay shorter than compute' if across else 'nothing crosses nodes'}."

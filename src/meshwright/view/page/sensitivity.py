@@ -10,9 +10,8 @@ from meshwright.view.page.subject import Subject
 def data(subject: Subject) -> Json:
     """The rows of `planner.advice.sensitivity` for this plan; the complete view says which other plan would win."""
     e = subject.estimate
-    mine = Candidate(
-        e.plan, name_of(e.plan), e.walked.time, e.prediction.step_time_s, float(e.cost.peak_memory[0]), 0, 0.0
-    )
+    times = e.walked.time, e.prediction.step_time_s
+    mine = Candidate(e.plan, name_of(e.plan), *times, float(e.cost.peak_memory[0]), 0, 0.0)
     rivals: list[Candidate] = []
     if not subject.is_provisional and subject.shared.feasible:
         ranking = subject.result.ranking
@@ -22,16 +21,11 @@ def data(subject: Subject) -> Json:
 
 
 def row_of(row: Sensitivity) -> Json:
-    changes = [
-        f"{word} {SHARE:.0%}: {value:+.1%}"
-        for word, value in (("less", row.less), ("more", row.more))
-        if value is not None
-    ]
+    sides = {"less": row.less, "more": row.more}
+    changes = [f"{word} {SHARE:.0%}: {value:+.1%}" for word, value in sides.items() if value is not None]
     words = f"{row.what}, {', '.join(changes) or 'cannot change'} throughput"
-    return {
-        **values_of(row, "what", "less", "more", "note"),
-        "formula": f"{words}{'; ' + row.note if row.note else ''}",
-    }
+    formula = f"{words}{'; ' + row.note if row.note else ''}"
+    return {**values_of(row, "what", "less", "more", "note"), "formula": formula}
 
 
 def note(rows: list[Sensitivity]) -> str:

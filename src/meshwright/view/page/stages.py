@@ -38,13 +38,9 @@ def bandwidth(e: Estimate) -> dict[str, Any] | None:
         needed = advice.minimum_stage_bandwidth(size, seconds)
         words = f"stage {stage}: 2 × {format_decimal_bytes(size)} / {format_seconds(seconds)} = {format_rate(needed)} ({needed * 8 / 1e9:.2f} Gb/s)"
         rows.append({"stage": stage, "compute_s": seconds, "needed": needed, "formula": words})
-    return {
-        "message_bytes": size,
-        "level": e.cluster.levels[level].name,
-        "available": available,
-        "rows": rows,
-        "most_needed": max(row["needed"] for row in rows),
-    }
+    most = max(row["needed"] for row in rows)
+    link = {"message_bytes": size, "level": e.cluster.levels[level].name, "available": available}
+    return {**link, "rows": rows, "most_needed": most}
 
 
 def chunks(e: Estimate) -> dict[str, Any] | None:
@@ -79,19 +75,16 @@ def step(e: Estimate) -> list[dict[str, Any]]:
     plain = estimate(e.config.but(plan=e.plan.but(overlap=()))).prediction.step_time_s
     now = e.prediction.step_time_s
     hidden = now - exposed
-    return [
-        {"name": "no overlap", "step_time_s": plain, "formula": f"all communication waits: {format_seconds(plain)}"},
-        {
-            "name": "this plan",
-            "step_time_s": now,
-            "formula": f"{format_seconds(total)} of communication, {format_seconds(exposed)} of it exposed: {format_seconds(now)}",
-        },
-        {
-            "name": "all hidden",
-            "step_time_s": hidden,
-            "formula": f"{format_seconds(now)} − {format_seconds(exposed)} exposed communication = {format_seconds(hidden)}",
-        },
-    ]
+    steps = (plain, now, hidden)
+    total_s, exposed_s, plain_s, now_s, hidden_s = map(format_seconds, (total, exposed, *steps))
+    words = (
+        f"all communication waits: {plain_s}",
+        f"{total_s} of communication, {exposed_s} of it exposed: {now_s}",
+        f"{now_s} − {exposed_s} exposed communication = {hidden_s}",
+    )
+    names = ("no overlap", "this plan", "all hidden")
+    rows = zip(names, steps, words, strict=True)
+    return [{"name": name, "step_time_s": seconds, "formula": text} for name, seconds, text in rows]
 
 
 def note(e: Estimate) -> str:

@@ -35,41 +35,36 @@ def data(subject: Subject) -> dict[str, Any]:
     chosen = [str(name) for name in subject.option("schedules", [])][:MOST_SHOWN]
     names = chosen or ([] if subject.is_provisional or len(e.walked.walk.program) > MOST_ACTIONS else list(COMPARED))
     others = [other for name in names if name != e.plan.schedule and (other := with_schedule(e, name)) is not None]
-    return {
-        "pipeline": e.plan.pp > 1,
-        "unit": "",
-        "kinds": {kind: KIND_NAMES[kind] for kind in KINDS},
-        "ticks": TICKS,
-        "panels": [panel(one) for one in [e, *others][:MOST_SHOWN]] if e.plan.pp > 1 else [panel(e)],
-        "stages": stage_cards(e),
-        "choices": choices(e),
-        "note": note(e),
-    }
+    panels = [panel(one) for one in ([e, *others][:MOST_SHOWN] if e.plan.pp > 1 else [e])]
+    return content(panels, note(e), e.plan.pp > 1, stages=stage_cards(e), choices=choices(e))
 
 
 def schedules_html(several: Sequence[Walked], heading: str = "") -> str:
-    """Simulated schedules as one HTML file: the timeline of the page, without a plan."""
+    """Simulated schedules that belong to no plan as one HTML file, as `show SCHEDULE --html` draws them; times are in units."""
     first, names = several[0].program, [walked.program.schedule for walked in several]
     what = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     title = heading or f"{what} on {first.ranks} ranks, {first.microbatches} micro-batches"
-    return written_view("timeline", title, schedules_data(several))
-
-
-def schedules_data(several: Sequence[Walked], seconds: bool = False) -> dict[str, Any]:
-    """The same view of schedules that belong to no plan, as `show SCHEDULE --html` draws them; times are in units unless in `seconds`."""
-    first = several[0].program
     about = SCHEDULES[first.schedule].about if len(several) == 1 and first.schedule in SCHEDULES else ""
     words = f"{first.ranks} ranks, {first.microbatches} micro-batches, equal stages."
-    return {
-        "pipeline": True,
-        "unit": "" if seconds else "units",
-        "kinds": {kind: KIND_NAMES[kind] for kind in KINDS},
+    note = f"{about.capitalize()}. {words}" if about else words
+    return written_view("timeline", title, content([walk_panel(walked) for walked in several], note, unit="units"))
+
+
+def content(
+    panels: list[dict[str, Any]], note: str, pipeline: bool = True, unit: str = "", **of_plan: Any
+) -> dict[str, Any]:
+    """The data of the view: one panel for each schedule; of a plan also the cards of its stages and the schedules to choose."""
+    kinds = {kind: KIND_NAMES[kind] for kind in KINDS}
+    out = {
+        "pipeline": pipeline,
+        "unit": unit,
+        "kinds": kinds,
         "ticks": TICKS,
-        "panels": [walk_panel(walked) for walked in several],
+        "panels": panels,
         "stages": [],
         "choices": [],
-        "note": f"{about.capitalize()}. {words}" if about else words,
     }
+    return out | of_plan | {"note": note}
 
 
 def with_schedule(e: Estimate, name: str) -> Estimate | None:

@@ -73,13 +73,8 @@ def pipeline_verdict(e: Estimate) -> dict[str, Any]:
     apply each."""
     efficiency = 1.0 - e.bubble_fraction
     m, plan = e.plan.microbatches(e.workload), e.plan
-    out: dict[str, Any] = {
-        "efficiency_share": efficiency,
-        "target_share": PIPELINE_TARGET,
-        "microbatches": m,
-        "stages": plan.pp,
-    }
-    out |= {"advice": "", "raise_to": None, "cut_to": None}
+    out: dict[str, Any] = {"efficiency_share": efficiency, "target_share": PIPELINE_TARGET, "microbatches": m}
+    out |= {"stages": plan.pp, "advice": "", "raise_to": None, "cut_to": None}
     if efficiency >= PIPELINE_TARGET:
         return out
     more, fewer = enough_microbatches(e), fewer_stages(e)
@@ -107,10 +102,8 @@ def enough_microbatches(e: Estimate) -> int | None:
         if plan.schedule == "auto":
             return bool(1 - bubble_fraction("zb-h2", plan.pp, count) >= PIPELINE_TARGET)
         program = pipelines.build(plan.schedule, plan.pp, count, virtual=plan.virtual)
-        return (
-            pipelines.walk(program, walked.durations, p2p=p2p, overlap=overlaps).bubble_fraction
-            <= 1 - PIPELINE_TARGET + 1e-9
-        )
+        bubble = pipelines.walk(program, walked.durations, p2p=p2p, overlap=overlaps).bubble_fraction
+        return bubble <= 1 - PIPELINE_TARGET + 1e-9
 
     low = -(-max(least, plan.microbatches(e.workload) + 1) // unit)
     high = low
@@ -139,9 +132,8 @@ def fewer_stages(e: Estimate) -> dict[str, Any] | None:
 def stage_changes(e: Estimate, stages: int) -> dict[str, Any]:
     """The changes of plan fields for another number of stages, with what must follow; {}: no such plan is legal."""
     case = Case(e.plan, e.model, e.workload, e.cluster, e.stack)
-    changes = completed(
-        case, {"plan.pp": stages} | ({"plan.virtual": 1, "plan.schedule": "1f1b"} if stages == 1 else {})
-    )
+    one = {"plan.virtual": 1, "plan.schedule": "1f1b"} if stages == 1 else {}
+    changes = completed(case, {"plan.pp": stages} | one)
     return changes if legal(case.with_settings(changes)) else {}
 
 

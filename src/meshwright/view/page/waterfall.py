@@ -1,8 +1,7 @@
 """Where the time of a step goes: exposed parts of the busiest rank in order, what overlap hides, and the step with other overlap."""
 
-import numpy as np
-
 from meshwright.describe.result import COMMUNICATION, part_name
+from meshwright.lower.program import scalar
 from meshwright.planner.advice.alternatives import PlanTrials, changed
 from meshwright.predict.estimate import Estimate, communication
 from meshwright.units import Json, format_decimal_bytes, format_seconds
@@ -88,14 +87,9 @@ def overlap(e: Estimate) -> Json:
         changed = e if axes == tuple(now) and name == "this plan" else _with_overlap(e, axes)
         if changed is not None:
             parts = grouped(changed.prediction.exposed_s)
-            rows.append(
-                {
-                    "name": name,
-                    "overlaps": list(axes),
-                    "step_time_s": changed.prediction.step_time_s,
-                    "parts": [{"part": part, "s": s} for part, s in parts.items()],
-                }
-            )
+            listed = [{"part": part, "s": s} for part, s in parts.items()]
+            step = changed.prediction.step_time_s
+            rows.append({"name": name, "overlaps": list(axes), "step_time_s": step, "parts": listed})
     return {"rows": rows, "overlaps": list(now), "axes": by_axis(e)}
 
 
@@ -112,22 +106,13 @@ def by_axis(e: Estimate) -> list[Json]:
         exposed = e.prediction.exposed_s.get(axis, 0.0)
         total = e.prediction.busy_s.get(f"comm:{axis}", 0.0)
         if axis == "dp":
-            total += float(np.broadcast_to(e.cost.reduce, 1)[0])
+            total += scalar(e.cost.reduce)
         total = max(total, exposed)
         if total > 0:
             rows = [row for row in e.prediction.traffic_by_level if row["axis"] == axis]
             sent = ", ".join(f"{format_decimal_bytes(row['bytes'])} per step over {row['level']}" for row in rows)
-            text = f"sends {sent or 'nothing'}"
-            out.append(
-                {
-                    "axis": axis,
-                    "name": COMMUNICATION[axis],
-                    "total_s": total,
-                    "exposed_s": exposed,
-                    "hidden_s": total - exposed,
-                    "formula": text,
-                }
-            )
+            times = {"total_s": total, "exposed_s": exposed, "hidden_s": total - exposed}
+            out.append({"axis": axis, "name": COMMUNICATION[axis], **times, "formula": f"sends {sent or 'nothing'}"})
     return out
 
 
@@ -135,10 +120,7 @@ def part_formulas(e: Estimate) -> dict[str, str]:
     """Return the formula of each part, with its numbers."""
     plan = e.plan
     m = plan.microbatches(e.workload)
-    means = [
-        sum(float(np.broadcast_to(getattr(r, k), 1)[0]) for r in e.cost.ranks) / len(e.cost.ranks)
-        for k in ("f", "i", "w")
-    ]
+    means = [sum(scalar(getattr(r, k)) for r in e.cost.ranks) / len(e.cost.ranks) for k in ("f", "i", "w")]
     out = {
         "compute": f"seconds of one micro-batch on the busiest rank × {m} micro-batches",
         "recompute": f"forward repeated in backward (recompute {plan.recompute}) × {m} micro-batches",
@@ -149,7 +131,6 @@ def part_formulas(e: Estimate) -> dict[str, str]:
         "interference": "compute is slower while communication runs at the same time",
     }
     for row in by_axis(e):
-        out[row["axis"]] = (
-            f"exposed = total − hidden = {format_seconds(row['total_s'])} − {format_seconds(row['hidden_s'])}; {row['formula']}"
-        )
+        total, hidden = (format_seconds(row[name]) for name in ("total_s", "hidden_s"))
+        out[row["axis"]] = f"exposed = total − hidden = {total} − {hidden}; {row['formula']}"
     return out

@@ -20,12 +20,7 @@ PARTS = (
 )
 NAMES = ("parameters", "gradients", "optimizer")
 SPLIT = ("2N + 2N + 12N", "2N + 2N + 12N/P", "2N + 2N/P + 12N/P", "(2N + 2N + 12N)/P")
-SENT = (
-    "2(P−1)/P·N",
-    "2(P−1)/P·N",
-    "2(P−1)/P·N",
-    "3(P−1)/P·N",
-)  # elements per step with one micro-batch (docs/figures.md)
+SENT = ("2(P−1)/P·N", "2(P−1)/P·N", "2(P−1)/P·N", "3(P−1)/P·N")  # elements per step, one micro-batch (docs/figures.md)
 WALL = [1e8 * 10 ** (k / 8) for k in range(41)]  # parameters of the wall's curves: 0.1B to 10T
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # A printed figure of a 7B model on 8 GPUs, which does not add up, and the right values (docs/figures.md).

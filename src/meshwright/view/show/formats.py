@@ -55,22 +55,32 @@ class Format(NamedTuple):
         return (self.mantissa + 1) * math.log10(2)
 
 
-FORMATS = (
-    Format("fp64", 11, 52, "ieee", 64, "proofs and parity tests, where a tolerance would hide a bug"),
-    Format("fp32", 8, 23, "ieee", 32, "master weights, optimizer state, sums and the loss"),
-    Format("tf32", 8, 10, "ieee", 19, "inside tensor cores since A100: fp32 operands, fp32 sums; stored as 32 bits"),
-    Format("fp16", 5, 10, "ieee", 16, "older GPUs; its range is short, so the loss must be scaled"),
-    Format("bf16", 8, 7, "ieee", 16, "the usual training type: fp32's range, no loss scaling"),
-    Format(
-        "fp8 e4m3",
-        4,
-        3,
-        "nan",
-        8,
-        "weights and activations, with a scale per tensor, row or tile; DeepSeek-V3: gradients too",
-    ),
-    Format("fp8 e5m2", 5, 2, "ieee", 8, "gradients, where range matters more than precision"),
-    Format("fp4 e2m1", 2, 1, "all", 4, "Blackwell: blocks of 16 or 32 values share a scale (NVFP4, MXFP4)"),
+FORMATS = [
+    Format(*row)
+    for row in (
+        ("fp64", 11, 52, "ieee", 64, "proofs and parity tests, where a tolerance would hide a bug"),
+        ("fp32", 8, 23, "ieee", 32, "master weights, optimizer state, sums and the loss"),
+        ("tf32", 8, 10, "ieee", 19, "inside tensor cores since A100: fp32 operands, fp32 sums; stored as 32 bits"),
+        ("fp16", 5, 10, "ieee", 16, "older GPUs; its range is short, so the loss must be scaled"),
+        ("bf16", 8, 7, "ieee", 16, "the usual training type: fp32's range, no loss scaling"),
+        (
+            "fp8 e4m3",
+            4,
+            3,
+            "nan",
+            8,
+            "weights and activations, with a scale per tensor, row or tile; DeepSeek-V3: gradients too",
+        ),
+        ("fp8 e5m2", 5, 2, "ieee", 8, "gradients, where range matters more than precision"),
+        ("fp4 e2m1", 2, 1, "all", 4, "Blackwell: blocks of 16 or 32 values share a scale (NVFP4, MXFP4)"),
+    )
+]
+COLUMNS = (
+    "format", ">bits", ">sign+exp+man", ">largest", ">least normal", ">least", ">step at 1", ">digits", "use",
+)  # fmt: skip
+NOTE = (
+    "bf16 is fp32 with 16 mantissa bits cut off: same range, 2–3 digits. fp16 has a digit more but overflows at 65,504 and\n"
+    "loses gradients below 6e-8. Formats of eight bits or fewer need scale factors that map the data to their range."
 )
 INT8_USE = "quantised inference, compressed gradients; equal steps, needs a scale"
 
@@ -110,30 +120,11 @@ def show(topic: str = "formats", *, as_json: bool = False) -> None:
         for f in FORMATS
     ]
     rows.append((Text("int8", "bold"), 8, "1+7", "127", "", "1", "", "", Text(INT8_USE, "dim")))
-    columns = [
-        "format",
-        ">bits",
-        ">sign+exp+man",
-        ">largest",
-        ">least normal",
-        ">least",
-        ">step at 1",
-        ">digits",
-        "use",
-    ]
-    print_out(
+    return print_out(
         heading("Number formats", "range comes from exponent bits, precision from mantissa bits"),
-        filled(columns, rows),
-        Text(
-            "bf16 is fp32 with 16 mantissa bits cut off: same range, 2–3 digits. fp16 has a digit more but overflows at 65,504 and",
-            "dim",
-        ),
-        Text(
-            "loses gradients below 6e-8. Formats of eight bits or fewer need scale factors that map the data to their range.",
-            "dim",
-        ),
+        filled(COLUMNS, rows),
+        Text(NOTE, "dim"),
     )
-    return None
 
 
 def number(x: float) -> str:
