@@ -206,6 +206,11 @@ def test_importing_the_planning_code_loads_no_torch() -> None:
     assert "torch" not in loaded("\n".join(f"import {name}" for name in names))
 
 
+def test_a_proof_loads_torch_in_its_ranks_only() -> None:
+    """The process that starts ranks, compares and prints needs two seconds less without it."""
+    assert "torch" not in loaded("import meshwright.proof.whole, meshwright.proof.page")
+
+
 def test_help_loads_few_modules() -> None:
     code = (
         "from meshwright.cli import main\ntry: main(['--help'])\nexcept SystemExit as leaving: assert not leaving.code"

@@ -17,7 +17,7 @@ from meshwright.models import attention, dropout, initialise, loss, moe, router,
 from meshwright.parallel import apply
 from meshwright.parallel.context import blocks, sequence
 from meshwright.parallel.expert import balance
-from meshwright.proof.oracle.step import INITIAL
+from meshwright.proof.compare import INITIAL
 from meshwright.training import loop
 from meshwright.training.optimizer import make, muon, schedule
 

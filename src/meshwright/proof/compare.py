@@ -12,6 +12,7 @@ from meshwright.proof.records import Trace
 from meshwright.proof.tolerance import KINDS, Tolerance, floor_of, moved, number_error, tensor_error
 
 NARROWER = "narrow operation"
+INITIAL = "initial weights"
 
 
 @dataclass(frozen=True)

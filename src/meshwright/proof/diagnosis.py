@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.proof.activations import FirstDifference, Sides, first_in_backward, first_in_forward, weighted_samples
-from meshwright.proof.compare import NARROWER, Agreement, Break
+from meshwright.proof.compare import INITIAL, NARROWER, Agreement, Break
 from meshwright.proof.emulation.update import AVERAGE, UPDATED
-from meshwright.proof.oracle.step import INITIAL
 from meshwright.proof.patterns import (
     MOST_NOISE,
     SAME,

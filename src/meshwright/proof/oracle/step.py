@@ -22,7 +22,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
-from meshwright.proof.compare import Break
+from meshwright.proof.compare import INITIAL, Break
 from meshwright.proof.emulation.orthogonal import next_update
 from meshwright.proof.emulation.update import ReplayedOptimizer, decays, learning_rate, role_of
 from meshwright.proof.oracle.network import missing, plain_step
@@ -30,7 +30,6 @@ from meshwright.proof.records import Activations, PieceTrace, Trace
 from meshwright.training.hooks import Hook
 
 RATE_BOUND = 1e-12
-INITIAL = "initial weights"
 SCATTER = 0.1  # what proofs add to the constants that norms, biases and sinks start with
 MOST_DEVIATIONS = 6.0
 
