@@ -11,6 +11,17 @@ from pathlib import Path
 from isolated_hosts import ADDRESS, Hosts, poll
 
 HEAD = f"{ADDRESS.format(1)}:6379"
+START_S = 300
+# Nothing outside the namespace reaches the cluster, so it needs no password. Ray gives a node 30 s to start and a worker 60 s to register,
+# which importing takes on two cores that do other work too.
+VARIABLES = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": str(START_S),
+    "RAY_worker_register_timeout_seconds": str(START_S),
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(START_S),
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
 class Ray(Hosts):
@@ -19,27 +30,22 @@ class Ray(Hosts):
     def __init__(self, folder: Path, count: int, python: str) -> None:
         super().__init__(folder, count)
         self.environment["PATH"] = f"{Path(python).parent}:{self.environment['PATH']}"
-        # Nothing outside the namespace reaches the cluster, so it needs no password.
-        self.environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        self.environment |= VARIABLES
 
     def __enter__(self) -> Ray:
         super().__enter__()
         self.start_node(1, "--head", "--port=6379", "--dashboard-host=0.0.0.0")
-        poll(lambda: self.cpus() == 2, 180, "no head of Ray")
         for number in range(2, self.count + 1):
             self.start_node(number, f"--address={HEAD}")
-        poll(lambda: self.cpus() == 2 * self.count, 180, "no nodes of Ray")
         return self
 
     def start_node(self, number: int, *words: str) -> None:
-        address = f"--node-ip-address={ADDRESS.format(number)}"
-        self.start(f"n{number}.log", "ray", "start", *words, "--block", "--num-cpus=2", address, NODE=f"n{number}")
-
-    def cpus(self) -> float:
-        """The CPUs of all nodes, by `ray status`."""
-        lines = self.run("ray", "status", "--address", HEAD, check=False).splitlines()
-        counts = [line.split()[0].partition("/")[2] for line in lines if line.strip().endswith("CPU")]
-        return float(counts[0]) if counts else 0
+        """Start a node and wait for it. The next one starts after it: each starts about ten processes that import Ray."""
+        options = ["--block", "--num-cpus=2", "--object-store-memory=200000000", f"--node-ip-address={ADDRESS.format(number)}"]  # fmt: skip
+        log = self.folder / f"n{number}.log"
+        node = self.start(log.name, "ray", "start", *words, *options, NODE=f"n{number}")
+        poll(lambda: node.poll() is not None or "Ray runtime started" in log.read_text(), START_S, f"no node {number} of Ray")  # fmt: skip
+        assert node.poll() is None, log.read_text()[-3000:]
 
     def workers(self, number: int) -> list[int]:
         """The processes of a node that train."""

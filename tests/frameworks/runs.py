@@ -23,7 +23,7 @@ from environments import HERE, VERSIONS, python_of
 
 from meshwright.describe.config import Config
 
-SECONDS = 240.0  # for one group of processes
+SECONDS = 600.0  # for one group of processes
 ONE_BY_ONE = ("accelerate", "trainer")  # drivers whose settings are read when the processes start
 RUN_FOLDER = "/shared/runs/plan"  # in the words of `launch`
 

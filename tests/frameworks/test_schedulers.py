@@ -41,7 +41,7 @@ def undisturbed(ranks: int) -> list[float]:
 
 
 def wait_for_step(run: Path, step: int) -> None:
-    poll(lambda: len(losses(run)) >= step, 120, f"no step {step}")
+    poll(lambda: len(losses(run)) >= step, 400, f"no step {step}")
 
 
 @pytest.fixture(scope="module")
