@@ -265,7 +265,7 @@ def _pipeline(facts: Facts, framework: Framework, layers: int | None, out: Assem
     if out.plan["pp"] == 1:
         return
     schedule = facts.get("schedule") or "1f1b"
-    virtual, each, problems = stages(facts, layers, framework)
+    virtual, each, problem = stages(facts, layers, framework)
     if schedule in ("zbv", "dualpipev"):
         virtual = 2
     elif schedule in ("interleaved", "looped-bfs", "interleaved-zb") and virtual == 1:
@@ -275,7 +275,7 @@ def _pipeline(facts: Facts, framework: Framework, layers: int | None, out: Assem
         schedule = "interleaved"
     elif schedule in ("gpipe", "naive", "zb-h1", "zb-h2"):
         virtual = 1
-    out.problems += problems
+    out.problems += [problem] if problem else []
     ends = 2 if framework.ends_are_layers or facts.get("counts_embedding") or facts.get("scripted") else 0
     # The embedding or the head fills a stage alone.
     if layers is not None and layers < virtual * out.plan["pp"] <= layers + ends:

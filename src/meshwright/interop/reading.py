@@ -146,8 +146,8 @@ def _stages_of_schedule(facts: Facts, framework: Framework, shape: ShapeKeys) ->
     if framework.name != "torchtitan" or facts.get("pp", 1) == 1 or not facts.get("layers_per_chunk"):
         return
     schedule = facts.get("schedule") or "1f1b"
-    virtual, _, problems = stages(facts, shape.layers, framework)
-    if shape.layers is None or problems:
+    virtual, _, problem = stages(facts, shape.layers, framework)
+    if shape.layers is None or problem:
         return
     least, most = {"1f1b": (1, 1), "gpipe": (1, 1), "zbv": (2, 2), "dualpipev": (2, 2)}.get(schedule, (2, virtual + 1))
     if not least <= virtual <= most:
