@@ -179,7 +179,7 @@ class LegalOptions(Configured):
         c, can = self.choices, self.stack.can
         stages = c.numbers("zero", c.words["zero"])
         if piped and can.zero_in_pipeline:
-            stages = [z for z in stages if z in can.zero_in_pipeline]
+            stages = [z for z in stages if z in can.zero_in_pipeline or (z == 0 and dp == 1)]
         if split:
             stages = [z for z in stages if z in can.zero_in_split or (z == 0 and dp == 1)]
         if repeated and can.shards_context:
