@@ -129,7 +129,7 @@ def expected(config: Config) -> dict[str, Any]:
     return {
         "world": plan.world, "tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "dp": plan.dp, "replicate": plan.replicate, "shard": plan.shard,
         "ep": plan.ep, "expert_tp": plan.etp, "sp": plan.sp and plan.tp > 1, "zero": plan.zero,
-        "reshard": plan.reshard, "virtual": plan.virtual if plan.pp > 1 else 1,
+        "reshard": plan.reshard and plan.pp == 1, "virtual": plan.virtual if plan.pp > 1 else 1,
         "batch": work.batch, "microbatch": plan.microbatch, "accumulation": plan.microbatches(work), "seq": work.seq,
         "recompute": plan.recompute, "dtype": plan.param_dtype, "fp8": work.precision in ("fp8", "mxfp8"),
         "layers": model.layers, "hidden": model.hidden, "heads": model.heads, "kv_heads": model.kv_heads or model.heads,

@@ -72,10 +72,16 @@ TITAN = {
     "tensor parallel": titan("tp=2", "sp=true"),
     "fsdp and tensor": titan("zero=3", "tp=2", "sp=true", "dp=2", gpus=4),
     "hsdp": titan("zero=3", "replicate=2", gpus=4),
+    "pipeline": titan("pp=2", "virtual=1", "schedule=1f1b"),
+    "interleaved and fsdp": titan("zero=3", "pp=2", "virtual=2", "schedule=interleaved", "dp=2", gpus=4),
+    "zero bubble and fsdp": titan("zero=3", "pp=2", "virtual=2", "schedule=interleaved-zb", "dp=2", gpus=4),
 }
-TITANS = {"torchtitan-0_2": "torchtitan"}
-# Gradients of torchtitan 0.2 over those of one process: DDP averages gradients of a loss that is already divided by the tokens of all ranks.
-NORM_FACTORS = {"torchtitan-0_2 ddp": 1 / 2}
+TITANS = {"torchtitan-0_2": "torchtitan", "torchtitan-0_3": "torchtitan_python"}
+# Gradients of torchtitan 0.2 over those of one process. DDP averages gradients of a loss that is already divided by the tokens of all ranks.
+# A pipeline does not divide the loss by the tokens of the batch: 8 sequences of 64.
+NORM_FACTORS = {"torchtitan-0_2 ddp": 1 / 2} | {
+    f"torchtitan-0_2 {name}": 8 * 64 for name, case in TITAN.items() if "pp=2" in case.fix
+}
 RUNS = {
     **DEEPSPEED,
     **TRAINER,
@@ -89,6 +95,7 @@ RUNS |= {
     f"{environment} {name}": Run(environment, driver, case, TITAN_WIDTHS)
     for environment, driver in TITANS.items()
     for name, case in TITAN.items()
+    if environment == "torchtitan-0_2" or "pp=2" not in case.fix  # pipelines of 0.3 need a PyTorch after 2.13
 }
 
 

@@ -128,6 +128,10 @@ def test_axolotl_packs_one_sequence_with_context_parallelism_and_shards_once() -
 AXOLOTL = {"base_model": "meta-llama/Llama-3.1-8B", "micro_batch_size": 1, "sequence_len": 4096, "bf16": True}
 FSDP2 = AXOLOTL | {"fsdp_version": 2, "fsdp_config.reshard_after_forward": True}
 TITAN = {"training.local_batch_size": 8, "training.seq_len": 4096}
+TITAN_STAGES = TITAN | {
+    "parallelism.pipeline_parallel_degree": 2,
+    "parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble",
+}
 AUTO = {"distributed.strategy": "fsdp2", "step_scheduler.local_batch_size": 1, "dataset.seq_len": 4096}
 MESH = {
     "distributed_type": "FSDP", "num_processes": 8, "fsdp_config.fsdp_version": 2, "fsdp_config.fsdp_reshard_after_forward": True,
@@ -160,6 +164,11 @@ BRIDGE = {
         ("torchtitan", TITAN, {"parallelism.tensor_parallel_degree": 2, "training.seq_len": 4095}, "4,095 tokens"),
         ("torchtitan", TITAN, {"parallelism.data_parallel_replicate_degree": 4, "parallelism.data_parallel_shard_degree": 1,
                                "parallelism.tensor_parallel_degree": 2}, "That is DDP"),
+        ("torchtitan", TITAN_STAGES | {"parallelism.fsdp_reshard_after_forward": "default"},
+         {"parallelism.fsdp_reshard_after_forward": "always"}, "weights are freed"),
+        ("torchtitan",
+         TITAN_STAGES | {"parallelism.fsdp_reshard_after_forward": "always", "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"},
+         {"parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble"}, "weights are freed"),
         ("Automodel", AUTO, {"distributed.strategy": "ddp", "distributed.tp_size": 2}, "DDP with tensor"),
         ("Automodel", AUTO, {"distributed.dp_replicate_size": 8}, "left to shard over"),
         ("Automodel", AUTO, {"distributed.pp_size": 2, "step_scheduler.local_batch_size": 2}, "without a section"),

@@ -46,3 +46,19 @@ def test_a_training_that_no_settings_state_is_refused_with_the_reason():
         api.plan("mixtral-8x7b", framework="megatron-bridge", **QUESTION)
     with pytest.raises(MeshwrightError, match="nanotron has no settings for qk_norm"):
         api.plan("qwen3-4b", framework="nanotron", **QUESTION)
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "torchtitan-0.3", "automodel"])
+def test_weights_stay_in_a_pipeline_as_the_plan_is_costed(name):
+    """PyTorch loses the gradients of weights that FSDP frees before a split backward pass."""
+    fix = ("pp=2", "zero=3", "schedule=interleaved-zb", "virtual=2")
+    config = api.plan("llama3-8b", framework=name, fix=fix, **QUESTION).config
+    assert config.plan.reshard
+    written = settings_of(config, FRAMEWORKS[name])
+    stated = [value for key, value in written.settings.items() if "reshard_after_forward" in key]
+    assert stated in (["never"], [False])
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "automodel"])
+def test_a_pipeline_without_data_parallelism_has_nothing_to_shard(name):
+    assert api.plan("llama3-8b", framework=name, fix=["pp=8"], **QUESTION).config.plan.zero == 0

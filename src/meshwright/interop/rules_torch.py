@@ -2,6 +2,7 @@
 
 import re
 
+from meshwright.describe.schedules import SCHEDULES
 from meshwright.interop.rules import Rule, SettingsOptions
 
 TRAINER = ("trl", "llama-factory", "ms-swift")
@@ -52,6 +53,17 @@ def _olmo_tokens(o: SettingsOptions) -> bool:
     return bool(tokens and seq and tokens % seq)
 
 
+def _loses_gradients(o: SettingsOptions) -> bool:
+    """Whether FSDP frees weights between the forward and the split backward of a pipeline.
+
+    PyTorch's `stage_backward_input` asks the module for its parameters before FSDP has gathered them again. It then finds the shards, which
+    are not in the graph, and leaves out their gradients without an error. Seen with PyTorch 2.13."""
+    split = o.facts.get("schedule") in {schedule.name for schedule in SCHEDULES.values() if schedule.splits}
+    ranks = o.degree("tp") * o.degree("pp") * o.degree("cp")
+    sharded = o.facts.get("sharding") == "parameters" and o.facts.get("shard") != 1 and o.facts.get("gpus") != ranks
+    return split and o.degree("pp") > 1 and sharded and o.facts.get("reshard") is True
+
+
 def _is_on_dtensor(o: SettingsOptions) -> bool:
     return o.at(POLICY + "dtensor_cfg.enabled") is True
 
@@ -77,6 +89,9 @@ TORCH_RULES = (
     Rule(TITAN, lambda o: o["recipe_name"] in ("rowwise", "rowwise_with_gw_hp") and o.on("enable_fsdp_float8_all_gather"),
          "fp8 gathers with scales per row",
          "A gathered weight in fp8 has one scale", "drop enable fsdp float8 all gather"),
+    Rule((*TITAN, "torchtitan-0.3", *AUTO), _loses_gradients,
+         "weights are freed after forward, with a pipeline schedule that splits the backward pass",
+         "PyTorch then leaves out the gradients of the freed weights, without an error", "keep the weights after forward"),
     Rule(AUTO, lambda o: o["strategy"] == "ddp" and max(o.degree(a) for a in ("tp", "pp", "cp", "ep")) > 1,
          "DDP with tensor, pipeline, context or expert parallelism",
          "The framework combines them with FSDP2 only", "strategy fsdp2"),

@@ -34,6 +34,8 @@ def train(trainer, job, rows_of_a_batch):
         trainer.step += 1
         batches = common.microbatches(dict(job, microbatch=rows_of_a_batch), step, data_rank, data_ranks)
         trainer.train_step(iter([({"input": inputs}, labels) for inputs, labels in batches]))
+    if dims.pp_enabled:
+        del rows[0]  # before its first step the pipeline passes a micro-batch through, to learn the shapes
     return {
         "world": dims.world_size, "tp": dims.tp, "pp": dims.pp, "cp": dims.cp, "replicate": dims.dp_replicate, "shard": dims.dp_shard,
         "dp": data_ranks, "virtual": len(trainer.model_parts),

@@ -2,7 +2,8 @@
 
 The function takes the config of one of torchtitan's own models, gives it the model of the plan and sets the fields of the plan. Against version
 0.2 there is no degree of tensor parallelism inside experts (it is 1 where experts are parallel), no ring attention and no recompute of every n-th
-layer. CUDA graphs are on by default and exclude pipelines and expert parallelism.
+layer. CUDA graphs are on by default and exclude pipelines and expert parallelism. Its default way of describing shards, `spmd_types`, needs a `fully_shard`
+that PyTorch 2.13 does not have ("all parameters must be DTensors"): settings ask for DTensors, which both have.
 """
 
 import ast
@@ -57,6 +58,7 @@ TABLE_03 = Table(
         flag("overlap_tp", "compile.enable_async_tensor_parallel"),
         flag("eager_steps", "training.disable_cuda_graphs"),
     ),
+    not_modelled=(r"spmd_backend",),
     derive=_derive,
     restate=_restate,
 )
@@ -64,7 +66,7 @@ TABLE_03 = Table(
 
 def _model_settings(model: Model) -> Settings:
     name, flavor = named_model(model, MODELS_03, "torchtitan 0.3")
-    return {"model_spec.name": name, "model_spec.flavor": flavor}
+    return {"model_spec.name": name, "model_spec.flavor": flavor, P + "spmd_backend": "partial_dtensor"}
 
 
 def program_text(settings: Settings) -> str:

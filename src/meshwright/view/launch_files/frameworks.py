@@ -46,10 +46,6 @@ STARTS: dict[str, Json] = {
             "torchtitan 0.2, with settings in TOML: for newer releases, `meshwright launch --for torchtitan-0.3`.",
             "It trains on its dataset c4: change training.dataset, and set model.hf_assets_path to the folder with the tokenizer.",
         ),
-        "notes_if": {
-            "zero_bubble": "On CPU processes, with torchtitan 0.2.2 and PyTorch 2.13, the last stage got no gradients under "
-            "InterleavedZeroBubble with FSDP: compare the gradient norm of the first steps with Interleaved1F1B.",
-        },
     },
     "torchtitan-0.3": {  # the file has a function that makes the settings; torchtitan imports it from the run folder
         "begin": ("-m", "torchtitan.train", "--module", "settings", "--config", "plan"),
@@ -61,6 +57,7 @@ STARTS: dict[str, Json] = {
             "torchtitan 0.3, with settings in Python: a function in settings.py.",
             "It trains on its dataset c4, with its learning rate: change both, and hf_assets_path, in settings.py.",
         ),
+        "notes_if": {"pipeline": "Its pipelines need a PyTorch after 2.13, whose schedules take micro-batches."},
         "variables": {"PYTHONPATH": ("{folder}", "torchtitan imports settings.py from here")},
     },
     "deepspeed": {  # for a training script of the reader's, which calls `deepspeed.initialize`
@@ -154,7 +151,7 @@ def run_values(config: Config, folder: str, save_every: int) -> Json:
     clips = {"clip": optimizer.clip, "clip_or_none": clip, "clip_or_zero": 0.0 if clip is None else clip}
     saving = {"folder": folder, "checkpoints": f"{folder}/checkpoints", "every": save_every, "steps": steps}
     batch = {"microbatch": plan.microbatch, "accumulated": max(1, work.batch // (plan.microbatch * plan.dp))}
-    conditions = {"zero_bubble": plan.schedule == "interleaved-zb" and plan.pp > 1, "ulysses": plan.cp > 1}
+    conditions = {"pipeline": plan.pp > 1, "ulysses": plan.cp > 1}
     return {
         **rates, **clips, **saving, **batch, **conditions, "script": SCRIPT, "seed": config.run.seed or 42, "seq": work.seq, "cp": plan.cp,
         "optimizer": work.optimizer, "recompute": "on" if plan.recompute == "full" else "off",
