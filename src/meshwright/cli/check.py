@@ -114,3 +114,21 @@ def collectives_command(
     else:
         show(findings_page(many, min(step, many.steps - 1), findings, settings or "the other ranks"))
     raise SystemExit(any(finding.kind != "note" for finding in findings))
+
+
+@command.command("reference")
+@described
+def reference_command(
+    settings: Path, framework: str = "", out: Path | None = None, gpus: int = 0, model: str = "", memory: str = "80GiB"
+) -> None:
+    """Write how to run a training on one device: its settings with all degrees 1 and the same global batch, and the commands that compare both.
+
+    SETTINGS is a settings file or launch script of a framework, as `migrate` reads them. A model too large for one device is shrunk in both runs."""
+    from meshwright.check.reference import reference_of
+    from meshwright.interop.frameworks import READABLE, framework_named
+    from meshwright.units import parse_bytes
+
+    named = framework_named(framework, among=READABLE, fix="--framework {}") if framework else None
+    plan = reference_of(settings, framework=named, gpus=gpus, model=model, memory=parse_bytes(memory))
+    written = [] if out is None else ["", *(f"written: {file}" for file in plan.write(out))]
+    print("\n".join([plan.text(), *written]))
