@@ -19,6 +19,7 @@ from meshwright.interop.files import parse
 from meshwright.interop.frameworks import FRAMEWORKS, READ_ONLY
 from meshwright.interop.reading import SettingsReading, understand
 from meshwright.interop.write import is_runnable, write_file
+from ranks import soak
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "settings"
 LARGE = 1e18  # bytes: nothing is shrunk
@@ -110,7 +111,7 @@ def test_settings_for_one_device(name: str, plan: dict[str, Any], tmp_path: Path
     same_training(result, read_back(result, result.reference, tmp_path / "out"), source)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("plan", [*PLANS[:2], *soak(list(PLANS[2:]))], ids=str)
 @pytest.mark.parametrize("name", list(FRAMEWORKS))
 def test_a_large_model_is_shrunk_in_both_runs(name: str, plan: dict[str, Any], tmp_path: Path) -> None:
     path, world = settings_file(name, tmp_path, plan)
