@@ -30,6 +30,7 @@ class CollectiveLog(TorchDispatchMode):
         self.seen: list[dict[str, Any]] = []
         self.groups: dict[str, list[int]] = {}
         self.started = False
+        self.quiet = False  # while the recorder itself communicates
 
     def start(self) -> None:
         if not self.started:
@@ -43,7 +44,7 @@ class CollectiveLog(TorchDispatchMode):
             self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.namespace in NAMESPACES:
+        if func.namespace in NAMESPACES and not self.quiet:
             operation = OPERATIONS.get(func._schema.name.partition("::")[2])
             if operation is not None:
                 self.note(operation, args, kwargs or {}, func.namespace != "c10d")

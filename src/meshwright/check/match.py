@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
@@ -44,27 +43,33 @@ def rows_of(entry: RecordedValue, batch_dim: int) -> Iterator[np.ndarray]:
         yield from np.moveaxis(entry.value, min(batch_dim, entry.value.ndim - 2), 0)
 
 
-def blocks_of(whole: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """Every block of a shape that the whole is cut into evenly, with its start."""
-    if len(shape) != whole.ndim or any(n == 0 or size % n for size, n in zip(whole.shape, shape, strict=True)):
-        return
-    for place in product(*(range(0, size, n) for size, n in zip(whole.shape, shape, strict=True))):
-        yield place, whole[tuple(slice(a, a + n) for a, n in zip(place, shape, strict=True))]
-
-
 def nearest(row: np.ndarray, samples: Sequence[np.ndarray], hint: Match | None, scale: float) -> Match | None:
     """The block of the reference's samples that is nearest to a row; None if no block has its shape. `hint`: where a row of the same samples
     was found, which is taken if several are as near."""
-    matches = [
-        Match(row, block, i, start, scale)
-        for i, sample in enumerate(samples)
-        for start, block in blocks_of(sample, row.shape)
-    ]
-    if not matches:
-        return None
-    best = min(matches, key=lambda match: match.error)
-    if hint is not None:
-        same = next((m for m in matches if (m.sample, m.start) == (hint.sample, hint.start)), None)
-        if same is not None and same.error <= 2 * best.error:
-            return same
+    best: Match | None = None
+    for shape in dict.fromkeys(sample.shape for sample in samples):
+        if len(shape) != row.ndim or any(n == 0 or size % n for size, n in zip(shape, row.shape, strict=True)):
+            continue
+        numbers = [i for i, sample in enumerate(samples) if sample.shape == shape]
+        errors = errors_of_blocks(row / scale, np.stack([samples[i] for i in numbers]))
+        at = np.unravel_index(int(errors.argmin()), errors.shape)
+        error = float(errors[at])
+        if hint is not None and hint.sample in numbers and len(hint.start) == row.ndim:
+            here = numbers.index(hint.sample), *(a // n for a, n in zip(hint.start, row.shape, strict=True))
+            if all(i < n for i, n in zip(here, errors.shape, strict=True)) and errors[here] <= 2 * error:
+                at = here
+        if best is None or error < best.error:
+            start = tuple(int(i) * n for i, n in zip(at[1:], row.shape, strict=True))
+            block = samples[numbers[at[0]]][tuple(slice(a, a + n) for a, n in zip(start, row.shape, strict=True))]
+            best = Match(row, block, numbers[at[0]], start, scale)
     return best
+
+
+def errors_of_blocks(row: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """How far a row is from every block of its shape that samples of one shape are cut into evenly: [sample, block along each dimension]."""
+    sizes = [(size // n, n) for size, n in zip(samples.shape[1:], row.shape, strict=True)]
+    blocks = samples.reshape(len(samples), *(n for pair in sizes for n in pair))
+    inner = tuple(range(2, 2 * row.ndim + 1, 2))  # the dimensions inside of a block
+    spread = row.reshape([n for size in row.shape for n in (1, size)])
+    far = np.abs(blocks - spread).max(axis=inner, initial=0.0)
+    return np.asarray(far / np.maximum(np.abs(blocks).max(axis=inner, initial=0.0), 1e-300))

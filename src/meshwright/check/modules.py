@@ -55,9 +55,13 @@ def plain_name(name: str, wrapped: set[str], shifts: dict[str, int]) -> str:
 
 
 def layer_shifts(model: nn.Module) -> dict[str, int]:
-    """By list of layers: what is added to their numbers on this stage of a pipeline. Megatron's layers know their number, from 1."""
+    """By list of layers or experts: what is added to their numbers on this rank. Megatron's layers know their number, from 1, and its layers
+    of experts know which these are."""
     shifts = {}
     for name, part in model.named_modules():
+        experts = getattr(part, "local_expert_indices", None)
+        if isinstance(experts, list) and experts:
+            shifts[f"{name}.experts.local_experts"] = experts[0]
         number = getattr(part, "layer_number", None)
         if isinstance(number, int) and (match := re.fullmatch(r"(.*)\.(\d+)", name)):
             shifts[match[1]] = number - 1 - int(match[2])

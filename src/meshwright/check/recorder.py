@@ -35,9 +35,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwright.check import cpu
 from meshwright.check.collectives import CollectiveLog
 from meshwright.check.frameworks import framework_of
-from meshwright.check.frameworks.plain import FrameworkAdapter, Listener
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, Listener
 from meshwright.check.holdings import local_part
 from meshwright.check.modules import Names, model_settings
 from meshwright.check.start import LIMIT, SETTINGS
@@ -57,6 +58,7 @@ class StepRecorder:
         self.calls: Counter[str] = Counter()
         self.local: dict[str, torch.Tensor] = {}  # gradients of this rank, summed over micro-batches
         self.updated = self.collected = self.norm_noted = False
+        self.clipping = 0  # functions that clip, one inside of the other
         self.collectives = CollectiveLog()
         self.began = self.spent = 0.0
         self.undo: list[Callable[[], object]] = []
@@ -76,12 +78,13 @@ class StepRecorder:
         self.undo += [handle.remove for handle in handles]
         wrap_clipping(self, self.undo)
         wrap_backward(self)
+        wrap_end_of_groups(self)
         atexit.register(self.close)
 
     @property
     def active(self) -> bool:
-        """In the first steps, and in this process only: those of a data loader are forks of it."""
-        return self.step < self.steps and os.getpid() == self.pid
+        """In the first steps, and in this process only: those of a data loader are forks of it, or start like it."""
+        return self.step < self.steps and os.getpid() == self.pid and torch.utils.data.get_worker_info() is None
 
     # Forward
 
@@ -95,9 +98,10 @@ class StepRecorder:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count what recording takes."""
-        started = time.perf_counter()
+        """Count what recording takes; the collectives of its own are not the training's."""
+        started, self.collectives.quiet = time.perf_counter(), True
         yield
+        self.collectives.quiet = False
         self.spent += time.perf_counter() - started
 
     def begin_call(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -171,7 +175,7 @@ class StepRecorder:
             return
         for name, parameter in self.names.parameters.items():
             for part in self.framework.gradient(name, parameter):
-                self.writer.tensor(kind, name, *part)
+                self.note_part(kind, name, part)
 
     def before_clipping(self) -> None:
         """Gradients are complete: what this rank had before the reduction, and after it."""
@@ -181,23 +185,44 @@ class StepRecorder:
         with self.timed():
             for name, gradient in self.local.items():
                 for part in self.framework.local_gradient(name, gradient) if self.framework is not None else ():
-                    self.writer.tensor("local gradient", name, *part)
+                    self.note_part("local gradient", name, part)
             self.note_gradients("gradient")
 
-    def after_clipping(self, norm: Any) -> None:
-        """Note the norm that clipping returned, once in a step: functions that clip call each other."""
+    def begin_clipping(self) -> None:
+        """A function that clips, or measures the norm, is called; such functions call each other."""
+        self.clipping += 1
+        self.before_clipping()
+
+    def end_clipping(self, norm: Any) -> None:
+        """Note the norm that the outermost of these functions returned, of the first in a step."""
+        self.clipping -= 1
         single = isinstance(norm, float) or (isinstance(norm, torch.Tensor) and norm.numel() == 1)
-        if self.active and single and not self.norm_noted:
+        if self.active and single and not self.norm_noted and self.clipping == 0:
             self.norm_noted = True
             self.writer.number("norm", float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
 
-    def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_update(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gradients are clipped. A step that is given a closure computes them first, in it."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self.note_before_update(optimizer)
+            return None
+
+        def noted(*inputs: Any) -> Any:
+            loss = closure(*inputs)
+            self.note_before_update(optimizer)
+            return loss
+
+        return (args[0], noted), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    def note_before_update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.active or self.names is None:
             return
         clipped = self.collected
         self.before_clipping()
         if clipped and not self.updated and self.framework is not None and self.framework.shows_clipped:
-            self.note_gradients("clipped gradient")
+            with self.timed():
+                self.note_gradients("clipped gradient")
         for group in optimizer.param_groups:
             self.writer.number("learning rate", float(group.get("lr", 0.0)))
 
@@ -206,23 +231,27 @@ class StepRecorder:
             return
         self.updated = True
         owned = {id(p): name for name, p in self.names.parameters.items()}
-        for parameter, states in optimizer.state.items():
-            name = owned.get(id(parameter))
-            for key, value in states.items():
-                if name is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    self.note_value(f"state {key}", name, value)
+        with self.timed():
+            for parameter, states in optimizer.state.items():
+                name = owned.get(id(parameter))
+                for key, value in states.items():
+                    if name is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                        self.note_value(f"state {key}", name, value)
 
     def note_value(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         """Note a parameter, or its optimizer's state of the same shape."""
         assert self.framework is not None
         for part in self.framework.value(name, tensor):
-            self.writer.tensor(kind, name, *part)
+            self.note_part(kind, name, part)
+
+    def note_part(self, kind: str, name: str, part: HeldPart) -> None:
+        self.writer.tensor(kind, part.name or name, part.value, part.holding)
 
     # Entries and files
 
-    def note(self, kind: str, name: str | None, tensor: torch.Tensor, **more: Any) -> None:
-        """Note an activation: only a DTensor says which part of the whole it is."""
-        if self.active:
+    def note(self, kind: str, name: str | None, tensor: torch.Tensor | None, **more: Any) -> None:
+        """Note an activation: only a DTensor says which part of the whole it is. A gradient may be None, of zeros that autograd did not make."""
+        if self.active and tensor is not None:
             local, holding = local_part(tensor.detach())
             told = holding.shape != tuple(local.shape) or holding.partial
             self.writer.tensor(kind, name or "", local, holding if told else None, **more)
@@ -231,8 +260,9 @@ class StepRecorder:
         """Write the step; `ended` says how a script ended in the middle of it."""
         started = time.perf_counter()
         if self.names is not None and not ended:
-            for name, parameter in self.names.parameters.items():
-                self.note_value("parameter", name, parameter)
+            with self.timed():
+                for name, parameter in self.names.parameters.items():
+                    self.note_value("parameter", name, parameter)
         self.collectives.stop()
         done, self.step = self.step, self.step + (not ended)
         try:
@@ -247,6 +277,7 @@ class StepRecorder:
         self.calls.clear()
         self.collectives.seen = []
         self.updated = self.collected = self.norm_noted = False
+        self.clipping = 0
         self.began = self.spent = 0.0
         if self.step >= self.steps:
             self.detach()
@@ -260,6 +291,8 @@ class StepRecorder:
         }  # fmt: skip
 
     def detach(self) -> None:
+        if self.framework is not None:
+            self.framework.release()
         while self.undo:
             self.undo.pop()()
 
@@ -317,9 +350,9 @@ def wrap_clipping(listener: Listener, undo: list[Callable[[], object]]) -> None:
         plain = getattr(nn.utils, name)
 
         def wrapped(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-            listener.before_clipping()
+            listener.begin_clipping()
             result = plain(*args, **kwargs)
-            listener.after_clipping(result)
+            listener.end_clipping(result)
             return result
 
         for place in (nn.utils, nn.utils.clip_grad):
@@ -343,7 +376,25 @@ def wrap_backward(recorder: StepRecorder) -> None:
     recorder.undo.append(partial(setattr, torch.autograd, "backward", plain))
 
 
+def wrap_end_of_groups(recorder: StepRecorder) -> None:
+    """What ranks hold together is read before their groups are gone: a step that is complete is finished first."""
+    plain = getattr(torch.distributed, "destroy_process_group", None)
+    if plain is None:
+        return
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None and recorder.active and recorder.updated:
+            recorder.finish_step()
+        plain(group)
+
+    torch.distributed.destroy_process_group = destroy_process_group
+    recorder.undo.append(partial(setattr, torch.distributed, "destroy_process_group", plain))
+
+
 def attach_from_environment() -> None:
     """In a process that `meshwright check record` started."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiled graphs call no hooks
-    StepRecorder(**json.loads(os.environ[SETTINGS])).attach()
+    settings = json.loads(os.environ[SETTINGS])
+    if settings.pop("on_cpu", False):
+        cpu.install()
+    StepRecorder(**settings).attach()

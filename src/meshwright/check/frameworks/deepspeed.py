@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import FrameworkAdapter, Listener, Part, wrap_method
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, Listener, wrap_method
 from meshwright.check.holdings import whole
 
 
@@ -21,16 +23,16 @@ class DeepSpeed(FrameworkAdapter):
         super().prepare(parameters, listener)
 
         def before(engine: object) -> None:
-            if engine is self.model and self.model.is_gradient_accumulation_boundary():  # type: ignore[operator]
-                listener.before_clipping()
+            if engine is self.model:
+                listener.begin_clipping()
 
         def after(engine: object, _: object) -> None:
             if engine is self.model:
-                listener.after_clipping(self.model.get_global_grad_norm())  # type: ignore[operator]
+                listener.end_clipping(self.model.get_global_grad_norm())  # type: ignore[operator]
 
-        wrap_method(type(self.model), "step", before, after)
+        self.undo.append(wrap_method(type(self.model), "_take_model_step", before, after))
 
-    def value(self, name: str, tensor: torch.Tensor) -> list[Part]:
+    def value(self, name: str, tensor: torch.Tensor) -> list[HeldPart]:
         """The whole, gathered by DeepSpeed; of optimizer states nothing: they belong to flat partitions."""
         if tensor is not self.parameters[name]:
             return []
@@ -38,14 +40,25 @@ class DeepSpeed(FrameworkAdapter):
             from deepspeed.utils import safe_get_full_fp32_param
 
             tensor = safe_get_full_fp32_param(tensor)
-        return [(tensor, whole(tensor))]
+        return [HeldPart(tensor, whole(tensor))]
 
-    def gradient(self, name: str, parameter: nn.Parameter) -> list[Part]:
+    def gradient(self, name: str, parameter: nn.Parameter) -> list[HeldPart]:
         from deepspeed.utils import safe_get_full_grad
 
         gradient = safe_get_full_grad(parameter)
-        return [] if gradient is None else [(gradient, whole(gradient))]
+        return [] if gradient is None else [HeldPart(gradient, whole(gradient))]
 
     def layout(self) -> str:
         stage = self.model.zero_optimization_stage()  # type: ignore[operator]
-        return f"ZeRO-{stage} over {self.model.dp_world_size}"
+        words = f"ZeRO-{stage} over {self.model.dp_world_size}"
+        return f"{words}, {self.stages_of_pipeline} pipeline stages" if self.stages_of_pipeline > 1 else words
+
+    @property
+    def stages_of_pipeline(self) -> int:
+        return int(getattr(self.model, "num_stages", 1))
+
+    def coordinates(self) -> dict[str, int]:
+        if self.stages_of_pipeline == 1:
+            return super().coordinates()
+        grid: Any = self.model.grid
+        return {"pp": grid.get_stage_id(), "dp": grid.get_data_parallel_id()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import FrameworkAdapter, Listener, Part, wrap_method
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, Listener, replace_attribute, wrap_method
 from meshwright.check.holdings import Holding, whole
 
 
@@ -38,16 +40,16 @@ class FSDP2(FrameworkAdapter):
                     listener.add_local(name, gradient)
             return plain(fsdp_params, unsharded_grads, *args, **kwargs)
 
-        private.foreach_reduce = foreach_reduce
+        self.undo.append(replace_attribute(private, "foreach_reduce", foreach_reduce))
 
-    def local_gradient(self, name: str, gradient: torch.Tensor) -> list[Part]:
+    def local_gradient(self, name: str, gradient: torch.Tensor) -> list[HeldPart]:
         """Of a tensor-parallel part none: what is compared after the reduction is enough."""
-        return [(gradient, whole(gradient))] if self.parameters[name].shape == gradient.shape else []
+        return [HeldPart(gradient, whole(gradient))] if self.parameters[name].shape == gradient.shape else []
 
 
 class FSDP1(FrameworkAdapter):
-    """`FullyShardedDataParallel`: a rank holds a range of each flattened parameter. Its parameters keep their names with `use_orig_params=True`;
-    without it, there is one flat parameter for each wrapped module, which cannot be mapped."""
+    """`FullyShardedDataParallel`: a rank holds a range of each flattened parameter. With `use_orig_params=True` this is what is left of the
+    parameters; without it there is one flat parameter for each wrapped module, which knows the names and ranges of those inside."""
 
     name = "FSDP1"
     hooks_gradients = False
@@ -61,31 +63,74 @@ class FSDP1(FrameworkAdapter):
     def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
         super().prepare(parameters, listener)
         from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+        from torch.distributed.fsdp import _runtime_utils as private
 
-        wrap_method(
-            Wrapper,
-            "clip_grad_norm_",
-            lambda _: listener.before_clipping(),
-            lambda _, norm: listener.after_clipping(norm),
-        )
-        self.ranges: dict[
-            int, tuple[tuple[int, ...], tuple[int, int]]
-        ] = {}  # by parameter: its shape, what this rank has of it
+        before, after = lambda _: listener.begin_clipping(), lambda _, norm: listener.end_clipping(norm)
+        self.undo.append(wrap_method(Wrapper, "clip_grad_norm_", before, after))
+        self.held: dict[int, list[FlatRange]] = {}  # by the parameter that the optimizer has
+        self.inside: dict[int, list[str]] = {}  # by flat parameter: the names of what it is made of
         for module in self.model.modules():
-            handle = getattr(module, "_handle", None)
-            flat = getattr(handle, "flat_param", None)
-            for shape, info, held in zip(
-                *(getattr(flat, n, None) or () for n in ("_shapes", "_shard_param_infos", "_params")), strict=True
-            ):
-                first = info.intra_param_start_idx or 0
-                self.ranges[id(held)] = tuple(shape), (first, first + info.numel_in_shard if info.in_shard else first)
+            flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+            if flat is not None and getattr(flat, "_shard_param_infos", None):
+                self.learn(flat)
+        plain = private._reduce_grad
 
-    def value(self, name: str, tensor: torch.Tensor) -> list[Part]:
-        shape, (first, last) = self.ranges.get(id(self.parameters[name]), (tuple(tensor.shape), (0, tensor.numel())))
-        if tensor.numel() != last - first:
-            return []
-        start = (0,) * len(shape)
-        return [(tensor.reshape(-1), Holding(shape, start, shape, flat=(first, last)))] if last > first else []
+        def reduce_grad(state: Any, handle: Any) -> Any:
+            for name, part in self.summands(handle.flat_param):
+                listener.add_local(name, part)
+            return plain(state, handle)
 
-    def gradient(self, name: str, parameter: nn.Parameter) -> list[Part]:
+        self.undo.append(replace_attribute(private, "_reduce_grad", reduce_grad))
+
+    def learn(self, flat: Any) -> None:
+        """The ranges of a flat parameter. The optimizer has the flat one, or with `use_orig_params=True` each of what it is made of."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        outer = names.get(id(flat), "").rpartition("_flat_param")[0]
+        at = 0
+        for i, (shape, info, path) in enumerate(zip(flat._shapes, flat._shard_param_infos, flat._fqns, strict=True)):
+            first = info.intra_param_start_idx or 0
+            held = first, first + (info.numel_in_shard if info.in_shard else 0)
+            original = flat._params[i] if flat._params else None
+            name = outer + path if original is None else names.get(id(original), path)
+            self.inside.setdefault(id(flat), []).append(name)
+            elements = FlatRange(name, tuple(shape), held, at if original is None else 0)
+            self.held.setdefault(id(flat if original is None else original), []).append(elements)
+            at += held[1] - held[0]
+
+    def summands(self, flat: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The gradient of this rank before it is reduced: not sharded, flat, with padding between the parameters."""
+        at, inside = 0, iter(zip(self.inside.get(id(flat), ()), flat._shapes, strict=False))
+        for size, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+            if not padding and (known := next(inside, None)) is not None:
+                yield known[0], flat.grad.reshape(-1)[at : at + size].view(known[1])
+            at += size
+
+    def value(self, name: str, tensor: torch.Tensor) -> list[HeldPart]:
+        known = self.held.get(id(self.parameters[name]))
+        if known is None:
+            return [HeldPart(tensor, whole(tensor))]
+        flat = tensor.reshape(-1)
+        return [
+            r.part_of(flat) for r in known if r.held[1] > r.held[0] and flat.numel() >= r.at + r.held[1] - r.held[0]
+        ]
+
+    def gradient(self, name: str, parameter: nn.Parameter) -> list[HeldPart]:
         return [] if parameter.grad is None else self.value(name, parameter.grad)
+
+    def local_gradient(self, name: str, gradient: torch.Tensor) -> list[HeldPart]:
+        return [HeldPart(gradient, whole(gradient))]
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """The elements of a parameter that this rank holds, and where they begin in what the optimizer has."""
+
+    name: str
+    shape: tuple[int, ...]
+    held: tuple[int, int]
+    at: int
+
+    def part_of(self, flat: torch.Tensor) -> HeldPart:
+        first, last = self.held
+        box = Holding(self.shape, (0,) * len(self.shape), self.shape, flat=self.held)
+        return HeldPart(flat[self.at : self.at + last - first], box, self.name)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import FrameworkAdapter, Listener, Part, wrap_method
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, Listener, wrap_method
 from meshwright.check.holdings import Holding, cut, whole
 
 
@@ -21,33 +21,35 @@ class Megatron(FrameworkAdapter):
 
     def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
         super().prepare(parameters, listener)
+        self.place = places()
         from megatron.core.optimizer.optimizer import MegatronOptimizer
 
         for kind in (MegatronOptimizer, *subclasses(MegatronOptimizer)):
             for method in {"clip_grad_norm", "get_grad_norm"} & vars(kind).keys():
-                wrap_method(
-                    kind, method, lambda _: listener.before_clipping(), lambda _, norm: listener.after_clipping(norm)
+                self.undo.append(
+                    wrap_method(
+                        kind, method, lambda _: listener.begin_clipping(), lambda _, norm: listener.end_clipping(norm)
+                    )
                 )
 
-    def value(self, name: str, tensor: torch.Tensor) -> list[Part]:
-        from megatron.core import parallel_state as state
-
+    def value(self, name: str, tensor: torch.Tensor) -> list[HeldPart]:
         parameter = self.parameters[name]
-        expert = not getattr(parameter, "allreduce", True)
-        sizes = "expert_tensor_parallel" if expert else "tensor_model_parallel"
-        of, index = (getattr(state, f"get_{sizes}_{what}")() for what in ("world_size", "rank"))
+        copied = getattr(parameter, "shared_embedding", False) and name.endswith("output_layer.weight")
+        original = "embedding.word_embeddings.weight" if copied else ""  # the last stage's copy
+        index, of = self.place["etp" if not getattr(parameter, "allreduce", True) else "tp"]
         dim = getattr(parameter, "partition_dim", -1)
         if not getattr(parameter, "tensor_model_parallel", False) or dim < 0 or of == 1:
-            return [(tensor, whole(tensor))]
+            return [HeldPart(tensor, whole(tensor), original)]
         gated = self.gated and ".linear_fc1." in name
-        return cut(tensor, dim, index, of, 2 if gated else getattr(parameter, "partition_stride", 1))
+        stride = 2 if gated else getattr(parameter, "partition_stride", 1)
+        return [HeldPart(*part, original) for part in cut(tensor, dim, index, of, stride)]
 
     @property
     def gated(self) -> bool:
         """Whether the first matrix of an MLP is two, one above the other, each of which is cut."""
         return any(getattr(getattr(m, "config", None), "gated_linear_unit", False) for m in self.model.modules())
 
-    def gradient(self, name: str, parameter: nn.Parameter) -> list[Part]:
+    def gradient(self, name: str, parameter: nn.Parameter) -> list[HeldPart]:
         gradient = getattr(parameter, "main_grad", None)
         gradient = parameter.grad if gradient is None else gradient
         if gradient is None:
@@ -56,10 +58,14 @@ class Megatron(FrameworkAdapter):
         owned = self.owned(parameter)
         if owned is None or len(parts) > 1:
             return parts if owned is None else []
-        box = parts[0][1]
+        box = parts[0].holding
         if owned[0] >= owned[1]:
             return []
-        return [(gradient.reshape(-1)[slice(*owned)], Holding(box.shape, box.start, box.size, flat=owned))]
+        return [
+            HeldPart(
+                gradient.reshape(-1)[slice(*owned)], Holding(box.shape, box.start, box.size, flat=owned), parts[0].name
+            )
+        ]
 
     def owned(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """The elements of a parameter whose reduced gradient this rank has, under the distributed optimizer; None: all."""
@@ -81,27 +87,34 @@ class Megatron(FrameworkAdapter):
             return []
         return [*vars(part).get("buffers", []), *vars(part).get("expert_parallel_buffers", [])]
 
-    def local_gradient(self, name: str, gradient: torch.Tensor) -> list[Part]:
+    def local_gradient(self, name: str, gradient: torch.Tensor) -> list[HeldPart]:
         return self.value(name, gradient)
 
     def coordinates(self) -> dict[str, int]:
-        from megatron.core import parallel_state as state
-
-        names = {
-            "tp": state.get_tensor_model_parallel_rank, "pp": state.get_pipeline_model_parallel_rank, "dp": state.get_data_parallel_rank,
-            "cp": state.get_context_parallel_rank, "ep": state.get_expert_model_parallel_rank,
-        }  # fmt: skip
-        return {axis: rank() for axis, rank in names.items()}
+        return {axis: index for axis, (index, _) in self.place.items() if axis != "etp"}
 
     def layout(self) -> str:
-        from megatron.core import parallel_state as state
+        sizes = {axis: n for axis, (_, n) in self.place.items() if n > 1 and axis != "etp"}
+        sharded = any(
+            b.ddp_config.use_distributed_optimizer for part in self.model.modules() for b in self.ddp_buffers(part)
+        )
+        words = [f"{axis} {n}" for axis, n in sizes.items()] + ["distributed optimizer"] * sharded
+        sequence = any(getattr(getattr(m, "config", None), "sequence_parallel", False) for m in self.model.modules())
+        return " × ".join(words + ["sequence parallel"] * sequence) or "one device"
 
-        sizes = {
-            "tp": state.get_tensor_model_parallel_world_size(), "pp": state.get_pipeline_model_parallel_world_size(),
-            "dp": state.get_data_parallel_world_size(), "cp": state.get_context_parallel_world_size(),
-            "ep": state.get_expert_model_parallel_world_size(),
-        }  # fmt: skip
-        return " × ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "one device"
+
+def places() -> dict[str, tuple[int, int]]:
+    """By axis, this rank's place and the degree."""
+    from megatron.core import parallel_state as state
+
+    names = {
+        "tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "dp": "data_parallel", "cp": "context_parallel",
+        "ep": "expert_model_parallel", "etp": "expert_tensor_parallel",
+    }  # fmt: skip
+    return {
+        axis: (getattr(state, f"get_{name}_rank")(), getattr(state, f"get_{name}_world_size")())
+        for axis, name in names.items()
+    }
 
 
 def subclasses(kind: type) -> set[type]:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright.check.holdings import Holding, coordinates_of, local_part, whole
 
-Part = tuple[torch.Tensor, Holding]
+
+class HeldPart(NamedTuple):
+    """What a rank holds of a parameter's tensor. `name`: of the parameter, if it is a part of what the framework calls one."""
+
+    value: torch.Tensor
+    holding: Holding
+    name: str = ""
 
 
 class Listener(Protocol):
     """What an adapter tells the recorder."""
 
     def add_local(self, name: str, gradient: torch.Tensor) -> None: ...
-    def before_clipping(self) -> None: ...
-    def after_clipping(self, norm: Any) -> None: ...
+    def begin_clipping(self) -> None: ...
+    def end_clipping(self, norm: Any) -> None: ...
 
 
 class FrameworkAdapter:
@@ -33,6 +43,7 @@ class FrameworkAdapter:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parameters: dict[str, nn.Parameter] = {}
+        self.undo: list[Callable[[], object]] = []
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
@@ -42,41 +53,81 @@ class FrameworkAdapter:
         """Called when the model is known, before its first call."""
         self.parameters = parameters
 
-    def value(self, name: str, tensor: torch.Tensor) -> list[Part]:
+    def release(self) -> None:
+        """Take back what `prepare` replaced."""
+        while self.undo:
+            self.undo.pop()()
+
+    def value(self, name: str, tensor: torch.Tensor) -> list[HeldPart]:
         """What this rank holds of a parameter, or of a state of its optimizer that has its shape."""
-        return [local_part(tensor)]
+        return [HeldPart(*local_part(tensor))]
 
-    def gradient(self, name: str, parameter: nn.Parameter) -> list[Part]:
-        return [] if parameter.grad is None else [local_part(parameter.grad)]
+    def gradient(self, name: str, parameter: nn.Parameter) -> list[HeldPart]:
+        return [] if parameter.grad is None else [HeldPart(*local_part(summed(parameter.grad)))]
 
-    def local_gradient(self, name: str, gradient: torch.Tensor) -> list[Part]:
+    def local_gradient(self, name: str, gradient: torch.Tensor) -> list[HeldPart]:
         """A gradient before the reduction: of the part of the parameter that this rank computes with."""
         parameter = self.parameters[name]
         if isinstance(parameter, DTensor):
             local, box = local_part(parameter)
-            return [(gradient, box)] if local.shape == gradient.shape else []
-        return [(gradient, whole(gradient))]
+            return [HeldPart(gradient, box)] if local.shape == gradient.shape else []
+        return [HeldPart(gradient, whole(gradient))]
 
     def coordinates(self) -> dict[str, int]:
         out = coordinates_of(list(self.parameters.values()))
-        if not out and torch.distributed.is_available() and torch.distributed.is_initialized():
+        stages = self.stages()
+        if stages:
+            out["pp"] = stages[0].group_rank
+        elif not out and torch.distributed.is_available() and torch.distributed.is_initialized():
             out = {"dp": torch.distributed.get_rank()}
         return out
+
+    def stages(self) -> list[Any]:
+        """The stages of a pipeline of PyTorch on this rank."""
+        pipelining = sys.modules.get("torch.distributed.pipelining.stage")
+        if pipelining is None:
+            return []
+        parts = {id(part) for part in self.model.modules()}
+        stages = [o for o in gc.get_objects() if isinstance(o, pipelining._PipelineStageBase) and id(o.submod) in parts]
+        return sorted(stages, key=lambda stage: stage.stage_index)
 
     def layout(self) -> str:
         """What took effect, in words: a framework may leave out silently what its settings ask for."""
         kinds = sorted({type(module).__name__ for module in self.model.modules()} & WRAPPER_NAMES)
+        kinds += (
+            ["replicate"] if "replicate" in (_get_registry(self.model) or {}) else []
+        )  # DDP without a module of its own
         sharded = [p for p in self.parameters.values() if isinstance(p, DTensor)]
         if sharded:
             kinds.append(f"{len(sharded)} of {len(self.parameters)} parameters are DTensors, {sharded[0].placements}")
+        if stages := self.stages():
+            kinds.append(f"{stages[0].num_stages} pipeline stages over {stages[0].group_size} ranks")
         return ", ".join(kinds) or "one device"
 
 
 WRAPPER_NAMES = {"DistributedDataParallel", "FullyShardedDataParallel"}
 
 
-def wrap_method(kind: type, name: str, before: Callable[[Any], object], after: Callable[[Any, Any], object]) -> None:
-    """Call functions before and after a method of a class: with the object, and with the object and the result."""
+def summed(gradient: torch.Tensor) -> torch.Tensor:
+    """A DTensor whose ranks have summands is summed: PyTorch leaves that to whoever reads it, clipping or the optimizer."""
+    if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
+        return gradient.redistribute(
+            placements=[Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+        )
+    return gradient
+
+
+def replace_attribute(place: Any, name: str, value: Any) -> Callable[[], object]:
+    """Set an attribute; the function that sets it back."""
+    back = partial(setattr, place, name, getattr(place, name))
+    setattr(place, name, value)
+    return back
+
+
+def wrap_method(
+    kind: type, name: str, before: Callable[[Any], object], after: Callable[[Any, Any], object]
+) -> Callable[[], object]:
+    """Call functions before and after a method of a class, with the object, and with the object and the result. Returns what takes it back."""
     plain = getattr(kind, name)
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,4 +136,4 @@ def wrap_method(kind: type, name: str, before: Callable[[Any], object], after: C
         after(self, result)
         return result
 
-    setattr(kind, name, wrapped)
+    return replace_attribute(kind, name, wrapped)
