@@ -106,9 +106,21 @@ PRIVATE = {
             "torch.utils._python_dispatch._get_current_dispatch_mode",
         ],
     ),
-    "recordings of FSDP2": (
+    "recordings of FSDP": (
         ["check/frameworks/fsdp.py"],
-        ["torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce"],
+        [
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
+            "torch.distributed.fsdp._runtime_utils._reduce_grad",
+        ],
+    ),
+    "torchtitan on a CPU": (
+        ["check/cpu/torchtitan.py"],
+        [
+            "torch._inductor.compile_fx",
+            "torch._utils._get_available_device_type",
+            "torch._utils._get_device_module",
+            "torch.utils._triton.has_triton_package",
+        ],
     ),
     "tensors changed in place": (
         ["parallel/tensor/regather.py", "parallel/data/offload.py"],

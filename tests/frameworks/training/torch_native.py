@@ -96,7 +96,11 @@ def main():
         bugs_torch.plant(chosen)
     if chosen.world > 1:
         distributed.init_process_group("gloo")
-    model, place, ranks = common.model_of(chosen, tied="tied" in chosen.layout), 0, 1
+    model, place, ranks = (
+        common.model_of(chosen, tied="tied" in chosen.layout, dropout=0.1 if "dropout" in chosen.layout else 0.0),
+        0,
+        1,
+    )
     whole = model
     if chosen.world > 1:
         model, place, ranks = parallel(model, chosen)

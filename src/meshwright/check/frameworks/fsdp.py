@@ -63,7 +63,7 @@ class FSDP1(FrameworkAdapter):
     def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
         super().prepare(parameters, listener)
         from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
-        from torch.distributed.fsdp import _runtime_utils as private
+        from torch.distributed.fsdp import _runtime_utils as runtime
 
         before, after = lambda _: listener.begin_clipping(), lambda _, norm: listener.end_clipping(norm)
         self.undo.append(wrap_method(Wrapper, "clip_grad_norm_", before, after))
@@ -73,14 +73,14 @@ class FSDP1(FrameworkAdapter):
             flat = getattr(getattr(module, "_handle", None), "flat_param", None)
             if flat is not None and getattr(flat, "_shard_param_infos", None):
                 self.learn(flat)
-        plain = private._reduce_grad
+        plain = runtime._reduce_grad
 
         def reduce_grad(state: Any, handle: Any) -> Any:
             for name, part in self.summands(handle.flat_param):
                 listener.add_local(name, part)
             return plain(state, handle)
 
-        self.undo.append(replace_attribute(private, "_reduce_grad", reduce_grad))
+        self.undo.append(replace_attribute(runtime, "_reduce_grad", reduce_grad))
 
     def learn(self, flat: Any) -> None:
         """The ranges of a flat parameter. The optimizer has the flat one, or with `use_orig_params=True` each of what it is made of."""

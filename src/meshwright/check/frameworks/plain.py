@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright.check.holdings import Holding, coordinates_of, local_part, whole
