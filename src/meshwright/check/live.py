@@ -152,8 +152,8 @@ class LiveWatch:
             self.optimizers.append(optimizer)
             if not self.framework.hooks_gradients:
                 for name, parameter in self.trained():
-                    for gradient, _ in self.framework.gradient(name, parameter):
-                        self.add_local(name, gradient)
+                    for part in self.framework.gradient(name, parameter):
+                        self.add_local(name, part.value)
 
     def after_update(self, *arguments: Any) -> None:
         self.updated = True
@@ -166,9 +166,9 @@ class LiveWatch:
                 seen, count = self.gradients.get(name), torch.count_nonzero(local_part(gradient)[0])
                 self.gradients[name] = count if seen is None else seen + count
 
-    def before_clipping(self) -> None: ...
+    def begin_clipping(self) -> None: ...
 
-    def after_clipping(self, norm: Any) -> None:
+    def end_clipping(self, norm: Any) -> None:
         if self.note is not None and self.norm is None and not hasattr(norm, "placements"):
             self.norm = norm
 
@@ -223,8 +223,8 @@ class LiveWatch:
         where = f" stage {self.stages[name]}" if self.stages.get(name) else ""
         where += f" ep {self.place['ep']}" if expert else ""
         return [
-            (local, f"{box.start} {box.size} {box.flat or ''}{where}")
-            for local, box in self.framework.value(name, parameter)
+            (part.value, f"{part.holding.start} {part.holding.size} {part.holding.flat or ''}{where}")
+            for part in self.framework.value(name, parameter)
         ]
 
     def end_step(self) -> None:

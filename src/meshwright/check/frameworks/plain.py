@@ -93,9 +93,10 @@ class FrameworkAdapter:
     def layout(self) -> str:
         """What took effect, in words: a framework may leave out silently what its settings ask for."""
         kinds = sorted({type(module).__name__ for module in self.model.modules()} & WRAPPER_NAMES)
-        kinds += (
-            ["replicate"] if "replicate" in (_get_registry(self.model) or {}) else []
-        )  # DDP without a module of its own
+        if any(isinstance(value, dict) and "replicate" in value for value in vars(self.model).values()):
+            kinds.append(
+                "replicate"
+            )  # DDP without a module of its own, known from the registry of composable functions
         sharded = [p for p in self.parameters.values() if isinstance(p, DTensor)]
         if sharded:
             kinds.append(f"{len(sharded)} of {len(self.parameters)} parameters are DTensors, {sharded[0].placements}")
