@@ -77,7 +77,7 @@ def work(context: Any, out: str, blocks: int, every: int) -> list[tuple[tuple[fl
         order = (0, 1) if number % 2 else (1, 0)
         times = {which: block(*trainings[which], batches) for which in order}
         pairs.append((times[0], times[1]))
-    return pairs
+    return pairs  # type: ignore[return-value]
 
 
 def main() -> None:
