@@ -26,10 +26,19 @@ from meshwright.check.names import UserTable
 from meshwright.check.translate import NameMap
 from meshwright.check.where import StepModules
 from meshwright.errors import MeshwrightError
-from meshwright.proof.diagnosis import NOT_UPDATED, Diagnosis
-from meshwright.proof.patterns import Copy, Pattern, pattern_of
+from meshwright.proof.diagnosis import Diagnosis
+from meshwright.proof.parts import Copy
+from meshwright.proof.patterns import Pattern, pattern_of
 from meshwright.proof.result import finite
-from meshwright.proof.tolerance import NEARLY_ZERO, Tolerance, at_least_usual, tensor_error
+from meshwright.proof.tolerance import (
+    NEARLY_ZERO,
+    Tolerance,
+    at_least_usual,
+    error_beyond,
+    moved_elements,
+    tensor_error,
+    verdict_of,
+)
 
 DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNTOLD = (
@@ -89,9 +98,7 @@ class RunComparison:
 
     @property
     def verdict(self) -> str:
-        if self.untold:
-            return "cannot be told"
-        return "differs" if self.differences else "equal within rounding"
+        return verdict_of(bool(self.differences) and not self.untold, self.untold)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -316,9 +323,9 @@ class StepPair:
             float(np.abs(whole).max(initial=0.0)), self.floor(kind, False)
         )
         rate = max((float(e.value[0]) for step in self.one for e in step.of("learning rate")), default=0.0)
-        moved = rate * (self.number + 1) * np.minimum(2.0, noise / np.maximum(np.abs(part.of(whole)), 1e-300))
-        beyond = np.maximum(np.abs(pair.got - pair.expected) - moved, 0.0)
-        return tensor_error(beyond, np.zeros_like(beyond), pair.whole, floor)[0]
+        steps = self.number + 1
+        moved = moved_elements([part.of(whole)] * steps, [noise] * steps, rate=rate)
+        return error_beyond(moved, pair.got, pair.expected, pair.whole, floor)
 
     # Where it began
 
@@ -344,10 +351,7 @@ class StepPair:
         phase = PHASES.get(first.kind, "update")
         if phase == "update" and (rate := self.other_learning_rate()) is not None:
             return Diagnosis(phase, first.name, rate)
-        pattern = self.pattern(list(self.copies(first.kind, first.name)))
-        if phase == "update" and pattern.kind == "zero":
-            pattern = NOT_UPDATED
-        return Diagnosis(phase, first.name, pattern)
+        return Diagnosis(phase, first.name, self.pattern(list(self.copies(first.kind, first.name))))
 
     def copies(self, kind: str, name: str) -> Iterator[Copy]:
         """What the ranks hold of a tensor: of a parameter the change of this step, of a norm its square."""
@@ -356,13 +360,8 @@ class StepPair:
         for pair in beside(expected, got):
             then = before.get((pair.ranks, pair.place))
             coordinates = self.coordinates[pair.ranks[0]] if len(pair.ranks) == 1 else {}
-            if kind == "parameter" and then is not None:
-                yield Copy(coordinates, pair.place, pair.got - then.got, pair.expected - then.expected)
-            elif kind == "norm":
-                yield Copy(coordinates, pair.place, pair.got**2, pair.expected**2)
-            else:
-                old = (then.got, then.expected) if then is not None else (None, None)
-                yield Copy(coordinates, pair.place, pair.got, pair.expected, *old)
+            old = None if then is None else (then.got, then.expected)
+            yield Copy.of(kind, coordinates, pair.place, (pair.got, pair.expected), old)
 
     def before(self, kind: str, name: str) -> Iterator[Beside]:
         source, kind = (

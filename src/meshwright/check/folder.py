@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import MeshwrightError
+from meshwright.proof.parts import box_at
 
 FORMAT = 1
 
@@ -44,7 +45,7 @@ class RecordedValue:
 
     @property
     def here(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+        return box_at(self.start, self.size)
 
     @property
     def place(self) -> tuple[int, ...]:

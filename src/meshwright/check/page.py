@@ -11,33 +11,24 @@ from rich.text import Text
 from meshwright.check.compare import RunComparison
 from meshwright.check.expected import CollectiveFinding
 from meshwright.check.folder import Recording
+from meshwright.proof.page import SIGNS, differences
 from meshwright.units import counted
 from meshwright.view.tables import table
 
 SHOWN = 12
-SIGNS = {
-    "equal within rounding": ("✓", "bold green"),
-    "differs": ("✗", "bold red"),
-    "cannot be told": ("?", "bold yellow"),
-}
 
 
 def page(one: Recording, many: Recording, comparison: RunComparison) -> RenderableType:
     sign, style = SIGNS[comparison.verdict]
     lines: list[RenderableType] = [
         Text.assemble(
-            (f"{sign} {comparison.verdict}", style),
+            (f"{sign}{comparison.verdict}", style),
             f"  {about(many)} against {about(one)}, {counted(comparison.steps, 'step')}",
         )
     ]
     if comparison.untold:
         lines.append(Text(comparison.untold, "yellow"))
-    if comparison.diagnosis is not None:
-        lines.append(Text.assemble(("where  ", "bold"), str(comparison.diagnosis)))
-        lines += [Text.assemble(("usual cause  ", "dim"), cause) for cause in comparison.diagnosis.causes]
-    lines += [Text(f"  {difference}") for difference in comparison.differences[:SHOWN]]
-    if len(comparison.differences) > SHOWN:
-        lines.append(Text(f"  and {len(comparison.differences) - SHOWN} more", "dim"))
+    lines += differences(comparison.differences, comparison.diagnosis, SHOWN)
     lines += [numbers(comparison), strip(comparison)]
     lines += [Text(f"collectives  {finding}", "red") for finding in comparison.collectives[:SHOWN]]
     for step, (reference, candidate) in enumerate(comparison.losses):
@@ -83,6 +74,6 @@ def findings_page(
     serious = [finding for finding in findings if finding.kind != "note"]
     sign, style = SIGNS["differs" if serious else "equal within rounding"]
     verdict = f"{len(serious)} findings" if serious else "the collectives that must be there are there"
-    lines = [Text.assemble((f"{sign} {verdict}", style), f"  {about(recording)}, step {step}, beside {against}")]
+    lines = [Text.assemble((f"{sign}{verdict}", style), f"  {about(recording)}, step {step}, beside {against}")]
     lines += [Text(f"  {finding}", "" if finding.kind == "note" else "red") for finding in findings]
     return Group(*lines)

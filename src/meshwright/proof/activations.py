@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.describe.sharding import KV_COPIES, even_range
-from meshwright.proof.patterns import Copy, Pattern, pattern_of, ratio, same
+from meshwright.proof.parts import Copy, box_at
+from meshwright.proof.patterns import Pattern, pattern_of, ratio, same
 from meshwright.proof.records import Activations, Trace
 from meshwright.proof.tolerance import FP64_BOUND, NEARLY_ZERO, tensor_error
 
@@ -163,8 +164,9 @@ def initial_copies(name: str, sides: Sides) -> Iterator[Copy]:
     for trace in sides.many:
         for piece in (p for p in trace.pieces if p.name == name):
             if piece.initial is not None and full is not None:
-                here = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.initial.shape, strict=True))
-                yield Copy(trace.coordinates, piece.start, piece.initial, full[here])
+                yield Copy(
+                    trace.coordinates, piece.start, piece.initial, full[box_at(piece.start, piece.initial.shape)]
+                )
 
 
 def loss_copies(sides: Sides) -> Iterator[Copy]:
@@ -239,8 +241,7 @@ def weighted_samples(sides: Sides, name: str, copies: Iterable[Copy]) -> Pattern
     if not parts:
         return None
     for copy in (c for c in copies if not same(c.got, c.expected)):
-        here = tuple(slice(a, a + n) for a, n in zip(copy.start, copy.got.shape, strict=True))
-        columns = np.stack([part[here].ravel() for part in parts.values()], axis=1)
+        columns = np.stack([part[copy.box].ravel() for part in parts.values()], axis=1)
         solution, _, rank, _ = np.linalg.lstsq(columns, copy.got.ravel(), rcond=1e-9)
         if rank < columns.shape[1] or not same(columns @ solution, copy.got.ravel()):
             return None

@@ -8,8 +8,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from meshwright.proof.parts import box_at
 from meshwright.proof.records import Trace
-from meshwright.proof.tolerance import KINDS, Tolerance, floor_of, moved, number_error, tensor_error
+from meshwright.proof.tolerance import (
+    KINDS,
+    Tolerance,
+    error_beyond,
+    floor_of,
+    moved,
+    number_error,
+    tensor_error,
+    verdict_of,
+)
 
 NARROWER = "narrow operation"
 INITIAL = "initial weights"
@@ -58,7 +68,7 @@ class Agreement:
 
     @property
     def verdict(self) -> str:
-        return "differs" if self.breaks else "cannot be told" if self.untold else "equal within rounding"
+        return verdict_of(bool(self.breaks), self.untold)
 
     @property
     def label(self) -> str:
@@ -101,13 +111,12 @@ def compare(one: Trace, many: list[Trace], tolerance: Tolerance | None = None, r
                     ("gradient", piece.gradients[step], full.gradients[step]),
                     ("parameter", piece.parameters[step], full.parameters[step]),
                 ):
-                    here = tuple(slice(a, a + n) for a, n in zip(piece.start, got.shape, strict=True))
+                    here = box_at(piece.start, got.shape)
                     error, ratio = tensor_error(got, expected[here], expected, floors[what][step])
                     limit = tolerance.bound(what, step, piece.name)
                     if what == "parameter" and limit < error < np.inf:
                         allowed = moved(full, piece, here, step, floors["gradient"], tolerance)
-                        beyond = np.maximum(np.abs(got - expected[here]) - allowed, 0.0)
-                        error = tensor_error(beyond, np.zeros_like(beyond), expected, floors[what][step])[0]
+                        error = error_beyond(allowed, got, expected[here], expected, floors[what][step])
                     judge(step, what, piece.name, trace.rank, error, ratio)
     ordered = [b for _, b in sorted(breaks, key=lambda pair: pair[0])]
     return Agreement(dtype, errors, ordered, many[0].losses, one=one, many=many)

@@ -20,10 +20,11 @@ import numpy as np
 from meshwright.proof.activations import FirstDifference, Sides, first_in_backward, first_in_forward, weighted_samples
 from meshwright.proof.compare import INITIAL, NARROWER, Agreement, Break
 from meshwright.proof.emulation.update import AVERAGE, UPDATED
+from meshwright.proof.parts import Copy, box_at
 from meshwright.proof.patterns import (
     MOST_NOISE,
+    NOT_UPDATED,
     SAME,
-    Copy,
     Pattern,
     along,
     missing_sum,
@@ -37,7 +38,6 @@ from meshwright.proof.records import Trace
 from meshwright.proof.tolerance import KINDS
 
 GIVEN = "gradient given to the optimizer"
-NOT_UPDATED = Pattern("stale", "it was not updated")
 
 WORDS = {
     "zero": "zero, nothing arrived",
@@ -149,7 +149,7 @@ def diagnose(agreements: list[Agreement], factors: Mapping[str, int]) -> Diagnos
     if first.what == "loss":
         return of_loss(one, many, first.step, factors, axes, sides)
     if first.what == "norm":
-        squares = [numbers(trace, one, "norm", first.step, power=2) for trace in many]
+        squares = [numbers(trace, one, "norm", first.step) for trace in many]
         counted = counted_copies(one, many, squares[0], first.step, axes)
         return Diagnosis("clipping", "", counted or pattern_of(squares, factors, axes))
     pattern = pattern_of(list(copies_of(one, many, first.what, first.name, first.step)), factors, axes)
@@ -165,11 +165,7 @@ def diagnose(agreements: list[Agreement], factors: Mapping[str, int]) -> Diagnos
     replayed = [b for agreement in agreements for b in agreement.breaks if b.what == GIVEN and b.step == first.step]
     if replayed and clipped_alike(replayed):
         return of_replay(replayed[0])
-    if pattern.kind == "zero":  # of a change
-        pattern = NOT_UPDATED
-    elif decay := decayed_again(one, many, first):
-        pattern = decay
-    return Diagnosis("update", first.name, pattern)
+    return Diagnosis("update", first.name, decayed_again(one, many, first) or pattern)
 
 
 def clipped_alike(replayed: list[Break]) -> bool:
@@ -206,7 +202,7 @@ def of_loss(
 ) -> Diagnosis:
     """A loss that differs alone is only reported wrong. One that differs as all gradients do, by one factor, is divided by a wrong number.
     Otherwise the first module that differs is named."""
-    copies = [numbers(trace, one, "loss", step, power=1) for trace in many]
+    copies = [numbers(trace, one, "loss", step) for trace in many]
     if not any(wrong_tensors(one, many, "gradient", step)):
         return Diagnosis("reduction", "", pattern_of(copies, factors, axes))
     factor = float(copies[0].got[0] / copies[0].expected[0])
@@ -222,12 +218,11 @@ def of_loss(
     return Diagnosis("forward", "", pattern)
 
 
-def numbers(trace: Trace, one: Trace, what: str, step: int, power: int) -> Copy:
+def numbers(trace: Trace, one: Trace, what: str, step: int) -> Copy:
     """A loss or a norm as a tensor of one element."""
     got, expected = (trace.losses, one.losses) if what == "loss" else (trace.norms, one.norms)
-    values = [np.array([series[at] ** power]) for series in (got, expected) for at in (step, max(step - 1, 0))]
-    before = (values[1], values[3]) if step and what == "loss" else (None, None)
-    return Copy(trace.coordinates, (0,), values[0], values[2], *before)
+    now, then = ((np.array([got[at]]), np.array([expected[at]])) for at in (step, max(step - 1, 0)))
+    return Copy.of(what, trace.coordinates, (0,), now, then if step else None)
 
 
 def copies_of(one: Trace, many: list[Trace], what: str, name: str, step: int) -> Iterator[Copy]:
@@ -237,12 +232,9 @@ def copies_of(one: Trace, many: list[Trace], what: str, name: str, step: int) ->
         for piece in (p for p in trace.pieces if p.name == name):
             got, whole = (p.gradients if what == "gradient" else p.values for p in (piece, full))
             at = step if what == "gradient" else step + 1  # `values` begin with the initial ones
-            here = tuple(slice(a, a + n) for a, n in zip(piece.start, got[at].shape, strict=True))
-            now, then = (got[at], whole[at][here]), (got[at - 1], whole[at - 1][here]) if at else (None, None)
-            if what == "parameter":
-                yield Copy(trace.coordinates, piece.start, now[0] - then[0], now[1] - then[1])
-            else:
-                yield Copy(trace.coordinates, piece.start, *now, *then)
+            here = box_at(piece.start, got[at].shape)
+            now, then = ((got[i], whole[i][here]) for i in (at, max(at - 1, 0)))
+            yield Copy.of(what, trace.coordinates, piece.start, now, then if at else None)
 
 
 def wrong_tensors(one: Trace, many: list[Trace], what: str, step: int) -> Iterator[bool]:
@@ -266,7 +258,7 @@ def replicas_apart(one: Trace, many: list[Trace], first: Break) -> Pattern | Non
         full = next(p for p in one.replicas[trace.coordinates["replicate"]].pieces if p.name == first.name)
         for piece in (p for p in trace.pieces if p.name == first.name and first.what == "parameter"):
             value = piece.parameters[first.step]
-            here = tuple(slice(a, a + n) for a, n in zip(piece.start, value.shape, strict=True))
+            here = box_at(piece.start, value.shape)
             copies.append(Copy(trace.coordinates, piece.start, value, full.parameters[first.step][here]))
     return missing_sum(copies, {"replicate": len(one.replicas)})
 
@@ -276,8 +268,7 @@ def decayed_again(one: Trace, many: list[Trace], first: Break) -> Pattern | None
     full = next(piece for piece in one.pieces if piece.name == first.name)
     shares = set()
     for copy in copies_of(one, many, "parameter", first.name, first.step):
-        here = tuple(slice(a, a + n) for a, n in zip(copy.start, copy.got.shape, strict=True))
-        extra, weights = copy.got - copy.expected, full.values[first.step][here]
+        extra, weights = copy.got - copy.expected, full.values[first.step][copy.box]
         if not same(extra, ratio(extra, weights) * weights):
             return None
         shares.add(round(ratio(extra, weights), 9))

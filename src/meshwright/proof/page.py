@@ -1,8 +1,11 @@
 """A proof as a page: the verdict, the small copies, the differences, the collectives and the memory."""
 
+from collections.abc import Iterable
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshwright.proof.diagnosis import Diagnosis
 from meshwright.proof.records import Row
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.units import counted, format_bytes, format_decimal_bytes
@@ -11,6 +14,11 @@ from meshwright.view.tables import filled, heading
 SHOWN_BREAKS = 5
 MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
 KINDS = ("loss", "norm", "gradient", "parameter")
+SIGNS = {
+    "equal within rounding": ("✓ ", "bold green"),
+    "differs": ("✗ ", "bold red"),
+    "cannot be told": ("? ", "bold yellow"),
+}
 
 
 def page(proof: Proof) -> RenderableType:
@@ -31,17 +39,17 @@ def verdict(proof: Proof) -> Text:
         sizes = sorted({copy.small.plan.world for copy in proof.copies})
         on = f"on {' and '.join(map(str, sizes))} {'rank' if sizes == [1] else 'ranks'}"
         words = f"  trains what one device trains: {counted(proof.copies[0].steps, 'step')} {on}"
-        mark, style = ("✓ ", "bold green"), ""
+        verdict, style = "equal within rounding", ""
         if any(first.untold for copy in proof.copies for first in copy.agreements[:1]):
-            words, mark = "  no difference was found, but not all can be told", ("? ", "bold yellow")
+            words, verdict = "  no difference was found, but not all can be told", "cannot be told"
     else:
         words = (
             "  does not train what one device trains"
             if not proof.parity
             else "  issues collectives that were not lowered"
         )
-        mark, style = ("✗ ", "bold red"), "bold red"
-    return Text.assemble(mark, (proof.title, "bold"), (words, style), (f"  {proof.seconds:.1f} s", "dim"))
+        verdict, style = "differs", "bold red"
+    return Text.assemble(SIGNS[verdict], (proof.title, "bold"), (words, style), (f"  {proof.seconds:.1f} s", "dim"))
 
 
 def notes(proof: Proof) -> list[Text]:
@@ -91,15 +99,19 @@ def convergence(proof: Proof) -> list[Text]:
 
 
 def breaks(copy: CopyProof) -> RenderableType:
-    found = [b for a in copy.agreements for b in a.breaks]
-    lines = [heading("First difference", f"axis {copy.blamed}; {copy.small.plan.title()}")]
-    lines += [Text(f"  {b}", "red" if i == 0 else "dim") for i, b in enumerate(found[:SHOWN_BREAKS])]
-    if len(found) > SHOWN_BREAKS:
-        lines.append(Text(f"  … and {len(found) - SHOWN_BREAKS} more", "dim"))
-    if copy.diagnosis is not None:
-        lines.append(Text.assemble("  ", ("What it means  ", "dim"), str(copy.diagnosis)))
-        lines += [Text(f"  usual cause: {cause}", "dim") for cause in copy.diagnosis.causes]
-    return Group(*lines)
+    first = heading("First difference", f"axis {copy.blamed}; {copy.small.plan.title()}")
+    return Group(first, *differences((b for a in copy.agreements for b in a.breaks), copy.diagnosis))
+
+
+def differences(found: Iterable[object], diagnosis: Diagnosis | None, most: int = SHOWN_BREAKS) -> list[Text]:
+    """The first differences of two trainings, and what the very first means."""
+    lines = [Text(f"  {difference}", "dim" if i else "red") for i, difference in enumerate(found)]
+    if len(lines) > most:
+        lines[most:] = [Text(f"  … and {len(lines) - most} more", "dim")]
+    if diagnosis is not None:
+        lines.append(Text.assemble("  ", ("What it means  ", "dim"), str(diagnosis)))
+        lines += [Text(f"  usual cause: {cause}", "dim") for cause in diagnosis.causes]
+    return lines
 
 
 def collectives(proof: Proof, copy: CopyProof) -> RenderableType:

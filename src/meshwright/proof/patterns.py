@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.proof.parts import Copy
+
 SAME = 1e-6  # relative: two tensors that agree to this are the same numbers
 NARROW = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}  # relative rounding of one operation
 MOST_NOISE = 16 * NARROW["bf16"]  # of a step
@@ -24,23 +26,13 @@ MOST_PART = 0.75  # of the indices of a dimension: more is not a part
 
 
 @dataclass(frozen=True)
-class Copy:
-    """The part of a tensor that a rank holds, beside the same part of one device's."""
-
-    coordinates: Mapping[str, int]
-    start: tuple[int, ...]
-    got: np.ndarray
-    expected: np.ndarray
-    before: np.ndarray | None = None  # what this rank had in the step before
-    expected_before: np.ndarray | None = None
-    dims: tuple[str, ...] = ("rows", "columns")  # what the dimensions are called
-
-
-@dataclass(frozen=True)
 class Pattern:
     kind: str
     detail: str = ""
     axis: str = ""
+
+
+NOT_UPDATED = Pattern("stale", "it was not updated")
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -68,7 +60,7 @@ def pattern_of(copies: list[Copy], factors: Mapping[str, int], axes: Mapping[str
     if not all(np.isfinite(c.got).all() for c in wrong):
         return Pattern("other", "not a number")
     if all(not c.got.any() for c in wrong):
-        return Pattern("zero")
+        return NOT_UPDATED if wrong[0].is_change else Pattern("zero")
     if stale := stale_values(wrong):
         return stale
     if summed := missing_sum(copies, axes):

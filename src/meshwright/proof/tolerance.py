@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe.optimizer import Optimizer
+from meshwright.proof.parts import Box
 from meshwright.proof.records import PieceTrace, Trace
 
 FP64_BOUND = 1e-9
@@ -40,7 +41,6 @@ NUMBER_FLOOR = {"fp32": 4 * 2.0**-24, "fp16": 2.0**-14, "bf16": 2.0**-11}
 UNMEASURED = {"fp32": 10 * 2.0**-24}  # the spread of a training that was not repeated with moved weights
 SLOPE = 3.4445**5  # how much Muon's iteration enlarges a small change of its matrix, at most
 KINDS = ("loss", "gradient", "norm", "parameter")
-Box = tuple[slice, ...]
 
 
 @dataclass
@@ -68,6 +68,11 @@ class Tolerance:
                 known = spread.setdefault(key, [0.0] * len(errors))
                 spread[key] = [max(pair) for pair in zip(known, errors, strict=True)]
         return cls(dtype, at_least_usual(spread, ("gradient", "parameter")))
+
+
+def verdict_of(differs: bool, untold: str) -> str:
+    """One of three words; `untold` says why it cannot be told whether two trainings differ."""
+    return "differs" if differs else "cannot be told" if untold else "equal within rounding"
 
 
 def at_least_usual(
@@ -115,6 +120,12 @@ def tensor_error(got: np.ndarray, box: np.ndarray, expected: np.ndarray, floor: 
     return (error if np.isfinite(error) else float("inf")), ratio
 
 
+def error_beyond(allowed: Any, got: np.ndarray, box: np.ndarray, expected: np.ndarray, floor: float) -> float:
+    """The error without what is allowed of each element."""
+    beyond = np.maximum(np.abs(got - box) - allowed, 0.0)
+    return tensor_error(beyond, np.zeros_like(beyond), expected, floor)[0]
+
+
 def floor_of(one: Trace, what: str, dtype: str) -> list[float]:
     """The smallest scale a tensor is measured against at each step: a share of the model's largest gradient or parameter."""
     lists = [values_of(piece, what) for piece in one.pieces]
@@ -138,12 +149,12 @@ def moved(full: PieceTrace, piece: PieceTrace, here: Box, step: int, floors: lis
     return moved_elements(own, seen, full.epsilon) if full.epsilon else 0.0
 
 
-def moved_elements(gradients: list[np.ndarray], noises: list[Any], epsilon: float) -> np.ndarray:
-    out = np.zeros(gradients[0].shape)
-    for gradient, noise in zip(gradients, noises, strict=True):
-        size = np.abs(gradient.astype(np.float64)) + epsilon
-        out += Optimizer().learning_rate * np.minimum(2.0, noise / np.maximum(size, 1e-300))
-    return out
+def moved_elements(
+    gradients: list[np.ndarray], noises: list[Any], epsilon: float = 0.0, rate: float = Optimizer().learning_rate
+) -> np.ndarray:
+    """How far noise in the gradients of the steps until now moves the elements that Adam updates."""
+    sizes = (np.maximum(np.abs(gradient.astype(np.float64)) + epsilon, 1e-300) for gradient in gradients)
+    return rate * np.sum([np.minimum(2.0, noise / size) for size, noise in zip(sizes, noises, strict=True)], axis=0)
 
 
 def moved_matrix(gradients: list[np.ndarray], noises: list[float]) -> np.ndarray:

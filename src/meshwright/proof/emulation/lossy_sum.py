@@ -33,6 +33,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.stages import program_of
 from meshwright.proof.emulation.compressors import CompressedSum, PowerSum, Shapes, compressed_sum, sum_of
 from meshwright.proof.emulation.per_rank import PerRankGradients, Source, source
+from meshwright.proof.parts import box_at
 
 Gradients = dict[Source, dict[str, torch.Tensor]]  # of whose tokens, by use
 
@@ -46,7 +47,7 @@ class Portion:
     shape: tuple[int, ...]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))]
+        return whole[box_at(self.start, self.shape)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.proof.compare import Break
-from meshwright.proof.records import PieceTrace, Trace, Update
+from meshwright.proof.parts import assembled
+from meshwright.proof.records import PieceTrace, Trace
 
 BOUND = 0.25  # of the norm of an update: twice what a few elements that are rounded differently change
 A, B, C, STEPS = 3.4445, -4.7750, 2.0315, 5
@@ -41,7 +42,10 @@ def replay_matrices(ranks: list[Trace], plan: Plan, rates: list[float], settings
             made = [(piece, update) for piece, update in updates if update is not None]
             if len(made) < len(pieces):  # a step that overflowed
                 continue
-            gradient, before, after = (assembled(made, what) for what in ("gradient", "before", "after"))
+            gradient, before, after = (
+                assembled((piece.start, getattr(update, what)) for piece, update in made)
+                for what in ("gradient", "before", "after")
+            )
             momentum, expected = next_update(momentum, gradient, settings.momentum)
             size = rate * 0.2 * sqrt(max(gradient.shape[-2:]))
             moved = (before * (1 - rate * settings.weight_decay) - after) / size
@@ -66,13 +70,3 @@ def by_matrix(ranks: list[Trace], plan: Plan) -> Iterator[tuple[Trace, list[Piec
             if piece.orthogonal and any(update is not None for update in piece.updates):
                 found.setdefault((piece.name, replica), (trace, []))[1].append(piece)
     yield from found.values()
-
-
-def assembled(pieces: list[tuple[PieceTrace, Update]], what: str) -> np.ndarray:
-    """The whole tensor of the gradients, or of the values before or after the update, of its pieces."""
-    parts = [(piece.start, getattr(update, what)) for piece, update in pieces]
-    shape = np.max([np.add(start, part.shape) for start, part in parts], axis=0)
-    out = np.zeros(tuple(int(n) for n in shape))
-    for start, part in parts:
-        out[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
-    return out
