@@ -12,7 +12,8 @@ from meshwright.check.folder import Recording
 from meshwright.check.page import page
 from meshwright.view.html import as_html
 
-CELL, LANE, LEFT, TOP = 14, 26, 150, 44
+CELL, LANE, LEFT, TOP = 14, 26, 220, 44
+LETTER = 6.5  # width of a letter of a label
 LANES = ("forward: outputs", "backward: gradients of outputs", "reduction: gradients of parameters")
 EQUAL, OFF, UNSEEN = "#2f9e6e", "#d33c32", "#8884"
 PHASE_LANES = {"forward": 0, "backward": 1, "reduction": 2}
@@ -37,7 +38,7 @@ def strip(comparison: RunComparison) -> str:
         return ""
     lanes = [{name: row[0] for name, *row in comparison.modules}, {name: row[1] for name, *row in comparison.modules}]
     lanes.append({name: of_parameters(comparison, name) for name in names})
-    width, bottom = LEFT + CELL * len(names) + 220, TOP + LANE * len(LANES)
+    width, bottom = max(LEFT + CELL * len(names) + 20, 1000), TOP + LANE * len(LANES)
     parts = [f'<text x="0" y="{TOP + LANE * i + 16}">{text}</text>' for i, text in enumerate(LANES)]
     for i, lane in enumerate(lanes):
         for j, name in enumerate(names):
@@ -72,7 +73,7 @@ def colour(value: ErrorAndBound) -> str:
 
 
 def blocks(names: list[str]) -> list[tuple[int, str]]:
-    """Where each block of the network begins: its first two names, such as layers.3."""
+    """Where each block of the network begins, and its name, such as layers.3; only its number where there is no room."""
     out: list[tuple[int, str]] = []
     for at, name in enumerate(names):
         parts = name.split(".")
@@ -80,7 +81,11 @@ def blocks(names: list[str]) -> list[tuple[int, str]]:
         block = ".".join(parts[max(numbers[0] - 1, 0) : numbers[0] + 1]) if numbers else ""
         if block and (not out or out[-1][1] != block):
             out.append((at, block))
-    return out
+    ends = [at for at, _ in out[1:]] + [len(names)]
+    return [
+        (at, block if LETTER * len(block) < CELL * (end - at) else block.rpartition(".")[2])
+        for (at, block), end in zip(out, ends, strict=True)
+    ]
 
 
 def marker(comparison: RunComparison, names: list[str]) -> str:
@@ -95,5 +100,5 @@ def marker(comparison: RunComparison, names: list[str]) -> str:
     text = escape(
         f"first difference: {module or 'model'}, {found.phase}, {found.pattern.kind} {found.pattern.detail}".rstrip()
     )
-    anchor = "end" if x > 700 else "start"
+    anchor = "end" if x > LEFT + 400 else "start"
     return f'{line}<path d="M{x - 5} 30h10l-5 9z" fill="{OFF}"/><text class="first" x="{x}" y="22" text-anchor="{anchor}">{text}</text>'

@@ -45,7 +45,7 @@ def about(recording: Recording) -> str:
 
 
 def numbers(comparison: RunComparison) -> RenderableType:
-    rows = table("kind", "tensors#", "largest error#")
+    rows = table("kind", ">tensors", ">largest error")
     for kind, count in comparison.compared.items():
         rows.add_row(kind, str(count), f"{comparison.errors[kind]:.1e}")
     return rows
@@ -59,7 +59,7 @@ def strip(comparison: RunComparison) -> RenderableType:
     at = names.index(comparison.diagnosis.tensor) if comparison.diagnosis.tensor in names else -1
     if at < 0:
         return Text()
-    rows = table("module", "output#", "gradient of it#")
+    rows = table("module", ">output", ">gradient of it")
     for name, forward, backward in comparison.modules[max(at - 3, 0) : at + 5]:
         style = "bold red" if name == comparison.diagnosis.tensor else ""
         shown = ("" if isnan(value.error) else f"{value.error:.1e}" for value in (forward, backward))
