@@ -231,6 +231,7 @@ class StepRecorder:
             return
         self.updated = True
         owned = {id(p): name for name, p in self.names.parameters.items()}
+        owned |= self.framework.optimised() if self.framework is not None else {}
         with self.timed():
             for parameter, states in optimizer.state.items():
                 name = owned.get(id(parameter))

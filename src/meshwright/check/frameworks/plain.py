@@ -61,6 +61,10 @@ class FrameworkAdapter:
         """What this rank holds of a parameter, or of a state of its optimizer that has its shape."""
         return [HeldPart(*local_part(tensor))]
 
+    def optimised(self) -> dict[int, str]:
+        """What an optimizer updates in place of parameters, and their names."""
+        return {}
+
     def gradient(self, name: str, parameter: nn.Parameter) -> list[HeldPart]:
         return [] if parameter.grad is None else [HeldPart(*local_part(summed(parameter.grad)))]
 
