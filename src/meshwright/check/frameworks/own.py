@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.sharded import Sharded
 
 
-class OwnTrainer(FrameworkAdapter):
+class OwnNetwork(FrameworkAdapter):
     name = "Meshwright"
 
     @classmethod
