@@ -29,14 +29,15 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import new_lines, read_about, read_events, read_steps
 from meshwright.planner.goodput import goodput
-from meshwright.training.faults.inject import KINDS, LOG, VARIABLE, draw_faults, write_faults
+from meshwright.training.faults.inject import KINDS, LOG, VARIABLE, Fault
 
 MODEL = {"hidden": 64, "layers": 4, "heads": 4, "ffn": 128, "vocab": 256}
 WORKLOAD = {"batch": 8, "seq": 32, "precision": "fp32"}
@@ -51,6 +52,30 @@ STEPS = FIRST + SPACING * len(KINDS)
 BETWEEN_S = 600.0  # one fault every ten minutes
 FAULTS = "faults.json"
 NOTICED = {"slow": ("slow",), "nan": ("rollback",), "spike": ("rollback",), "disk-full": ("checkpoint-failed", "fault")}
+
+
+def draw_faults(
+    seed: int, kinds: Sequence[str], world: int, first: int, spacing: int, save_every: int = 0
+) -> list[Fault]:
+    """One fault of each given kind, in a random order of ranks and steps, about `spacing` steps apart. The same for the same seed."""
+    draw = random.Random(seed)
+    faults = []
+    for number, kind in enumerate(kinds):
+        step = first + number * spacing + draw.randrange(max(1, spacing // 4))
+        seconds, steps = 0.0, 1
+        if kind == "kill-save" and save_every:
+            step = -(-step // save_every) * save_every  # the first step after a save began
+            seconds = draw.uniform(0.0, 0.05)
+        if kind == "slow":
+            seconds, steps = draw.uniform(0.3, 0.5), 2 * spacing // 3 or 1
+        if kind == "disk-full":
+            steps = save_every + 1  # at least one save fails
+        faults.append(Fault(kind, draw.randrange(world), step, seconds, steps))
+    return faults
+
+
+def write_faults(path: Path, faults: Sequence[Fault]) -> None:
+    path.write_text(json.dumps([asdict(fault) for fault in faults], indent=1), "utf-8")
 
 
 def config(number: int) -> Config:

@@ -8,7 +8,7 @@ Four nodes of two ranks, 200 Mb/s and 1 ms between nodes (`meshwright emulate`; 
 uses operations of sizes fixed beforehand only: `meshwright bench` and `calibrate` for the network, and the device part of the calibration of
 this machine (`comm.bench.device`) on all ranks at once. No constant is fitted to the runs of the plans.
 
-Sleeps are defined by the cost model's compute (`training.sleeping`), so the first table compares communication, overlap, schedules and
+Sleeps are defined by the cost model's compute (`sleeping`), so the first table compares communication, overlap, schedules and
 what the ranks' own Python costs; the second also compares computation.
 """
 
@@ -156,7 +156,7 @@ def run_plan(name: str, context: Any, job: dict[str, Any]) -> dict[str, Any]:
     from meshwright.parallel.numerics.precision import DTYPES
     from meshwright.training.data.sources import Corpus
     from meshwright.training.loop import Trainer
-    from meshwright.training.measure.sleeping import SleepingDevice, device_of
+    from sleeping import SleepingDevice, device_of
 
     config = config_of(name, "laptop")
     parallel = apply(
@@ -245,7 +245,7 @@ def predicted(config: Any, machine: Any, compute: str) -> tuple[float, dict[str,
 
 def sleeping_accelerator(measured: Any, peak: float) -> Any:
     """The measured device with products and attention that sleep."""
-    from meshwright.training.measure.sleeping import device_of
+    from sleeping import device_of
 
     update = measured.efficiency.update
     shares = device_of(peak).efficiency.but(update=update, source=measured.efficiency.source)

@@ -1,6 +1,9 @@
 """Injected faults: seeded, read and checked, and each happens once."""
 
 import json
+import runpy
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +16,14 @@ from meshwright.training.faults.inject import (
     Fault,
     Injector,
     damage,
-    draw_faults,
     newest_checkpoint,
     read_faults,
     set_disk_full,
-    write_faults,
 )
 
 
 def test_faults_are_the_same_for_the_same_seed():
+    draw_faults = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "chaos.py"))["draw_faults"]
     faults = draw_faults(3, KINDS, world=4, first=10, spacing=20, save_every=5)
     assert faults == draw_faults(3, KINDS, world=4, first=10, spacing=20, save_every=5)
     assert faults != draw_faults(4, KINDS, world=4, first=10, spacing=20, save_every=5)
@@ -34,7 +36,7 @@ def test_faults_are_the_same_for_the_same_seed():
 def test_faults_are_read_back_and_checked(tmp_path):
     path = tmp_path / "faults.json"
     faults = [Fault("kill", 1, 20), Fault("slow", 0, 3, 0.5, 4)]
-    write_faults(path, faults)
+    path.write_text(json.dumps([asdict(fault) for fault in faults]))
     assert read_faults(path) == faults
     for text in ("", "{", "[3]", '[{"kind": "kill"}]', '[{"kind": "sleep", "rank": 0, "step": 1}]'):
         path.write_text(text)

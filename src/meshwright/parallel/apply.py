@@ -203,7 +203,8 @@ def apply(
     pieces: list[Piece] = []
     reductions: list[reduction.Reduction] = []
     position_ids: Tensor | None = None
-    in_fp8 = weights_gathered_in_fp8(plan, mesh, dtype)
+    gathers_fp8 = plan.zero == 3 and plan.gather_dtype == "fp8" and mesh.sharded
+    in_fp8 = Fp8Weights(mesh, dtype) if gathers_fp8 else None
     for i, layers in stages_of(model, plan, program, mesh).items():
         module = stages[i] = build(model, layers).to(kept)
         table = boxes(model, plan, mesh.layout, rank, layers, frozen_in(module))
@@ -242,20 +243,17 @@ def apply(
         compilation=compilation,
         gathered_weights=in_fp8,
     )
-    set_weights(parallel, weights or DrawnWeights(model, seed, scatter))
+    # Each piece is read once: masters get the numbers themselves, and the parameters their rounding.
+    initialise(parallel.updated, weights or DrawnWeights(model, seed, scatter))
+    if parallel.masters is not None:
+        parallel.masters.give_parameters()
+        parallel.masters.moved_bytes = 0  # it counts the copies of training steps
     if plan.average_every:
         parallel.local = LocalSgd(mesh, plan.average_every, pieces, parallel.masters, reductions)
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
     choose_attention_kernel(model, plan, workload, dtype, device)
     return parallel
-
-
-def weights_gathered_in_fp8(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> Fp8Weights | None:
-    """The weights that ZeRO-3 gathers in fp8; None if it gathers none so."""
-    if plan.zero != 3 or plan.gather_dtype != "fp8" or not mesh.sharded:
-        return None
-    return Fp8Weights(mesh, dtype)
 
 
 def resolve_plan(model: Model, plan: Plan, workload: Workload, device: str) -> tuple[Plan, PipelineProgram | None]:
@@ -269,35 +267,27 @@ def resolve_plan(model: Model, plan: Plan, workload: Workload, device: str) -> t
     return plan, program
 
 
-def set_weights(parallel: Parallel, weights: Weights) -> None:
-    """Read each piece once: masters get the numbers themselves, and the parameters their rounding."""
-    masters = parallel.masters
-    initialise(parallel.updated, weights)
-    if masters is not None:
-        masters.give_parameters()
-        masters.moved_bytes = 0  # it counts the copies of training steps
-
-
 def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dtype) -> Pipeline:
     """The pipeline over the finished stages, given the shapes between them."""
     model, plan, mesh = parallel.model, parallel.plan, parallel.mesh
-    rows, seq = plan.microbatch, parallel.workload.seq // plan.cp
-    tp = mesh.size("tp")
+    seq, tp = parallel.workload.seq // plan.cp, mesh.size("tp")
+
+    def activations(*shape: int) -> Tensor:
+        return torch.empty(plan.microbatch, *shape, dtype=dtype, device="meta", requires_grad=True)
+
     if model.kind == "mlp":
-        between = torch.empty(rows, model.hidden, dtype=dtype, device="meta", requires_grad=True)
-        ends = (between.detach(), between)
+        between = last = activations(model.hidden)
+        first = between.detach()
     else:
-        share = seq // tp if plan.sp else seq
-        between = torch.empty(rows, share, model.hidden, dtype=dtype, device="meta", requires_grad=True)
+        between = activations(seq // tp if plan.sp else seq, model.hidden)
+        first = torch.empty(plan.microbatch, seq, dtype=torch.long, device="meta")
         start, stop = even_range(width_of_output(model), tp, mesh.index("tp"))
+        last = activations(seq, stop - start)
         if parallel.fuses_loss:
             last = torch.empty((), dtype=at_least_single(dtype), device="meta", requires_grad=True)
-        else:
-            last = torch.empty(rows, seq, stop - start, dtype=dtype, device="meta", requires_grad=True)
-        ends = (torch.empty(rows, seq, dtype=torch.long, device="meta"), last)
-    stages = []
-    for (i, module), gradients in zip(parallel.stages.items(), parallel.reductions, strict=True):
-        inputs = ends[0] if i == 0 else between
-        outputs = ends[1] if i == program.stages - 1 else between
-        stages.append(Stage(module, i, program.stages, mesh, gradients, inputs, outputs))
+    edges = [first, *[between] * (program.stages - 1), last]
+    stages = [
+        Stage(module, i, program.stages, mesh, gradients, edges[i], edges[i + 1])
+        for (i, module), gradients in zip(parallel.stages.items(), parallel.reductions, strict=True)
+    ]
     return Pipeline(program, stages, mesh, parallel.scaled_loss, parallel.microbatch_scope)

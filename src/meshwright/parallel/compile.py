@@ -133,9 +133,10 @@ def compile_stage(module: Any, done: Compilation, tokens: Tokens) -> None:
 def compile_layer(layer: Any) -> None:
     """One graph; with experts two, before and after them, one for the shared experts, one for the activation of routed ones, of any
     number of rows, and three for the sums of their outputs and gradients."""
-    if getattr(layer, "expert", False):
+    expert = getattr(layer, "expert", False)
+    if expert:
         compile_experts(layer.moe)
-    layer.forward = compiled(layer.forward, one_graph=not getattr(layer, "expert", False))
+    layer.forward = compiled(layer.forward, one_graph=not expert)
 
 
 def compile_experts(moe: Any) -> None:

@@ -76,8 +76,9 @@ class PlainPieces:
     its memory. torch takes several times as long to run an operator on a DTensor as on its shard."""
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self.plain = [plain_piece(p) for p in pieces]
-        self.shards = [(p, plain) for p, plain in zip(pieces, self.plain, strict=True) if plain is not p]
+        self.shards = [(p, replace(p, parameter=shard_of(p))) for p in pieces if isinstance(p.parameter, DTensor)]
+        plain_of = {id(p): plain for p, plain in self.shards}
+        self.plain = [plain_of.get(id(p), p) for p in pieces]
 
     @property
     def pieces(self) -> list[Piece]:
@@ -100,11 +101,8 @@ class PlainPieces:
             plain.parameter.grad = None
 
 
-def plain_piece(piece: Piece) -> Piece:
-    if not isinstance(piece.parameter, DTensor):
-        return piece
-    shard = nn.Parameter(piece.local.detach(), requires_grad=piece.parameter.requires_grad)
-    return replace(piece, parameter=shard)
+def shard_of(piece: Piece) -> nn.Parameter:
+    return nn.Parameter(piece.local.detach(), requires_grad=piece.parameter.requires_grad)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

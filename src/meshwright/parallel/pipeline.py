@@ -57,19 +57,14 @@ def no_scope(microbatch: int) -> AbstractContextManager[None]:
 
 
 def check_adapter() -> None:
+    types, runtime = (getattr(schedules, name, None) for name in ("_ComputationType", "_PipelineScheduleRuntime"))
     needed: list[tuple[Any, str]] = [
-        (schedules, "_Action"),
-        (schedules, "_ComputationType"),
-        (schedules, "_PipelineScheduleRuntime"),
+        *((schedules, name) for name in ("_Action", "_ComputationType", "_PipelineScheduleRuntime")),
         (PipelineStage, "perform_reduce_grad"),
+        *((types, kind) for kind in (*KINDS.values(), "RECV_F", "RECV_B")),
+        (runtime, "_prepare_schedule_with_comms"),
     ]
-    missing = [f"{owner.__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
-    if not missing:
-        runtime = schedules._PipelineScheduleRuntime
-        missing += [name for name in ("_prepare_schedule_with_comms",) if not hasattr(runtime, name)]
-        missing += [
-            kind for kind in (*KINDS.values(), "RECV_F", "RECV_B") if not hasattr(schedules._ComputationType, kind)
-        ]
+    missing = [name for owner, name in needed if owner is not None and not hasattr(owner, name)]
     if missing:
         raise MeshwrightError(
             "MW-PIPE-040",

@@ -23,9 +23,13 @@ their bubbles for that memory. (torch's own checkpoint reruns forward for every 
 itself is saved through autograd, so that hooks outside, such as offload, see it.
 """
 
+from __future__ import annotations
+
 import os
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +40,24 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.models.step_context import current, within
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of the random numbers of the host, and of a GPU."""
+
+    host: Tensor
+    device: torch.device
+    gpu: Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> RandomState:
+        return cls(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.host)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, self.device)
 
 
 class _AllFilled(Exception):
@@ -84,10 +106,7 @@ class _Call:
         )  # keep the tensor: its node alone would not keep the saved arguments
         self.requires_grad = [a.requires_grad for a in kept]
         self.device = next((a.device for a in kept if a.is_cuda), torch.device("cpu"))
-        self.random = (
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-        )
+        self.random = RandomState.of(self.device)
         self.autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
         self.context = current()  # dropout reads the samples of the step from it
         self.handles: list[weakref.ref[_Handle]] = []
@@ -115,36 +134,28 @@ class _Call:
             self.tensors, self.kept.grad_fn.saved_tensors, self.requires_grad, strict=True
         ):
             args[i] = tensor.detach().requires_grad_(requires_grad)
-        handles = iter([h() for h in self.handles])
+        handles = enumerate([h() for h in self.handles])
         last = max(i for i, h in enumerate(self.handles) if h() is not None)
-        collected = 0
 
         def collect(tensor: Tensor) -> None:
-            nonlocal collected
-            handle = next(handles)
+            number, handle = next(handles)
             if handle is not None and handle.kind != (tensor.shape, tensor.dtype):
                 raise recomputation_differs(
                     f"saved a tensor of shape {tuple(tensor.shape)} where the original saved {tuple(handle.kind[0])}"
                 )
             if handle is not None:
                 self.values[handle] = tensor.detach()
-            if collected == last:
+            if number == last:
                 raise _AllFilled
-            collected += 1
 
         buffers = [(b, b.clone()) for b in self.module.buffers()] if self.module is not None else []
         cuda = [self.device] if self.device.type == "cuda" else []
         scope = within(self.context, recomputing=True, keeps_gathered=True)
         with torch.random.fork_rng(devices=cuda), torch.enable_grad(), scope:
-            torch.set_rng_state(self.random[0])
-            if self.random[1] is not None:
-                torch.cuda.set_rng_state(self.random[1], self.device)
-            with torch.autocast(self.device.type, dtype=self.autocast[1], enabled=self.autocast[0]):
-                try:
-                    with saved_tensors_hooks(collect, lambda tensor: tensor):
-                        self.function(*args)
-                except _AllFilled:
-                    pass
+            self.random.restore()
+            autocast = torch.autocast(self.device.type, dtype=self.autocast[1], enabled=self.autocast[0])
+            with suppress(_AllFilled), autocast, saved_tensors_hooks(collect, lambda tensor: tensor):
+                self.function(*args)
         for buffer, before in buffers:
             buffer.copy_(before)
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.parallel.data.buckets import Buckets
-from meshwright.parallel.data.zero import ShardedGradients, ZeroUnit, compress_scatters
+from meshwright.parallel.data.zero import Gradients, ShardedGradients, ZeroUnit, compress_scatters
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.compress.base import Compressor
 from meshwright.parallel.numerics.compress.compressors import compressor_of
@@ -31,7 +31,7 @@ from meshwright.parallel.numerics.precision import DTYPES, narrow
 from meshwright.parallel.pieces import Piece
 
 
-class LocalGradients:
+class LocalGradients(Gradients):
     """Gradients that are not summed with any other rank's: autograd's own tensors, allocated while backward frees
     activations, and freed after the update. A flat buffer for them would take memory in addition to the activations of forward."""
 
@@ -39,12 +39,6 @@ class LocalGradients:
         self.parameters = list(parameters)
         for p in self.parameters:
             p.grad_dtype = dtype or p.dtype
-
-    def begin(self, last: bool) -> None:
-        """Nothing: every micro-batch adds to the same gradients."""
-
-    def start(self) -> None:
-        """Nothing to send."""
 
     def finish(self) -> None:
         for p in self.parameters:

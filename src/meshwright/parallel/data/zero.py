@@ -64,20 +64,35 @@ def shard_parts(
         param_dtype=dtype if narrow(dtype) else None,
         reduce_dtype=DTYPES.get(reduced) if narrow(dtype) else None,
     )
-    expert_mesh = mesh.expert_sharding
-    ignored = {
-        p for p in module.parameters() if p.ndim == 0
-    }  # one number cannot be divided: each rank has it, and its gradient is all-reduced
-    if expert_mesh is None:
-        ignored |= {p for part in experts for p in part.parameters()}
-    if expert_mesh is not None:
-        for part in experts:
-            shard_units(part, [], expert_mesh, gathering)
+    # One number cannot be divided: each rank has it, and its gradient is all-reduced.
+    ignored = {p for p in module.parameters() if p.ndim == 0}
+    for part in experts:
+        if mesh.expert_sharding is None:
+            ignored |= set(part.parameters())
+        else:
+            shard_units(part, [], mesh.expert_sharding, gathering)
     shard_units(module, parts, mesh.sharding(), gathering, ignored)
 
 
-class ShardedGradients:
-    """Gradients of one module under `fully_shard`: torch reduces them; this decides when."""
+class Gradients:
+    """What a reduction need not do: all four methods are called around the backward of every step."""
+
+    def begin(self, last: bool) -> None:
+        """Before each micro-batch; gradients are complete after the backward of the `last` one."""
+
+    def start(self) -> None:
+        """After the last backward: send what has not been sent."""
+
+    def finish(self) -> None:
+        """Before the update: wait until all gradients of the step are summed."""
+
+    def zero(self) -> None:
+        """After the update, or after a step that was aborted."""
+
+
+class ShardedGradients(Gradients):
+    """Gradients of one module under `fully_shard`: torch starts the reduction from its hooks, or from the pipeline runtime, and waits at the
+    end of backward; this decides when."""
 
     def __init__(self, module: FSDPModule, plan: Plan, scatters: list[CompressedScatter]) -> None:
         self.module, self.plan, self.scatters = module, plan, scatters
@@ -88,18 +103,10 @@ class ShardedGradients:
         self.module.set_reshard_after_backward(frees_each or last)
         self.module.set_requires_gradient_sync(plan.reduces_each or last)
 
-    def start(self) -> None:
-        """Nothing: torch starts the reduction from its hooks, or from the pipeline runtime."""
-
-    def finish(self) -> None:
-        """Nothing: torch waits at the end of backward."""
-
     def zero(self) -> None:
         """Drop gradients, and parameters that were gathered after backward (by an evaluation before the update): they
         are out of date now."""
-        for part in self.module.modules():  # type: ignore[attr-defined]
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        reshard([self.module])  # type: ignore[list-item]
         for p in self.module.parameters():  # type: ignore[attr-defined]
             if isinstance(p, DTensor):
                 p.grad = None

@@ -22,23 +22,19 @@ def balance(
 ) -> dict[str, float]:
     """Sum the load of every layer over all tokens, in one small all-reduce, and move the balancing biases by it: first their
     wide `masters` where there are any. Returns the metrics of the worst layer of all stages."""
-    layers = {
-        f"{name}.router": part
-        for module in modules
-        for name, part in module.named_modules()
-        if isinstance(part, MixtureOfExperts) and part.router.load is not None
-    }
-    if not layers:
+    named = [(name, part) for module in modules for name, part in module.named_modules()]
+    layers = {name: part for name, part in named if isinstance(part, MixtureOfExperts)}
+    counted = [(name, part, part.router.load) for name, part in layers.items() if part.router.load is not None]
+    if not counted:
         return worst([], mesh)
-    loads = torch.stack([part.router.load for part in layers.values() if part.router.load is not None])
+    loads = torch.stack([load for *_, load in counted])
     group = mesh.group("stage")
     if group is not None:
         distributed.all_reduce(loads, group=group)
     by_name = {piece.name: piece for piece in pieces}
     wide = {piece.name: piece for piece in masters}
-    metrics = [load_metrics(load_2E) for load_2E in loads.cpu()]
-    for (name, part), load_2E in zip(layers.items(), loads, strict=True):
-        bias = by_name.get(f"{name}.balance_bias")
+    for (name, part, _), load_2E in zip(counted, loads, strict=True):
+        bias = by_name.get(f"{name}.router.balance_bias")
         if bias is not None:
             master = wide.get(bias.name, bias)
             master.local.add_(bias.part_of(part.router.balance(load_2E[0])).to(master.local.device))
@@ -46,7 +42,13 @@ def balance(
         part.router.load = None
         if isinstance(part.placement, ParallelPlacement):
             part.placement.end_step()
-    return worst(metrics, mesh)
+    return worst([load_metrics(load_2E) for load_2E in loads.cpu()], mesh)
+
+
+def mixtures_in(modules: Iterable[nn.Module]) -> list[tuple[MixtureOfExperts, ParallelPlacement]]:
+    """The mixtures of experts of stages under a plan, with their placement."""
+    parts = (part for module in modules for part in module.modules() if isinstance(part, MixtureOfExperts))
+    return [(part, part.placement) for part in parts if isinstance(part.placement, ParallelPlacement)]
 
 
 def worst(metrics: list[dict[str, float]], mesh: Mesh) -> dict[str, float]:
@@ -63,8 +65,7 @@ def worst(metrics: list[dict[str, float]], mesh: Mesh) -> dict[str, float]:
 def copies_sent(modules: Iterable[nn.Module], copies: float) -> tuple[float, float] | None:
     """The share of this rank's token copies that were sent to experts in the last step, and to experts of other ranks, if each layer and
     micro-batch routes `copies` of them; None without routed experts on this rank."""
-    parts = [part for module in modules for part in module.modules() if isinstance(part, MixtureOfExperts)]
-    placements = {part.placement for part in parts if isinstance(part.placement, ParallelPlacement)}
+    placements = {placement for _, placement in mixtures_in(modules)}
     first = [d for p in placements for d in p.last_dispatches if not d.recomputed]
     total = len(first) * copies
     return (sum(d.rows.sent for d in first) / total, sum(d.crossing for d in first) / total) if first else None
@@ -72,15 +73,12 @@ def copies_sent(modules: Iterable[nn.Module], copies: float) -> tuple[float, flo
 
 def reset_load(modules: Iterable[nn.Module]) -> None:
     """Drop the load counted in a step that was aborted."""
-    for part in (part for module in modules for part in module.modules()):
-        if isinstance(part, MixtureOfExperts):
-            part.router.load = None
-            if isinstance(part.placement, ParallelPlacement):
-                part.placement.dispatches.clear()
+    for part, placement in mixtures_in(modules):
+        part.router.load = None
+        placement.dispatches.clear()
 
 
 def scale_losses(modules: Iterable[nn.Module], scale: float) -> None:
     """Scale the losses that routers add like the loss of the step."""
-    for part in (part for module in modules for part in module.modules()):
-        if isinstance(part, MixtureOfExperts) and isinstance(part.placement, ParallelPlacement):
-            part.placement.share = scale * part.placement.microbatch_share
+    for _, placement in mixtures_in(modules):
+        placement.share = scale * placement.microbatch_share

@@ -125,24 +125,6 @@ def prepared(inputs: Any, dtype: torch.dtype | None, device: Any) -> Any:
     return map_tensors(change, inputs)
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomState:
-    """The state of the random numbers of the host, and of a GPU."""
-
-    host: Tensor
-    device: torch.device
-    gpu: Tensor | None
-
-    @classmethod
-    def of(cls, device: torch.device) -> RandomState:
-        return cls(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.host)
-        if self.gpu is not None:
-            torch.cuda.set_rng_state(self.gpu, self.device)
-
-
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """A trial run: buffers, attributes of modules and random numbers are restored afterwards. All ranks draw the same random numbers."""

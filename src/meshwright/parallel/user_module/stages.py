@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.parallel.recompute import RandomState
 from meshwright.parallel.user_module.batches import (
-    RandomState,
     call,
     leaves_in,
     map_tensors,

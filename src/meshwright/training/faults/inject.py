@@ -28,7 +28,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,30 +81,6 @@ class Fault:
     step: int
     seconds: float = 0.0
     steps: int = 1
-
-
-def draw_faults(
-    seed: int, kinds: Sequence[str], world: int, first: int, spacing: int, save_every: int = 0
-) -> list[Fault]:
-    """One fault of each given kind, in a random order of ranks and steps, about `spacing` steps apart. The same for the same seed."""
-    draw = random.Random(seed)
-    faults = []
-    for number, kind in enumerate(kinds):
-        step = first + number * spacing + draw.randrange(max(1, spacing // 4))
-        seconds, steps = 0.0, 1
-        if kind == "kill-save" and save_every:
-            step = -(-step // save_every) * save_every  # the first step after a save began
-            seconds = draw.uniform(0.0, 0.05)
-        if kind == "slow":
-            seconds, steps = draw.uniform(0.3, 0.5), 2 * spacing // 3 or 1
-        if kind == "disk-full":
-            steps = save_every + 1  # at least one save fails
-        faults.append(Fault(kind, draw.randrange(world), step, seconds, steps))
-    return faults
-
-
-def write_faults(path: Path, faults: Sequence[Fault]) -> None:
-    path.write_text(json.dumps([asdict(fault) for fault in faults], indent=1), "utf-8")
 
 
 def read_faults(path: Path) -> list[Fault]:
