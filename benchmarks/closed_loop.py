@@ -150,13 +150,13 @@ def run_plan(name: str, context: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Seconds of every step after the warm-up, as rank 0 sees them, and the seconds that its products slept per step."""
     import contextlib
 
+    from sleeping import SleepingDevice, device_of
     from torch import distributed
 
     from meshwright.parallel.apply import apply
     from meshwright.parallel.numerics.precision import DTYPES
     from meshwright.training.data.sources import Corpus
     from meshwright.training.loop import Trainer
-    from sleeping import SleepingDevice, device_of
 
     config = config_of(name, "laptop")
     parallel = apply(

@@ -24,7 +24,7 @@ traced step the block and the order within it decide between them.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from math import isnan, log
 from statistics import median
@@ -94,21 +94,21 @@ class LoweredNames:
         program = self.program
         issued = [(*key, op) for key, ops in program.blocks.items() for op in ops]
         issued += [("", ONCE, op) for op in program.ranks[stage].closing]
-        issued += [("", phase, op) for phase in ("F", "I") for op in program.sync.get(f"boundary-{phase}", ())]
+        issued += [("", phase, op) for phase in "FI" for op in program.sync.get(f"boundary-{phase}", ())]
         return [row for row in issued if row[2].axis and scalar(row[2].count) > 0]
 
     def _find(self, rank: int, axis: str, kind: str, size: int) -> list[Lowered]:
         reported, ranks = AXES.get(axis, "other"), self.members(axis, rank)
-        found = []
+        found: dict[tuple, list[Lowered]] = defaultdict(list)
         for block, phase, op in self._of_stage(self.stage(rank)):
             if op.collective == kind and self.members(op.axis, rank) == ranks:
                 distance = round(abs(log((scalar(op.message_bytes) + 1) / (size + 1))), 6)
                 own = AXIS_OF[op.axis]
-                part = "optimizer" if op.part == "optimizer" else own
-                lowered = Lowered(op.name, part, own, kind, block, phase, op.part)
-                found.append(((distance > 0, own != reported, distance), lowered))
-        best = min((key for key, _ in found), default=None)
-        return [lowered for key, lowered in found if key == best] or [Lowered(kind, reported, reported, kind)]
+                lowered = Lowered(
+                    op.name, "optimizer" if op.part == "optimizer" else own, own, kind, block, phase, op.part
+                )
+                found[distance > 0, own != reported, distance].append(lowered)
+        return found[min(found)] if found else [Lowered(kind, reported, reported, kind)]
 
 
 def narrowed(matches: Sequence[Lowered], action: str, block: str) -> list[Lowered]:
@@ -145,25 +145,18 @@ class RankParts:
 def by_rank(config: Config, reports: Sequence[RankReport], warmup: int = 0) -> list[RankParts]:
     """The parts of every rank, mean over the recorded steps after `warmup`; empty if no step was recorded."""
     names = LoweredNames(config)
-    sums: dict[int, tuple[dict[str, float], dict[str, float]]] = {
-        r.rank: (defaultdict(float), defaultdict(float)) for r in reports
-    }
+    exposed_s, hidden_s = ([defaultdict[str, float](float) for _ in reports] for _ in range(2))
     recorded = [[step for step in r.recorded if step.step >= warmup] for r in reports]
+    count = min(map(len, recorded), default=0)
     for together in zip(*recorded, strict=True):
         steps = {report.rank: step for report, step in zip(reports, together, strict=True)}
         others = Others(names, steps)
-        for rank, step in steps.items():
-            exposed, hidden = parts_of_step(names, others, rank, step)
-            for total, found in zip(sums[rank], (exposed, hidden), strict=True):
+        for sums, (rank, step) in zip(zip(exposed_s, hidden_s, strict=True), steps.items(), strict=True):
+            for total, found in zip(sums, parts_of_step(names, others, rank, step), strict=True):
                 for part, seconds in found.items():
-                    total[part] += seconds
-    count = min(map(len, recorded), default=0)
-    if not count:
-        return []
-    return [
-        RankParts(r.rank, r.stage, *({part: s / count for part, s in found.items()} for found in sums[r.rank]))
-        for r in reports
-    ]
+                    total[part] += seconds / count
+    parts = zip(reports, exposed_s, hidden_s, strict=True)
+    return [RankParts(r.rank, r.stage, dict(exposed), dict(hidden)) for r, exposed, hidden in parts] if count else []
 
 
 def busiest(ranks: Sequence[RankParts]) -> RankParts:
@@ -180,7 +173,7 @@ def as_json(ranks: Sequence[RankParts], prediction: Prediction, steps: int) -> J
         "exposed_s": worst.exposed_s,
         "hidden_s": worst.hidden_s,
         "predicted_exposed_s": prediction.parts,
-        "ranks": [{"rank": r.rank, "stage": r.stage, "exposed_s": r.exposed_s, "hidden_s": r.hidden_s} for r in ranks],
+        "ranks": [asdict(r) for r in ranks],
     }
 
 

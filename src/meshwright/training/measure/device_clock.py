@@ -12,6 +12,8 @@ At the end of a step the loss is read on the host, so the device is idle: there 
 **Run** on one H200 with a group of one rank; between several GPUs it is modelled.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +23,48 @@ import torch
 from meshwright.comm.work import Work
 from meshwright.training.hooks import CommEvent
 
+MESSAGES = ("send", "receive")
 
-class DeviceClock:
+
+class HostClock:
+    """The clock of a run on the host: marks are seconds. All operations block the one thread that issues them."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def place(self, running: Any) -> None:
+        """Note on which stream an operation was issued."""
+
+    def attach(self, replace: Callable[[Any, str, Any], None]) -> None:
+        """Wrap what else can block, with the recorder's `replace`."""
+
+    def watch(self, running: Any, work: Any) -> None:
+        """Note when an asynchronous operation is complete. Our handles know it; gloo's messages have no future."""
+        if isinstance(work, Work) or running.operation in MESSAGES:
+            return
+
+        def note(_: Any) -> None:
+            running.done = time.perf_counter()
+
+        work.get_future().add_done_callback(note)
+
+    def unfinished(self, events: list[Any]) -> tuple[Any, bool]:
+        """The first operation that is not finished, and whether it has been started. The host knows what it is inside of."""
+        return None, True
+
+    def seconds(self, mark: Any) -> float:
+        return float("nan") if mark is None else mark
+
+    def events(self, operations: list[Any]) -> list[CommEvent]:
+        """The operations of a step, with seconds for their marks."""
+        marks = ((e, map(self.seconds, (e.issued, e.returned, e.waited, e.resumed, e.done))) for e in operations)
+        return [CommEvent(e.axis, e.operation, e.bytes, e.peer, *seconds) for e, seconds in marks]
+
+    def begin_step(self) -> None:
+        """Align the marks with the host's clock."""
+
+
+class DeviceClock(HostClock):
     """Marks are CUDA events; `seconds` converts them to the host's clock."""
 
     def __init__(self) -> None:
@@ -84,22 +126,10 @@ class DeviceClock:
         return None, True
 
     def seconds(self, mark: Any) -> float:
-        if isinstance(mark, float):  # of the host's clock, from a handle of our backend
-            return mark
-        if mark is None:
-            return float("nan")
+        if mark is None or isinstance(mark, float):  # of the host's clock, from a handle of our backend
+            return super().seconds(mark)
         mark.synchronize()  # the host may have run ahead of the last one
         return self.origin_s + self.origin.elapsed_time(mark) / 1e3
-
-    def events(self, operations: list[Any]) -> list[CommEvent]:
-        """The operations of a step, with seconds for their marks."""
-        return [
-            CommEvent(
-                e.axis, e.operation, e.bytes, e.peer,
-                *map(self.seconds, (e.issued, e.returned, e.waited, e.resumed, e.done)),
-            )
-            for e in operations
-        ]  # fmt: skip
 
     def begin_step(self) -> None:
         self.last_on.clear()

@@ -190,18 +190,18 @@ def measure(
     seconds = np.array([r.seconds_without_compilation for r in records[warmup:]])
     low, middle, high = np.percentile(seconds, (10, 50, 90))
     peak = config.cluster.accelerator.peak_for(config.workload.precision)
-    stages = sorted({report.stage for report in reports})
-    by_stage = [
-        {
-            "tensors": max(r.tensor_bytes for r in reports if r.stage == s) / GIB,
-            "process": max(r.process_bytes for r in reports if r.stage == s) / GIB,
-        }
-        for s in stages
-    ]
+    by_stage = []
+    for stage in sorted({report.stage for report in reports}):
+        sizes = [(r.tensor_bytes, r.process_bytes) for r in reports if r.stage == stage]
+        tensors, process = (max(side) / GIB for side in zip(*sizes, strict=True))
+        by_stage.append({"tensors": tensors, "process": process})
     axes = dict.fromkeys(axis for report in reports for axis in report.sent_bytes)
     assumed = [TRAFFIC_COUNTED]
-    busiest = communication.busiest(ranks) if ranks else None
-    scale = float(middle) / busiest.step_s if busiest is not None else 0.0
+    exposed_s, hidden_s = {}, {}
+    if ranks:
+        busiest = communication.busiest(ranks)
+        scale = float(middle) / busiest.step_s
+        exposed_s, hidden_s = ({p: s * scale for p, s in of.items()} for of in (busiest.exposed_s, busiest.hidden_s))
     if compiled := sum(r.compile_s or 0.0 for r in records[warmup:]):
         assumed.append(f"without {format_seconds(compiled)} of compilation in the first step")
     if len(records) < steps:
@@ -211,8 +211,8 @@ def measure(
         step_time_s=float(middle),
         step_time_low_s=float(low),
         step_time_high_s=float(high),
-        exposed_s={part: s * scale for part, s in busiest.exposed_s.items()} if busiest is not None else {},
-        hidden_s={axis: s * scale for axis, s in busiest.hidden_s.items()} if busiest is not None else {},
+        exposed_s=exposed_s,
+        hidden_s=hidden_s,
         memory_gib=max((stage["process"] for stage in by_stage), default=None),
         memory_by_stage=by_stage,
         traffic_bytes={axis: max(r.sent_bytes.get(axis, 0.0) for r in reports) for axis in axes},
@@ -254,12 +254,10 @@ def conclude(
         folder.aim,
         watch.uncalibrated,
     )
-    result = training.as_dict()
-    contents = {name: result[name] for name in ("measurement", "difference", "interference")}
-    contents |= {"communication": training.communication, "timeline": training.timeline}
-    contents |= {"kernels": [asdict(group) for group in training.kernels] or None}
-    for name, content in contents.items():
-        if content is not None:
+    contents = training.as_dict() | {"communication": training.communication, "timeline": training.timeline}
+    for name in ("measurement", "difference", "interference", "communication", "timeline", "kernels"):
+        content = contents[name]
+        if content is not None and (content or name != "kernels"):
             folder.save(name, content, indent=None if name == "timeline" else 2)
     return training
 

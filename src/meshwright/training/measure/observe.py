@@ -78,23 +78,8 @@ class Observer(TorchDispatchMode):
         self.compiled = trainer.parallel.compilation.mode != "off"
         self.eager: Any = nullcontext()
         self.memory = LiveBytes(trainer.parallel.mesh.device)
-        masters = trainer.masters.pieces if trainer.masters is not None else []
-        for piece in (*trainer.parallel.pieces, *masters):
-            self.memory.add(piece.local)
-            self.memory.add(piece.gradient)
-        for state in trainer.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self.memory.add(local_tensor(value))
-        if trainer.parallel.pipeline is not None:
-            for buffer in trainer.parallel.pipeline.receive_buffers:
-                self.memory.add(buffer)
-        for value in trainer.average.values if trainer.average is not None else ():
-            self.memory.add(value)
-        for compressor in compressors_in(trainer.parallel.reductions):
-            bases = compressor.bases if isinstance(compressor, PowerSGD) else {}
-            for kept in (*compressor.feedback.errors.values(), *bases.values()):
-                self.memory.add(kept)
+        for tensor in existing_tensors(trainer):
+            self.memory.add(tensor)
 
     def __enter__(self) -> Observer:
         if self.compiled:
@@ -180,6 +165,23 @@ def distributed_operator(func: Any) -> str:
     """The name of an operator that communicates, or nothing."""
     name = func.name().partition(".")[0]
     return name if "c10d" in name else ""
+
+
+def existing_tensors(trainer: Trainer) -> Iterator[Tensor]:
+    """The tensors that a trainer has between two steps."""
+    parallel = trainer.parallel
+    for piece in (*parallel.pieces, *(trainer.masters.pieces if trainer.masters is not None else ())):
+        yield piece.local
+        yield piece.gradient
+    states = (value for state in trainer.optimizer.state.values() for value in state.values())
+    yield from (local_tensor(value) for value in states if isinstance(value, Tensor))
+    if parallel.pipeline is not None:
+        yield from parallel.pipeline.receive_buffers
+    if trainer.average is not None:
+        yield from trainer.average.values
+    for compressor in compressors_in(parallel.reductions):
+        yield from compressor.feedback.errors.values()
+        yield from compressor.bases.values() if isinstance(compressor, PowerSGD) else ()
 
 
 def splits_of(args: Any) -> list[int]:

@@ -22,6 +22,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ class StepTracer(Hook):
         for module in parallel.stages.values():
             for block, part in blocks_of(module):
                 self._trace_block(block, part)
-        self._undo.append(self.trainer.optimizer.register_step_post_hook(self._note_update).remove)
+        noted = self.trainer.optimizer.register_step_post_hook(lambda *_: setattr(self, "_updated", self.clock.mark()))
+        self._undo.append(noted.remove)
         self.trainer.hooks.insert(0, self)
         return self
 
@@ -103,25 +105,21 @@ class StepTracer(Hook):
         self._undo.append(lambda: delattr(owner, name))
 
     def _trace_stage(self, stage: Stage) -> None:
-        forward, backward, weights = (
-            stage.forward_one_chunk,
-            stage.backward_one_chunk,
-            stage.backward_weight_one_chunk,
-        )
-        index = stage.stage_index
+        def trace(kind: str, name: str) -> None:
+            plain = getattr(stage, name)
 
-        def traced(kind: str, call: Callable, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            self._begin(kind, index, microbatch)
-            out = call(microbatch, *args, **kwargs)
-            self._end()
-            return out
+            def traced(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+                half = not kwargs.get("full_backward", True)
+                self._begin("I" if half else kind, stage.stage_index, microbatch)
+                out = plain(microbatch, *args, **kwargs)
+                self._end()
+                return out
 
-        def backward_kind(full_backward: bool = True, **_: Any) -> str:
-            return "B" if full_backward else "I"
+            self._replace(stage, name, traced)
 
-        self._replace(stage, "forward_one_chunk", lambda i, *a, **k: traced("F", forward, i, *a, **k))
-        self._replace(stage, "backward_one_chunk", lambda i, *a, **k: traced(backward_kind(**k), backward, i, *a, **k))
-        self._replace(stage, "backward_weight_one_chunk", lambda i, *a, **k: traced("W", weights, i, *a, **k))
+        trace("F", "forward_one_chunk")
+        trace("B", "backward_one_chunk")
+        trace("W", "backward_weight_one_chunk")
 
     def _trace_microbatches(self) -> None:
         """Without a pipeline the step enters the scope of a micro-batch, runs forward, computes the loss, and calls backward, in this order."""
@@ -159,16 +157,13 @@ class StepTracer(Hook):
                 return
             self._forward.append((block, action, start, self.clock.mark()))
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda _: self._note_gradient(block))
+                output.register_hook(note_gradient)
+
+        def note_gradient(_: Any) -> None:
+            self._backward.append((block, len(self._actions) - 1, self.clock.mark()))
 
         self._undo.append(part.register_forward_pre_hook(before, prepend=True).remove)
         self._undo.append(part.register_forward_hook(after).remove)
-
-    def _note_gradient(self, block: str) -> None:
-        self._backward.append((block, len(self._actions) - 1, self.clock.mark()))
-
-    def _note_update(self, *_: Any) -> None:
-        self._updated = self.clock.mark()
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         seconds = self.clock.seconds
@@ -179,16 +174,14 @@ class StepTracer(Hook):
             _, stage, microbatch, *_ = self._actions[action]
             self.blocks.append(Interval(block, stage, microbatch, seconds(start), seconds(end)))
         ends: dict[int, float] = {}
+        first = {action: mark for _, action, mark in reversed(self._backward)}
         for block, action, start in reversed(self._backward):
             found = self.actions[action]
-            begins = found.start if self._is_first(action, start) else seconds(start)
+            # The first block of a backward begins with its action: the backward of the loss belongs to it.
+            begins = found.start if first[action] is start else seconds(start)
             self.blocks.append(Interval(block, found.stage, found.microbatch, begins, ends.get(action, found.end)))
             ends[action] = begins
         self.blocks.sort(key=lambda b: b.start)
-
-    def _is_first(self, action: int, start: Any) -> bool:
-        """The first block of a backward begins with its action: the backward of the loss belongs to it."""
-        return next(mark for _, of, mark in self._backward if of == action) is start
 
 
 def blocks_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -204,6 +197,13 @@ def blocks_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 WARMUP = 3  # steps before the first profiled one
 OPERATORS = ("cpu_op", "user_annotation")  # categories of torch's trace on the host
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+COMMUNICATION = (
+    "nccl",
+    "gloo:",
+    "c10d::",
+    "_c10d_functional::",
+    "record_param_comms",
+)  # begins the names of its kernels and operators
 STEP, GRADIENTS, UPDATE = "step", "forward and backward", "norm and update"
 
 
@@ -286,7 +286,7 @@ def write(profiled: profile, folder: Path, rank: int, steps: tuple[int, int]) ->
         raise cannot_write(folder / PROFILE, error) from error
     spans = list(spans_of(content["traceEvents"], rank))
     zero = min((s.start for s in spans), default=0.0)
-    spans = [TraceSpan(s.rank, s.stream, s.name, s.start - zero, s.duration, s.category, s.args) for s in spans]
+    spans = [replace(s, start=s.start - zero) for s in spans]
     origin = float(content.get("baseTimeNanoseconds", 0)) / 1e9 + zero
     about = {"rank": rank, "steps": list(steps), "origin_s": origin}
     return write_trace(trace_events(spans, about=about), folder / PROFILE / f"rank-{rank}.json")
@@ -301,12 +301,8 @@ def spans_of(events: Iterable[Json], rank: int) -> Iterable[TraceSpan]:
     names = {main: "host"} | {tid: f"host thread {i}" for i, tid in enumerate(threads, 2)}
     for e in found:
         stream = names[e["tid"]] if e["cat"] in OPERATORS else f"GPU stream {e['tid']}"
-        category = "comm" if is_communication(str(e["name"])) else e["cat"]
+        category = "comm" if str(e["name"]).startswith(COMMUNICATION) else e["cat"]
         args = {key: value for key, value in e.get("args", {}).items() if isinstance(value, str | int | float)}
         yield TraceSpan(
             rank, stream, str(e["name"]), e["ts"] / MICROSECONDS, e.get("dur", 0) / MICROSECONDS, category, args
         )
-
-
-def is_communication(name: str) -> bool:
-    return name.startswith(("nccl", "gloo:", "c10d::", "_c10d_functional::", "record_param_comms"))

@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ from torch import Tensor, distributed
 from meshwright.comm import work as own
 from meshwright.comm.backend.group import MeshwrightGroup
 from meshwright.training.faults.heartbeat import Operation, operation_key
-from meshwright.training.hooks import CommEvent, Hook, RecordedStep, StepRecord
+from meshwright.training.hooks import Hook, RecordedStep, StepRecord
 from meshwright.training.loop import Trainer
+from meshwright.training.measure.device_clock import MESSAGES, DeviceClock, HostClock
 from meshwright.training.measure.observe import axes_by_group, groups_of
 
 KEPT_STEPS = 64  # the last ones of a run: memory stays bounded
@@ -71,79 +73,23 @@ FUNCTIONAL = {
     "all_to_all_single": ("all_to_all", 0),
     "broadcast": ("broadcast", 0),
 }
-MESSAGES = ("send", "receive")
 
 
+@dataclass(slots=True, eq=False)
 class Running:
     """An operation that was issued; its times are marks of the recorder's clock."""
 
-    __slots__ = (
-        "axis",
-        "bytes",
-        "done",
-        "issued",
-        "number",
-        "operation",
-        "peer",
-        "ranks",
-        "resumed",
-        "returned",
-        "waited",
-    )
-
-    def __init__(self, axis: str, operation: str, buffers: Any, peer: int, ranks: tuple[int, ...], number: int) -> None:
-        self.axis, self.operation, self.peer = axis, operation, peer
-        self.bytes: Any = buffers  # until the call returns the buffers themselves: counting them first would delay it
-        self.ranks, self.number = (
-            ranks,
-            number,
-        )  # the group (of a message: sender, receiver), and its count of operations
-        self.issued: Any = None
-        self.returned: Any = None
-        self.waited: Any = None
-        self.resumed: Any = None
-        self.done: Any = None
-
-
-class HostClock:
-    """The clock of a run on the host: marks are seconds."""
-
-    mark = staticmethod(time.perf_counter)
-
-    def place(self, running: Running) -> None:
-        """All operations block the one thread that issues them."""
-
-    def attach(self, replace: Callable[[Any, str, Any], None]) -> None:
-        """Nothing else can block."""
-
-    def watch(self, running: Running, work: Any) -> None:
-        """Note when an asynchronous operation is complete."""
-        if isinstance(work, own.Work) or running.operation in MESSAGES:
-            return  # our handles know it; gloo's messages have no future
-
-        def note(_: Any) -> None:
-            running.done = time.perf_counter()
-
-        work.get_future().add_done_callback(note)
-
-    def unfinished(self, events: list[Running]) -> tuple[Running | None, bool]:
-        """The host knows what it is inside of."""
-        return None, True
-
-    def seconds(self, mark: Any) -> float:
-        return UNKNOWN if mark is None else mark
-
-    def events(self, operations: list[Running]) -> list[CommEvent]:
-        """The operations of a step; their marks are seconds already."""
-        return [
-            CommEvent(
-                e.axis, e.operation, e.bytes, e.peer, e.issued, e.returned, e.waited, e.resumed, UNKNOWN if e.done is None else e.done
-            )
-            for e in operations
-        ]  # fmt: skip
-
-    def begin_step(self) -> None:
-        """Nothing to align."""
+    axis: str
+    operation: str
+    bytes: Any  # until the call returns the buffers themselves: counting them first would delay it
+    peer: int
+    ranks: tuple[int, ...]  # the group, or sender and receiver of a message
+    number: int  # of operations of the group so far
+    issued: Any = None
+    returned: Any = None
+    waited: Any = None
+    resumed: Any = None
+    done: Any = None
 
 
 class CommRecorder(Hook):
@@ -162,14 +108,9 @@ class CommRecorder(Hook):
         self.open: Running | None = None  # what the rank is blocked by now
         self.groups: dict[int, tuple[Any, str, str | None]] = {}  # by id of a group: itself, its name and axis
         self.channels: dict[tuple[str, str, int], tuple[tuple[int, ...], str]] = {}  # ranks and key, by group and peer
-        self.clock: Any = HostClock()
-        alone = (
-            trainer.parallel.plan.world == 1
-        )  # nothing to record: the device's clock would only wait for it in every step
-        if torch.device(trainer.parallel.mesh.device).type == "cuda" and not alone:
-            from meshwright.training.measure.device_clock import DeviceClock
-
-            self.clock = DeviceClock()
+        # Of a single rank nothing is recorded: the device's clock would only wait for it in every step.
+        on_device = torch.device(trainer.parallel.mesh.device).type == "cuda" and trainer.parallel.plan.world > 1
+        self.clock = DeviceClock() if on_device else HostClock()
         self.steps: deque[RecordedStep] = deque(maxlen=KEPT_STEPS)
         self.events: list[Running] = []
         self.waiting: dict[int, tuple[Any, Running]] = {}  # by handle: it is kept, so that its id stays unique
@@ -188,8 +129,11 @@ class CommRecorder(Hook):
             self._replace(handle, "wait", self._timed(vars(handle)["wait"]))
         operators = torch.ops._c10d_functional
         for name, (operation, which) in FUNCTIONAL.items():
-            self._replace(operators, name, FunctionalCall(self, getattr(operators, name), operation, which))
-        self._replace(operators, "wait_tensor", FunctionalWait(self, operators.wait_tensor))
+            plain = getattr(operators, name)
+            self._replace(operators, name, WrappedOperator(plain, self._functional(plain, operation, which)))
+        plain = operators.wait_tensor
+        timed = self._timed(plain, key=torch.Tensor.data_ptr)
+        self._replace(operators, "wait_tensor", WrappedOperator(plain, timed))
         self.clock.attach(self._replace)
         self.trainer.hooks.insert(0, self)
         return self
@@ -207,7 +151,7 @@ class CommRecorder(Hook):
     def _recorded(self, plain: Callable, operation: str, which: int | None) -> Callable:
         """A method of a process group that also records its call."""
         clock, axis_of, groups, waiting, events = self.clock, self.axis_of, self.groups, self.waiting, self.events
-        mark, message, on_host = clock.mark, operation in MESSAGES, isinstance(clock, HostClock)
+        mark, message = clock.mark, operation in MESSAGES
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             known = groups.get(id(group))
@@ -228,8 +172,7 @@ class CommRecorder(Hook):
             running.bytes = bytes_of(running.bytes)
             self.completed += 1
             events.append(running)
-            if not on_host:
-                clock.place(running)
+            clock.place(running)
             if work is not None:
                 if message or getattr(args[-1] if args else None, "asyncOp", True):
                     clock.watch(running, work)
@@ -260,9 +203,8 @@ class CommRecorder(Hook):
             running, started = self.clock.unfinished(self.events)
         if running is None:
             return None
-        return Operation(
-            running.operation, running.axis, running.ranks, running.number, bytes_of(running.bytes), started
-        )
+        size = bytes_of(running.bytes)
+        return Operation(running.operation, running.axis, running.ranks, running.number, size, started)
 
     def _joined(self, plain: Callable) -> Callable:
         """The end of a batch of messages that NCCL sends together: its handle completes with the last of them."""
@@ -276,12 +218,12 @@ class CommRecorder(Hook):
 
         return end
 
-    def _timed(self, plain: Callable) -> Callable:
+    def _timed(self, plain: Callable, key: Callable[[Any], int] = id) -> Callable:
         """A handle's `wait` that also records how long it blocked."""
         mark, waiting = self.clock.mark, self.waiting
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            entry = waiting.pop(id(work), None)
+            entry = waiting.pop(key(work), None)
             if entry is None:
                 return plain(work, *args, **kwargs)
             running = self.open = entry[1]
@@ -296,6 +238,30 @@ class CommRecorder(Hook):
                     running.done = work.finished_at
 
         return wait
+
+    def _functional(self, plain: Any, operation: str, which: int | None) -> Callable:
+        """A functional collective that also records its calls. The rank waits in `wait_tensor`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            name = kwargs.get("group_name", args[-1] if args else "")
+            axis = self.axis_of.get(name)
+            if axis is None:
+                return plain(*args, **kwargs)
+            running = self._begin(name, axis, operation, 0, -1)
+            outer, self.inside = self.inside, True
+            running.issued = self.clock.mark()
+            try:
+                out = plain(*args, **kwargs)
+            finally:
+                self.inside, self.open = outer, None
+            running.returned = running.waited = running.resumed = self.clock.mark()
+            running.bytes = bytes_of(out if which is None else args[which])
+            self.completed += 1
+            self.events.append(running)
+            self.waiting[out.data_ptr()] = out, running
+            return out
+
+        return call
 
     def before_step(self, trainer: Trainer) -> None:
         """Drop what was issued since the last step: a hook that communicates (evaluation) belongs to no step."""
@@ -315,53 +281,14 @@ class CommRecorder(Hook):
         self.steps.append(RecordedStep(record.step, began, seconds(self.gradients), ended, events))
 
 
-class FunctionalCall:
-    """An operator of `torch.ops._c10d_functional` that also records its calls. The rank waits in `wait_tensor`."""
+class WrappedOperator:
+    """An operator of `torch.ops._c10d_functional` with another call."""
 
-    def __init__(self, recorder: CommRecorder, plain: Any, operation: str, which: int | None) -> None:
-        self.recorder, self.plain, self.operation, self.which = recorder, plain, operation, which
+    def __init__(self, plain: Any, call: Callable[..., Any]) -> None:
+        self.plain, self.call = plain, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = self.recorder
-        name = kwargs.get("group_name", args[-1] if args else "")
-        axis = recorder.axis_of.get(name)
-        if axis is None:
-            return self.plain(*args, **kwargs)
-        running = recorder._begin(name, axis, self.operation, 0, -1)
-        outer, recorder.inside = recorder.inside, True
-        running.issued = recorder.clock.mark()
-        try:
-            out = self.plain(*args, **kwargs)
-        finally:
-            recorder.inside, recorder.open = outer, None
-        running.returned = running.waited = running.resumed = recorder.clock.mark()
-        running.bytes = bytes_of(out if self.which is None else args[self.which])
-        recorder.completed += 1
-        recorder.events.append(running)
-        recorder.waiting[out.data_ptr()] = out, running
-        return out
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.plain, name)
-
-
-class FunctionalWait:
-    """`torch.ops._c10d_functional.wait_tensor`, which also records how long it blocked."""
-
-    def __init__(self, recorder: CommRecorder, plain: Any) -> None:
-        self.recorder, self.plain = recorder, plain
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        entry = self.recorder.waiting.pop(tensor.data_ptr(), None)
-        if entry is None:
-            return self.plain(tensor)
-        recorder, running = self.recorder, entry[1]
-        recorder.open, running.waited = running, recorder.clock.mark()
-        try:
-            return self.plain(tensor)
-        finally:
-            running.resumed, recorder.open = recorder.clock.mark(), None
-            recorder.completed += 1
+        return self.call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)

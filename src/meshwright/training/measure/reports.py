@@ -141,8 +141,6 @@ def recorded_step(row: list[Any]) -> RecordedStep:
 
 def shifted(report: RankReport, offset: float) -> RankReport:
     """A report with all its times moved by an offset."""
-    if not offset:
-        return report
 
     def step(found: RecordedStep) -> RecordedStep:
         events = [CommEvent(*e[:4], *(t + offset for t in e[4:])) for e in found.events]
@@ -151,28 +149,30 @@ def shifted(report: RankReport, offset: float) -> RankReport:
     def intervals(found: list[Interval]) -> list[Interval]:
         return [x._replace(start=x.start + offset, end=x.end + offset) for x in found]
 
-    traced = tuple(
-        TracedStep(step(t.recorded), intervals(t.actions), intervals(t.blocks), t.updated + offset)
-        for t in report.traced
-    )
-    return replace(report, recorded=tuple(step(s) for s in report.recorded), traced=traced)
+    traced = [(step(t.recorded), intervals(t.actions), intervals(t.blocks), t.updated + offset) for t in report.traced]
+    recorded = tuple(map(step, report.recorded))
+    return replace(report, recorded=recorded, traced=tuple(TracedStep(*t) for t in traced)) if offset else report
 
 
 PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which its bytes are predicted
 
 
 def rank_report(context: RankContext, trainer: Trainer, steps: int, recorder: CommRecorder, cpu_s: float) -> RankReport:
-    """The report of this rank; trains the further steps. `cpu_s`: seconds that it computed in the timed ones."""
-    parallel, of_steps = trainer.parallel, device_memory(context.device)
+    """The report of this rank; trains the further steps. `cpu_s`: seconds that it computed in the timed ones. Tensors are those that the
+    allocator of a GPU has allocated, or that the observed step had."""
+    on_gpu, sends = context.device.startswith("cuda"), context.world > 1
     traced = trace_steps(trainer, steps, mean_step_s(trainer, recorder))
-    seen = observe(trainer) if of_steps is None or context.world > 1 else Observed()
-    tensors, process = of_steps or (
-        seen.peak_bytes,
-        peak_resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
-    )
-    stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen)
+    seen = Observed() if on_gpu and not sends else observe(trainer)
     return RankReport(
-        context.rank, stage, tensors, process, traffic, routing(trainer), cpu_s, tuple(recorder.steps), traced
+        context.rank,
+        trainer.parallel.mesh.coordinates["pp"],
+        torch.cuda.max_memory_allocated() if on_gpu else seen.peak_bytes,
+        process_memory(context.device),
+        sent_by_axis(trainer, seen),
+        routing(trainer),
+        cpu_s,
+        tuple(recorder.steps),
+        traced,
     )
 
 
@@ -204,14 +204,6 @@ def routing(trainer: Trainer) -> tuple[float, float] | None:
     return copies_sent(parallel.stages.values(), tokens * model.top_k)
 
 
-def device_memory(device: str) -> tuple[int, int] | None:
-    """Peak bytes that the allocator of a GPU has allocated and reserved; None on a CPU, where no allocator counts them: there tensors are
-    those of the observed step, and the process is its resident memory."""
-    if not device.startswith("cuda"):
-        return None
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-
-
 def sent_by_axis(trainer: Trainer, seen: Observed) -> dict[str, float]:
     """Bytes this rank sends per step, under the axes of a prediction."""
     out: dict[str, float] = {}
@@ -232,20 +224,21 @@ class Metrics(Hook):
         self.compiled_s = 0.0
 
     def before_step(self, trainer: Trainer) -> None:
-        self.compiled_s = self.compile_seconds(trainer)
-
-    def compile_seconds(self, trainer: Trainer) -> float:
-        return compile_seconds() if trainer.parallel.compilation.mode != "off" else 0.0
+        self.compiled_s = self._compile_seconds(trainer)
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> StepRecord:
+        mesh = trainer.parallel.mesh
         recorded = self.recorder.steps[-1] if self.recorder is not None and self.recorder.steps else None
         return replace(
             record,
             mfu=self.peak_s / record.seconds if record.seconds else None,
-            memory_gib=process_memory(trainer.parallel.mesh.device) / GIB,
-            exposed_s=self.exposed(trainer.parallel.mesh.rank, recorded) if recorded is not None else None,
-            compile_s=self.compile_seconds(trainer) - self.compiled_s or None,
+            memory_gib=process_memory(mesh.device) / GIB,
+            exposed_s=self.exposed(mesh.rank, recorded) if recorded is not None else None,
+            compile_s=self._compile_seconds(trainer) - self.compiled_s or None,
         )
+
+    def _compile_seconds(self, trainer: Trainer) -> float:
+        return compile_seconds() if trainer.parallel.compilation.mode != "off" else 0.0
 
     @cached_property
     def names(self) -> LoweredNames:

@@ -40,7 +40,7 @@ from meshwright.predict.estimate import estimate
 from meshwright.predict.prediction import cost_of
 from meshwright.programs.pipelines.program import Action
 from meshwright.training.hooks import CommEvent, Interval, RankReport, TracedStep
-from meshwright.training.measure.communication import ONCE, Lowered, LoweredNames, Others, narrowed
+from meshwright.training.measure.communication import ONCE, Lowered, LoweredNames, Others, length, narrowed, union
 from meshwright.units import Json
 from meshwright.view.simulate import CLOSING, spans
 from meshwright.view.trace import TraceSpan, as_json
@@ -73,41 +73,24 @@ def group_of(name: str) -> str:
     return next((group for group, parts in NAMES.items() if any(part in lower for part in parts)), "other")
 
 
-def measured(kernels: Iterable[tuple[str, float, float]], steps: int, step_s: float) -> dict[str, float]:
-    """Seconds per step by group, of kernels given as (name, start, seconds) in `steps` steps of `step_s` seconds."""
-    found, spans = dict.fromkeys(GROUPS, 0.0), []
-    for name, start, seconds in kernels:
-        found[group_of(name)] += seconds / steps
-        spans.append((start, start + seconds))
-    found["idle"] = max(0.0, step_s - covered(spans) / steps)
-    return found
-
-
 def of_trace(trace: Json) -> dict[str, float]:
-    """`measured` of the trace of a rank that `profile` wrote; empty without kernels."""
-    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    kernels = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e.get("cat") in ON_DEVICE]
+    """Seconds per step by group in the trace of a rank that `profile` wrote; empty without kernels."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ON_DEVICE]
+    kernels = [(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events]
     first, last = trace["otherData"]["steps"]
     steps = last - first + 1
     if not kernels:
         return {}
-    began, ended = min(start for _, start, _ in kernels), max(start + seconds for _, start, seconds in kernels)
-    return measured(kernels, steps, (ended - began) / steps)
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    total, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return total
+    found, busy = dict.fromkeys(GROUPS, 0.0), union((start, end) for _, start, end in kernels)
+    for name, start, end in kernels:
+        found[group_of(name)] += (end - start) / steps
+    found["idle"] = (busy[-1][1] - busy[0][0] - length(busy)) / steps
+    return found
 
 
 def group_of_op(op: Op) -> str:
-    if op.kind in ("gemm", "attention"):
-        return {"gemm": "products"}.get(op.kind, op.kind)
-    return "loss" if op.name.startswith("loss") else "other"
+    groups = {"gemm": "products", "attention": "attention"}
+    return groups.get(op.kind) or ("loss" if op.name.startswith("loss") else "other")
 
 
 def expected(config: Config, rank: int = 0) -> dict[str, tuple[float, float]]:
@@ -202,8 +185,10 @@ def communication_spans(names: LoweredNames, others: Others, rank: int, step: Tr
     for key, event in sorted(keyed, key=lambda pair: pair[1].issued):
         if event.operation == "send":
             continue  # shown where it is received
-        action = consumer(step.actions, event) if event.axis == "pp" else at(step.actions, event.issued)
-        block = at(step.blocks, event.issued) if event.axis != "pp" else None
+        if event.axis == "pp":  # the action that uses a message between stages: the first one after its arrival
+            action, block = next((a for a in step.actions if a.start >= event.resumed), None), None
+        else:
+            action, block = at(step.actions, event.issued), at(step.blocks, event.issued)
         matches = narrowed(names.matches(rank, event), action.name if action else "", block.name if block else "")
         number = seen[action, block, matches[0]]
         seen[action, block, matches[0]] += 1
@@ -240,21 +225,10 @@ def at(intervals: Sequence[Interval], time: float) -> Interval | None:
     return next((x for x in intervals if x.start <= time <= x.end), None)
 
 
-def consumer(actions: Sequence[Interval], event: CommEvent) -> Interval | None:
-    """The action that uses a message between stages: the first one after its arrival."""
-    return next((a for a in actions if a.start >= event.resumed), None)
-
-
-def simulated_spans(config: Config) -> list[TraceSpan]:
-    """The step that `simulate --detail layers` draws for a configuration."""
-    found = estimate(config)
-    return spans(found, found.walked, "layers")
-
-
 def both_steps(config: Config, reports: Sequence[RankReport]) -> Json | None:
-    """The content of `timeline.json`; None if no step was traced."""
+    """The content of `timeline.json`: a measured step, and the one that `simulate --detail layers` draws; None if no step was traced."""
     traced = median_step(reports)
     if not traced:
         return None
-    step = next(iter(traced.values())).recorded.step
-    return as_json(step, measured_spans(config, traced), simulated_spans(config))
+    step, simulated = next(iter(traced.values())).recorded.step, estimate(config)
+    return as_json(step, measured_spans(config, traced), spans(simulated, simulated.walked, "layers"))
