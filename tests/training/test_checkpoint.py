@@ -289,4 +289,4 @@ def test_a_save_of_host_tensors_opens_no_cuda_context(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: pytest.fail("a CUDA stream was made"))
     tensor = torch.arange(6.0).view(2, 3)
     entry = BoxEntry("weight/a", (2, 3), (0, 0), tensor)
-    assert write([entry], tmp_path, None).files
+    assert write([entry], tmp_path, None)[0]

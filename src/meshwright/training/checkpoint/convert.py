@@ -21,7 +21,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -47,6 +46,7 @@ from meshwright.training.checkpoint.torch_import import METADATA, TorchCheckpoin
 from meshwright.units import Json
 from meshwright.version import VERSION
 
+Progress = Callable[[float], None]  # the share that is done
 FILE_BYTES = 4 << 30
 HEADER = {"format": "pt", "DCP_VERSION": "1.0"}  # what torch's distributed checkpoint writes and reads
 
@@ -63,6 +63,8 @@ def write_checkpoint(
     out: Path, tensors: Iterable[tuple[str, Tensor]], description: Json, file_bytes: int = FILE_BYTES
 ) -> Manifest:
     """Write full tensors as a checkpoint at `out`, which must not exist. `description` are the other fields of the manifest."""
+    from safetensors.torch import save_file
+
     if out.exists():
         raise MeshwrightError(
             "MW-CKPT-014", f"'{out}' exists", why="A conversion overwrites nothing", fix="--out with another folder"
@@ -73,13 +75,15 @@ def write_checkpoint(
     try:
         folder.abandon(written)
         written.mkdir(parents=True)
-        group: dict[str, Tensor] = {}
-        for key, tensor in tensors:
-            if group and sum(t.nbytes for t in group.values()) + tensor.nbytes > file_bytes:
-                _write_file(written, group, saved, files)
-                group = {}
-            group[key] = tensor.contiguous()
-        _write_file(written, group, saved, files)
+        for number, group in enumerate(grouped(tensors, file_bytes), 1):
+            name = f"shard-{number:05d}-model-00001-of-00001.safetensors"
+            offsets = {key: {"saved_offsets": [0] * tensor.ndim} for key, tensor in group.items()}
+            save_file(group, written / name, metadata={**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
+            folder.sync(written / name)
+            files[name] = SavedFile((written / name).stat().st_size, file_hash(written / name))
+            for key, tensor in group.items():
+                box = SavedBox(name, (0,) * tensor.ndim, tuple(tensor.shape))
+                saved[key] = SavedTensor(str(tensor.dtype).removeprefix("torch."), box.shape, (box,))
         manifest = Manifest(tensors=saved, files=files, **description)
         folder.publish(written, manifest, out.name)
     except OSError as error:
@@ -89,20 +93,15 @@ def write_checkpoint(
     return manifest
 
 
-def _write_file(
-    written: Path, group: dict[str, Tensor], saved: dict[str, SavedTensor], files: dict[str, SavedFile]
-) -> None:
-    from safetensors.torch import save_file
-
-    name = f"shard-{len(files) + 1:05d}-model-00001-of-00001.safetensors"
-    offsets = {key: {"saved_offsets": [0] * tensor.ndim} for key, tensor in group.items()}
-    save_file(group, written / name, metadata={**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
-    folder.sync(written / name)
-    files[name] = SavedFile((written / name).stat().st_size, file_hash(written / name))
-    for key, tensor in group.items():
-        shape = tuple(tensor.shape)
-        box = SavedBox(name, (0,) * tensor.ndim, shape)
-        saved[key] = SavedTensor(str(tensor.dtype).removeprefix("torch."), shape, (box,))
+def grouped(tensors: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file, of at most `most` bytes; a larger tensor has a file to itself."""
+    group: dict[str, Tensor] = {}
+    for key, tensor in tensors:
+        if group and sum(t.nbytes for t in group.values()) + tensor.nbytes > most:
+            yield group
+            group = {}
+        group[key] = tensor.contiguous()
+    yield group
 
 
 NAMES = {
@@ -125,9 +124,7 @@ STATES = ("exp_avg", "exp_avg_sq", "step")
 ROTATED = re.compile(r"layers\.\d+\.attention\.([qk])\.(weight|bias)")
 
 
-def convert_torchtitan(
-    source: Path, model: Model, out: Path, progress: Callable[[float], None] = lambda share: None
-) -> Manifest:
+def convert_torchtitan(source: Path, model: Model, out: Path, progress: Progress = lambda share: None) -> Manifest:
     """Write the weights and AdamW's states of a torchtitan checkpoint as a checkpoint of ours."""
     checkpoint = TorchCheckpoint(source)
     keys = translated_keys(checkpoint, model)
@@ -140,16 +137,9 @@ def convert_torchtitan(
             tensor = checkpoint.read(theirs)
             yield key, tensor.reshape(1) if kind.startswith(NUMBER) else reordered(tensor, name, model)
 
-    description = {
-        "step": step,
-        "model": model.as_dict(),
-        "plan": {},
-        "workload": {},
-        "order": (),
-        "versions": {"meshwright": VERSION, "converted from": "torch.distributed.checkpoint (torchtitan)"},
-        "created": time.time(),
-    }
-    return write_checkpoint(out, tensors(), description)
+    versions = {"meshwright": VERSION, "converted from": "torch.distributed.checkpoint (torchtitan)"}
+    description = {"model": model.as_dict(), "plan": {}, "workload": {}, "order": (), "created": time.time()}
+    return write_checkpoint(out, tensors(), {"step": step, "versions": versions, **description})
 
 
 def translated_keys(checkpoint: TorchCheckpoint, model: Model) -> dict[str, str]:
@@ -199,9 +189,6 @@ def reordered(tensor: Tensor, name: str, model: Model) -> Tensor:
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-Progress = Callable[[float], None]  # the share that is done
-
-
 def convert(source: Path, out: Path, model: Model | None = None, progress: Progress = lambda share: None) -> Path:
     """Convert a checkpoint to one of Meshwright and return the folder that was written. A torch checkpoint needs its `model`."""
     if not (source / METADATA).is_file():
@@ -222,7 +209,7 @@ def convert(source: Path, out: Path, model: Model | None = None, progress: Progr
 
 
 def gather(path: Path, manifest: Manifest, out: Path, progress: Progress) -> None:
-    """Write the tensors of all ranks whole, without what belongs to single ranks."""
+    """Write the tensors of all ranks whole, without what belongs to single ranks or to a plan."""
     keys = [key for key in manifest.tensors if not key.startswith("rank-")]
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -230,8 +217,6 @@ def gather(path: Path, manifest: Manifest, out: Path, progress: Progress) -> Non
             yield key, read_full(path, manifest, key)
             progress((number + 1) / len(keys))
 
-    names = {field.name for field in fields(Manifest)} - {"tensors", "files"}
-    description = {name: getattr(manifest, name) for name in names}
-    description["plan"] = {}  # whole tensors belong to no plan
-    description["versions"] = {**manifest.versions, "converted from": "meshwright"}
-    write_checkpoint(out, tensors(), description)
+    versions = {**manifest.versions, "converted from": "meshwright"}
+    description = {**vars(manifest), "plan": {}, "versions": versions}
+    write_checkpoint(out, tensors(), {k: v for k, v in description.items() if k not in ("tensors", "files")})

@@ -46,31 +46,26 @@ def check_model(model: Json, manifest: Manifest, expected: Json, saved: Json) ->
     """Raise if the weights of a checkpoint are not those of the model."""
     if saved == expected:
         return
-    changes = list(model_changes(manifest.model, json.loads(json.dumps(model))))
-    if changes:
+    if changes := model_changes(manifest.model, json.loads(json.dumps(model))):
         raise MeshwrightError(
             "MW-CKPT-004",
             "the checkpoint is of another model",
             why=f"Saved and now: {listed(changes, 6)}",
             fix="resume with the model of the checkpoint, or start a new run in another folder",
         )
-    missing, extra = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
-    wrong = [name for name in sorted(expected.keys() & saved.keys()) if expected[name] != saved[name]]
-    text = [
-        f"{what} {listed(names, 4)}"
-        for what, names in (("missing:", missing), ("not in the model:", extra), ("of another shape:", wrong))
-        if names
-    ]
-    raise MeshwrightError(
-        "MW-CKPT-005", "the tensors of the checkpoint are not those of the model", why="; ".join(text)
-    )
+    differences = {
+        "missing:": expected.keys() - saved.keys(),
+        "not in the model:": saved.keys() - expected.keys(),
+        "of another shape:": {n for n in expected.keys() & saved.keys() if expected[n] != saved[n]},
+    }
+    text = "; ".join(f"{what} {listed(sorted(names), 4)}" for what, names in differences.items() if names)
+    raise MeshwrightError("MW-CKPT-005", "the tensors of the checkpoint are not those of the model", why=text)
 
 
-def model_changes(saved: Json, given: Json) -> Iterator[str]:
+def model_changes(saved: Json, given: Json) -> list[str]:
     """The fields that differ between two models."""
-    for name in sorted(saved.keys() | given.keys()):
-        if saved.get(name) != given.get(name):
-            yield f"{name} {saved.get(name, 'default')} and {given.get(name, 'default')}"
+    names = [name for name in sorted(saved.keys() | given.keys()) if saved.get(name) != given.get(name)]
+    return [f"{name} {saved.get(name, 'default')} and {given.get(name, 'default')}" for name in names]
 
 
 def states_by_parameter(manifest: Manifest) -> dict[str, set[str]]:

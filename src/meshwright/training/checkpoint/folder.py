@@ -129,9 +129,9 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def abandon(written: Path) -> None:
-    """Remove the folder of a save that failed."""
-    shutil.rmtree(written, ignore_errors=True)
+def abandon(path: Path) -> None:
+    """Remove a folder, if it is there: of a save that failed, or that is no longer needed."""
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def recover(root: Path) -> None:
@@ -139,7 +139,7 @@ def recover(root: Path) -> None:
     restore_replaced(root)
     for path in entries(root):
         if path.name.startswith((REPLACED, WRITING)):
-            shutil.rmtree(path, ignore_errors=True)
+            abandon(path)
 
 
 def restore_replaced(root: Path) -> None:
@@ -149,14 +149,14 @@ def restore_replaced(root: Path) -> None:
             path.rename(final)
 
 
-def set_aside(path: Path, prefix: str = DAMAGED) -> Path:
-    """Rename a file or folder, so that it is not used or overwritten and can be examined."""
-    target, number = path.with_name(f"{prefix}{path.name}"), 1
-    while target.exists():
+def set_aside(path: Path, prefix: str = DAMAGED) -> str:
+    """Rename a file or folder, so that it is not used or overwritten and can be examined. Returns its new name."""
+    name, number = f"{prefix}{path.name}", 1
+    while path.with_name(name).exists():
         number += 1
-        target = path.with_name(f"{prefix}{path.name}-{number}")
-    path.rename(target)
-    return target
+        name = f"{prefix}{path.name}-{number}"
+    path.rename(path.with_name(name))
+    return name
 
 
 def set_all_aside(root: Path) -> None:
@@ -210,20 +210,17 @@ def check_writable(root: Path) -> None:
 
 def together(work: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
     """Call `work` on every rank of a group and return all results, which must be JSON, on every rank."""
-    try:
-        result: Json = {"value": work()}
-    except MeshwrightError as error:
-        result = {"error": {**error.as_dict(), "exit_code": error.exit_code}}
-    except OSError as error:
-        failed = cannot_write(error.filename or "the checkpoint", error)
-        result = {"error": {**failed.as_dict(), "exit_code": failed.exit_code}}
     from meshwright.comm.bench.backends import gather_texts
 
+    try:
+        result: Json = {"value": work()}
+    except (MeshwrightError, OSError) as error:
+        cause = error if isinstance(error, MeshwrightError) else cannot_write(error.filename or "the checkpoint", error)
+        result = {"error": {**cause.as_dict(), "exit_code": cause.exit_code}}
     found = [json.loads(text) for text in gather_texts(json.dumps(result), group)]
     for each in found:
         if "error" in each:
-            fields = each["error"]
-            raise MeshwrightError(fields.pop("code"), fields.pop("what"), **fields)
+            raise MeshwrightError(**each["error"])
     return [each["value"] for each in found]
 
 

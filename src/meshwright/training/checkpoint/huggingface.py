@@ -72,14 +72,11 @@ def to_huggingface(
         )
     like = like if like is not None else copied_folder(path)
     chosen = DTYPES[dtype_of(manifest, like, dtype)]
-    return export(
-        out,
-        Model(**manifest.model),
-        weights,
-        dtype=chosen,
-        like=like,
-        listen=lambda name, done, total: progress(done / total),
-    )
+
+    def listen(name: str, done: int, total: int) -> None:
+        progress(done / total)
+
+    return export(out, Model(**manifest.model), weights, dtype=chosen, like=like, listen=listen)
 
 
 def copied_folder(checkpoint: Path) -> Path | None:

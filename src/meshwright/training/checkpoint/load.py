@@ -51,19 +51,16 @@ from meshwright.training.checkpoint.store import BoxEntry, read
 @torch.no_grad()
 def load(trainer: SavableTrainer, path: Path, manifest: Manifest) -> list[str]:
     """Fill a trainer from a checkpoint that fits it. Returns messages about what could not be carried over."""
-    messages = list(behaviour_changes(trainer, manifest))
-    pieces, states = trainer.parallel.updated, make_states(trainer, manifest)
-    if not states and manifest.step and any(expected_states(p, trainer.parallel.workload.optimizer) for p in pieces):
+    messages, parallel = list(behaviour_changes(trainer, manifest)), trainer.parallel
+    pieces, states = parallel.updated, make_states(trainer, manifest)
+    if not states and manifest.step and any(expected_states(p, parallel.workload.optimizer) for p in pieces):
         messages.append("The checkpoint has no states of the optimizer: they start from zero")
     averaged = any(key.removeprefix("replica-0/").startswith(f"{AVERAGE}/") for key in manifest.tensors)
     if averaged != (trainer.average is not None):
-        has = (
-            "has a moving average of the weights, which is dropped" if averaged else "has no moving average: it starts"
-        )
-        messages.append(f"The checkpoint {has} (optimizer.ema)")
+        has = "a moving average of the weights, which is dropped" if averaged else "no moving average: it starts"
+        messages.append(f"The checkpoint has {has} (optimizer.ema)")
     entries = [*shared_entries(trainer, states, averaged)]
-    own = replica_prefix(trainer)
-    same = same_layout(trainer, manifest)
+    own, same = replica_prefix(trainer), same_layout(trainer, manifest)
     if not manifest.replicas:
         read(path, manifest, with_prefix(entries, own, ""))
     elif same:
@@ -73,40 +70,34 @@ def load(trainer: SavableTrainer, path: Path, manifest: Manifest) -> list[str]:
         read_average(path, manifest, entries, own)
     for i, state in states.items():
         trainer.optimizer.state[pieces[i].parameter] = state
-    if trainer.parallel.masters is not None:
-        trainer.parallel.masters.give_parameters()
+    if parallel.masters is not None:
+        parallel.masters.give_parameters()
     if trainer.average is not None and not averaged:
         trainer.average.restart()
-    zero.reshard(trainer.parallel.stages.values())  # parameters that were gathered before are out of date
+    zero.reshard(parallel.stages.values())  # parameters that were gathered before are out of date
     trainer.step = manifest.step
     restore_numbers(trainer, manifest, same)
-    messages += restore_rank(trainer, path, manifest, same)
-    return messages
+    return [*messages, *restore_rank(trainer, path, manifest, same)]
 
 
 def make_states(trainer: SavableTrainer, manifest: Manifest) -> dict[int, dict[str, Tensor]]:
-    """Empty states of the optimizer for each piece, of the kinds that the checkpoint has, as the optimizer itself makes them."""
+    """Empty states of the optimizer for each piece, of the kinds that the checkpoint has, as the optimizer itself makes them: of the shape of
+    the piece, or one number."""
     kinds, out = states_by_parameter(manifest), {}
     groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
     prefix = "replica-0/" if manifest.replicas else ""
+
+    def empty(piece: Piece, kind: str) -> Tensor:
+        if kind.startswith(OPTIMIZER):
+            return torch.zeros_like(piece.local)
+        group, saved = groups.get(id(piece.parameter), {}), manifest.tensors[f"{prefix}{kind}/{piece.name}"]
+        on_device = group.get("fused") or group.get("capturable")
+        return torch.zeros((), dtype=getattr(torch, saved.dtype), device=piece.local.device if on_device else "cpu")
+
     for i, piece in enumerate(trainer.parallel.updated):
         if piece.parameter.requires_grad and piece.name in kinds:
-            group = groups.get(id(piece.parameter), {})
-            on_device = group.get("fused") or group.get("capturable")
-            out[i] = {
-                kind.partition(".")[2]: empty_state(
-                    kind, piece, manifest.tensors[f"{prefix}{kind}/{piece.name}"].dtype, bool(on_device)
-                )
-                for kind in sorted(kinds[piece.name])
-            }
+            out[i] = {kind.partition(".")[2]: empty(piece, kind) for kind in sorted(kinds[piece.name])}
     return out
-
-
-def empty_state(kind: str, piece: Piece, dtype: str, on_device: bool) -> Tensor:
-    """A state as the optimizer makes it: of the shape of the piece, or one number."""
-    if kind.startswith(OPTIMIZER):
-        return torch.zeros_like(piece.local)
-    return torch.zeros((), dtype=getattr(torch, dtype), device=piece.local.device if on_device else "cpu")
 
 
 def with_prefix(entries: list[BoxEntry], own: str, saved: str) -> list[BoxEntry]:
@@ -172,17 +163,11 @@ def restore_rank(trainer: SavableTrainer, path: Path, manifest: Manifest, same: 
 
 def rank_tensors(path: Path, manifest: Manifest, rank: int, kind: str, device: str) -> dict[str, Tensor]:
     """The tensors of one rank whose names start with `kind`."""
-    prefix = f"rank-{rank}/"
-    entries = [
-        BoxEntry(
-            key,
-            saved.shape,
-            (0,) * len(saved.shape),
-            torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device=device),
-        )
-        for key, saved in manifest.tensors.items()
-        if key.startswith(prefix + kind)
-    ]
+    prefix, entries = f"rank-{rank}/", []
+    for key, saved in manifest.tensors.items():
+        if key.startswith(prefix + kind):
+            tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device=device)
+            entries.append(BoxEntry(key, saved.shape, (0,) * len(saved.shape), tensor))
     read(path, manifest, entries)
     return {entry.key.removeprefix(prefix): entry.tensor for entry in entries}
 
@@ -238,7 +223,7 @@ def open_checkpoint(
             unusable[name] = f"{UNUSABLE[error.code]} ({error.why})"
             continue
         for other, reason in unusable.items():
-            aside = on_first(partial(set_aside, source / other), group)
+            aside = on_first(partial(folder.set_aside, source / other), group)
             if is_first(group):
                 notify(f"{other} is {reason}; it is now {aside}, and the checkpoint before it is used")
         return Resumed(source / name, read_manifest(source / name))
@@ -253,10 +238,11 @@ UNUSABLE = {"MW-CKPT-001": "incomplete", "MW-CKPT-002": "damaged"}
 
 def never_used(root: Path) -> Iterator[tuple[Path, str]]:
     """List folders that cannot be resumed, with reasons: saves that were not completed, checkpoints set aside."""
-    yield from (
-        (path, "incomplete (its save was not completed)") for _, path in folder.step_folders(root, folder.WRITING)
-    )
-    yield from ((path, "set aside by an earlier resume") for _, path in folder.step_folders(root, folder.DAMAGED))
+    for prefix, reason in (
+        (folder.WRITING, "incomplete (its save was not completed)"),
+        (folder.DAMAGED, "set aside by an earlier resume"),
+    ):
+        yield from ((path, reason) for _, path in folder.step_folders(root, prefix))
 
 
 def none_intact(source: Path, unusable: Mapping[str, str]) -> MeshwrightError:
@@ -268,10 +254,6 @@ def none_intact(source: Path, unusable: Mapping[str, str]) -> MeshwrightError:
         why=f"{reasons[:2000]}. Nothing was changed",
         fix="restore a checkpoint from a copy, or begin again at step 0 with --from-scratch, which keeps these files under other names",
     )
-
-
-def set_aside(path: Path) -> str:
-    return folder.set_aside(path).name
 
 
 def verify_together(path: Path, group: ProcessGroup | None) -> None:

@@ -31,12 +31,8 @@ def summary(path: Path, verify: bool = False, listen: Listen | None = None) -> J
         else:
             check_sizes(path, manifest)
     except MeshwrightError as error:
-        return {
-            **about,
-            "state": error.why or error.what,
-            "good": False,
-            "problem": PROBLEMS.get(error.code, "damaged"),
-        }
+        problem = PROBLEMS.get(error.code, "damaged")
+        return {**about, "state": error.why or error.what, "good": False, "problem": problem}
     return {**about, "state": "good" if verify else "complete", "good": True, "problem": None}
 
 

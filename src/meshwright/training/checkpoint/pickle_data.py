@@ -63,16 +63,7 @@ def parse(data: bytes, allowed: Collection[Symbol], persistent: Callable[[Any], 
         return _Machine(data, allowed, persistent).run()
     except MeshwrightError:
         raise
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        OverflowError,
-        MemoryError,
-        struct.error,
-        UnicodeError,
-    ) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, MemoryError, struct.error) as error:
         raise refused(f"{type(error).__name__}: {str(error)[:200]}") from None
 
 

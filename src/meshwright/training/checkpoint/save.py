@@ -89,9 +89,9 @@ def save(
     try:
         on_first(lambda: str(folder.begin(root, state.step)), group)
         together(lambda: check_visible(target), group)
-        tensors, files = write_boxes(state, target, group)
+        files, tensors = write_boxes(state, target, group)
         records = together(lambda: {"files": hashed(target, files), "numbers": state.numbers}, group)
-        size = on_first(lambda: publish(target, state, description, tensors or {}, records, keep), group)
+        size = on_first(lambda: publish(target, state, description, tensors, records, keep), group)
     except BaseException:
         if is_first(group):
             folder.abandon(target)
@@ -114,15 +114,14 @@ def check_visible(path: Path) -> None:
 
 def write_boxes(
     state: TrainerState, target: Path, group: ProcessGroup | None
-) -> tuple[dict[str, SavedTensor] | None, list[str]]:
-    """Write this rank's boxes. Returns the boxes of all ranks, on rank 0, and the files of this rank."""
+) -> tuple[list[str], dict[str, SavedTensor]]:
+    """Write this rank's boxes. Returns the files of this rank, and on rank 0 the boxes of all ranks."""
     try:
-        written = write([entry for entry in state.entries if entry.written], target, group)
+        return write([entry for entry in state.entries if entry.written], target, group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         why = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {cause}"
         raise failed(target, f"Rank {rank}: {str(why)[:300]}") from None
-    return written.tensors, written.files
 
 
 def failed(target: Path, why: str) -> MeshwrightError:
@@ -136,12 +135,9 @@ def failed(target: Path, why: str) -> MeshwrightError:
 
 def hashed(target: Path, names: list[str]) -> dict[str, list[Any]]:
     """Size and hash of each file, once it is on the disk."""
-    out: dict[str, list[Any]] = {}
     for name in names:
-        path = target / name
-        folder.sync(path)
-        out[name] = [path.stat().st_size, file_hash(path)]
-    return out
+        folder.sync(target / name)
+    return {name: [(target / name).stat().st_size, file_hash(target / name)] for name in names}
 
 
 def publish(

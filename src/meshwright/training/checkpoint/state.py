@@ -137,15 +137,13 @@ def box_entries(key: str, piece: Piece, local: Tensor, writes: list[bool]) -> It
 
 def is_writer(box: Box, number: int, mesh: Mesh, kv_copies: int) -> bool:
     """Whether this rank writes its copy of a box."""
-    if box.later_stage:
-        return False
     index, count = 0, 1
     for axis in box.copies:
-        size, at = (
-            (kv_copies, mesh.index("tp") % kv_copies) if axis == KV_COPIES else (mesh.size(axis), mesh.index(axis))
-        )
+        size, at = mesh.size(axis), mesh.index(axis)
+        if axis == KV_COPIES:
+            size, at = kv_copies, mesh.index("tp") % kv_copies
         index, count = index * size + at, count * size
-    return index == number % count
+    return not box.later_stage and index == number % count
 
 
 def rank_entries(trainer: SavableTrainer) -> Iterator[BoxEntry]:
@@ -179,9 +177,9 @@ def compression_tensors(trainer: SavableTrainer) -> dict[str, Tensor]:
     """Errors of each compressor by message, and PowerSGD's bases by message and offset."""
     out: dict[str, Tensor] = {}
     for i, compressor in enumerate(compressors_in(trainer.parallel.reductions)):
+        bases = getattr(compressor, "bases", {})
         out |= {f"compression/{i}/error/{index}": error for index, error in compressor.feedback.errors.items()}
-        for (index, offset), basis in getattr(compressor, "bases", {}).items():
-            out[f"compression/{i}/basis/{index}/{offset}"] = basis
+        out |= {f"compression/{i}/basis/{index}/{offset}": basis for (index, offset), basis in bases.items()}
     return out
 
 

@@ -57,21 +57,16 @@ class BoxEntry:
         return ChunkStorageMetadata(offsets=torch.Size(self.start), sizes=self.tensor.shape)
 
 
-@dataclass(frozen=True)
-class Written:
-    """The result of a write on one rank: the files it wrote, and on the coordinator the boxes of all ranks."""
-
-    files: list[str]
-    tensors: dict[str, SavedTensor] | None
-
-
-def write(entries: Sequence[BoxEntry], folder: Path, group: ProcessGroup | None) -> Written:
-    """Write the entries of all ranks of a group on the CPU; a collective. No group: this process alone. If a rank fails, all raise."""
+def write(
+    entries: Sequence[BoxEntry], folder: Path, group: ProcessGroup | None
+) -> tuple[list[str], dict[str, SavedTensor]]:
+    """Write the entries of all ranks of a group on the CPU; a collective. No group: this process alone. If a rank fails, all raise. Returns
+    the files that this rank wrote, and on the coordinator the boxes of all ranks."""
     writer = _Writer(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it saves in one process: that is intended
         dcp.save({}, storage_writer=writer, planner=_SavePlanner(entries), process_group=group, no_dist=group is None)
-    return Written(writer.files, writer.saved_tensors())
+    return writer.files, writer.tensors
 
 
 def read(folder: Path, manifest: Manifest, entries: Sequence[BoxEntry]) -> None:
@@ -115,8 +110,7 @@ class _Writer(dcp.HuggingFaceStorageWriter):
         super().__init__(str(folder), save_distributed=True)
         self.per_thread_copy_ahead = 0  # from a GPU: torch would open a CUDA context, and our tensors are on the host
         self.files: list[str] = []
-        self.metadata: Metadata | None = None
-        self.results: list[list[WriteResult]] = []
+        self.tensors: dict[str, SavedTensor] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future = super().write_data(plan, planner)
@@ -124,24 +118,15 @@ class _Writer(dcp.HuggingFaceStorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.metadata, self.results = metadata, results
-
-    def saved_tensors(self) -> dict[str, SavedTensor] | None:
-        if self.metadata is None:
-            return None
-        file_of = {result.index: result.storage_data.relative_path for rank in self.results for result in rank}
-        return {
-            key: SavedTensor(
-                str(saved.properties.dtype).removeprefix("torch."),
-                tuple(saved.size),
-                tuple(
-                    SavedBox(file_of[MetadataIndex(key, chunk.offsets)], tuple(chunk.offsets), tuple(chunk.sizes))
-                    for chunk in saved.chunks
-                ),
-            )
-            for key, saved in self.metadata.state_dict_metadata.items()
-            if isinstance(saved, TensorStorageMetadata)
-        }
+        file_of = {result.index: result.storage_data.relative_path for rank in results for result in rank}
+        for key, saved in metadata.state_dict_metadata.items():
+            if isinstance(saved, TensorStorageMetadata):
+                boxes = [(c.offsets, c.sizes, file_of[MetadataIndex(key, c.offsets)]) for c in saved.chunks]
+                self.tensors[key] = SavedTensor(
+                    str(saved.properties.dtype).removeprefix("torch."),
+                    tuple(saved.size),
+                    tuple(SavedBox(file, tuple(start), tuple(shape)) for start, shape, file in boxes),
+                )
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -187,17 +172,11 @@ class _Reader(dcp.HuggingFaceStorageReader):
         self.tensors = tensors
 
     def read_metadata(self) -> Metadata:
-        boxes = {
-            MetadataIndex(key, box.start): _Place(str(Path(self.path) / box.file))
-            for key, saved in self.tensors.items()
-            for box in saved.boxes
-        }
-        tensors: dict[str, Any] = {
-            key: TensorStorageMetadata(
-                TensorProperties(dtype=getattr(torch, saved.dtype)),
-                torch.Size(saved.shape),
-                [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in saved.boxes],
-            )
-            for key, saved in self.tensors.items()
-        }
-        return Metadata(state_dict_metadata=tensors, storage_data=boxes)
+        places: dict[MetadataIndex, _Place] = {}
+        tensors: dict[str, Any] = {}
+        for key, saved in self.tensors.items():
+            places |= {MetadataIndex(key, b.start): _Place(str(Path(self.path) / b.file)) for b in saved.boxes}
+            chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in saved.boxes]
+            properties = TensorProperties(dtype=getattr(torch, saved.dtype))
+            tensors[key] = TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
+        return Metadata(state_dict_metadata=tensors, storage_data=places)

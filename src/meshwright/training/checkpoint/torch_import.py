@@ -191,18 +191,9 @@ def read_archive(data: bytes) -> Tensor:
                 return dtype, content
 
             return _tensor_of(parse(archive.read(head), TENSOR_NAMES, storage))
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        OSError,
-        EOFError,
-        NotImplementedError,
-        zipfile.BadZipFile,
-    ) as error:
-        if isinstance(error, MeshwrightError):
-            raise
+    except MeshwrightError:
+        raise
+    except (ValueError, TypeError, LookupError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
         raise refused(f"an archive: {type(error).__name__}: {str(error)[:160]}") from None
 
 
