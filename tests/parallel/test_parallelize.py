@@ -57,7 +57,7 @@ class Head(nn.Module):
 
 
 def encoder_table(module):
-    from meshwright.parallel.tensor import families
+    from meshwright.parallel.tensor import tables as families
 
     inside = families.transformer_encoder(module.encoder)
     return [(f"encoder.{p}".rstrip("."), s) for p, s in inside] + [("", "replicated"), ("out", "replicated")]

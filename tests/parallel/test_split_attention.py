@@ -75,7 +75,7 @@ def test_attention_split_by_heads_equals_one_device():
 def evaluated(context):
     from torch import distributed
 
-    from meshwright.parallel.tensor import families
+    from meshwright.parallel.tensor import tables as families
     from meshwright.parallel.tensor.split import split
 
     def encoder():

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import RULES, parameters
-from meshwright.parallel.tensor.families import llama, phi3
 from meshwright.parallel.tensor.split import matches
-from meshwright.parallel.tensor.tables import table_of
+from meshwright.parallel.tensor.tables import llama, phi3, table_of
 
 MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=32)
 

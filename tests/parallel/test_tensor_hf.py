@@ -11,7 +11,7 @@ from torch.nn import functional
 import ranks
 import split_sums
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor import families
+from meshwright.parallel.tensor import tables as families
 from meshwright.parallel.tensor.cutting import cut_out
 from meshwright.parallel.tensor.split import split
 

@@ -12,7 +12,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.models.rotary import frequencies
+from meshwright.models.attention import frequencies
 from meshwright.proof.fold import AXES, axis_sizes, folds
 from meshwright.proof.small import UNSAID, shrink, small_copies, small_copy, small_seq
 

@@ -43,8 +43,8 @@ from torch import Tensor
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.models.copies import Sums
 from meshwright.models.dropout import DrawsForSamples
+from meshwright.models.moe import Sums
 from meshwright.programs.pipelines.program import PipelineProgram
 
 BACKEND = "inductor"

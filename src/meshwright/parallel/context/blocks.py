@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.models.documents import same_document
+from meshwright.models.attention import same_document
 from meshwright.models.dropout import Dropped
 from meshwright.models.parts import at_least_single
 from meshwright.parallel.context.kernels import Kernel, kernel_for

@@ -12,7 +12,7 @@
    10  gradients   buckets, or shards that torch reduces; then the optimizer
 
 Data parallelism and ZeRO work on every module. Tensor and sequence parallelism need a sharding table: rows (pattern of names, style), as
-`tensor.tables` lists them; for known classes it is found (`tensor.families`). Context parallelism, local SGD and fp8 need to know what the
+`tensor.tables` lists them; for known classes it is found. Context parallelism, local SGD and fp8 need to know what the
 module computes: they are for our own models.
 """
 
@@ -36,9 +36,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel.data.zero import reshard
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import DTYPES, LossScale, at_least_single, cast, masters_of
-from meshwright.parallel.tensor.families import find_table, table_for
 from meshwright.parallel.tensor.split import check_regions, check_rows
-from meshwright.parallel.tensor.tables import Table
+from meshwright.parallel.tensor.tables import Table, find_table, table_for
 from meshwright.parallel.user_module.batches import prepared
 from meshwright.parallel.user_module.batchnorm import synchronise
 from meshwright.parallel.user_module.boxes import Entry
