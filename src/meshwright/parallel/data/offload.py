@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.parallel.tensor.regather import keeping, without_history
+from meshwright.parallel.saved_tensors import keeping, without_history
 
 
 class _Moved:

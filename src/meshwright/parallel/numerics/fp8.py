@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from meshwright.models.parts import ProductLinear, at_least_single
 from meshwright.models.wide_products import scaled_product
 from meshwright.parallel import exchange
-from meshwright.parallel.tensor.regather import is_saved_as_share
+from meshwright.parallel.saved_tensors import is_saved_as_share
 
 Quantised = tuple[Tensor, Tensor]  # in units of the scale, and the scale
 

@@ -1,7 +1,7 @@
 """The steps of `parallelize` that are taken stage by stage: split, spread experts, release other stages' layers, recompute, shard, reduce; then
 the pipeline over the finished stages."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,45 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import KV_COPIES
 from meshwright.parallel.data.gathering import grouped
 from meshwright.parallel.data.offload import offload_activations
 from meshwright.parallel.data.reduction import Reduction, make_reduction
 from meshwright.parallel.data.zero import shard_parts, zero_units
 from meshwright.parallel.expert.stacked import spread_stacked
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import Pipeline, Stage
 from meshwright.parallel.recompute import recompute
 from meshwright.parallel.tensor.cutting import Split
 from meshwright.parallel.tensor.split import matches, split
-from meshwright.parallel.tensor.tables import Table
-from meshwright.parallel.user_module.boxes import Cutting, Entry
-from meshwright.parallel.user_module.dataflow import Routes
-from meshwright.parallel.user_module.stages import Recorded, StageModule
+from meshwright.parallel.user_module.boxes import Cutting
+from meshwright.parallel.user_module.stages import StageModule, copy_structure
+from meshwright.parallel.user_module.whole import WholeModule
 from meshwright.programs.pipelines import build as build_program
 
 
 @dataclass
-class Build:
+class Build(WholeModule):
     """Takes steps 5 to 10 for each stage of this rank, and collects what they make."""
 
-    plan: Plan
-    mesh: Mesh
-    rows: Table
-    path: str  # of the list of layers
-    seen: Recorded | None  # with a pipeline
-    routes: Routes | None
-    spans: list[range]  # the layers of each stage
-    entries: dict[str, Entry]
-    batch_dim: int
-    dtype: torch.dtype | None  # of forward and backward; None: as the module was
     stages: dict[int, nn.Module] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     reductions: list[Reduction] = field(default_factory=list)
     kv_copies: int = 1  # ranks that hold the same KV head
     used: set[nn.Parameter] = field(default_factory=set)
+
+    def divide(self) -> None:
+        for stage in [i for i in range(self.count) if self.ranks[i] == self.mesh.index("pp")]:
+            self.add_stage(stage, self.module if self.count == 1 else copy_structure(self.module))
 
     def add_stage(self, stage: int, root: nn.Module) -> None:
         plan, mesh, dtype = self.plan, self.mesh, self.dtype or torch.float32
@@ -78,9 +69,8 @@ class Build:
         group, mesh, plan = self.mesh.group("tp"), self.mesh, self.plan
         if group is None:
             return None
-        copies = mesh.group(KV_COPIES)
-        options: dict[str, Any] = {"form": plan.tp_form, "copies": copies, "sequence_dim": 1 - self.batch_dim}
-        done = split(root, self.rows, group, plan.sp, strict=False, **options)
+        options: dict[str, Any] = {"copies": mesh.group(KV_COPIES), "sequence_dim": 1 - self.batch_dim}
+        done = split(root, self.rows, group, plan.sp, form=plan.tp_form, strict=False, **options)
         if done.copies is not None:
             mesh.set_copies(done.copies)
             self.kv_copies = done.copies.size()
@@ -88,14 +78,10 @@ class Build:
 
     def separate(self, root: nn.Module) -> None:
         """A parameter that two stages of this rank hold becomes two: each is sharded and reduced with its stage."""
-        copies: dict[nn.Parameter, nn.Parameter] = {}
+        copies = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in root.parameters() if p in self.used}
         for part in root.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
-                if parameter in self.used:
-                    copy = copies.setdefault(
-                        parameter, nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                    )
-                    setattr(part, name, copy)
+                setattr(part, name, copies.get(parameter, parameter))
         self.used.update(root.parameters())
 
     def spread(self, root: nn.Module) -> tuple[set[str], list[nn.Module]]:
@@ -118,6 +104,18 @@ class Build:
         assert seen is not None
         chunks: list[tuple[Any, Any]] = []
 
+        @contextmanager
+        def given(number: int) -> Iterator[None]:
+            """Give every stage of this rank the inputs and targets of a micro-batch."""
+            stages: list[Any] = list(self.stages.values())
+            for stage in stages:
+                stage.inputs, stage.targets = chunks[number]
+            try:
+                yield
+            finally:
+                for stage in stages:
+                    stage.inputs = stage.targets = None
+
         def run(batch: list[tuple[Any, Any]]) -> Tensor:
             seen.check_inputs(batch[0][0])
             chunks[:] = batch
@@ -127,8 +125,7 @@ class Build:
                     Stage(own, i, plan.stages, mesh, reduction, self.boundary(i), self.boundary(i + 1))
                     for (i, own), reduction in zip(self.stages.items(), self.reductions, strict=True)
                 ]
-                inputs = Inputs(self.stages.values(), chunks)
-                made[len(batch)] = Pipeline(program, stages, mesh, lambda output, target: output, inputs)
+                made[len(batch)] = Pipeline(program, stages, mesh, lambda output, target: output, given)
             numbers = torch.arange(len(batch), device=mesh.device)
             loss = made[len(batch)].run(numbers, numbers)
             return torch.zeros((), dtype=torch.float64, device=mesh.device) if loss is None else loss
@@ -152,20 +149,3 @@ class Build:
             shape[1 - self.batch_dim] //= self.plan.tp
         dtype = self.dtype if floating and self.dtype is not None else tensor.dtype
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=floating)
-
-
-class Inputs:
-    """Gives every stage of this rank the inputs and targets of a micro-batch, by its number."""
-
-    def __init__(self, stages: Iterable[Any], chunks: list[tuple[Any, Any]]) -> None:
-        self.stages, self.chunks = list(stages), chunks
-
-    @contextmanager
-    def __call__(self, number: int) -> Iterator[None]:
-        for stage in self.stages:
-            stage.inputs, stage.targets = self.chunks[number]
-        try:
-            yield
-        finally:
-            for stage in self.stages:
-                stage.inputs = stage.targets = None

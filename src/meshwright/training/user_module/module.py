@@ -27,6 +27,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.initialise import box_of
 from meshwright.parallel.data.zero import reshard
 from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
+from meshwright.parallel.pieces import Piece
 from meshwright.parallel.sharded import Sharded
 from meshwright.parallel.user_module.batches import call, microbatches, prepared, samples_in, tensors_in
 from meshwright.parallel.user_module.batchnorm import uses_batch
@@ -353,26 +354,22 @@ class ParallelModule(Sharded):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
         """The full state of the module on every rank, as one device would save it; 16-bit parameters as their fp32 copies. All ranks call it."""
-        parts = [
-            (p.name, box.local_start, view) for p in self.updated for box, view in p.views(p.local) if box.first_copy
-        ]
-        parts += [(name, (0,) * buffer.ndim, buffer) for name, buffer, first in self.buffers() if first]
-        return self._gathered(parts, set(self.entries))
+        parts = [(p, p.local) for p in self.updated]
+        buffers = [(name, (0,) * buffer.ndim, buffer) for name, buffer, first in self.buffers() if first]
+        return self._gathered(parts, buffers, set(self.entries))
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """The full gradient of every parameter, on every rank; all ranks call it after `backward`."""
-        trained = [p for p in self.pieces if p.parameter.requires_grad]
-        parts = [
-            (p.name, box.local_start, view) for p in trained for box, view in p.views(p.gradient) if box.first_copy
-        ]
-        return self._gathered(parts, {name for name in self.entries if name not in self.unused})
+        parts = [(p, p.gradient) for p in self.pieces if p.parameter.requires_grad]
+        return self._gathered(parts, [], set(self.entries) - self.unused)
 
-    def _gathered(self, parts: list[tuple[str, tuple[int, ...], Tensor]], names: set[str]) -> dict[str, Tensor]:
+    def _gathered(
+        self, parts: list[tuple[Piece, Tensor]], buffers: list[tuple[str, tuple[int, ...], Tensor]], names: set[str]
+    ) -> dict[str, Tensor]:
         """The full tensors of the boxes that all ranks hold."""
-        by_name: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
-        for name, start, view in parts:
-            by_name.setdefault(name, []).append((start, view))
+        views = [(p.name, box, view) for p, local in parts for box, view in p.views(local)]
+        counted = [*buffers, *((name, box.local_start, view) for name, box, view in views if box.first_copy)]
         out: dict[str, Tensor] = {}
         for name, entry in self.entries.items():
             if entry.source != name:
@@ -381,7 +378,7 @@ class ParallelModule(Sharded):
                 wide = at_least_single(entry.dtype) if entry.dtype.is_floating_point else entry.dtype
                 sent = torch.uint8 if wide == torch.bool else wide
                 full = torch.zeros(entry.shape, dtype=sent, device=self.mesh.device)
-                for start, view in by_name.get(name, ()):
+                for _, start, view in (part for part in counted if part[0] == name):
                     box_of(full, start, view.shape).copy_(view)
                 out[name] = self.all_reduce(full, "world").to("cpu", wide)
         return out

@@ -18,7 +18,6 @@ module computes: they are for our own models.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,13 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import Degrees
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.data.zero import reshard
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.numerics.precision import DTYPES, LossScale, at_least_single, cast, masters_of
+from meshwright.parallel.numerics.precision import LossScale, masters_of
 from meshwright.parallel.tensor.split import check_regions, check_rows
 from meshwright.parallel.tensor.tables import Table, find_table, table_for
-from meshwright.parallel.user_module.batches import prepared
-from meshwright.parallel.user_module.batchnorm import synchronise
 from meshwright.parallel.user_module.boxes import Entry
 from meshwright.parallel.user_module.build import Build
-from meshwright.parallel.user_module.checks import check_sharded, check_stages, evaluated
-from meshwright.parallel.user_module.dataflow import Port, Routes, Stages, on_meta, routes
-from meshwright.parallel.user_module.samples import Trial, check_samples
-from meshwright.parallel.user_module.stages import Recorded, copy_structure, find_layers, record
-from meshwright.programs.pipelines import build
+from meshwright.parallel.user_module.dataflow import on_meta
 from meshwright.training.optimizer.make import make_optimizer
 from meshwright.training.user_module.module import Loss, ParallelModule
 from meshwright.units import Json
@@ -83,9 +75,9 @@ def parallelize(
     device = join_group(module, plan)
     mesh = Mesh(Layout(plan), distributed.get_rank(), device)
     batch_dim = int(not (takes_batch_first(module) if batch_first is None else batch_first))
-    whole = WholeModule(module, plan, mesh, example, batch_dim, reduction == "mean", check)
-    whole.prepare(layers, rows_of(module, plan, table))
-    build = whole.build()
+    build = Build(module, plan, mesh, example, batch_dim, reduction == "mean", check)
+    build.prepare(layers, rows_of(module, plan, table))
+    build.divide()
     parallel = ParallelModule(
         plan=plan,
         workload=Workload(),
@@ -93,156 +85,49 @@ def parallelize(
         stages=build.stages,
         pieces=build.pieces,
         reductions=build.reductions,
-        dtype=whole.dtype or next((p.local.dtype for p in build.pieces), torch.float32),
+        dtype=build.dtype or next((p.local.dtype for p in build.pieces), torch.float32),
         degrees=Degrees(plan.tp, plan.ep, plan.etp, build.kv_copies, plan.sp),
-        tied=tied_weights(build.entries, whole.ranks, mesh),
+        tied=tied_weights(build.entries, build.ranks, mesh),
         masters=masters_of(build.pieces, plan) if build.pieces else None,
         entries=build.entries,
         loss=loss,
         reduction=reduction,
         batch_dim=batch_dim,
-        input_dtype=whole.dtype,
-        scale=LossScale.of(whole.dtype or torch.float32),
+        input_dtype=build.dtype,
+        scale=LossScale.of(build.dtype or torch.float32),
         check=check,
-        synchronised=whole.synchronised,
+        synchronised=build.synchronised,
         example=on_meta(example) if example is not None else None,
-        example_checked=whole.in_parts,
-        accumulating=whole.accumulating,
+        example_checked=build.in_parts,
+        accumulating=build.accumulating,
     )
-    if whole.seen is not None:
+    if build.seen is not None:
         for stage in parallel.stages.values():
             stage.finish = parallel.weighted_loss  # type: ignore[assignment]
         parallel.run_pipeline = build.pipeline()
-    whole.check_sharded(parallel.module)
+    build.check_sharded(parallel.module)
     set_optimizer(parallel, optimizer)
     return parallel
 
 
-@dataclass
-class WholeModule:
-    """The module before it is divided: what is done to it and found out about it (steps 2 to 4), then `build` divides it."""
-
-    module: nn.Module
-    plan: Plan
-    mesh: Mesh
-    example: Any
-    batch_dim: int
-    mean: bool
-    check: bool
-
-    def prepare(self, layers: str | None, rows: Table) -> None:
-        """Steps 2 to 4, with the trial runs of the whole module."""
-        module, plan, mesh = self.module, self.plan, self.mesh
-        self.rows = rows
-        self.path, chosen = find_layers(module, layers, needed=plan.pp > 1 or layers is not None)
-        broadcast_state(module)
-        self.dtype = DTYPES[plan.param_dtype] if "param_dtype" in plan.model_fields_set else None
-        self.kept_dtype = (
-            at_least_single(self.dtype) if self.dtype is not None and mesh.sharded and plan.master else self.dtype
-        )
-        cast(module, self.kept_dtype)
-        example = self.example = prepared(self.example, self.kept_dtype, mesh.device)
-        data_group = mesh.group("dp") if plan.pp == 1 else None
-        self.synchronised = synchronise(module, data_group) if data_group is not None else []
-        if plan.pp > 1 or plan.recompute == "full" or (self.check and example is not None):
-            stop_caching(module)
-        self.count = plan.stages if plan.pp > 1 else 1
-        self.ranks = build(plan.schedule, plan.pp, plan.pp, plan.virtual).rank_of.tolist() if plan.pp > 1 else [0]
-        self.spans = divided(len(chosen), plan, self.count)
-        self.seen = record(module, self.path, chosen, examined(example, plan)) if plan.pp > 1 else None
-        self.entries = entries_of(module, self.path, self.seen, self.spans)
-        self.routes = None
-        if self.seen is not None:
-            self.routes = find_routes(module, self.seen, self.spans, self.entries, example, self.check)
-            check_boundaries(self.routes, self.seen, self.spans, plan)
-        self.accumulating = ""
-        self.in_parts = self.check and example is not None and (plan.pp > 1 or data_group is not None)
-        if self.in_parts:
-            trial = Trial(module, example, self.batch_dim, self.mean, self.synchronised)
-            self.accumulating = check_samples(trial, mesh.device, gradients=True)
-        divides = self.check and example is not None and plan.pp == 1 and (plan.tp > 1 or mesh.sharded)
-        self.output = evaluated(module, example) if divides else None
-
-    def build(self) -> Build:
-        """Steps 5 to 10: the stages of this rank."""
-        made = Build(
-            self.plan,
-            self.mesh,
-            self.rows,
-            self.path,
-            self.seen,
-            self.routes,
-            self.spans,
-            self.entries,
-            self.batch_dim,
-            self.dtype,
-        )
-        for stage in [i for i in range(self.count) if self.ranks[i] == self.mesh.index("pp")]:
-            made.add_stage(stage, self.module if self.count == 1 else copy_structure(self.module))
-        return made
-
-    def check_sharded(self, divided: nn.Module) -> None:
-        """Raise if the forward of the divided module is not that of the whole one."""
-        if self.output is not None:
-            check_sharded(self.output, divided, prepared(self.example, self.dtype, self.mesh.device), self.mesh.device)
-            reshard([divided])
-
-
-def find_routes(
-    module: nn.Module, seen: Recorded, spans: list[range], entries: dict[str, Entry], example: Any, check: bool
-) -> Routes:
-    """What crosses between the stages. Raise where they would not compute what one device does: by the dataflow, and by numbers."""
-    holders = {name: entries[name].stages for name, _ in module.named_parameters(remove_duplicate=False)}
-    crossing = routes(seen.trace, Stages(spans, seen.names, seen.before, holders))
-    if check:
-        check_stages(module, seen, spans, crossing, example)
-    return crossing
-
-
-def check_boundaries(crossing: Routes, seen: Recorded, spans: list[range], plan: Plan) -> None:
-    """Raise for a plan that sends one tensor only, where stages read more than the output of the layer before."""
-    for span, ports in zip(spans[1:], crossing.boundaries[1:], strict=True):
-        beside = [port.unit for port in ports if port != Port(seen.names[span[0] - 1], 0, 0)]
-        if beside and plan.sp and plan.tp > 1:
-            name, why, fix = (
-                "sp=true",
-                "Which tensors beside the output of a layer have a sequence to divide is not known",
-                "sp=false",
-            )
-        elif len(ports) > 1 and build(plan.schedule, plan.pp, plan.pp, plan.virtual).splits_backward:
-            name, why, fix = (
-                f"schedule={plan.schedule}",
-                "torch cannot split the backward of a stage with several inputs",
-                "schedule=1f1b",
-            )
-        else:
-            continue
-        what = f"'{(beside or [ports[0].unit])[0]}' is read by later pipeline stages, and plan.{name}"
-        raise MeshwrightError("MW-OWN-007", what, why=why, fix=f"plan.{fix}")
-
-
 def check_plan(module: nn.Module, plan: Plan, reduction: str) -> None:
     """Raise for what a plan cannot do on a module we did not write."""
+    attention = "Which part of a layer is attention, and what it saves, is not known"
     refused = {
         "cp": (plan.cp > 1, "The module's attention, which is not known, would have to exchange keys and values"),
         "average_every": (
             plan.average_every > 0,
             "Local SGD counts tokens, and what a sample has of them is not known",
         ),
-        "recompute": (
-            plan.recompute in ("selective", "auto"),
-            "Which part of a layer is attention, and what it saves, is not known",
-        ),
+        "recompute": (plan.recompute in ("selective", "auto"), attention),
         "expert_tp": (plan.etp != plan.tp, "Experts are split over the same ranks as the other layers"),
         "param_dtype": (plan.param_dtype == "fp8", "Which products of the module may be computed in fp8 is not known"),
         "gather_dtype": (plan.gather_dtype == "fp8", "Which weights are multiplied in fp8 is not known"),
     }
     for name, (bad, why) in refused.items():
         if bad:
-            what, default = f"plan.{name}={getattr(plan, name)}", Plan.model_fields[name].default
-            raise MeshwrightError(
-                "MW-OWN-001", f"{what} on a module of your own", why=why, fix=f"plan.{name}={default}"
-            )
+            what, fix = f"plan.{name}={getattr(plan, name)}", f"plan.{name}={Plan.model_fields[name].default}"
+            raise MeshwrightError("MW-OWN-001", f"{what} on a module of your own", why=why, fix=fix)
     if reduction not in REDUCTIONS:
         raise MeshwrightError("MW-OWN-001", f"reduction={reduction!r}", valid=REDUCTIONS)
     if any(p.is_meta for p in module.parameters()):
@@ -293,83 +178,8 @@ def rows_of(module: nn.Module, plan: Plan, table: Sequence[tuple[str, str]] | No
     return rows
 
 
-@torch.no_grad()
-def broadcast_state(module: nn.Module) -> None:
-    """Broadcast the values of rank 0: replicas that start with different values would stay different."""
-    if distributed.get_world_size() > 1:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            value = tensor.detach().contiguous()
-            distributed.broadcast(value, src=0)
-            tensor.copy_(value)
-
-
 def takes_batch_first(module: nn.Module) -> bool:
     return all(part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention))
-
-
-def stop_caching(module: nn.Module) -> None:
-    """Hugging Face's models keep keys and values for generation: what runs twice would append them twice."""
-    for part in module.modules():
-        config: Any = getattr(part, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
-
-
-def examined(example: Any, plan: Plan) -> Any:
-    if example is None:
-        raise MeshwrightError(
-            "MW-OWN-002",
-            f"pp={plan.pp} without an example",
-            why="Stages must know the shape of what they pass on before the first step",
-            fix="parallelize(…, example=inputs of one micro-batch)",
-        )
-    return example
-
-
-def divided(layers: int, plan: Plan, count: int) -> list[range]:
-    """The layers of each stage."""
-    if count == 1:
-        return [range(layers)]
-    counts = plan.stage_layers(layers)
-    if sum(counts) != layers or min(counts) < 1:
-        raise MeshwrightError(
-            "MW-OWN-002",
-            f"{layers} layers in stages of {list(counts)}",
-            why="Each stage has at least one layer, and all are used",
-        )
-    starts = [sum(counts[:i]) for i in range(count)]
-    return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
-
-
-def entries_of(module: nn.Module, path: str, seen: Recorded | None, spans: list[range]) -> dict[str, Entry]:
-    """Every name of the module's state, and the stages that hold it; tied weights have several names for one value."""
-    values = module.state_dict(keep_vars=True)
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
-    inside = f"{path}." if path else ""
-    names: dict[int, list[str]] = {}
-    for name, value in values.items():
-        names.setdefault(id(value), []).append(name)
-    out = {}
-    for name, value in values.items():
-        tied = names[id(value)]
-        stages = {stage for other in tied for stage in stages_of(other, seen, spans)}
-        matrix = value.ndim in (2, 3) and name.startswith(inside)
-        block = "embedding" if id(value) in tables else "" if matrix else "head"
-        out[name] = Entry(value.shape, value.dtype, tied[0], tuple(sorted(stages)), block)
-    return out
-
-
-def stages_of(name: str, seen: Recorded | None, spans: list[range]) -> list[int]:
-    """The stages that hold a name: its layer's, the first, the last, or all."""
-    if seen is None:
-        return [0]
-    layer = next((i for i, unit in enumerate(seen.names) if name.startswith(f"{unit}.")), None)
-    if layer is not None:
-        return [stage for stage, span in enumerate(spans) if layer in span]
-    under = [other for other in (*seen.before, *seen.after) if name.startswith(f"{other}.")]
-    if under:
-        return [0] if under[0] in seen.before else [len(spans) - 1]
-    return list(range(len(spans)))
 
 
 def tied_weights(
@@ -432,18 +242,17 @@ def updates_differ(optimizer: MakeOptimizer, cut: bool) -> bool:
     values = torch.linspace(-1.0, 1.5, 48, dtype=torch.float64).reshape(8, 6)
     halves = values.split(4)
 
-    def updated(*parts: Tensor) -> list[Tensor]:
+    def updated(*parts: Tensor) -> Tensor:
         parameters = [nn.Parameter(part.clone()) for part in parts]
         made = optimizer([(f"trial.{i}.weight", p) for i, p in enumerate(parameters)])
         for step in (1, 2):
             for parameter in parameters:
                 parameter.grad = torch.sin(step * 7 * parameter.detach())
             made.step()
-        return [p.detach() for p in parameters]
+        return torch.cat([p.detach() for p in parameters])
 
     try:
-        whole = torch.cat(updated(*((values,) if cut else halves)))
-        apart = torch.cat([row for half in halves for row in updated(half)])
+        whole, apart = updated(*((values,) if cut else halves)), torch.cat(list(map(updated, halves)))
     except Exception:  # an optimizer for the names or shapes of this module only: nothing is known of it
         return False
     return not torch.allclose(whole, apart, rtol=1e-9, atol=0.0)
@@ -453,22 +262,18 @@ def check_settings(parallel: ParallelModule) -> None:
     """Raise for settings of our optimizers that need to know more of the module."""
     settings = parallel.settings
     assert settings is not None
-    muon = parallel.workload.optimizer == "muon"
     fused = next((p.name for p in parallel.pieces if p.fused or any(n > 1 for n in p.box.start[2:])), "")
+    loop = "The loop is yours: step(…, clip=1.0) clips"
     refused = {
         "scale_with_width": (settings.scale_with_width, "The width of the module is not known"),
         "scale_with_batch": (settings.scale_with_batch, "The batch is not known before the first step"),
-        **{
-            name: (name in settings.model_fields_set, "The loop is yours: step(…, clip=1.0) clips")
-            for name in ("clip", "on_nan", "most_skips")
-        },
+        **{name: (name in settings.model_fields_set, loop) for name in ("clip", "on_nan", "most_skips")},
         "ema": (settings.ema, "A moving average of the weights is kept by the trainer of our own models"),
-        "kind": (
-            muon and fused,
-            f"Muon updates whole matrices, and tp={parallel.plan.tp} cuts '{fused}' in several parts",
-        ),
     }
     for name, (bad, why) in refused.items():
         if bad:
-            value = "muon" if name == "kind" else getattr(settings, name)
-            raise MeshwrightError("MW-OWN-001", f"optimizer {name}={value} on a module of your own", why=why)
+            what = f"optimizer {name}={getattr(settings, name)} on a module of your own"
+            raise MeshwrightError("MW-OWN-001", what, why=why)
+    if fused and parallel.workload.optimizer == "muon":
+        why = f"Muon updates whole matrices, and tp={parallel.plan.tp} cuts '{fused}' in several parts"
+        raise MeshwrightError("MW-OWN-001", "optimizer kind=muon on a module of your own", why=why)
