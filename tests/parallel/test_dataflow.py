@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.user_module.stages import StageModule, copy_structure, find_layers, record
-from meshwright.training.user_module.parallelize import divided, entries_of, find_routes, stop_caching
+from meshwright.parallel.user_module.whole import divided, entries_of, find_routes, stop_caching
 
 WIDTH = 8
 
