@@ -98,7 +98,7 @@ def test_a_worker_logs_where_the_run_file_says_so(folder: RunFolder, calls: list
 
     trainer: Any = SimpleNamespace(step=5)
     named = replace(CONFIG, run=Run(loggers=("trackio",), log_every=3))
-    for config, kinds in ((CONFIG, ["StepRows"]), (named, ["StepRows", "Logging"])):
+    for config, kinds in ((CONFIG, ["StepWriter"]), (named, ["StepWriter", "Logging"])):
         assert [type(hook).__name__ for hook in writers_of(trainer, config, folder, None)] == kinds
     hook = writers_of(trainer, named, folder, None)[-1]
     assert isinstance(hook, Logging)

@@ -45,7 +45,6 @@ def test_any_run_of_samples_is_mixed_by_the_weights(weights, samples):
     for source, weight in enumerate(weights):
         assert abs(counts[source] - samples * weight / sum(weights)) <= len(weights)
         assert [n for s, n in drawn if s == source] == list(range(counts[source]))  # each draw once, in order
-    assert order.epochs(samples) == [counts[source] / 50 for source in range(len(weights))]
 
 
 def test_an_epoch_reads_every_sequence_once_and_the_next_in_another_order():

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,11 @@ LOCK_S = 1.0  # a reader that asks whether a run is running holds the lock for a
 
 
 class StepWriter(Hook):
-    """The hook of rank 0 that writes the row of every step, and events for evaluations and skipped updates. It stands behind the
-    hooks that add to the record."""
+    """The hook of rank 0 that writes the row of every step, and events for evaluations and skipped updates, and calls `listen` with the
+    record. It stands behind the hooks that add to the record."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
+    def __init__(self, folder: RunFolder, listen: Callable[[StepRecord], None] | None = None) -> None:
+        self.folder, self.listen = folder, listen
 
     def after_step(self, trainer: Any, record: StepRecord) -> None:
         self.folder.add(record)
@@ -83,6 +83,8 @@ class StepWriter(Hook):
             self.folder.event("evaluation", record.step, text, validation_loss=record.validation_loss)
         if not record.updated:
             self.folder.event("skipped", record.step, "gradients are NaN or infinite: the update was skipped")
+        if self.listen is not None:
+            self.listen(record)
 
 
 class RunFolder:
@@ -135,13 +137,11 @@ class RunFolder:
         measurement and other results: a resume that is refused changes nothing. `aim`: the user's plan, if `config` has another one."""
         folder = cls(path)
         with folder._closed_on_error():
-            before = read_about(path)
+            before, now = read_about(path), {"agents": [], **environment(), **about}
             folder.plans, folder.asked = (config, prediction), aim
-            fresh = environment()
-            lists = {"hosts": fresh["hosts"], "agents": about.pop("agents", [])}
-            lists = {name: list(dict.fromkeys([*before.get(name, ()), *new])) for name, new in lists.items()}
-            folder.about = {**before, **fresh, **about, "started": before.get("started", fresh["started"]), **lists}
-            folder.about |= {"version": VERSION, "attempts": list(before.get("attempts", ()))}
+            lists = {name: list(dict.fromkeys([*before.get(name, ()), *now[name]])) for name in ("hosts", "agents")}
+            kept = {"started": before.get("started", now["started"]), "attempts": list(before.get("attempts", ()))}
+            folder.about = {**before, **now, **lists, **kept, "version": VERSION}
         return folder
 
     @property
@@ -349,10 +349,10 @@ def check_free(path: Path) -> None:
 
 def saved_before(path: Path) -> bool:
     """Whether a run has completed a checkpoint since it last began from scratch, by its events."""
-    kinds = [event.get("kind") for event in read_events(path)]
-    return "checkpoint-finished" in (
-        kinds[len(kinds) - kinds[::-1].index(FROM_SCRATCH) :] if FROM_SCRATCH in kinds else kinds
-    )
+    saved = False
+    for event in read_events(path):
+        saved = event.get("kind") == "checkpoint-finished" or (saved and event.get("kind") != FROM_SCRATCH)
+    return saved
 
 
 def check_unused(path: Path) -> None:
@@ -413,14 +413,8 @@ def remove_unfinished_line(file: Path) -> None:
 def environment() -> Json:
     """Return the facts that a run depends on besides its plan: versions, git state, command line, host, start time."""
     versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
-    return {
-        "started": time.time(),
-        "command": sys.argv,
-        "hosts": [socket.gethostname()],
-        "platform": platform.platform(),
-        "versions": versions,
-        "git": git_state(),
-    }
+    place = {"hosts": [socket.gethostname()], "platform": platform.platform()}
+    return {"started": time.time(), "command": sys.argv, **place, "versions": versions, "git": git_state()}
 
 
 def git_state(folder: Path | None = None) -> Json | None:
@@ -428,12 +422,12 @@ def git_state(folder: Path | None = None) -> Json | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", *arguments]
-        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5, check=True)
-        return found.stdout.strip()
+        options: Json = {"cwd": folder, "capture_output": True, "text": True, "timeout": 5, "check": True}
+        return subprocess.run(command, **options).stdout.strip()
 
     try:
-        commit = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no").splitlines()
-        return {"commit": commit, "branch": git("rev-parse", "--abbrev-ref", "HEAD"), "changed": len(changed)}
+        about = {"commit": git("rev-parse", "HEAD"), "branch": git("rev-parse", "--abbrev-ref", "HEAD")}
+        return {**about, "changed": len(changed)}
     except (OSError, subprocess.SubprocessError):
         return None

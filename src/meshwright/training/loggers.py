@@ -4,7 +4,7 @@
     loggers = ["tensorboard", "wandb"]
     log_every = 10
 
-Each logger is a small adapter with `log(step, values)` and `close()`; the package behind it is imported only if it is asked for, and a
+Each logger is a function that opens it and returns how to log and how to close it; the package behind it is imported only if it is asked for, and a
 missing one is an error before the first step. Everything stays on this machine unless the package's own variables (`WANDB_MODE`,
 `MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`) say otherwise: files lie in the run folder. Only rank 0 logs.
 
@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError, unknown
@@ -25,14 +25,12 @@ from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook, StepRecord
 from meshwright.units import Json
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")  # a logger is called like the package behind it
 NOT_LOGGED = ("step", "attempt")  # of a row: the step is the x axis
 
 
-class Logger(Protocol):
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+Log = Callable[[int, dict[str, float]], None]  # step, values
+Opened = tuple[Log, Callable[[], None]]  # how to log, and how to close
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -40,12 +38,12 @@ def check_loggers(names: Sequence[str]) -> None:
     for name in names:
         if name not in PACKAGES:
             raise unknown("MW-LOG-001", "logger", name, PACKAGES, '--set run.loggers=["{}"]')
-        if find_spec(PACKAGES[name]) is None:
+        if find_spec(name) is None:
             raise MeshwrightError(
                 "MW-LOG-002",
-                f"the logger '{name}' needs the package {PACKAGES[name]}, which is not installed",
+                f"the logger '{name}' needs the package {name}, which is not installed",
                 why="The run folder has every row without it",
-                fix=f"pip install {PACKAGES[name]}",
+                fix=f"pip install {name}",
             )
 
 
@@ -56,9 +54,8 @@ class Logging(Hook):
         self, names: Sequence[str], every: int, folder: RunFolder, config: Config, first_step: int = 0
     ) -> None:
         check_loggers(names)
-        self.every, self.folder = every, folder
-        self.loggers: dict[str, Logger] = {}
-        self.step = first_step
+        self.every, self.folder, self.step = every, folder, first_step
+        self.loggers: dict[str, Opened] = {}
         for name in names:
             opened = self._call_or_drop(name, OPEN[name], folder.path, config, first_step)
             self.loggers |= {name: opened} if opened is not None else {}
@@ -67,16 +64,16 @@ class Logging(Hook):
         if record.step % self.every and record.validation_loss is None:
             return
         values, self.step = flat(record.row()), record.step
-        for name, logger in list(self.loggers.items()):
-            self._call_or_drop(name, logger.log, record.step, values)
+        for name, (log, _) in list(self.loggers.items()):
+            self._call_or_drop(name, log, record.step, values)
 
     def finish(self, trainer: Any) -> None:
         self.close()
 
     def close(self) -> None:
         """Close every logger, once."""
-        for name, logger in list(self.loggers.items()):
-            self._call_or_drop(name, logger.close)
+        for name, (_, close) in list(self.loggers.items()):
+            self._call_or_drop(name, close)
         self.loggers.clear()
 
     def _call_or_drop(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
@@ -101,89 +98,60 @@ def flat(row: Json) -> dict[str, float]:
     return out
 
 
-class TensorBoard:
+def open_tensorboard(folder: Path, config: Config, first_step: int) -> Opened:
     """Event files in `tensorboard/` of the run folder. Steps that are trained again hide the old ones (`purge_step`)."""
+    make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    writer = make(str(folder / "tensorboard"), purge_step=first_step or None, flush_secs=10)
+    writer.add_text("run file", f"```toml\n{config.to_toml()}\n```")
 
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self.writer = writer(str(folder / "tensorboard"), purge_step=first_step or None, flush_secs=10)
-        self.writer.add_text("run file", f"```toml\n{config.to_toml()}\n```")
-
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self.writer.close()
+    return log, writer.close
 
 
-class WandB:
+def open_wandb(folder: Path, config: Config, first_step: int) -> Opened:
     """A run of Weights & Biases, offline unless `WANDB_MODE` says otherwise: `wandb sync` sends it later."""
-
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        wandb = importlib.import_module("wandb")
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "meshwright"),
-            name=folder.name,
-            id=stable_name(folder),
-            resume="allow",
-            dir=str(folder),
-            mode=os.environ.get("WANDB_MODE", "offline"),
-            config=config.to_dict(),
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.run.log(values, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+    run = importlib.import_module("wandb").init(
+        project=os.environ.get("WANDB_PROJECT", "meshwright"),
+        name=folder.name,
+        id=stable_name(folder),
+        resume="allow",
+        dir=str(folder),
+        mode=os.environ.get("WANDB_MODE", "offline"),
+        config=config.to_dict(),
+    )
+    return lambda step, values: run.log(values, step=step), run.finish
 
 
-class MLflow:
+def open_mlflow(folder: Path, config: Config, first_step: int) -> Opened:
     """A run of MLflow, in a database of the run folder unless `MLFLOW_TRACKING_URI` says otherwise."""
-
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        self.mlflow = mlflow = importlib.import_module("mlflow")
-        mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute() / 'mlflow.db'}")
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshwright"))
-        noted = folder / "mlflow-run.txt"  # so that a resumed run continues its curves
-        before = noted.read_text("ascii").strip() if noted.is_file() else None
-        self.id = mlflow.start_run(run_id=before, run_name=None if before else folder.name).info.run_id
-        noted.write_text(self.id, "ascii")
-        if not before:
-            mlflow.log_params(parameters(config))
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.mlflow.log_metrics(values, step=step)
-
-    def close(self) -> None:
-        self.mlflow.end_run()
+    mlflow = importlib.import_module("mlflow")
+    mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute() / 'mlflow.db'}")
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshwright"))
+    noted = folder / "mlflow-run.txt"  # so that a resumed run continues its curves
+    before = noted.read_text("ascii").strip() if noted.is_file() else None
+    started = mlflow.start_run(run_id=before, run_name=None if before else folder.name)
+    noted.write_text(started.info.run_id, "ascii")
+    if not before:
+        mlflow.log_params(parameters(config))
+    return lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run
 
 
-class Trackio:
+def open_trackio(folder: Path, config: Config, first_step: int) -> Opened:
     """A run of trackio, in its local database unless `TRACKIO_SPACE_ID` names a space."""
-
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        self.trackio = importlib.import_module("trackio")
-        self.trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "meshwright"),
-            name=stable_name(folder),
-            resume="allow",
-            config=parameters(config),
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.trackio.log(values, step=step)
-
-    def close(self) -> None:
-        self.trackio.finish()
+    trackio = importlib.import_module("trackio")
+    project = os.environ.get("TRACKIO_PROJECT", "meshwright")
+    trackio.init(project=project, name=stable_name(folder), resume="allow", config=parameters(config))
+    return lambda step, values: trackio.log(values, step=step), trackio.finish
 
 
-OPEN: dict[str, Callable[[Path, Config, int], Logger]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "mlflow": MLflow,
-    "trackio": Trackio,
+OPEN: dict[str, Callable[[Path, Config, int], Opened]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "mlflow": open_mlflow,
+    "trackio": open_trackio,
 }
 
 

@@ -39,23 +39,14 @@ def resolve_device(device: str, ranks: int) -> str:
     found = gpu_count()
     if device == "auto":
         return "cuda" if found >= ranks else "cpu"
+    needed, why = "one rank needs one GPU" if ranks == 1 else f"{ranks} ranks need {ranks} GPUs", ""
+    if found:
+        why = "--share-device puts several ranks on one GPU, for tests: tensors move through the host"
+    if device == SHARED:
+        needed, why = "ranks that share a GPU need one", ""
     if found < (1 if device == SHARED else ranks):
-        needed = (
-            "ranks that share a GPU need one"
-            if device == SHARED
-            else "one rank needs one GPU"
-            if ranks == 1
-            else f"{ranks} ranks need {ranks} GPUs"
-        )
-        why = (
-            ""
-            if device == SHARED
-            else "--share-device puts several ranks on one GPU, for tests: tensors move through the host"
-        )
         fix = "--share-device, or --device cpu" if found else "--device cpu"
-        raise MeshwrightError(
-            "MW-RANK-002", f"{needed}, and this machine has {found}", why=why if found else "", fix=fix
-        )
+        raise MeshwrightError("MW-RANK-002", f"{needed}, and this machine has {found}", why=why, fix=fix)
     return device
 
 
@@ -129,7 +120,8 @@ def check_gpu_memory(prediction: Prediction, ranks: int = 1) -> None:
 
 
 def check_disk(plan: Plan, folder: Path, steps: int) -> None:
-    needed, free = plan.world * LOG_BYTES + steps * STEP_BYTES, shutil.disk_usage(existing_parent(folder)).free
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    needed, free = plan.world * LOG_BYTES + steps * STEP_BYTES, shutil.disk_usage(existing).free
     if needed > free:
         raise MeshwrightError(
             "MW-TRAIN-002",
@@ -137,11 +129,6 @@ def check_disk(plan: Plan, folder: Path, steps: int) -> None:
             fix="--out a folder on another disk",
             exit_code=NOT_FIT,
         )
-
-
-def existing_parent(folder: Path) -> Path:
-    """The folder itself, or its nearest parent that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def does_not_fit(plan: Plan | None, what: str) -> MeshwrightError:

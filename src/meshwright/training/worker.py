@@ -208,13 +208,13 @@ def hooks_of(trainer: Trainer, job: TrainingJob, recorder: CommRecorder, folder:
 
 def writers_of(trainer: Trainer, config: Config, folder: RunFolder, listen: Listen | None) -> list[Hook]:
     """The hooks of rank 0 that write the records of steps, which all other hooks have completed."""
-    hooks: list[Hook] = [StepRows(folder, listen)]
+    hooks: list[Hook] = [StepWriter(folder, listen)]
     if config.run.loggers:
         hooks.append(Logging(config.run.loggers, config.run.log_every, folder, config, trainer.step))
     return hooks
 
 
-@contextlib.contextmanager
+@contextmanager
 def closed_loggers(hooks: list[Hook]) -> Iterator[None]:
     """Close the loggers also when a step raises: their packages write what they hold back."""
     try:
@@ -287,19 +287,6 @@ def resume_run(trainer: Trainer, job: TrainingJob, attempt: Attempt, saver: Save
             why="--steps is the number of steps in all, those before the resume included",
             fix=f"--steps {2 * trainer.step}",
         )
-
-
-class StepRows(StepWriter):
-    """Rank 0 writes the row of every step, and calls `listen` with its record."""
-
-    def __init__(self, folder: RunFolder, listen: Listen | None) -> None:
-        super().__init__(folder)
-        self.listen = listen
-
-    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        super().after_step(trainer, record)
-        if self.listen is not None:
-            self.listen(record)
 
 
 class Usage(Hook):

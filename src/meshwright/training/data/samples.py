@@ -169,10 +169,6 @@ class TokenSamples:
         source, sequence = self.order.draw(step * self.batch + index)
         return self.sources[source][sequence]
 
-    def epochs(self, step: int) -> list[float]:
-        """Return how often each source was read when this many steps are done."""
-        return self.order.epochs(step * self.batch)
-
 
 class ValidationSamples:
     """The same sequences in every evaluation: in the order of the sources, mixed by their sizes, each at most once. Where the

@@ -36,6 +36,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,8 +53,8 @@ MASK = 2**64 - 1
 PRECISION = 2**40  # weights are compared as whole numbers of this precision, so that sums are exact
 
 
-def mix(x: int) -> int:
-    """Mix the 64 bits of a number (the finaliser of SplitMix64)."""
+def mix(x: Any) -> Any:
+    """Mix the 64 bits of a number, or of each of an array (the finaliser of SplitMix64)."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
     return x ^ (x >> 31)
@@ -106,16 +107,6 @@ class Order:
         if self.shuffle:
             index = permuted(index, self.sizes[source], self.seed, source, epoch)
         return source, index
-
-    def epochs(self, samples: int) -> list[float]:
-        """Return how often each source was read after this number of samples."""
-        drawn = [0] * len(self.sizes)
-        total, left = sum(self.weights), samples
-        for source, weight in enumerate(self.weights[:-1]):
-            drawn[source] = left * weight // total
-            left, total = left - drawn[source], total - weight
-        drawn[-1] = left
-        return [n / size for n, size in zip(drawn, self.sizes, strict=True)]
 
 
 CORPUS_BYTES = 8_000_000
@@ -178,13 +169,9 @@ HASH_BLOCK = 1 << 22  # documents hashed at a time
 
 
 def is_validation(documents: np.ndarray, share: float) -> np.ndarray:
-    """For each document number, whether it belongs to the validation set: its hash is below `share` (SplitMix64)."""
-    with np.errstate(over="ignore"):
-        x = (documents.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share
+    """For each document number, whether it belongs to the validation set: its hash is below `share`."""
+    x = mix((documents.astype(np.uint64) + 1) * 0x9E3779B97F4A7C15)
+    return (x >> 11).astype(np.float64) * 2.0**-53 < share
 
 
 class Documents:

@@ -189,14 +189,9 @@ class LossSpikes(Hook):
 
 def largest_over_replicas(trainer: Any, value: float) -> float:
     """The largest value of all replicas of local SGD."""
-    import torch
-    from torch import distributed
-
-    group = trainer.parallel.mesh.group("replicate")
-    if group is None:
-        return value
     found = torch.tensor([value], dtype=torch.float64, device=trainer.parallel.mesh.device)
-    distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
+    if (group := trainer.parallel.mesh.group("replicate")) is not None:
+        distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
     return float(found)
 
 
@@ -274,11 +269,9 @@ class Guard:
 
     def attach(self) -> None:
         """Add the hooks to the trainer, whose first hook is the recorder."""
-        near: list[Hook | None] = [self.watchdog, self.spikes]
-        far: list[Hook | None] = [self.stop, self.injector]
         hooks = self.trainer.hooks
-        hooks[1:1] = [hook for hook in near if hook is not None]
-        hooks += [hook for hook in far if hook is not None]
+        hooks[1:1] = [hook for hook in (self.watchdog, self.spikes) if hook is not None]
+        hooks += [hook for hook in (self.stop, self.injector) if hook is not None]
 
     def train(self, until: int, saver: Saver | None) -> Iterator[StepRecord]:
         """Train until step `until` would be the next, or until a signal; after a rollback, from the last good checkpoint of `saver`."""

@@ -26,7 +26,6 @@ until one of these ends:
 
 import json
 import os
-import socket
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -139,10 +138,6 @@ def parse_heartbeat(text: str) -> Heartbeat:
     if operation is not None:
         operation = Operation(**{**operation, "ranks": tuple(operation["ranks"])})
     return Heartbeat(operation=operation, **fields)
-
-
-def host_name() -> str:
-    return socket.gethostname()
 
 
 Kind = Literal["silent", "computing", "device", "link", "circle"]

@@ -35,6 +35,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -55,7 +56,6 @@ from meshwright.training.faults.heartbeat import (
     HeartbeatFolder,
     Operation,
     diagnose,
-    host_name,
 )
 from meshwright.training.hooks import Hook, RecordedStep, StepRecord
 from meshwright.training.measure.communication import length, union
@@ -169,7 +169,7 @@ class Watchdog(Hook):
         self.stage, self.hang_s = stage, hang_s
         self.report, self.note, self.leave = report, note, leave
         self.signalled, self.signal_at = signalled, float("inf")
-        self.identity: Json = {"host": host_name(), "pid": os.getpid(), "started": process_start(os.getpid())}
+        self.identity: Json = {"host": socket.gethostname(), "pid": os.getpid(), "started": process_start(os.getpid())}
         self.phase, self.step, self.beats = "start", 0, 0
         self.seconds: deque[float] = deque(maxlen=KEPT)
         self.own: deque[float] = deque(maxlen=9)

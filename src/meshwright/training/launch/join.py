@@ -28,7 +28,16 @@ from torch import distributed
 
 from meshwright.comm.bench.backends import host_name
 from meshwright.errors import MeshwrightError, listed
-from meshwright.training.launch.rank import GROUP_TIMEOUT_S, INTERNAL_ERROR, FailedElsewhere, Placement, RankContext
+from meshwright.training.launch.rank import (
+    GROUP_TIMEOUT_S,
+    INTERNAL_ERROR,
+    FailedElsewhere,
+    Placement,
+    RankContext,
+    compute_as_batch,
+    make_group,
+    redirected,
+)
 from meshwright.training.machine import SHARED, gpu_count, resolve_backend, resolve_device
 
 JOIN_TIMEOUT_S = 60.0
@@ -172,16 +181,10 @@ def without_stacks() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with tempfile.TemporaryFile() as held:
-        stderr = os.dup(2)
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-            held.seek(0)
-            os.write(stderr, held.read())
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
+    with tempfile.TemporaryFile() as held, redirected(held.fileno(), (2,)) as stderr:
+        yield
+        held.seek(0)
+        os.write(stderr, held.read())
 
 
 def device_of(kind: str, place: Placement) -> str:
@@ -226,8 +229,7 @@ def join(
     place: Placement, device: str, backend: str, group_timeout_s: float, meeting: Meeting | None = None
 ) -> RankContext:
     """This rank, with its device. With a meeting, all its ranks make the default process group; without one, it exists already."""
-    with contextlib.suppress(OSError, AttributeError):  # gloo is faster where ranks share cores
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    compute_as_batch()
     if meeting is None:
         device = device_of(device, place)
     else:
@@ -244,16 +246,9 @@ def join_group(meeting: Meeting, backend: str, device: str, timeout_s: float) ->
     """Make the default process group of the ranks of a meeting."""
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    if backend == "meshwright":
-        import meshwright.comm.backend  # noqa: F401  registers it
+    store, place = distributed.PrefixStore("group", meeting.store), meeting.place
     try:
-        distributed.init_process_group(
-            backend,
-            store=distributed.PrefixStore("group", meeting.store),
-            rank=meeting.place.rank,
-            world_size=meeting.place.world,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        make_group(backend, store, place.rank, place.world, timeout_s)
     except RuntimeError as error:
         raise connection_failed(error) from error
 

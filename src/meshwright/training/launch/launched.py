@@ -40,6 +40,7 @@ from meshwright.training.launch.rank import (
     error_of,
     failure_of,
     read_failures,
+    redirected,
     remove_failures,
     root_cause,
     write_failure,
@@ -136,19 +137,13 @@ def logged_output(folder: Path, rank: int) -> Iterator[None]:
     if rank == 0:
         yield
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    before = os.dup(1), os.dup(2)
     folder.mkdir(parents=True, exist_ok=True)
-    log = os.open(folder / rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, stream in zip((1, 2), before, strict=True):
-            os.dup2(stream, number)
-            os.close(stream)
-        os.close(log)
+    with (folder / rank_log(rank)).open("ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with redirected(log.fileno(), (1, 2)):
+            try:
+                yield
+            finally:
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()

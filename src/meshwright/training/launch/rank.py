@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -307,9 +307,7 @@ def _prepare_process(start: Start, rank: int, pipe: Connection) -> threading.Thr
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the forkserver ignores them
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its ranks
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    compute_as_batch()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
     def parent_ended() -> None:
@@ -326,6 +324,36 @@ def redirect_output(log: Path, append: bool) -> int:
     os.dup2(stream, 2)
     faulthandler.enable(file=stream)
     return stream
+
+
+@contextlib.contextmanager
+def redirected(target: int, numbers: Sequence[int]) -> Iterator[int]:
+    """Inside the `with` block these descriptors write to the file `target`. Yields the last of them as it was."""
+    before = {number: os.dup(number) for number in numbers}
+    for number in numbers:
+        os.dup2(target, number)
+    try:
+        yield before[numbers[-1]]
+    finally:
+        for number, stream in before.items():
+            os.dup2(stream, number)
+            os.close(stream)
+
+
+def compute_as_batch() -> None:
+    """Let the system schedule this process as batch work: gloo is faster where ranks share cores."""
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def make_group(backend: str, store: Any, rank: int, world: int, timeout_s: float) -> None:
+    """Make the default process group."""
+    from torch import distributed
+
+    if backend == "meshwright":
+        import meshwright.comm.backend  # noqa: F401  registers it
+    timeout = timedelta(seconds=timeout_s)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def end_with_agent(rank: int, folder: Path) -> threading.Thread:
@@ -360,13 +388,6 @@ def _join(start: Start, rank: int) -> str:
     if device.startswith("cuda"):
         device = f"cuda:{rank % torch.cuda.device_count()}"  # several ranks on one GPU only with --share-device
         torch.cuda.set_device(device)
-    if start.backend == "meshwright":
-        import meshwright.comm.backend  # noqa: F401  registers it
-    distributed.init_process_group(
-        start.backend,
-        store=distributed.FileStore(str(start.folder / "store"), start.world),
-        rank=rank,
-        world_size=start.world,
-        timeout=timedelta(seconds=start.group_timeout),
-    )
+    store = distributed.FileStore(str(start.folder / "store"), start.world)
+    make_group(start.backend, store, rank, start.world, start.group_timeout)
     return device
