@@ -58,11 +58,10 @@ class Mesh:
 
     def index(self, axis: str) -> int:
         """This rank's index in its group."""
+        at = self.coordinates
         if axis == "dp":
-            return self.coordinates["replicate"] * self.layout.plan.shard + self.coordinates["shard"]
-        if axis in self.coordinates:
-            return self.coordinates[axis]
-        return self.layout.group_of(axis, self.rank).index(self.rank)
+            return at["replicate"] * self.layout.plan.shard + at["shard"]
+        return at[axis] if axis in at else self.layout.group_of(axis, self.rank).index(self.rank)
 
     def group(self, axis: str) -> distributed.ProcessGroup | None:
         if axis == "world":

@@ -156,9 +156,11 @@ def initialise(pieces: list[Piece], weights: Weights) -> None:
     def read(piece: Piece) -> Tensor:
         return weights.read(piece.name, piece.full_shape, piece.start, piece.local.shape)
 
-    large = [p for p in pieces if prod(p.full_shape) >= LARGE] if isinstance(weights, DrawnWeights) else []
+    drawn, large = isinstance(weights, DrawnWeights), list[Piece]()
     for piece in pieces:
-        if not any(piece is other for other in large):
+        if drawn and prod(piece.full_shape) >= LARGE:
+            large.append(piece)
+        else:
             piece.local.copy_(read(piece))
     with ThreadPoolExecutor(DRAWN_AT_ONCE) as pool:
         for some in (large[i : i + DRAWN_AT_ONCE] for i in range(0, len(large), DRAWN_AT_ONCE)):

@@ -123,18 +123,15 @@ def _relation(q: range, k: range, pattern: AttentionPattern) -> str:
 
 def _merged(pairs: list[Rectangle], dim: int) -> list[Rectangle]:
     """Merge adjacent fully visible rectangles along one dimension."""
-    sides: list[list[slice]] = [[pair.queries, pair.keys] for pair in pairs]
-    order = sorted(range(len(pairs)), key=lambda i: (sides[i][1 - dim].start, sides[i][dim].start))
     out: list[Rectangle] = []
-    for i in order:
-        along, across = sides[i][dim], sides[i][1 - dim]
-        if out and out[-1].visible == pairs[i].visible == "all":
-            last = [out[-1].queries, out[-1].keys]
-            if last[1 - dim] == across and last[dim].stop == along.start:
-                last[dim] = slice(last[dim].start, along.stop)
-                out[-1] = Rectangle(last[0], last[1], "all")
-                continue
-        out.append(pairs[i])
+    for pair in sorted(pairs, key=lambda r: (r[:2][1 - dim].start, r[:2][dim].start)):
+        sides = list(pair[:2])
+        if out and out[-1].visible == pair.visible == "all":
+            last = out[-1][:2]
+            if last[1 - dim] == sides[1 - dim] and last[dim].stop == sides[dim].start:
+                sides[dim] = slice(last[dim].start, sides[dim].stop)
+                out.pop()
+        out.append(Rectangle(sides[0], sides[1], pair.visible))
     return out
 
 
@@ -308,14 +305,13 @@ def _position_tiles(q: Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern:
 
 def _reach(rows: Tensor, columns: Tensor, pattern: AttentionPattern) -> slice:
     """The range of columns that at least one of the rows can see; rows and columns are ascending."""
-    low, high = int(rows[0]), int(rows[-1])
+    low, high, window = int(rows[0]), int(rows[-1]), pattern.window
     if pattern.chunked:
-        first, end = low // pattern.window * pattern.window, (high // pattern.window + 1) * pattern.window - 1
+        first, end = low // window * window, (high // window + 1) * window - 1
     else:
-        first, end = low - pattern.window + 1 if pattern.window else 0, high + pattern.window - 1
-    last = high if pattern.causal else end
-    start, stop = torch.searchsorted(columns, torch.tensor([first, last + 1])).tolist()
-    return slice(start, stop)
+        first, end = low - window + 1 if window else 0, high + window - 1
+    edges = torch.tensor([first, (high if pattern.causal else end) + 1])
+    return slice(*torch.searchsorted(columns, edges).tolist())
 
 
 def _mask(rows: Tensor, columns: Tensor, pattern: AttentionPattern) -> Tensor:

@@ -109,9 +109,15 @@ def all_to_all(rows_PX: Tensor, group: ProcessGroup) -> Tensor:
 
 def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, attend: Heads) -> Tensor:
     """Attend to whole sequences with this rank's share of the heads. q, k and v have all heads of this rank's run of the sequence."""
-    ranks, length = group.size(), q.shape[2]
-    _check(q, k, ranks)
-    k, v = (x.repeat_interleave(max(1, ranks // k.shape[1]), dim=1) for x in (k, v))
+    ranks, length, heads, keys = group.size(), q.shape[2], q.shape[1], k.shape[1]
+    if heads % ranks or (keys % ranks and ranks % keys):
+        raise MeshwrightError(
+            "MW-CP-002",
+            f"{heads} heads and {keys} KV heads do not divide over {ranks} ranks",
+            why="Ulysses gives each rank whole heads; if there are fewer KV heads than ranks, their number must divide the ranks",
+            valid=["cp_kind=ring", "cp_kind=all-gather"],
+        )
+    k, v = (x.repeat_interleave(max(1, ranks // keys), dim=1) for x in (k, v))
 
     by_heads = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in (q, k, v)]  # [P, B, N/P, S/P, D]
     exchanged = _AllToAll.apply(torch.cat([x.flatten(1) for x in by_heads], dim=1), group)
@@ -124,17 +130,6 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, attend
     return back.movedim(0, 1).flatten(1, 2)
 
 
-def _check(q: Tensor, k: Tensor, ranks: int) -> None:
-    heads, keys = q.shape[1], k.shape[1]
-    if heads % ranks or (keys % ranks and ranks % keys):
-        raise MeshwrightError(
-            "MW-CP-002",
-            f"{heads} heads and {keys} KV heads do not divide over {ranks} ranks",
-            why="Ulysses gives each rank whole heads; if there are fewer KV heads than ranks, their number must divide the ranks",
-            valid=["cp_kind=ring", "cp_kind=all-gather"],
-        )
-
-
 def runs_of(seq: int, ranks: int, zigzag: bool) -> tuple[Runs, ...]:
     """The runs of positions of every rank: one run per rank, or with zigzag an early and a late run."""
     pieces = 2 * ranks if zigzag else ranks
@@ -145,11 +140,8 @@ def runs_of(seq: int, ranks: int, zigzag: bool) -> tuple[Runs, ...]:
             why=f"Each of {ranks} ranks has {'two runs, one early and one late' if zigzag else 'one run'}",
             valid=[f"sequences that are multiples of {pieces}"],
         )
-    length = seq // pieces
-    runs = [range(i * length, (i + 1) * length) for i in range(pieces)]
-    if not zigzag:
-        return tuple((run,) for run in runs)
-    return tuple((runs[i], runs[-1 - i]) for i in range(ranks))
+    runs = [range(start, start + seq // pieces) for start in range(0, seq, seq // pieces)]
+    return tuple((runs[i], runs[-1 - i]) if zigzag else (runs[i],) for i in range(ranks))
 
 
 def part_of(x: Tensor, group: ProcessGroup, dim: int, zigzag: bool = True) -> Tensor:

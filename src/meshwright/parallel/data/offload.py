@@ -56,24 +56,22 @@ class _Saved:
 
 
 class ActivationOffload:
-    """Moves saved tensors of at least `smallest` bytes to the host; counts the bytes moved each way.
+    """Moves saved tensors to the host; counts the bytes moved each way.
 
     When backward asks for the first tensor of a layer, the tensors of the layer before it start to return too: they travel while the
     backward of this layer computes."""
 
-    def __init__(self, smallest: int = 0) -> None:
-        self.smallest = smallest
+    def __init__(self) -> None:
         self.down_bytes = self.up_bytes = 0
         self._moved: dict[tuple, tuple[StorageWeakRef, _Moved]] = {}
         self._forward: _Forward | None = None  # the last one
         self._stream: Any = None
 
     def wrap(self, module: nn.Module, forward: Callable[..., Any], layer: int = 0) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            def pack(tensor: Tensor) -> Any:
-                stays_on_device = tensor.nbytes < self.smallest or is_weight(tensor, module)
-                return without_history(tensor) if stays_on_device else self.send(tensor)
+        def pack(tensor: Tensor) -> Any:
+            return without_history(tensor) if is_weight(tensor, module) else self.send(tensor)
 
+        def run(*args: Any, **kwargs: Any) -> Any:
             last = self._forward
             self._forward = _Forward(layer, last if last is not None and last.layer == layer - 1 else None)
             with keeping(pack, self.fetch):
@@ -146,9 +144,9 @@ def is_weight(tensor: Tensor, module: nn.Module) -> bool:
     return any(p.untyped_storage().data_ptr() == address for p in whole)
 
 
-def offload_activations(modules: Iterable[nn.Module], smallest: int = 0) -> ActivationOffload:
+def offload_activations(modules: Iterable[nn.Module]) -> ActivationOffload:
     """Offload what these modules save for backward: any modules, typically the layers of a model."""
-    offload = ActivationOffload(smallest)
+    offload = ActivationOffload()
     for i, module in enumerate(modules):
         module.forward = offload.wrap(module, module.forward, i)
     return offload

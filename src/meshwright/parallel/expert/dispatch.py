@@ -50,22 +50,20 @@ class Transfer:
 
     def __init__(self, group: ProcessGroup, outgoing: list[int], incoming: list[int]) -> None:
         self.group, self.outgoing, self.incoming = group, outgoing, incoming
-        self.work: Any = None
-        self.received: Tensor | None = None
-        self.sent: Tensor | None = None
+        self.running: Any = None  # torch's handle, and the tensors received and sent: both must live until `wait`
 
     def start(self, rows: Tensor, backward: bool) -> Tensor:
         out, into = (self.incoming, self.outgoing) if backward else (self.outgoing, self.incoming)
         rows = rows.contiguous()
         received = rows.new_empty((sum(into), *rows.shape[1:]))
-        self.work = distributed.all_to_all_single(received, rows, into, out, group=self.group, async_op=True)
-        self.received, self.sent = received, rows  # both must live until `wait`
+        work = distributed.all_to_all_single(received, rows, into, out, group=self.group, async_op=True)
+        self.running = work, received, rows
         return received
 
     def wait(self) -> Tensor:
-        self.work.wait()
-        received, self.work, self.received, self.sent = self.received, None, None, None
-        assert received is not None
+        work, received, _ = self.running
+        work.wait()
+        self.running = None
         return received
 
 

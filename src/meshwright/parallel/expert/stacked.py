@@ -8,6 +8,7 @@ Each of ep ranks keeps E/ep experts. A token is sent to the ranks of its K exper
 computes the experts held here, each row for one expert with weight 1, and the weights are applied where the tokens come back.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,28 +45,25 @@ def spread_stacked(name: str, part: Any, group: ProcessGroup) -> list[str]:
         setattr(part, field_name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
     if hasattr(part, COUNT):
         setattr(part, COUNT, experts // ranks)
-    part.forward = _Dispatch(part.forward, group, experts)
+    part.forward = partial(_dispatched, part.forward, group, experts)
     return [f"{name}.{field_name}" for field_name in held]
 
 
-class _Dispatch:
-    def __init__(self, own: Any, group: ProcessGroup, experts: int) -> None:
-        self.own, self.group, self.experts = own, group, experts
-
-    def __call__(self, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        ranks, here = self.group.size(), self.experts // self.group.size()
-        chosen = index_TK.flatten()
-        order = chosen.argsort(stable=True)
-        tokens = order // index_TK.shape[1]
-        leaving = chosen.bincount(minlength=self.experts).view(ranks, here)
-        arriving = torch.empty_like(leaving)
-        distributed.all_to_all_single(arriving, leaving.contiguous(), group=self.group)
-        out, into = leaving.sum(1).tolist(), arriving.sum(1).tolist()
-        rows = all_to_all(hidden_TH[tokens], self.group, out, into)
-        expert = torch.arange(here, device=rows.device).repeat(ranks).repeat_interleave(arriving.flatten())
-        made = self.own(rows, expert[:, None], torch.ones_like(rows[:, :1]))
-        if not made.requires_grad:  # no row came: backward must still take part in the exchange
-            made = made + rows * 0
-        back = all_to_all(made, self.group, into, out)
-        weighted = back * weights_TK.flatten()[order, None]
-        return torch.zeros_like(hidden_TH).index_add(0, tokens, weighted.to(hidden_TH.dtype))
+def _dispatched(
+    own: Any, group: ProcessGroup, experts: int, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    ranks, here = group.size(), experts // group.size()
+    chosen = index_TK.flatten()
+    order = chosen.argsort(stable=True)
+    tokens = order // index_TK.shape[1]
+    leaving = chosen.bincount(minlength=experts).view(ranks, here)
+    arriving = torch.empty_like(leaving)
+    distributed.all_to_all_single(arriving, leaving.contiguous(), group=group)
+    out, into = leaving.sum(1).tolist(), arriving.sum(1).tolist()
+    rows = all_to_all(hidden_TH[tokens], group, out, into)
+    expert = torch.arange(here, device=rows.device).repeat(ranks).repeat_interleave(arriving.flatten())
+    made = own(rows, expert[:, None], torch.ones_like(rows[:, :1]))
+    if not made.requires_grad:  # no row came: backward must still take part in the exchange
+        made = made + rows * 0
+    weighted = all_to_all(made, group, into, out) * weights_TK.flatten()[order, None]
+    return torch.zeros_like(hidden_TH).index_add(0, tokens, weighted.to(hidden_TH.dtype))

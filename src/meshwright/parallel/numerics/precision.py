@@ -79,14 +79,14 @@ class Masters:
     @torch.no_grad()
     def take_gradients(self) -> None:
         for source, master in zip(self.sources, self.pieces, strict=True):
+            gradient: Any = source.gradient
             if self.on_host:
-                gradient: Any = master.parameter.grad
-                gradient.copy_(source.gradient, non_blocking=self.pinned)
-                self.moved_bytes += source.gradient.nbytes
+                host: Any = master.parameter.grad
+                host.copy_(gradient, non_blocking=self.pinned)
+                self.moved_bytes += gradient.nbytes
             elif source.parameter.requires_grad:
-                own = source.gradient if self.reads_narrow else source.gradient.to(master.local.dtype)
-                master.parameter.grad_dtype = own.dtype
-                master.parameter.grad = own
+                own = gradient if self.reads_narrow else gradient.to(master.local.dtype)
+                master.parameter.grad_dtype, master.parameter.grad = own.dtype, own
         self._wait()
 
     def finish_update(self) -> None:

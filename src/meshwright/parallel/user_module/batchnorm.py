@@ -6,6 +6,7 @@ Two passes: Σx² − n·mean² would cancel. Backward sums the gradients of the
 GPUs only, and over a group that is no part of a plan. Ranks with batches of different length count for what they have.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def synchronise(module: nn.Module, group: ProcessGroup) -> list[nn.Module]:
     ours = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
     parts = [part for part in module.modules() if isinstance(part, _BatchNorm) and type(part).forward in ours]
     for part in parts:
-        part.forward = _synchronised(part, group)  # type: ignore[method-assign]
+        part.forward = partial(_synchronised, part, group)  # type: ignore[method-assign]
     return list(parts)
 
 
@@ -31,30 +32,28 @@ def uses_batch(part: Any) -> bool:
     return part.training or part.running_mean is None
 
 
-def _synchronised(part: Any, group: ProcessGroup) -> Any:
+def _synchronised(part: Any, group: ProcessGroup, x: Tensor) -> Tensor:
+    """The forward of a batch normalisation over a group."""
+
     def total(x: Tensor) -> Tensor:
         return exchange.copy_in(exchange.reduce_out(x, group), group)
 
-    def forward(x: Tensor) -> Tensor:
-        if not uses_batch(part):
-            return nn.functional.batch_norm(
-                x, part.running_mean, part.running_var, part.weight, part.bias, False, 0.0, part.eps
-            )
-        part._check_input_dim(x)
-        wide = x.to(at_least_single(x.dtype))
-        dims, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
-        count = exchange.all_reduce(wide.new_tensor([wide.numel() / wide.shape[1]]), group)
-        mean = total(wide.sum(dims)) / count
-        centred = wide - mean.view(shape)
-        variance = total(centred.square().sum(dims)) / count
-        out = centred * (variance + part.eps).rsqrt().view(shape)
-        if part.weight is not None:
-            out = out * part.weight.view(shape) + part.bias.view(shape)
-        if part.training and part.running_mean is not None:
-            update_running(part, mean.detach(), variance.detach() * (count / (count - 1)))
-        return out.to(x.dtype)
-
-    return forward
+    if not uses_batch(part):
+        statistics = part.running_mean, part.running_var, part.weight, part.bias
+        return nn.functional.batch_norm(x, *statistics, False, 0.0, part.eps)
+    part._check_input_dim(x)
+    wide = x.to(at_least_single(x.dtype))
+    dims, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
+    count = exchange.all_reduce(wide.new_tensor([wide.numel() / wide.shape[1]]), group)
+    mean = total(wide.sum(dims)) / count
+    centred = wide - mean.view(shape)
+    variance = total(centred.square().sum(dims)) / count
+    out = centred * (variance + part.eps).rsqrt().view(shape)
+    if part.weight is not None:
+        out = out * part.weight.view(shape) + part.bias.view(shape)
+    if part.training and part.running_mean is not None:
+        update_running(part, mean.detach(), variance.detach() * (count / (count - 1)))
+    return out.to(x.dtype)
 
 
 @torch.no_grad()

@@ -58,24 +58,15 @@ class Cutting:
     def boxes(self, parameter: nn.Parameter, source: str, expert: bool, cuts: tuple[ParameterCut, ...]) -> list[Box]:
         """One box for each cut; one for a parameter that tp does not cut."""
         entry, mesh, local, out, begin = self.entries[source], self.mesh, tuple(parameter.shape), [], 0
-        start = [0] * len(local)
-        if expert:
-            start[0] = mesh.index("ep") * local[0]
+        start = [mesh.index("ep") * local[0], *[0] * (len(local) - 1)] if expert else [0] * len(local)
+        trained, whole = parameter.requires_grad, not isinstance(parameter, DTensor)
         for cut in cuts or (None,):
-            copies = cut.copies if cut is not None else 1
-            style = style_of(expert, cut)
-            box = Box(
-                Parameter(source, tuple(entry.shape), style, block=entry.block),
-                tuple(start),
-                local,
-                (),
-                True,
-                self.partial(source, copies) if parameter.requires_grad else "",
-                parameter.requires_grad,
-                later_stage=self.stage != entry.stages[0],
-            )
+            copies, style = cut.copies if cut is not None else 1, style_of(expert, cut)
+            table_row = Parameter(source, tuple(entry.shape), style, block=entry.block)
+            partial = self.partial(source, copies) if trained else ""
+            later = self.stage != entry.stages[0]
+            box = Box(table_row, tuple(start), local, (), True, partial, trained, later_stage=later)
             index = indices(mesh.layout, mesh.rank, copies, expert)
-            whole = not isinstance(parameter, DTensor)
             box = place(box, rule_of(style, False), mesh.layout, index, copies, whole)
             if cut is not None:
                 box = part_of(box, cut, begin)
@@ -104,12 +95,9 @@ def style_of(expert: bool, cut: ParameterCut | None) -> str:
 
 def part_of(box: Box, cut: ParameterCut, begin: int) -> Box:
     """The box of one cut, of which the local tensor has `begin` rows of earlier cuts before it."""
-
-    def at(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-        return *values[: cut.dim], value, *values[cut.dim + 1 :]
-
-    zero = box.zero
+    start, shape, zero = list(box.start), list(box.shape), box.zero
+    start[cut.dim], shape[cut.dim] = cut.start, cut.length
     if zero is not None and zero.dim == cut.dim:
-        clipped = [min(max(edge - begin, 0), cut.length) for edge in (zero.start, zero.stop)]
-        zero = replace(zero, start=clipped[0], stop=clipped[1])
-    return replace(box, start=at(box.start, cut.start), shape=at(box.shape, cut.length), zero=zero)
+        first, last = (min(max(edge - begin, 0), cut.length) for edge in (zero.start, zero.stop))
+        zero = replace(zero, start=first, stop=last)
+    return replace(box, start=tuple(start), shape=tuple(shape), zero=zero)
