@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from meshwright.describe.model import Model
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.compile import compile_experts
-from meshwright.parallel.kernels import choose_products
+from meshwright.parallel.stages import choose_products
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 REPEATS, TOKENS, SHRINK = (7, 16384, 1) if DEVICE == "cuda" else (1, 64, 16)

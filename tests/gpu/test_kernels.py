@@ -122,7 +122,7 @@ def test_offloaded_activations_return_before_backward_needs_them(full):
 
 
 def test_a_kernel_for_attention_is_chosen():
-    from meshwright.parallel.kernels import KERNELS, prefer_fastest
+    from meshwright.parallel.stages import KERNELS, prefer_fastest
 
     q, k = torch.Size((1, 8, 1024, 64)), torch.Size((1, 2, 1024, 64))
     assert prefer_fastest(q, k, k, True, torch.bfloat16, "cuda") in KERNELS

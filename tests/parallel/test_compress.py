@@ -8,11 +8,10 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.lower.compressed import exchanges
+from meshwright.parallel.numerics.compress.base import columns_of
 from meshwright.parallel.numerics.compress.compressors import make_compressor
 from meshwright.parallel.numerics.compress.powersgd import PowerSGD, orthonormal
-from meshwright.parallel.numerics.compress.quantised import dequantise, quantise
-from meshwright.parallel.numerics.compress.scatter import columns_of
-from meshwright.parallel.numerics.compress.sparse import count_kept
+from meshwright.parallel.numerics.compress.schemes import count_kept, dequantise, quantise
 from meshwright.proof.emulation.lossy_sum import to_rows
 from meshwright.proof.prove import prove
 from one_process import emulate, run_together

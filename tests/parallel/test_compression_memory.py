@@ -13,8 +13,8 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.lower.compressed import Request, factor_sizes
 from meshwright.lower.compression_memory import buffer_bytes
+from meshwright.parallel.numerics.compress.base import columns_of, width_of
 from meshwright.parallel.numerics.compress.compressors import make_compressor
-from meshwright.parallel.numerics.compress.scatter import columns_of, width_of
 from meshwright.training.measure.observe import LiveBytes
 from meshwright.training.run import run_training
 

@@ -379,7 +379,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_ring_receives_behind_its_compute_or_before_it(overlaps, monkeypatch):
-    from meshwright.parallel.context import ring
+    from meshwright.parallel.context import attend as ring
 
     events = []
 

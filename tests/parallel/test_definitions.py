@@ -6,12 +6,10 @@ from torch import nn
 
 from meshwright.describe.plan import Plan
 from meshwright.lower.compressed import exchanges
-from meshwright.parallel.numerics.compress.base import RunningReduction
+from meshwright.parallel.numerics.compress.base import CompressedScatter, RunningReduction, columns_of, unit_parameters
 from meshwright.parallel.numerics.compress.compressors import make_compressor
 from meshwright.parallel.numerics.compress.powersgd import PowerSGD
-from meshwright.parallel.numerics.compress.quantised import Cast, Quantised
-from meshwright.parallel.numerics.compress.scatter import CompressedScatter, columns_of, unit_parameters
-from meshwright.parallel.numerics.compress.sparse import RandomK, Threshold, TopK, count_kept
+from meshwright.parallel.numerics.compress.schemes import Cast, Quantised, RandomK, Threshold, TopK, count_kept
 from meshwright.proof.emulation.lossy_sum import from_rows, to_rows
 from one_process import perform, run_together
 

@@ -7,7 +7,7 @@ from torch import nn
 import ranks
 import split_sums
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor.plain import check_plain, output_dim, product
+from meshwright.parallel.tensor.cutting import check_plain, output_dim, product
 
 
 class Halved(nn.Linear):

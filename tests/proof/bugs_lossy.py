@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.describe.sharding import Box
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.numerics.compress import base, quantised, sparse
+from meshwright.parallel.numerics.compress import base, schemes
 
 
 def error_feedback_dropped():
@@ -14,19 +14,19 @@ def error_feedback_dropped():
 
 def decoded_with_the_first_ranks_scale():
     """The integers of all ranks are multiplied by the scale of one rank."""
-    dequantise = quantised.dequantise
+    dequantise = schemes.dequantise
 
     def with_first_scale(payload, kind, dtype):
         payload = payload.clone()
-        payload[:, : quantised.SCALE_BYTES] = payload[:1, : quantised.SCALE_BYTES]
+        payload[:, : schemes.SCALE_BYTES] = payload[:1, : schemes.SCALE_BYTES]
         return dequantise(payload, kind, dtype)
 
-    quantised.dequantise = with_first_scale
+    schemes.dequantise = with_first_scale
 
 
 def positions_drawn_separately():
     """Each rank draws different random positions, and values of different positions are summed."""
-    indices = sparse.RandomK.indices
+    indices = schemes.RandomK.indices
 
     def own(self, index, length, device):
         from torch import distributed
@@ -34,7 +34,7 @@ def positions_drawn_separately():
         self.seed = distributed.get_rank()
         return indices(self, index, length, device)
 
-    sparse.RandomK.indices = own
+    schemes.RandomK.indices = own
 
 
 def partial_sums_compressed():
@@ -50,9 +50,9 @@ def compressed_experts_summed_over_data_ranks():
 
 def owners_rows_by_neighbour():
     """Each owner sums the rows of the next owner."""
-    scatter = quantised.Quantised.scatter
+    scatter = schemes.Quantised.scatter
 
     def shifted(self, index, rows, layout, rank, out):
         yield from scatter(self, index, rows.roll(1, 0), layout, rank, out)
 
-    quantised.Quantised.scatter = shifted
+    schemes.Quantised.scatter = shifted

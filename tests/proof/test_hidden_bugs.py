@@ -16,7 +16,7 @@ from torch import distributed
 import ranks
 from meshwright.describe.config import Config
 from meshwright.parallel import apply
-from meshwright.parallel.context import ring
+from meshwright.parallel.context import attend as ring
 from meshwright.parallel.data import local_sgd
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import precision
@@ -24,7 +24,7 @@ from meshwright.parallel.numerics.compress import base
 from meshwright.parallel.tensor import vocabulary
 from meshwright.proof import prove as proofs
 from meshwright.training import loop
-from meshwright.training.optimizer import norm, whole_matrices
+from meshwright.training.optimizer import muon, norm
 
 
 def ring_takes_blocks_from_the_wrong_rank():
@@ -108,7 +108,7 @@ def each_rank_orthogonalises_its_shard():
             shard = box(i)
             use(i, function(shard).to(shard))
 
-    whole_matrices.WholeMatrices.apply = apply
+    muon.WholeMatrices.apply = apply
 
 
 def averages_without_token_weights():

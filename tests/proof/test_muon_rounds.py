@@ -25,7 +25,7 @@ def train(context, jobs):
 
     from torch import distributed
 
-    from meshwright.training.optimizer import muon, whole_matrices
+    from meshwright.training.optimizer import muon
 
     import_module("meshwright.describe.sharding.boxes").ROUND = SMALL  # the package exports a function of this name
     order, send, orthogonalise, use = [], distributed.all_to_all_single, muon.orthogonalise, muon.Muon._step_adamw
@@ -57,7 +57,7 @@ def train(context, jobs):
         order.clear()
         step(self)
 
-    whole_matrices.distributed = type("Recorded", (), {"all_to_all_single": staticmethod(issue)})
+    muon.distributed = type("Recorded", (), {"all_to_all_single": staticmethod(issue)})
     muon.orthogonalise, muon.Muon._step_adamw, muon.Muon.step = compute, adamw, restarted
     found = []
     for job in jobs:

@@ -13,7 +13,8 @@ import torch
 import ranks
 from meshwright.describe.config import Config
 from meshwright.parallel import apply, pipeline
-from meshwright.parallel.context import blocks, ring
+from meshwright.parallel.context import attend as ring
+from meshwright.parallel.context import blocks
 from meshwright.parallel.data import local_sgd
 from meshwright.parallel.mesh import Mesh
 from meshwright.proof import prove as proofs

@@ -15,8 +15,7 @@ import torch
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint import folder
 from meshwright.training.checkpoint.convert import read_full, write_checkpoint
-from meshwright.training.checkpoint.fit import check_model
-from meshwright.training.checkpoint.load import open_checkpoint
+from meshwright.training.checkpoint.load import check_model, open_checkpoint
 from meshwright.training.checkpoint.manifest import MANIFEST, check_files, read_manifest, with_digest
 from meshwright.training.checkpoint.page import summary
 from meshwright.training.checkpoint.save import save

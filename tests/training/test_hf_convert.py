@@ -15,7 +15,7 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.training.checkpoint.huggingface import CheckpointWeights, to_huggingface
+from meshwright.training.checkpoint.convert import CheckpointWeights, to_huggingface
 from meshwright.training.checkpoint.manifest import read_manifest
 
 BOUND = 64 * 2**-24  # as in test_hf_weights

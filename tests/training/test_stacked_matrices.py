@@ -2,7 +2,7 @@
 
 import torch
 
-from meshwright.training.optimizer import whole_matrices
+from meshwright.training.optimizer import muon as whole_matrices
 from meshwright.training.optimizer.muon import orthogonalise
 
 

@@ -130,7 +130,7 @@ def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None
     from dataclasses import asdict
 
     from meshwright.cli.output import patient
-    from meshwright.training.checkpoint.huggingface import to_huggingface
+    from meshwright.training.checkpoint.convert import to_huggingface
     from meshwright.units import counted, format_bytes
     from meshwright.view.tables import show, show_json
 

@@ -43,7 +43,6 @@ from meshwright.parallel.data import reduction, zero
 from meshwright.parallel.data.fp8_gather import Fp8Weights
 from meshwright.parallel.data.local_sgd import LocalSgd
 from meshwright.parallel.expert import balance
-from meshwright.parallel.kernels import can_fuse_loss, choose_attention_kernel, choose_loss, choose_products
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import fp8
 from meshwright.parallel.numerics.precision import at_least_single, masters_of
@@ -51,7 +50,17 @@ from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_products
 from meshwright.parallel.recompute import memory_of
 from meshwright.parallel.sharded import Sharded
-from meshwright.parallel.stages import frozen_in, program_of, shard_stage, stages_of, wrap_layers
+from meshwright.parallel.stages import (
+    can_fuse_loss,
+    choose_attention_kernel,
+    choose_loss,
+    choose_products,
+    frozen_in,
+    program_of,
+    shard_stage,
+    stages_of,
+    wrap_layers,
+)
 from meshwright.predict.recompute import resolve_recompute
 from meshwright.programs.pipelines.program import PipelineProgram
 

@@ -30,7 +30,7 @@ from meshwright.parallel.data.buckets import Buckets
 from meshwright.parallel.data.reduction import reductions_in
 from meshwright.parallel.data.zero import ShardedGradients
 from meshwright.parallel.expert.dispatch import ParallelPlacement
-from meshwright.parallel.numerics.compress.sparse import Threshold
+from meshwright.parallel.numerics.compress.schemes import Threshold
 from meshwright.parallel.stages import program_of
 from meshwright.proof.records import Amount, Row
 from meshwright.training.hooks import Observed

@@ -77,9 +77,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.attention import AttentionRule, Geometry
 from meshwright.models.step_context import current
 from meshwright.parallel import operators
-from meshwright.parallel.context.attend import attend_over_gathered, attend_over_ring, tiled_attention
+from meshwright.parallel.context.attend import Context, attend_over_gathered, attend_over_ring, tiled_attention
 from meshwright.parallel.context.blocks import AttentionPattern, Runs, position_ids
-from meshwright.parallel.context.ring import Context
 
 Heads = Callable[[Tensor, Tensor, Tensor], Tensor]
 

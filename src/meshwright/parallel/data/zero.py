@@ -20,8 +20,8 @@ from meshwright.describe.sharding import DATA_AXES
 from meshwright.models.moe import routed_experts
 from meshwright.parallel.data.gathering import Gathering, Unit, grouped, shard_units
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.numerics.compress.base import CompressedScatter, unit_parameters
 from meshwright.parallel.numerics.compress.compressors import compressor_of
-from meshwright.parallel.numerics.compress.scatter import CompressedScatter, unit_parameters
 from meshwright.parallel.numerics.precision import DTYPES, narrow
 
 

@@ -34,8 +34,7 @@ from meshwright.models.moe import GroupedLinear
 from meshwright.models.parts import ProjectionNorm
 from meshwright.parallel import exchange
 from meshwright.parallel.tensor.attention import switch_off_fast_paths
-from meshwright.parallel.tensor.cutting import Split, cut_row
-from meshwright.parallel.tensor.plain import check_dropout_seeds, is_transposed
+from meshwright.parallel.tensor.cutting import Split, check_dropout_seeds, cut_row, is_transposed
 from meshwright.parallel.tensor.styles import CUT, DIVIDE_SEQUENCE, FUSED, HOLD_NOTHING, KINDS, STYLES
 from meshwright.parallel.tensor.tables import Table
 

@@ -19,8 +19,18 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.step_context import current
 from meshwright.parallel import exchange
 from meshwright.parallel.tensor.attention import split_attention
-from meshwright.parallel.tensor.cutting import Split, cut_fused, divide_counts, neighbours, set_width, shard_parameters
-from meshwright.parallel.tensor.plain import check_plain, is_transposed, output_dim, product
+from meshwright.parallel.tensor.cutting import (
+    Split,
+    check_plain,
+    cut_fused,
+    divide_counts,
+    is_transposed,
+    neighbours,
+    output_dim,
+    product,
+    set_width,
+    shard_parameters,
+)
 from meshwright.parallel.tensor.regather import regather
 from meshwright.parallel.tensor.vocabulary import embed
 

@@ -6,7 +6,7 @@ contrastive loss and a mean over the tokens that are not padding break this; so 
 in halves, and outputs, buffers that forward changes, and gradients are compared. The first module that differs is named.
 
 Random numbers are no difference: the halves are given the numbers that the whole batch drew (`Draws`). Batch normalisation that is synchronised
-over the ranks (`batchnorm`) is exact, and left out.
+over the ranks (`whole.synchronise`) is exact, and left out.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 source                                       target
 a torch checkpoint with torchtitan's names   meshwright: a checkpoint that any plan resumes
 a checkpoint of Meshwright                   meshwright: the same tensors whole, in a few files
-a checkpoint of Meshwright                   a Transformers folder (`huggingface`)
+a checkpoint of Meshwright                   a Transformers folder
 
 Full tensors of a checkpoint one after the other: for conversions, which need no ranks and little memory.
 
@@ -15,22 +15,35 @@ torchtitan's names and conventions for the Llama family, and the conversion of i
 torchtitan rotates pairs of *neighbouring* elements of a head, (x₀, x₁), (x₂, x₃), …; our attention, like Transformers', rotates
 (x₀, x_{D/2}), (x₁, x_{D/2+1}), …. Both compute the same scores if the rows of the query and key projections are in the matching order:
 row (head, i, j) of torchtitan, i < D/2 and j < 2, is row (head, j, i) here. The optimizer's moments have the order of their parameter.
+
+A checkpoint as a Transformers folder: its weights read part by part, on one process, whatever plan wrote them.
+
+Config and tokenizer come from the Transformers folder that the run started from, which the run folder has a copy of (`training.start`);
+without one, the config is written from the model alone. The dtype is that of the original folder, else that of the plan's parameters:
+masters in fp32 are rounded once, here.
 """
 
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from meshwright.describe import hf
 from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.run_folder import ORIGINAL
 from meshwright.describe.sharding import parameters
-from meshwright.errors import MeshwrightError, cannot_write, listed
+from meshwright.errors import MeshwrightError, cannot_write, listed, unknown
+from meshwright.models.hf.folder import CONFIG
+from meshwright.models.hf.weights import Exported, export
 from meshwright.training.checkpoint import folder
 from meshwright.training.checkpoint.folder import checkpoints_in
+from meshwright.training.checkpoint.load import read_average
 from meshwright.training.checkpoint.manifest import (
     Manifest,
     SavedBox,
@@ -40,11 +53,83 @@ from meshwright.training.checkpoint.manifest import (
     file_hash,
     read_manifest,
 )
-from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT
+from meshwright.training.checkpoint.state import AVERAGE, NUMBER, OPTIMIZER, WEIGHT
 from meshwright.training.checkpoint.store import BoxEntry, read
 from meshwright.training.checkpoint.torch_import import METADATA, TorchCheckpoint
 from meshwright.units import Json
 from meshwright.version import VERSION
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CONFIG_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # in a config.json
+
+
+@dataclass(frozen=True)
+class CheckpointWeights:
+    """The weights of a checkpoint, or their moving average. Replicas of local SGD are averaged."""
+
+    path: Path
+    manifest: Manifest
+    kind: str = WEIGHT
+
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        key = f"{self.kind}/{name}"
+        saved = self.manifest.tensors[f"replica-0/{key}" if self.manifest.replicas else key]
+        entry = BoxEntry(key, tuple(full), tuple(start), torch.empty(tuple(shape), dtype=getattr(torch, saved.dtype)))
+        if self.manifest.replicas:
+            read_average(self.path, self.manifest, [entry], "")
+        else:
+            read(self.path, self.manifest, [entry])
+        return entry.tensor
+
+
+def to_huggingface(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str = "",
+    like: Path | None = None,
+    average: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Exported:
+    """Write the newest checkpoint of `source` as a Transformers folder. `like`: a Transformers folder whose config and tokenizer to use;
+    `average`: write the moving average of the weights."""
+    path = checkpoints_in(source)[-1]
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    weights = CheckpointWeights(path, manifest, AVERAGE if average else WEIGHT)
+    if average and not any(key.removeprefix("replica-0/").startswith(f"{AVERAGE}/") for key in manifest.tensors):
+        raise MeshwrightError(
+            "MW-CKPT-016",
+            f"'{path}' has no moving average of the weights",
+            why="The run kept none: optimizer.ema was 0",
+            fix="convert without --ema",
+        )
+    like = like if like is not None else copied_folder(path)
+    chosen = DTYPES[dtype_of(manifest, like, dtype)]
+
+    def listen(name: str, done: int, total: int) -> None:
+        progress(done / total)
+
+    return export(out, Model(**manifest.model), weights, dtype=chosen, like=like, listen=listen)
+
+
+def copied_folder(checkpoint: Path) -> Path | None:
+    """The copy of the Transformers folder in the run folder of a checkpoint, RUN/checkpoints/step-…"""
+    copy = checkpoint.resolve().parents[1] / ORIGINAL
+    return copy if (copy / CONFIG).is_file() else None
+
+
+def dtype_of(manifest: Manifest, like: Path | None, given: str) -> str:
+    """The dtype to write: as given, else that of the original folder, else that of the plan's parameters."""
+    if given:
+        if given not in DTYPES:
+            raise unknown("MW-CKPT-017", "the dtype", given, DTYPES, "--dtype {}")
+        return given
+    config = hf.load(like) if like is not None else {}
+    named = CONFIG_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "")
+    planned = Plan(**manifest.plan).param_dtype if manifest.plan else "fp32"
+    return named or (planned if planned in DTYPES else "fp32")
+
 
 Progress = Callable[[float], None]  # the share that is done
 FILE_BYTES = 4 << 30

@@ -10,12 +10,15 @@ intersection, whatever plan wrote it. What cannot be carried over to another pla
 **Resume** finds the last good checkpoint, checks that it is of this model, and fills a trainer with it. On the plan that wrote the
 checkpoint, training continues bit for bit as if it had not stopped. On another plan the same numbers are in other places, and sums are
 rounded in another order. Nothing of a trainer is changed before everything has been checked: the hash of every file, which the ranks share
-out, and that the tensors are those of the model (`fit`).
+out, and that the tensors are those of the model (`check_fits`).
 
 A checkpoint that is damaged or has no manifest is set aside once an intact older one was found. If none is intact, the resume stops and nothing
 is renamed: the first weights are never used in their place. An error of the disk stops it too, since the checkpoint may be intact.
+
+Whether a checkpoint fits a run: the same model and optimizer. What differs without preventing a resume becomes a message.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,12 +28,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.errors import MeshwrightError
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError, listed
 from meshwright.parallel.data import zero
 from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.pieces import Piece
 from meshwright.training.checkpoint import folder
-from meshwright.training.checkpoint.fit import behaviour_changes, check_fits, same_layout, states_by_parameter
 from meshwright.training.checkpoint.folder import checkpoints_of, is_first, on_first, together
 from meshwright.training.checkpoint.manifest import Manifest, check_files, has_manifest, read_manifest
 from meshwright.training.checkpoint.state import (
@@ -46,6 +49,97 @@ from meshwright.training.checkpoint.state import (
     shared_entries,
 )
 from meshwright.training.checkpoint.store import BoxEntry, read
+from meshwright.units import Json
+
+
+def check_fits(trainer: SavableTrainer, manifest: Manifest) -> None:
+    """Raise if a checkpoint is not one of this model and optimizer: nothing has been changed yet."""
+    parallel, workload = trainer.parallel, trainer.parallel.workload
+    saved = {
+        key.rpartition(f"{WEIGHT}/")[2]: tensor.shape
+        for key, tensor in manifest.tensors.items()
+        if key.startswith((f"{WEIGHT}/", f"replica-0/{WEIGHT}/"))
+    }
+    check_model(parallel.description, manifest, parallel.whole_tensors, saved)
+    optimizer, kinds = Workload(**manifest.workload).optimizer, states_by_parameter(manifest)
+    classes = [str(model.get("optimizer")) for model in (manifest.model, parallel.description)]
+    if kinds and classes[0] != classes[1]:  # of a user's module
+        raise MeshwrightError(
+            "MW-CKPT-008", f"the checkpoint contains the states of {classes[0]}; this optimizer is {classes[1]}"
+        )
+    if kinds and optimizer != workload.optimizer:
+        raise MeshwrightError(
+            "MW-CKPT-008",
+            f"the checkpoint contains the states of the optimizer {optimizer}; this run uses {workload.optimizer}",
+            why="States of one optimizer mean something else in another",
+            fix=f"--set workload.optimizer={optimizer}",
+        )
+    for piece in parallel.updated if kinds else ():
+        missing = expected_states(piece, optimizer) - kinds.get(piece.name, set())
+        if missing and piece.parameter.requires_grad:
+            raise MeshwrightError(
+                "MW-CKPT-005",
+                f"the checkpoint has no {min(missing)}/{piece.name}",
+                why="It has states of the optimizer, but not all of them",
+            )
+
+
+def check_model(model: Json, manifest: Manifest, expected: Json, saved: Json) -> None:
+    """Raise if the weights of a checkpoint are not those of the model."""
+    if saved == expected:
+        return
+    if changes := model_changes(manifest.model, json.loads(json.dumps(model))):
+        raise MeshwrightError(
+            "MW-CKPT-004",
+            "the checkpoint is of another model",
+            why=f"Saved and now: {listed(changes, 6)}",
+            fix="resume with the model of the checkpoint, or start a new run in another folder",
+        )
+    differences = {
+        "missing:": expected.keys() - saved.keys(),
+        "not in the model:": saved.keys() - expected.keys(),
+        "of another shape:": {n for n in expected.keys() & saved.keys() if expected[n] != saved[n]},
+    }
+    text = "; ".join(f"{what} {listed(sorted(names), 4)}" for what, names in differences.items() if names)
+    raise MeshwrightError("MW-CKPT-005", "the tensors of the checkpoint are not those of the model", why=text)
+
+
+def model_changes(saved: Json, given: Json) -> list[str]:
+    """The fields that differ between two models."""
+    names = [name for name in sorted(saved.keys() | given.keys()) if saved.get(name) != given.get(name)]
+    return [f"{name} {saved.get(name, 'default')} and {given.get(name, 'default')}" for name in names]
+
+
+def states_by_parameter(manifest: Manifest) -> dict[str, set[str]]:
+    """The names of the optimizer's states (with their prefix) of each parameter."""
+    out: dict[str, set[str]] = {}
+    for key in manifest.tensors:
+        kind, _, name = key.removeprefix("replica-0/").partition("/")
+        if kind.startswith((OPTIMIZER, NUMBER)):
+            out.setdefault(name, set()).add(kind)
+    return out
+
+
+def same_layout(trainer: SavableTrainer, manifest: Manifest) -> bool:
+    """Whether every rank has the place and the messages that it had when the checkpoint was written."""
+    parallel = trainer.parallel
+    now = (parallel.plan.as_dict(), parallel.mesh.layout.axes, parallel.mesh.size("world"), parallel.workload.batch)
+    saved = (manifest.plan, manifest.order, manifest.world, Workload(**manifest.workload).batch)
+    return json.dumps(now) == json.dumps(saved)
+
+
+def behaviour_changes(trainer: SavableTrainer, manifest: Manifest) -> Iterator[str]:
+    """Differences that do not prevent a resume, but change what follows."""
+    parallel = trainer.parallel
+    for change in model_changes(manifest.model, json.loads(json.dumps(parallel.description))):
+        yield f"model.{change}: the model has changed since the checkpoint"
+    if manifest.ranks and (batch := Workload(**manifest.workload).batch) != parallel.workload.batch:
+        yield (
+            f"workload.batch was {batch} and is {parallel.workload.batch}: step {manifest.step} draws other samples than "
+            "the run that was saved would have drawn"
+        )
+    if manifest.ranks and manifest.seed != parallel.seed:
+        yield f"seed was {manifest.seed} and is {parallel.seed}: the order of the data and dropout change"
 
 
 @torch.no_grad()

@@ -30,7 +30,6 @@ from meshwright.parallel.numerics.precision import LossScale, at_least_single, u
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.sharded import Sharded
 from meshwright.parallel.user_module.batches import call, microbatches, prepared, samples_in, tensors_in
-from meshwright.parallel.user_module.batchnorm import uses_batch
 from meshwright.parallel.user_module.boxes import Entry
 from meshwright.parallel.user_module.checks import check_cut, check_replicas, cuts_explained
 from meshwright.parallel.user_module.samples import (
@@ -46,6 +45,7 @@ from meshwright.parallel.user_module.samples import (
     mean_over,
     valid_targets,
 )
+from meshwright.parallel.user_module.whole import uses_batch
 from meshwright.training.checkpoint.load import resume
 from meshwright.training.checkpoint.save import run_description, save
 from meshwright.training.checkpoint.state import state_of

@@ -1,8 +1,8 @@
 """Gradient compression: fewer bytes to send, for memory passes (γ) on the device and a part of the gradient.
 
-    fp16, bf16    a cast; summed in 16 bits (`quantised`)                  2× of fp32
+    fp16, bf16    a cast; summed in 16 bits (`schemes`)                    2× of fp32
     int8, int4    x ≈ q·s, s = max|x| / 127 or 7; and fp8 (E4M3)           4×, 8×, 4×
-    top-k         the k largest values and their indices (`sparse`)        1% with 4-byte indices: 50×, with 8-byte: 33×
+    top-k         the k largest values and their indices        1% with 4-byte indices: 50×, with 8-byte: 33×
     random-k      k values at indices that are equal on all ranks: not sent 1%: 100×
     threshold     the values above τ times the root mean square            τ = 2 of normal ones: 4.6%, 11×
     powersgd      two factors of rank r for each matrix (`powersgd`)       m·n / r(m + n)
@@ -10,10 +10,10 @@
 The ratio is not the gain. A ring all-reduce sends 2(P−1)/P·n from each rank. What can be summed on its way (casts,
 random-k, PowerSGD's factors) keeps that form. Sparse values cannot be summed: every rank must receive every other
 rank's, (P−1)·k, so the 33× of top-1% is 8.3× at P = 8 and a loss from P = 67 on. Integers would overflow: they go in two
-rounds (`quantised`), which together send what a ring does.
+rounds (`Quantised`), which together send what a ring does.
 
 Under ZeRO a rank needs only its own 1/P of the sum, so no all-gather follows: casts and random-k are reduce-scattered,
-quantised and sparse values go to their owner in one all-to-all (`scatter`), whose sum is exact in full precision. The
+quantised and sparse values go to their owner in one all-to-all (`Compressor.scatter`), whose sum is exact in full precision. The
 alternative, an all-reduce of which each rank takes its shard, would send twice as much and round the sum once more.
 PowerSGD has no such form: its factors belong to whole matrices, so all ranks receive them, and each computes its own
 rows of their product.
@@ -29,8 +29,7 @@ from meshwright.describe.variants import COMPRESSIONS
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.numerics.compress.base import Compressor
 from meshwright.parallel.numerics.compress.powersgd import PowerSGD
-from meshwright.parallel.numerics.compress.quantised import Cast, Quantised
-from meshwright.parallel.numerics.compress.sparse import RandomK, Threshold, TopK
+from meshwright.parallel.numerics.compress.schemes import Cast, Quantised, RandomK, Threshold, TopK
 
 
 def compressor_of(plan: Plan) -> Compressor | None:
