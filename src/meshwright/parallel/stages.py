@@ -120,7 +120,7 @@ def splits_backward(program: PipelineProgram | None) -> bool:
 
 
 def choose_attention_kernel(model: Model, plan: Plan, workload: Workload, dtype: torch.dtype, device: str) -> None:
-    """Let this process use the fastest of torch's attention kernels, measured on the shapes of this rank (`models.attention_kernels`)."""
+    """Let this process use the fastest of torch's attention kernels, measured on the shapes of this rank."""
     if model.kind == "transformer" and plan.cp == 1 and torch.device(device).type == "cuda":
         prefer_fastest(*attention_shapes(model, plan, workload), model.causal, dtype, device)
 

@@ -57,49 +57,50 @@ def rows(text: str) -> tuple[TensorRow, ...]:
     return tuple(TensorRow(*re.split(r"\s{2,}", line.strip())) for line in text.strip().splitlines())
 
 
-ENDS = rows("""
+PARTS = {
+    "ends": """
     embed_tokens   embedding.tokens
     norm           head.norm
     lm_head        head.project
-""")
-NORMS = rows("""
+""",
+    "norms": """
     input_layernorm            attention_norm
     post_attention_layernorm   ffn_norm
-""")
-ATTENTION = rows("""
+""",
+    "attention": """
     self_attn.q_proj   attention.q
     self_attn.k_proj   attention.k
     self_attn.v_proj   attention.v
     self_attn.o_proj   attention.o
     self_attn.q_norm   attention.q_norm
     self_attn.k_norm   attention.k_norm
-""")
-FFN = rows("""
+""",
+    "ffn": """
     mlp.gate_proj   ffn.gate
     mlp.up_proj     ffn.up
     mlp.down_proj   ffn.down
-""")
-EXPERTS = rows("""
+""",
+    "experts": """
     mlp.gate                         moe.router
     mlp.experts.{expert}.gate_proj   moe.experts.gate
     mlp.experts.{expert}.up_proj     moe.experts.up
     mlp.experts.{expert}.down_proj   moe.experts.down
     mlp.experts.gate_up_proj         moe.experts.gate.weight + moe.experts.up.weight
     mlp.experts.down_proj            moe.experts.down.weight
-""")
-MIXTRAL = rows("""
+""",
+    "mixtral": """
     block_sparse_moe.gate                  moe.router
     block_sparse_moe.experts.{expert}.w1   moe.experts.gate
     block_sparse_moe.experts.{expert}.w3   moe.experts.up
     block_sparse_moe.experts.{expert}.w2   moe.experts.down
-""")
-SHARED_QWEN = rows("""
+""",
+    "shared_qwen": """
     mlp.shared_expert.gate_proj   moe.shared.gate
     mlp.shared_expert.up_proj     moe.shared.up
     mlp.shared_expert.down_proj   moe.shared.down
     mlp.shared_expert_gate        moe.shared_scale
-""")
-LATENT = rows("""
+""",
+    "latent": """
     self_attn.q_proj               attention.heads.q
     self_attn.q_a_proj             attention.q_a
     self_attn.q_a_layernorm        attention.q_a_norm
@@ -108,87 +109,86 @@ LATENT = rows("""
     self_attn.kv_a_layernorm       attention.kv_a_norm
     self_attn.kv_b_proj            attention.heads.kv_b
     self_attn.o_proj               attention.heads.o
-""")
-SHARED_DEEPSEEK = rows("""
+""",
+    "shared_deepseek": """
     mlp.gate.e_score_correction_bias   moe.router.balance_bias
     mlp.shared_experts.gate_proj       moe.shared.gate
     mlp.shared_experts.up_proj         moe.shared.up
     mlp.shared_experts.down_proj       moe.shared.down
-""")
-GPT_OSS = rows("""
+""",
+    "gpt_oss": """
     self_attn.sinks                 attention.sinks.weight
     mlp.router                      moe.router
     mlp.experts.gate_up_proj        moe.experts.gate.weight + moe.experts.up.weight   transposed interleaved
     mlp.experts.gate_up_proj_bias   moe.experts.gate.bias + moe.experts.up.bias       interleaved
     mlp.experts.down_proj           moe.experts.down.weight                           transposed
     mlp.experts.down_proj_bias      moe.experts.down.bias
-""")
-PHI3 = rows("""
+""",
+    "phi3": """
     self_attn.qkv_proj   attention.q + attention.k + attention.v
     self_attn.o_proj     attention.o
     mlp.gate_up_proj     ffn.gate + ffn.up
     mlp.down_proj        ffn.down
-""")
-GLM_FFN = rows("""
+""",
+    "glm_ffn": """
     mlp.gate_up_proj   ffn.gate + ffn.up
     mlp.down_proj      ffn.down
-""")
-GLM4_NORMS = rows("""
+""",
+    "glm4_norms": """
     post_self_attn_layernorm   attention_post_norm
     post_mlp_layernorm         ffn_post_norm
-""")
-GPT2_ENDS = rows("""
+""",
+    "gpt2_ends": """
     wte       embedding.tokens
     wpe       embedding.positions
     ln_f      head.norm
     lm_head   head.project
-""")
-GPT2 = rows("""
+""",
+    "gpt2": """
     ln_1          attention_norm
     attn.c_attn   attention.q + attention.k + attention.v   transposed
     attn.c_proj   attention.o                               transposed
     ln_2          ffn_norm
     mlp.c_fc      ffn.up                                    transposed
     mlp.c_proj    ffn.down                                  transposed
-""")
-
-FOUR_NORMS = rows("""
+""",
+    "four_norms": """
     input_layernorm              attention_norm
     post_attention_layernorm     attention_post_norm
     pre_feedforward_layernorm    ffn_norm
     post_feedforward_layernorm   ffn_post_norm
-""")
-NORMS_AFTER = rows("""
+""",
+    "norms_after": """
     post_attention_layernorm     attention_norm
     post_feedforward_layernorm   ffn_norm
-""")
-GPT_NEOX_ENDS = rows("""
+""",
+    "gpt_neox_ends": """
     embed_in           embedding.tokens
     final_layer_norm   head.norm
     embed_out          head.project
-""")
-GPT_NEOX = rows("""
+""",
+    "gpt_neox": """
     attention.query_key_value   attention.q + attention.k + attention.v   grouped
     attention.dense             attention.o
     mlp.dense_h_to_4h           ffn.up
     mlp.dense_4h_to_h           ffn.down
-""")
-STARCODER2 = rows("""
+""",
+    "starcoder2": """
     mlp.c_fc     ffn.up
     mlp.c_proj   ffn.down
-""")
-COHERE_NORM = rows("""
+""",
+    "cohere_norm": """
     input_layernorm   attention_norm
-""")
-MINIMAX_M2 = rows("""
+""",
+    "minimax_m2": """
     block_sparse_moe.e_score_correction_bias   moe.router.balance_bias
-""")
-FALCON_ENDS = rows("""
+""",
+    "falcon_ends": """
     word_embeddings   embedding.tokens
     ln_f              head.norm
     lm_head           head.project
-""")
-FALCON = rows("""
+""",
+    "falcon": """
     input_layernorm                  attention_norm
     post_attention_layernorm         ffn_norm
     ln_attn                          attention_norm
@@ -197,16 +197,16 @@ FALCON = rows("""
     self_attention.dense             attention.o
     mlp.dense_h_to_4h                ffn.up
     mlp.dense_4h_to_h                ffn.down
-""")
-GPT_BIGCODE = rows("""
+""",
+    "gpt_bigcode": """
     ln_1          attention_norm
     attn.c_attn   attention.q + attention.k + attention.v   grouped
     attn.c_proj   attention.o
     ln_2          ffn_norm
     mlp.c_fc      ffn.up
     mlp.c_proj    ffn.down
-""")
-LLAMA4 = rows("""
+""",
+    "llama4": """
     feed_forward.gate_proj                 ffn.gate
     feed_forward.up_proj                   ffn.up
     feed_forward.down_proj                 ffn.down
@@ -216,50 +216,57 @@ LLAMA4 = rows("""
     feed_forward.shared_expert.gate_proj   moe.shared.gate
     feed_forward.shared_expert.up_proj     moe.shared.up
     feed_forward.shared_expert.down_proj   moe.shared.down
-""")
-
-DENSE = Family(ENDS, NORMS + ATTENTION + FFN)
-DEEPSEEK = Family(ENDS, NORMS + LATENT + FFN + EXPERTS + SHARED_DEEPSEEK)
-TABLES: dict[str, Family] = {
-    "llama": DENSE,
-    "mistral": DENSE,
-    "qwen2": DENSE,
-    "qwen3": DENSE,
-    "stablelm": DENSE,
-    "glm": Family(ENDS, NORMS + ATTENTION + GLM_FFN),
-    "glm4": Family(ENDS, NORMS + GLM4_NORMS + ATTENTION + GLM_FFN),
-    "phi3": Family(ENDS, NORMS + PHI3),
-    "mixtral": Family(ENDS, NORMS + ATTENTION + MIXTRAL + EXPERTS),
-    "qwen2_moe": Family(ENDS, NORMS + ATTENTION + FFN + EXPERTS + SHARED_QWEN),
-    "qwen3_moe": Family(ENDS, NORMS + ATTENTION + FFN + EXPERTS),
-    "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK,
-    "gpt_oss": Family(ENDS, NORMS + ATTENTION + GPT_OSS),
-    "gemma": DENSE,
-    "gemma2": Family(ENDS, FOUR_NORMS + ATTENTION + FFN),
-    "gemma3_text": Family(ENDS, FOUR_NORMS + ATTENTION + FFN),
-    "granite": DENSE,
-    "smollm3": DENSE,
-    "olmo2": Family(ENDS, NORMS_AFTER + ATTENTION + FFN),
-    "olmo3": Family(ENDS, NORMS_AFTER + ATTENTION + FFN),
-    "olmoe": Family(ENDS, NORMS + ATTENTION + EXPERTS),
-    "starcoder2": Family(ENDS, NORMS + ATTENTION + STARCODER2),
-    "gpt_neox": Family(
-        GPT_NEOX_ENDS,
-        NORMS + GPT_NEOX,
-        "gpt_neox.",
-        ignored=r"rotary_emb\.inv_freq$|attention\.(masked_)?bias$",
-        head="embed_out",
-    ),
-    "llama4_text": Family(ENDS, NORMS + ATTENTION + LLAMA4),
-    "glm4_moe": Family(ENDS, NORMS + ATTENTION + FFN + EXPERTS + SHARED_DEEPSEEK),
-    "cohere": Family(ENDS, COHERE_NORM + ATTENTION + FFN),
-    "cohere2": Family(ENDS, COHERE_NORM + ATTENTION + FFN),
-    "minimax_m2": Family(ENDS, NORMS + ATTENTION + MIXTRAL + MINIMAX_M2),
-    "falcon": Family(FALCON_ENDS, FALCON, "transformer.", "h"),
-    "gpt_bigcode": Family(GPT2_ENDS, GPT_BIGCODE, "transformer.", "h", r"\.attn\.(masked_)?bias$"),
-    "gpt2": Family(GPT2_ENDS, GPT2, "transformer.", "h", r"\.attn\.(masked_)?bias$"),
+""",
 }
+# model_type → the part of the ends, the parts of a layer, and further fields of `Family`
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": ("ends", "norms attention ffn"),
+    "mistral": ("ends", "norms attention ffn"),
+    "qwen2": ("ends", "norms attention ffn"),
+    "qwen3": ("ends", "norms attention ffn"),
+    "stablelm": ("ends", "norms attention ffn"),
+    "glm": ("ends", "norms attention glm_ffn"),
+    "glm4": ("ends", "norms glm4_norms attention glm_ffn"),
+    "phi3": ("ends", "norms phi3"),
+    "mixtral": ("ends", "norms attention mixtral experts"),
+    "qwen2_moe": ("ends", "norms attention ffn experts shared_qwen"),
+    "qwen3_moe": ("ends", "norms attention ffn experts"),
+    "deepseek_v2": ("ends", "norms latent ffn experts shared_deepseek"),
+    "deepseek_v3": ("ends", "norms latent ffn experts shared_deepseek"),
+    "gpt_oss": ("ends", "norms attention gpt_oss"),
+    "gemma": ("ends", "norms attention ffn"),
+    "gemma2": ("ends", "four_norms attention ffn"),
+    "gemma3_text": ("ends", "four_norms attention ffn"),
+    "granite": ("ends", "norms attention ffn"),
+    "smollm3": ("ends", "norms attention ffn"),
+    "olmo2": ("ends", "norms_after attention ffn"),
+    "olmo3": ("ends", "norms_after attention ffn"),
+    "olmoe": ("ends", "norms attention experts"),
+    "starcoder2": ("ends", "norms attention starcoder2"),
+    "gpt_neox": (
+        "gpt_neox_ends",
+        "norms gpt_neox",
+        "gpt_neox.",
+        "layers",
+        r"rotary_emb\.inv_freq$|attention\.(masked_)?bias$",
+        "embed_out",
+    ),
+    "llama4_text": ("ends", "norms attention llama4"),
+    "glm4_moe": ("ends", "norms attention ffn experts shared_deepseek"),
+    "cohere": ("ends", "cohere_norm attention ffn"),
+    "cohere2": ("ends", "cohere_norm attention ffn"),
+    "minimax_m2": ("ends", "norms attention mixtral minimax_m2"),
+    "falcon": ("falcon_ends", "falcon", "transformer.", "h"),
+    "gpt_bigcode": ("gpt2_ends", "gpt_bigcode", "transformer.", "h", r"\.attn\.(masked_)?bias$"),
+    "gpt2": ("gpt2_ends", "gpt2", "transformer.", "h", r"\.attn\.(masked_)?bias$"),
+}
+
+
+def family(ends: str, layer: str, *fields: str) -> Family:
+    return Family(rows(PARTS[ends]), tuple(row for part in layer.split() for row in rows(PARTS[part])), *fields)
+
+
+TABLES: dict[str, Family] = {name: family(*fields) for name, fields in FAMILIES.items()}
 
 
 Box = tuple[slice, ...]
