@@ -58,7 +58,7 @@ PRIVATE = {
         ],
     ),
     "batch norm of a user's module": (
-        ["parallel/user_module/batchnorm.py"],
+        ["parallel/user_module/whole.py"],
         ["torch.nn.modules.batchnorm._BatchNorm.forward"],
     ),
     "dropout of a user's module": (["proof/user_module/step.py"], ["torch.nn.modules.dropout._DropoutNd"]),

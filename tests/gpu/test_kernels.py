@@ -32,7 +32,6 @@ def test_the_loss_kernel_equals_float64_logits_up_to_its_rounding(dtype):
 
 
 def test_a_wide_product_is_added_in_place():
-    from meshwright.models.wide_products import add_product
 
     a, b, total = (
         drawn(64, 512, dtype=torch.bfloat16),
@@ -40,7 +39,7 @@ def test_a_wide_product_is_added_in_place():
         drawn(64, 48, seed=2),
     )
     exact, address = total.double() + a.double() @ b.double(), total.data_ptr()
-    found = add_product(total, a, b)
+    found = add_grouped(total, a, b)
     assert found.data_ptr() == address
     assert torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-3)
 
@@ -66,14 +65,14 @@ def test_fused_adamw_updates_as_torch_does_and_rounds_the_masters():
 
 
 def test_experts_in_one_kernel_equal_experts_one_by_one():
-    from meshwright.models.moe import grouped, run_by_run
+    from meshwright.models.moe import grouped
 
     counts = [100, 0, 33, 517, 1]
     x, w = drawn(sum(counts), 64, dtype=torch.bfloat16), drawn(5, 48, 64, seed=1, dtype=torch.bfloat16)
     results = []
-    for product, rows in ((grouped, torch.tensor(counts, device="cuda")), (run_by_run, counts)):
+    for rows in (torch.tensor(counts, device="cuda"), counts):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = product(a, b, rows)
+        y = grouped(a, b, rows)
         y.backward(drawn(*y.shape, seed=2, dtype=torch.bfloat16))
         results.append([y.detach(), a.grad, b.grad])
     for one, many in zip(*results, strict=True):

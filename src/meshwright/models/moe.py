@@ -192,16 +192,12 @@ class LocalPlacement:
 
 
 def grouped(x_RI: Tensor, weight_EOI: Tensor, counts: Counts) -> Tensor:
-    """The rows of each expert times its matrix: in one kernel where the counts are on the device, else run by run."""
-    if isinstance(counts, list):
-        return run_by_run(x_RI, weight_EOI, counts)
-    return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
-
-
-def run_by_run(x_RI: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
-    """The rows of each expert times its matrix. An expert without tokens multiplies zero rows, so that its gradient is zero
-    and not None, on every rank."""
-    return torch.cat([x @ weight.t() for x, weight in zip(x_RI.split(counts), weight_EOI.unbind(0), strict=True)])
+    """The rows of each expert times its matrix: in one kernel where the counts are on the device, else run by run. There an expert without
+    tokens multiplies zero rows, so that its gradient is zero and not None, on every rank."""
+    if not isinstance(counts, list):
+        return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
+    runs = zip(x_RI.split(counts), weight_EOI.unbind(0), strict=True)
+    return torch.cat([x @ weight.t() for x, weight in runs])
 
 
 class GroupedLinear(nn.Module):

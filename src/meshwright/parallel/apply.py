@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
 from meshwright.describe import legality
 from meshwright.describe.layout import Layout
@@ -46,7 +45,7 @@ from meshwright.parallel.expert import balance
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import fp8
 from meshwright.parallel.numerics.precision import at_least_single, masters_of
-from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
+from meshwright.parallel.pieces import initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_products
 from meshwright.parallel.recompute import memory_of
 from meshwright.parallel.sharded import Sharded
@@ -200,65 +199,52 @@ def apply(
     """Build the model under the plan on this rank of an initialised process group. Its initial `weights` are drawn from the seed by
     default. `compile`: see `parallel.compile`."""
     plan, program = resolve_plan(model, plan, workload, device)
-    mesh = Mesh(Layout(plan, order), rank, device)
+    mesh, degrees = Mesh(Layout(plan, order), rank, device), degrees_of(model, plan)
+    copies = mesh.add_copies(degrees.kv_copies)
+    compilation = plan_compilation(compile, device, plan, model, program, mesh.sharded)
+    fuses_loss = can_fuse_loss(model, mesh, program)
+    parallel = Parallel(
+        model=model,
+        plan=plan,
+        workload=workload,
+        mesh=mesh,
+        loss=choose_loss(model, mesh, compilation),
+        dtype=dtype,
+        seed=seed,
+        width=model.hidden,
+        degrees=degrees,
+        fuses_loss=fuses_loss,
+        compilation=compilation,
+    )
     # Under ZeRO the shards are the masters: they are kept in at least float32, and torch narrows what it gathers.
     kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
-    degrees = degrees_of(model, plan)
-    copies = mesh.add_copies(degrees.kv_copies)
-    fuses_loss = can_fuse_loss(model, mesh, program)
-    compilation = plan_compilation(compile, device, plan, model, program, mesh.sharded)
-
-    stages: dict[int, nn.Module] = {}
-    pieces: list[Piece] = []
-    reductions: list[reduction.Reduction] = []
-    position_ids: Tensor | None = None
-    gathers_fp8 = plan.zero == 3 and plan.gather_dtype == "fp8" and mesh.sharded
-    in_fp8 = Fp8Weights(mesh, dtype) if gathers_fp8 else None
+    if plan.zero == 3 and plan.gather_dtype == "fp8" and mesh.sharded:
+        parallel.gathered_weights = Fp8Weights(mesh, dtype)
     for i, layers in stages_of(model, plan, program, mesh).items():
-        module = stages[i] = build(model, layers).to(kept)
+        module = parallel.stages[i] = build(model, layers).to(kept)
         table = boxes(model, plan, mesh.layout, rank, layers, frozen_in(module))
-        position_ids = shard_stage(module, table, model, plan, workload, mesh, copies)
+        parallel.position_ids = shard_stage(module, table, model, plan, workload, mesh, copies)
         choose_products(module, device, dtype, program, fuses_loss)
         compile_stage(module, compilation, (workload.seq // plan.cp, dtype, torch.device(device)))
         wrap_layers(module, plan)
         if mesh.sharded:
             zero.shard(module, mesh, plan, dtype)
         materialise(module, device)
-        if in_fp8 is not None:
-            in_fp8.add(module)
-        own = pieces_of(module, table)
-        reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own, zero.units_of_model(module, plan)))
-        pieces += own
-    tied: list[tuple[str, ProcessGroup | None]] = []
+        if parallel.gathered_weights is not None:
+            parallel.gathered_weights.add(module)
+        own, units = pieces_of(module, table), zero.units_of_model(module, plan)
+        parallel.reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own, units))
+        parallel.pieces += own
     if model.tied and program is not None:  # creating the groups is a collective of all ranks
-        tied = [(TOKENS, mesh.ends if program.rank_of[0] != program.rank_of[-1] else None)]
-    parallel = Parallel(
-        model=model,
-        plan=plan,
-        workload=workload,
-        mesh=mesh,
-        stages=stages,
-        pieces=pieces,
-        reductions=reductions,
-        width=model.hidden,
-        degrees=degrees,
-        tied=tied,
-        loss=choose_loss(model, mesh, compilation),
-        position_ids=position_ids,
-        fuses_loss=fuses_loss,
-        dtype=dtype,
-        masters=masters_of(pieces, plan),
-        seed=seed,
-        compilation=compilation,
-        gathered_weights=in_fp8,
-    )
+        parallel.tied = [(TOKENS, mesh.ends if program.rank_of[0] != program.rank_of[-1] else None)]
+    masters = parallel.masters = masters_of(parallel.pieces, plan)
     # Each piece is read once: masters get the numbers themselves, and the parameters their rounding.
     initialise(parallel.updated, weights or DrawnWeights(model, seed, scatter))
-    if parallel.masters is not None:
-        parallel.masters.give_parameters()
-        parallel.masters.moved_bytes = 0  # it counts the copies of training steps
+    if masters is not None:
+        masters.give_parameters()
+        masters.moved_bytes = 0  # it counts the copies of training steps
     if plan.average_every:
-        parallel.local = LocalSgd(mesh, plan.average_every, pieces, parallel.masters, reductions)
+        parallel.local = LocalSgd(mesh, plan.average_every, parallel.pieces, masters, parallel.reductions)
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
     choose_attention_kernel(model, plan, workload, dtype, device)

@@ -41,9 +41,9 @@ class Sharded:
     plan: Plan
     workload: Workload
     mesh: Mesh
-    stages: dict[int, nn.Module]  # of the pipeline, on this rank
-    pieces: list[Piece]
-    reductions: list[Reduction]
+    stages: dict[int, nn.Module] = field(default_factory=dict)  # of the pipeline, on this rank
+    pieces: list[Piece] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
     dtype: torch.dtype = torch.float32  # of forward and backward
     seed: int = 0
     width: int = 0  # to which learning rates may be scaled; 0: not known

@@ -76,7 +76,7 @@ class Counts(np.ndarray):
 @contextmanager
 def balanced_routing() -> Iterator[None]:
     """While active, routers choose every expert equally often."""
-    route, exchange, by_expert = Router.forward, ParallelPlacement.exchange_counts, ExpertDispatch._by_expert
+    route = Router.forward
 
     def forward(router: Router, x_TH: Tensor, tokens: Any) -> Routing:
         routing = route(router, x_TH, tokens)
@@ -91,18 +91,25 @@ def balanced_routing() -> Iterator[None]:
     def rows_by_expert(dispatch: ExpertDispatch, device: torch.device) -> Tensor:
         return torch.arange(int(dispatch.incoming.sum()), device=device)
 
-    replaced: tuple[tuple[Any, str, Any, Any], ...] = (
-        (Router, "forward", route, forward),
-        (ParallelPlacement, "exchange_counts", exchange, exchange_counts),
-        (ExpertDispatch, "_by_expert", by_expert, rows_by_expert),
-    )
-    for owner, name, _, new in replaced:
-        setattr(owner, name, new)
+    with replaced(
+        (Router, "forward", forward),
+        (ParallelPlacement, "exchange_counts", exchange_counts),
+        (ExpertDispatch, "_by_expert", rows_by_expert),
+    ):
+        yield
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Inside the `with` block these attributes (owner, name, value) have other values."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for change in changes:
+        setattr(*change)
     try:
         yield
     finally:
-        for owner, name, plain, _ in replaced:
-            setattr(owner, name, plain)
+        for change in before:
+            setattr(*change)
 
 
 def dry_run(
@@ -233,8 +240,7 @@ class RealMesh(Mesh):
 def built_outside(config: Config) -> Iterator[None]:
     """While a plan is applied, make the mesh and the modules (on the meta device) and shard them outside of the fake mode, which cannot
     replace the parameters of a module, and takes a millisecond for each shard of a parameter on another rank."""
-    plain_build, plain_mesh, plain_shard = strategies.build, strategies.Mesh, strategies.zero.shard
-    dtype = DTYPES[config.plan.param_dtype]
+    plain_build, plain_shard, dtype = strategies.build, strategies.zero.shard, DTYPES[config.plan.param_dtype]
 
     def build(model: Any, layers: Any) -> Any:
         with unset_fake_temporarily():
@@ -248,8 +254,6 @@ def built_outside(config: Config) -> Iterator[None]:
         with unset_fake_temporarily():
             plain_shard(*args)
 
-    strategies.build, strategies.Mesh, strategies.zero.shard = build, RealMesh, shard  # type: ignore[misc,assignment]
-    try:
+    changes = (strategies, "build", build), (strategies, "Mesh", RealMesh), (strategies.zero, "shard", shard)
+    with replaced(*changes):
         yield
-    finally:
-        strategies.build, strategies.Mesh, strategies.zero.shard = plain_build, plain_mesh, plain_shard  # type: ignore[misc]

@@ -47,6 +47,7 @@ class FolderWeights:
     def __init__(self, path: str | Path, model: Model) -> None:
         self.folder, self.model = Folder(path), model
         self.family = hf.family_of(self.folder.config)
+        self.table = table_of(self.family)
         self.names = frozenset(self.folder.tensors.names())
         self.places = places(model, self.family, self.names.__contains__)
 
@@ -63,42 +64,35 @@ class FolderWeights:
         parts = [self.folder.tensors.read(theirs, box) for theirs, box in place.slices(start, shape)]
         if place.transposed:
             parts = [part.transpose(-1, -2) for part in parts]
-        separate = place.experts and len(place.shape) < len(full)
         if not parts:
             value = torch.empty(shape)
+        elif place.experts and len(place.shape) < len(full):  # a tensor of each expert
+            value = torch.stack(parts)
         else:
-            value = torch.stack(parts) if separate else torch.cat(parts) if len(parts) > 1 else parts[0]
+            value = torch.cat(parts) if len(parts) > 1 else parts[0]
         if rows > shape[inner]:
-            padding = value.new_zeros([rows - shape[inner], *shape[1:]])
-            value = torch.cat((value, padding))
+            value = torch.cat((value, value.new_zeros([rows - shape[inner], *shape[1:]])))
         return value
 
     def check(self) -> None:
         """Raise if a tensor is missing, has another shape, or belongs to no parameter of the model."""
-        expected = {theirs: place for place in self.places.values() for theirs in place.names}
+        expected = {theirs: list(place.shape) for place in self.places.values() for theirs in place.names}
         if missing := [name for name in expected if name not in self.names]:
             raise MeshwrightError(
                 "MW-HF-013",
                 f"'{self.folder.path}' lacks {listed(missing, 'tensor')}",
                 why="The model in its config.json needs them",
             )
-        for theirs, place in expected.items():
-            self._check_shape(theirs, place)
+        for theirs, shape in expected.items():
+            found = list(self.folder.tensors.shape(theirs))
+            if found != shape:
+                what, why = f"'{theirs}' has the shape {found}", f"The model in config.json needs {shape}"
+                raise MeshwrightError("MW-HF-014", what, why=why, valid=[str(shape)])
         if extra := sorted(name for name in self.names - set(expected) if not self.ignored(name)):
             raise MeshwrightError(
                 "MW-HF-018",
                 f"'{self.folder.path}' has {listed(extra, 'tensor')} that belong to no part of the model",
                 why="Its config.json describes another model, or one with parts that are not supported",
-            )
-
-    def _check_shape(self, theirs: str, place: HfPlace) -> None:
-        found = self.folder.tensors.shape(theirs)
-        if found != place.shape:
-            raise MeshwrightError(
-                "MW-HF-014",
-                f"'{theirs}' has the shape {list(found)}",
-                why=f"The model in config.json needs {list(place.shape)}",
-                valid=[str(list(place.shape))],
             )
 
     def ignored(self, name: str) -> bool:
@@ -108,10 +102,6 @@ class FolderWeights:
         predicted = beyond and bool(self.folder.config.get("num_nextn_predict_layers"))
         tied_head = name == f"{self.table.head}.weight" and PROJECT not in self.places
         return predicted or tied_head or re.search(self.table.ignored, name) is not None
-
-    @property
-    def table(self):
-        return table_of(self.family)
 
 
 def listed(names: Sequence[str], what: str) -> str:
@@ -209,15 +199,14 @@ def assembled(parts: Sequence[Contribution], weights: Weights, dtype: torch.dtyp
     whole = torch.empty(parts[0].place.shape, dtype=dtype)
     for part in parts:
         place, full = part.place, part.parameter.shape
+        inner = 1 if place.experts else 0
         start, shape = [0] * len(full), list(full)
         if part.expert is not None:
             start[0], shape[0] = part.expert, 1
-        shape[1 if place.experts else 0] = place.rows  # without the rows that pad the vocabulary
+        shape[inner] = place.rows  # without the rows that pad the vocabulary
         value = weights.read(part.parameter.name, full, start, shape)
-        value = value[0] if part.expert is not None else value
-        inner = 1 if place.experts else 0
-        rows = [count for _, count in place.runs(start[inner], shape[inner])]
-        pieces = value.split(rows, dim=inner if part.expert is None else 0)
+        value, dim = (value, inner) if part.expert is None else (value[0], 0)
+        pieces = value.split([count for _, count in place.runs(start[inner], shape[inner])], dim=dim)
         for (_, box), piece in zip(place.slices(start, shape), pieces, strict=True):
             whole[box] = (piece.transpose(-1, -2) if place.transposed else piece).to(dtype)
     return whole

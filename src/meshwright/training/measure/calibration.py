@@ -109,6 +109,7 @@ def machine_measurement(
 ) -> MachineMeasurement:
     """The calibration of this machine for `ranks` processes that compute in `dtype` at once and reduce `reduced_dtype` by `backend`: cached, or
     measured now."""
+    kind = {"ranks": ranks, "dtype": dtype, "reduced_dtype": reduced_dtype, "backend": backend}
     key = machine_key(ranks, dtype, reduced_dtype, backend)
     if not recalibrate and (found := read_cached(key)) is not None:
         return found
@@ -123,16 +124,8 @@ def machine_measurement(
         listen=lambda rank, text: listen(f"calibrating this machine: {text}") if listen is not None else None,
         backend=backend,
     )
-    measured = MachineMeasurement(
-        made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        key=key,
-        dtype=dtype,
-        reduced_dtype=reduced_dtype,
-        backend=backend,
-        ranks=ranks,
-        cores=usable_cores(),
-        **results[0],
-    )
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    measured = MachineMeasurement(made=made, key=key, cores=usable_cores(), **kind, **results[0])
     write_cached(measured)
     return measured
 
