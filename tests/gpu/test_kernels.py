@@ -39,7 +39,7 @@ def test_a_wide_product_is_added_in_place():
         drawn(64, 48, seed=2),
     )
     exact, address = total.double() + a.double() @ b.double(), total.data_ptr()
-    found = add_grouped(total, a, b)
+    found = add_product(total, a, b)
     assert found.data_ptr() == address
     assert torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-3)
 
