@@ -14,7 +14,7 @@ from meshwright.parallel.data.gathering import grouped
 from meshwright.parallel.data.offload import offload_activations
 from meshwright.parallel.data.reduction import Reduction, make_reduction
 from meshwright.parallel.data.zero import shard_parts, zero_units
-from meshwright.parallel.expert.stacked import spread_stacked
+from meshwright.parallel.expert.dispatch import spread_stacked
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipeline import Pipeline, Stage
 from meshwright.parallel.recompute import recompute
