@@ -32,6 +32,7 @@ def test_the_loss_kernel_equals_float64_logits_up_to_its_rounding(dtype):
 
 
 def test_a_wide_product_is_added_in_place():
+    from meshwright.models.wide_products import add_product
 
     a, b, total = (
         drawn(64, 512, dtype=torch.bfloat16),

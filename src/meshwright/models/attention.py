@@ -183,15 +183,9 @@ class Geometry:
         mask = self.mask(q_BNSD, rule)
         if not rule.fused or sinks_BNS is not None:
             return self._attend_step_by_step(q_BNSD, k_BKSD, v_BKSD, sinks_BNS, mask, rule)
-        return F.scaled_dot_product_attention(
-            q_BNSD,
-            k_BKSD,
-            v_BKSD,
-            attn_mask=mask,
-            is_causal=self.causal and mask is None,
-            scale=rule.scale,
-            enable_gqa=q_BNSD.shape[1] != k_BKSD.shape[1],
-        )
+        causal, gqa = self.causal and mask is None, q_BNSD.shape[1] != k_BKSD.shape[1]
+        attend = F.scaled_dot_product_attention
+        return attend(q_BNSD, k_BKSD, v_BKSD, mask, is_causal=causal, scale=rule.scale, enable_gqa=gqa)
 
     def _attend_step_by_step(
         self, q: Tensor, k: Tensor, v: Tensor, sinks_BNS: Tensor | None, mask: Tensor | None, rule: AttentionRule

@@ -104,15 +104,8 @@ class Stage(PipelineStage):
         inputs: Tensor | tuple[Tensor, ...],
         outputs: Tensor | tuple[Tensor, ...],
     ) -> None:
-        super().__init__(
-            module,
-            index,
-            count,
-            torch.device(mesh.device),
-            input_args=inputs,
-            output_args=outputs,
-            group=mesh.group("pp"),
-        )
+        device, group = torch.device(mesh.device), mesh.group("pp")
+        super().__init__(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
         self.reduction = reduction
         self.scope: Scope = no_scope
         self.shape_of_input = inputs if isinstance(inputs, Tensor) else inputs[0]  # a meta tensor

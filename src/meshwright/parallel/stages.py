@@ -182,16 +182,8 @@ def shard_stage(
     layers: list[nn.Module] = list(module.layers.values())  # type: ignore[operator]
     position_ids = None
     if group is not None:
-        tensor.split(
-            module,
-            table_of(model),
-            group,
-            plan.sp,
-            form=plan.tp_form,
-            head=model.head_width,
-            copies=copies,
-            strict=False,
-        )
+        rows, form, head = table_of(model), plan.tp_form, model.head_width
+        tensor.split(module, rows, group, plan.sp, form=form, head=head, copies=copies, strict=False)
     if model.experts:
         cut_to_boxes(module, [box for box in table if box.expert])
         place_experts(module, mesh, plan, model, plan.microbatches(workload))

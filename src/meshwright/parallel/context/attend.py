@@ -78,16 +78,9 @@ class RingMessage:
     def __init__(self, sent: Tensor, received: Tensor, group: ProcessGroup) -> None:
         ranks, me = group.size(), group.rank()
         self.sent, self.received = sent, received  # both buffers must live until `wait`
-        self.work = (
-            []
-            if not sent.numel()
-            else distributed.batch_isend_irecv(
-                [
-                    distributed.P2POp(distributed.irecv, received, group=group, group_peer=(me - 1) % ranks),
-                    distributed.P2POp(distributed.isend, sent, group=group, group_peer=(me + 1) % ranks),
-                ]
-            )
-        )
+        ends = ((distributed.irecv, received, me - 1), (distributed.isend, sent, me + 1))
+        messages = [distributed.P2POp(call, x, group=group, group_peer=peer % ranks) for call, x, peer in ends]
+        self.work = distributed.batch_isend_irecv(messages) if sent.numel() else []
 
     def wait(self) -> Tensor:
         while self.work:

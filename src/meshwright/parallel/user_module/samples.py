@@ -154,13 +154,11 @@ class Trial:
             fixed = torch.arange(first.numel(), device=first.device).cos().to(first.dtype).view_as(first)
             along = batch_dim_of(first, output, part)
             same = first.shape == output.shape and part.size < part.rows
-            factors.append(
-                fixed * self.weight(first, output, part)
-                if same
-                else fixed
-                if along is None
-                else part.narrow(fixed, along)
-            )
+            if same:
+                fixed = fixed * self.weight(first, output, part)
+            elif along is not None:
+                fixed = part.narrow(fixed, along)
+            factors.append(fixed)
         pairs = [(t, f) for t, f in zip(outputs, factors, strict=True) if t.requires_grad and t.shape == f.shape]
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if not pairs or not parameters:

@@ -54,14 +54,8 @@ class Meeting:
         self.host, self.exchanges = host_name(), 0
         try:
             with without_stacks():
-                server = distributed.TCPStore(
-                    place.address,
-                    place.port,
-                    place.world,
-                    is_master=place.rank == 0 and not place.store_is_running,
-                    timeout=self.timeout,
-                    wait_for_workers=False,
-                )
+                serves = place.rank == 0 and not place.store_is_running
+                server = distributed.TCPStore(place.address, place.port, place.world, serves, self.timeout, False)
         except (RuntimeError, ValueError) as error:
             raise self._unreachable(error) from None
         lobby = distributed.PrefixStore("meshwright", server)

@@ -115,15 +115,12 @@ def machine_measurement(
         return found
     if listen is not None:
         listen("calibrating this machine")
-    results = local.run(
-        TARGET,
-        ranks,
-        dtype,
-        reduced_dtype,
-        silence=SILENCE_S,
-        listen=lambda rank, text: listen(f"calibrating this machine: {text}") if listen is not None else None,
-        backend=backend,
-    )
+
+    def heard(rank: int, text: str) -> None:
+        if listen is not None:
+            listen(f"calibrating this machine: {text}")
+
+    results = local.run(TARGET, ranks, dtype, reduced_dtype, silence=SILENCE_S, listen=heard, backend=backend)
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     measured = MachineMeasurement(made=made, key=key, cores=usable_cores(), **kind, **results[0])
     write_cached(measured)

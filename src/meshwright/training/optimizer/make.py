@@ -66,15 +66,9 @@ class FusedAdamW(torch.optim.AdamW):
                     state["step"] = torch.zeros((), dtype=torch.float32)
                     state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
                 state["step"] += 1
-                adamw_kernel.update(
-                    parameter,
-                    parameter.grad,
-                    (state["exp_avg"], state["exp_avg_sq"]),
-                    self.rounded.get(parameter),
-                    self.gradient_factor,
-                    int(state["step"]),
-                    group,
-                )
+                moments, rounded = (state["exp_avg"], state["exp_avg_sq"]), self.rounded.get(parameter)
+                step, factor = int(state["step"]), self.gradient_factor
+                adamw_kernel.update(parameter, parameter.grad, moments, rounded, factor, step, group)
         self.gradient_factor = None
 
 
