@@ -173,7 +173,11 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, groups: Sequence[ProcessGroup] = ()) -> Tensor:
     """`F.linear` with fp8 products; the bias is added in full precision. The operands are split over `groups`."""
-    return Fp8Product(groups, keeps=False)(x, weight, bias)
+    amax_x, amax_w = None, amax_of(weight.detach())
+    if groups:
+        amax_x, amax_w = max_over_ranks(torch.stack((amax_of(x.detach()), amax_w)), groups)
+    y = _Linear.apply(x, weight, amax_w, None, None, None, amax_x, groups)
+    return y if bias is None else y + bias
 
 
 def both_ways(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,16 +208,10 @@ class Fp8Product:
         self.scale: Tensor | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        amax_w, kept = None, self.units is not None and self.scale is not None
-        amax_x = amax_of(x.detach()) if kept and self.groups else None
-        if not kept:
-            amax_w = amax_of(weight.detach())
-            if self.groups:
-                amax_x, amax_w = max_over_ranks(torch.stack((amax_of(x.detach()), amax_w)), self.groups)
-        elif amax_x is not None:
-            amax_x = max_over_ranks(amax_x, self.groups)
-        units, units_t, scale = (self.units, self.units_t, self.scale) if kept else (None, None, None)
-        y = _Linear.apply(x, weight, amax_w, units, units_t, scale, amax_x, self.groups)
+        if self.units is None or self.scale is None:
+            return linear(x, weight, bias, self.groups)
+        amax = max_over_ranks(amax_of(x.detach()), self.groups) if self.groups else None
+        y = _Linear.apply(x, weight, None, self.units, self.units_t, self.scale, amax, self.groups)
         return y if bias is None else y + bias
 
 
