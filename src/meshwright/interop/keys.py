@@ -295,14 +295,17 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+SWITCH = {True: True, False: False}
+
+
 def flag(fact: str, name: str, default: bool = False, **more: Any) -> Key:
     """A key that is true or false."""
-    return Key(name, fact, words={True: True, False: False}, default=default, **more)
+    return Key(name, fact, words=SWITCH, default=default, **more)
 
 
-def rows(pairs: Iterable[tuple[str, str]]) -> tuple[Key, ...]:
-    """Keys without words, defaults or older spellings."""
-    return tuple(Key(name, fact) for name, fact in pairs)
+def rows(pairs: Iterable[tuple[str, str]], prefix: str = "", **same: Any) -> tuple[Key, ...]:
+    """Keys that differ in their names and facts only."""
+    return tuple(Key(prefix + name, fact, **same) for name, fact in pairs)
 
 
 # --- What is wrong with settings, found before a plan is made of them.

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.interop.keys import Facts, Key, Table, read_facts
+from meshwright.interop.keys import SWITCH, Facts, Key, Table, read_facts, rows
 from meshwright.interop.stages import pattern_layers
 
 # --- Names of models and of hardware, as people write them, in the catalog.
@@ -113,18 +113,18 @@ PLAIN = Table(
         Key("num_shared_experts", "model.shared_experts", was=("moe_args.num_shared_experts", "n_shared_experts")),
         Key("shared_expert_ffn_hidden_size", "model.shared_ffn"),
         Key("num_dense_layers", "model.dense_layers", was=("n_dense_layers", "first_k_dense_replace")),
-        Key("interleave_moe_layer_step", "model.moe_every"),
-        Key("q_lora_rank", "model.q_rank"),
-        Key("kv_lora_rank", "model.kv_rank"),
-        Key("qk_nope_head_dim", "model.nope_dim"),
+        *rows((
+            ("interleave_moe_layer_step", "model.moe_every"), ("q_lora_rank", "model.q_rank"), ("kv_lora_rank", "model.kv_rank"),
+            ("qk_nope_head_dim", "model.nope_dim"),
+        )),
         Key("qk_rope_head_dim", "model.rope_dim", was=("rope_dim",)),
         Key("v_head_dim", "model.value_dim"),
-        Key("tie_word_embeddings", "model.tied", was=("enable_weight_tying",), words={True: True, False: False}),
-        Key("qk_norm", "model.qk_norm", words={True: True, False: False}),
-        Key("multiple_of", "ffn_multiple"),
-        Key("ffn_dim_multiplier", "ffn_factor"),
-        Key("hybrid_layer_pattern", "pattern"),
-        Key("mtp_num_layers", "mtp"),
+        Key("tie_word_embeddings", "model.tied", was=("enable_weight_tying",), words=SWITCH),
+        Key("qk_norm", "model.qk_norm", words=SWITCH),
+        *rows((
+            ("multiple_of", "ffn_multiple"), ("ffn_dim_multiplier", "ffn_factor"), ("hybrid_layer_pattern", "pattern"),
+            ("mtp_num_layers", "mtp"),
+        )),
         Key("vision_layers", "encoder_layers", was=("encoder.n_layers",)),
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ Data parallelism is FSDP2 over the GPUs that tp, cp and pp leave. The local batc
 of `pp_microbatch_size`. Gathered weights stay after forward unless `reshard_after_forward` is true.
 """
 
-from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Table, flag, rows
 
 D, S = "distributed.", "step_scheduler."
 SCHEDULES = {"1f1b": "1f1b", "interleaved1f1b": "interleaved", "gpipe": "gpipe", "zbvzerobubble": "zbv", "interleavedzerobubble": "interleaved-zb",
@@ -69,22 +69,20 @@ TABLE = Table(
     keys=(
         Key("model.pretrained_model_name_or_path", "model", read_only=True,
             was=("model.config.pretrained_model_name_or_path", "model.config.name_or_path")),
-        Key("model.pretrained_model_name_or_path", "hub_model"),
-        Key("optimizer.lr", "learning_rate"),
-        Key(CONFIG + "num_hidden_layers", "model.layers", read_only=True), Key(CONFIG + "hidden_size", "model.hidden", read_only=True),
-        Key(CONFIG + "num_attention_heads", "model.heads", read_only=True), Key(CONFIG + "num_key_value_heads", "model.kv_heads", read_only=True),
-        Key(CONFIG + "intermediate_size", "model.ffn", read_only=True), Key(CONFIG + "vocab_size", "model.vocab", read_only=True),
+        *rows((("model.pretrained_model_name_or_path", "hub_model"), ("optimizer.lr", "learning_rate"))),
+        *rows((
+            ("num_hidden_layers", "model.layers"), ("hidden_size", "model.hidden"), ("num_attention_heads", "model.heads"),
+            ("num_key_value_heads", "model.kv_heads"), ("intermediate_size", "model.ffn"), ("vocab_size", "model.vocab"),
+        ), prefix=CONFIG, read_only=True),
         Key(CONFIG + "n_routed_experts", "model.experts", was=(CONFIG + "num_experts",), read_only=True),
-        Key(CONFIG + "num_experts_per_tok", "model.top_k", read_only=True), Key(CONFIG + "moe_intermediate_size", "model.expert_ffn", read_only=True),
-        Key(CONFIG + "n_shared_experts", "model.shared_experts", read_only=True), Key(CONFIG + "first_k_dense_replace", "model.dense_layers", read_only=True),
-        Key(CONFIG + "q_lora_rank", "model.q_rank", read_only=True), Key(CONFIG + "kv_lora_rank", "model.kv_rank", read_only=True),
-        Key(CONFIG + "qk_nope_head_dim", "model.nope_dim", read_only=True), Key(CONFIG + "qk_rope_head_dim", "model.rope_dim", read_only=True),
-        Key(CONFIG + "v_head_dim", "model.value_dim", read_only=True), Key(CONFIG + "tie_word_embeddings", "model.tied", read_only=True),
+        *rows((
+            ("num_experts_per_tok", "model.top_k"), ("moe_intermediate_size", "model.expert_ffn"),
+            ("n_shared_experts", "model.shared_experts"), ("first_k_dense_replace", "model.dense_layers"), ("q_lora_rank", "model.q_rank"),
+            ("kv_lora_rank", "model.kv_rank"), ("qk_nope_head_dim", "model.nope_dim"), ("qk_rope_head_dim", "model.rope_dim"),
+            ("v_head_dim", "model.value_dim"), ("tie_word_embeddings", "model.tied"),
+        ), prefix=CONFIG, read_only=True),
         Key(D + "strategy", "fsdp", words={"fsdp2": "fsdp2", "megatron_fsdp": "megatron_fsdp", "ddp": "ddp"}, default="fsdp2", always=True),
-        Key(D + "tp_size", "tp", words=None, default=1, always=True),
-        Key(D + "cp_size", "cp", default=1, always=True),
-        Key(D + "pp_size", "pp", default=1, always=True),
-        Key(D + "ep_size", "ep", default=1, always=True),
+        *rows((("tp_size", "tp"), ("cp_size", "cp"), ("pp_size", "pp"), ("ep_size", "ep")), prefix=D, default=1, always=True),
         Key(D + "dp_size", "dp", unset=("none",), read_only=True),
         Key(D + "dp_replicate_size", "replicate", unset=("none",)),
         flag("sp", D + "sequence_parallel", always=True),
@@ -96,13 +94,12 @@ TABLE = Table(
         Key(D + "activation_checkpointing", "recompute", words={True: "full", False: "none", "full": "full", "selective": "selective"},
             was=("parallelizer.activation_checkpointing", "model.base_activation_checkpointing"), default="none"),
         Key(D + "reshard_after_forward", "reshard", words={True: True, False: False, None: None}),
-        Key(D + "moe.reshard_after_forward", "moe_reshard", words={True: True, False: False}, was=("parallelizer.reshard_after_forward",)),
+        Key(D + "moe.reshard_after_forward", "moe_reshard", words=SWITCH, was=("parallelizer.reshard_after_forward",)),
         flag("overlap_tp", D + "enable_async_tensor_parallel"),
-        Key(D + "overlap_grad_reduce", "overlap_dp", words={True: True, False: False}, read_only=True),  # of megatron_fsdp, on by default
-        Key(D + "overlap_param_gather", "overlap_gather", words={True: True, False: False}, read_only=True),
+        Key(D + "overlap_grad_reduce", "overlap_dp", words=SWITCH, read_only=True),  # of megatron_fsdp, on by default
+        Key(D + "overlap_param_gather", "overlap_gather", words=SWITCH, read_only=True),
         Key("checkpoint.is_async", "saves", words={True: "copied", False: "sharded"}, default="sharded"),
-        Key(S + "global_batch_size", "batch", always=True),
-        Key(S + "local_batch_size", "local_batch", always=True),
+        *rows((("global_batch_size", "batch"), ("local_batch_size", "local_batch")), prefix=S, always=True),
         Key("dataset.seq_len", "seq", was=("dataset.seq_length", "dataset.max_length", "autopipeline.pp_seq_len"), always=True),
         Key("packed_sequence.packed_sequence_size", "packed_seq", was=("packed_sequence.pack_size",), unset=(0,), read_only=True),
         Key("model.torch_dtype", "half", words={"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}, default="bf16", match=(("bf16|bfloat16", "bf16"), ("fp16|float16", "fp16"), ("float32|fp32", "fp32"), ("auto", "bf16"))),
@@ -112,7 +109,7 @@ TABLE = Table(
         Key("optimizer._target_", "optimizer", match=OPTIMIZERS),
         Key("optimizer._target_", "master", match=((r"torch\.optim", False), (".", None))),
         Key("optimizer._target_", "eight_bit_states", match=(("flashoptim|8bit", True), (".", None)), read_only=True),
-        Key("optimizer.master_weights", "master", words={True: True, False: False}, read_only=True),
+        Key("optimizer.master_weights", "master", words=SWITCH, read_only=True),
         Key("optimizer.exp_avg_dtype", "state_dtype", words={"torch.float32": "fp32", "torch.bfloat16": "bf16"}, default="fp32"),
         Key(D + "offload_policy", "offload_states", match=((".", True),)),
         Key("dataset.padding", "dynamic_length", words={"do_not_pad": True}, match=((".", None),), read_only=True),

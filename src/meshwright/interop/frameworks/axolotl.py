@@ -1,7 +1,7 @@
 """axolotl and accelerate: YAML files with the same keys of FSDP."""
 
 from meshwright.interop.frameworks.deepspeed import BLOCK, BLOCK_OTHERS, FILE, derive_block
-from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table
+from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Table, rows
 
 # --- axolotl: flat YAML; data parallelism is DDP, FSDP (`fsdp_config`) or DeepSpeed (a file that `deepspeed` names, or a separate JSON file).
 
@@ -98,8 +98,7 @@ AXOLOTL_TABLE = Table(
     known_as="axolotl",
     keys=(
         Key("base_model", "model", read_only=True),
-        Key("base_model", "hub_model"),
-        Key("learning_rate", "learning_rate"),
+        *rows((("base_model", "hub_model"), ("learning_rate", "learning_rate"))),
         Key("tensor_parallel_size", "tp", default=1),
         Key("context_parallel_size", "cp", was=("sequence_parallel_degree",), default=1),
         Key("ring_attn_func", "cp_kind", words={"varlen_llama3": "all-gather", "batch_ring": "ring"}, read_only=True),
@@ -108,9 +107,9 @@ AXOLOTL_TABLE = Table(
         Key("dp_replicate_size", "replicate", default=1),
         Key("fsdp_version", "fsdp", words={1: 1, 2: 2}, was=(F + "fsdp_version",)),
         Key("fsdp", "fsdp", match=((".", 1),)),
-        Key(F + "reshard_after_forward", "reshard", words={True: True, False: False}, was=(F + "fsdp_reshard_after_forward",), always=True),
+        Key(F + "reshard_after_forward", "reshard", words=SWITCH, was=(F + "fsdp_reshard_after_forward",), always=True),
         Key(F + "sharding_strategy", "sharding", words=STRATEGIES, was=(F + "fsdp_sharding_strategy",), read_only=True),
-        Key(F + "offload_params", "offload_parameters", words={True: True, False: False}, was=(F + "fsdp_offload_params",), default=False),
+        Key(F + "offload_params", "offload_parameters", words=SWITCH, was=(F + "fsdp_offload_params",), default=False),
         Key(F + "backward_prefetch", "prefetch", words=PREFETCH, was=(F + "fsdp_backward_prefetch",), read_only=True),
         Key(F + "state_dict_type", "saves", words=STATE_DICTS, was=(F + "fsdp_state_dict_type",)),
         Key(F + "final_state_dict_type", "saves", words={"FULL_STATE_DICT": "rank-0"}, match=((".", None),), was=(F + "fsdp_final_state_dict_type",), read_only=True),
@@ -213,9 +212,9 @@ ACCELERATE_TABLE = Table(
         Key(P + "cp_comm_strategy", "cp_kind", words={"allgather": "all-gather", "alltoall": "ring"}, default="all-gather"),
         Key(A + "version", "fsdp", words={1: 1, 2: 2}),
         Key(A + "auto_wrap_policy", "wrap_policy", words={"TRANSFORMER_BASED_WRAP": True}, match=((".", False),), default=False),
-        Key(A + "reshard_after_forward", "reshard", words={True: True, False: False}, always=True),
+        Key(A + "reshard_after_forward", "reshard", words=SWITCH, always=True),
         Key(A + "sharding_strategy", "sharding", words=STRATEGIES, match=(("1", "parameters"), ("2", "gradients"), ("3", "none")), read_only=True),
-        Key(A + "offload_params", "offload_parameters", words={True: True, False: False}, default=False),
+        Key(A + "offload_params", "offload_parameters", words=SWITCH, default=False),
         Key(A + "activation_checkpointing", "recompute", words={True: "full", False: "none"}, default="none"),
         Key(A + "backward_prefetch", "prefetch", words=PREFETCH, read_only=True),
         Key(A + "state_dict_type", "saves", words=STATE_DICTS),

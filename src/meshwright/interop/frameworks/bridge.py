@@ -18,7 +18,7 @@ from meshwright.interop.frameworks.megatron import (
     restate_schedule,
     restate_sharding,
 )
-from meshwright.interop.keys import OPTIMIZERS, PRECISIONS, Facts, Framework, Key, Settings, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, PRECISIONS, SWITCH, Facts, Framework, Key, Settings, Table, flag, rows
 
 DTYPES = {
     "torch.float32": "fp32",
@@ -77,13 +77,15 @@ M = "model."
 TABLE = Table(
     known_as="megatron-bridge",
     keys=(
-        Key(M + "num_layers", "model.layers"), Key(M + "hidden_size", "model.hidden"), Key(M + "ffn_hidden_size", "model.ffn"),
-        Key(M + "num_attention_heads", "model.heads"), Key(M + "num_query_groups", "model.kv_heads"), Key(M + "kv_channels", "model.head_dim"),
-        Key(M + "vocab_size", "model.vocab"), Key(M + "num_moe_experts", "model.experts"), Key(M + "moe_router_topk", "model.top_k"),
-        Key(M + "moe_ffn_hidden_size", "model.expert_ffn"), Key(M + "moe_shared_expert_intermediate_size", "model.shared_ffn"),
+        *rows((
+            ("num_layers", "model.layers"), ("hidden_size", "model.hidden"), ("ffn_hidden_size", "model.ffn"),
+            ("num_attention_heads", "model.heads"), ("num_query_groups", "model.kv_heads"), ("kv_channels", "model.head_dim"),
+            ("vocab_size", "model.vocab"), ("num_moe_experts", "model.experts"), ("moe_router_topk", "model.top_k"),
+            ("moe_ffn_hidden_size", "model.expert_ffn"), ("moe_shared_expert_intermediate_size", "model.shared_ffn"),
+        ), prefix=M),
         Key(M + "mtp_num_layers", "mtp", words={None: 0, **{n: n for n in range(9)}}, read_only=True),
-        Key(M + "hybrid_layer_pattern", "pattern", read_only=True),
-        Key(M + "hf_model_id", "model", read_only=True), Key(M + "hf_model_id", "hub_model"), Key("size", "flavor", read_only=True),
+        *rows((("hybrid_layer_pattern", "pattern"), ("hf_model_id", "model")), prefix=M, read_only=True),
+        Key(M + "hf_model_id", "hub_model"), Key("size", "flavor", read_only=True),
         Key(M + "tensor_model_parallel_size", "tp", was=("tensor_model_parallel_size", "tp_size"), default=1, always=True),
         flag("sp", M + "sequence_parallel", was=("sequence_parallel",)),
         Key(M + "pipeline_model_parallel_size", "pp", was=("pipeline_model_parallel_size", "pp_size"), default=1, always=True),
@@ -99,8 +101,8 @@ TABLE = Table(
         Key(M + "expert_model_parallel_size", "ep", was=("expert_model_parallel_size", "ep_size"), default=1),
         Key(M + "expert_tensor_parallel_size", "expert_tp", was=("expert_tensor_parallel_size", "etp_size")),
         Key("ddp.use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=1),
-        Key("optimizer.use_distributed_optimizer", "zero_of_optimizer", words={True: True, False: False}),
-        Key("ddp.use_megatron_fsdp", "fsdp", words={True: True, False: False}, default=False,
+        Key("optimizer.use_distributed_optimizer", "zero_of_optimizer", words=SWITCH),
+        Key("ddp.use_megatron_fsdp", "fsdp", words=SWITCH, default=False,
             was=("dist.use_megatron_fsdp", "use_megatron_fsdp", "use_mcore_fsdp")),
         Key("ddp.data_parallel_sharding_strategy", "sharding", words=STRATEGIES),
         Key("ddp.outer_dp_sharding_strategy", "outer_optimizer", words={"optim": True, "no_shard": False}, default=False, read_only=True),
@@ -127,9 +129,9 @@ TABLE = Table(
         Key("optimizer.optimizer", "zero", match=(("^dist_", 1), (".", None))),
         flag("offload_states", "optimizer.optimizer_cpu_offload"), flag("precision_aware", "optimizer.use_precision_aware_optimizer"),
         Key("activation_offload_layers", "offload_layers", was=(M + "cpu_offloading_num_layers",), unset=(0,), read_only=True),
-        Key(M + "fine_grained_activation_offloading", "offloads_modules", words={True: True, False: False}, default=False, read_only=True),
+        Key(M + "fine_grained_activation_offloading", "offloads_modules", words=SWITCH, default=False, read_only=True),
         Key(M + "offload_modules", "offload_modules", read_only=True),
-        Key(M + "cpu_offloading", "offload_activations", words={True: True, False: False}, default=False, read_only=True),
+        Key(M + "cpu_offloading", "offload_activations", words=SWITCH, default=False, read_only=True),
         # On in the recipes' common settings. A section `comm_overlap` turns on what it does not name, except tensor parallelism.
         flag("overlap_dp", "ddp.overlap_grad_reduce", default=True, always=True),
         flag("overlap_gather", "ddp.overlap_param_gather", was=("optimizer.overlap_param_gather",), default=True, always=True),
@@ -153,8 +155,7 @@ TABLE = Table(
         Key("peft.dim", "adapters", was=("lora_rank", "peft_dim"), read_only=True),
         Key(M + "moe_flex_dispatcher_backend", "dispatcher", was=("moe_flex_dispatcher_backend",), read_only=True),
         Key(M + "moe_token_dispatcher_type", "dispatcher_type", was=("moe_token_dispatcher_type",), read_only=True),
-        Key("env_vars.NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "nvlink_domain", read_only=True),
-        Key("num_gpus", "gpus", read_only=True),
+        *rows((("env_vars.NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "nvlink_domain"), ("num_gpus", "gpus")), read_only=True),
         Key("pipeline_model_parallel_size", "scripted", was=("pp_size",), match=((".", True),)),
     ),
     not_modelled=(

@@ -7,7 +7,7 @@ only. Recompute is not in the file: the section `activation_checkpointing` only 
 
 from meshwright.interop.frameworks.megatron import TABLE as MEGATRON_TABLE
 from meshwright.interop.frameworks.megatron import derive_recompute, derive_schedule
-from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Table, flag, rows
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
 Z = "zero_optimization."
@@ -19,7 +19,7 @@ BLOCK = (
     Key("gradient_accumulation_steps", "accumulation", unset=("auto",), always=True),
     Key(Z + "stage", "zero", words={0: 0, 1: 1, 2: 2, 3: 3}, always=True),
     Key(Z + "offload_optimizer.device", "offload_states", words=OFFLOAD, default=False),
-    Key(Z + "cpu_offload", "offload_states", words={True: True, False: False}, read_only=True),
+    Key(Z + "cpu_offload", "offload_states", words=SWITCH, read_only=True),
     Key(Z + "offload_param.device", "offload_parameters", words=OFFLOAD, read_only=True),
     Key(Z + "overlap_comm", "overlap_dp", words={True: True, False: False, None: None}, unset=("auto",)),
     Key(Z + "stage3_prefetch_bucket_size", "prefetch", words={0: False}, match=((".", True),), was=(Z + "prefetch_bucket_size",), read_only=True),
@@ -117,7 +117,7 @@ TABLE = Table(
             read_only=True),
         Key("--deepspeed-activation-checkpointing", "recompute", words={True: "full"}, read_only=True),
         Key("--lora_dim", "adapters", was=("--actor_lora_dim",), read_only=True),
-        Key("--offload", "offload_parameters", words={True: True, False: False}, read_only=True),
+        Key("--offload", "offload_parameters", words=SWITCH, read_only=True),
         Key("--num_layers", "model.layers", was=("--nlayers",), read_only=True),
         Key("--hidden_dim", "model.hidden", read_only=True),
         Key("--fp16", "half", words={True: "fp16", False: None}, read_only=True),
@@ -127,9 +127,7 @@ TABLE = Table(
         Key("--no-pipeline-parallel", "pipeline_engine", words={True: False}, read_only=True),
         Key("--ds-sequence-parallel-size", "sequence_ranks", was=("--sp-size", "--sp_size", "sequence_parallel_size"), read_only=True),
         Key("--dp-size", "dp", was=("--dp_size",), read_only=True),
-        Key("--moe-expert-parallel-size", "ep", read_only=True),
-        Key("--num-key-value-heads", "model.kv_heads", read_only=True),
-        Key("--num_processes", "gpus", read_only=True),
+        *rows((("--moe-expert-parallel-size", "ep"), ("--num-key-value-heads", "model.kv_heads"), ("--num_processes", "gpus")), read_only=True),
         *BLOCK,
         Key("tensor_parallel.autotp_size", "tp", default=1),
         Key("sequence_parallel_size", "sequence_ranks"),

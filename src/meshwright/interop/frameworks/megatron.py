@@ -6,7 +6,7 @@ the layers of the first and last stage are given.
 """
 
 from meshwright.interop.frameworks.megatron_model import model_settings
-from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Table, flag, rows
+from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Table, flag, rows
 from meshwright.interop.stages import layout_text
 
 STRATEGIES = {"no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters"}
@@ -132,11 +132,10 @@ TABLE = Table(
         Key("--encoder-num-layers", "encoder_layers", read_only=True),
         Key("--decoder-seq-length", "decoder_seq", read_only=True),
         Key("--num-query-groups", "model.kv_heads", was=("--num-key-value-heads",)),
-        flag("grouped", "--group-query-attention"),
-        flag("without_bias", "--disable-bias-linear"),
-        flag("gated", "--swiglu"),
-        flag("untied", "--untie-embeddings-and-output-weights"),
-        flag("model.qk_norm", "--qk-layernorm"),
+        *rows((
+            ("--group-query-attention", "grouped"), ("--disable-bias-linear", "without_bias"), ("--swiglu", "gated"),
+            ("--untie-embeddings-and-output-weights", "untied"), ("--qk-layernorm", "model.qk_norm"),
+        ), words=SWITCH, default=False),
         flag("model.qkv_bias", "--add-qkv-bias", read_only=True),
         Key("--normalization", "model.norm", words={"RMSNorm": "rmsnorm", "LayerNorm": "layernorm", "rmsnorm": "rmsnorm"}, default="layernorm"),
         Key("--position-embedding-type", "model.positions",
@@ -147,10 +146,8 @@ TABLE = Table(
         flag("sp", "--sequence-parallel"),
         Key("--pipeline-model-parallel-size", "pp", default=1, always=True),
         Key("--num-virtual-stages-per-pipeline-rank", "virtual", was=("--virtual-pipeline-model-parallel-size",)),
-        Key("--num-layers-per-virtual-pipeline-stage", "layers_per_chunk"),
-        Key("--pipeline-model-parallel-layout", "layout"),
-        Key("--decoder-first-pipeline-num-layers", "first_layers", read_only=True),
-        Key("--decoder-last-pipeline-num-layers", "last_layers", read_only=True),
+        *rows((("--num-layers-per-virtual-pipeline-stage", "layers_per_chunk"), ("--pipeline-model-parallel-layout", "layout"))),
+        *rows((("--decoder-first-pipeline-num-layers", "first_layers"), ("--decoder-last-pipeline-num-layers", "last_layers")), read_only=True),
         flag("counts_embedding", "--account-for-embedding-in-pipeline-split", read_only=True),
         flag("counts_loss", "--account-for-loss-in-pipeline-split", read_only=True),
         Key("--microbatch-group-size-per-virtual-pipeline-stage", "microbatch_group", read_only=True),
@@ -163,15 +160,13 @@ TABLE = Table(
         Key("--data-parallel-sharding-strategy", "sharding", words=STRATEGIES),
         Key("--outer-dp-sharding-strategy", "outer_optimizer", words={"optim": True, "no_shard": False}, default=False, read_only=True),
         Key("--num-distributed-optimizer-instances", "replicate", default=1),
-        Key("--micro-batch-size", "microbatch", always=True),
-        Key("--global-batch-size", "batch", always=True),
+        *rows((("--micro-batch-size", "microbatch"), ("--global-batch-size", "batch")), always=True),
         Key("--seq-length", "seq", was=("--encoder-seq-length",), always=True),
         Key("--recompute-granularity", "recompute", words={"selective": "selective", "full": "full"}, default="none"),
         Key("--recompute-activations", "recompute", words={True: "selective"}, read_only=True),
         Key("--activations-checkpoint-method", "recompute", words={"uniform": "full", "block": "full"}, read_only=True),
         Key("--checkpoint-activations", "recompute", words={True: "full"}, read_only=True),
-        Key("--recompute-method", "recompute_method"),
-        Key("--recompute-num-layers", "recompute_layers"),
+        *rows((("--recompute-method", "recompute_method"), ("--recompute-num-layers", "recompute_layers"))),
         Key("--recompute-modules", "recompute_modules", read_only=True),
         Key("--fp16", "half", words={True: "fp16", False: None}),
         Key("--bf16", "half", words={True: "bf16", False: None}, default="fp32"),
@@ -195,14 +190,13 @@ TABLE = Table(
         flag("overlap_tp", "--tp-comm-overlap"),
         flag("overlap_ep", "--overlap-moe-expert-parallel-comm"),
         Key("--no-overlap-p2p-communication", "overlap_p2p", words={True: False}, default=True),
-        Key("--overlap-p2p-communication", "overlap_p2p", words={True: True, False: False}, read_only=True),
+        Key("--overlap-p2p-communication", "overlap_p2p", words=SWITCH, read_only=True),
         Key("--no-async-tensor-model-parallel-allreduce", "async_linears", words={True: False}, read_only=True),
         Key("--ckpt-format", "fsdp_format", words={"fsdp_dtensor": True}, match=((".", False),), default=False),
         Key("--ckpt-format", "saves", words=FORMATS, was=("--dist-ckpt-format",), default="sharded"),
         Key("--async-save", "saves", words={True: "copied", False: None}),
         flag("fused_loss", "--cross-entropy-loss-fusion"),
-        Key("--moe-flex-dispatcher-backend", "dispatcher", read_only=True),
-        Key("--moe-token-dispatcher-type", "dispatcher_type", read_only=True),
+        *rows((("--moe-flex-dispatcher-backend", "dispatcher"), ("--moe-token-dispatcher-type", "dispatcher_type")), read_only=True),
         Key("--nnodes", "nodes", read_only=True),  # of torchrun, in the same script
         Key("--nproc-per-node", "gpus_per_node", was=("--nproc_per_node",), read_only=True),
     ),

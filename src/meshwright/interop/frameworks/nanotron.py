@@ -2,7 +2,7 @@
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Settings, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Settings, Table, flag, rows
 
 # --- nanotron: YAML with `parallelism`, `tokens`, `optimizer` and the shape of the model. dp × tp × pp × cp must equal the number of GPUs.
 
@@ -30,14 +30,17 @@ NANOTRON_TABLE = Table(
     known_as="nanotron",
     keys=(
         Key(C + "num_hidden_layers", "model.layers"), Key(C + "hidden_size", "model.hidden", was=(C + "d_model",)),
-        Key(C + "intermediate_size", "model.ffn"), Key(C + "num_attention_heads", "model.heads"), Key(C + "num_key_value_heads", "model.kv_heads"),
-        Key(C + "vocab_size", "model.vocab"), Key("model.make_vocab_size_divisible_by", "model.vocab_multiple", default=1),
+        *rows((
+            ("intermediate_size", "model.ffn"), ("num_attention_heads", "model.heads"), ("num_key_value_heads", "model.kv_heads"),
+            ("vocab_size", "model.vocab"),
+        ), prefix=C),
+        Key("model.make_vocab_size_divisible_by", "model.vocab_multiple", default=1),
         Key(C + "max_position_embeddings", "model.max_positions"),
-        Key(C + "tie_word_embeddings", "model.tied", words={True: True, False: False}),
+        Key(C + "tie_word_embeddings", "model.tied", words=SWITCH),
         Key(C + "moe_config.num_experts", "model.experts", was=(C + "moe_num_experts",)),
         Key(C + "moe_config.top_k", "model.top_k", was=(C + "num_experts_per_tok",)),
         Key(C + "moe_config.moe_intermediate_size", "model.expert_ffn"),
-        Key(C + "is_mamba_config", "state_space", words={True: True, False: False}, read_only=True),
+        Key(C + "is_mamba_config", "state_space", words=SWITCH, read_only=True),
         Key(P + "dp", "dp", always=True),
         Key(P + "tp", "tp", default=1, always=True),
         Key(P + "tp_mode", "sp", words={"REDUCE_SCATTER": True, "ALL_REDUCE": False, "reduce_scatter": True, "all_reduce": False}, default=False, always=True),
@@ -128,10 +131,13 @@ def _derive_olmo_core(facts: Facts) -> None:
 OLMO_CORE_TABLE = Table(
     known_as="olmo-core",
     keys=(
-        Key("model.d_model", "model.hidden"), Key("model.n_layers", "model.layers"), Key("model.n_heads", "model.heads"),
-        Key("model.n_kv_heads", "model.kv_heads"), Key("model.vocab_size", "model.vocab"), Key("model.num_experts", "model.experts"),
-        Key("model.top_k", "model.top_k"), Key("model.expert_hidden_size", "model.expert_ffn"),
-        Key("model.shared_expert_hidden_size", "model.shared_ffn"), Key("model.qk_norm", "model.qk_norm", words={True: True, False: False}),
+        *rows((
+            ("model.d_model", "model.hidden"), ("model.n_layers", "model.layers"), ("model.n_heads", "model.heads"),
+            ("model.n_kv_heads", "model.kv_heads"), ("model.vocab_size", "model.vocab"), ("model.num_experts", "model.experts"),
+            ("model.top_k", "model.top_k"), ("model.expert_hidden_size", "model.expert_ffn"),
+            ("model.shared_expert_hidden_size", "model.shared_ffn"),
+        )),
+        Key("model.qk_norm", "model.qk_norm", words=SWITCH),
         Key("SEQUENCE_LENGTH", "seq"),
         Key(T + "max_sequence_length", "seq", unset=VARIABLES),
         Key("GLOBAL_BATCH_SIZE", "batch_tokens"),
@@ -139,18 +145,14 @@ OLMO_CORE_TABLE = Table(
         Key(T + "rank_microbatch_size", "microbatch_tokens", unset=VARIABLES),
         Key(D + "name", "sharding", match=(("fsdp|hsdp", "parameters"), ("ddp", "none"))),
         # Names of classes or variables: their fields are keys.
-        Key(T + "dp_config", "sharding", match=((".", None),)), Key(T + "ac_config", "recompute", match=((".", None),)),
-        Key(T + "ep_config", "ep", match=((".", None),)),
-        Key(D + "shard_degree", "shard"),
-        Key(D + "num_replicas", "replicate"),
-        Key(D + "param_dtype", "half", match=DTYPES),
-        Key(D + "reduce_dtype", "grad_dtype", match=DTYPES),
+        *rows((("dp_config", "sharding"), ("ac_config", "recompute"), ("ep_config", "ep")), prefix=T, match=((".", None),)),
+        *rows((("shard_degree", "shard"), ("num_replicas", "replicate")), prefix=D),
+        *rows((("param_dtype", "half"), ("reduce_dtype", "grad_dtype")), prefix=D, match=DTYPES),
         Key(T + "tp_config.degree", "tp", unset=VARIABLES),
-        Key(T + "tp_config.enable_async", "overlap_tp", words={True: True, False: False}, default=False),
+        Key(T + "tp_config.enable_async", "overlap_tp", words=SWITCH, default=False),
         Key(T + "pp_config.degree", "pp", unset=VARIABLES),
         Key(T + "pp_config.schedule", "schedule", match=(("interleaved_1F1B", "interleaved"), ("1F1B|single", "1f1b"), ("zbv|ZBV", "zbv"))),
-        Key(T + "ep_config.degree", "ep", unset=VARIABLES),
-        Key(T + "cp_config.degree", "cp", unset=VARIABLES),
+        *rows((("ep_config.degree", "ep"), ("cp_config.degree", "cp")), prefix=T, unset=VARIABLES),
         Key(T + "cp_config", "cp_kind", match=(("ulysses", "ulysses"), ("llama3", "all-gather"), ("zig_zag|ring", "ring")), unset=VARIABLES),
         Key(T + "ac_config.mode", "recompute", match=(("full", "full"), ("budget|selected", "selective")), default="none"),
         Key(T + "float8_config.enabled", "eight", words={True: "fp8", False: None}),
@@ -185,18 +187,18 @@ LEVANTER_TABLE = Table(
     keys=(
         Key("model.type", "flavor"),
         Key("initialize_from_hf", "model", unset=(True, False)),
-        Key(M + "hidden_dim", "model.hidden"), Key(M + "num_layers", "model.layers"), Key(M + "num_heads", "model.heads"),
-        Key(M + "num_kv_heads", "model.kv_heads"), Key(M + "intermediate_dim", "model.ffn"), Key(M + "vocab_size", "model.vocab"),
-        Key(M + "tie_word_embeddings", "model.tied", words={True: True, False: False}),
-        Key(M + "n_routed_experts", "model.experts", was=(M + "num_experts",)), Key(M + "num_experts_per_tok", "model.top_k"),
-        Key(M + "seq_len", "seq"),
+        *rows((
+            ("hidden_dim", "model.hidden"), ("num_layers", "model.layers"), ("num_heads", "model.heads"), ("num_kv_heads", "model.kv_heads"),
+            ("intermediate_dim", "model.ffn"), ("vocab_size", "model.vocab"),
+        ), prefix=M),
+        Key(M + "tie_word_embeddings", "model.tied", words=SWITCH),
+        Key(M + "n_routed_experts", "model.experts", was=(M + "num_experts",)),
+        *rows((("num_experts_per_tok", "model.top_k"), ("seq_len", "seq")), prefix=M),
         Key("max_train_length", "seq", was=("max_seq_len", "max_tune_length")),
-        Key(L + "train_batch_size", "batch", unset=(-1,)),
-        Key(L + "per_device_parallelism", "microbatch", unset=(-1,)),
+        *rows((("train_batch_size", "batch"), ("per_device_parallelism", "microbatch")), prefix=L, unset=(-1,)),
         Key(L + "model_axis_size", "tp", default=1),
         Key(L + "replica_dcn_axis_size", "replicate"),
-        Key(L + "fsdp_axis", "sharding", match=((".", "parameters"),)),
-        Key(L + "parameter_axis_resources.embed", "sharding", match=((".", "parameters"),)),
+        *rows((("fsdp_axis", "sharding"), ("parameter_axis_resources.embed", "sharding")), prefix=L, match=((".", "parameters"),)),
         Key(M + "gradient_checkpointing", "recompute", words={True: "full", False: "none", "nested": "full", "offload": "full"}, default="full"),
         Key(L + "mp", "half", match=(("c=bf|c=bfloat16|^bf", "bf16"), ("c=f16|^f16", "fp16"), ("f32", "fp32"))),
         Key(L + "quantization.fp8", "eight", words={True: "fp8", False: None}),

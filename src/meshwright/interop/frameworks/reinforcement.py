@@ -3,7 +3,7 @@
 Their memory holds generation engines and reference models beside training, so it is not judged, and their keys are not checked for misspellings.
 """
 
-from meshwright.interop.keys import Facts, Framework, Key, Table
+from meshwright.interop.keys import SWITCH, Facts, Framework, Key, Table, rows
 
 ACTOR, MEGATRON = "actor_rollout_ref.actor.", "actor_rollout_ref.actor.megatron."
 POLICY = "policy."
@@ -23,9 +23,10 @@ VERL = Framework(
     table=Table(
         keys=(
             Key("actor_rollout_ref.model.path", "model"),
-            Key(MEGATRON + "tensor_model_parallel_size", "tp"), Key(MEGATRON + "pipeline_model_parallel_size", "pp"),
-            Key(MEGATRON + "context_parallel_size", "cp"), Key(MEGATRON + "expert_model_parallel_size", "ep"),
-            Key(MEGATRON + "expert_tensor_parallel_size", "expert_tp"),
+            *rows((
+                ("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp"), ("context_parallel_size", "cp"),
+                ("expert_model_parallel_size", "ep"), ("expert_tensor_parallel_size", "expert_tp"),
+            ), prefix=MEGATRON),
             Key(ACTOR + "strategy", "sharding", match=(("megatron", "optimizer"), ("fsdp", "parameters"))),
             Key(ACTOR + "ppo_micro_batch_size_per_gpu", "microbatch"),
             Key("trainer.n_gpus_per_node", "gpus_per_node"), Key("trainer.nnodes", "nodes"),
@@ -43,7 +44,7 @@ NEMO_RL = Framework(
         keys=(
             Key(POLICY + "model_name", "model"),
             Key(POLICY + "dtensor_cfg.tensor_parallel_size", "tp"), Key(POLICY + "dtensor_cfg.context_parallel_size", "cp"),
-            Key(POLICY + "dtensor_cfg.sequence_parallel", "sp", words={True: True, False: False}),
+            Key(POLICY + "dtensor_cfg.sequence_parallel", "sp", words=SWITCH),
             Key(POLICY + "dtensor_cfg.dp_replicate_size", "replicate"),
             # A file has both sections, and the one that is off has degrees of 1.
             *(Key(POLICY + f"megatron_cfg.{name}", fact, unset=(1,)) for name, fact in (

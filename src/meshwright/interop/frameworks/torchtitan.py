@@ -7,7 +7,7 @@ pipeline the local batch is divided into micro-batches of `pipeline_parallel_mic
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.interop.keys import OPTIMIZERS, Facts, Framework, Key, Settings, Table, flag
+from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Settings, Table, flag, rows
 from meshwright.interop.shapes import same_shape
 
 SCHEDULES = {
@@ -116,13 +116,12 @@ def _restate(facts: Facts) -> None:
 TABLE = Table(
     known_as="torchtitan",
     keys=(
-        Key("model.name", "model", read_only=True),
-        Key("model.flavor", "flavor", read_only=True),
+        *rows((("model.name", "model"), ("model.flavor", "flavor")), read_only=True),
         Key("hf_transformers.model", "model", was=("hf_model",), read_only=True),
         Key(P + "data_parallel_replicate_degree", "replicate", was=(T + "data_parallel_replicate_degree",), default=1, always=True),
         Key(P + "data_parallel_shard_degree", "shard", was=(T + "data_parallel_shard_degree", T + "data_parallel_degree"), default=-1, always=True),
         Key(P + "tensor_parallel_degree", "tp", was=(T + "tensor_parallel_degree",), default=1, always=True),
-        Key(P + "enable_sequence_parallel", "sp", words={True: True, False: False}, default=True, read_only=True),  # since 0.3
+        Key(P + "enable_sequence_parallel", "sp", words=SWITCH, default=True, read_only=True),  # since 0.3
         Key(P + "context_parallel_degree", "cp", was=("experimental.context_parallel_degree",), default=1, always=True),
         Key(P + "context_parallel_rotate_method", "cp_kind", words={"allgather": "all-gather", "alltoall": "ring"}, default="all-gather"),
         Key(P + "pipeline_parallel_degree", "pp",
@@ -143,7 +142,7 @@ TABLE = Table(
         Key(T + "seq_len", "seq", was=(T + "max_context_length",), always=True),
         Key(T + "mixed_precision_param", "half", words={"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}, default="bf16", always=True),
         Key(T + "mixed_precision_reduce", "grad_dtype", words={"float32": "fp32", "bfloat16": "bf16"}, default="fp32"),
-        Key(T + "enable_cpu_offload", "offload_states", words={True: True, False: False}, default=False),
+        Key(T + "enable_cpu_offload", "offload_states", words=SWITCH, default=False),
         Key("activation_checkpoint.mode", "recompute", words=RECOMPUTE, was=("activation_checkpoint",), default="selective", always=True),
         Key("activation_checkpoint.selective_ac_option", "recompute_every", always=True),
         Key("quantize.linear.float8.enable_float8_linear", "eight", words={True: "fp8", False: None},
@@ -152,13 +151,11 @@ TABLE = Table(
         Key("optimizer", "optimizer", match=OPTIMIZERS),
         Key("optimizer.name", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}, default="adamw", always=True),
         Key("optimizer.lr", "learning_rate"),
-        Key("compile.enable", "compiled", words={True: True, False: False}, was=(T + "compile",), default=False),
+        Key("compile.enable", "compiled", words=SWITCH, was=(T + "compile",), default=False),
         flag("overlap_tp", P + "enable_async_tensor_parallel",
              was=("compile.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel")),
         Key("checkpoint.async_mode", "saves", words={"disabled": "sharded", "async": "copied", "async_with_pinned_mem": "copied"}, default="sharded"),
-        Key("compile.components", "compiled_parts", read_only=True),
-        Key("nproc_per_node", "gpus_per_node", read_only=True),
-        Key("NUM_NODES", "nodes", read_only=True),
+        *rows((("compile.components", "compiled_parts"), ("nproc_per_node", "gpus_per_node"), ("NUM_NODES", "nodes")), read_only=True),
     ),
     not_modelled=(
         r"^job\.", r"^profiling", r"^metrics", r"^checkpoint\.", r"^lr_scheduler", r"^validation", r"^comm\.", r"^debug", r"dataloader",

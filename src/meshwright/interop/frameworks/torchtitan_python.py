@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.describe.model import Model
 from meshwright.interop.frameworks.torchtitan import MODELS, TABLE, TORCHTITAN, P, named_model
-from meshwright.interop.keys import Facts, Key, Settings, Table, flag
+from meshwright.interop.keys import Facts, Key, Settings, Table, flag, rows
 
 # The models of version 0.2, and smaller ones; the function of torchtitan's registry that the plan starts from, by name.
 MODELS_03 = {**MODELS, "llama3.2-1b": ("llama3", "1B"), "llama3.2-3b": ("llama3", "3B")}
@@ -50,8 +50,7 @@ def _restate(facts: Facts) -> None:
 TABLE_03 = Table(
     keys=(
         *(key for key in TABLE.keys if key.fact not in GONE and not key.read_only),
-        Key("model_spec.name", "model", read_only=True),
-        Key("model_spec.flavor", "flavor", read_only=True),
+        *rows((("model_spec.name", "model"), ("model_spec.flavor", "flavor")), read_only=True),
         flag("sp", P + "enable_sequence_parallel", default=True),
         Key("activation_checkpoint", "recompute", words=RECOMPUTE, default="selective", always=True),
         Key("model_spec.converters", "eight", words=CONVERTERS),
