@@ -11,7 +11,7 @@ from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.proof.page import page
 from meshwright.proof.phases import EVALUATION, RESUME
-from meshwright.proof.prove import prove
+from meshwright.proof.prove import FORMULAS, copy_job, prove, prove_copy
 from meshwright.proof.small import small_copy
 from meshwright.view.tables import console
 from ranks import soak
@@ -79,6 +79,16 @@ def test_issued_collectives_equal_lowered_ones(plan):
     assert proof.convergence == {}  # an exact plan has no loss to compare with that of exact arithmetic
     for trace in proof.copies[0].traces:
         assert trace.observed.peak_bytes > sum(p.parameters[0].nbytes for p in trace.pieces)
+
+
+def test_every_copy_of_a_plan_is_compared_with_the_formulas():
+    workload = {"batch": 2, "seq": 8, "precision": "fp32"}
+    config = Config.from_parts(
+        {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32}, "laptop", workload=workload, plan={}
+    )
+    small = small_copy(config, 1)
+    further = copy_job(config, small, 1, 0, all_dtypes=False)
+    assert [a.oracle for a in prove_copy(config, small, further, "cpu").agreements] == ["", FORMULAS]
 
 
 def test_fp8_works_with_copied_kv_heads():

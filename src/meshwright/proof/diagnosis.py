@@ -282,7 +282,7 @@ def counted_copies(one: Trace, many: list[Trace], norm: Copy, step: int, axes: M
     squares = {piece.name: float((piece.gradients[step].astype(np.float64) ** 2).sum()) for piece in one.pieces}
     extra = float(norm.got[0] / norm.expected[0] - 1) * sum(squares.values())
     for axis, degree in axes.items():
-        names = [n for n in squares if degree > 1 and any(along(list(copies_of(one, many, "gradient", n, step)), axis))]
+        names = [n for n in squares if degree > 1 and along(list(copies_of(one, many, "gradient", n, step)), axis)]
         if names and abs(extra - (degree - 1) * sum(squares[n] for n in names)) <= 1e-4 * extra:
             return Pattern("counted twice", f"copies of {len(names)} tensors on the {degree} ranks of {axis}", axis)
     kinds: dict[str, float] = {}  # of tensors: the same in every layer

@@ -12,7 +12,7 @@ noise           no larger than the rounding of a narrower dtype
 other           none of these
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,7 @@ def named_factor(ratio: float, factors: Mapping[str, int]) -> str:
 
 def pattern_of(copies: list[Copy], factors: Mapping[str, int], axes: Mapping[str, int]) -> Pattern:
     """The pattern of a tensor of which some copies differ. `axes` are degrees by axis, `factors` also has the micro-batches."""
+    axes = {axis: degree for axis, degree in axes.items() if degree > 1}
     wrong = [c for c in copies if c.got.size and not same(c.got, c.expected)]
     if not wrong:
         return Pattern("noise", "the copies agree to six digits")
@@ -73,7 +74,7 @@ def pattern_of(copies: list[Copy], factors: Mapping[str, int], axes: Mapping[str
         return Pattern("permutation", "each has the part of another rank")
     if largest_error(wrong) > 10 * SAME and (rows := part_of(wrong, copies, factors, axes)):
         return rows
-    if extra := counted_again(copies, axes) or foreign_sum(copies, axes):
+    if extra := counted_again(copies, axes):
         return extra
     noise = noise_of(wrong)
     return noise if noise.kind == "noise" else scattered(wrong) or noise
@@ -98,46 +99,35 @@ def ratio(a: np.ndarray, b: np.ndarray) -> float:
     return float((a * b).sum()) / square if square else 0.0
 
 
-def along(copies: list[Copy], axis: str) -> Iterator[list[Copy]]:
-    """The copies of one part of the tensor, of ranks that differ along one axis only."""
+def along(copies: list[Copy], axis: str, parts: bool = False) -> list[list[Copy]]:
+    """The copies of ranks that differ along one axis only: of one part of the tensor, or with `parts` of several."""
     groups: dict[tuple, list[Copy]] = {}
     for copy in copies:
         others = tuple(sorted((a, i) for a, i in copy.coordinates.items() if a != axis))
-        groups.setdefault((copy.start, copy.got.shape, others), []).append(copy)
-    return (group for group in groups.values() if len(group) > 1)
+        groups.setdefault((() if parts else copy.start, copy.got.shape, others), []).append(copy)
+    return [group for group in groups.values() if len({c.start for c in group} if parts else group) > 1]
 
 
 def missing_sum(copies: list[Copy], axes: Mapping[str, int]) -> Pattern | None:
     for axis, degree in axes.items():
-        groups = list(along(copies, axis)) if degree > 1 else []
-        apart = [g for g in groups if not all(same(c.got, g[0].got) for c in g)]
-        for text, share in (("sum", 1), ("mean", 0)):
-            parts = [np.sum([c.got for c in g], axis=0) / (1 if share else len(g)) for g in apart]
-            if apart and all(same(part, g[0].expected) for part, g in zip(parts, apart, strict=True)):
+        apart = [g for g in along(copies, axis) if not all(same(c.got, g[0].got) for c in g)]
+        for text, combine in (("sum", np.sum), ("mean", np.mean)):
+            if apart and all(same(combine([c.got for c in g], axis=0), g[0].expected) for g in apart):
                 return Pattern("missing sum", f"the {degree} ranks of {axis} have parts whose {text} is right", axis)
     return None
 
 
 def counted_again(copies: list[Copy], axes: Mapping[str, int]) -> Pattern | None:
-    """The right values and once more what is common to some of them: a shared tensor that is summed on both sides."""
-    for axis, degree in axes.items():
-        groups = list(along(copies, axis)) if degree > 1 else []
-        extra = [[c.got - c.expected for c in g] for g in groups]
-        if groups and all(same(np.sum(e, axis=0), g[0].expected) for e, g in zip(extra, groups, strict=True)):
+    """The right values and once more what is common to some of them: a shared tensor that is summed on both sides. Or the sum of the parts that
+    the ranks of an axis should have, on each of them: they are different, and were taken for copies."""
+    for axis in axes:
+        groups = along(copies, axis)
+        if groups and all(same(np.sum([c.got - c.expected for c in g], axis=0), g[0].expected) for g in groups):
             return Pattern("counted twice", f"what the ranks of {axis} have too much sums to the tensor", axis)
-    return None
-
-
-def foreign_sum(copies: list[Copy], axes: Mapping[str, int]) -> Pattern | None:
-    """The sum of the parts that the ranks of an axis should have, on each of them: they are different, and were taken for copies."""
     for axis, degree in axes.items():
-        groups: dict[tuple, list[Copy]] = {}
-        for copy in copies:
-            others = tuple(sorted((a, i) for a, i in copy.coordinates.items() if a != axis))
-            groups.setdefault((copy.got.shape, others), []).append(copy)
-        several = [g for g in groups.values() if degree > 1 and len({c.start for c in g}) > 1]
-        sums = [np.sum(list({c.start: c.expected for c in g}.values()), axis=0) for g in several]
-        if several and all(same(c.got, total) for g, total in zip(several, sums, strict=True) for c in g):
+        groups = along(copies, axis, parts=True)
+        sums = [np.sum(list({c.start: c.expected for c in g}.values()), axis=0) for g in groups]
+        if groups and all(same(c.got, total) for g, total in zip(groups, sums, strict=True) for c in g):
             return Pattern("counted twice", f"the different parts of the {degree} ranks of {axis} are summed", axis)
     return None
 

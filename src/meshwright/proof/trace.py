@@ -5,6 +5,7 @@ collectives and memory of the last step; it slows the step but does not change i
 allocates optimizer states and connects pipeline stages), so a proof of one step runs a second one for the observer.
 """
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -42,6 +43,7 @@ from meshwright.training.measure.observe import Observer
 from meshwright.training.worker import AHEAD
 
 NARROW = ("bf16", "fp16")
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SENSITIVE = {
     *("exp", "log", "logsumexp", "log_softmax", "softmax", "rsqrt", "sqrt", "pow", "cos", "sin"),
     *("norm", "linalg_vector_norm", "foreach_norm", "mean", "var", "cumsum"),
@@ -73,7 +75,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.perturbed:
         perturb(parallel)
     if job.updates and dtype == job.dtypes[-1]:
-        record_updates(trainer, trace)
+        UpdateRecorder(trainer, trace)
     if job.oracle and dtype == "fp64":
         repeat_by_formulas(trainer, trace, job)
     if job.plan.lossy:
@@ -293,36 +295,33 @@ def positions_of(parallel: Parallel) -> list[int] | None:
     return [position for run in runs_of(seq, ranks, zigzag)[index] for position in run] if ranks > 1 else None
 
 
-def record_updates(trainer: Trainer, trace: Trace) -> None:
-    """Record every update of the following steps: what the optimizer was given, and its result."""
-    updated = trainer.parallel.updated
-    trained = [(i, piece) for i, piece in enumerate(updated) if piece.parameter.requires_grad]
-    name_of = {dtype: name for name, dtype in DTYPES.items()}
+class UpdateRecorder(Hook):
+    """Records every update: what the optimizer was given, and its result; None where a piece had none, and the master weight where there is one."""
 
-    def before(*_: object) -> None:
-        clips = getattr(trainer.optimizer, "gradient_factor", None)  # of an optimizer that clips inside its update
-        for i, piece in trained:
-            dtypes = name_of[piece.local.dtype], name_of[trainer.parallel.pieces[i].local.dtype]
+    def __init__(self, trainer: Trainer, trace: Trace) -> None:
+        self.updated, self.trace, self.parallel = trainer.parallel.updated, trace, trainer.parallel
+        trainer.optimizer.register_step_pre_hook(self.before_update)
+        trainer.optimizer.register_step_post_hook(self.after_update)
+        trainer.hooks.append(self)
+
+    def trained(self) -> Iterator[tuple[Piece, Piece, PieceTrace]]:
+        """Each piece that is updated, the same in the model, and its record."""
+        for piece, own, kept in zip(self.updated, self.parallel.pieces, self.trace.pieces, strict=True):
+            if piece.parameter.requires_grad:
+                yield piece, own, kept
+
+    def before_update(self, optimizer: Any, *_: object) -> None:
+        clips = getattr(optimizer, "gradient_factor", None)  # of an optimizer that clips inside its update
+        for piece, own, kept in self.trained():
+            dtypes = NAMES[piece.local.dtype], NAMES[own.local.dtype]
             gradient = as_array(piece.gradient if clips is None else piece.gradient * clips)
-            kept = Update(*dtypes, as_array(piece.local), gradient, np.empty(0))
-            trace.pieces[i].updates.append(kept)
+            kept.updates.append(Update(*dtypes, as_array(piece.local), gradient, np.empty(0)))
 
-    def after(*_: object) -> None:
-        for i, piece in trained:
-            made = trace.pieces[i].updates[-1]
+    def after_update(self, *_: object) -> None:
+        for piece, _own, kept in self.trained():
+            made = kept.updates[-1]
             assert made is not None
             made.after = as_array(piece.local)
-
-    trainer.optimizer.register_step_pre_hook(before)
-    trainer.optimizer.register_step_post_hook(after)
-    trainer.hooks.append(UpdateRecorder(updated, trace))
-
-
-class UpdateRecorder(Hook):
-    """Completes the records of a step's updates: None where a piece had none, and the master weight where there is one."""
-
-    def __init__(self, updated: list[Piece], trace: Trace) -> None:
-        self.updated, self.trace = updated, trace
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         averages = trainer.average.values if trainer.average is not None else []
