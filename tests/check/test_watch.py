@@ -172,6 +172,23 @@ def test_a_failure_of_the_watch_leaves_the_training(tmp_path: Path, capsys: pyte
     assert not live.active
 
 
+def test_the_norm_is_the_one_that_gradients_are_clipped_with(tmp_path: Path) -> None:
+    """`get_total_norm` may still be summed over ranks."""
+    live, weight = LiveWatch(str(tmp_path)), nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    live.attach()
+    live.note = {}
+    total = nn.utils.get_total_norm([weight.grad])
+    assert live.norm is None
+    nn.utils.clip_grads_with_norm_([weight], 1.0, 2 * total)
+    assert live.norm == 2 * total
+    live.norm = None
+    nn.utils.clip_grad_norm_([weight], 1.0)
+    assert live.norm is not None
+    live.detach()
+    assert nn.utils.clip_grad_norm_ is nn.utils.clip_grad.clip_grad_norm_
+
+
 def test_rank_0_waits_for_nobody() -> None:
     exchange = NoteExchange()
     exchange.ranks, exchange.patience = [0, 1], 0.0

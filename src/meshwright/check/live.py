@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from meshwright.check.frameworks.plain import FrameworkAdapter
 from meshwright.check.holdings import local_part
 from meshwright.check.invariants import TENSOR, Judge, RankNote
 from meshwright.check.modules import Names, topmost
-from meshwright.check.recorder import rank, tensors_in, wrap_clipping
+from meshwright.check.recorder import rank, tensors_in
 from meshwright.check.start import WATCH
 from meshwright.check.writer import write_json
 
@@ -88,8 +89,31 @@ class LiveWatch:
             else (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
         )
         self.undo += [before(self.before_update).remove, after(self.after_update).remove]
-        wrap_clipping(self, self.undo)
+        self.see_norms()
         os.register_at_fork(after_in_child=self.adopt)
+
+    def see_norms(self) -> None:
+        """The norm that gradients are clipped with. `get_total_norm` is not it: parts of it may still be summed over ranks."""
+        clip, clip_with = nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_
+
+        @wraps(clip)
+        def clipped(*args: Any, **kwargs: Any) -> Any:
+            norm = clip(*args, **kwargs)
+            self.end_clipping(norm)
+            return norm
+
+        @wraps(clip_with)
+        def clipped_with(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> None:
+            self.end_clipping(total_norm)
+            clip_with(parameters, max_norm, total_norm, *args, **kwargs)
+
+        for place, name, plain, seen in (
+            (nn.utils, "clip_grad_norm_", clip, clipped),
+            (nn.utils.clip_grad, "clip_grad_norm_", clip, clipped),
+            (nn.utils, "clip_grads_with_norm_", clip_with, clipped_with),
+        ):
+            setattr(place, name, seen)
+            self.undo.append(partial(setattr, place, name, plain))
 
     @property
     def active(self) -> bool:
@@ -152,8 +176,8 @@ class LiveWatch:
             self.optimizers.append(optimizer)
             if not self.framework.hooks_gradients:
                 for name, parameter in self.trained():
-                    for part in self.framework.gradient(name, parameter):
-                        self.add_local(name, part.value)
+                    if parameter.grad is not None:
+                        self.add_local(name, parameter.grad)
 
     def after_update(self, *arguments: Any) -> None:
         self.updated = True
