@@ -166,15 +166,10 @@ def limits() -> list[Check]:
 def commands(torch: Check, gpus: Check) -> list[Check]:
     """Each group of commands with what it needs."""
     trains = torch.state != FAILS and "not installed" not in torch.found
+    backend, fix = "gloo" if trains else torch.found, install_command("train")
     return [
         Check("plan, estimate, simulate, show, lint, validate, launch", OK, "need no torch and no GPU"),
-        check(
-            "verify, train, bench on CPU processes",
-            trains,
-            "gloo" if trains else torch.found,
-            install_command("train"),
-            FAILS,
-        ),
+        check("verify, train, bench on CPU processes", trains, backend, fix, FAILS),
         Check("train, bench on GPUs", gpus.state if gpus.state == OK else FAILS, gpus.found, gpus.fix),
         emulation(),
         extra("web", "web"),

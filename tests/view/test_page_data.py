@@ -196,14 +196,11 @@ def test_collectives_are_what_show_prints(subjects, capsys):
     assert found["comparison"] == json.loads(capsys.readouterr().out)
 
 
-def test_strategies_are_what_show_prints(subjects, capsys):
-    from meshwright.view.show.strategies import show
+def test_strategies_are_what_show_prints(subjects):
+    from meshwright.view.show.strategies import data
 
     found = VIEWS["strategies"].data(subjects["moe"])
-    show(as_json=True)
-    assert [{k: v for k, v in row.items() if k != "used"} for row in found["rows"]] == json.loads(
-        capsys.readouterr().out
-    )
+    assert [{k: v for k, v in row.items() if k != "used"} for row in found["rows"]] == data()
     used = {row["name"] for row in found["rows"] if row["used"]}
     assert used == {"ZeRO-1", "tensor parallel", "+ sequence parallel", "expert parallel"}
 

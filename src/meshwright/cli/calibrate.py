@@ -31,18 +31,13 @@ def command(
     writable(out)
     sources = [bool(files), bool(runs), bool(from_run)]
     if sum(sources) > 1:
-        raise MeshwrightError(
-            "MW-CLI-003", "FILE, --runs and --from-run cannot be combined", fix="run calibrate once for each"
-        )
-    alone = [
-        option
-        for option, value in (("--tokens-per-s", tokens_per_s), ("--memory", memory), ("--stack", stack))
-        if value
-    ]
+        what = "FILE, --runs and --from-run cannot be combined"
+        raise MeshwrightError("MW-CLI-003", what, fix="run calibrate once for each")
+    of_a_run = {"--tokens-per-s": tokens_per_s, "--memory": memory, "--stack": stack}
+    alone = [option for option, value in of_a_run.items() if value]
     if alone and not from_run:
-        raise MeshwrightError(
-            "MW-CLI-003", f"{alone[0]} needs --from-run", fix="--from-run PLAN.toml --tokens-per-s 41000"
-        )
+        fix = "--from-run PLAN.toml --tokens-per-s 41000"
+        raise MeshwrightError("MW-CLI-003", f"{alone[0]} needs --from-run", fix=fix)
     if runs:
         toml, data, pages, what = fitted_stacks(runs)
     elif from_run:

@@ -50,16 +50,9 @@ def vocabulary() -> dict[str, list[str]]:
 
 def bash_script(words: dict[str, list[str]], zsh: bool = False) -> str:
     """A function for `complete`. zsh runs it through bashcompinit."""
-    cases = "\n".join(
-        f"        '{path}') words='{' '.join(options)}' ;;"
-        for path, options in words.items()
-        if not path.startswith("--")
-    )
-    values = "\n".join(
-        f"        {option}) words='{' '.join(options)}' ;;"
-        for option, options in words.items()
-        if option.startswith("--")
-    )
+    lines = {path: f"words='{' '.join(options)}' ;;" for path, options in words.items()}
+    cases = "\n".join(f"        '{path}') {line}" for path, line in lines.items() if not path.startswith("--"))
+    values = "\n".join(f"        {option}) {line}" for option, line in lines.items() if option.startswith("--"))
     start = "autoload -U +X compinit && compinit && autoload -U +X bashcompinit && bashcompinit\n" if zsh else ""
     return f"""{start}_meshwright() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" path='' words=''
@@ -82,9 +75,8 @@ complete -o default -o bashdefault -F _meshwright meshwright"""
 
 def fish_script(words: dict[str, list[str]]) -> str:
     """One line for each word, with the condition under which fish offers it."""
-    lines = [
-        "complete -c meshwright -n __fish_use_subcommand -a '" + " ".join(w for w in words[""] if w[0] != "-") + "'"
-    ]
+    commands = " ".join(word for word in words[""] if word[0] != "-")
+    lines = [f"complete -c meshwright -n __fish_use_subcommand -a '{commands}'"]
     for path, options in words.items():
         parts = path.split()
         if not parts or path.startswith("--"):

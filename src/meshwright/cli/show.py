@@ -56,7 +56,11 @@ def command(
     refuse_unused(topic, kind, explicit_options(context))
     refuse_zero({name: context.params[name] for name in explicit_options(context)})
     if kind == LESSON:
-        return module_of(topic).show(topic, as_json=as_json)
+        from meshwright.view.tables import show as print_out
+        from meshwright.view.tables import show_json
+
+        lesson = module_of(topic)
+        return show_json(lesson.data(topic)) if as_json else print_out(*lesson.page(topic))
     if kind == PIPELINES:
         from meshwright.view.show import pipelines
 

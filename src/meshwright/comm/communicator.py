@@ -131,11 +131,11 @@ def group_store(group: Any) -> distributed.Store:
 class Communicator:
     """Runs programs over a transport, in the order of the calls."""
 
-    def __init__(self, transport: Transport, failure: GroupFailure, timeout: timedelta) -> None:
-        self.transport, self.failure, self.timeout = transport, failure, timeout
+    def __init__(self, transport: Transport, far: PointToPoint, failure: GroupFailure) -> None:
+        self.transport, self.failure, self.timeout = transport, failure, far.timeout
         self.rank, self.size = transport.rank, transport.size
-        self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
-        self.group: Any = None  # the gloo group, where this communicator created it
+        self.far = far  # connections to close after a failure besides those of the transport
+        self.group = far.group  # of gloo, or the one whose ranks communicate
         self.sequence = 0
         self.tasks: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
@@ -147,38 +147,30 @@ class Communicator:
         near = handshake.connect(store, rank, size, shared_memory)
         gloo: Any = distributed.ProcessGroupGloo
         group = gloo(distributed.PrefixStore("gloo", store), rank, size, timeout)
-        communicator = cls.over(PointToPoint(group, rank, size, timeout), near, GroupFailure(store, rank))
-        communicator.group = group
-        return communicator
+        return cls.over(PointToPoint(group, rank, size, timeout), store, near)
 
     @classmethod
     def of_group(cls, group: Any = None, timeout: timedelta = TIMEOUT, shared_memory: bool = True) -> Communicator:
         """A communicator for the ranks of a torch.distributed group, over its point-to-point operations."""
         group = group or distributed.group.WORLD
         if group is None:
-            raise MeshwrightError(
-                "MW-COMM-001", "torch.distributed has no process group", fix="torch.distributed.init_process_group"
-            )
+            what, fix = "torch.distributed has no process group", "torch.distributed.init_process_group"
+            raise MeshwrightError("MW-COMM-001", what, fix=fix)
         rank, size = group.rank(), group.size()
         store = distributed.PrefixStore(f"meshwright-{next(NUMBERS)}", group_store(group))
         if distributed.get_backend(group) == "nccl":
-            transport = PointToPoint(group, rank, size, timeout, check=False, device="cuda")
-            return cls(transport, GroupFailure(store, rank), timeout)
+            return cls.over(PointToPoint(group, rank, size, timeout, check=False, device="cuda"), store)
         near = handshake.connect(store, rank, size, shared_memory)
-        return cls.over(PointToPoint(group, rank, size, timeout), near, GroupFailure(store, rank))
+        return cls.over(PointToPoint(group, rank, size, timeout), store, near)
 
     @classmethod
     def over(
-        cls, far: PointToPoint, near: tuple[mmap, dict[int, handshake.PeerLink]] | None, failure: GroupFailure
+        cls, far: PointToPoint, store: Any, near: tuple[mmap, dict[int, handshake.PeerLink]] | None = None
     ) -> Communicator:
         """Shared memory if all ranks are on one host, else point-to-point messages."""
-        if near is None:
-            return cls(far, failure, far.timeout)
-        communicator = cls(
-            SharedMemory(far.rank, *near, far.timeout.total_seconds(), failure.check), failure, far.timeout
-        )
-        communicator.far = far
-        return communicator
+        failure = GroupFailure(store, far.rank)
+        transport = far if near is None else SharedMemory(far.rank, *near, far.timeout.total_seconds(), failure.check)
+        return cls(transport, far, failure)
 
     def run(
         self,
@@ -262,9 +254,8 @@ class Communicator:
     def fail(self, error: MeshwrightError) -> MeshwrightError:
         """Break the group: publish the error, close all connections, and return the first error of any rank."""
         first = self.failure.publish(error)
-        self.transport.close()
-        if self.far is not None:
-            self.far.close()
+        for transport in dict.fromkeys((self.transport, self.far)):
+            transport.close()
         return first
 
     def close(self) -> None:
@@ -282,9 +273,8 @@ class Communicator:
     def _prepared(self, program: Program, dtype: torch.dtype, reduction: str, splits: bool) -> Prepared:
         """Return the parts that do not change between calls; stored in the attribute `prepared`."""
         if program.ranks != self.size:
-            raise MeshwrightError(
-                "MW-COMM-001", f"{program!r} was built for {program.ranks} ranks, and the group has {self.size}"
-            )
+            what = f"{program!r} was built for {program.ranks} ranks, and the group has {self.size}"
+            raise MeshwrightError("MW-COMM-001", what)
         reduction = reduction if program.operation in REDUCING else ""
         # With splits ranks know only their own sizes, and all ranks must use the same number of lanes.
         lanes = 1 if splits else self.lanes(program, dtype.itemsize)

@@ -67,15 +67,11 @@ def execute(prepared: Prepared, source: torch.Tensor, result: torch.Tensor, call
 def check_sizes(schedule: RankSchedule, source: torch.Tensor, result: torch.Tensor, call: Call) -> None:
     for tensor, elements, name in ((source, schedule.inputs, "input"), (result, schedule.outputs, "output")):
         if elements and (tensor.numel() != elements or tensor.dim() != 1 or not tensor.is_contiguous()):
-            raise MeshwrightError(
-                "MW-COMM-001",
-                f"the {name} of {call.operation} needs {elements} contiguous elements in one dimension, not shape {tuple(tensor.shape)}",
-            )
+            needed = f"{elements} contiguous elements in one dimension, not shape {tuple(tensor.shape)}"
+            raise MeshwrightError("MW-COMM-001", f"the {name} of {call.operation} needs {needed}")
     if source.dtype != result.dtype and schedule.inputs and schedule.outputs:
-        raise MeshwrightError(
-            "MW-COMM-001",
-            f"input and output have different dtypes: {name_of(source.dtype)} and {name_of(result.dtype)}",
-        )
+        dtypes = f"{name_of(source.dtype)} and {name_of(result.dtype)}"
+        raise MeshwrightError("MW-COMM-001", f"input and output have different dtypes: {dtypes}")
 
 
 def run_steps(prepared: Prepared, buffers: tuple[torch.Tensor, ...], call: Call) -> None:

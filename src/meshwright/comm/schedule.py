@@ -19,6 +19,7 @@ sends complete. So a receive that stores may be written at any time from then on
 chunk which it also sends: those sends must be complete before anything is applied.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -98,39 +99,25 @@ class RankSchedule:
                 events += [((now, step.number, True), index, lane), ((now + 1, step.number + 1, False), index, lane)]
         return [(key[2], index, lane) for key, index, lane in sorted(events)]
 
-    @property
-    def peers(self) -> list[int]:
-        return sorted(set(self.sent) | set(self.received))
-
 
 def schedule(program: Program, rank: int, lanes: int = 1) -> RankSchedule:
     """Return the schedule of one rank; raise if the program needs a switch that reduces."""
     if program.switches:
-        raise MeshwrightError(
-            "MW-COMM-001",
+        what, why = (
             f"{program.name} cannot run between processes",
-            why="It reduces data inside a network switch, and a switch is not a process",
-            fix="--algorithm two-level",
+            "It reduces data inside a network switch, and a switch is not a process",
         )
+        raise MeshwrightError("MW-COMM-001", what, why=why, fix="--algorithm two-level")
     found = [Lane(program, rank, lane, lanes) for lane in range(lanes)]
-    sent: dict[int, int] = {}
-    received: dict[int, int] = {}
+    sent, received = Counter[int](), Counter[int]()
     for step in (step for lane in found for step in lane.steps):
         for send in step.sends:
-            for peer in send.peers:
-                sent[peer] = sent.get(peer, 0) + length(send.spans)
+            sent.update(dict.fromkeys(send.peers, length(send.spans)))
         for receive in step.receives:
-            received[receive.peer] = received.get(receive.peer, 0) + length(t.into for t in receive.targets)
-    first = found[0]
-    return RankSchedule(
-        tuple(tuple(lane.steps) for lane in found),
-        first.inputs,
-        first.outputs,
-        first.scratch,
-        tuple(pair for lane in found for pair in lane.unmoved()),
-        sent,
-        received,
-    )
+            received[receive.peer] += length(target.into for target in receive.targets)
+    steps, unmoved = (tuple(lane.steps) for lane in found), (pair for lane in found for pair in lane.unmoved())
+    sizes = found[0].inputs, found[0].outputs, found[0].scratch
+    return RankSchedule(tuple(steps), *sizes, tuple(unmoved), sent, received)
 
 
 def largest_message(program: Program, hosts: Sequence[int]) -> int:
@@ -216,10 +203,9 @@ class Lane:
 
     def located(self, chunk: int) -> BufferSpan:
         if chunk not in self.current:
+            what = f"{self.program.name}: rank {self.rank} reads chunk {chunk} before it has it"
             raise MeshwrightError(
-                "MW-COMM-001",
-                f"{self.program.name}: rank {self.rank} reads chunk {chunk} before it has it",
-                why="The program is wrong; `programs.collectives.check` says where",
+                "MW-COMM-001", what, why="The program is wrong; `programs.collectives.check` says where"
             )
         return self.current[chunk]
 

@@ -60,6 +60,11 @@ experts cost beyond products, permutes and messages is not modelled. [Plan quali
 The runs of vtrain_ground_truth that wait for the host are predicted 10% too fast: its host is slower than those of other sources of Megatron-LM."""
 
 
+BAND_COLUMNS = (
+    "what is known", "runs", "band of a step that only computes", "inside", "fewest inside", "median half-width", "mean of medians",
+)  # fmt: skip
+
+
 def document(accuracy: Accuracy) -> str:
     """The whole page."""
     parts = [
@@ -136,11 +141,8 @@ def _macro_median(by_source: dict[str, np.ndarray]) -> float:
 
 def _most_harm(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> tuple[str, float]:
     """The source whose mean error grows most, and by how much."""
-    growth = {
-        name: float(np.nanmean(after[name]) - np.nanmean(before[name]))
-        for name in after
-        if np.isfinite(after[name]).any()
-    }
+    seen = [name for name in after if np.isfinite(after[name]).any()]
+    growth = {name: float(np.nanmean(after[name]) - np.nanmean(before[name])) for name in seen}
     return max(growth.items(), key=lambda item: item[1])
 
 
@@ -152,34 +154,18 @@ def stacks(accuracy: Accuracy) -> str:
 
 
 def bands(accuracy: Accuracy) -> str:
-    rows = [
-        (
-            level,
-            str(b.runs),
-            f"{100 * math.expm1(-b.low * base(level)):+.0f}% to {100 * math.expm1(b.high * base(level)):+.0f}%",
-            percent(b.coverage),
-            _fewest_inside(b),
-            percent(b.half_width),
-            percent(b.mean_of_medians),
-        )
-        for level, b in accuracy.bands.items()
-    ]
+    rows = []
+    for level, b in accuracy.bands.items():
+        edges = " to ".join(f"{100 * math.expm1(x * base(level)):+.0f}%" for x in (-b.low, b.high))
+        inside = percent(b.coverage), _fewest_inside(b)
+        rows.append((level, str(b.runs), edges, *inside, percent(b.half_width), percent(b.mean_of_medians)))
     text = (
         "## Bands\n\nFrom the residuals of left-out sources, by what is known of the stack; wider where exposed communication between nodes, the "
         "host, experts or a device with assumed shares of peak dominate (`cost/band.py`), and scaled until 90% of the runs of a source are inside "
         "whose residuals were not used. Target: a median half-width of 35% for an unknown stack and 15% for a known one. In the median over all runs "
         "every source has the same weight; the mean over sources of their medians is larger, because a few of them have wide bands.\n\n"
     )
-    head = (
-        "what is known",
-        "runs",
-        "band of a step that only computes",
-        "inside",
-        "fewest inside",
-        "median half-width",
-        "mean of medians",
-    )
-    return text + table(head, rows) + _widths_by_source(accuracy)
+    return text + table(BAND_COLUMNS, rows) + _widths_by_source(accuracy)
 
 
 def _fewest_inside(b: Band) -> str:
@@ -248,11 +234,8 @@ def misses(accuracy: Accuracy) -> str:
     if accuracy.left_out is None:
         return ""
     text = MISSES + _largest_runs(accuracy.left_out) + "\n\n"
-    rows = [
-        row
-        for label, groups in residual_groups(accuracy.left_out).items()
-        for row in _group_rows(label, groups, accuracy.left_out)
-    ]
+    kinds = residual_groups(accuracy.left_out).items()
+    rows = [row for label, groups in kinds for row in _group_rows(label, groups, accuracy.left_out)]
     return text + table(("group", "runs", "bias", "median error", "p90"), rows)
 
 
@@ -276,11 +259,8 @@ def residual_groups(left_out: LeftOut) -> dict[str, list[str]]:
     by_part, by_gpu, by_kind = [], [], []
     for o in left_out.runs:
         communication, host, bubble = shares(o.prediction.exposed_s) if o.prediction else (0.0, 0.0, 0.0)
-        largest = max(
-            (communication, "communication above 15% of the step"),
-            (host, "host above 15%"),
-            (bubble, "bubble above 15%"),
-        )
+        words = ("communication above 15% of the step", "host above 15%", "bubble above 15%")
+        largest = max(zip((communication, host, bubble), words, strict=True))
         by_part.append(largest[1] if largest[0] > 0.15 else "compute")
         by_gpu.append(o.case.cluster.accelerator.name)
         by_kind.append("experts" if o.case.model.experts else "dense")
@@ -293,12 +273,8 @@ def _group_rows(label: str, groups: list[str], left_out: LeftOut) -> list[tuple[
     for name in sorted(set(groups)):
         part = error[names == name]
         size = np.abs(part)
-        cells = (
-            percent(float(np.median(part)), True),
-            percent(float(np.median(size))),
-            percent(float(np.quantile(size, 0.9))),
-        )
-        rows.append((f"{label}: {name}", str(len(part)), *cells))
+        sizes = (percent(float(np.quantile(size, q))) for q in (0.5, 0.9))
+        rows.append((f"{label}: {name}", str(len(part)), percent(float(np.median(part)), True), *sizes))
     return rows
 
 

@@ -110,13 +110,9 @@ def line_of(points: Sequence[Point]) -> Line | None:
 
 
 def line_cells(line: Line) -> tuple[str, ...]:
-    return (
-        format_seconds(line.alpha),
-        format_rate(line.bandwidth) if line.beta else "",
-        format_bytes(line.crossover) if line.beta else "",
-        f"{line.residual:.0%}",
-        f"{line.deviation:.0%} at {format_bytes(line.deviates_at)}",
-    )
+    rate = (format_rate(line.bandwidth), format_bytes(line.crossover)) if line.beta else ("", "")
+    deviation = f"{line.deviation:.0%} at {format_bytes(line.deviates_at)}"
+    return format_seconds(line.alpha), *rate, f"{line.residual:.0%}", deviation
 
 
 DEVICE_COLUMNS = ("device", "dtype", "shape", ">time", ">±", ">rate")

@@ -135,18 +135,9 @@ def cluster_card(cluster: Cluster) -> RenderableType:
             "one shared bus" if level.shared else "",
             "reduction in the switch" if level.reduces else "",
         ]
-        rows.append(
-            (
-                level.name,
-                "any" if last else level.size,
-                level.link.name,
-                format_rate(level.link.bandwidth),
-                f"{level.link.efficiency:.0%}",
-                format_seconds(level.link.alpha),
-                format_rate(cluster.device_bandwidth(k)),
-                ", ".join(a for a in asides if a),
-            )
-        )
+        link, words = level.link, ", ".join(filter(None, asides))
+        joins, device = "any" if last else level.size, format_rate(cluster.device_bandwidth(k))
+        rows.append((level.name, joins, link.name, *link_numbers(link), device, words))
     columns = ("level", ">joins", "link", ">rate per port", ">achieved", ">α", ">rate per device", "~")
     price = f"{cluster.price:.2f} US dollars per GPU-hour (approximate)" if cluster.price else ""
     known = [("accelerator", accelerator_line(cluster.accelerator)), ("price", price)]
@@ -183,14 +174,11 @@ def accelerator_card(device: Accelerator) -> RenderableType:
 
 
 def link_row(link: Link) -> tuple[object, ...]:
-    return (
-        link.name,
-        format_rate(link.bandwidth),
-        f"{link.efficiency:.0%}",
-        format_seconds(link.alpha),
-        format_bytes(link.crossover),
-        link.source,
-    )
+    return link.name, *link_numbers(link), format_bytes(link.crossover), link.source
+
+
+def link_numbers(link: Link) -> tuple[str, str, str]:
+    return format_rate(link.bandwidth), f"{link.efficiency:.0%}", format_seconds(link.alpha)
 
 
 def link_card(link: Link) -> RenderableType:
@@ -205,14 +193,8 @@ def link_card(link: Link) -> RenderableType:
 
 
 def stack_row(stack: Stack) -> tuple[object, ...]:
-    return (
-        stack.name,
-        format_seconds(stack.launch),
-        stack.attention,
-        ", ".join(stack.overlap) or "nothing",
-        ", ".join(stack.order),
-        stack.source,
-    )
+    overlaps = ", ".join(stack.overlap) or "nothing"
+    return stack.name, format_seconds(stack.launch), stack.attention, overlaps, ", ".join(stack.order), stack.source
 
 
 def stack_card(stack: Stack) -> RenderableType:

@@ -27,15 +27,9 @@ def rows(r: Result) -> Iterator[tuple[str, str]]:
         yield from failures(r, r.reliability)
     if (c := r.crossing) is not None:
         sent = f"sends {format_bytes(c.site_bytes)} per step, {format_seconds(c.transfer_s)} at {format_rate(r.line)}"
-        local = (
-            f", at most {c.share:.0%} longer if every {c.every} steps (local SGD, another algorithm)"
-            if c.every > 1
-            else ""
-        )
-        yield (
-            f"{c.sites} sites",
-            f"each runs this plan and {sent}: the step takes {c.slowdown:.2f}× as long if gradients are exchanged every step{local}",
-        )
+        local = f", at most {c.share:.0%} longer if every {c.every} steps (local SGD, another algorithm)"
+        longer = f"the step takes {c.slowdown:.2f}× as long if gradients are exchanged every step"
+        yield f"{c.sites} sites", f"each runs this plan and {sent}: {longer}{local if c.every > 1 else ''}"
 
 
 def failures(r: Result, rel: goodput.Reliability) -> Iterator[tuple[str, str]]:
@@ -43,9 +37,8 @@ def failures(r: Result, rel: goodput.Reliability) -> Iterator[tuple[str, str]]:
     costs = f"a save blocks for {format_seconds(rel.save)}, a restart takes {format_seconds(rel.restart)}"
     yield "failures", f"one every {format_seconds(rel.mtbf)}; {costs}"
     yield "save every", f"{format_seconds(rel.interval)} (Daly; Young {young})"
-    left = (
-        f"{rel.goodput:.1%} of the time is useful training; MFU × goodput {(r.prediction.mfu or 0) * rel.goodput:.1%}"
-    )
+    mfu = (r.prediction.mfu or 0) * rel.goodput
+    left = f"{rel.goodput:.1%} of the time is useful training; MFU × goodput {mfu:.1%}"
     if (x := r.explanation.training) is not None and rel.goodput > 0:
         days, low, high = (d / rel.goodput for d in (x.days, x.days_low, x.days_high))
         left += f"; {days:,.1f} days ({low:,.1f} to {high:,.1f}) for {format_count(x.tokens)} tokens"

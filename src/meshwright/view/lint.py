@@ -40,12 +40,8 @@ def finding_block(f: Finding) -> RenderableType:
     if f.fix:
         lines.append(Text.assemble(("fix  ", "green"), f.fix, (f"   {worth(f)}", "dim")))
     elif f.severity != "error":
-        lines.append(
-            Text(
-                f"the alternative is not better: {worth(f)}" if f.saves_s is not None else "no better plan is known",
-                "dim",
-            )
-        )
+        known = f"the alternative is not better: {worth(f)}" if f.saves_s is not None else "no better plan is known"
+        lines.append(Text(known, "dim"))
     if f.still_best:
         lines.append(Text.assemble(("still best  ", "green"), f.still_best))
     return Group(Text(), head, Padding(Group(*lines), (0, 0, 0, 4)))

@@ -131,10 +131,8 @@ def picture(run: LiveRun, width: int = 100, doing: str = "") -> RenderableType:
         if width < NARROW and run.prediction.get("mfu_denominator"):
             lines.append(Text(f"MFU of {run.prediction['mfu_denominator']}", "dim"))
         if not run.comparable and run.config:
-            name = run.config.cluster.accelerator.name
-            lines.append(
-                Text(f"The prediction is for {name}, the run uses CPU processes: times do not compare", "yellow")
-            )
+            words = f"The prediction is for {run.config.cluster.accelerator.name}, the run uses CPU processes"
+            lines.append(Text(f"{words}: times do not compare", "yellow"))
     lines += event_lines(run)
     return Group(*lines)
 
@@ -177,9 +175,8 @@ def quantities(run: LiveRun, width: int) -> Table:
     for number, (name, now, expected, against, values, note) in enumerate(rows):
         style = "bold" if number else "dim"
         note = note if len(note) <= room else note[: max(0, room - 1)] + "…" if room > 8 else ""
-        out.add_row(
-            name, Text(now, style), Text(expected, "" if number else "dim"), against, sparkline(values, trend), note
-        )
+        predicted = Text(expected, "" if number else "dim")
+        out.add_row(name, Text(now, style), predicted, against, sparkline(values, trend), note)
     return out
 
 

@@ -118,19 +118,13 @@ def summary(walked: Walked, unit: Unit) -> list[Text]:
 def comparison(several: Sequence[Walked], unit: Unit) -> tables.FittedTable:
     """One row per schedule: time, bubble fraction and overhead, memory, messages; the shortest step is green."""
     best = min(w.makespan for w in several)
-    rows = [
-        [
-            Text(w.program.schedule, "bold"),
-            w.program.virtual,
-            Text(unit.format(w.makespan), "green" if w.makespan <= best * (1 + 1e-9) else ""),
-            f"{w.bubble_fraction:.1%}",
-            f"{w.bubble_overhead:.1%}",
-            unit.format(w.longest_span),
-            f"{w.peak_memory.max():g}",
-            f"{messages(w):g}",
-        ]
-        for w in several
-    ]
+    rows = []
+    for w in several:
+        step = Text(unit.format(w.makespan), "green" if w.makespan <= best * (1 + 1e-9) else "")
+        bubble = (f"{x:.1%}" for x in (w.bubble_fraction, w.bubble_overhead))
+        counts = (f"{x:g}" for x in (w.peak_memory.max(), messages(w)))
+        name = Text(w.program.schedule, "bold"), w.program.virtual
+        rows.append([*name, step, *bubble, unit.format(w.longest_span), *counts])
     return tables.FittedTable(COMPARED, rows)
 
 

@@ -59,20 +59,13 @@ def header(r: Result) -> Panel:
     e, p = r.estimate, r.prediction
     count = format_count(e.model.total)
     work = f"{e.model.describe_batch(e.workload)}, {e.workload.precision}"
+    where = f"  {e.cluster.name}, stack {e.stack.name}; for {r.runs_in}"
     lines: list[RenderableType] = [
         Text.assemble((e.model.name, "bold"), (f"  {count} parameters; {work}", "dim")),
-        Text.assemble(
-            (f"{e.plan.world:,} × {e.cluster.accelerator.name}", "bold"),
-            (f"  {e.cluster.name}, stack {e.stack.name}; for {r.runs_in}", "dim"),
-        ),
-        Text(""),
-        Text(e.plan.title(), "bold green"),
-        view.main_numbers(e),
-        Text(checkpoint_words(p, e.stack), "dim"),
-        *on_own_trainer(e),
-        *uncalibrated(e),
-        Text(searched(r), "dim"),
-        *([Text(r.choice, "dim")] if r.choice else []),
+        Text.assemble((f"{e.plan.world:,} × {e.cluster.accelerator.name}", "bold"), (where, "dim")),
+        *(Text(""), Text(e.plan.title(), "bold green"), view.main_numbers(e)),
+        *(Text(checkpoint_words(p, e.stack), "dim"), *on_own_trainer(e), *uncalibrated(e)),
+        *(Text(words, "dim") for words in (searched(r), r.choice) if words),
     ]
     return Panel(Group(*lines), title="plan", title_align="left", border_style="green")
 

@@ -36,18 +36,20 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 def check_run(folder: Path) -> None:
     """Raise if a folder is not that of a run, or has a file that `train` did not write; the error names the file."""
     if not folder.is_dir():
-        raise MeshwrightError(
-            "MW-REP-001",
-            f"the run folder {str(folder)!r} {'is a file' if folder.exists() else 'does not exist'}",
-            fix="meshwright train PLAN.toml --out FOLDER",
-        )
+        what = f"the run folder {str(folder)!r} {'is a file' if folder.exists() else 'does not exist'}"
+        raise MeshwrightError("MW-REP-001", what, fix="meshwright train PLAN.toml --out FOLDER")
     if not is_run(folder):
         missing = PLAN if not is_inside(folder / PLAN, folder) else PREDICTION
-        raise MeshwrightError(
-            "MW-REP-001", f"{folder.name} lacks {missing}", why="`train` writes it before the first step"
-        )
+        why = "`train` writes it before the first step"
+        raise MeshwrightError("MW-REP-001", f"{folder.name} lacks {missing}", why=why)
     for name in PARTS:
         read_part(folder, name)
+
+
+def foreign(
+    file: str, folder: Path, problem: str = "is not a file that `train` writes", why: str = ""
+) -> MeshwrightError:
+    return MeshwrightError("MW-REP-002", f"{file} of {folder.name} {problem}", why=why)
 
 
 def read_part(folder: Path, name: str) -> Any:
@@ -57,24 +59,18 @@ def read_part(folder: Path, name: str) -> Any:
         return None
     value = read_json(path)
     if not isinstance(value, list if name == "difference" else dict):
-        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is not a file that `train` writes")
+        raise foreign(path.name, folder)
     version = value.get("version") if isinstance(value, dict) else None
     if name in ("communication", "timeline") and version != VERSION:
-        why = f"This release reads version {VERSION}"
-        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} has version {version}", why=why)
+        raise foreign(path.name, folder, f"has version {version}", f"This release reads version {VERSION}")
     for row in value if name == "difference" else ():
         if not isinstance(row, dict) or not {"what", "unit", "predicted", "measured"} <= set(row):
-            why = "A row lacks what, unit, predicted or measured"
-            raise MeshwrightError(
-                "MW-REP-002", f"{path.name} of {folder.name} is not a file that `train` writes", why=why
-            )
+            raise foreign(path.name, folder, why="A row lacks what, unit, predicted or measured")
     if name == "timeline" and isinstance(value, dict):
         try:
             both_steps(value)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MeshwrightError(
-                "MW-REP-002", f"{path.name} of {folder.name} lacks a value that `train` writes", why=repr(error)[:100]
-            ) from None
+            raise foreign(path.name, folder, "lacks a value that `train` writes", repr(error)[:100]) from None
     return value
 
 
@@ -85,12 +81,8 @@ def trace_of(folders: Sequence[Path]) -> dict[str, Any]:
     timeline, profiled = read_part(folder, "timeline"), profiles(folder)
     if len(folders) != 1 or (timeline is None and not profiled):
         what = f"{len(folders)} runs" if len(folders) != 1 else f"{folder.name}, which lacks timeline.json"
-        raise MeshwrightError(
-            "MW-REP-003",
-            f"--trace of {what}",
-            why="A trace shows one run, which is complete or was trained with --profile",
-            fix="meshwright report RUN --trace FILE",
-        )
+        why = "A trace shows one run, which is complete or was trained with --profile"
+        raise MeshwrightError("MW-REP-003", f"--trace of {what}", why=why, fix="meshwright report RUN --trace FILE")
     trace = both_steps(timeline, {"plan": run_entry(folder)["title"]})
     first = min((profile["otherData"]["origin_s"] for profile in profiled), default=0.0)
     above = 1 + max((event["pid"] for event in trace["traceEvents"]), default=-1)

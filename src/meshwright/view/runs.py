@@ -41,11 +41,8 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     folders: dict[Path, None] = {}
     for place in places:
         if not place.is_dir():
-            raise MeshwrightError(
-                "MW-REP-001",
-                f"the folder '{place}' {'is a file' if place.exists() else 'does not exist'}",
-                fix="meshwright train PLAN.toml --out FOLDER",
-            )
+            what = f"the folder '{place}' {'is a file' if place.exists() else 'does not exist'}"
+            raise MeshwrightError("MW-REP-001", what, fix="meshwright train PLAN.toml --out FOLDER")
         inside = [place] if is_run(place) else sorted(p for p in place.iterdir() if p.is_dir() and is_run(p))
         folders |= dict.fromkeys(inside[:MOST_RUNS])
     return sorted(folders, key=modified, reverse=True)

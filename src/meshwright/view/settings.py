@@ -13,6 +13,7 @@ from meshwright.interop.migrate import Migration
 from meshwright.interop.reading import SettingsReading
 from meshwright.interop.recipes import RecipeVerdict
 from meshwright.units import Json, format_seconds
+from meshwright.view.tables import titled
 
 MOST = 12  # keys of a kind in a line
 KINDS = {
@@ -25,19 +26,16 @@ KINDS = {
 
 def page(reading: SettingsReading, name: str) -> RenderableType:
     """Return what was read of a settings file: facts with the keys they came from, and the other keys by kind."""
-    facts = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("understood", "value", "key"):
-        facts.add_column(column)
-    for fact, key in reading.understood.sources.items():
-        facts.add_row(fact, _shown(reading.understood.used.get(key)), Text(key, "dim"))
+    used, sources = reading.understood.used, reading.understood.sources
+    rows = [(fact, _shown(used.get(key)), Text(key, "dim")) for fact, key in sources.items()]
+    facts = titled("", ("understood", "value", "key"), rows)
     lines: list[RenderableType] = [Text.assemble((f"{name}: settings of {reading.framework.title}", "bold")), facts]
     for kind, (words, style) in KINDS.items():
         keys = reading.understood.others.get(kind, [])
         if keys:
             more = f" and {len(keys) - MOST} more" if len(keys) > MOST else ""
-            lines.append(
-                Text.assemble((f"{kind}: ", style), f"{', '.join(keys[:MOST])}{more}", (f"  ({words})", "dim"))
-            )
+            listed = f"{', '.join(keys[:MOST])}{more}"
+            lines.append(Text.assemble((f"{kind}: ", style), listed, (f"  ({words})", "dim")))
     if reading.assembled.assumed:
         lines.append(Text.assemble(("assumed: ", "dim"), ", ".join(reading.assembled.assumed)))
     return Group(*lines, Text())
@@ -55,22 +53,13 @@ def as_dict(reading: SettingsReading) -> Json:
 
 def recipes(verdicts: Sequence[RecipeVerdict]) -> RenderableType:
     """Return a row per framework, then the findings."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("framework", "recipes", "read", "illegal", "fits", "does not fit", "unknown fit"):
-        table.add_column(column, justify="left" if column == "framework" else "right")
+    rows = []
     for framework in sorted({v.framework for v in verdicts}):
-        rows = [v for v in verdicts if v.framework == framework]
-        fits = Counter(v.fits for v in rows)
-        counts = (
-            len(rows),
-            sum(v.read for v in rows),
-            sum(v.legal is False for v in rows),
-            fits[True],
-            fits[False],
-            fits[None],
-        )
-        table.add_row(framework, *map(str, counts))
-    lines: list[RenderableType] = [table, Text()]
+        own = [v for v in verdicts if v.framework == framework]
+        fits, read, illegal = Counter(v.fits for v in own), sum(v.read for v in own), sum(v.legal is False for v in own)
+        rows.append((framework, *map(str, (len(own), read, illegal, fits[True], fits[False], fits[None]))))
+    columns = ("framework", ">recipes", ">read", ">illegal", ">fits", ">does not fit", ">unknown fit")
+    lines: list[RenderableType] = [titled("", columns, rows), Text()]
     for verdict in verdicts:
         for finding in verdict.findings:
             if finding["severity"] == "error" or finding.get("cost_s"):
@@ -90,10 +79,8 @@ def migration(result: Migration) -> RenderableType:
             rows = Table(box=None, pad_edge=False, show_header=False)
             for key in keys:
                 rows.add_row(_shown(f"  {key.key}", 80), _shown(key.value), Text(key.target, "dim"))
-            lines += [
-                Text.assemble((name, f"bold {style}"), (f"  ({result.source.framework.title} → {title})", "dim")),
-                rows,
-            ]
+            aside = f"  ({result.source.framework.title} → {title})"
+            lines += [Text.assemble((name, f"bold {style}"), (aside, "dim")), rows]
     if result.other:
         lines.append(Text.assemble(("not about the plan: ", "bold"), printable(", ".join(result.other))))
     if result.source.assembled.assumed:

@@ -44,9 +44,10 @@ def show_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False))
 
 
-def table(*columns: str, title: str = "") -> Table:
+def table(*columns: str, title: str = "", **options: Any) -> Table:
     """An empty table; the module docstring describes column names."""
-    out = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
+    options = {"box": box.SIMPLE_HEAD, "title": title or None, **options}
+    out = Table(title_justify="left", title_style="bold", pad_edge=False, **options)
     for name in columns:
         add_column(out, name)
     return out
@@ -66,12 +67,10 @@ def add_column(out: Table, name: str) -> None:
 
 def titled(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], caption: str = "") -> Table:
     """A table without lines below its title. Cells are `Text`, or texts in rich's markup."""
-    out = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_edge=False)
-    for name in columns:
-        add_column(out, name)
+    options = {"caption": caption or None, "caption_justify": "left"}
+    out = table(*columns, title=title, box=None, show_edge=False, **options)
     for row in rows:
         out.add_row(*row)
-    out.caption, out.caption_justify = caption or None, "left"
     return out
 
 

@@ -112,9 +112,8 @@ def progress_display(steps: int, folder: Path) -> Iterator[ProgressDisplay]:
 def watch_run(folders: Sequence[Path]) -> None:
     """Show the newest run until it ends; one that has ended is shown as it ended."""
     if not folders:
-        raise MeshwrightError(
-            "MW-REP-001", "there is no run to watch", fix="meshwright train PLAN.toml --out runs/NAME"
-        )
+        fix = "meshwright train PLAN.toml --out runs/NAME"
+        raise MeshwrightError("MW-REP-001", "there is no run to watch", fix=fix)
     folder = folders[0]
     out = console()
     display = ProgressDisplay(LiveRun(folder), out)

@@ -74,11 +74,8 @@ def reduction_of(opts: Any) -> str:
     for value, name in REDUCTIONS:
         if opts is None or opts.reduceOp == value:  # None: torch's default, the sum
             return name
-    raise MeshwrightError(
-        "MW-COMM-002",
-        f"the backend meshwright has no reduction {opts.reduceOp}",
-        valid=[name for _, name in REDUCTIONS],
-    )
+    valid = [name for _, name in REDUCTIONS]
+    raise MeshwrightError("MW-COMM-002", f"the backend meshwright has no reduction {opts.reduceOp}", valid=valid)
 
 
 def root_of(opts: Any) -> int:

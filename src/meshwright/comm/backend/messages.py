@@ -107,23 +107,18 @@ class PeerMessages:
     def compare(self, size: int, dtype: str, tensor: torch.Tensor, source: int) -> None:
         expected = tensor.numel() * tensor.element_size()
         if size != expected or dtype != name_of(tensor.dtype)[:16]:
-            raise self.fail(
-                MeshwrightError(
-                    "MW-COMM-003",
-                    f"rank {self.rank}, recv: rank {source} sends {size} bytes of {dtype}, and rank {self.rank} "
-                    f"expects {expected} bytes of {name_of(tensor.dtype)}",
-                    why="The tensors of a send and its recv must have the same size and dtype",
-                )
-            )
+            needed = f"rank {self.rank} expects {expected} bytes of {name_of(tensor.dtype)}"
+            what = f"rank {self.rank}, recv: rank {source} sends {size} bytes of {dtype}, and {needed}"
+            why = "The tensors of a send and its recv must have the same size and dtype"
+            raise self.fail(MeshwrightError("MW-COMM-003", what, why=why))
 
     def wait(self, work: Any, peer: int | None, name: str) -> None:
         try:
             work.wait(self.timeout)
         except RuntimeError as error:
             who = "no rank" if peer is None else f"rank {peer}"
-            raise self.fail(
-                MeshwrightError("MW-COMM-004", f"rank {self.rank}, {name}: {who} {reason(error)}", exit_code=70)
-            ) from error
+            what = f"rank {self.rank}, {name}: {who} {reason(error)}"
+            raise self.fail(MeshwrightError("MW-COMM-004", what, exit_code=70)) from error
 
 
 def envelope_tag(tag: int) -> int:

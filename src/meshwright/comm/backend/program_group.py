@@ -92,16 +92,10 @@ class Chooser:
         why = "the smallest simulated time"
         if len(equal) > 1:
             why += f" within {TIE:.0%}, of these the smallest messages between hosts and the fewest steps"
+        where = f"{counted(self.size, 'rank')} of {counted(len(self.hosts), 'host')}"
+        links = self.cluster.name if self.calibrated else "uncalibrated, from the catalog"
         log.info(
-            "%s up to %s on %s of %s: %s, %s (%s; links: %s)",
-            operation,
-            format_bytes(size),
-            counted(self.size, "rank"),
-            counted(len(self.hosts), "host"),
-            chosen,
-            why,
-            shown,
-            self.cluster.name if self.calibrated else "uncalibrated, from the catalog",
+            "%s up to %s on %s: %s, %s (%s; links: %s)", operation, format_bytes(size), where, chosen, why, shown, links
         )
         return chosen
 
@@ -134,10 +128,9 @@ def shaped(cluster: Cluster | None, hosts: list[tuple[int, ...]]) -> Cluster:
     return base.but(levels=tuple(levels), gpus=width * len(hosts))
 
 
-Listener = Callable[
-    [str, torch.Tensor, str, int], None
-]  # operation, full buffer, name of the group, bytes that this rank sends
-# Called for each collective and send: torch's dispatcher does not see those of a group in Python.
+# Called for each collective and send, with the operation, the full buffer, the name of the group and the bytes that this rank sends: torch's
+# dispatcher does not see those of a group in Python.
+Listener = Callable[[str, torch.Tensor, str, int], None]
 LISTENERS: list[Listener] = []
 TorchGroup: Any = distributed.ProcessGroup  # torch declares overloads that a Python group is never called with
 
@@ -208,9 +201,8 @@ class ProgramGroup(TorchGroup):
     ) -> Work:
         """Run a program, or the one that the cost model chooses. `splits`: each rank knows only its own sizes."""
         if tensor.layout != torch.strided:
-            raise MeshwrightError(
-                "MW-COMM-001", "the backend meshwright moves dense tensors only", fix="tensor.to_dense()"
-            )
+            what = "the backend meshwright moves dense tensors only"
+            raise MeshwrightError("MW-COMM-001", what, fix="tensor.to_dense()")
         into = tensor if output is None else output
         buffer = into if operation == "all-gather" else tensor
         if program is None:

@@ -141,11 +141,8 @@ def named_hosts(infos: Sequence[RankInfo]) -> tuple[RankInfo, ...]:
         known = found.setdefault(info.host.rpartition("/")[0], [])
         if info.host not in known:
             known.append(info.host)
-    names = {
-        full: name if len(known) == 1 else f"{name}-{k}"
-        for name, known in found.items()
-        for k, full in enumerate(known)
-    }
+    numbered = ((name, k, full, len(known)) for name, known in found.items() for k, full in enumerate(known))
+    names = {full: name if count == 1 else f"{name}-{k}" for name, k, full, count in numbered}
     return tuple(info.but(host=names[info.host]) for info in infos)
 
 
@@ -232,9 +229,8 @@ class Torch:
         return calls[operation]
 
     def round_trip(self, peer: int, n: int, first: bool, answer: int = 0) -> Call:
-        message, reply = (
-            torch.zeros(max(size // ELEMENT_BYTES, 1), dtype=DTYPE, device=self.device) for size in (n, answer)
-        )
+        counts = (max(size // ELEMENT_BYTES, 1) for size in (n, answer))
+        message, reply = (torch.zeros(count, dtype=DTYPE, device=self.device) for count in counts)
 
         def call() -> None:
             if first:
@@ -273,14 +269,10 @@ class Programs:
         elements = 0 if operation == "barrier" else n // ELEMENT_BYTES
         options = {"groups": self.groups} if "groups" in accepts(operation, algorithm) else {}
         program = build(operation, algorithm, size, elements, **options)
-        root = communicator.rank == 0
-        whole = {
-            "source": operation not in ("all-gather", "gather"),
-            "result": operation not in ("reduce-scatter", "scatter"),
-        }
-        if operation in ("gather", "scatter") and not root:
-            whole = {"source": False, "result": False}
-        source, result = (torch.zeros(elements if w else elements // size, dtype=DTYPE) for w in whole.values())
+        whole = [operation not in ("all-gather", "gather"), operation not in ("reduce-scatter", "scatter")]
+        if operation in ("gather", "scatter") and communicator.rank:
+            whole = [False, False]
+        source, result = (torch.zeros(elements if w else elements // size, dtype=DTYPE) for w in whole)
         if operation in ("all-reduce", "broadcast", "reduce", "barrier"):
             return lambda: communicator.run(program, source)
         return lambda: communicator.run(program, source, result)

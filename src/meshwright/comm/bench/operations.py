@@ -49,7 +49,7 @@ class MeasuredCase(NamedTuple):
     dtype: str = ""  # if it is not that of the measurement
 
 
-def part_call(part: str, dtype: torch.dtype, tokens: int, width: int, chain: int = CHAIN) -> Call:
+def part_call(part: str, dtype: torch.dtype, tokens: int, width: int) -> Call:
     """Forward and backward of a chain of one part of a transformer layer."""
     x = torch.randn(1, tokens, width, dtype=dtype, requires_grad=True)
     start = torch.randn(1, tokens, width, dtype=dtype)
@@ -60,17 +60,14 @@ def part_call(part: str, dtype: torch.dtype, tokens: int, width: int, chain: int
             cross_entropy(x * 1.0, target).backward()
 
         return loss
-    steps: list[Callable[[torch.Tensor], torch.Tensor]]
     if part == "norm":
-        norms = [nn.RMSNorm(width, dtype=dtype) for _ in range(chain)]
-        steps = list(norms)
-    elif part == "activation":
-        steps = [lambda y: F.silu(y) * y] * chain
-    elif part == "residual":
-        steps = [lambda y: y + x] * chain
-    else:
-        steps = [_rotation(tokens, width, dtype)] * chain
-    return _chain_call(x, steps, start)
+        return _chain_call(x, [nn.RMSNorm(width, dtype=dtype) for _ in range(CHAIN)], start)
+    steps: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "activation": lambda y: F.silu(y) * y,
+        "residual": lambda y: y + x,
+        "rotation": _rotation(tokens, width, dtype),
+    }
+    return _chain_call(x, [steps[part]] * CHAIN, start)
 
 
 def _chain_call(x: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.Tensor]], start: torch.Tensor) -> Call:
@@ -100,9 +97,9 @@ def _rotation(tokens: int, width: int, dtype: torch.dtype) -> Callable[[torch.Te
     return step
 
 
-def linear_call(dtype: torch.dtype, m: int, n: int, k: int, chain: int = CHAIN) -> Call:
+def linear_call(dtype: torch.dtype, m: int, n: int, k: int) -> Call:
     """Forward and backward of linear layers k → n → k → …; weight gradients accumulate."""
-    sizes = [(k, n) if i % 2 == 0 else (n, k) for i in range(chain)]
+    sizes = [(k, n), (n, k)] * (CHAIN // 2)
     layers = [nn.Linear(a, b, bias=False, dtype=dtype) for a, b in sizes]
     for layer in layers:
         layer.weight.grad = torch.zeros_like(layer.weight)
@@ -110,9 +107,7 @@ def linear_call(dtype: torch.dtype, m: int, n: int, k: int, chain: int = CHAIN) 
     return _chain_call(x, layers, torch.randn(1, m, sizes[-1][1], dtype=dtype))
 
 
-def attention_call(
-    dtype: torch.dtype, batch: int, heads: int, seq: int, width: int, device: str = "cpu", chain: int = 2
-) -> Call:
+def attention_call(dtype: torch.dtype, batch: int, heads: int, seq: int, width: int, device: str = "cpu") -> Call:
     """Forward and backward of causal attention, twice, with the reshapes into heads and back."""
     shape = (batch, seq, heads * width)
     q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
@@ -123,13 +118,7 @@ def attention_call(
         mixed = F.scaled_dot_product_attention(in_heads[0], in_heads[1], in_heads[2], is_causal=True)
         return mixed.transpose(1, 2).flatten(2)
 
-    def run() -> None:
-        y = q
-        for _ in range(chain):
-            y = attend(y)
-        y.backward(start)
-
-    return run
+    return _chain_call(q, [attend] * 2, start)
 
 
 def tile_call(dtype: torch.dtype, batch: int, heads: int, seq: int, width: int) -> Call:
@@ -298,7 +287,11 @@ def sharded_cases(dtype: torch.dtype) -> Iterator[MeasuredCase]:
 
     # A slice of a larger mesh, as with pipeline or tensor parallelism: torch compares meshes in every operator.
     mesh = init_device_mesh("cpu", (1, distributed.get_world_size()), mesh_dim_names=("stage", "shard"))["shard"]
-    units, held, plain = (nn.Sequential(*(small_unit(dtype) for _ in range(CHAIN))) for _ in range(3))
+
+    def small_unit() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(UNIT_PARAMETERS)))
+
+    units, held, plain = (nn.Sequential(*(small_unit() for _ in range(CHAIN))) for _ in range(3))
     for sharded, reshard in ((units, True), (held, False)):
         for unit in sharded:
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
@@ -308,13 +301,4 @@ def sharded_cases(dtype: torch.dtype) -> Iterator[MeasuredCase]:
     kept.set_reshard_after_backward(False)  # a micro-batch that neither gathers nor reduces
     kept.set_requires_gradient_sync(False)
     for kind, module in (("sharded-units", units), ("held-units", held), ("plain-units", plain)):
-        yield MeasuredCase(kind, {"units": CHAIN}, 1, partial(forward_backward, module, x, start))
-
-
-def small_unit(dtype: torch.dtype) -> nn.Module:
-    """A ZeRO unit of some parameters."""
-    return nn.Sequential(*(nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(UNIT_PARAMETERS)))
-
-
-def forward_backward(module: nn.Module, x: torch.Tensor, start: torch.Tensor) -> None:
-    module(x).backward(start)
+        yield MeasuredCase(kind, {"units": CHAIN}, 1, _chain_call(x, [module], start))

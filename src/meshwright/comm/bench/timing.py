@@ -137,11 +137,11 @@ class ClockReading:
 def busy_cores(idle: float, seconds: float = LOOK_S, looks: int = LOOKS) -> float:
     """Cores that other processes keep busy. A process that is just ending disturbs no run: while more than `idle` cores are busy this looks
     again, and the least of all looks counts."""
-    least = look(seconds)
-    for _ in range(looks - 1):
+    least = math.inf
+    for _ in range(looks):
+        least = min(least, look(seconds))
         if least <= idle:
             break
-        least = min(least, look(seconds))
     return least
 
 

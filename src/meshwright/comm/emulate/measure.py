@@ -118,19 +118,15 @@ class Stream:
 
     def _send(self) -> None:
         data = bytes(CHUNK)
-        try:
+        with contextlib.suppress(OSError):
             while True:
                 self.source.sendall(data)
-        except OSError:
-            return
 
     def _receive(self) -> None:
         buffer = bytearray(CHUNK)
-        try:
+        with contextlib.suppress(OSError):
             while count := self.sink.recv_into(buffer):
                 self.received += count
-        except OSError:
-            return
 
 
 def connect(name: str, sender: int, receiver: int) -> tuple[socket.socket, socket.socket]:
@@ -176,8 +172,6 @@ def round_trip(name: str, first: int, second: int) -> float:
 
 
 def _echo(sink: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):
         while data := sink.recv(64):
             sink.sendall(data)
-    except OSError:
-        return

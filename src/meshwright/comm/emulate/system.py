@@ -12,14 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from meshwright.errors import MeshwrightError
 from meshwright.host import process_start
-from meshwright.units import Json
 
 NAMESPACES = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
@@ -92,22 +91,14 @@ def delete_namespace(name: str) -> None:
 def in_namespace(name: str, function: Callable[[], Result]) -> Result:
     """Call a function in a network namespace. Linux lets a single thread enter one: it is a new thread, which ends with the
     call. Sockets and devices that the function opens stay in that namespace."""
-    outcome: Json = {}
 
-    def enter() -> None:
-        try:
-            with (NAMESPACES / name).open() as file:
-                set_namespace(file.fileno())
-            outcome["result"] = function()
-        except BaseException as error:
-            outcome["error"] = error
+    def enter() -> Result:
+        with (NAMESPACES / name).open() as file:
+            set_namespace(file.fileno())
+        return function()
 
-    thread = threading.Thread(target=enter, name=f"namespace {name}")
-    thread.start()
-    thread.join()
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["result"]
+    with ThreadPoolExecutor(1, f"namespace {name}") as thread:
+        return thread.submit(enter).result()
 
 
 def set_namespace(file: int) -> None:

@@ -6,7 +6,6 @@ numpy reduces their memory.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,15 +16,11 @@ from meshwright.errors import MeshwrightError, unknown
 
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # (base, received, into)
 
-TORCH = {
-    "sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum,
-    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
+OPERATORS = {  # torch and numpy have them under one name
+    "sum": "add", "avg": "add", "product": "multiply", "min": "minimum", "max": "maximum",
+    "band": "bitwise_and", "bor": "bitwise_or", "bxor": "bitwise_xor",
 }  # fmt: skip
-NUMPY = {
-    "sum": np.add, "avg": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum,
-    "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
-}  # fmt: skip
-REDUCTIONS = tuple(TORCH)
+REDUCTIONS = tuple(OPERATORS)
 BITWISE = ("band", "bor", "bxor")
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -35,27 +30,22 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 
 def combiner(reduction: str, dtype: torch.dtype) -> Combine:
     """Return the function that combines two tensors of `dtype`; raise if the dtype has no such reduction."""
-    if reduction not in TORCH:
+    if reduction not in OPERATORS:
         raise unknown("MW-COMM-002", "reduction", reduction, REDUCTIONS)
     fits = dtype in INTEGERS or (dtype in FLOATS and reduction not in BITWISE)
     if dtype in COMPLEX:
         fits = reduction in ("sum", "avg", "product")
     if not fits:
-        raise MeshwrightError(
-            "MW-COMM-002",
-            f"tensors of {name_of(dtype)} have no reduction '{reduction}'",
-            why="Floating point has no bitwise operations, complex numbers have no order, and 8-bit floats are only moved",
-            valid=[r for r in REDUCTIONS if dtype in FLOATS and r not in BITWISE] or ["sum", "avg", "product"],
-        )
-    return partial(combine_arrays if dtype in UNSIGNED else combine_tensors, reduction)
-
-
-def combine_tensors(reduction: str, base: torch.Tensor, received: torch.Tensor, into: torch.Tensor) -> None:
-    TORCH[reduction](base, received, out=into)  # type: ignore[operator]
-
-
-def combine_arrays(reduction: str, base: torch.Tensor, received: torch.Tensor, into: torch.Tensor) -> None:
-    NUMPY[reduction](base.numpy(), received.numpy(), out=into.numpy())
+        what = f"tensors of {name_of(dtype)} have no reduction '{reduction}'"
+        why = "Floating point has no bitwise operations, complex numbers have no order, and 8-bit floats are only moved"
+        valid = [r for r in REDUCTIONS if dtype in FLOATS and r not in BITWISE] or ["sum", "avg", "product"]
+        raise MeshwrightError("MW-COMM-002", what, why=why, valid=valid)
+    name = OPERATORS[reduction]
+    if dtype in UNSIGNED:
+        operator = getattr(np, name)
+        return lambda base, received, into: operator(base.numpy(), received.numpy(), out=into.numpy())
+    tensors = getattr(torch, name)
+    return lambda base, received, into: tensors(base, received, out=into)
 
 
 def divide(tensor: torch.Tensor, ranks: int) -> None:

@@ -55,9 +55,8 @@ class PointToPoint:
         for peer in peers:
             text = call.packed + SIZES.pack(sent.get(peer, 0), received.get(peer, 0))
             header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            self.unfinished.append(
-                PostedMessage(self, self.start(peer, header, HEADER_TAG, place), header, None, peer, place)
-            )
+            started = self.start(peer, header, HEADER_TAG, place)
+            self.unfinished.append(PostedMessage(self, started, header, None, peer, place))
 
     def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: CallPlace) -> Sequence[Pending]:
         data = self.payload(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)) if pieces else None)

@@ -10,7 +10,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
 from meshwright.predict.prediction import predict
-from meshwright.units import format_seconds
+from meshwright.units import Json, format_seconds
 from meshwright.view.launch_files.frameworks import for_framework, framework_of, program_of
 from meshwright.view.launch_files.program import TrainingProgram
 
@@ -103,23 +103,8 @@ def make_job(
     program = program_of(framework, config, plan, folder, save_every)
     if program.is_ours:
         program = replace(program, begin=(*program.begin, *option_words(options)))
-    return LaunchJob(
-        name,
-        config,
-        program,
-        prediction,
-        typed,
-        nodes,
-        per_node,
-        folder,
-        save_every,
-        reason,
-        interface,
-        image,
-        claim,
-        time_limit,
-        options,
-    )
+    named: Json = {"interface": interface, "image": image, "claim": claim, "time_limit": time_limit, "options": options}
+    return LaunchJob(name, config, program, prediction, typed, nodes, per_node, folder, save_every, reason, **named)
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
@@ -146,13 +131,11 @@ def hosts_of(config: Config, per_node: int) -> tuple[int, int]:
         per_node = min(world, size if size <= MOST_IN_ONE_HOST else DOMAIN_HOST)
     if world % per_node:
         divisors = [n for n in range(1, min(world, 16) + 1) if world % n == 0]
-        raise MeshwrightError(
-            "MW-LAUNCH-001",
+        what, why = (
             f"{world} ranks do not fill hosts of {per_node}",
-            why="A launcher starts the same number of processes on every host",
-            valid=divisors,
-            fix=f"--per-node {divisors[-1]}",
+            "A launcher starts the same number of processes on every host",
         )
+        raise MeshwrightError("MW-LAUNCH-001", what, why=why, valid=divisors, fix=f"--per-node {divisors[-1]}")
     return world // per_node, per_node
 
 
@@ -163,10 +146,8 @@ def interval(config: Config, prediction: Prediction, save_every: int) -> tuple[i
     if config.checkpoint.every:
         return config.checkpoint.every, "as in [checkpoint] of the plan file"
     steps = max(1, round(SAVE_SECONDS / prediction.step_time_s))
-    return (
-        steps,
-        f"about {max(1, steps * prediction.step_time_s / 60):,.0f} minutes by the predicted step; --save-every changes it",
-    )
+    minutes = max(1, steps * prediction.step_time_s / 60)
+    return steps, f"about {minutes:,.0f} minutes by the predicted step; --save-every changes it"
 
 
 ALLOWED = re.compile(r"[\w.:,=-]*", re.ASCII)
@@ -176,11 +157,11 @@ def check_names(**values: str) -> None:
     """Raise if a name that is written into the file as it is has characters that a shell or YAML would interpret."""
     for option, value in values.items():
         if not ALLOWED.fullmatch(value):
-            raise MeshwrightError(
-                "MW-LAUNCH-003",
+            what, valid = (
                 f"--{option} '{value}' has characters that such a name does not have",
-                valid=["letters", "digits", ". : , = _ -"],
+                ["letters", "digits", ". : , = _ -"],
             )
+            raise MeshwrightError("MW-LAUNCH-003", what, valid=valid)
 
 
 def check_paths(*paths: str) -> None:

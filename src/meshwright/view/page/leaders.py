@@ -39,14 +39,8 @@ def data(subject: Subject) -> dict[str, Any]:
         if explained
         else [],
         "strategies": [
-            {
-                "strategy": w.strategy,
-                "fits": w.fits,
-                "slower": w.slower if w.fits else None,
-                "why": w.words,
-                "title": w.plan.title(),
-                "plan": w.plan.as_dict(),
-            }
+            {"strategy": w.strategy, "fits": w.fits, "slower": w.slower if w.fits else None, "why": w.words}
+            | {"title": w.plan.title(), "plan": w.plan.as_dict()}
             for w in (result.why_not if explained else ())
         ],
         "mine": {

@@ -27,17 +27,10 @@ def data(subject: Subject) -> dict[str, Any]:
         level = cluster.levels[layout.level(axis, cluster)].name
         first = groups[0].tolist()
         step = first[1] - first[0]
-        out.append(
-            {
-                "axis": axis,
-                "size": layout.size(axis),
-                "groups": len(groups),
-                "level": level,
-                "group_of": number[:drawn],
-                "formula": f"{axis}: {len(groups):,} groups of {layout.size(axis)} ranks, {step} apart: {', '.join(map(str, first[:6]))}"
-                f"{', …' if len(first) > 6 else ''}; they span {level} links",
-            }
-        )
+        members_of = f"{', '.join(map(str, first[:6]))}{', …' if len(first) > 6 else ''}"
+        words = f"{axis}: {len(groups):,} groups of {layout.size(axis)} ranks, {step} apart: {members_of}"
+        row = {"axis": axis, "size": layout.size(axis), "groups": len(groups), "level": level}
+        out.append(row | {"group_of": number[:drawn], "formula": f"{words}; they span {level} links"})
     return {
         "world": plan.world,
         "drawn": drawn,

@@ -80,16 +80,9 @@ def measured(e: Estimate) -> list[dict[str, Any]]:
     for p in e.cluster.measured:
         sent = bus_factor(p.operation, p.ranks) * p.bytes
         words = f"measured: {p.operation} of {format_decimal_bytes(p.bytes)} over {p.ranks} ranks in {format_seconds(p.seconds)}"
-        out.append(
-            {
-                "operation": p.operation,
-                "ranks": p.ranks,
-                "level": e.cluster.level_between(0, min(p.ranks, e.cluster.world) - 1),
-                "sent_bytes": sent,
-                "rate": sent / p.seconds,
-                "formula": f"{words}: {format_decimal_bytes(sent)} sent by a rank = {format_rate(sent / p.seconds)}",
-            }
-        )
+        level, rate = e.cluster.level_between(0, min(p.ranks, e.cluster.world) - 1), sent / p.seconds
+        row = {**values_of(p, "operation", "ranks"), "level": level, "sent_bytes": sent, "rate": rate}
+        out.append(row | {"formula": f"{words}: {format_decimal_bytes(sent)} sent by a rank = {format_rate(rate)}"})
     return out
 
 

@@ -169,22 +169,13 @@ def stage_cards(e: Estimate) -> list[dict[str, Any]]:
         ends = [name for name in ("embedding", "head") if scalar(blocks.counts.get(name, 0.0)) > 0]
         f, i, w = (scalar(x) for x in (times.f, times.i, times.w))
         memory = e.prediction.memory_by_stage[min(rank, len(e.prediction.memory_by_stage) - 1)]
-        out.append(
-            {
-                "stage": stage,
-                "rank": rank,
-                "layers": layers[stage],
-                "ends": ends,
-                "parameters": sum(scalar(x) for x in e.program.elements(blocks).values()),
-                "forward_s": f,
-                "backward_s": i + w,
-                "message_bytes": size,
-                "memory_gib": sum(memory.values()),
-                "in_flight": float(walked.walk.peak_memory[rank]),
-                "formula": f"stage {stage}: forward {format_seconds(f)}, backward {format_seconds(i)} inputs + {format_seconds(w)} weights; "
-                f"sends {format_decimal_bytes(size)} per micro-batch and direction",
-            }
-        )
+        parameters = sum(scalar(x) for x in e.program.elements(blocks).values())
+        held = {"memory_gib": sum(memory.values()), "in_flight": float(walked.walk.peak_memory[rank])}
+        backward = f"backward {format_seconds(i)} inputs + {format_seconds(w)} weights"
+        sent = f"sends {format_decimal_bytes(size)} per micro-batch and direction"
+        card = {"stage": stage, "rank": rank, "layers": layers[stage], "ends": ends, "parameters": parameters}
+        card |= {"forward_s": f, "backward_s": i + w, "message_bytes": size, **held}
+        out.append(card | {"formula": f"stage {stage}: forward {format_seconds(f)}, {backward}; {sent}"})
     return out
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS
 from meshwright.programs.collectives.comparison import SIZES, Comparison, compare
@@ -44,7 +42,10 @@ def show(request: CollectiveRequest) -> None:
     if request.as_json:
         return show_json(shown.as_dict())
     if request.values:
-        return print_out(view.values_page(program, require_printable(inputs, program.elements)))
+        if inputs is None:
+            what, fix = f"{program.elements} elements are too many to print", f"--elements {MOST_VALUES}"
+            raise MeshwrightError("MW-PROG-006", what, fix=fix)
+        return print_out(view.values_page(program, inputs))
     alternatives = [name for name in ALGORITHMS[request.operation] if name != program.algorithm]
     print_out(view.page(program, walked, on, charge=charge))
     if alternatives:
@@ -68,38 +69,21 @@ def show_comparison(request: CollectiveRequest) -> None:
 
 def compared(request: CollectiveRequest) -> Comparison:
     """The times of all algorithms, or of the named ones, by message size."""
-    options_of_one = {
-        "--values": request.values,
-        "--elements": request.elements >= 0,
-        "--root": request.root >= 0,
-        "--segments": request.segments > 0,
-        "--node": request.node > 0,
-    }
-    for option, value in options_of_one.items():
+    given = {"values": request.values, "elements": request.elements >= 0, "root": request.root >= 0}
+    for option, value in (given | {"segments": request.segments > 0, "node": request.node > 0}).items():
         if value:
-            raise unused(option, "a comparison sets it for each algorithm and size", "--size 64MiB")
+            raise unused(f"--{option}", "a comparison sets it for each algorithm and size", "--size 64MiB")
     algorithms_of(request.operation)
     ranks = request.ranks or 8
     if ranks > MOST_COMPARED:
-        raise MeshwrightError(
-            "MW-PROG-006", f"ranks = {ranks} is too large for a comparison", fix=f"--ranks {MOST_COMPARED}"
-        )
+        what = f"ranks = {ranks} is too large for a comparison"
+        raise MeshwrightError("MW-PROG-006", what, fix=f"--ranks {MOST_COMPARED}")
     cluster = cluster_of(request.cluster or DEFAULT_CLUSTER, ranks)
-    names = [name.strip() for name in request.names.split(",") if name.strip()] or (
-        [request.algorithm] if request.algorithm else []
-    )
+    names = [name.strip() for name in (request.names or request.algorithm).split(",") if name.strip()]
     for name in names:
         builder(request.operation, name)
     sizes: Sequence[float] = [parse_bytes(request.size)] if request.size else SIZES
     return compare(request.operation, cluster, ranks, sizes, names, element_bytes=ELEMENT_BYTES)
-
-
-def require_printable(inputs: list[np.ndarray] | None, elements: int) -> list[np.ndarray]:
-    if inputs is None:
-        raise MeshwrightError(
-            "MW-PROG-006", f"{elements} elements are too many to print", fix=f"--elements {MOST_VALUES}"
-        )
-    return inputs
 
 
 def write_figure(path: str, text: str) -> None:

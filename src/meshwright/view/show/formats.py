@@ -7,14 +7,13 @@ last code for NaN; E2M1 reserves none.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
 from meshwright.describe.result import values_of
 from meshwright.units import Json
-from meshwright.view.tables import filled, heading, show_json
-from meshwright.view.tables import show as print_out
+from meshwright.view.tables import filled, heading
 
 
 class Format(NamedTuple):
@@ -101,30 +100,17 @@ def data(topic: str = "formats") -> list[Json]:
     return [*floats, {"name": "int8", "bits": 8, "largest": 127.0, "smallest": 1.0, "use": INT8_USE}]
 
 
-def show(topic: str = "formats", *, as_json: bool = False) -> None:
-    """Print the table of formats."""
-    if as_json:
-        return show_json(data())
-    rows: list[tuple[object, ...]] = [
-        (
-            Text(f.name, "bold"),
-            f.bits,
-            f"1+{f.exponent}+{f.mantissa}",
-            number(f.largest),
-            number(f.smallest_normal),
-            number(f.smallest),
-            f"2^-{f.mantissa}",
-            f"{f.digits:.1f}",
-            Text(f.use, "dim"),
-        )
-        for f in FORMATS
-    ]
+def page(topic: str = "formats") -> list[Any]:
+    """The table of formats."""
+    rows: list[tuple[object, ...]] = []
+    for f in FORMATS:
+        range_of = map(number, (f.largest, f.smallest_normal, f.smallest))
+        precision = f"2^-{f.mantissa}", f"{f.digits:.1f}"
+        bits = f.bits, f"1+{f.exponent}+{f.mantissa}"
+        rows.append((Text(f.name, "bold"), *bits, *range_of, *precision, Text(f.use, "dim")))
     rows.append((Text("int8", "bold"), 8, "1+7", "127", "", "1", "", "", Text(INT8_USE, "dim")))
-    return print_out(
-        heading("Number formats", "range comes from exponent bits, precision from mantissa bits"),
-        filled(COLUMNS, rows),
-        Text(NOTE, "dim"),
-    )
+    title = heading("Number formats", "range comes from exponent bits, precision from mantissa bits")
+    return [title, filled(COLUMNS, rows), Text(NOTE, "dim")]
 
 
 def number(x: float) -> str:

@@ -19,8 +19,7 @@ from rich.text import Text
 from meshwright.programs.collectives import build
 from meshwright.programs.collectives.arrays import run_on_arrays
 from meshwright.units import Json
-from meshwright.view.tables import heading, show_json
-from meshwright.view.tables import show as print_out
+from meshwright.view.tables import heading
 
 GPUS = 2
 TINTS = ("cyan", "magenta")
@@ -80,13 +79,6 @@ def data(topic: str) -> Json:
     example, equal = example_of(topic)
     plain = {k: [m.tolist() for m in v] if isinstance(v, list) else v.tolist() for k, v in example.items()}
     return {"topic": topic, "equal": equal, **plain}
-
-
-def show(topic: str, *, as_json: bool = False) -> None:
-    """Print the example."""
-    if as_json:
-        return show_json(data(topic))
-    return print_out(*page(topic))
 
 
 # Of each topic: title, what is split, what a GPU has (name, and the key of its matrix), how the parts become Y and dX, and what is sent.

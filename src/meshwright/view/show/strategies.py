@@ -7,12 +7,11 @@ expert-parallel ranks, k experts per token, M micro-batches. Bytes of state are 
 weights: 2 + 2 + 12 = 16 per parameter.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from meshwright.view.tables import facts, filled, heading, show_json
-from meshwright.view.tables import show as print_out
+from meshwright.view.tables import facts, filled, heading
 
 
 class Strategy(NamedTuple):
@@ -76,17 +75,15 @@ def data(topic: str = "strategies") -> list[dict[str, str]]:
     return [strategy._asdict() for strategy in STRATEGIES]
 
 
-def show(topic: str = "strategies", *, as_json: bool = False) -> None:
-    """Print the tables."""
-    if as_json:
-        return show_json(data())
+def page(topic: str = "strategies") -> list[Any]:
+    """The tables."""
     what = [(Text(s.name, "bold"), s.splits, Text(s.collective, "cyan"), s.when, s.volume) for s in STRATEGIES]
     use = [(Text(s.name, "bold"), s.overlap, Text(s.state, "cyan"), Text(s.use, "dim")) for s in STRATEGIES]
-    return print_out(
+    return [
         heading("What is split, and what is sent", "elements sent by one GPU in one step"),
         filled(["strategy", "what is split", "collective", "when", "volume"], what),
         heading("When to use it", "bytes of state on one GPU: bf16, Adam, fp32 master weights"),
         filled(["strategy", "overlaps", "state", "when to use"], use),
         facts(RULES),
         Text(LETTERS, "dim"),
-    )
+    ]

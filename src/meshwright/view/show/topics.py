@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from meshwright.describe import catalog
@@ -26,6 +28,14 @@ OPTIONS: dict[str, Any] = {
     "names": "", "compare": False, "algorithm": "", "ranks": 0, "size": "", "cluster": "", "elements": -1, "root": -1, "segments": 0, "node": 0,
     "values": False, "stages": 4, "microbatches": 8, "virtual": 0,
 }  # fmt: skip
+USAGE = {
+    "Collectives": "all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]",
+    "Pipeline schedules": "1f1b --stages 4 --microbatches 8 [--compare gpipe,zbv] [--html F]",
+    "Step program": "step PLAN",
+    "Lessons": "strategies",
+}
+LETTERS = "n: bytes of the full buffer, P = N·g ranks in N nodes, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n"
+STEP = "every operation of one training step of a plan file; with --json the value that `verify` compares with a run\n"
 MOST = 4096  # ranks, stages, micro-batches, elements or segments of one answer
 
 
@@ -63,9 +73,8 @@ def data(topic: str, options: dict[str, Any]) -> Any:
     if kind == LESSON:
         return module_of(topic).data(topic)
     if kind == PIPELINES:
-        names = pipelines.names(
-            topic, values.get("names", "") if values.get("compare") or values.get("names") else None
-        )
+        compared = values.get("names", "") if values.get("compare") or values.get("names") else None
+        names = pipelines.names(topic, compared)
         sizes = values.get("stages", 4), values.get("microbatches", 8), values.get("virtual") or None
         return pipelines.data([pipelines.walked_for(name, *sizes) for name in names])
     compare = bool(values.pop("compare", False) or values.get("names"))
@@ -78,9 +87,8 @@ def checked(name: str, value: Any) -> Any:
         raise unknown("MW-SHOW-003", "option", name, OPTIONS)
     default = OPTIONS[name]
     if type(value) is not type(default):
-        raise MeshwrightError(
-            "MW-SHOW-003", f"{name} = {shown(value)} is not valid", why=f"It must be {kind_of_value(default)}"
-        )
+        why = f"It must be {kind_of_value(default)}"
+        raise MeshwrightError("MW-SHOW-003", f"{name} = {shown(value)} is not valid", why=why)
     if name == "cluster" and value:
         catalog.load("clusters", value)  # raises for a name that is not there, such as a path
     if isinstance(value, int) and not -1 <= value <= MOST:
@@ -109,28 +117,15 @@ def list_topics(as_json: bool = False) -> None:
             first = (Text(operation, "bold"), Text(OPERATIONS[operation], "dim")) if k == 0 else ("", "")
             rows.append((*first, Text(name, "cyan"), Text(formula(operation, name), "dim")))
     collectives = filled(["operation", "what", "algorithm", "time on a uniform network"], rows)
-    schedules = filled(
-        ["schedule", "what"], [(Text(name, "bold"), Text(rule.about, "dim")) for name, rule in SCHEDULES.items()]
+
+    def listed(kind: str, about: dict[str, str]) -> Table:
+        return filled([kind, "what"], [(Text(name, "bold"), Text(words, "dim")) for name, words in about.items()])
+
+    bodies: tuple[tuple[RenderableType, ...], ...] = (
+        (collectives, Text(LETTERS, "dim")),
+        (listed("schedule", {name: rule.about for name, rule in SCHEDULES.items()}),),
+        (Text(STEP, "dim"),),
+        (listed("lesson", LESSONS),),
     )
-    table = filled(["lesson", "what"], [(Text(name, "bold"), Text(about, "dim")) for name, about in LESSONS.items()])
-    show(
-        heading(
-            "Collectives", "meshwright show all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]"
-        ),
-        collectives,
-        Text(
-            "n: bytes of the full buffer, P = N·g ranks in N nodes, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n",
-            "dim",
-        ),
-        heading(
-            "Pipeline schedules", "meshwright show 1f1b --stages 4 --microbatches 8 [--compare gpipe,zbv] [--html F]"
-        ),
-        schedules,
-        heading("Step program", "meshwright show step PLAN"),
-        Text(
-            "every operation of one training step of a plan file; with --json the value that `verify` compares with a run\n",
-            "dim",
-        ),
-        heading("Lessons", "meshwright show strategies"),
-        table,
-    )
+    for (title, usage), body in zip(USAGE.items(), bodies, strict=True):
+        show(heading(title, f"meshwright show {usage}"), *body)
