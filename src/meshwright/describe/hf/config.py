@@ -8,8 +8,9 @@ function read and that are not known to be harmless.
 import json
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from meshwright.describe.base import MOST
 from meshwright.errors import MeshwrightError, kind_of
@@ -73,6 +74,44 @@ DROPOUT = {
 }
 # The class's defaults, where they are not 0.
 RATES = {"opt": {"residual": 0.1}, **{family: dict.fromkeys(DROPOUT, 0.1) for family in ("gpt2", "gpt_bigcode")}}
+# Keys that a family's class does not use, or that repeat other keys.
+UNUSED: dict[str, tuple[str, ...]] = {
+    "bloom": ("slow_but_exact", "seq_length", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "unk_token_id"),
+    "mpt": ("expansion_ratio", "learned_pos_emb", "no_bias", "norm_type", "attn_config", "embedding_fraction", "verbose"),
+    "gpt_bigcode": ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner", "max_batch_size", "max_sequence_length"),
+    "cohere2": ("cache_implementation", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct", "use_gated_activation"),
+    "minimax_m2": (
+        "router_aux_loss_coef", "shared_intermediate_size", "use_routing_bias", "use_qk_norm", "qk_norm_type", "attn_type_list", "use_mtp",
+        "num_mtp_modules", "mtp_transformer_layers", "layernorm_full_attention_beta", "max_model_len",
+    ),
+    "gemma3n_text": (
+        "altup_active_idx", "altup_coef_clip", "altup_correct_scale", "altup_lr_multiplier", "activation_sparsity_pattern", "max_window_layers",
+        "query_pre_attn_scalar", "layer_types",
+    ),
+    "nemotron_h": (
+        "num_hidden_layers", "intermediate_size", "expand", "layers_block_type", "num_logits_to_keep", "use_mamba_kernels", "mamba_hidden_act",
+        "mtp_hybrid_override_pattern", "mtp_layers_block_type", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group",
+        "topk_group", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor",
+        "moe_latent_size", "moe_shared_expert_overlap", "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank",
+        "rescale_prenorm_residual",
+    ),
+    "jamba": ("use_mamba_kernels", "num_logits_to_keep", "use_associative_scan"),
+    "minimax": ("postnorm", "shared_intermediate_size", "shared_moe_mode", "block_size", "layer_types"),
+    "bamba": (
+        "mamba_expand", "num_logits_to_keep", "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank",
+        "rescale_prenorm_residual",
+    ),
+    "mamba2": (
+        "residual_in_fp32", "rms_norm", "hidden_act", "conv_kernel", "n_groups", "state_size", "use_conv_bias", "chunk_size",
+        "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank",
+        "rescale_prenorm_residual",
+    ),
+    "deepseek_v4": (
+        "mlp_layer_types", "num_hash_layers", "hc_sinkhorn_iters", "hc_eps", "scoring_func", "partial_rotary_factor", "topk_method",
+        "router_aux_loss_coef", "expert_dtype", "attention_bias", "num_key_value_heads", "norm_topk_prob",
+    ),
+    "llama4_text": ("router_aux_loss_coef", "router_jitter_noise", "attention_chunk_size"),
+}  # fmt: skip
 # Keys that change no count: token ids, rates, precisions, rotary details, housekeeping.
 HARMLESS = re.compile(
     r"^_|^rope|^rotary|^partial_rotary|theta$|^architectures$|^model_type$|token_id$|token_index$|eps$|epsilon$|"
@@ -94,7 +133,7 @@ class HfConfig:
             renamed.get(key, key): value for key, value in data.items() if value is not None or key not in renamed
         }
         self.family, self.notes = family, notes
-        self.read_keys: set[str] = set()
+        self.read_keys = set(UNUSED.get(family, ()))
         self.differences: list[str] = []  # parts of the model that `train` computes in another way
 
     def get(self, key: str) -> Any:
@@ -126,52 +165,41 @@ class HfConfig:
             raise self.bad(key, value, f"a whole number from {least} to {most}")
         return value
 
+    def _checked(self, key: str, default: Any, is_valid: Callable[[Any], bool], wanted: str) -> Any:
+        """The value of a key, or its default if it is null or absent."""
+        value = self.get(key)
+        if value is not None and not is_valid(value):
+            raise self.bad(key, value, wanted)
+        return default if value is None else value
+
     def decimal(self, key: str, default: float) -> float:
         """A number from 0 up."""
-        value = self.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
-            raise self.bad(key, value, f"a number from 0 to {MOST}")
-        return float(value)
+        return float(
+            self._checked(key, default, lambda v: is_number(v) and 0 <= v <= MOST, f"a number from 0 to {MOST}")
+        )
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.bad(key, value, "true or false")
-        return value
+        return bool(self._checked(key, default, lambda v: isinstance(v, bool), "true or false"))
 
     def word(self, key: str, default: str) -> str:
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.bad(key, value, "text")
-        return value
+        return str(self._checked(key, default, lambda v: isinstance(v, str), "text"))
 
     def many(self, key: str, kind: type) -> list[Any] | None:
-        value = self.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(v, kind) and not isinstance(v, bool) for v in value):
-            raise self.bad(key, value, f"a list of {'whole numbers' if kind is int else 'texts'}")
-        return value
+        def is_list(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
+
+        values: list[Any] | None = self._checked(
+            key, None, is_list, f"a list of {'whole numbers' if kind is int else 'texts'}"
+        )
+        return values
 
     def decimals(self, key: str) -> tuple[float, ...]:
         """A list of numbers from 0 up; empty if it is null or absent."""
-        value = self.get(key)
-        if value is None:
-            return ()
-        numbers = (
-            [v for v in value if isinstance(v, int | float) and not isinstance(v, bool)]
-            if isinstance(value, list)
-            else []
-        )
-        if not numbers or len(numbers) != len(value) or not all(0 <= v <= MOST for v in numbers):
-            raise self.bad(key, value, f"a list of numbers from 0 to {MOST}")
-        return tuple(map(float, numbers))
+
+        def are_numbers(value: Any) -> bool:
+            return isinstance(value, list) and bool(value) and all(is_number(v) and 0 <= v <= MOST for v in value)
+
+        return tuple(map(float, self._checked(key, (), are_numbers, f"a list of numbers from 0 to {MOST}")))
 
     def bad(self, key: str, value: object, wanted: str) -> MeshwrightError:
         return MeshwrightError("MW-HF-006", f"{key} = {shown(value)} is not valid", valid=[wanted])
@@ -180,7 +208,7 @@ class HfConfig:
         """The dropout rate of a kind, in any of the spellings that configs use; None if the config has none."""
         for key in DROPOUT[kind]:
             value = self.get(key)
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if is_number(value):
                 if not 0 <= value < 1:
                     raise self.bad(key, value, "a number from 0 up to 1")
                 return float(value)
@@ -195,6 +223,10 @@ class HfConfig:
         """Keys with a value that no function read."""
         ignored = (k for k, v in self.data.items() if k not in self.read_keys and v not in (None, False, 0, "", [], {}))
         return [f"unknown key, ignored: {k[:60]} = {shown(self.data[k])}" for k in ignored if not HARMLESS.search(k)]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:

@@ -42,6 +42,10 @@ def _vector(name: str, size: int, where: str = "layer") -> Json:
     return {"name": name, "where": where, "columns": size}
 
 
+def _matrix(name: str, rows: int, columns: int, where: str = "layer") -> Json:
+    return {"name": name, "where": where, "rows": rows, "columns": columns}
+
+
 def opt(c: HfConfig) -> Json:
     fields = decoder(c, tied=True, activation="relu", gated=False) | LAYER_NORM | _biases(c.flag("enable_bias", True))
     before, hidden = c.flag("do_layer_norm_before", True), fields["hidden"]
@@ -64,17 +68,11 @@ def bloom(c: HfConfig) -> Json:
     fields = decoder(c, tied=True, activation="gelu_new", gated=False, ffn=4) | LAYER_NORM | _biases(True)
     if c.flag("apply_residual_connection_post_layernorm", False):
         c.differs("apply_residual_connection_post_layernorm: residuals that begin after the norm")
-    c.covered(
-        "slow_but_exact", "seq_length", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "unk_token_id"
-    )
     return fields | {"kv_heads": 0, "positions": "alibi", "embedding_norm": True}
 
 
 def mpt(c: HfConfig) -> Json:
     """MPT. Transformers' class ignores the config here: FFN of 4·hidden, ALiBi, one KV head for each head."""
-    c.covered(
-        "expansion_ratio", "learned_pos_emb", "no_bias", "norm_type", "attn_config", "embedding_fraction", "verbose"
-    )
     fields = decoder(c, tied=True, activation="gelu", gated=False, ffn=4) | LAYER_NORM
     return fields | {"kv_heads": 0, "ffn": 4 * fields["hidden"], "norm_parameters": "weight", "positions": "alibi"}
 
@@ -99,13 +97,6 @@ def gpt_bigcode(c: HfConfig) -> Json:
         raise MeshwrightError("MW-HF-007", "add_cross_attention = true is not a decoder alone", valid=["false"])
     fields = decoder(c, tied=True, activation="gelu_pytorch_tanh", gated=False, ffn=4) | LAYER_NORM | _biases(True)
     scale = {} if c.flag("scale_attn_weights", True) else {"attention_scale": 1.0}
-    c.covered(
-        "attention_softmax_in_fp32",
-        "scale_attention_softmax_in_fp32",
-        "inference_runner",
-        "max_batch_size",
-        "max_sequence_length",
-    )
     return fields | scale | {"kv_heads": int(c.flag("multi_query", True)), "positions": "learned"}
 
 
@@ -140,13 +131,6 @@ def cohere(c: HfConfig) -> Json:
         if normed:
             c.differs(QK_LAYER_NORM)
         return fields | {"qk_norm": normed, "qk_norm_width": "projection"}
-    c.covered(
-        "cache_implementation",
-        "order_of_interleaved_layers",
-        "position_embedding_type",
-        "rotary_pct",
-        "use_gated_activation",
-    )
     every = c.number("sliding_window_pattern", c.number("_sliding_window_pattern", 4))
     kinds = c.many("layer_types", str)
     full = [kind == "full_attention" for kind in kinds] if kinds else every_nth(every, fields["layers"])
@@ -174,15 +158,6 @@ def minimax_m2(c: HfConfig) -> Json:
     top_k = c.number("num_experts_per_tok", 8)
     fields = decoder(c) | {"qk_norm": True, "qk_norm_width": "projection", "balance_bias": True}
     fields |= {"experts": c.number("num_local_experts", 256), "top_k": top_k, "expert_ffn": fields["ffn"], "ffn": 0}
-    c.covered(
-        "router_aux_loss_coef",
-        "shared_intermediate_size",
-        "use_routing_bias",
-        "use_qk_norm",
-        "qk_norm_type",
-        "attn_type_list",
-    )
-    c.covered("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "layernorm_full_attention_beta", "max_model_len")
     rotated = c.number("rotary_dim", 0, least=0)
     return fields | ({"rope_dim": rotated} if rotated else {})
 
@@ -204,14 +179,6 @@ def gemma3n(c: HfConfig) -> Json:
     c.differs("altup: AltUp", "laurel: Laurel", "per_layer_inputs: an embedding for each layer")
     c.differs("kv_shared_layers: keys and values reused by later layers", "activation_sparsity: sparse activations")
     c.differs("value_norm: norms of values without weights")
-    c.covered(
-        "altup_active_idx",
-        "altup_coef_clip",
-        "altup_correct_scale",
-        "altup_lr_multiplier",
-        "activation_sparsity_pattern",
-    )
-    c.covered("max_window_layers", "query_pre_attn_scalar", "layer_types")
     layer = {
         "laurel-down": (hidden, rank),
         "laurel-up": (rank, hidden),
@@ -219,18 +186,13 @@ def gemma3n(c: HfConfig) -> Json:
         "layer-up": (width, hidden),
     }
     layer |= {"altup-router": (hidden, copies), "altup-predict": (copies, copies**2), "altup-correct": (copies, copies)}
-    extra = [{"name": name, "rows": rows, "columns": columns} for name, (rows, columns) in layer.items()]
-    extra.append(
-        _vector("layer-norms", 4 * hidden)
-    )  # of Laurel, AltUp's router and the layer's embedding, and AltUp's scale
-    ends = {"layer-project": (hidden, layers * width), "altup-in": (hidden, (copies - 1) * hidden)}
-    extra += [{"name": name, "where": "embedding", "rows": r, "columns": n} for name, (r, n) in ends.items() if n]
-    extra += (
-        [{"name": "altup-out", "where": "head", "rows": hidden, "columns": (copies - 1) * hidden}] if copies > 1 else []
-    )
-    extra.append(
-        {"name": "layer-tables", "where": "embedding", "rows": table, "columns": layers * width, "lookup": True}
-    )
+    extra = [_matrix(name, *sizes) for name, sizes in layer.items()]
+    extra.append(_vector("layer-norms", 4 * hidden))  # of Laurel, AltUp's router, the layer's embedding; AltUp's scale
+    extra.append(_matrix("layer-project", hidden, layers * width, "embedding"))
+    if copies > 1:
+        extra.append(_matrix("altup-in", hidden, (copies - 1) * hidden, "embedding"))
+        extra.append(_matrix("altup-out", hidden, (copies - 1) * hidden, "head"))
+    extra.append(_matrix("layer-tables", table, layers * width, "embedding") | {"lookup": True})
     extra.append(_vector("layer-tables-norm", width, "embedding"))
     reused = {} if first == layers else {"pattern": compact(["*-" if i < first else "Q-" for i in range(layers)])}
     fields |= reused | {"norms_per_layer": 4, "qk_norm": True, "attention_scale": 1.0, "extra": extra}

@@ -250,7 +250,6 @@ def _llama4(c: HfConfig) -> Json:
         fields |= {"temperature_scale": scale, "temperature_floor": floor}
     chunk = 0 if c.data.get("attention_chunk_size", 0) is None else c.number("attention_chunk_size", 8192, least=0)
     windows = sliding_window(c, nope, chunk)
-    c.covered("router_aux_loss_coef", "router_jitter_noise", "attention_chunk_size")
     return fields | experts | layers_without_rope(nope) | windows | ({"window_kind": "chunk"} if windows else {})
 
 

@@ -28,19 +28,6 @@ from meshwright.describe.hf.parts import (
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.errors import MeshwrightError
 
-TIME_STEPS = (
-    "time_step_limit",
-    "time_step_min",
-    "time_step_max",
-    "time_step_floor",
-    "time_step_rank",
-    "rescale_prenorm_residual",
-)
-# Keys that files of models without experts have as well.
-EXPERT_KEYS = (
-    "moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group", "topk_group", "n_routed_experts", "n_shared_experts",
-    "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "moe_latent_size", "moe_shared_expert_overlap",
-)  # fmt: skip
 COMPRESSED = {"sliding_attention": "W", "compressed_sparse_attention": "S", "heavily_compressed_attention": "C"}
 LETTERS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
@@ -87,7 +74,6 @@ def nemotron_h(c: HfConfig) -> dict[str, Any]:
     pattern = list(letters[:MOST_LAYERS]) or _kinds_of_layers(c, "layers_block_type")
     if not pattern:
         raise MeshwrightError("MW-HF-005", "the nemotron_h config lacks 'hybrid_override_pattern'")
-    c.covered("num_hidden_layers")
     heads = c.number("num_attention_heads")
     fields: dict[str, Any] = {
         "hidden": c.number("hidden_size"),
@@ -104,10 +90,7 @@ def nemotron_h(c: HfConfig) -> dict[str, Any]:
         "pattern": letters or compact(pattern),
         "linear": _mamba2(c),
     }
-    c.covered("intermediate_size", "expand", "layers_block_type", "num_logits_to_keep", "use_mamba_kernels")
     _no_biases(c, "mamba_proj_bias", "use_bias")
-    c.covered("mamba_hidden_act", "mtp_hybrid_override_pattern", "mtp_layers_block_type")
-    c.covered(*EXPERT_KEYS, *TIME_STEPS)
     predicted_tokens(c)
     ignored = [key for key in ("attention_bias", "tie_word_embeddings") if c.flag(key, False)]
     c.notes += [f"{key} = true is ignored, as by the class of nemotron_h" for key in ignored]
@@ -128,16 +111,13 @@ def nemotron_h(c: HfConfig) -> dict[str, Any]:
 
 def qwen3_next(c: HfConfig) -> dict[str, Any]:
     """Three of four layers with a gated delta rule, the others with gated attention; experts where the step of Qwen's MoE says."""
-    fields = decoder(c, ffn=int(c.family == "qwen3_5_moe_text")) | attention_bias(
-        c
-    )  # no layer of qwen3_5_moe has an FFN
-    fields |= {"qk_norm": True, "output_gate": True}
+    fields = decoder(c, ffn=int(c.family == "qwen3_5_moe_text"))  # no layer of qwen3_5_moe has an FFN
+    fields |= attention_bias(c) | {"qk_norm": True, "output_gate": True}
     layers = fields["layers"]
     every = c.number("full_attention_interval", 4)
     mixers = _kinds_of_layers(c, "layer_types") or ["*" if (i + 1) % every == 0 else "M" for i in range(layers)]
-    experts = (
-        0 if c.family == "qwen3_5_text" else c.number("num_experts", 512 if c.family == "qwen3_next" else 256, least=0)
-    )
+    usual = {"qwen3_next": 512}.get(c.family, 256)
+    experts = 0 if c.family == "qwen3_5_text" else c.number("num_experts", usual, least=0)
     step, dense = c.number("decoder_sparse_step", 1), set(c.many("mlp_only_layers", int) or [])
     channels = ["E" if experts and i not in dense and (i + 1) % step == 0 else "-" for i in range(layers)]
     fields |= {
@@ -186,7 +166,6 @@ def jamba(c: HfConfig) -> dict[str, Any]:
         },
     }
     _no_biases(c, "mamba_proj_bias")
-    c.covered("use_mamba_kernels", "num_logits_to_keep", "use_associative_scan")
     if not any(word.endswith("E") for word in words):
         c.covered("num_experts_per_tok", "router_aux_loss_coef")
         return fields
@@ -219,7 +198,6 @@ def minimax(c: HfConfig) -> dict[str, Any]:
         "ffn": 0,
         "rope_dim": c.number("rotary_dim", 0, least=0),
     }
-    c.covered("postnorm", "shared_intermediate_size", "shared_moe_mode", "block_size", "layer_types")
     c.covered(*(key for key in c.data if key.startswith(("layernorm_", "full_attn_", "linear_attn_", "mlp_"))))
     return fields | softmax_router(c, top_k, fields["layers"], normalise=True)
 
@@ -230,7 +208,6 @@ def bamba(c: HfConfig) -> dict[str, Any]:
     at = set(c.many("attn_layer_indices", int) or [])
     words = ["*-" if i in at else "M-" for i in range(fields["layers"])]
     _no_biases(c, "mamba_proj_bias")
-    c.covered("mamba_expand", "num_logits_to_keep", *TIME_STEPS)
     fields |= {"ffn_bias": c.flag("mlp_bias", False)}
     return fields | attention_bias(c) | {"pattern": compact(words), "linear": _mamba2(c, "mamba_n_")}
 
@@ -240,8 +217,6 @@ def mamba2(c: HfConfig) -> dict[str, Any]:
     hidden, width = c.number("hidden_size"), c.number("head_dim", 64)
     heads = c.number("num_heads", c.number("expand", 2) * hidden // width)
     _no_biases(c, "use_bias")
-    c.covered("residual_in_fp32", "rms_norm", "hidden_act", *TIME_STEPS)
-    c.covered("conv_kernel", "n_groups", "state_size", "use_conv_bias", "chunk_size")
     return {
         "hidden": hidden,
         "layers": c.number("num_hidden_layers", most=MOST_LAYERS),
@@ -264,16 +239,6 @@ def deepseek_v4(c: HfConfig) -> dict[str, Any]:
             "MW-HF-007", "the class of deepseek_v4 has one shared expert, whatever n_shared_experts says", valid=[1]
         )
     predicted_tokens(c)
-    c.covered(
-        "mlp_layer_types",
-        "num_hash_layers",
-        "hc_sinkhorn_iters",
-        "hc_eps",
-        "scoring_func",
-        "partial_rotary_factor",
-        "topk_method",
-    )
-    c.covered("router_aux_loss_coef", "expert_dtype", "attention_bias", "num_key_value_heads", "norm_topk_prob")
     return {
         "attention": "compressed",
         "hidden": c.number("hidden_size", 4096),

@@ -58,6 +58,9 @@ def write(model: Model, original: dict[str, Any] | None = None) -> tuple[str, di
     )
 
 
+SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
 def _decoder(m: Model) -> dict[str, Any]:
     """The keys that almost all families share."""
     keys: dict[str, Any] = {
@@ -133,20 +136,12 @@ def _llama(m: Model) -> dict[str, Any]:
     return _decoder(m) | _biased(m) | {"mlp_bias": m.ffn_bias}
 
 
-def _mistral(m: Model) -> dict[str, Any]:
-    return _decoder(m) | _window(m)
-
-
 def _qwen2(m: Model) -> dict[str, Any]:
     return _decoder(m) | _layer_types(m)
 
 
 def _qwen3(m: Model) -> dict[str, Any]:
     return _decoder(m) | _biased(m) | _layer_types(m)
-
-
-def _mixtral(m: Model) -> dict[str, Any]:
-    return _decoder(m) | _window(m) | _routed(m, "num_local_experts") | {"intermediate_size": m.expert_width}
 
 
 def _qwen3_moe(m: Model) -> dict[str, Any]:
@@ -189,11 +184,6 @@ def _deepseek_v2(m: Model) -> dict[str, Any]:
     return _deepseek(m) | {"topk_method": "group_limited_greedy" if grouped else "greedy", "scoring_func": "softmax"}
 
 
-def _deepseek_v3(m: Model) -> dict[str, Any]:
-    rotation = {"rope_interleave": m.rope.interleaved}  # V2 always pairs neighbours
-    return _deepseek(m) | rotation | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-
-
 def _gpt_oss(m: Model) -> dict[str, Any]:
     keys = _decoder(m) | _biased(m) | _routed(m, "num_local_experts") | _layer_types(m)
     keys |= {"intermediate_size": m.expert_width, "swiglu_limit": m.swiglu_limit, "swiglu_alpha": m.swiglu_alpha}
@@ -227,22 +217,12 @@ def _granite(m: Model) -> dict[str, Any]:
     }
 
 
-def _smollm3(m: Model) -> dict[str, Any]:
-    return (
-        _llama(m) | _layer_types(m) | _rotated_layers(m) | {"pad_token_id": None}
-    )  # the default is beyond small vocabularies
-
-
 def _rotated_layers(m: Model) -> dict[str, Any]:
     return {"no_rope_layers": [int(m.rotates(i)) for i in range(m.layers)]}
 
 
 def _olmo2(m: Model) -> dict[str, Any]:
     return _decoder(m) | _biased(m)
-
-
-def _olmo3(m: Model) -> dict[str, Any]:
-    return _olmo2(m) | _layer_types(m) | _window(m)
 
 
 def _olmoe(m: Model) -> dict[str, Any]:
@@ -324,23 +304,32 @@ def _gpt2(m: Model) -> dict[str, Any]:
 
 WRITERS: dict[str, tuple[str, Callable[[Model], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", _llama),
-    "mistral": ("MistralForCausalLM", _mistral),
+    "mistral": ("MistralForCausalLM", lambda m: _decoder(m) | _window(m)),
     "qwen2": ("Qwen2ForCausalLM", _qwen2),
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
-    "mixtral": ("MixtralForCausalLM", _mixtral),
+    "mixtral": (
+        "MixtralForCausalLM",
+        lambda m: _decoder(m) | _window(m) | _routed(m, "num_local_experts") | {"intermediate_size": m.expert_width},
+    ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
     "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen2_moe),
     "deepseek_v2": ("DeepseekV2ForCausalLM", _deepseek_v2),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
+    "deepseek_v3": (  # V2 always pairs neighbours
+        "DeepseekV3ForCausalLM",
+        lambda m: _deepseek(m) | {"rope_interleave": m.rope.interleaved} | SIGMOID,
+    ),
     "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
     "gpt2": ("GPT2LMHeadModel", _gpt2),
     "gemma": ("GemmaForCausalLM", _gemma),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", _gemma3),
     "granite": ("GraniteForCausalLM", _granite),
-    "smollm3": ("SmolLM3ForCausalLM", _smollm3),
+    "smollm3": (  # the default of the class for padding is beyond small vocabularies
+        "SmolLM3ForCausalLM",
+        lambda m: _llama(m) | _layer_types(m) | _rotated_layers(m) | {"pad_token_id": None},
+    ),
     "olmo2": ("Olmo2ForCausalLM", _olmo2),
-    "olmo3": ("Olmo3ForCausalLM", _olmo3),
+    "olmo3": ("Olmo3ForCausalLM", lambda m: _olmo2(m) | _layer_types(m) | _window(m)),
     "olmoe": ("OlmoeForCausalLM", _olmoe),
     "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
     "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
