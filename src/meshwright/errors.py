@@ -8,6 +8,7 @@ bare exception: the command line prints it and exits with its `exit_code` (2 for
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 SHOWN = 24  # values in a message
 IO_ERROR = 74  # exit code: the disk is full, or a file on it cannot be read
@@ -49,6 +50,10 @@ class MeshwrightError(ValueError):
 
     def as_dict(self) -> dict[str, object]:
         return {"code": self.code, "what": self.what, "why": self.why, "valid": self.valid, "fix": self.fix}
+
+    def but(self, **changes: Any) -> "MeshwrightError":
+        """The same error with some of its parts changed."""
+        return MeshwrightError(**{**self.as_dict(), "exit_code": self.exit_code, **changes})
 
 
 def printable(text: str) -> str:

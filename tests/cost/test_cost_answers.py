@@ -14,8 +14,7 @@ from meshwright.describe.result import COMMUNICATION
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.explain import grouped
-from meshwright.predict.critical import critical_batch
-from meshwright.predict.estimate import Simulation, estimate, level_bytes
+from meshwright.predict.estimate import Simulation, critical_batch, estimate, level_bytes
 from meshwright.view.estimate import page
 from meshwright.view.explain import explain_bubble
 from meshwright.view.tables import console

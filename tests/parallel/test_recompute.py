@@ -23,8 +23,7 @@ from meshwright.models import build
 from meshwright.parallel.recompute import memory_of, recompute, recompute_plan
 from meshwright.planner.advice.lint import check as lint
 from meshwright.predict.estimate import estimate
-from meshwright.predict.prediction import predict
-from meshwright.predict.recompute import USABLE_MEMORY, peak, resolve_recompute
+from meshwright.predict.prediction import USABLE_MEMORY, peak, predict, resolve_recompute
 from meshwright.proof.small import small_copy
 
 MODEL = Model(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=50)

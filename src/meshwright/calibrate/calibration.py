@@ -7,6 +7,7 @@ the formulas of the collectives do; what may differ at scale, an oversubscribed 
 
 import re
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -86,14 +87,9 @@ class Calibration:
             v.level: f" against {v.expected} of {self.expected.name}" if v.expected else "" for v in self.verdicts
         }
         all_notes = [*self.notes, *(f"{v.level}: {v}{against[v.level]}" for v in self.verdicts)]
-        comments = "".join(f"# {line}\n" for note in all_notes for line in wrapped(note))
+        lines = (line for note in all_notes for line in textwrap.wrap(note, 110, subsequent_indent="  "))
+        comments = "".join(f"# {line}\n" for line in lines)
         return comments + "\n" + tomli_w.dumps({"cluster": table(self.cluster)})
-
-
-def wrapped(text: str, width: int = 110) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, width, subsequent_indent="  ")
 
 
 def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Calibration:
@@ -127,7 +123,11 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
         verdicts(levels, expected, main),
         [
             *notes_of(main, levels, expected, backend),
-            *notes_of_factors(factors),
+            *(
+                f"{f.operation} {GROUPS[f.across]}: no factors on the formula ({f.refused})"
+                for f in factors
+                if f.refused
+            ),
             *([] if levels else about_collectives(factors, expected)),
             *about_device,
         ],
@@ -164,11 +164,7 @@ def about_collectives(factors: Sequence[FittedFactors], expected: Cluster) -> li
         for operation in OPERATIONS.values()
         if (operation, across) not in where_measured
     ]
-    return (
-        [*slow, f"not measured, so as the catalog's {expected.name} has them: {', '.join(missing)}"]
-        if missing
-        else slow
-    )
+    return slow + [f"not measured, so as the catalog's {expected.name} has them: {', '.join(missing)}"] * bool(missing)
 
 
 def measured_calls(benches: Sequence[Bench], backend: str) -> tuple[MeasuredCall, ...]:
@@ -281,15 +277,6 @@ def where(bench: Bench, backend: str) -> str:
     ranks, hosts = bench.world, len(bench.hosts)
     words = f"{ranks} rank{'s' * (ranks != 1)} on {hosts} host{'s' * (hosts != 1)}"
     return f"{words}, {backend}" if bench.points else words
-
-
-def notes_of_factors(factors: Sequence[FittedFactors]) -> list[str]:
-    """The operations whose formula is used as it is, with the reason."""
-    return [
-        f"{one.operation} {GROUPS[one.across]}: no factors on the formula ({one.refused})"
-        for one in factors
-        if one.refused
-    ]
 
 
 def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend: str) -> list[str]:

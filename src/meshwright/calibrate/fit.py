@@ -102,11 +102,16 @@ def robust_fit(basis: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         if k < MEDIAN_ROUNDS:
             weights = 1 / np.maximum(error, 1e-3)
             continue
-        bound = HUBER * max(MAD * float(np.median(error)), LEAST_SCALE)
-        weights = np.minimum(1.0, bound / np.maximum(error, LEAST_SCALE))
+        weights = huber(error)
         if np.allclose(coefficients, before, rtol=1e-9, atol=0):
             break
     return coefficients / scale
+
+
+def huber(error: np.ndarray) -> np.ndarray:
+    """The weights of absolute errors."""
+    bound = HUBER * max(MAD * float(np.median(error)), LEAST_SCALE)
+    return np.minimum(1.0, bound / np.maximum(error, LEAST_SCALE))
 
 
 def non_negative(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -242,8 +247,7 @@ def fit(cluster: Cluster, operation: str, points: Sequence[Point], across: bool 
         base = np.log(model_times(cluster, operation, points, logs, across))
         slopes = derivatives(cluster, operation, points, logs, across)
         error = base - measured
-        bound = HUBER * max(MAD * float(np.median(np.abs(error))), LEAST_SCALE)
-        weights = np.minimum(1.0, bound / np.maximum(np.abs(error), LEAST_SCALE))
+        weights = huber(np.abs(error))
         normal = slopes.T @ (weights[:, None] * slopes) + PULL * np.eye(2)
         change = -np.linalg.solve(normal, slopes.T @ (weights * error) + PULL * logs)
         logs = np.clip(logs + np.clip(change, -1.5, 1.5), -LARGEST, LARGEST)

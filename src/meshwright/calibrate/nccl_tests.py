@@ -135,15 +135,8 @@ def from_json(text: str, name: str) -> Bench:
 
 def json_row(row: dict[str, Any]) -> NcclRow:
     shown = row["out_of_place"] or row["in_place"]
-    return NcclRow(
-        int(row["size"]),
-        str(row["type"]),
-        str(row["redop"]),
-        int(row["root"]),
-        float(shown["time"]),
-        float(shown["alg_bw"]),
-        float(shown["bus_bw"]),
-    )
+    times = (float(shown[name]) for name in ("time", "alg_bw", "bus_bw"))
+    return NcclRow(int(row["size"]), str(row["type"]), str(row["redop"]), int(row["root"]), *times)
 
 
 def bench_of(

@@ -161,14 +161,7 @@ def translate(error: ValidationError, cls: type[BaseModel], data: dict[str, Any]
     section = cls.__name__.lower()
     if isinstance(inner, MeshwrightError):
         if place and not inner.what.startswith(f"{section}."):
-            inner = MeshwrightError(
-                inner.code,
-                _placed(inner.what, f"{section}.{place}", cls, place),
-                why=inner.why,
-                valid=inner.valid,
-                fix=inner.fix,
-                exit_code=inner.exit_code,
-            )
+            return inner.but(what=_placed(inner.what, f"{section}.{place}", cls, place))
         return inner
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])

@@ -255,13 +255,18 @@ def load_plan(source: str | Path | dict[str, Any], overrides: Iterable[str] = ()
         draft.merge("plan", source, "plan", HERE)
     else:
         draft.merge_file(Path(source))
-    if "plan" not in draft.tables:
-        raise MeshwrightError(
-            "MW-CONF-002", f"'{source}' has no [plan]", why="There is no plan to read", fix="[plan]\ntp = 8"
-        )
+    check_section(draft, "plan", source, "[plan]\ntp = 8")
     for word in overrides:
         draft.override(word)
     return Plan(**draft.resolved("plan"))
+
+
+def check_section(draft: Draft, section: str, source: object, fix: str) -> None:
+    """Raise if the files of a draft lack a section."""
+    if section not in draft.tables:
+        raise MeshwrightError(
+            "MW-CONF-002", f"'{source}' has no [{section}]", why=f"There is no {section} to read", fix=fix
+        )
 
 
 def load_model(name: str | Path) -> Model:
@@ -272,10 +277,7 @@ def load_model(name: str | Path) -> Model:
         draft.model_from_start()
     else:
         draft.merge("model", str(name), "given", HERE)
-    if "model" not in draft.tables:
-        raise MeshwrightError(
-            "MW-CONF-002", f"'{name}' has no [model]", why="There is no model to read", fix='model = "llama3-8b"'
-        )
+    check_section(draft, "model", name, 'model = "llama3-8b"')
     return Model(**draft.resolved("model"))
 
 

@@ -156,6 +156,5 @@ def entry(kind: str, name: str) -> dict[str, Any]:
     known = tables(kind)
     if not isinstance(name, str) or name not in known:
         hint = "The catalog holds names; the commands also read files" if "/" in str(name) else ""
-        error = unknown("MW-CAT-002", kind[:-1], str(name), known)
-        raise MeshwrightError(error.code, error.what, why=hint, valid=error.valid, fix=error.fix)
+        raise unknown("MW-CAT-002", kind[:-1], str(name), known).but(why=hint)
     return {"name": name, **known[name]}

@@ -12,6 +12,7 @@ stage, taken in order: expert_tp fastest, then ep, then expert_dp. ZeRO shards e
 one shard group, and repeats that over `expert_replicate`.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,12 +87,8 @@ class Layout:
         if axis == "stage":
             return stage_ranks
         self.size(axis)
-        data = (
-            (self.size("expert_dp"),)
-            if axis == "expert_dp"
-            else (self.size("expert_replicate"), self.size("expert_shard"))
-        )
-        shape = (self.plan.pp, *data, self.plan.ep, self.plan.etp)
+        data = ("expert_dp",) if axis == "expert_dp" else ("expert_replicate", "expert_shard")
+        shape = (self.plan.pp, *map(self.size, data), self.plan.ep, self.plan.etp)
         cube = stage_ranks.reshape(shape)
         which = {"expert_dp": 1, "expert_replicate": 1, "expert_shard": 2, "ep": 3, "expert_tp": 4}[axis]
         groups = np.moveaxis(cube, which, -1).reshape(-1, shape[which])
@@ -104,9 +101,8 @@ class Layout:
     def level(self, axis: str, cluster: Cluster) -> int:
         """The highest level any group of the axis spans."""
         groups = self.groups(axis)
-        return int(
-            max(cluster.level_between(int(a), int(b)) for a, b in zip(groups.min(1), groups.max(1), strict=True))
-        )
+        ends = zip(groups.min(1).tolist(), groups.max(1).tolist(), strict=True)
+        return max(cluster.level_between(a, b) for a, b in ends)
 
     def per_unit(self, axis: str, span: int) -> int:
         """Most members of one group inside one unit of `span` consecutive devices."""
@@ -120,9 +116,4 @@ class Layout:
         crossing = nodes.min(1) != nodes.max(1)
         if not crossing.any():
             return 0
-        first = [set(row.tolist()) for row in nodes[crossing]]
-        counts: dict[int, int] = {}
-        for row in first:
-            for node in row:
-                counts[node] = counts.get(node, 0) + 1
-        return max(counts.values())
+        return max(Counter(node for row in nodes[crossing].tolist() for node in set(row)).values())

@@ -66,33 +66,20 @@ class Optimizer(Described):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
+        """Raise if an option is set that has no effect with the schedule, or with `on_nan`."""
         changed = self.as_dict()
-        if self.schedule == "constant":
-            self._refuse(
-                changed, ("decay_steps", "min_learning_rate"), "A constant learning rate does not decay", "cosine"
-            )
-        if self.schedule != "wsd":
-            self._refuse(changed, ("decay_start",), "Other decays start after the warm-up", "wsd")
-        if self.on_nan == "stop" and "most_skips" in changed:
-            raise MeshwrightError(
-                "MW-OPT-001",
-                f"optimizer.most_skips={self.most_skips} has no effect with on_nan = stop",
-                why="The run stops at the first step whose gradients are not finite",
-                fix="--set optimizer.on_nan=skip",
-            )
+        schedule, nan = "with this schedule", "with on_nan = stop"
+        constant, stops = self.schedule == "constant", self.on_nan == "stop"
+        for name, unread, where, why, fix in (
+            ("decay_steps", constant, schedule, "A constant learning rate does not decay", "schedule=cosine"),
+            ("min_learning_rate", constant, schedule, "A constant learning rate does not decay", "schedule=cosine"),
+            ("decay_start", self.schedule != "wsd", schedule, "Other decays start after the warm-up", "schedule=wsd"),
+            ("most_skips", stops, nan, "The run stops at the first step whose gradients are not finite", "on_nan=skip"),
+        ):
+            if unread and name in changed:
+                what = f"optimizer.{name}={changed[name]:g} has no effect {where}"
+                raise MeshwrightError("MW-OPT-001", what, why=why, fix=f"--set optimizer.{fix}")
         return self
-
-    @staticmethod
-    def _refuse(changed: dict[str, object], names: tuple[str, ...], why: str, schedule: str) -> None:
-        """Raise if one of these options is set, which have no effect with the schedule."""
-        for name in names:
-            if name in changed:
-                raise MeshwrightError(
-                    "MW-OPT-001",
-                    f"optimizer.{name}={changed[name]:g} has no effect with this schedule",
-                    why=why,
-                    fix=f"--set optimizer.schedule={schedule}",
-                )
 
     def check(self, workload: Workload, plan: Plan) -> Self:
         """Raise if an option is set that the workload's optimizer or the plan does not use."""

@@ -37,9 +37,7 @@ def _load(name: str, key: str) -> None:
     except Exception as error:
         what = f"the plug-in '{name}' cannot be loaded"
         if isinstance(error, MeshwrightError):
-            raise MeshwrightError(
-                error.code, f"{what}: {error.what}", why=error.why, valid=error.valid, fix=error.fix
-            ) from None
+            raise error.but(what=f"{what}: {error.what}") from None
         raise MeshwrightError("MW-VARI-003", what, why=f"{type(error).__name__}: {error}") from error
 
 

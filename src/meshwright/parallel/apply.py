@@ -60,7 +60,7 @@ from meshwright.parallel.stages import (
     stages_of,
     wrap_layers,
 )
-from meshwright.predict.recompute import resolve_recompute
+from meshwright.predict.prediction import resolve_recompute
 from meshwright.programs.pipelines.program import PipelineProgram
 
 

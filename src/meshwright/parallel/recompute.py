@@ -5,7 +5,7 @@
     full        a layer keeps its input only, T·h elements        T·h a layer and S once, one more forward: 4/3 the work
     every n-th  full, on layers 0, n, 2n, … of a stage            between none and full
     auto        full, on the fewest layers that fit a budget      (n − c)·S + c·T·h + S ≤ budget (`lower.recompute`), or the
-                                                                  memory of the device (`predict.recompute`)
+                                                                  memory of the device (`predict.prediction`)
 
 With an attention kernel that stores the softmax, `selective` is the best trade (Korthikanti et al. 2022): the core
 holds 5·a·s/h of a layer's 34 + 5·a·s/h bytes per element and little of its work. A flash kernel already recomputes the

@@ -272,16 +272,10 @@ def none_meets(curve: list[Size], days: float, budget: float, config: Config) ->
     fast, cheap = min(curve, key=lambda one: one.days), min(curve, key=lambda one: one.dollars)
     nearest = [f"{fast.gpus:,} GPUs: {fast.days:,.1f} days"]
     nearest += [f"{cheap.gpus:,} GPUs: ${cheap.dollars:,.0f}"] if budget else []
-    return MeshwrightError(
-        "MW-PLANNER-008",
-        f"no number of GPUs of {config.cluster.name} trains {format_count(config.workload.tokens)} tokens within "
-        + " and ".join([f"{days:g} days"] * bool(days) + [f"${budget:,.0f}"] * bool(budget)),
-        why=f"A batch of {config.workload.batch:,} sequences cannot use more GPUs well"
-        if days
-        else "It costs more on any size",
-        valid=nearest,
-        fix=f"--batch {2 * config.workload.batch}"
-        if days and fast.days > days
-        else f"--budget {cheap.dollars * 1.05:.0f}",
-        exit_code=3,
-    )
+    limits = " and ".join([f"{days:g} days"] * bool(days) + [f"${budget:,.0f}"] * bool(budget))
+    what = f"no number of GPUs of {config.cluster.name} trains {format_count(config.workload.tokens)} tokens within {limits}"
+    why, fix = "It costs more on any size", f"--budget {cheap.dollars * 1.05:.0f}"
+    if days:
+        why = f"A batch of {config.workload.batch:,} sequences cannot use more GPUs well"
+        fix = f"--batch {2 * config.workload.batch}" if fast.days > days else fix
+    return MeshwrightError("MW-PLANNER-008", what, why=why, valid=nearest, fix=fix, exit_code=3)

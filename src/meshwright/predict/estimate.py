@@ -4,9 +4,10 @@ Targets: MFU above 40% is good and above 50% excellent; the bubble is below 10% 
 communication is below 20% of the step.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,9 +26,7 @@ from meshwright.describe.shown import Shown
 from meshwright.errors import MeshwrightError
 from meshwright.lower.program import StepProgram, scalar
 from meshwright.lower.step import step_program
-from meshwright.predict.critical import CriticalBatch, critical_batch
-from meshwright.predict.prediction import predict, prediction
-from meshwright.predict.recompute import resolve_recompute
+from meshwright.predict.prediction import predict, prediction, resolve_recompute
 from meshwright.units import format_seconds
 
 
@@ -47,6 +46,13 @@ class Latency:
 
     tp: int
     seconds: float
+
+
+class CriticalBatch(NamedTuple):
+    """The critical batch in sequences (None if no batch hides the communication), with the reason as text."""
+
+    sequences: int | None
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -218,15 +224,9 @@ def verdicts_of(e: Estimate) -> tuple[Verdict, ...]:
         hidden = 1 - exposed / total
         out.append(Verdict("communication hidden", hidden, "above 80%", hidden > 0.80))
         out.append(Verdict("communication exposed", exposed / step, "below 20% of the step", exposed / step < 0.20))
-    out.append(
-        Verdict(
-            "memory",
-            (result.memory_gib or 0) / result.memory_limit_gib,
-            f"at most {USABLE_MEMORY:.0%}: {result.memory_fit}",
-            (result.memory_gib or 0) <= USABLE_MEMORY * result.memory_limit_gib,
-        )
-    )
-    return tuple(out)
+    peak, limit = result.memory_gib or 0.0, result.memory_limit_gib
+    target = f"at most {USABLE_MEMORY:.0%}: {result.memory_fit}"
+    return (*out, Verdict("memory", peak / limit, target, peak <= USABLE_MEMORY * limit))
 
 
 def axis_levels(program: StepProgram, cluster: Cluster) -> dict[str, str]:
@@ -266,20 +266,51 @@ def inference(model: Model, cluster: Cluster) -> tuple[Latency, ...]:
     """Seconds per generated token for each tensor-parallel degree within a node."""
     if model.kind != "transformer":
         return ()
-    link = cluster.levels[0].link
+    link, rate = cluster.levels[0].link, cluster.accelerator.memory_bandwidth
+    sizes = model.active, model.layers, model.hidden
     degrees = [tp for tp in (1, 2, 4, 8) if tp <= cluster.node_size and model.heads % tp == 0]
-    return tuple(
-        Latency(
-            tp,
-            advice.inference_latency(
-                model.active,
-                model.layers,
-                model.hidden,
-                tp,
-                cluster.accelerator.memory_bandwidth,
-                link.alpha,
-                link.beta,
-            ),
-        )
-        for tp in degrees
+    return tuple(Latency(tp, advice.inference_latency(*sizes, tp, rate, link.alpha, link.beta)) for tp in degrees)
+
+
+# --- The critical batch: the smallest batch at which data-parallel communication is hidden, except the part that can never overlap.
+#
+# A larger micro-batch makes backward longer but not the gradients larger, so more communication is hidden. The search varies the micro-batch and
+# keeps the number of micro-batches at the minimum (P with a pipeline, 1 without). For each size, the cost model gives the communication that could
+# overlap but finds too little compute: gradients reduced behind the last backward, parameters gathered behind the next forward, and the weights of
+# a layer (ZeRO-3) gathered behind the previous layer. Communication that can never overlap does not count: the last bucket, the weights of the first
+# block, compression, averages of parameters.
+
+LARGEST = 2**16  # sequences of a micro-batch; the search stops here
+
+
+def critical_batch(config: Config) -> CriticalBatch:
+    """The critical batch of a plan on a cluster, in sequences (in samples for a model without sequences)."""
+    model, cluster, plan, stack = config.model, config.cluster, config.plan, config.stack
+    unit = "sequences" if model.kind == "transformer" else "samples"
+    if plan.dp * plan.cp == 1:
+        return CriticalBatch(None, "none: no data-parallel communication")
+    overlaps = plan.overlapped(stack, cluster.node_size)
+    if "dp" not in overlaps:
+        return CriticalBatch(None, "none: data-parallel communication does not overlap under this stack")
+    rounds = plan.pp if plan.pp > 1 else 1
+
+    def batch(microbatch: int) -> int:
+        return microbatch * plan.dp * rounds
+
+    def hidden(microbatch: int) -> bool:
+        trial = plan.but(microbatch=microbatch, recompute_layers=plan.recompute_layers)
+        work = config.workload.but(batch=batch(microbatch))
+        cost = step_cost(step_program(model, trial, work, stack, every_rank=True), cluster)
+        return float(np.broadcast_to(cost.unhidden, 1)[0]) <= 1e-9 * float(cost.time[0])
+
+    if hidden(1):
+        return CriticalBatch(batch(1), f"already hidden at the smallest batch, {batch(1):,} {unit}")
+    high = 2
+    while high < LARGEST and not hidden(high):
+        high *= 2
+    if high >= LARGEST:
+        return CriticalBatch(None, "none: no batch hides data-parallel communication")
+    least = batch(bisect_left(range(high), True, lo=high // 2, key=hidden))
+    return CriticalBatch(
+        least, f"{least:,} {unit}: for smaller batches, part of the data-parallel communication is exposed"
     )

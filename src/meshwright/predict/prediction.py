@@ -1,5 +1,6 @@
 """Compute the `Prediction` of one configuration: lower it, cost it, and add the assumptions and the error band."""
 
+from bisect import bisect_left
 from typing import Any
 
 import numpy as np
@@ -7,15 +8,19 @@ import numpy as np
 from meshwright.cost.band import band
 from meshwright.cost.checkpoint import checkpoint_memory
 from meshwright.cost.collective import CollectiveTimes
+from meshwright.cost.memory import rank_peaks
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.result import COMMUNICATION, GIB, Prediction
+from meshwright.describe.result import COMMUNICATION, GIB, USABLE_MEMORY, Prediction
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.lower.recompute import resolve_recompute_budget
 from meshwright.lower.step import step_program
-from meshwright.predict.recompute import resolve_recompute
-from meshwright.units import Json, format_flops
+from meshwright.units import Json, format_bytes, format_flops
 
 
 def cost_of(config: Config) -> StepCost:
@@ -145,3 +150,45 @@ def bound_by(exposed: dict[str, float]) -> str:
         name = named.get(part, "compute")
         groups[name] = groups.get(name, 0.0) + seconds
     return max(groups, key=lambda k: groups[k])
+
+
+# --- `recompute = "auto"` without a budget: the smallest number of recomputed layers with which the plan fits in device memory.
+#
+#     states + gradients + (1 + slack) · (activations(c) + gathered + working) + context  ≤  0.95 · memory
+#
+# with c recomputed layers per stage. The memory model is that of `estimate`, so the resulting plan fits there too. While a layer is
+# recomputed, all its tensors are in memory, so c = 1 may need more than c = 0; every further layer saves memory. A `recompute_budget`
+# limits only the saved activations, takes precedence, and is resolved by `lower.recompute`.
+
+
+def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack, device_memory: float) -> Plan:
+    """The plan with `recompute=auto` replaced by the fewest recomputed layers that fit devices of this much memory."""
+    if plan.recompute != "auto" or plan.recompute_budget:
+        return resolve_recompute_budget(model, plan, workload, stack)
+    none = plan.but(recompute="none")
+    if peak(model, none, workload, stack) <= USABLE_MEMORY * device_memory:
+        return none
+
+    def recomputing(count: int) -> Plan:
+        return plan.but(recompute="full", recompute_layers=count)
+
+    counts = range(1, max(plan.stage_layers(model.layers)) + 1)  # empty for a model without layers
+    fewest = bisect_left(
+        counts, True, key=lambda c: peak(model, recomputing(c), workload, stack) <= USABLE_MEMORY * device_memory
+    )
+    if fewest == len(counts):
+        least = peak(model, recomputing(counts[-1]) if counts else none, workload, stack)
+        raise MeshwrightError(
+            "MW-PAR-003",
+            f"{format_bytes(least)} per device with every layer recomputed, more than "
+            f"{format_bytes(USABLE_MEMORY * device_memory)}",
+            why=f"recompute=auto uses at most {USABLE_MEMORY:.0%} of a device's {format_bytes(device_memory)}",
+            valid=["smaller micro-batches", "more ranks for the states"],
+            fix=f"--set plan.{'microbatch=1' if plan.microbatch > 1 else 'recompute=full'}",
+        )
+    return recomputing(counts[fewest])
+
+
+def peak(model: Model, plan: Plan, workload: Workload, stack: Stack) -> float:
+    """Peak bytes on the fullest rank."""
+    return float(rank_peaks(step_program(model, plan, workload, stack, every_rank=True)).max())

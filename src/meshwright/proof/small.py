@@ -31,7 +31,7 @@ from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.variants import SMALL_HEAD as HEAD
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.predict.recompute import resolve_recompute
+from meshwright.predict.prediction import resolve_recompute
 from meshwright.proof.fold import AXES, axis_sizes, folds
 from meshwright.proof.records import SETTINGS
 

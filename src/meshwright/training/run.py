@@ -19,7 +19,7 @@ from meshwright.describe.config import Config, with_own_stack
 from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, is_run
 from meshwright.errors import MeshwrightError
 from meshwright.planner.resize import plan_for_world
-from meshwright.predict.recompute import resolve_recompute
+from meshwright.predict.prediction import resolve_recompute
 from meshwright.training.data.sources import check_data
 from meshwright.training.faults.inject import VARIABLE
 from meshwright.training.folder import check_free, check_unused

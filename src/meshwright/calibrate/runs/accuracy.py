@@ -150,12 +150,8 @@ def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray, runs: int
         name: (_coverage([part], factor), float(np.median(half[sources == name])))
         for name, part in zip(sorted(set(sources)), held_out, strict=True)
     }
-    return Band(low, high, coverage, *_middle(half, sources), runs, by_source)
-
-
-def _middle(half: np.ndarray, sources: np.ndarray) -> tuple[float, float]:
-    """The median of half-widths, in which every source has the same weight, and the mean of the medians of the sources."""
-    return float(quantiles(half, sources, [0.5])[0]), macro_median(half, sources)
+    median = float(quantiles(half, sources, [0.5])[0])
+    return Band(low, high, coverage, median, macro_median(half, sources), runs, by_source)
 
 
 def _held_out(scaled: np.ndarray, sources: np.ndarray, name: str) -> tuple[np.ndarray, float, float]:

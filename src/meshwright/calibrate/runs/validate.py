@@ -306,17 +306,14 @@ def choices(outcomes: list[Outcome], predicted: np.ndarray) -> list[PlannerChoic
     for o, seconds in zip(outcomes, predicted, strict=True):
         configuration = float(f"{seconds:.9g}"), o.case.plan.title()
         groups[group_key(o)][configuration].append(o)
-    return [
-        PlannerChoice(
-            tuple(sorted((_configuration(runs, key[0]) for key, runs in group.items()), key=lambda c: c.predicted))
-        )
+    plans = [
+        [
+            Configuration(runs[0], key[0], float(np.median([o.case.step_time for o in runs])))
+            for key, runs in group.items()
+        ]
         for group in groups.values()
-        if len(group) >= 3
     ]
-
-
-def _configuration(runs: list[Outcome], predicted: float) -> Configuration:
-    return Configuration(runs[0], predicted, float(np.median([o.case.step_time for o in runs])))
+    return [PlannerChoice(tuple(sorted(some, key=lambda c: c.predicted))) for some in plans if len(some) >= 3]
 
 
 def ranking(outcomes: list[Outcome], predicted: np.ndarray) -> tuple[float | None, float | None]:

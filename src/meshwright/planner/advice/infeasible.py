@@ -196,14 +196,8 @@ def enough_gpus(space: Space, limit: float) -> int:
     while start and times <= MOST_TIMES and start * times <= MOST_DEVICES:
         if fits(other(space, cluster=cluster.with_gpus(start * times)), limit):
             eighths = sorted({start * times * k // 8 // cluster.node_size * cluster.node_size for k in (5, 6, 7)})
-            return next(
-                (
-                    g
-                    for g in eighths
-                    if g > start * times // 2 and fits(other(space, cluster=cluster.with_gpus(g)), limit)
-                ),
-                start * times,
-            )
+            sizes = (g for g in eighths if g > start * times // 2)
+            return next((g for g in sizes if fits(other(space, cluster=cluster.with_gpus(g)), limit)), start * times)
         times *= 2
     return 0
 

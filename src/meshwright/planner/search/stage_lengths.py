@@ -170,12 +170,7 @@ def neighbours(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Yield divisions with one layer moved between the first or last stage and another one: the other end, the longest or the shortest."""
     first, last = 0, len(lengths) - 1
     inner = range(1, last)
-    others = {
-        first,
-        last,
-        max(inner, key=lengths.__getitem__, default=0),
-        min(inner, key=lengths.__getitem__, default=0),
-    }
+    others = {first, last, *(choose(inner, key=lengths.__getitem__, default=0) for choose in (max, min))}
     moves = {(a, b) for end in (first, last) for k in others if k != end for a, b in ((end, k), (k, end))}
     out = []
     for source, target in sorted(moves):

@@ -17,8 +17,6 @@ reduce-scatter of all-gather. Two operations compose if the ends of the first ar
 reduce-scatter + all-gather = reduce + broadcast, all-gather = gather + broadcast, reduce-scatter = reduce + scatter.
 """
 
-from functools import lru_cache
-
 import numpy as np
 
 from meshwright.programs.collectives.program import Array, Moves, Program, split
@@ -42,40 +40,25 @@ DUAL |= {dual: operation for operation, dual in DUAL.items()}
 
 def contract(operation: str, ranks: int, chunks: int, root: int = 0, target: int = 0) -> tuple[Array, Array]:
     """Return the slots (rank·chunks + chunk) that hold data at the start, and those required at the end, ascending."""
-    everywhere = all_slots(ranks * chunks) if operation not in ("all-to-all", "point-to-point") else np.zeros(0)
+    everywhere = np.arange(ranks * chunks if operation not in ("all-to-all", "point-to-point") else 0, dtype=np.int64)
     at_root = root * chunks + np.arange(chunks, dtype=np.int64)
     shards = np.arange(chunks, dtype=np.int64)
     if operation in SHARDED:  # c chunks per shard: chunk r·c + j belongs to rank r
         shards = shards // (chunks // ranks) * chunks + shards
-    match operation:
-        case "broadcast":
-            return at_root, everywhere
-        case "reduce":
-            return everywhere, at_root
-        case "scatter":
-            return at_root, shards
-        case "gather":
-            return shards, at_root
-        case "all-reduce":
-            return everywhere, everywhere
-        case "all-gather" | "barrier":
-            return shards, everywhere
-        case "reduce-scatter":
-            return everywhere, shards
-        case "all-to-all":
-            i, j = np.divmod(np.arange(chunks, dtype=np.int64), ranks)
-            return i * chunks + np.arange(chunks), np.sort(j * chunks + np.arange(chunks))
-        case "point-to-point":
-            return at_root, at_root + (target - root) * chunks
-    raise ValueError(operation)
-
-
-@lru_cache(maxsize=4)
-def all_slots(count: int) -> Array:
-    """Return all slots of all ranks: 0, 1, 2, …. Cached, because the parts of a composed program share the array."""
-    slots = np.arange(count, dtype=np.int64)
-    slots.flags.writeable = False
-    return slots
+    i, j = np.divmod(shards, max(ranks, 1))
+    at = {
+        "broadcast": (at_root, everywhere),
+        "reduce": (everywhere, at_root),
+        "scatter": (at_root, shards),
+        "gather": (shards, at_root),
+        "all-reduce": (everywhere, everywhere),
+        "all-gather": (shards, everywhere),
+        "barrier": (shards, everywhere),
+        "reduce-scatter": (everywhere, shards),
+        "all-to-all": (i * chunks + shards, np.sort(j * chunks + shards)),
+        "point-to-point": (at_root, at_root + (target - root) * chunks),
+    }
+    return at[operation]
 
 
 def chunk_sizes(operation: str, ranks: int, elements: int, chunks: int) -> Array:

@@ -97,15 +97,8 @@ def take(table: Moves, index: Array) -> Moves:
     """Return the rows at `index`."""
     chunk = table.chunk[index]
     into = chunk if table.in_place else table.into[index]
-    return Moves(
-        table.step[index],
-        table.source[index],
-        table.target[index],
-        chunk,
-        table.width[index],
-        table.reduce[index],
-        into,
-    )
+    step, source, target = table.step[index], table.source[index], table.target[index]
+    return Moves(step, source, target, chunk, table.width[index], table.reduce[index], into)
 
 
 def joined(tables: Sequence[Moves]) -> Moves:
@@ -195,14 +188,9 @@ class Program:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Program):
             return NotImplemented
-        same = (self.operation, self.ranks, self.root, self.switches) == (
-            other.operation,
-            other.ranks,
-            other.root,
-            other.switches,
-        )
         left, right = ([p.sizes, p.starts, p.ends, *p.moves] for p in (self, other))
-        return same and all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+        a, b = ((p.operation, p.ranks, p.root, p.switches) for p in (self, other))
+        return a == b and all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
     __hash__ = object.__hash__
 

@@ -28,6 +28,7 @@ other schedules each action is p2p longer, a slight overestimate. f, i and w are
 stages per rank, 1/V of the rank's time.
 """
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -106,72 +107,26 @@ def costed_as(schedule: str) -> str:
 # Activations in flight on rank r, of p ranks with v stages each and m micro-batches.
 
 
-def one_in_flight(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
-    return np.ones_like(m * v)
+def _held_in_rounds(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Activations of all stages of a rank but the last, of the longest of the ⌊M/P⌋ rounds."""
+    return (v - 1) * -(-m // np.maximum(1, m // p))
 
 
-def all_in_flight(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
-    return m * v
-
-
-def in_flight_1f1b(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
-    return np.minimum(m * v, p - r)
-
-
-def in_flight_interleaved(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
-    return np.minimum(m * v, (v - 1) * _widest_round(p, m) + 2 * (p - 1 - r) + 1)
-
-
-def in_flight_interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
-    return np.minimum(m * v, (v - 1) * _widest_round(p, m) + p)
-
-
-def in_flight_zb_h1(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
-    return np.minimum(m * v, p)
-
-
-def in_flight_zb_h2(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
-    return np.minimum(m * v, 2 * p - 1)
-
-
-def in_flight_zbv(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
-    return np.minimum(2 * p, m + np.minimum(r + 1, m))
-
-
-def in_flight_dualpipev(p: np.ndarray, m: np.ndarray, v: np.ndarray, r: np.ndarray) -> np.ndarray:
-    return 2 * p + 1
-
-
-def _widest_round(p: np.ndarray, m: np.ndarray) -> np.ndarray:
-    """Micro-batches of the longest of the ⌊M/P⌋ rounds."""
-    return -(-m // np.maximum(1, m // p))
+IN_FLIGHT: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
+    "naive": lambda p, m, v, r: np.ones_like(m * v),
+    "gpipe": lambda p, m, v, r: m * v,
+    "1f1b": lambda p, m, v, r: np.minimum(m * v, p - r),
+    "interleaved": lambda p, m, v, r: np.minimum(m * v, _held_in_rounds(p, m, v) + 2 * (p - 1 - r) + 1),
+    "looped-bfs": lambda p, m, v, r: m * v,
+    "zb-h1": lambda p, m, v, r: np.minimum(m * v, p),
+    "zb-h2": lambda p, m, v, r: np.minimum(m * v, 2 * p - 1),
+    "interleaved-zb": lambda p, m, v, r: np.minimum(m * v, _held_in_rounds(p, m, v) + p),
+    "zbv": lambda p, m, v, r: np.minimum(2 * p, m + np.minimum(r + 1, m)),
+    "dualpipev": lambda p, m, v, r: 2 * p + 1,
+}
 
 
 # The chains of actions of which one is the longest, of p ranks with v stages each and m micro-batches.
-
-
-def naive(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
-    return [(m * p, m * p, m * p, 2 * m * (p - 1))]
-
-
-def gpipe(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
-    return _one_path(m + p - 1, 2 * (p - 1) if overlap else np.where(p > 1, 2 * (m + p - 2), 0))
-
-
-def one_forward_one_backward(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
-    return _one_path(m + p - 1, _transfers_1f1b(p, m, overlap))
-
-
-def interleaved(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
-    return _one_path(_looped(p, m, v), 2 * (p - 1) + _turn(p, v) * _full_rounds(p, m).sum(axis=0))
-
-
-def looped_bfs(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
-    return _one_path(_looped(p, m, v), 2 * (p - 1) + _turn(p, v) * 2 * (m <= p))
-
-
-def zb_h1(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> list[Path]:
-    return interleaved_zb(p, m, np.ones_like(m), overlap)
 
 
 def _looped(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -297,3 +252,21 @@ def dualpipev(p: np.ndarray, m: np.ndarray, v: np.ndarray, overlap: bool) -> lis
         (n + 2 * q, n, n - 2 * q, 4 * q),
         (n + 2 * q, n - q, n - q, 4 * q),
     ]
+
+
+PATHS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray, bool], list[Path]]] = {
+    "naive": lambda p, m, v, overlap: [(m * p, m * p, m * p, 2 * m * (p - 1))],
+    "gpipe": lambda p, m, v, overlap: _one_path(
+        m + p - 1, 2 * (p - 1) if overlap else np.where(p > 1, 2 * (m + p - 2), 0)
+    ),
+    "1f1b": lambda p, m, v, overlap: _one_path(m + p - 1, _transfers_1f1b(p, m, overlap)),
+    "interleaved": lambda p, m, v, overlap: _one_path(
+        _looped(p, m, v), 2 * (p - 1) + _turn(p, v) * _full_rounds(p, m).sum(axis=0)
+    ),
+    "looped-bfs": lambda p, m, v, overlap: _one_path(_looped(p, m, v), 2 * (p - 1) + _turn(p, v) * 2 * (m <= p)),
+    "zb-h1": lambda p, m, v, overlap: interleaved_zb(p, m, np.ones_like(m), overlap),
+    "zb-h2": zb_h2,
+    "interleaved-zb": interleaved_zb,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
+}

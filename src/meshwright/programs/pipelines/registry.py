@@ -27,25 +27,20 @@ from meshwright.programs.pipelines.program import PipelineProgram
 from meshwright.programs.pipelines.rules import name_of
 from meshwright.programs.pipelines.v_schedules import dualpipev, zbv
 
-SCHEDULES.provide("naive", build=naive, paths=formulas.naive, in_flight=formulas.one_in_flight)
-SCHEDULES.provide("gpipe", build=gpipe, paths=formulas.gpipe, in_flight=formulas.all_in_flight)
-SCHEDULES.provide(
-    "1f1b", build=one_forward_one_backward, paths=formulas.one_forward_one_backward, in_flight=formulas.in_flight_1f1b
-)
-SCHEDULES.provide(
-    "interleaved", build=interleaved, paths=formulas.interleaved, in_flight=formulas.in_flight_interleaved
-)
-SCHEDULES.provide("looped-bfs", build=looped_bfs, paths=formulas.looped_bfs, in_flight=formulas.all_in_flight)
-SCHEDULES.provide("zb-h1", build=zb_h1, paths=formulas.zb_h1, in_flight=formulas.in_flight_zb_h1)
-SCHEDULES.provide("zb-h2", build=zb_h2, paths=formulas.zb_h2, in_flight=formulas.in_flight_zb_h2)
-SCHEDULES.provide(
-    "interleaved-zb",
-    build=interleaved_zb,
-    paths=formulas.interleaved_zb,
-    in_flight=formulas.in_flight_interleaved_zb,
-)
-SCHEDULES.provide("zbv", build=zbv, paths=formulas.zbv, in_flight=formulas.in_flight_zbv)
-SCHEDULES.provide("dualpipev", build=dualpipev, paths=formulas.dualpipev, in_flight=formulas.in_flight_dualpipev)
+BUILDERS = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "looped-bfs": looped_bfs,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "interleaved-zb": interleaved_zb,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
+}
+for _name, _build in BUILDERS.items():
+    SCHEDULES.provide(_name, build=_build, paths=formulas.PATHS[_name], in_flight=formulas.IN_FLIGHT[_name])
 SCHEDULES.provide("auto", build=auto)
 
 

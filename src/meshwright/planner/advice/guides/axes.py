@@ -142,11 +142,8 @@ def zero3_network(s: GuideProblem) -> Advice:
             f"avoid: {rate}, {share:.0%} of its step would wait for weights",
             correction="the compute between two gathers decides, not the port",
         )
-    verdict = (
-        "the standard"
-        if s.between >= 0.75 * GATES["standard"]
-        else "between unusable and standard: check the exposed communication"
-    )
+    verdict = "between unusable and standard: check the exposed communication"
+    verdict = "the standard" if s.between >= 0.75 * GATES["standard"] else verdict
     return Advice(plan, f"{rate}: {verdict}", correction="the compute between two gathers decides, not the port")
 
 

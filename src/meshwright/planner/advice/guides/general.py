@@ -52,8 +52,7 @@ def topology(s: GuideProblem) -> Advice:
         )
     if s.slow_between:
         wished = [s.shaped(zero=3), s.first_fitting(s.shaped(tp=1, pp=p, zero=1) for p in (2, 4, 8, 16, 32))]
-        best = s.trial.fastest(wished)
-        plan = best.plan if best else next((p for p in wished if p), None)
+        plan = s.fastest(wished)
         kind = "pipeline" if plan and plan.pp > 1 else "FSDP"
         return Advice(
             plan,
@@ -137,18 +136,14 @@ def typical_configuration(s: GuideProblem) -> Advice:
             "the 64 ranks of the experts are among the 256",
         )
     if n < SMALL:
-        ddp = s.shaped()
-        plan = ddp if s.fits(ddp) else s.shaped(zero=3)
-        kind = "DDP" if plan == ddp else "FSDP, since memory is tight"
+        plan, is_ddp = s.replicated()
+        kind = "DDP" if is_ddp else "FSDP, since memory is tight"
         return Advice(
             plan, f"{size}: {kind}{s.aside(plan)}", "1–10B: pure DDP on 8–64 GPUs; FSDP if memory is tight", LIMITS
         )
     if n < LARGE:
-        wished = [s.shaped(zero=3), s.shaped(tp=min(8, s.node), zero=1)]
-        best = s.trial.fastest(wished)
-        plan = best.plan if best else next((p for p in wished if p), None)
         return Advice(
-            plan,
+            s.fastest([s.shaped(zero=3), s.shaped(tp=min(8, s.node), zero=1)]),
             f"{size}: the faster of FSDP and tp {min(8, s.node)} + dp that fits",
             "10–70B: FSDP (ZeRO-3) or TP=4–8 intra-node + DP inter-node",
             "the text gives no advice from 70B to 100B; we apply this up to 100B",
@@ -163,21 +158,14 @@ def practical_tree(s: GuideProblem) -> Advice:
     n = s.model.total
     size = format_count(n)
     if n < SMALL:
-        ddp = s.shaped()
-        plan = ddp if s.fits(ddp) else s.shaped(zero=3)
-        return Advice(
-            plan, f"{size} is below 10B: {'DDP' if plan == ddp else 'FSDP'}{s.aside(plan)}", "< 10B: use DDP or FSDP"
-        )
+        plan, is_ddp = s.replicated()
+        kind = "DDP" if is_ddp else "FSDP"
+        return Advice(plan, f"{size} is below 10B: {kind}{s.aside(plan)}", "< 10B: use DDP or FSDP")
     if n < LARGE:
-        fits_node = s.state < s.node * s.memory
-        wished = (
-            [s.shaped(tp=t, zero=3) for t in (2, 4, 8)] if fits_node else [s.shaped(tp=8, pp=p, zero=3) for p in (2, 4)]
-        )
-        advice = (
-            "it fits one node: tensor parallel inside, FSDP across"
-            if fits_node
-            else "it does not fit one node: add a pipeline"
-        )
+        wished, advice = [s.shaped(tp=8, pp=p, zero=3) for p in (2, 4)], "it does not fit one node: add a pipeline"
+        if s.state < s.node * s.memory:
+            wished = [s.shaped(tp=t, zero=3) for t in (2, 4, 8)]
+            advice = "it fits one node: tensor parallel inside, FSDP across"
         return Advice(
             s.first_fitting(wished),
             f"{size} is between 10B and 100B; {advice}",

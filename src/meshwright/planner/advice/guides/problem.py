@@ -7,7 +7,7 @@ their other rules: buckets above P·α/β, the least recompute that fits, and wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from math import gcd
@@ -79,6 +79,17 @@ class GuideProblem(Configured):
                 if self.fits(plan):
                     break
         return last
+
+    def fastest(self, plans: Sequence[Plan | None]) -> Plan | None:
+        """The fastest plan that fits, else the first legal one."""
+        best = self.trial.fastest(plans)
+        return best.plan if best else next((plan for plan in plans if plan), None)
+
+    def replicated(self) -> tuple[Plan | None, bool]:
+        """Pure data parallelism: replicas (DDP) if they fit, which the second value says, else ZeRO-3 over all devices."""
+        ddp = self.shaped()
+        plan = ddp if self.fits(ddp) else self.shaped(zero=3)
+        return plan, plan == ddp
 
     def aside(self, plan: Plan | None) -> str:
         """Explain a pipeline in a plan for which pure data parallelism was recommended."""

@@ -45,7 +45,7 @@ from meshwright.planner.advice.alternatives import (
 from meshwright.planner.advice.lint.finding import SAVES, Finding, Seen
 from meshwright.planner.advice.lint.rules import BY_CODE, RULES
 from meshwright.predict.estimate import Estimate
-from meshwright.predict.recompute import resolve_recompute
+from meshwright.predict.prediction import resolve_recompute
 from meshwright.units import format_seconds
 
 MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan
@@ -90,16 +90,14 @@ def reason(f: Finding, winner: Estimate, alternatives: Sequence[Estimate]) -> st
     now = step(winner)
     if f.severity == "error":
         return ""
-    if f.fixed is not None:
-        trial = PlanTrials(winner.config)
-        fixed = trial.of(f.fixed)
-        if fixed is not None and not fits(fixed):
+    if fixed := PlanTrials(winner.config).of(f.fixed):
+        if not fits(fixed):
             return f"the fix needs {fixed.prediction.memory_gib:.1f} of {fixed.prediction.memory_limit_gib:.1f} GiB"
-        if fixed is not None and step(fixed) >= now:
+        if step(fixed) >= now:
             return f"with the fix a step takes {format_seconds(step(fixed))}, {step(fixed) / now - 1:.1%} longer"
-        if fixed is not None and step(fixed) > now * (1 - SAVES):
+        if step(fixed) > now * (1 - SAVES):
             return f"the fix saves {format_seconds(now - step(fixed))}, {1 - step(fixed) / now:.2%} of a step"
-        if fixed is not None and simulated(fixed) > simulated(winner) * (1 - SAVES):
+        if simulated(fixed) > simulated(winner) * (1 - SAVES):
             walked = f"{format_seconds(simulated(fixed))} against {format_seconds(simulated(winner))}"
             return f"by the closed forms the fix is faster; with its pipeline simulated it takes {walked}"
     without = [e for e in alternatives if fits(e) and not shows(f.code, e)]
@@ -145,16 +143,8 @@ def indivisible_heads(config: Config, trial: PlanTrials, error: MeshwrightError)
     model = padded(config.model, plan.tp)
     worst = trial.with_changes(plan, model=model)
     what = f"{error.what}: padded to {model.heads} heads, {1 - config.model.heads / model.heads:.1%} of attention is thrown away"
-    return illegal_finding(
-        "MW-LINT-011",
-        "indivisible heads",
-        what,
-        plan,
-        fixed,
-        worst,
-        error,
-        step(worst) - step(fixed) if worst and fixed else None,
-    )
+    cost = step(worst) - step(fixed) if worst and fixed else None
+    return illegal_finding("MW-LINT-011", "indivisible heads", what, plan, fixed, worst, error, cost)
 
 
 def batch_arithmetic(config: Config, trial: PlanTrials, error: MeshwrightError) -> Finding:
@@ -166,9 +156,8 @@ def batch_arithmetic(config: Config, trial: PlanTrials, error: MeshwrightError) 
     worst = trial.with_changes(plan, workload=workload.but(batch=whole))
     idle = 1 - workload.batch / whole
     what = f"{error.what}: of a step for {whole}, {idle:.0%} is idle or repeated"
-    return illegal_finding(
-        "MW-LINT-012", "batch arithmetic", what, plan, fixed, worst, error, idle * step(worst) if worst else None
-    )
+    cost = idle * step(worst) if worst else None
+    return illegal_finding("MW-LINT-012", "batch arithmetic", what, plan, fixed, worst, error, cost)
 
 
 def illegal_finding(

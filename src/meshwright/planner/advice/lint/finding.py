@@ -1,6 +1,6 @@
 """A finding of `lint`: one anti-pattern in a plan, what it costs and the fix; and what a rule receives to look for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,9 +37,7 @@ class Finding:
         return self.severity != "note"
 
     def as_dict(self) -> Json:
-        return {
-            **values_of(self, "code", "name", "severity", "what", "cost_s", "share", "fix", "saves_s", "still_best"),
-        }
+        return values_of(self, "code", "name", "severity", "what", "cost_s", "share", "fix", "saves_s", "still_best")
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,11 @@ class Seen:
     @property
     def step(self) -> float:
         return step(self.now)
+
+    def faster(self, plans: Iterable[Plan | None], spare: float = 1.0) -> Estimate | None:
+        """The fastest of some plans that fit (`PlanTrials.fastest`), if it is faster than the plan."""
+        best = self.trial.fastest(plans, spare)
+        return best if best is not None and step(best) < self.step else None
 
 
 Rule = Callable[[Seen], Finding | None]

@@ -17,6 +17,7 @@ The anti-patterns of "A Guide to Distributed Training" and "Distributed Training
 """
 
 import math
+from dataclasses import replace
 
 from meshwright.cost import advice
 from meshwright.describe import catalog
@@ -37,7 +38,7 @@ from meshwright.planner.advice.alternatives import (
     settings,
     step,
 )
-from meshwright.planner.advice.lint.finding import Finding, Rule, Seen, finding, larger_batch
+from meshwright.planner.advice.lint.finding import Finding, Rule, Seen, Severity, finding, larger_batch
 from meshwright.units import counted, format_decimal_bytes, format_rate, format_seconds
 
 ENOUGH_ROUNDS = 4  # M ≥ 4·P
@@ -91,11 +92,10 @@ def small_batch(seen: Seen) -> Finding | None:
         return None
     name = "small batch with large data parallelism"
     local = workload.batch // plan.dp
-    what = (
-        f"{counted(local, 'sequence')} for each of {plan.dp} data-parallel ranks do not hide the reduction of gradients"
-    )
-    fewer = seen.trial.fastest(moves(best.plan, "dp", workload, seen.config.stack, ("tp", "pp")))
-    if fewer is not None and step(fewer) < seen.step:
+    ranks = f"{plan.dp} data-parallel ranks"
+    what = f"{counted(local, 'sequence')} for each of {ranks} do not hide the reduction of gradients"
+    fewer = seen.faster(moves(best.plan, "dp", workload, seen.config.stack, ("tp", "pp")))
+    if fewer is not None:
         return finding(seen, "MW-LINT-002", name, what, cost, fewer)
     words, saves = larger_batch(seen, lambda e: exposed(e, "dp") < DP_SHARE * step(e))
     return finding(seen, "MW-LINT-002", name, what, cost, None, words, saves)
@@ -107,8 +107,7 @@ def larger_buckets(plan: Plan) -> list[Plan | None]:
 
 def against_topology(seen: Seen) -> Finding | None:
     """003: another order of the axes is faster on these levels."""
-    best = seen.trial.fastest(orders(seen.plan))
-    if best is None or step(best) >= seen.step:
+    if (best := seen.faster(orders(seen.plan))) is None:
         return None
     order = seen.plan.order or seen.now.stack.order
     far = [axis for axis in ("tp", "cp", "ep") if crosses(seen, axis) and seen.now.program.batch.size(axis)[0] > 1]
@@ -122,17 +121,15 @@ def few_microbatches(seen: Seen) -> Finding | None:
     m = plan.microbatches(workload)
     if plan.pp == 1 or m >= ENOUGH_ROUNDS * plan.pp:
         return None
-    near = [
-        p for p in (*microbatches(plan, workload), *moves(plan, "pp", workload, seen.config.stack)) if p is not None
-    ]
-    enough = [p for p in near if p.microbatches(workload) >= min(ENOUGH_ROUNDS * p.pp, 2 * m) or p.pp == 1]
-    fixed = seen.trial.fastest([*enough, *interleavings(plan, seen.config.model)])
-    cost = exposed(seen.now, "bubble")
+    near = (*microbatches(plan, workload), *moves(plan, "pp", workload, seen.config.stack))
+    enough = [p for p in near if p and (p.microbatches(workload) >= min(ENOUGH_ROUNDS * p.pp, 2 * m) or p.pp == 1)]
+    fixed = seen.faster([*enough, *interleavings(plan, seen.config.model)])
+    name, cost = "too few micro-batches", exposed(seen.now, "bubble")
     what = f"{m} micro-batches for {plan.pp} stages (at least {ENOUGH_ROUNDS * plan.pp} wanted): bubble fraction {seen.now.bubble_fraction:.0%}"
-    if fixed is not None and step(fixed) < seen.step:
-        return finding(seen, "MW-LINT-004", "too few micro-batches", what, cost, fixed)
+    if fixed is not None:
+        return finding(seen, "MW-LINT-004", name, what, cost, fixed)
     words, saves = larger_batch(seen, lambda e: e.plan.microbatches(e.workload) >= ENOUGH_ROUNDS * e.plan.pp)
-    return finding(seen, "MW-LINT-004", "too few micro-batches", what, cost, None, words, saves)
+    return finding(seen, "MW-LINT-004", name, what, cost, None, words, saves)
 
 
 def needless_accumulation(seen: Seen) -> Finding | None:
@@ -141,8 +138,7 @@ def needless_accumulation(seen: Seen) -> Finding | None:
     if plan.pp > 1 or plan.microbatches(seen.config.workload) == 1:
         return None
     larger = [p for p in microbatches(plan, seen.config.workload) if p and p.microbatch > plan.microbatch]
-    best = seen.trial.fastest(larger, USABLE_MEMORY)
-    if best is None or step(best) >= seen.step:
+    if (best := seen.faster(larger, USABLE_MEMORY)) is None:
         return None
     rounds = plan.microbatches(seen.config.workload)
     what = f"{rounds} micro-batches of {plan.microbatch} are accumulated though {best.plan.microbatch} at once fit"
@@ -202,11 +198,9 @@ def oversubscribed(seen: Seen) -> Finding | None:
     unit = cluster.spans[thin[0] - 1]
     shards = [s for s in {math.gcd(seen.plan.dp, unit), math.gcd(seen.plan.dp, cluster.node_size)} if s > 1]
     hybrids = [changed(seen.plan, zero=max(seen.plan.zero, 1), shard=s, replicate=seen.plan.dp // s) for s in shards]
-    fixed = seen.trial.fastest([p for p in (*hybrids, *orders(seen.plan)) if p != seen.plan])
+    fixed = seen.faster([p for p in (*hybrids, *orders(seen.plan)) if p != seen.plan])
     ratio = max(cluster.levels[k].oversubscription for k in thin)
     what = f"{ratio:g}:1 oversubscription at {cluster.levels[thin[0]].name}: groups that span it share {level_words(cluster, thin[0])}"
-    if fixed is not None and step(fixed) >= seen.step:
-        fixed = None
     return finding(seen, "MW-LINT-008", "oversubscribed fabric", what, cost, fixed)
 
 
@@ -237,14 +231,9 @@ def small_buckets(seen: Seen) -> Finding | None:
     least = advice.minimum_bucket(cluster.levels[level].link.alpha, 1 / cluster.device_bandwidth(level))
     if plan.bucket >= least * ranks:
         return None
-    best = seen.trial.fastest(larger_buckets(plan))
-    if best is None or step(best) >= seen.step:
+    if (best := seen.faster(larger_buckets(plan))) is None:
         return None
-    small = (
-        f"n* = {format_decimal_bytes(least)}"
-        if plan.bucket < least
-        else f"P·n* = {ranks} × {format_decimal_bytes(least)}"
-    )
+    small = f"{'n* =' if plan.bucket < least else f'P·n* = {ranks} ×'} {format_decimal_bytes(least)}"
     what = f"buckets of {format_decimal_bytes(plan.bucket)} are below {small} of the {cluster.levels[level].name}: latency rules them"
     return finding(seen, "MW-LINT-010", "buckets below α/β", what, seen.step - step(best), best)
 
@@ -257,34 +246,21 @@ def thin_memory(seen: Seen) -> Finding | None:
     plan, workload = seen.plan, seen.config.workload
     recomputed = [changed(plan, recompute=r) for r in ("selective", "full")]
     smaller = [p for p in microbatches(plan, workload) if p and p.microbatch < plan.microbatch]
-    stages = [
-        changed(plan, zero=z, **({"replicate": 1, "shard": plan.dp} if not plan.zero else {}))
-        for z in (1, 2, 3)
-        if z > plan.zero
-    ]
+    sharded = {} if plan.zero else {"replicate": 1, "shard": plan.dp}
+    stages = [changed(plan, zero=z, **sharded) for z in (1, 2, 3) if z > plan.zero]
     split = [p for axis in ("tp", "pp") for p in moves(plan, "dp", workload, seen.config.stack, (axis,))]
     tried = [p for p in (*recomputed, *smaller, *stages, *split) if p is not None]
     full = [changed(p, recompute="full") for p in (*smaller, *stages, *split) if p is not None]
     fixed = seen.trial.fastest([*tried, *full], USABLE_MEMORY)
-    words = "" if fixed is None else settings(seen.plan, fixed.plan)
-    saves = None if fixed is None else seen.step - step(fixed)
-    over = used > limit
-    what = (
-        f"{used:.1f} GiB on devices of {limit:.1f}: {seen.now.prediction.memory_fit}"
-        if over
-        else f"{used:.1f} of {limit:.1f} GiB leave {1 - used / limit:.1%} for what no model foresees: {seen.now.prediction.memory_fit}"
+    severity: Severity = "error" if used > limit else "note"
+    what = f"{used:.1f} of {limit:.1f} GiB leave {1 - used / limit:.1%} for what no model foresees"
+    what = f"{used:.1f} GiB on devices of {limit:.1f}" if used > limit else what
+    thin = Finding(
+        "MW-LINT-013", "memory headroom thin", severity, f"{what}: {seen.now.prediction.memory_fit}", 0.0, 0.0
     )
-    return Finding(
-        "MW-LINT-013",
-        "memory headroom thin",
-        "error" if over else "note",
-        what,
-        0.0,
-        0.0,
-        words,
-        saves,
-        fixed.plan if fixed else None,
-    )
+    if fixed is None:
+        return thin
+    return replace(thin, fix=settings(plan, fixed.plan), saves_s=seen.step - step(fixed), fixed=fixed.plan)
 
 
 def needless_recompute(seen: Seen) -> Finding | None:
@@ -293,8 +269,7 @@ def needless_recompute(seen: Seen) -> Finding | None:
     if plan.recompute == "none":
         return None
     lighter = ("none",) if plan.recompute == "selective" else ("none", "selective")
-    best = seen.trial.fastest([changed(plan, recompute=r) for r in lighter], USABLE_MEMORY)
-    if best is None or step(best) >= seen.step:
+    if (best := seen.faster([changed(plan, recompute=r) for r in lighter], USABLE_MEMORY)) is None:
         return None
     room = f"{best.prediction.memory_gib:.1f} of {best.prediction.memory_limit_gib:.1f} GiB"
     what = f"recompute {plan.recompute} though {best.plan.recompute} needs {room}"
@@ -320,18 +295,16 @@ def heavy_checkpoint(seen: Seen) -> Finding | None:
     known = bool(seen.now.cluster.host_memory) or any("device" in what for what in over)
     assumed = "" if known else " (assumed: set cluster.host_memory)"
     what = f"{'; '.join(over)}{assumed}: a step may fit, a checkpoint does not{keys}"
-    return Finding(
-        "MW-LINT-015", "out of memory at a checkpoint", "error" if known else "warning", what, 0.0, 0.0, words
-    )
+    severity: Severity = "error" if known else "warning"
+    return Finding("MW-LINT-015", "out of memory at a checkpoint", severity, what, 0.0, 0.0, words)
 
 
 def _framework_keys(stack: Stack, changes: dict[str, str]) -> str:
     """The same changes as keys of the framework that a stack describes, for users who edit its settings; nothing if it has no such keys."""
     framework = frameworks.find(stack.can.framework)
-    keys = (
-        [key for key in framework.table.keys if key.encode(changes.get(key.fact)) is not INVALID] if framework else []
-    )
-    spelled = [f"{key.name}: {key.encode(changes[key.fact])}" for key in keys if key.fact in changes]
+    keys = [key for key in framework.table.keys if key.fact in changes] if framework else []
+    values = [(key.name, key.encode(changes[key.fact])) for key in keys]
+    spelled = [f"{name}: {value}" for name, value in values if value is not INVALID]
     return f". In {framework.title}: {', '.join(spelled)}" if framework and spelled else ""
 
 
