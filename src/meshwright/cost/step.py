@@ -123,22 +123,9 @@ def step_cost(program: StepProgram, cluster: Cluster) -> StepCost:
     _add_closing(exposed, closing)
     exposed["overhead"] = np.full(b.n, b.stack.step_overhead)
 
-    return StepCost(
-        b.full(sum(exposed.values())),
-        exposed,
-        busy,
-        flops,
-        slowest,
-        ranks,
-        times,
-        boundary,
-        closing["after"],
-        closing["reduce"],
-        closing["tail"],
-        closing["unhidden"] + gathers,
-        program,
-        cluster.sharing,
-    )
+    time, unhidden = b.full(sum(exposed.values())), closing["unhidden"] + gathers
+    late = closing["after"], closing["reduce"], closing["tail"], unhidden
+    return StepCost(time, exposed, busy, flops, slowest, ranks, times, boundary, *late, program, cluster.sharing)
 
 
 def _add_closing(exposed: dict[str, Array], closing: dict[str, Array]) -> None:

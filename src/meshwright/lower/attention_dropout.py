@@ -57,14 +57,11 @@ def core_ops(b: Batch, core: AttentionCore, heads: Array, positions: float) -> d
     tiles = np.ceil(scores / WIDE / TILE)
     out = {}
     for phase, suffix in (("F", ""), ("I", "-grad")):
-        moved = operands + scores
-        products = Op(
-            f"scores{suffix}", "attention", "gemm", PRODUCTS[phase], flops, moved, shape, dtype, launches=tiles
-        )
-        softmax = Op(
-            f"softmax{suffix}", "attention", "memory", bytes=scores * ACCESSES[phase], launches=LAUNCHES[phase] * tiles
-        )
-        out[phase] = [products, softmax]
+        times, moved, launches = PRODUCTS[phase], scores * ACCESSES[phase], LAUNCHES[phase] * tiles
+        out[phase] = [
+            Op(f"scores{suffix}", "attention", "gemm", times, flops, operands + scores, shape, dtype, launches=tiles),
+            Op(f"softmax{suffix}", "attention", "memory", bytes=moved, launches=launches),
+        ]
     return out
 
 

@@ -60,26 +60,19 @@ def tile_ops(
     shape = (products, rows, columns, (qk + v) / 2)
     out = {}
     for phase, suffix in (("F", ""), ("I", "-grad")):
+        passes, each = WIDE * ACCESSES[phase], scores * EXPONENTIALS[phase]
+        times = count * PRODUCTS[phase]
         out[phase] = [
-            Op(
-                f"tiles{suffix}",
-                "attention",
-                "gemm",
-                count * PRODUCTS[phase],
-                flops,
-                moved,
-                shape,
-                "fp32",
-                launches=0.0,
-            ),
+            Op(f"tiles{suffix}", "attention", "gemm", times, flops, moved, shape, "fp32", launches=0.0),
             Op(
                 f"tile-softmax{suffix}",
                 "attention",
                 "tile",
                 count,
-                bytes=scores * WIDE * ACCESSES[phase],
+                0.0,
+                scores * passes,
                 launches=launches[phase],
-                exponentials=scores * EXPONENTIALS[phase],
+                exponentials=each,
             ),
         ]
     return out

@@ -118,13 +118,15 @@ class BlockBuilder:
         weights = products * k * n
         direct = "accumulate" in self.fused  # the product adds into the accumulated gradient
         grown = products * (m * k + m * n) * e + weights * (2 * self.b.grad_bytes if direct else e)
-        self.phases["F"].append(Op(name, part, "gemm", 1.0, flops, size, (products, m, n, k), dtype, launches=launches))
-        self.phases["I"].append(
-            Op(f"{name}-dgrad", part, "gemm", 1.0, flops, size, (products, m, k, n), dtype, launches=launches)
-        )
-        self.phases["W"].append(
-            Op(f"{name}-wgrad", part, "gemm", 1.0, flops, grown, (products, k, n, m), dtype, launches=launches)
-        )
+        for phase, suffix, moved, sides in (
+            ("F", "", size, (m, n, k)),
+            ("I", "-dgrad", size, (m, k, n)),
+            ("W", "-wgrad", grown, (k, n, m)),
+        ):
+            shape = (products, *sides)
+            self.phases[phase].append(
+                Op(name + suffix, part, "gemm", 1.0, flops, moved, shape, dtype, launches=launches)
+            )
         if not direct:
             self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, launches)
         precision = self.b.workload.precision

@@ -117,7 +117,7 @@ class LayerLowering(BlockBuilder):
         self.core(heads)
         if (
             m.sinks and b.splits_twice
-        ):  # parameters of attention itself: the half of the weights runs its backward again
+        ):  # the half of the weights runs the backward of attention again, for its own parameters
             again = (op for op in self.phases["I"][before:] if not op.name.startswith("ulysses"))
             self.phases.setdefault("S", []).extend([replace(op, count=op.count * b.splits) for op in again])
         inner = self.linears["o"].d_in
@@ -201,9 +201,8 @@ class LayerLowering(BlockBuilder):
         on = b.cp > 1
         kv = b.tokens * kv_heads * (core.qk + core.v) * self.element  # this rank's K and V
         ring, ulysses, gather = (on & (b.cp_kind == i) for i in range(3))
-        self.collective("F", "ring-kv", "attention", "send", "cp", kv, ring * (b.cp - 1))
-        self.collective("I", "ring-kv-again", "attention", "send", "cp", kv, ring * (b.cp - 1))
-        self.collective("I", "ring-kv-grad", "attention", "send", "cp", kv, ring * (b.cp - 1))
+        for phase, name in (("F", "ring-kv"), ("I", "ring-kv-again"), ("I", "ring-kv-grad")):
+            self.collective(phase, name, "attention", "send", "cp", kv, ring * (b.cp - 1))
         self.collective("F", "gather-kv", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
         self.collective("I", "gather-kv-again", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
         self.collective("I", "scatter-kv-grad", "attention", "reduce_scatter", "cp", kv * b.cp, gather * 1.0)
@@ -214,18 +213,9 @@ class LayerLowering(BlockBuilder):
             if present(ulysses):
                 moved = b.tokens * (q_in + kv_u + out) * self.element
                 self.memory(phase, "ulysses-order", "attention", moved, 4, ULYSSES_LAUNCHES, ulysses * 1.0)
-            self.collective(
-                phase,
-                "ulysses-qkv",
-                "attention",
-                "all_to_all",
-                "cp",
-                b.tokens * (q_in + kv_u) * self.element,
-                ulysses * 1.0,
-            )
-            self.collective(
-                phase, "ulysses-out", "attention", "all_to_all", "cp", b.tokens * out * self.element, ulysses * 1.0
-            )
+            for name, width in (("ulysses-qkv", q_in + kv_u), ("ulysses-out", out)):
+                n = b.tokens * width * self.element
+                self.collective(phase, name, "attention", "all_to_all", "cp", n, ulysses * 1.0)
 
     def feed_forward(self, part: str, width: int, edges: bool = True) -> None:
         """Add the products and the activation of an FFN split over tp; `edges` adds its tensor-parallel communication."""
@@ -244,28 +234,13 @@ class LayerLowering(BlockBuilder):
     def activation(self, part: str, size: Array) -> None:
         """GELU reads and writes one tensor; a gated one reads two."""
         inputs = 2 if self.m.gated else 1
-        fused = "activation" in self.fused
         exponentials = size / self.element if ACTIVATIONS[self.m.activation].exponential else 0.0
-        self.memory(
-            "F",
-            f"{part}-activation",
-            part,
-            size,
-            inputs + 1 if fused else 2 * inputs + 2,
-            1 if fused else inputs + 1,
-            exponentials=exponentials,
-            elementwise="activation",
-        )
-        self.memory(
-            "I",
-            f"{part}-activation-grad",
-            part,
-            size,
-            2 * inputs + 1 if fused else 4 * inputs + 2,
-            1 if fused else 2 * inputs + 1,
-            exponentials=exponentials,
-            elementwise="activation",
-        )
+        counts = {"": (inputs + 1, 1), "-grad": (2 * inputs + 1, 1)}
+        if "activation" not in self.fused:
+            counts = {"": (2 * inputs + 2, inputs + 1), "-grad": (4 * inputs + 2, 2 * inputs + 1)}
+        for phase, (suffix, (passes, launches)) in zip("FI", counts.items(), strict=True):
+            name = f"{part}-activation{suffix}"
+            self.memory(phase, name, part, size, passes, launches, exponentials=exponentials, elementwise="activation")
 
     def shared_scales(self) -> None:
         """Add fp8's scales, where ranks that hold parts of a tensor agree on one scale for it: the maxima of a product's two operands
@@ -284,16 +259,9 @@ class LayerLowering(BlockBuilder):
         if self.block.kind in self.m.expert_kinds:
             experts, split = self.b.experts_scaled_forward, (self.b.etp > 1) * 1.0
             rows = self.b.tokens / self.b.tp * self.m.top_k * self.m.router.travelling * self.b.etp
-            self.collective(
-                "F",
-                "fp8-expert-weights",
-                "experts",
-                "all_reduce",
-                "expert_tp",
-                4.0 * experts,
-                split * (experts > 0) * (2.0 if self.m.gated else 1.0),
-            )
-            self.collective("F", "fp8-expert-rows", "experts", "all_reduce", "expert_tp", 4.0 * (experts + rows), split)
+            weights = split * (experts > 0) * (2.0 if self.m.gated else 1.0)
+            for name, n, on in (("weights", experts, weights), ("rows", experts + rows, split)):
+                self.collective("F", f"fp8-expert-{name}", "experts", "all_reduce", "expert_tp", 4.0 * n, on)
 
     # Whole layers
 
