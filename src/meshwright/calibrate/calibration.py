@@ -112,26 +112,14 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
     factors = fitted_factors(bare, benches, backend, from_pairs)
     series = series_of(point for bench in benches for point in bench.points)
     calibrated = with_factors(bare, factors).but(measured=measured_calls(benches, backend))
-    return Calibration(
-        calibrated,
-        levels,
-        factors,
-        series,
-        crossovers(series),
-        additions(series),
-        expected,
-        verdicts(levels, expected, main),
-        [
-            *notes_of(main, levels, expected, backend),
-            *(
-                f"{f.operation} {GROUPS[f.across]}: no factors on the formula ({f.refused})"
-                for f in factors
-                if f.refused
-            ),
-            *([] if levels else about_collectives(factors, expected)),
-            *about_device,
-        ],
-    )
+    of_algorithms, judged = (crossovers(series), additions(series)), verdicts(levels, expected, main)
+    notes = [
+        *notes_of(main, levels, expected, backend),
+        *(f"{f.operation} {GROUPS[f.across]}: no factors on the formula ({f.refused})" for f in factors if f.refused),
+        *([] if levels else about_collectives(factors, expected)),
+        *about_device,
+    ]
+    return Calibration(calibrated, levels, factors, series, *of_algorithms, expected, judged, notes)
 
 
 def check_nodes(bench: Bench, cluster: Cluster) -> None:

@@ -19,6 +19,7 @@ from meshwright.describe.catalog import load
 from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Efficiency, Factors, Link
 from meshwright.describe.stack import Stack
 from meshwright.programs.collectives.formulas import FORMULAS, Shape, Terms
+from meshwright.units import Json
 
 VERSION = 8  # raised whenever what is measured changes: a cached calibration of another version is measured anew
 ACCELERATOR = "cpu"
@@ -29,6 +30,9 @@ SIZES = (2**10, 2**16, 2**20)  # bytes of the measured collectives
 STEP_LAUNCHES = 100.0  # launches of a step outside model and optimizer: reading the batch, counting tokens, records
 ALPHA, BANDWIDTH = 1e-4, 1e9  # of a link that factors scale to the measured one
 LARGEST_LOSS = 0.99  # of compute while communication runs: where no core is free, nothing is gained by overlap
+HOST_TIMES = (
+    "launch", "product_launch", "attention_launch", "tile_launch", "update_launch", "unit_launch", "unit_hooks",
+)  # fmt: skip
 LEAST_FACTOR = 1e-6  # of bytes whose time is too short to measure
 MOST_RATE = 1e15  # a fitted term that is not above zero costs nothing: this many per second
 
@@ -92,16 +96,13 @@ def accelerator(fit: DeviceFit, sharing: float, source: str, dtype: str) -> Acce
     plain = load("accelerators", ACCELERATOR)
     rate = rate_of(fit.flop * sharing)
     bandwidth = rate_of(fit.byte * sharing)
+    attention = min(1.0, rate_of(fit.attention_flop * sharing) / rate)
+    ideal: Json = dict.fromkeys(("gemm", "gemm_traffic", "memory", "tile"), 1.0) | {"floor": 0.0, "sequence_half": 0.0}
     efficiency = Efficiency(
-        gemm=1.0,
-        gemm_traffic=1.0,
-        floor=0.0,
-        flash=min(1.0, rate_of(fit.attention_flop * sharing) / rate),
-        fused=min(1.0, rate_of(fit.attention_flop * sharing) / rate),
-        memory=1.0,
+        **ideal,
+        flash=attention,
+        fused=attention,
         update=rate_of(fit.update_byte * sharing) / bandwidth,
-        tile=1.0,
-        sequence_half=0.0,
         exponential=fit.exponential * sharing,
         elementwise=fit.elementwise,
         selection=fit.selection * sharing,
@@ -116,14 +117,8 @@ def stack(fit: DeviceFit, sharing: float, plain: Stack, source: str) -> Stack:
     """The stack with the host times of this machine: known as well as one that is calibrated with runs."""
     return plain.but(
         evidence="calibrated",
-        launch=fit.launch * sharing,
-        product_launch=fit.product_launch * sharing,
-        attention_launch=fit.attention_launch * sharing,
-        tile_launch=fit.tile_launch * sharing,
+        **{name: getattr(fit, name) * sharing for name in HOST_TIMES},
         elementwise_launch=fit.elementwise_launch,
-        update_launch=fit.update_launch * sharing,
-        unit_launch=fit.unit_launch * sharing,
-        unit_hooks=fit.unit_hooks * sharing,
         action=ACTION_LAUNCHES * fit.launch * sharing,
         step_overhead=STEP_LAUNCHES * fit.update_launch * sharing,
         source=source,

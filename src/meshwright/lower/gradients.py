@@ -33,7 +33,7 @@ from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import on_the_wire
-from meshwright.lower.program import Array, Load, Op, StageBlocks, StepProgram, present
+from meshwright.lower.program import Array, Load, Op, StageBlocks, StepProgram, collective_op, present
 from meshwright.lower.stages import blocks_by_stage, stage_ranges
 
 ENDS = ("embedding", "head")
@@ -77,9 +77,8 @@ def reduce_once(
         for wire, chosen in b.wires:
             factors = (load.first, load.second)
             for kind, n in on_the_wire(b, wire, load.sent, width, b.size(axis), scattered, factors, passed):
-                yield GradientExchange(
-                    "reduce-gradients", axis, kind, chosen & (np.asarray(load.sent) > 0) & (n > 0), n
-                )
+                on = chosen & (np.asarray(load.sent) > 0) & (n > 0)
+                yield GradientExchange("reduce-gradients", axis, kind, on, n)
     if present(load.exact):
         kind = "reduce_scatter" if scattered else "all_reduce"
         yield GradientExchange("reduce-gradients", axis, kind, np.asarray(load.exact) > 0, load.exact * b.grad_bytes)
@@ -169,7 +168,7 @@ def flat_gather(b: Batch, group: str, elements: Array) -> list[Op]:
 def _op(name: str, group: str, axis: str, collective: str, count: Array, total: Array) -> Op:
     """Messages of the mean length: their time and bytes add up to those of the real ones."""
     each = total / np.where(count > 0, count, 1.0)
-    return Op(name, group, "collective", count, collective=collective, axis=axis, message_bytes=each, stream="comm:dp")
+    return collective_op(name, group, collective, axis, count, each)
 
 
 def _passes(b: Batch) -> Array:
@@ -196,9 +195,7 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array | None) -> dict[str,
         count, n = count * e.count, e.bytes
         if by_parameter:
             count, n = count * b.layer_tensors, n / b.layer_tensors
-        return Op(
-            e.name, group, "collective", count, collective=e.collective, axis=e.axis, message_bytes=n, stream="comm:dp"
-        )
+        return collective_op(e.name, group, e.collective, e.axis, count, n)
 
     scatter = [op(e, reduces) for e in reduce_once(b, group, unit, True)]
     if b.compresses:

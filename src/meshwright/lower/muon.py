@@ -47,6 +47,7 @@ from meshwright.lower.program import (
     Op,
     StageBlocks,
     StepProgram,
+    collective_op,
     present,
 )
 
@@ -121,17 +122,15 @@ def step_ops(program: StepProgram, blocks: StageBlocks) -> list[Op]:
         crossing = busiest((count * m.by_tensor, m.box, ranks) for count, m, ranks in rows)
         wholes = busiest((count * m.by_tensor, m.whole * m.copies, m.owners) for count, m in here)
         returned = busiest((count * m.by_zero, m.box, ranks) for count, m, ranks in rows)
+        flops, elements = (
+            busiest((count, getattr(m, name), m.owners) for count, m in here) for name in ("flops", "whole")
+        )
+        stacks = sum((np.ceil(count / m.owners / m.together) for count, m in here), np.zeros(b.n))
         by_zero, by_tensor = ([(count * getattr(m, cut), m) for count, m in here] for cut in ("by_zero", "by_tensor"))
         ops += [
             exchange(b, shard, sent, returned, number_of_rounds(by_zero), sent > 0),
             exchange(b, TENSOR_AXES[group], crossing, wholes, number_of_rounds(by_tensor), wholes > 0),
-            products(
-                b,
-                busiest((count, m.flops, m.owners) for count, m in here),
-                busiest((count, m.whole, m.owners) for count, m in here),
-                sum((np.ceil(count / m.owners / m.together) for count, m in here), np.zeros(b.n)),
-                number_of_rounds(here),
-            ),
+            products(b, flops, elements, stacks, number_of_rounds(here)),
         ]
     return [op for op in ops if present(op.count)]
 
@@ -154,31 +153,16 @@ def number_of_rounds(parts: Iterable[tuple[Array, MatrixShare]]) -> Array:
 def exchange(b: Batch, axis: str, sent: Array, returned: Array, rounds: Array, on: Array = True) -> Op:
     """Two all-to-alls over an axis in each round, there and back, of the mean length."""
     n = (sent + returned) / 2 / rounds * wire_bytes(b)
-    return Op(
-        EXCHANGE,
-        "optimizer",
-        "collective",
-        2.0 * rounds * on * (b.size(axis) > 1),
-        collective="all_to_all",
-        axis=axis,
-        message_bytes=n,
-        stream="comm:dp",
-    )
+    count = 2.0 * rounds * on * (b.size(axis) > 1)
+    return collective_op(EXCHANGE, "optimizer", "all_to_all", axis, count, n)
 
 
 def products(b: Batch, flops: Array, elements: Array, stacks: Array, rounds: Array) -> Op:
     """The orthogonalisation of a rank's matrices, once for each round; those of equal shape are one stack."""
     dtype = "bf16" if b.workload.precision in NARROW else b.workload.precision
-    return Op(
-        ORTHOGONALISE,
-        "optimizer",
-        "gemm",
-        (np.asarray(flops) > 0) * rounds,
-        flops / rounds,
-        PASSES * elements / rounds * wire_bytes(b),
-        dtype=dtype,
-        launches=LAUNCHES * stacks / rounds,
-    )
+    count, moved = (np.asarray(flops) > 0) * rounds, PASSES * elements / rounds * wire_bytes(b)
+    launches = LAUNCHES * stacks / rounds
+    return Op(ORTHOGONALISE, "optimizer", "gemm", count, flops / rounds, moved, dtype=dtype, launches=launches)
 
 
 def buffer_bytes(program: StepProgram, blocks: StageBlocks) -> Array:

@@ -66,6 +66,14 @@ class Op:
     )
 
 
+def collective_op(
+    name: str, part: str, collective: str, axis: str, count: Array, n: Array, stream: str = "comm:dp"
+) -> Op:
+    """A collective, or a send, of a buffer of n bytes."""
+    kind = "p2p" if collective == "send" else "collective"
+    return Op(name, part, kind, count, collective=collective, axis=axis, message_bytes=n, stream=stream)
+
+
 class Load(NamedTuple):
     """Elements of some parameters on one rank, as ZeRO pads them: all of them, and of their gradients those sent as the plan
     compresses them, those sent exactly, and PowerSGD's two sums; and the elements held that fp8 products multiply by."""

@@ -19,7 +19,7 @@ from meshwright.lower.gradients import ENDS
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.layer_kinds import layer
 from meshwright.lower.pipeline_ranks import add_ranks
-from meshwright.lower.program import DATA_PARALLEL, Array, Load, Op, StepProgram, present
+from meshwright.lower.program import DATA_PARALLEL, Array, Load, Op, StepProgram, collective_op, present
 from meshwright.lower.recompute import activation_bytes, resolve_recompute_budget
 from meshwright.lower.stages import average_blocks
 
@@ -140,19 +140,8 @@ def _add_boundary(program: StepProgram, element: float) -> None:
     n = batch.tokens * batch.model.residual_width * element / batch.seq_split
     on = (batch.pp > 1) * 1.0
     parts = np.where(batch.sp, 1.0, batch.tp) if batch.stack.sends_parts else 1.0
-    for phase in ("F", "I"):
-        program.sync[f"boundary-{phase}"] = [
-            Op(
-                "activations" if phase == "F" else "gradients",
-                "pipeline",
-                "p2p",
-                on,
-                collective="send",
-                axis="pp",
-                message_bytes=n / parts,
-                stream="comm:pp",
-            )
-        ]
+    for phase, name in (("F", "activations"), ("I", "gradients")):
+        program.sync[f"boundary-{phase}"] = [collective_op(name, "pipeline", "send", "pp", on, n / parts, "comm:pp")]
     if batch.stack.sends_parts:
         split = on * (parts > 1)
         gather = Op("parts", "pipeline", "collective", split, collective="all_gather", axis="tp", message_bytes=n)

@@ -20,7 +20,7 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import fp8_weights
 from meshwright.lower.gradients import batch_messages, data_parallel_ops, flat_gather
 from meshwright.lower.offload import state_copies
-from meshwright.lower.program import Array, Column, Op, StageBlocks, StepProgram, present
+from meshwright.lower.program import Array, Column, Op, StageBlocks, StepProgram, collective_op, present
 
 FP8_SCALES = {"dense": "fp8-weight-scales", "expert": "fp8-expert-scales"}  # of the weights that ZeRO-3 gathers in fp8
 ROUTER_LOADS = 2.0  # numbers per expert that a layer sums: copies sent to it, copies kept
@@ -84,18 +84,7 @@ def small_sums(b: Batch, elements: Mapping[str, Array]) -> list[Op]:
     def reduce(name: str, axis: str, n: Array, part: str = "closing", where: Column | bool = True) -> None:
         on = (b.size(axis) > 1) & (np.asarray(n) > 0) & where
         if present(on):
-            ops.append(
-                Op(
-                    name,
-                    part,
-                    "collective",
-                    on * 1.0,
-                    collective="all_reduce",
-                    axis=axis,
-                    message_bytes=n,
-                    stream="comm:dp",
-                )
-            )
+            ops.append(collective_op(name, part, "all_reduce", axis, on * 1.0, n))
 
     for axis in ("tp", "kv_copies", "expert_tp", "ends"):
         if axis in elements:
@@ -123,18 +112,7 @@ def parameter_average(b: Batch, elements: Array, often: Array | None = None) -> 
         return []
     count = (b.average_every > 0) / np.maximum(b.average_every, 1.0) if often is None else often
     n = (elements + 1) * b.kept_bytes
-    return [
-        Op(
-            "average-parameters",
-            "dense",
-            "collective",
-            count,
-            collective="all_reduce",
-            axis="replicate",
-            message_bytes=n,
-            stream="comm:dp",
-        )
-    ]
+    return [collective_op("average-parameters", "dense", "all_reduce", "replicate", count, n)]
 
 
 def optimizer(b: Batch, elements: Array, tensors: Array, by_muon: Array = 0.0) -> list[Op]:

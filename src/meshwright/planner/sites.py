@@ -67,16 +67,8 @@ def scale_out(
             continue
         rate = (e.prediction.tokens_per_s or 0.0) / plan.world
         base = base or rate
-        rows.append(
-            Scaled(
-                plan.world,
-                batch,
-                e.prediction.step_time_s,
-                e.prediction.mfu or 0.0,
-                rate / base,
-                reliability(plan.world, save, restart, gpu_mtbf),
-            )
-        )
+        failures = reliability(plan.world, save, restart, gpu_mtbf)
+        rows.append(Scaled(plan.world, batch, e.prediction.step_time_s, e.prediction.mfu or 0.0, rate / base, failures))
     return rows
 
 

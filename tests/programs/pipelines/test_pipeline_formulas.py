@@ -43,7 +43,9 @@ def walked(name, ranks, microbatches, virtual, times, **transfers):
 def test_exact_on_equal_times(setting, time):
     found = walked(*setting, (time, time, time))
     assert makespan(*setting, time, time, time) == pytest.approx(found.makespan, rel=1e-12)
-    assert bubble_overhead(*setting, time, time, time) == pytest.approx(found.bubble_overhead, abs=1e-9)
+    assert bubble_overhead(*setting, forward=time, input=time, weight=time) == pytest.approx(
+        found.bubble_overhead, abs=1e-9
+    )
     assert bubble_fraction(*setting) == pytest.approx(found.bubble_fraction, abs=1e-9)
 
 
@@ -106,11 +108,11 @@ def test_arrays_over_plans():
     for name in SCHEDULES.having("paths"):
         virtual = np.full((4, 3), SCHEDULES[name].virtual)
         many = microbatches if name != "dualpipev" else microbatches * 2
-        overhead = bubble_overhead(name, ranks, many, virtual, 1.0, 1.1, 0.9, p2p=np.zeros((4, 3)))
+        overhead = bubble_overhead(name, ranks, many, virtual, input=1.1, weight=0.9, p2p=np.zeros((4, 3)))
         peak = in_flight(name, ranks, many, virtual, ranks - 1)
         for i, j in np.ndindex(4, 3):
             one = name, int(ranks[i, 0]), int(np.broadcast_to(many, (4, 3))[i, j]), SCHEDULES[name].virtual
-            assert overhead[i, j] == bubble_overhead(*one, 1.0, 1.1, 0.9)
+            assert overhead[i, j] == bubble_overhead(*one, input=1.1, weight=0.9)
             assert peak[i, j] == in_flight(*one, int(ranks[i, 0]) - 1)
 
 

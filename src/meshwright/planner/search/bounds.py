@@ -279,20 +279,9 @@ def of_sharded(space: Space, rows: PlanArrays, limit: float = np.inf) -> PlanArr
     parts = (rows.dp * rows.cp > 1) & ((rows.zero == 0) | space.stack.flat_shards | bool(space.model.experts))
     twice = (rows.sp & (rows.tp > 1)) | (space.workload.precision == "fp8" and space.stack.shared_scales)
     tail = np.where(parts, cost.tail, 0.0)
-    rows = rows.but(
-        f=rank.f,
-        i=rank.i,
-        w=rank.w,
-        closing=closing,
-        pace=pace,
-        message=np.broadcast_to(cost.boundary, n),
-        folded=folded,
-        tail=tail,
-        parts=parts,
-        twice=twice,
-        **sampled_ranks(cost),
-        **intervals.ends(cost),
-    )
+    message, sampled = np.broadcast_to(cost.boundary, n), sampled_ranks(cost) | intervals.ends(cost)
+    rows = rows.but(f=rank.f, i=rank.i, w=rank.w, closing=closing, pace=pace, message=message, folded=folded)
+    rows = rows.but(tail=tail, parts=parts, twice=twice, **sampled)
     work = rows.select(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing - tail, bytes=folded)
     work = work.but(folded=np.full(n, space.stack.step_overhead))
     time, least = best_schedule(space, work, partial(in_flight_bytes, space), limit)

@@ -43,19 +43,9 @@ def of(space: Space, cost: StepCost) -> PlanArrays:
     slowest = np.choose(cost.slowest, [b.full(r.total) for r in cost.ranks])
     bubble, pace = cost.exposed["bubble"], np.maximum(b.microbatches, 1.0) * slowest
     mean = rank_time(cost.program, cost.times, cost.program.mean, cost.boundary).total
-    rows = PlanArrays(
-        pp=b.pp,
-        virtual=b.virtual,
-        schedule=b.schedule,
-        m=np.maximum(b.microbatches, 1.0),
-        pace=pace,
-        ramp=bubble,
-        closing=cost.time - bubble - pace,
-        mean=b.full(mean),
-        leads=cost.slowest == 0,
-        **ends(cost),
-    )
-    return interval(space, rows)
+    rows = PlanArrays(pp=b.pp, virtual=b.virtual, schedule=b.schedule, m=np.maximum(b.microbatches, 1.0), **ends(cost))
+    closing, leads = cost.time - bubble - pace, cost.slowest == 0
+    return interval(space, rows.but(pace=pace, ramp=bubble, closing=closing, mean=b.full(mean), leads=leads))
 
 
 def interval(space: Space, rows: PlanArrays) -> PlanArrays:

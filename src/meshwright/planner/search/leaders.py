@@ -126,17 +126,10 @@ def leading_rows(rows: PlanArrays, outcome: SearchOutcome, memory: float) -> lis
     """Rows that lead by the current estimates."""
     order = np.argsort(rows.estimate, kind="stable")
     sorted_rows = rows.take(order)
-    return sorted(
-        {
-            int(order[k])
-            for k in (
-                *near(sorted_rows, outcome.incumbents.margin, memory),
-                *divisible(sorted_rows, outcome.incumbents.margin),
-                *strategy_bests(sorted_rows),
-                *rungs(sorted_rows, outcome),
-            )
-        }
-    )
+    margin = outcome.incumbents.margin
+    leading = near(sorted_rows, margin, memory) + divisible(sorted_rows, margin)
+    leading += strategy_bests(sorted_rows) + rungs(sorted_rows, outcome)
+    return sorted({int(order[k]) for k in leading})
 
 
 def ranked(candidates: list[Candidate], memory: float) -> Ranking:
@@ -211,20 +204,11 @@ def walked(space: Space, rows: PlanArrays, outcome: SearchOutcome) -> list[Candi
     """Rows as candidates, their pipelines walked."""
     closed, times, peaks = walk(space, rows)
     out = []
-    for k in range(len(rows)):
-        code = int(rows.strategy[k])
-        out.append(
-            Candidate(
-                space.plan(rows, k),
-                strategies.NAMES[code],
-                float(times[k]),
-                float(closed[k]),
-                float(peaks[k]),
-                int(rows.shape[k]),
-                float(rows.complexity[k]),
-                code not in outcome.unproved,
-            )
-        )
+    for k, code in enumerate(rows.strategy.tolist()):
+        seconds_and_bytes = float(times[k]), float(closed[k]), float(peaks[k])
+        shape, complexity, proved = int(rows.shape[k]), float(rows.complexity[k]), code not in outcome.unproved
+        name, plan = strategies.NAMES[code], space.plan(rows, k)
+        out.append(Candidate(plan, name, *seconds_and_bytes, shape, complexity, proved))
     return out
 
 

@@ -65,19 +65,12 @@ def makespan(
 
 
 def bubble_overhead(
-    schedule: str,
-    ranks: Number,
-    microbatches: Number,
-    virtual: Number = 1,
-    forward: Number = 1.0,
-    input: Number = 1.0,
-    weight: Number = 1.0,
-    **transfers: Any,
+    schedule: str, ranks: Number, microbatches: Number, virtual: Number = 1, **times: Any
 ) -> np.ndarray:
-    """Return idle time / busy time of a rank. `transfers` are the arguments p2p and overlap of `makespan`."""
-    total = makespan(schedule, ranks, microbatches, virtual, forward, input, weight, **transfers)
-    busy = np.asarray(microbatches, float) * virtual * (np.asarray(forward, float) + input + weight)
-    return total / busy - 1.0
+    """Return idle time / busy time of a rank. `times` are the arguments of `makespan`."""
+    total = makespan(schedule, ranks, microbatches, virtual, **times)
+    forward, *backward = (np.asarray(times.get(name, 1.0), float) for name in ("forward", "input", "weight"))
+    return total / (np.asarray(microbatches, float) * virtual * (forward + backward[0] + backward[1])) - 1.0
 
 
 def bubble_fraction(

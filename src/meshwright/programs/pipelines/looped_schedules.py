@@ -138,14 +138,7 @@ def _program(
     order = np.argsort(np.concatenate(keys, axis=1), axis=1, kind="stable")
     stage = np.concatenate(chunks)[order] * ranks + np.arange(ranks)[:, None]
     virtual, microbatches = int(forward_chunk.max()) + 1, int(forward_batch.max()) + 1
-    return PipelineProgram(
-        schedule,
-        microbatches,
-        looped(ranks, virtual),
-        np.repeat(np.array(kinds, np.int8), n)[order].ravel(),
-        stage.ravel(),
-        np.concatenate(batches)[order].ravel(),
-        np.arange(ranks + 1) * len(kinds) * n,
-        np.zeros(order.size, bool),
-        in_flight(schedule, ranks, microbatches, virtual, np.arange(ranks)),
-    )
+    kind, batch = np.repeat(np.array(kinds, np.int8), n)[order].ravel(), np.concatenate(batches)[order].ravel()
+    first, joined = np.arange(ranks + 1) * len(kinds) * n, np.zeros(order.size, bool)
+    most, rank_of = in_flight(schedule, ranks, microbatches, virtual, np.arange(ranks)), looped(ranks, virtual)
+    return PipelineProgram(schedule, microbatches, rank_of, kind, stage.ravel(), batch, first, joined, most)

@@ -132,17 +132,9 @@ class PipelineProgram:
 
     def replace(self, order: np.ndarray, schedule: str | None = None) -> PipelineProgram:
         """Return the program with the actions of each rank reordered: `order[i]` is the old index of the new action i."""
-        return PipelineProgram(
-            schedule or self.schedule,
-            self.microbatches,
-            self.rank_of,
-            self.kind[order],
-            self.stage[order],
-            self.microbatch[order],
-            self.first,
-            self.joined[order],
-            self.promised,
-        )
+        kind, stage, microbatch, joined = (x[order] for x in (self.kind, self.stage, self.microbatch, self.joined))
+        name, place = schedule or self.schedule, (self.microbatches, self.rank_of)
+        return PipelineProgram(name, *place, kind, stage, microbatch, self.first, joined, self.promised)
 
 
 def looped(ranks: int, virtual: int) -> np.ndarray:
@@ -174,15 +166,6 @@ def program_of(
     mark = np.zeros(len(flat), bool)
     for r, positions in enumerate(joined or ()):
         mark[first[r] + np.asarray(positions, np.int64)] = True
-    columns = np.array([(s, KINDS.index(k), m) for s, k, m in flat], np.int64).reshape(-1, 3)
-    return PipelineProgram(
-        schedule,
-        microbatches,
-        np.asarray(rank_of),
-        columns[:, 1].astype(np.int8),
-        columns[:, 0],
-        columns[:, 2],
-        first,
-        mark,
-        promised,
-    )
+    stage, kind, batch = np.array([(s, KINDS.index(k), m) for s, k, m in flat], np.int64).reshape(-1, 3).T
+    columns = kind.astype(np.int8), stage, batch
+    return PipelineProgram(schedule, microbatches, np.asarray(rank_of), *columns, first, mark, promised)

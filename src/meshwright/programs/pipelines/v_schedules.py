@@ -89,17 +89,9 @@ def _program(schedule: str, ranks: int, microbatches: int, phases: list[Phases])
         joins.append(joined[exists])
     stage = [np.where(chunk == 0, r, 2 * ranks - 1 - r) for r, chunk in enumerate(chunks)]
     first = np.concatenate([[0], np.cumsum([len(kind) for kind in kinds])])
-    return PipelineProgram(
-        schedule,
-        microbatches,
-        v_shaped(ranks),
-        np.concatenate(kinds),
-        np.concatenate(stage),
-        np.concatenate(batches),
-        first,
-        np.concatenate(joins),
-        in_flight(schedule, ranks, microbatches, 2, np.arange(ranks)),
-    )
+    kind, stages, batch, joined = map(np.concatenate, (kinds, stage, batches, joins))
+    most = in_flight(schedule, ranks, microbatches, 2, np.arange(ranks))
+    return PipelineProgram(schedule, microbatches, v_shaped(ranks), kind, stages, batch, first, joined, most)
 
 
 def _expand(phases: Phases) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

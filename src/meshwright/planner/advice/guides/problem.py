@@ -135,27 +135,17 @@ class GuideProblem(Configured):
     def _built(self, tp: int, cp: int, pp: int, ep: int, zero: int, hybrid: bool, virtual: int) -> Plan | None:
         dp = self.world // (tp * cp * pp)
         inside = gcd(dp, max(1, self.node // (tp * cp))) if hybrid else dp
-        sharing = (
-            {"replicate": dp}
-            if zero == 0 or inside == 1
-            else {"replicate": dp // inside, "shard": inside, "zero": zero}
-        )
+        shards = zero > 0 and inside > 1
+        sharing = {"replicate": dp // inside, "shard": inside, "zero": zero} if shards else {"replicate": dp}
         experts = [e for e in divisors(self.model.experts or 1) if e <= ep and (cp * dp) % e == 0]
         local = self.workload.batch // dp
         looped = virtual > 1 and pp > 1 and pp * virtual <= self.model.layers and local % pp == 0
+        stages = {"virtual": virtual, "schedule": "interleaved"} if looped else {}
+        inside_experts = 1 if ep > 1 and tp > 1 else 0
+        degrees = {"tp": tp, "cp": cp, "pp": pp, "ep": max(experts, default=1), "expert_tp": inside_experts}
+        sp = tp > 1 and self.workload.seq % (tp * cp) == 0
         try:
-            plan = Plan(
-                tp=tp,
-                sp=tp > 1 and self.workload.seq % (tp * cp) == 0,
-                cp=cp,
-                pp=pp,
-                ep=max(experts, default=1),
-                virtual=virtual if looped else 1,
-                schedule="interleaved" if looped else "1f1b",
-                expert_tp=1 if ep > 1 and tp > 1 else 0,
-                bucket=self.bucket(dp * cp),
-                **sharing,
-            )
+            plan = Plan(**degrees, **stages, **sharing, sp=sp, bucket=self.bucket(dp * cp))
             return plan.check(self.model, self.workload, self.cluster, self.stack)
         except MeshwrightError:
             return None

@@ -144,7 +144,8 @@ def indivisible_heads(config: Config, trial: PlanTrials, error: MeshwrightError)
     worst = trial.with_changes(plan, model=model)
     what = f"{error.what}: padded to {model.heads} heads, {1 - config.model.heads / model.heads:.1%} of attention is thrown away"
     cost = step(worst) - step(fixed) if worst and fixed else None
-    return illegal_finding("MW-LINT-011", "indivisible heads", what, plan, fixed, worst, error, cost)
+    pattern = Finding("MW-LINT-011", "indivisible heads", "error", what, cost, fix=error.fix)
+    return with_costs(pattern, plan, fixed, worst)
 
 
 def batch_arithmetic(config: Config, trial: PlanTrials, error: MeshwrightError) -> Finding:
@@ -157,24 +158,18 @@ def batch_arithmetic(config: Config, trial: PlanTrials, error: MeshwrightError) 
     idle = 1 - workload.batch / whole
     what = f"{error.what}: of a step for {whole}, {idle:.0%} is idle or repeated"
     cost = idle * step(worst) if worst else None
-    return illegal_finding("MW-LINT-012", "batch arithmetic", what, plan, fixed, worst, error, cost)
+    pattern = Finding("MW-LINT-012", "batch arithmetic", "error", what, cost, fix=error.fix)
+    return with_costs(pattern, plan, fixed, worst)
 
 
-def illegal_finding(
-    code: str,
-    name: str,
-    what: str,
-    plan: Plan,
-    fixed: Estimate | None,
-    worst: Estimate | None,
-    error: MeshwrightError,
-    cost: float | None,
-) -> Finding:
-    share = cost / step(worst) if cost is not None and worst else None
+def with_costs(pattern: Finding, plan: Plan, fixed: Estimate | None, worst: Estimate | None) -> Finding:
+    """A finding with its share of the step of the workaround (`worst`), and with the fastest legal plan as its fix."""
+    if pattern.cost_s is not None and worst:
+        pattern = replace(pattern, share=pattern.cost_s / step(worst))
     if fixed is None:
-        return Finding(code, name, "error", what, cost, share, error.fix)
+        return pattern
     saves = step(worst) - step(fixed) if worst else None
-    return Finding(code, name, "error", what, cost, share, settings(plan, fixed.plan), saves, fixed.plan)
+    return replace(pattern, fix=settings(plan, fixed.plan), saves_s=saves, fixed=fixed.plan)
 
 
 def other_degrees(plan: Plan, config: Config) -> Iterator[Plan | None]:
