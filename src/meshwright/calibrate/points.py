@@ -179,11 +179,8 @@ class Bench(Described):
         if not isinstance(document, dict) or not {"version", "points", "ranks"} <= document.keys():
             raise not_a_bench(name, "It has no version, ranks and points")
         if document["version"] != VERSION:
-            raise MeshwrightError(
-                "MW-BENCH-002",
-                f"'{name}' has version {str(document['version'])[:20]}, and this Meshwright reads version {VERSION}",
-                fix=f"meshwright bench --json {Path(name).name}",
-            )
+            what = f"'{name}' has version {str(document['version'])[:20]}, and this Meshwright reads version {VERSION}"
+            raise MeshwrightError("MW-BENCH-002", what, fix=f"meshwright bench --json {Path(name).name}")
         try:
             return cls(**document)
         except MeshwrightError as error:
@@ -191,12 +188,8 @@ class Bench(Described):
 
 
 def not_a_bench(name: str, why: str) -> MeshwrightError:
-    return MeshwrightError(
-        "MW-BENCH-001",
-        f"'{name}' is neither the result of `meshwright bench` nor the output of nccl-tests",
-        why=why,
-        fix="meshwright bench --json FILE",
-    )
+    what = f"'{name}' is neither the result of `meshwright bench` nor the output of nccl-tests"
+    return MeshwrightError("MW-BENCH-001", what, why=why, fix="meshwright bench --json FILE")
 
 
 def bus_factor(operation: str, ranks: int) -> float:

@@ -126,12 +126,9 @@ class Accelerator(Described):
     def _has_a_unit(cls, memory: float) -> float:
         """A bare number is bytes: `memory = 80` without its unit would be 80 bytes."""
         if memory < LEAST_MEMORY:
-            raise MeshwrightError(
-                "MW-CONF-003",
-                f"{memory:g} bytes of memory",
-                why="A number without a unit is bytes, and no device has so little",
-                fix=f"{memory:g}GiB" if memory >= 1 else "80GiB",
-            )
+            what = f"{memory:g} bytes of memory"
+            why = "A number without a unit is bytes, and no device has so little"
+            raise MeshwrightError("MW-CONF-003", what, why=why, fix=f"{memory:g}GiB" if memory >= 1 else "80GiB")
         return memory
 
     def peak_for(self, dtype: str) -> float:

@@ -104,12 +104,9 @@ class Config(Shown):
     def from_document(cls, document: dict[str, Any]) -> Self:
         """Build a configuration from nested tables that another program sent: names are catalog names, and no file is read."""
         if "extends" in document:
-            raise MeshwrightError(
-                "MW-CONF-012",
-                "extends names a file, and a plan sent as JSON cannot read files",
-                why="Only the names of the catalog may be extended, inside a section",
-                fix="send the sections of that file in full",
-            )
+            what = "extends names a file, and a plan sent as JSON cannot read files"
+            why = "Only the names of the catalog may be extended, inside a section"
+            raise MeshwrightError("MW-CONF-012", what, why=why, fix="send the sections of that file in full")
         draft = Draft(files=False)
         for section, part in document.items():
             if part is not None and part != "":
@@ -293,12 +290,9 @@ def cluster_table(text: str) -> str | dict[str, Any]:
     document = parse_toml(text, "the text")
     section = document.get("cluster", {})
     if not isinstance(section, dict) or not section:
-        raise MeshwrightError(
-            "MW-CONF-002",
-            "the text has no [cluster]",
-            why="There is no cluster to read",
-            fix='[cluster]\nextends = "dgx-h100"',
-        )
+        what = "the text has no [cluster]"
+        why = "There is no cluster to read"
+        raise MeshwrightError("MW-CONF-002", what, why=why, fix='[cluster]\nextends = "dgx-h100"')
     draft = Draft(files=False)
     draft.merge("cluster", section, "the request", HERE)
     return to_toml_value(Cluster(**draft.resolved("cluster")))

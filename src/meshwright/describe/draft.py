@@ -126,11 +126,9 @@ class Draft:
         path of a TOML file with a [cluster] or a [stack], such as `meshwright calibrate` writes."""
         kind = NAMED.get(place, "")
         if not kind or not isinstance(name, str):
-            raise MeshwrightError(
-                "MW-CONF-009",
-                f"[{path}] cannot start from {shown(name)}",
-                why="The catalog has no entries for this table" if not kind else "A name is a string",
-            )
+            what = f"[{path}] cannot start from {shown(name)}"
+            why = "The catalog has no entries for this table" if not kind else "A name is a string"
+            raise MeshwrightError("MW-CONF-009", what, why=why)
         if self.files and kind in FILE_SECTIONS and name.endswith(".toml"):
             return self._section_of_file(FILE_SECTIONS[kind], folder / name)
         if self.files and kind == "models" and (name.endswith(".json") or (folder / name / "config.json").is_file()):
@@ -149,12 +147,9 @@ class Draft:
         other.merge_file(path)
         if section not in other.tables:
             example = {"cluster": "dgx-h100", "stack": "torchtitan"}[section]
-            raise MeshwrightError(
-                "MW-CONF-002",
-                f"'{path}' has no [{section}]",
-                why=f"A {section} file is a TOML file with that section",
-                fix=f'[{section}]\nextends = "{example}"',
-            )
+            what = f"'{path}' has no [{section}]"
+            why = f"A {section} file is a TOML file with that section"
+            raise MeshwrightError("MW-CONF-002", what, why=why, fix=f'[{section}]\nextends = "{example}"')
         table = other.resolved(section)
         self.origins.update({leaf: origin for leaf, origin in other.origins.items() if leaf.startswith(f"{section}.")})
         return table
@@ -189,11 +184,8 @@ class Draft:
         path, sign, text = word.partition("=")
         keys = path.strip().split(".")
         if not sign or not all(keys) or len(keys) > DEPTH:
-            raise MeshwrightError(
-                "MW-CONF-011",
-                f"'--set {word[:60]}' is not a path, '=' and a value",
-                valid=["plan.tp=8", "cluster.gpus=64", "model=llama3-8b"],
-            )
+            what = f"'--set {word[:60]}' is not a path, '=' and a value"
+            raise MeshwrightError("MW-CONF-011", what, valid=["plan.tp=8", "cluster.gpus=64", "model=llama3-8b"])
         section, value = keys[0], parse_value(text.strip(), path)
         if section not in SECTIONS:
             raise unknown("MW-CONF-010", "section", section, SECTIONS, "--set {}." + ".".join(keys[1:]))
@@ -238,11 +230,8 @@ class Draft:
         if not isinstance(node, list):
             raise MeshwrightError("MW-CONF-011", f"--set {path}.{key[:60]}: {path} is a single value, not a table")
         if not (key.isdecimal() and len(key) < 9 and int(key) < len(node)):
-            raise MeshwrightError(
-                "MW-CONF-011",
-                f"--set {path}.{key[:60]}: {path} is a list",
-                valid=[f"{path}.{i}" for i in range(len(node))],
-            )
+            what = f"--set {path}.{key[:60]}: {path} is a list"
+            raise MeshwrightError("MW-CONF-011", what, valid=[f"{path}.{i}" for i in range(len(node))])
         return int(key)
 
     # For validation
@@ -303,12 +292,8 @@ def parse_value(text: str, path: str) -> Any:
         if re.fullmatch(r"[\w./+µ, -]+", text):
             return text
     near = nearest(text, ["true", "false"])
-    raise MeshwrightError(
-        "MW-CONF-011",
-        f"--set {path[:60]}: {shown(text)} cannot be parsed",
-        fix=near,
-        valid=["8", "true", "bf16", '"a string"', "tp,dp"],
-    )
+    what = f"--set {path[:60]}: {shown(text)} cannot be parsed"
+    raise MeshwrightError("MW-CONF-011", what, fix=near, valid=["8", "true", "bf16", '"a string"', "tp,dp"])
 
 
 def key_lines(text: str) -> dict[str, int]:

@@ -73,11 +73,8 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
         )
     for number, line in enumerate(text.splitlines(), 1):
         if line.count(".") > DOTS:
-            raise MeshwrightError(
-                "MW-CONF-007",
-                f"{name}:{number} has a line with {line.count('.')} dots",
-                why="No key is nested that deep",
-            )
+            what = f"{name}:{number} has a line with {line.count('.')} dots"
+            raise MeshwrightError("MW-CONF-007", what, why="No key is nested that deep")
     try:
         return check_depth(tomllib.loads(text), name)
     except RecursionError:

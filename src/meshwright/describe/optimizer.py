@@ -93,25 +93,16 @@ class Optimizer(Described):
                     fix=f"--set workload.optimizer={kinds[0]}",
                 )
         if "clip" in changed and not workload.clip:
-            raise MeshwrightError(
-                "MW-OPT-002",
-                f"optimizer.clip={self.clip:g} has no effect with workload.clip=false",
-                fix="--set workload.clip=true",
-            )
+            what = f"optimizer.clip={self.clip:g} has no effect with workload.clip=false"
+            raise MeshwrightError("MW-OPT-002", what, fix="--set workload.clip=true")
         if workload.ema and not self.ema:
-            raise MeshwrightError(
-                "MW-OPT-002",
-                "workload.ema=true without the decay of the average, optimizer.ema",
-                fix="--set optimizer.ema=0.999",
-            )
+            what = "workload.ema=true without the decay of the average, optimizer.ema"
+            raise MeshwrightError("MW-OPT-002", what, fix="--set optimizer.ema=0.999")
         for name, on in (("ema", self.ema > 0), ("on_nan", self.on_nan == "rollback")):
             if on and plan.average_every:
-                raise MeshwrightError(
-                    "MW-OPT-002",
-                    f"optimizer.{name}={changed[name]} with plan.average_every={plan.average_every}",
-                    why="Replicas of local SGD train different weights between their averages, and would do it separately",
-                    fix="--set plan.average_every=0",
-                )
+                what = f"optimizer.{name}={changed[name]} with plan.average_every={plan.average_every}"
+                why = "Replicas of local SGD train different weights between their averages, and would do it separately"
+                raise MeshwrightError("MW-OPT-002", what, why=why, fix="--set plan.average_every=0")
         return self
 
     def with_steps(self, steps: int) -> Self:

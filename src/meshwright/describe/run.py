@@ -66,24 +66,15 @@ class Data(Described):
                     fix="meshwright data prepare SOURCES --tokenizer bytes --out DIR, then --set data.path=DIR",
                 )
         if self.weights and (len(self.weights) != len(self.path) or min(self.weights) <= 0):
-            raise MeshwrightError(
-                "MW-DATA-008",
-                f"data.weights has {len(self.weights)} values for {len(self.path)} paths, the smallest {min(self.weights):g}",
-                why="Each path has one weight above 0",
-            )
+            what = f"data.weights has {len(self.weights)} values for {len(self.path)} paths, the smallest {min(self.weights):g}"
+            raise MeshwrightError("MW-DATA-008", what, why="Each path has one weight above 0")
         if self.eval_every and not (self.validation or self.validation_path):
-            raise MeshwrightError(
-                "MW-DATA-008",
-                f"data.eval_every={self.eval_every} without validation data",
-                why="An evaluation needs documents that are not trained on",
-                fix="--set data.validation=0.01",
-            )
+            what = f"data.eval_every={self.eval_every} without validation data"
+            why = "An evaluation needs documents that are not trained on"
+            raise MeshwrightError("MW-DATA-008", what, why=why, fix="--set data.validation=0.01")
         if self.validation and self.validation_path:
-            raise MeshwrightError(
-                "MW-DATA-008",
-                "data.validation and data.validation_path both name validation data",
-                fix="give one of them",
-            )
+            what = "data.validation and data.validation_path both name validation data"
+            raise MeshwrightError("MW-DATA-008", what, fix="give one of them")
         return self
 
     def with_paths_in(self, folder: Path) -> Self:
@@ -154,13 +145,9 @@ class Run(Described):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if 0 < self.spike <= 1:
-            raise MeshwrightError(
-                "MW-CONF-003",
-                f"run.spike = {self.spike:g} is not valid",
-                why="It is a factor over the running median of the loss, so every step would be a spike",
-                valid=["0", "above 1"],
-                fix="--set run.spike=3",
-            )
+            what = f"run.spike = {self.spike:g} is not valid"
+            why = "It is a factor over the running median of the loss, so every step would be a spike"
+            raise MeshwrightError("MW-CONF-003", what, why=why, valid=["0", "above 1"], fix="--set run.spike=3")
         return self
 
     def with_paths_in(self, folder: Path) -> Self:

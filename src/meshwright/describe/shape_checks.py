@@ -131,12 +131,8 @@ def _check_attention(m: Shape) -> None:
     if m.heads % m.kv_groups:
         legal = [n for n in range(1, min(m.heads, 4096) + 1) if m.heads % n == 0]
         near = nearest_number(m.kv_groups, legal)
-        raise MeshwrightError(
-            "MW-MODEL-003",
-            f"{m.kv_groups} KV heads do not divide {m.heads} heads",
-            valid=legal,
-            fix=f"--set model.kv_heads={near}",
-        )
+        what = f"{m.kv_groups} KV heads do not divide {m.heads} heads"
+        raise MeshwrightError("MW-MODEL-003", what, valid=legal, fix=f"--set model.kv_heads={near}")
 
 
 def _check_grouped(m: Shape) -> None:
@@ -151,12 +147,9 @@ def _check_grouped(m: Shape) -> None:
             fix=f"--set model.heads={nearest_number(m.heads, grouped)}" if grouped else "",
         )
     if m.rope_dim > m.head_width:
-        raise MeshwrightError(
-            "MW-MODEL-009",
-            f"rope_dim={m.rope_dim} exceeds the head width {m.head_width}",
-            why="It is the number of elements of each head that are rotated",
-            fix="--set model.rope_dim=0",
-        )
+        what = f"rope_dim={m.rope_dim} exceeds the head width {m.head_width}"
+        why = "It is the number of elements of each head that are rotated"
+        raise MeshwrightError("MW-MODEL-009", what, why=why, fix="--set model.rope_dim=0")
 
 
 def _check_latent(m: Shape) -> None:
@@ -168,10 +161,8 @@ def _check_compressed(m: Shape) -> None:
     o = m.compressed
     needed = m.q_rank and m.head_dim and m.window and o.out_groups and o.out_rank
     if not (needed and m.pattern and not m.has_part("attention")):
-        raise MeshwrightError(
-            "MW-MODEL-004",
-            "attention=compressed needs q_rank, head_dim, window, compressed.out_groups and out_rank, and a pattern of W, S and C layers",
-        )
+        what = "attention=compressed needs q_rank, head_dim, window, compressed.out_groups and out_rank, and a pattern of W, S and C layers"
+        raise MeshwrightError("MW-MODEL-004", what)
     if (m.heads * m.head_dim) % o.out_groups:
         raise MeshwrightError("MW-MODEL-004", f"{o.out_groups} groups do not divide {m.heads} heads × {m.head_dim}")
     for mixer, present, fields in (
@@ -196,11 +187,8 @@ def _check_rotation_and_activation(m: Shape) -> None:
             "MW-MODEL-009", f"[model.rope] with positions={m.positions}", fix="--set model.positions=rope"
         )
     if m.activation != "swiglu" and (m.swiglu_limit, m.swiglu_alpha, m.swiglu_shift) != (0, 1, 0):
-        raise MeshwrightError(
-            "MW-MODEL-009",
-            f"swiglu_limit, swiglu_alpha or swiglu_shift with activation={m.activation}",
-            fix="--set model.activation=swiglu",
-        )
+        what = f"swiglu_limit, swiglu_alpha or swiglu_shift with activation={m.activation}"
+        raise MeshwrightError("MW-MODEL-009", what, fix="--set model.activation=swiglu")
 
 
 def _check_effect(m: Shape) -> None:
@@ -235,12 +223,8 @@ def _check_experts(m: Shape) -> None:
     """Raise for experts that no token can choose, and for fields of experts without experts."""
     if m.experts:
         if not 1 <= m.top_k <= m.experts:
-            raise MeshwrightError(
-                "MW-MODEL-005",
-                f"top_k={m.top_k} of {m.experts} experts is impossible",
-                valid=[f"1 to {m.experts}"],
-                fix="--set model.top_k=1",
-            )
+            what = f"top_k={m.top_k} of {m.experts} experts is impossible"
+            raise MeshwrightError("MW-MODEL-005", what, valid=[f"1 to {m.experts}"], fix="--set model.top_k=1")
         m.router.check(m.experts, m.top_k)
     elif m.top_k or m.shared_experts:
         raise MeshwrightError("MW-MODEL-005", "top_k or shared experts without experts", fix=_some_experts(m))
@@ -265,12 +249,9 @@ def _some_experts(m: Shape) -> str:
 def _check_pattern(m: Shape) -> None:
     """Raise for a pattern of layers that contradicts other fields, and for fields of parts that no layer has."""
     if m.pattern and (m.dense_layers or m.moe_every > 1):
-        raise MeshwrightError(
-            "MW-MODEL-010",
-            "pattern with dense_layers or moe_every",
-            why="The pattern already says which layers have experts",
-            fix="--set model.dense_layers=0 --set model.moe_every=1",
-        )
+        what = "pattern with dense_layers or moe_every"
+        why = "The pattern already says which layers have experts"
+        raise MeshwrightError("MW-MODEL-010", what, why=why, fix="--set model.dense_layers=0 --set model.moe_every=1")
     for mixer in ATTENTION:
         if m.has_part(mixer) and mixer not in ATTENTIONS[m.attention].mixers:
             kinds = [f"attention={name}" for name, kind in ATTENTIONS.items() if mixer in kind.mixers]

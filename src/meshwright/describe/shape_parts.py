@@ -70,19 +70,13 @@ class RopeOptions(Described):
     def check(self, width: int, max_positions: int) -> None:
         """Raise if the options do not fit heads of which `width` elements are rotated."""
         if self.kind in NEED_ORIGINAL and (self.original_positions or max_positions) < 2:
-            raise MeshwrightError(
-                "MW-MODEL-009",
-                f"rope.kind={self.kind} without the number of original positions",
-                why="It scales frequencies for sequences longer than the original ones",
-                fix="--set model.rope.original_positions=8192",
-            )
+            what = f"rope.kind={self.kind} without the number of original positions"
+            why = "It scales frequencies for sequences longer than the original ones"
+            raise MeshwrightError("MW-MODEL-009", what, why=why, fix="--set model.rope.original_positions=8192")
         if self.kind == "dynamic" and width <= 2:
-            raise MeshwrightError(
-                "MW-MODEL-009",
-                f"rope.kind=dynamic with a rotated width of {width}",
-                why="Its exponent is width / (width − 2)",
-                fix="--set model.rope.kind=linear",
-            )
+            what = f"rope.kind=dynamic with a rotated width of {width}"
+            why = "Its exponent is width / (width − 2)"
+            raise MeshwrightError("MW-MODEL-009", what, why=why, fix="--set model.rope.kind=linear")
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise MeshwrightError(
                 "MW-MODEL-009",
@@ -93,12 +87,9 @@ class RopeOptions(Described):
         for field in ("short_factor", "long_factor") if self.kind == "longrope" else ():
             setting = getattr(self, field)
             if len(setting) != width // 2 or not all(0 < value < math.inf for value in setting):
-                raise MeshwrightError(
-                    "MW-MODEL-009",
-                    f"rope.{field} has {len(setting)} numbers",
-                    why=f"{width} elements of each head are rotated, so longrope needs {width // 2} numbers above 0",
-                    fix="--set model.rope.kind=default",
-                )
+                what = f"rope.{field} has {len(setting)} numbers"
+                why = f"{width} elements of each head are rotated, so longrope needs {width // 2} numbers above 0"
+                raise MeshwrightError("MW-MODEL-009", what, why=why, fix="--set model.rope.kind=default")
 
     def rotation_factor(self, max_positions: int) -> float:
         """The factor of cosine and sine."""
@@ -173,12 +164,9 @@ class RouterOptions(Described):
                 fix="--set model.router.groups=1 --set model.router.groups_kept=0",
             )
         if self.groups > 1 and self.choice == "expert":
-            raise MeshwrightError(
-                "MW-MODEL-008",
-                f"{self.groups} groups of experts with choice=expert",
-                why="Groups limit what a token chooses",
-                fix="--set model.router.choice=token",
-            )
+            what = f"{self.groups} groups of experts with choice=expert"
+            why = "Groups limit what a token chooses"
+            raise MeshwrightError("MW-MODEL-008", what, why=why, fix="--set model.router.choice=token")
 
     @property
     def compares(self) -> bool:
@@ -252,20 +240,14 @@ class ResNetOptions(Described):
     def check(self, layers: int) -> None:
         """Raise if the model has another number of layers than blocks, or if the image is too small for the stages."""
         if layers != sum(self.stages):
-            raise MeshwrightError(
-                "MW-MODEL-010",
-                f"{layers} layers, and stages of {' + '.join(map(str, self.stages))} blocks",
-                why="Each block is a layer",
-                fix=f"--set model.layers={sum(self.stages)}",
-            )
+            what = f"{layers} layers, and stages of {' + '.join(map(str, self.stages))} blocks"
+            why = "Each block is a layer"
+            raise MeshwrightError("MW-MODEL-010", what, why=why, fix=f"--set model.layers={sum(self.stages)}")
         least = 4 * 2 ** len(self.stages)
         if self.image < least:
-            raise MeshwrightError(
-                "MW-MODEL-010",
-                f"images of {self.image} × {self.image} for {len(self.stages)} stages",
-                why="The stem and every stage but the first halve an image, and batch norm needs more than one number of a channel",
-                fix=f"--set model.resnet.image={least}",
-            )
+            what = f"images of {self.image} × {self.image} for {len(self.stages)} stages"
+            why = "The stem and every stage but the first halve an image, and batch norm needs more than one number of a channel"
+            raise MeshwrightError("MW-MODEL-010", what, why=why, fix=f"--set model.resnet.image={least}")
 
     @cached_property
     def stem(self) -> Convolution:

@@ -73,11 +73,8 @@ def resolve_recompute_budget(model: Model, plan: Plan, workload: Workload, stack
     if plan.recompute != "auto":
         return plan
     if not plan.recompute_budget:
-        raise MeshwrightError(
-            "MW-PAR-004",
-            "recompute=auto needs recompute_budget here",
-            why="Without a budget the layers are chosen to fit a device's memory, and no device is known",
-            fix="--set plan.recompute_budget=20GiB",
-        )
+        what = "recompute=auto needs recompute_budget here"
+        why = "Without a budget the layers are chosen to fit a device's memory, and no device is known"
+        raise MeshwrightError("MW-PAR-004", what, why=why, fix="--set plan.recompute_budget=20GiB")
     count = layers_to_recompute(model, plan, workload, plan.recompute_budget, stack).layers
     return plan.but(recompute="full" if count else "none", recompute_layers=count, recompute_budget=0.0)

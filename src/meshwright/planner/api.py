@@ -93,10 +93,7 @@ def line_rate(sites: int, line: str | float) -> float:
     if not sites and not line:
         return 0.0
     if sites < 2 or not line:
-        raise MeshwrightError(
-            "MW-GOOD-002",
-            f"{sites} sites over a line of {str(line)[:20] or 'no bandwidth'}",
-            why="Several sites need a line between them, and a line needs several sites",
-            fix="--sites 2 --line 100Gb/s",
-        )
+        what = f"{sites} sites over a line of {str(line)[:20] or 'no bandwidth'}"
+        why = "Several sites need a line between them, and a line needs several sites"
+        raise MeshwrightError("MW-GOOD-002", what, why=why, fix="--sites 2 --line 100Gb/s")
     return parse_rate(line)

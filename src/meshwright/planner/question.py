@@ -146,10 +146,6 @@ def read_headroom(text: str | float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise MeshwrightError(
-            "MW-PLANNER-006",
-            f"memory headroom {str(text)[:40]!r} is not a share",
-            valid=["0%", "5%", "10%", "0.1"],
-            fix="--memory-headroom 10%",
-        )
+        what = f"memory headroom {str(text)[:40]!r} is not a share"
+        raise MeshwrightError("MW-PLANNER-006", what, valid=["0%", "5%", "10%", "0.1"], fix="--memory-headroom 10%")
     return value

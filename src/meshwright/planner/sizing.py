@@ -184,18 +184,12 @@ def read_budget(budget: str | float) -> float:
 def check_question(config: Config, budget: float) -> None:
     """Raise where the question lacks the token budget, a price, or a cluster that can grow."""
     if not config.workload.tokens or config.model.kind != "transformer":
-        raise MeshwrightError(
-            "MW-PLANNER-007",
-            "--days and --budget need the number of tokens to train",
-            why="Days and cost are those of the whole training run of a transformer",
-            fix="--tokens 1T",
-        )
+        what = "--days and --budget need the number of tokens to train"
+        why = "Days and cost are those of the whole training run of a transformer"
+        raise MeshwrightError("MW-PLANNER-007", what, why=why, fix="--tokens 1T")
     if budget and not config.cluster.price:
-        raise MeshwrightError(
-            "MW-PLANNER-007",
-            f"--budget needs the price of a GPU-hour, and {config.cluster.name} has none",
-            fix="--set cluster.price=2.5",
-        )
+        what = f"--budget needs the price of a GPU-hour, and {config.cluster.name} has none"
+        raise MeshwrightError("MW-PLANNER-007", what, fix="--set cluster.price=2.5")
 
 
 def explore(request: Question, days: float, budget: float, progress: Progress | None = None) -> list[Size]:

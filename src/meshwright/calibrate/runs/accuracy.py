@@ -214,11 +214,9 @@ def rounded(x: np.ndarray, stack: Stack) -> dict[str, float]:
 def to_toml(fit: StackFit, bands: dict[str, Band]) -> str:
     missing = [level for level in LEVELS if level not in bands]
     if missing:
-        raise MeshwrightError(
-            "MW-CALIB-005",
-            f"the runs give no band of a stack that is {' or '.join(missing)}",
-            why="published: two sources must share stacks with others; calibrated: two sources need more than five runs of one stack",
-        )
+        what = f"the runs give no band of a stack that is {' or '.join(missing)}"
+        why = "published: two sources must share stacks with others; calibrated: two sources need more than five runs of one stack"
+        raise MeshwrightError("MW-CALIB-005", what, why=why)
     lines = [NOTE]
     for level, band in bands.items():
         lines.append(f"[bands.{level}]\nlow = {band.low:.4f}\nhigh = {band.high:.4f}\n")

@@ -112,23 +112,17 @@ def measured_runs(
             runs.append(_of_folder(folder, stack))
             continue
         if not typed:
-            raise MeshwrightError(
-                "MW-CALIB-003",
-                f"'{path}' is not a run folder, and no --tokens-per-s is given for it",
-                why="A plan file says what ran, not how fast",
-                fix=f"--from-run {path} --tokens-per-s 41000",
-            )
+            what = f"'{path}' is not a run folder, and no --tokens-per-s is given for it"
+            why = "A plan file says what ran, not how fast"
+            raise MeshwrightError("MW-CALIB-003", what, why=why, fix=f"--from-run {path} --tokens-per-s 41000")
         config = configure(folder, stack=stack).check()
         rate = _positive(typed.pop(0), "--tokens-per-s")
         size = float(parse_bytes(sizes.pop(0))) if sizes else 0.0
         runs.append(_possible(MeasuredRun(folder.name, config, config.workload.tokens_per_step / rate, size)))
     if typed or sizes:
-        raise MeshwrightError(
-            "MW-CALIB-003",
-            "there are more measurements than plan files",
-            why="Each --tokens-per-s and --memory belongs to one --from-run PLAN.toml",
-            fix="give one --from-run for each",
-        )
+        what = "there are more measurements than plan files"
+        why = "Each --tokens-per-s and --memory belongs to one --from-run PLAN.toml"
+        raise MeshwrightError("MW-CALIB-003", what, why=why, fix="give one --from-run for each")
     return runs
 
 
@@ -136,12 +130,9 @@ def _of_folder(folder: Path, stack: str) -> MeasuredRun:
     """The run of a folder that `meshwright train` wrote."""
     measurement = folder / "measurement.json"
     if not is_run(folder) or not measurement.is_file():
-        raise MeshwrightError(
-            "MW-CALIB-003",
-            f"'{folder}' has no measurement.json",
-            why="Only a finished run folder of `meshwright train` has a measured step time",
-            fix="--from-run runs/NAME of a finished run",
-        )
+        what = f"'{folder}' has no measurement.json"
+        why = "Only a finished run folder of `meshwright train` has a measured step time"
+        raise MeshwrightError("MW-CALIB-003", what, why=why, fix="--from-run runs/NAME of a finished run")
     table = read_json(measurement)
     seconds = table.get("step_time_s") if isinstance(table, dict) else None
     if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds <= 0:
@@ -149,11 +140,8 @@ def _of_folder(folder: Path, stack: str) -> MeasuredRun:
     config = configure(present_plan(folder), stack=stack) if stack else load(present_plan(folder))
     on_cpu = config.cluster.accelerator.name == "cpu"
     if read_about(folder).get("device") == "cpu" and not on_cpu:
-        raise MeshwrightError(
-            "MW-CALIB-003",
-            f"the run of '{folder}' used CPUs, and its plan is for {config.cluster.accelerator.name}",
-            why="Its step time says nothing of the stack on that device",
-        )
+        what = f"the run of '{folder}' used CPUs, and its plan is for {config.cluster.accelerator.name}"
+        raise MeshwrightError("MW-CALIB-003", what, why="Its step time says nothing of the stack on that device")
     reserved = table.get("memory_gib") if not on_cpu else None  # of a CPU it is the resident memory of the process
     size = GIB * reserved if isinstance(reserved, int | float) and math.isfinite(reserved) else 0.0
     return MeasuredRun(folder.name, config, float(seconds), size, "reserved")
@@ -173,12 +161,11 @@ def _possible(run: MeasuredRun) -> MeasuredRun:
     parts = predict(c).memory_by_stage
     parameters = GIB * max(stage["parameters"] for stage in parts)
     if run.memory and not parameters <= run.memory <= device.memory:
-        raise MeshwrightError(
-            "MW-CALIB-003",
-            f"{run.name}: a peak of {format_bytes(run.memory)} per device is not possible",
-            why=f"{device.name} has {format_bytes(device.memory)}, and the parameters alone take {format_bytes(parameters)}",
-            fix="--memory 61GiB",
+        what = f"{run.name}: a peak of {format_bytes(run.memory)} per device is not possible"
+        why = (
+            f"{device.name} has {format_bytes(device.memory)}, and the parameters alone take {format_bytes(parameters)}"
         )
+        raise MeshwrightError("MW-CALIB-003", what, why=why, fix="--memory 61GiB")
     return run
 
 
@@ -224,12 +211,8 @@ def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
     stack = stack.but(collective_operators=stack.collective_launch / max(stack.launch, LEAST_LAUNCH))  # as measured
     other = next((run for run in runs if run.config.stack.name != stack.name), None)
     if other is not None:
-        raise MeshwrightError(
-            "MW-CALIB-004",
-            f"the runs have different stacks: {stack.name} and {other.config.stack.name}",
-            why="A calibration adjusts one stack",
-            fix=f"--stack {stack.name}",
-        )
+        what = f"the runs have different stacks: {stack.name} and {other.config.stack.name}"
+        raise MeshwrightError("MW-CALIB-004", what, why="A calibration adjusts one stack", fix=f"--stack {stack.name}")
     points = grid()
     response = Response.of([_times(run, stack, points) for run in runs], [_doubt(run, stack) for run in runs])
     measured = np.log([run.step_time for run in runs])

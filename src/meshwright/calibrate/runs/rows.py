@@ -77,11 +77,8 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
     """Rows of a CSV with the columns of `runs.csv`."""
     path = Path(path)
     if not path.is_file():
-        raise MeshwrightError(
-            "MW-VAL-001",
-            f"{str(path)!r} is not a file" if path.exists() else f"the file {str(path)!r} does not exist",
-            fix="give a CSV with the columns of runs.csv",
-        )
+        what = f"{str(path)!r} is not a file" if path.exists() else f"the file {str(path)!r} does not exist"
+        raise MeshwrightError("MW-VAL-001", what, fix="give a CSV with the columns of runs.csv")
     if path.stat().st_size > LIMIT:
         raise MeshwrightError("MW-VAL-001", f"{str(path)!r} is larger than {LIMIT // 10**6} MB")
     try:
@@ -89,11 +86,8 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
             reader = csv.DictReader(file)
             missing = [c for c in REQUIRED if c not in (reader.fieldnames or [])]
             if missing:
-                raise MeshwrightError(
-                    "MW-VAL-002",
-                    f"{path.name} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}",
-                    valid=REQUIRED,
-                )
+                what = f"{path.name} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}"
+                raise MeshwrightError("MW-VAL-002", what, valid=REQUIRED)
             for row in reader:
                 yield {
                     k: (v or "").strip()

@@ -245,12 +245,9 @@ def load(path: str | Path) -> Json:
         if not stat.S_ISREG(facts.st_mode):
             raise MeshwrightError("MW-HF-001", f"{str(path)[:200]} is not a regular file")
         if facts.st_size > MOST_BYTES:
-            raise MeshwrightError(
-                "MW-HF-002",
-                f"{str(path)[:200]} has {facts.st_size:,} bytes",
-                why="The config of a model is small",
-                valid=[f"at most {MOST_BYTES:,}"],
-            )
+            what = f"{str(path)[:200]} has {facts.st_size:,} bytes"
+            why = "The config of a model is small"
+            raise MeshwrightError("MW-HF-002", what, why=why, valid=[f"at most {MOST_BYTES:,}"])
         with place.open("rb") as file:
             raw = file.read(MOST_BYTES)
     except MeshwrightError:

@@ -56,12 +56,8 @@ def plain_activation(c: HfConfig, key: str, default: str = "gelu") -> str:
 
 
 def _unknown_activation(c: HfConfig, name: str, valid: tuple[str, ...]) -> str:
-    raise MeshwrightError(
-        "MW-HF-006",
-        f"activation {shown(name)} of this {c.family} config is not known",
-        why="It would change the model's mathematics",
-        valid=valid,
-    )
+    what = f"activation {shown(name)} of this {c.family} config is not known"
+    raise MeshwrightError("MW-HF-006", what, why="It would change the model's mathematics", valid=valid)
 
 
 def attention_bias(c: HfConfig, default: bool = False) -> dict[str, bool]:
@@ -113,12 +109,9 @@ def expert_layers(c: HfConfig, has_experts: list[bool]) -> dict[str, int]:
         dense = where[0] - every + 1
         if dense >= 0 and where == list(range(where[0], len(has_experts), every)):
             return {"dense_layers": dense, "moe_every": every}
-    raise MeshwrightError(
-        "MW-HF-007",
-        f"the layers with experts of this {c.family} config have no fixed stride",
-        why=f"They are {shown(where)}",
-        valid=["every n-th layer after the first dense ones"],
-    )
+    what = f"the layers with experts of this {c.family} config have no fixed stride"
+    why = f"They are {shown(where)}"
+    raise MeshwrightError("MW-HF-007", what, why=why, valid=["every n-th layer after the first dense ones"])
 
 
 def predicted_tokens(c: HfConfig) -> None:

@@ -50,12 +50,8 @@ def write(model: Model, original: dict[str, Any] | None = None) -> tuple[str, di
             closest = (family, wrong or {"computed in another way": (read_back.not_run, "")})
     family, wrong = closest
     fields = ", ".join(f"{name} = {shown(values[0])}" for name, values in list(wrong.items())[:4])
-    raise MeshwrightError(
-        "MW-HF-017",
-        f"no family of Transformers is the model '{model.name}'",
-        why=f"The closest is {family}, which has no {fields}",
-        valid=list(WRITERS),
-    )
+    what = f"no family of Transformers is the model '{model.name}'"
+    raise MeshwrightError("MW-HF-017", what, why=f"The closest is {family}, which has no {fields}", valid=list(WRITERS))
 
 
 SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}

@@ -288,9 +288,5 @@ def _kept(choices: Choices, name: str, allowed: tuple[Any, ...], stack: Stack) -
 def _refused(choices: Choices, name: str, stack: Stack) -> MeshwrightError:
     options = [c.option for c in choices.constraints if c.field == name]
     named = " and ".join(options) or f"{name}={', '.join(map(str, choices.words.get(name, ())))}"
-    return MeshwrightError(
-        "MW-PLANNER-003",
-        f"{named}: {stack.can.framework or stack.name} does not run it",
-        why=stack.can.source,
-        fix=f"drop {options[-1]}" if options else "",
-    )
+    what = f"{named}: {stack.can.framework or stack.name} does not run it"
+    return MeshwrightError("MW-PLANNER-003", what, why=stack.can.source, fix=f"drop {options[-1]}" if options else "")

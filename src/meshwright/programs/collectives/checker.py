@@ -78,11 +78,8 @@ def check_contract(program: Program) -> None:
     elif int(program.sizes.sum()) != program.elements or (program.chunks and program.sizes.min() < 0):
         fits = False
     if not fits:
-        raise MeshwrightError(
-            "MW-PROG-010",
-            f"{program!r} does not start and end as {program.operation} does",
-            why=OPERATIONS[program.operation],
-        )
+        what = f"{program!r} does not start and end as {program.operation} does"
+        raise MeshwrightError("MW-PROG-010", what, why=OPERATIONS[program.operation])
 
 
 def single_chunk_moves(program: Program) -> Single:

@@ -49,11 +49,8 @@ def in_sequence(operation: str, *programs: Program) -> Program:
     first, *following = programs
     for other in following:
         if other.ranks != first.ranks or not np.array_equal(other.sizes, first.sizes):
-            raise MeshwrightError(
-                "MW-PROG-002",
-                f"{first!r} and {other!r} cannot be combined",
-                why="Both need the same number of ranks and the same chunks",
-            )
+            what = f"{first!r} and {other!r} cannot be combined"
+            raise MeshwrightError("MW-PROG-002", what, why="Both need the same number of ranks and the same chunks")
     table = in_turn(*(p.moves for p in programs))
     groups = next((p.groups for p in programs if p.groups), ())
     return collective(operation, first.ranks, first.elements, table, sizes=first.sizes, root=first.root, groups=groups)

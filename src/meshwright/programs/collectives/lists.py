@@ -117,11 +117,9 @@ def pairs(lists: Sequence[Sequence[Instruction]]) -> list[tuple[tuple[int, Instr
         out, in_ = sends[a, b], receives[a, b]
         if len(out) != len(in_):
             rank, unmatched = (a, out[len(in_)]) if len(out) > len(in_) else (b, in_[len(out)])
-            raise MeshwrightError(
-                "MW-PROG-018",
-                f"rank {rank}, {unmatched}: waits forever",
-                why=f"Rank {a} sends {len(out)} times to rank {b}, which receives {len(in_)} times from it",
-            )
+            problem = f"rank {rank}, {unmatched}: waits forever"
+            why = f"Rank {a} sends {len(out)} times to rank {b}, which receives {len(in_)} times from it"
+            raise MeshwrightError("MW-PROG-018", problem, why=why)
         for send, receive in zip(out, in_, strict=True):
             if send.width != receive.width:
                 what = f"rank {b}, {receive}: rank {a} sends {send.width} chunks at its step {send.step}"
@@ -169,8 +167,6 @@ def stuck(
     """Return the error for the earliest step that can never start."""
     step, rank = min((step, rank) for rank, step in leader if find((rank, step)) in open_steps)
     waiting = next(i for i in lists[rank] if i.step == step)
-    return MeshwrightError(
-        "MW-PROG-019",
-        f"rank {rank}, {waiting}: waits forever",
-        why=f"Deadlock: rank {waiting.peer} reaches the matching instruction only after a step that waits for rank {rank}",
-    )
+    what = f"rank {rank}, {waiting}: waits forever"
+    why = f"Deadlock: rank {waiting.peer} reaches the matching instruction only after a step that waits for rank {rank}"
+    return MeshwrightError("MW-PROG-019", what, why=why)

@@ -98,11 +98,8 @@ def as_groups(groups: Sequence[Sequence[int]] | None, ranks: int) -> Groups:
         return tuple(tuple(range(a, min(a + size, ranks))) for a in range(0, ranks, size))
     parts = tuple(tuple(int_in_range("rank", r, 0, ranks - 1) for r in group) for group in groups if len(group))
     if sorted(r for group in parts for r in group) != list(range(ranks)):
-        raise MeshwrightError(
-            "MW-PROG-007",
-            f"the groups do not partition the ranks 0 to {ranks - 1}",
-            why="Every rank must be in exactly one group",
-        )
+        what = f"the groups do not partition the ranks 0 to {ranks - 1}"
+        raise MeshwrightError("MW-PROG-007", what, why="Every rank must be in exactly one group")
     return parts
 
 
@@ -110,11 +107,9 @@ def place(cluster: Cluster, ranks: int, placement: Sequence[int] | None = None) 
     """Return the device of each rank: the validated `placement`, or device r for rank r."""
     devices = list(range(ranks)) if placement is None else [operator.index(d) for d in placement]
     if len(devices) != ranks or len(set(devices)) != ranks or min(devices) < 0 or max(devices) >= cluster.world:
-        raise MeshwrightError(
-            "MW-PROG-008",
-            f"{ranks} ranks do not fit on {min(len(set(devices)), cluster.world)} of the {cluster.world} devices of {cluster.name}",
-            why=f"Each rank needs a separate device, numbered 0 to {cluster.world - 1}",
-        )
+        what = f"{ranks} ranks do not fit on {min(len(set(devices)), cluster.world)} of the {cluster.world} devices of {cluster.name}"
+        why = f"Each rank needs a separate device, numbered 0 to {cluster.world - 1}"
+        raise MeshwrightError("MW-PROG-008", what, why=why)
     return devices
 
 

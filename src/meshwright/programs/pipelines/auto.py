@@ -177,13 +177,9 @@ class _Search:
         setting = self.setting
         needed = np.bincount(setting.rank_of, setting.activation, minlength=setting.ranks)
         rank = int(np.argmin(setting.limit - needed))
-        raise MeshwrightError(
-            "MW-PIPE-030",
-            f"no schedule fits the memory limit of rank {rank}: {setting.limit[rank]:g}",
-            why=f"One micro-batch needs {needed[rank]:g} there",
-            valid=[f"{needed[rank]:g} or more"],
-            exit_code=3,
-        )
+        what = f"no schedule fits the memory limit of rank {rank}: {setting.limit[rank]:g}"
+        why = f"One micro-batch needs {needed[rank]:g} there"
+        raise MeshwrightError("MW-PIPE-030", what, why=why, valid=[f"{needed[rank]:g} or more"], exit_code=3)
 
 
 def lower_bound(setting: ScheduleProblem, rank_of: np.ndarray, objective: str = "makespan") -> float:

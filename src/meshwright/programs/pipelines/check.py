@@ -108,11 +108,8 @@ def _first(mask: np.ndarray) -> int | None:
 def _check_places(program: PipelineProgram) -> None:
     stages_of_rank = np.bincount(program.rank_of, minlength=program.ranks)
     if len(stages_of_rank) != program.ranks or (stages_of_rank == 0).any():
-        raise MeshwrightError(
-            "MW-PIPE-010",
-            f"{program.stages} stages do not cover {program.ranks} ranks",
-            why=f"Stages a rank: {stages_of_rank.tolist()}",
-        )
+        what = f"{program.stages} stages do not cover {program.ranks} ranks"
+        raise MeshwrightError("MW-PIPE-010", what, why=f"Stages a rank: {stages_of_rank.tolist()}")
     outside = (program.stage < 0) | (program.stage >= program.stages)
     outside |= (program.microbatch < 0) | (program.microbatch >= program.microbatches)
     bad = _first(outside)
@@ -122,11 +119,8 @@ def _check_places(program: PipelineProgram) -> None:
     bad = _first(program.rank_of[program.stage] != program.rank)
     if bad is not None:
         owner = int(program.rank_of[program.stage[bad]])
-        raise MeshwrightError(
-            "MW-PIPE-010",
-            f"{place(program, bad)} is on the wrong rank",
-            why=f"Stage {program.stage[bad]} is held by rank {owner}",
-        )
+        what = f"{place(program, bad)} is on the wrong rank"
+        raise MeshwrightError("MW-PIPE-010", what, why=f"Stage {program.stage[bad]} is held by rank {owner}")
     next_is_backward = np.append(program.kind[1:], W) == B
     next_is_backward[program.first[1:] - 1] = False
     bad = _first(program.joined & ~((program.kind == F) & next_is_backward))
@@ -157,11 +151,8 @@ def _check_once(program: PipelineProgram) -> np.ndarray:
             _raise_missing(program, kind, bad)
     both = _first(has[B] & has[I])
     if both is not None:
-        raise MeshwrightError(
-            "MW-PIPE-011",
-            f"{place(program, int(where[I, both]))} repeats part of a full backward",
-            why=f"The full backward is at {place(program, int(where[B, both]))}",
-        )
+        what = f"{place(program, int(where[I, both]))} repeats part of a full backward"
+        raise MeshwrightError("MW-PIPE-011", what, why=f"The full backward is at {place(program, int(where[B, both]))}")
     backward = np.maximum(where[B], where[I])
     _check_position(program, backward, where[F], "is before its forward")
     _check_position(program, where[W][has[W]], where[I][has[W]], "is before the backward of its inputs")
@@ -181,11 +172,8 @@ def _raise_missing(program: PipelineProgram, kind: int, piece: int) -> NoReturn:
 def _check_position(program: PipelineProgram, later: np.ndarray, earlier: np.ndarray, what: str) -> None:
     bad = _first(later < earlier)
     if bad is not None:
-        raise MeshwrightError(
-            "MW-PIPE-012",
-            f"{place(program, int(later[bad]))} {what}",
-            why=f"That is at {place(program, int(earlier[bad]))}",
-        )
+        problem = f"{place(program, int(later[bad]))} {what}"
+        raise MeshwrightError("MW-PIPE-012", problem, why=f"That is at {place(program, int(earlier[bad]))}")
 
 
 def _raise_deadlock(program: PipelineProgram, needs: np.ndarray, order: list[int]) -> NoReturn:
@@ -201,11 +189,9 @@ def _raise_deadlock(program: PipelineProgram, needs: np.ndarray, order: list[int
     cycle = path[path.index(at) :]
     chain = "; ".join(f"{place(program, i)} waits for {program.action(int(needs[i]))}" for i in cycle[:6])
     more = f"; and {len(cycle) - 6} more" if len(cycle) > 6 else ""
-    raise MeshwrightError(
-        "MW-PIPE-013",
-        f"deadlock: {chain}{more}",
-        why="Each is behind another of these actions in its rank's list, so none can ever run",
-    )
+    what = f"deadlock: {chain}{more}"
+    why = "Each is behind another of these actions in its rank's list, so none can ever run"
+    raise MeshwrightError("MW-PIPE-013", what, why=why)
 
 
 def _check_memory(program: PipelineProgram) -> None:
@@ -214,8 +200,6 @@ def _check_memory(program: PipelineProgram) -> None:
     in_flight = count_in_flight(program)
     bad = _first(in_flight > program.promised[program.rank])
     if bad is not None:
-        raise MeshwrightError(
-            "MW-PIPE-014",
-            f"{place(program, bad)} is activation number {in_flight[bad]} in flight",
-            why=f"{program.schedule} allows at most {int(program.promised[program.rank[bad]])} on this rank",
-        )
+        what = f"{place(program, bad)} is activation number {in_flight[bad]} in flight"
+        why = f"{program.schedule} allows at most {int(program.promised[program.rank[bad]])} on this rank"
+        raise MeshwrightError("MW-PIPE-014", what, why=why)

@@ -44,11 +44,8 @@ def refusal(schedule: str, ranks: int, microbatches: int, virtual: int) -> Meshw
             fix=f"microbatches={needed}",
         )
     if action_count(ranks, microbatches, virtual) > MOST_ACTIONS:
-        return MeshwrightError(
-            "MW-PIPE-006",
-            f"{ranks} ranks × {microbatches} micro-batches × {virtual} stages per rank is too large",
-            why=f"A program holds at most {MOST_ACTIONS:,} actions",
-        )
+        problem = f"{ranks} ranks × {microbatches} micro-batches × {virtual} stages per rank is too large"
+        return MeshwrightError("MW-PIPE-006", problem, why=f"A program holds at most {MOST_ACTIONS:,} actions")
     return None
 
 

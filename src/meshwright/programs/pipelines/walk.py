@@ -169,12 +169,9 @@ def by_stage(value: Times, count: int, what: str) -> np.ndarray:
     """Return one finite, non-negative number for each stage or boundary."""
     array = np.asarray(value, float)
     if array.ndim > 1 or (array.ndim == 1 and len(array) != count):
-        raise MeshwrightError(
-            "MW-PIPE-020",
-            f"{what} has shape {array.shape}",
-            why="It must be one number, or one per stage, boundary or rank",
-            valid=[f"shape ({count},)"],
-        )
+        problem = f"{what} has shape {array.shape}"
+        why = "It must be one number, or one per stage, boundary or rank"
+        raise MeshwrightError("MW-PIPE-020", problem, why=why, valid=[f"shape ({count},)"])
     if not np.isfinite(array).all() or (array < 0).any():
         raise MeshwrightError("MW-PIPE-021", f"{what} = {value!r} must be finite and at least 0")
     return np.broadcast_to(array, (count,))
@@ -279,10 +276,6 @@ def _join(
     took[pairs + 1] = forward + backward - hidden * np.minimum(forward, backward)
     order = np.array(run_order(needs.tolist(), program.first.tolist()))
     if len(order) < len(program):
-        raise MeshwrightError(
-            "MW-PIPE-013",
-            f"deadlock: {program.schedule} cannot run its joined pairs as one action",
-            why="The pairs wait for each other",
-            fix="walk without hidden=",
-        )
+        what = f"deadlock: {program.schedule} cannot run its joined pairs as one action"
+        raise MeshwrightError("MW-PIPE-013", what, why="The pairs wait for each other", fix="walk without hidden=")
     return needs, order, took
