@@ -44,7 +44,6 @@ FAMILIES = {
             "fp64",
             "",
             "2: tp2",
-            "4: ddp tp2",
             "4: fsdp2 tp2",
             "2: fsdp1",
             "2: fsdp2 --optimizer adamw --accumulate 4",

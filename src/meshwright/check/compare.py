@@ -24,7 +24,7 @@ from meshwright.check.match import Match
 from meshwright.check.merge import Beside, Merged, beside
 from meshwright.check.names import UserTable
 from meshwright.check.translate import NameMap
-from meshwright.check.where import StepModules
+from meshwright.check.where import StepModules, cut_modules
 from meshwright.errors import MeshwrightError
 from meshwright.proof.diagnosis import Diagnosis
 from meshwright.proof.parts import Copy
@@ -204,6 +204,7 @@ class StepPair:
         self.number, self.naming, self.previous = step, naming, previous
         self.one, self.many = reference.step(step), candidate.step(step)
         self.coordinates, self.axes = candidate.coordinates, candidate.axes
+        self.cut = cut_modules([rank["parameters"] for rank in candidate.ranks])
         self.single = reference.world == 1
         self.batch_dims = reference.batch_dim, candidate.batch_dim
         self.compared: dict[str, int] = {}
@@ -331,7 +332,7 @@ class StepPair:
 
     @cached_property
     def modules(self) -> StepModules:
-        return StepModules(self.one, self.many, self.naming.rename, self.batch_dims)
+        return StepModules(self.one, self.many, self.naming.rename, self.batch_dims, cut=self.cut)
 
     def module_errors(self, tolerance: Tolerance) -> Iterator[tuple[str, ErrorAndBound, ErrorAndBound]]:
         for name, forward, backward in self.modules.errors() if self.single else ():
@@ -440,8 +441,9 @@ def loss_of(steps: list[RankStep]) -> float:
 
 def samples_read(step: RankStep) -> Iterator[np.ndarray]:
     """The rows of the first input of every call of the model: token ids, or whatever it reads."""
-    for entry in step.of("input"):
-        if entry.index == 0 and entry.value.ndim >= 2 and entry.name == "":
+    inputs = step.of("input")
+    for entry in inputs:
+        if entry.index == 0 and entry.value.ndim >= 2 and entry.name == inputs[0].name:
             yield from entry.value
 
 

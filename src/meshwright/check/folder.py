@@ -20,7 +20,7 @@ import numpy as np
 from meshwright.errors import MeshwrightError
 from meshwright.proof.parts import box_at
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass

@@ -52,6 +52,7 @@ class StepRecorder:
         self.steps, self.perturb, self.unit = steps, perturb, unit
         self.step, self.pid = 0, os.getpid()
         self.depth = 0
+        self.skips = False
         self.names: Names | None = None
         self.framework: FrameworkAdapter | None = None
         self.writer = RecordingWriter(Path(out), limit)
@@ -92,8 +93,10 @@ class StepRecorder:
         if not self.active or in_backward():
             return
         if self.depth == 0:
-            with self.timed():
-                self.begin_call(module, inputs)
+            self.skips = not torch.is_grad_enabled()  # an evaluation, or a pipeline that infers shapes
+            if not self.skips:
+                with self.timed():
+                    self.begin_call(module, inputs)
         self.depth += 1
 
     @contextmanager
@@ -151,11 +154,13 @@ class StepRecorder:
         if not self.active or in_backward() or self.depth == 0:
             return
         self.depth -= 1
-        if self.names is None or (name := self.names.of(module)) is None:
+        if self.skips or self.names is None or (name := self.names.of(module)) is None:
             return
         with self.timed():
             self.calls[name] += 1
             for i, tensor in enumerate(tensors_in(output)):
+                if isinstance(tensor, nn.Parameter):  # a bias that is added later: not computed here
+                    continue
                 place = {"call": self.calls[name] - 1, "index": i}
                 self.note("output", name, tensor, **place)
                 if tensor.requires_grad:

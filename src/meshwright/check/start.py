@@ -26,7 +26,13 @@ GRACE_S = 10.0  # for a script to end by itself when all is recorded
 
 
 def record(
-    words: Sequence[str], out: Path, steps: int, perturbed: int = 0, limit: float = LIMIT, go_on: bool = False
+    words: Sequence[str],
+    out: Path,
+    steps: int,
+    perturbed: int = 0,
+    limit: float = LIMIT,
+    go_on: bool = False,
+    on_cpu: bool = False,
 ) -> int:
     """Run a command and record into a folder, then as often as asked with perturbed weights; the exit code of the first that fails."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -38,6 +44,7 @@ def record(
     for run in range(perturbed + 1):
         folder = out / f"perturbed-{run}" if run else out
         settings = {"out": str(folder.resolve()), "steps": steps, "limit": limit, "perturb": run, "unit": unit}
+        settings |= {"on_cpu": on_cpu}
         code = run_recorded(words, folder, settings, go_on)
         if not any(folder.glob("rank-*/rank.json")) and not code:
             raise MeshwrightError(

@@ -55,25 +55,42 @@ class StepModules:
     batch_dims: tuple[int, int]
     rows: dict[str, dict[str, list[tuple[int, Match]]]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     unmatched: list[str] = field(default_factory=list)
+    cut: Mapping[int, set[str]] = field(default_factory=dict)  # by rank: modules of which other ranks have layers
 
     def __post_init__(self) -> None:
         self.samples = {kind: samples_of(self.one, kind, self.batch_dims[0]) for kind in KINDS}
         places: dict[tuple, Match] = {}
+        self.found: dict[int, list[tuple[str, int, Match]]] = {step.rank: [] for step in self.many}
         for step in self.many:
-            for entry in step.of("output"):
+            cut = self.cut.get(step.rank, set())
+            for entry in (e for e in step.of("output") if e.name not in cut):
                 for i, (key, match) in enumerate(self.match_rows(entry)):
                     places[step.rank, key, entry.call, entry.index, i] = match
+                    self.found[step.rank].append((key, entry.call, match))
                     self.rows["output"].setdefault(key, []).append((step.rank, match))
+        shared = self.independent_of_samples()
         for step in self.many:
             scale = 0.0  # between the two runs' gradients before the reduction: the same for all modules of a rank
             for entry in step.of("output gradient"):
                 for i, row in enumerate(self.rows_of(entry)):
                     place = places.get((step.rank, self.key(entry), entry.call, entry.index, i))
                     block = self.same_block(entry, place, row)
-                    if place is not None and block is not None:
+                    if place is not None and block is not None and self.key(entry) not in shared:
                         scale = scale or ratio(row, block) or 1.0
                         match = Match(row, block, place.sample, place.start, scale)
                         self.rows["output gradient"].setdefault(self.key(entry), []).append((step.rank, match))
+
+    def independent_of_samples(self) -> set[str]:
+        """Modules whose output is the same for other samples: positions, for instance. The gradient in it is a sum over the samples of a
+        rank's call, so it is not one device's even where all is right."""
+        out, seen = set[str](), dict[tuple, bytes]()
+        for step in self.many:
+            read = {e.call: e.value.tobytes() for e in reversed(step.of("input")) if e.index == 0}
+            for key, call, match in self.found[step.rank]:
+                samples = read.get(call, b"")
+                if seen.setdefault((key, match.sample, match.start), samples) != samples:
+                    out.add(key)
+        return out
 
     def same_block(self, entry: RecordedValue, place: Match | None, row: np.ndarray) -> np.ndarray | None:
         """The block of the reference's gradient where the row of the output was found."""
@@ -94,7 +111,7 @@ class StepModules:
 
     def match_rows(self, entry: RecordedValue) -> Iterator[tuple[str, Match]]:
         key, hint = self.key(entry), None
-        if entry.partial:
+        if entry.partial or entry.value.ndim == 0:  # a loss: each framework divides it in its own way
             return
         known = self.samples["output"].get(key)
         samples = known.like(entry) if known is not None else []
@@ -110,6 +127,18 @@ class StepModules:
         for name, rows in self.rows["output"].items():
             backward = [match.error for _, match in self.rows["output gradient"].get(name, [])]
             yield name, max(match.error for _, match in rows), max(backward, default=float("nan"))
+
+
+def cut_modules(parameters: Sequence[Sequence[str]]) -> dict[int, set[str]]:
+    """By rank, the modules that stages of a pipeline share: those of whose parameters another rank has some and this one has not. Their output
+    is one device's on the last of these stages only. Experts, of which each rank has some, do not count."""
+    dense = [{name for name in names if "local_experts" not in name} for names in parameters]
+    everything = set[str]().union(*dense)
+    out: dict[int, set[str]] = {}
+    for rank, own in enumerate(dense):
+        paths = [name.split(".") for name in everything - own]
+        out[rank] = {".".join(path[:i]) for path in paths for i in range(len(path))}
+    return out
 
 
 def samples_of(steps: list[RankStep], kind: str, batch_dim: int) -> dict[str, ModuleSamples]:

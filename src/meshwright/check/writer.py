@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from meshwright.check.folder import FORMAT
 from meshwright.check.holdings import Holding
-from meshwright.check.sketch import sketch
+from meshwright.check.sketch import sketch, sketch_each
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # exact, and numpy reads them
 SMALL = 1 << 10  # bytes: always stored whole
@@ -67,8 +67,7 @@ def sketch_of(value: torch.Tensor, holding: Holding | None, batch_dim: int) -> t
         return sketch(value, holding.shape, holding.start, holding.size, first)
     if value.ndim < 2:
         return sketch(value, value.shape, (0,) * value.ndim, value.shape)
-    rows = value.movedim(min(batch_dim, value.ndim - 2), 0)
-    return torch.stack([sketch(row, row.shape, (0,) * row.ndim, row.shape) for row in rows])
+    return sketch_each(value.movedim(min(batch_dim, value.ndim - 2), 0))
 
 
 def write_json(path: Path, value: Any) -> None:

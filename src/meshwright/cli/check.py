@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from meshwright.cli.options import HELP_NAMES, command_group, described
 
@@ -12,21 +15,54 @@ command = command_group("Record the first steps of anybody's training, and compa
 @command.command("record", context_settings={**HELP_NAMES, "allow_interspersed_args": False})
 @described
 def record_command(
-    arguments: list[str], out: Path, steps: int = 2, perturbed: int = 0, limit: str = "2GiB", go_on: bool = False
+    arguments: list[str],
+    out: Path,
+    steps: int = 2,
+    perturbed: int = 0,
+    limit: str = "2GiB",
+    go_on: bool = False,
+    on_cpu: bool = False,
 ) -> None:
     """Run a training script unchanged, and record what its ranks compute in the first steps.
 
     meshwright check record --out one -- python train.py;
     meshwright check record --out many -- torchrun --nproc-per-node 4 train.py.
     When all ranks have recorded their steps the script is ended. If it fails, its exit code is returned, and what was recorded stays.
-    --perturbed 2 runs it twice more with weights moved by one unit in their last place: from these `compare` knows how far rounding goes."""
+    --perturbed 2 runs it twice more with weights moved by one unit in their last place: from these `compare` knows how far rounding goes.
+    --on-cpu makes frameworks that ask for a GPU run on CPU processes: `meshwright check frameworks` lists what it replaces."""
     from meshwright.check.start import record, summary
     from meshwright.units import parse_bytes
     from meshwright.view.tables import show
 
-    code = record(arguments, out, steps, perturbed, parse_bytes(limit), go_on)
+    code = record(arguments, out, steps, perturbed, parse_bytes(limit), go_on, on_cpu)
     show(summary(out))
     raise SystemExit(code)
+
+
+@command.command("frameworks")
+@described
+def frameworks_command(as_json: bool = False) -> None:
+    """Print which frameworks were tried: versions, layouts, what a rank holds is read from, what runs on a CPU and what is replaced for it."""
+    from meshwright.check.frameworks.tried import FRAMEWORKS_TRIED, frameworks_page
+    from meshwright.view.tables import show, show_json
+
+    if as_json:
+        show_json([tried.as_dict() for tried in FRAMEWORKS_TRIED])
+    else:
+        show(frameworks_page())
+
+
+@command.callback(invoke_without_command=True)
+def check_options(
+    context: typer.Context,
+    frameworks: Annotated[bool, typer.Option("--frameworks", help="The same as the command frameworks.")] = False,
+) -> None:
+    if frameworks:
+        frameworks_command(as_json=False)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
 
 
 @command.command("compare")

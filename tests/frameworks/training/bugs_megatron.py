@@ -131,13 +131,12 @@ def softmax_is_local(chosen):
     in_place_of_distributed(cross_entropy)
 
 
-def rotary_is_shifted(chosen):
+def rotary_is_stretched(chosen):
+    """A shift would change nothing: rotary positions are relative."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    plain = RotaryEmbedding.forward
-    RotaryEmbedding.forward = lambda self, length, *args, **kwargs: plain(self, length + chosen.rank, *args, **kwargs)[
-        chosen.rank :
-    ]
+    plain, of = RotaryEmbedding.forward, 1 + chosen.rank
+    RotaryEmbedding.forward = lambda self, length, *args, **kwargs: plain(self, length * of, *args, **kwargs)[::of]
 
 
 def tokens_come_back_in_another_order(chosen):
@@ -168,7 +167,13 @@ def step_of_one_rank_only(chosen):
     from megatron.core.optimizer import optimizer
 
     plain = optimizer.FP32Optimizer.step_with_ready_grads
-    optimizer.FP32Optimizer.step_with_ready_grads = lambda self: plain(self) if chosen.rank == 0 else True
+
+    def step(self):
+        for group in self.optimizer.param_groups:
+            group["lr"] *= chosen.rank == 0
+        return plain(self)
+
+    optimizer.FP32Optimizer.step_with_ready_grads = step
 
 
 def plant(chosen):
