@@ -1,9 +1,9 @@
 """Bugs that users reported, planted in the frameworks' own code (training/bugs_*.py), and what a comparison must say of each.
 
-`phase`, `module` (a pattern of the name) and `pattern` were written down before the first run; these were corrected after it: `row_parallel_is_not_summed`
-(the module that the bug is planted in was written wrongly, and its own output is a DTensor that is still to be summed, so that the module around it is
-named), `positions_begin_again` (rows of positions are found by their content, wherever they begin: the next module is named), and the pattern of
-two sums that are missing in forward. `quiet`: the loss of the first step is unchanged.
+`phase`, `module` (a pattern of the name) and `pattern` were written down before the first run. Corrected after it: `row_parallel_is_not_summed`
+(the wrong module was written down; its own output is a DTensor that is still to be summed, so the module around it is named),
+`positions_begin_again` (rows of positions are found by their content, wherever they begin: the next module is named), and the pattern of two
+sums that are missing in forward. `quiet`: the loss of the first step is unchanged.
 """
 
 from __future__ import annotations
