@@ -33,6 +33,10 @@ def reference(bug: PlantedBug, folder: Path) -> Recording:
 @pytest.mark.parametrize("name", NAMED)
 def test_a_planted_bug_is_named(folder: Path, tmp_path: Path, name: str) -> None:
     bug = NAMED[name]
+    if bug.script == "torch_pipeline":
+        pytest.xfail(
+            "PyTorch's pipelines compute once with values that nobody has set, to infer shapes: these are recorded"
+        )
     one = reference(bug, folder)
     training = Training(bug.script, f"{bug.layout} --dtype {bug.dtype} {bug.words} --bug {bug.bug}", bug.world)
     comparison = compare(one, Recording.read(training.record(tmp_path / "many")), one.perturbed())

@@ -1,4 +1,8 @@
-"""Bugs of released versions that users reported: found in one release, gone in another (versions.toml names the environments)."""
+"""Bugs of released versions that users reported: found in one release, gone in another (versions.toml names the environments).
+
+Not reproduced: DeepSpeed issue 8224 (0.18.3 to 0.19.3, ZeRO-2 in bf16 with a module that is used twice) is equal within rounding here under 0.19.3,
+with two ranks and one micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +38,11 @@ RELEASED = {
         "https://github.com/deepspeedai/DeepSpeed/issues/7718",
     ),
     "DeepSpeed 0.18.2, accumulation in a pipeline": ReleasedBug(
-        "deepspeed_engine", "pipe", "", "pp2 --accumulate 2", 2, "deepspeed-0_18_2", "deepspeed-0_18_3", "reduction",
+        "deepspeed_engine", "pipe", "", "pp2 --accumulate 2", 2, "deepspeed-0_18_2", "deepspeed", "reduction",
         "https://github.com/deepspeedai/DeepSpeed/issues/7773",
     ),
-    "DeepSpeed 0.19.3, a module that is used twice in ZeRO-2": ReleasedBug(
-        "deepspeed_engine", "twice", "zero1", "zero2", 2, "deepspeed-0_19_3", "deepspeed", "reduction",
-        "https://github.com/deepspeedai/DeepSpeed/issues/8224", dtype="bf16",
-    ),
     "transformers 4.45.2, accumulation of padded sequences": ReleasedBug(
-        "hf_trainer", "padded", "", "--accumulate 4", 1, "transformers-4_45", "transformers-4_57", "reduction",
+        "hf_trainer", "padded", "", "--accumulate 4", 1, "transformers-4_45", "transformers-4_57", "backward",
         "https://github.com/huggingface/transformers/pull/34191",
     ),
     "transformers 4.46.3, padded sequences of several ranks": ReleasedBug(
