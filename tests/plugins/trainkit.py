@@ -19,7 +19,7 @@ TABLE = Table(
 def program(config, plan, folder, save_every):
     from meshwright.view.launch_files.frameworks import with_file
 
-    return with_file(FRAMEWORKS["trainkit"], config, folder, {}, ("-m", "trainkit", "--config"), ())
+    return with_file(FRAMEWORKS["trainkit"], config, folder, {}, ("-m", "trainkit", "--config", "{file}"), ())
 
 
 FRAMEWORKS.register(

@@ -239,13 +239,13 @@ def counted_traffic(context, cases):
     from meshwright.training.measure.observe import Observer
     from meshwright.training.measure.reports import sent_by_axis
 
-    delivered, plain = [], SharedMemory.deliver
+    delivered, plain = [], SharedMemory.tell
 
-    def counting(memory, slot, links, packed, total, size):
-        delivered.append(len(links) * size)
-        plain(memory, slot, links, packed, total, size)
+    def counting(memory, link, slot, call=b"", sent=0, size=0):
+        delivered.append(size)  # of a slot that is given back: 0
+        plain(memory, link, slot, call, sent, size)
 
-    SharedMemory.deliver, out = counting, []
+    SharedMemory.tell, out = counting, []
     for made in cases:
         trainer = trainer_of(context, made)
         trainer.train(1)

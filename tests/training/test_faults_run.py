@@ -1,9 +1,10 @@
 """Whole runs under faults: every loss is that of a run without faults, and the events say what happened."""
 
+import json
 import os
 import shutil
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from meshwright.describe.config import Config, load
 from meshwright.describe.run_folder import new_lines, read_about, read_events, read_steps, state
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.folder import complete
-from meshwright.training.faults.inject import Fault, write_faults
+from meshwright.training.faults.inject import Fault
 from meshwright.training.launch import local
 from meshwright.training.run import config_for_ranks, run_training
 
@@ -41,7 +42,7 @@ def train(folder, faults=(), **options):
     )  # before the variable is set, which all later ranks would inherit
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHWRIGHT_FAULTS", "faults.json")
-        write_faults(folder / "faults.json", faults)
+        (folder / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
         run_training(config(), STEPS, folder=folder, **options)
     return [row["loss"] for row in read_steps(folder)]
 

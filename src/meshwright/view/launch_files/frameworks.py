@@ -16,14 +16,17 @@ settings with a comment. Data, tokenizer and, for some, the model are not part o
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from meshwright.describe import catalog
 from meshwright.describe.config import OURS, Config, with_own_stack
 from meshwright.errors import unknown
 from meshwright.interop.frameworks import FRAMEWORKS, find
 from meshwright.interop.frameworks.bridge import RECIPES
+from meshwright.interop.keys import Framework
 from meshwright.interop.write import check_runnable, settings_of, text_of, versions_line
 from meshwright.units import Json
 from meshwright.view.launch_files import megatron
@@ -159,38 +162,51 @@ def run_values(config: Config, folder: str, save_every: int) -> Json:
     }  # fmt: skip
 
 
-def settings_and_notes(name: str, config: Config, values: Json) -> tuple[Json, tuple[str, ...]]:
-    """The settings of the plan, then those of the run; and the notes."""
+def run_settings(name: str, values: Json) -> tuple[Json, tuple[str, ...]]:
+    """The settings of the run, which come after those of the plan; and the notes."""
     start = STARTS[name]
     more = {key: values[v[1:]] if str(v).startswith("$") else v for key, v in start["settings"].items()}
     notes = [*start["notes"], *(text for condition, text in start.get("notes_if", {}).items() if values[condition])]
-    return settings_of(config, FRAMEWORKS[name]).settings | more, tuple(note.format(**values) for note in notes)
+    return more, tuple(note.format(**values) for note in notes)
+
+
+def with_file(
+    framework: Framework,
+    config: Config,
+    folder: str,
+    more: Json,
+    words: Sequence[str],
+    notes: Sequence[str],
+    **fields: Any,
+) -> TrainingProgram:
+    """A program that reads a settings file in the run folder, {file} in its words: the settings of the plan, then `more`."""
+    settings = settings_of(config, framework).settings | more
+    file = "settings.py" if framework.form == "python" else f"settings.{framework.form}"
+    text = text_of(settings, framework, framework.form, {})
+    words = tuple(word.replace("{file}", f"{folder}/{file}") for word in words)
+    install = framework.package or framework.name
+    return TrainingProgram(
+        framework.name, words, file=file, settings=text, notes=tuple(notes), install=install, **fields
+    )
 
 
 def file_program(name: str, config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
-    """A program that reads a settings file in the run folder."""
-    framework, start, values = FRAMEWORKS[name], STARTS[name], run_values(config, folder, save_every)
-    settings, notes = settings_and_notes(name, config, values)
-    file = "settings.py" if framework.form == "python" else f"settings.{framework.form}"
+    """The program of a framework of `STARTS`."""
+    start, values = STARTS[name], run_values(config, folder, save_every)
+    more, notes = run_settings(name, values)
     variables = {key: (value.format(**values), why) for key, (value, why) in start.get("variables", {}).items()}
     if name == "accelerate" and values["on_cpu"]:
         variables["ACCELERATE_USE_CPU"] = ("true", "without it, every process trains alone")
-    return TrainingProgram(
-        name,
-        tuple(word.format(**values, file=f"{folder}/{file}") for word in start["begin"]),
-        file=file,
-        settings=text_of(settings, framework, framework.form, {}),
-        notes=notes,
-        install=framework.package or name,
-        agent=start.get("agent", "torchrun"),
-        variables=variables,
-    )
+    words = [word.format(**values, file="{file}") for word in start["begin"]]
+    agent = start.get("agent", "torchrun")
+    return with_file(FRAMEWORKS[name], config, folder, more, words, notes, agent=agent, variables=variables)
 
 
 def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> TrainingProgram:
     """Overrides of a recipe, as words of the command line."""
     name, shape = "megatron-bridge", {f"model.{key}" for key in BRIDGE_SHAPE}
-    settings, notes = settings_and_notes(name, config, run_values(config, folder, save_every))
+    more, notes = run_settings(name, run_values(config, folder, save_every))
+    settings = settings_of(config, FRAMEWORKS[name]).settings | more
     words = (f"{key}={override(value)}" for key, value in settings.items() if key not in shape)
     begin = ("scripts/training/run_recipe.py", "--recipe", f"{RECIPES[config.model.name]}_pretrain_config", *words)
     return TrainingProgram(name, begin, notes=notes, install=name, variables=megatron.variables(config.plan))
