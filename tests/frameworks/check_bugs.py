@@ -285,7 +285,7 @@ BUGS = [
         "means_of_means",
         "--accumulate 4",
         1,
-        "reduction",
+        "backward",
         ANY,
         "",
         "huggingface/transformers#34191",

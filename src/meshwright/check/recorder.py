@@ -44,6 +44,8 @@ from meshwright.check.modules import Names, model_settings
 from meshwright.check.start import LIMIT, SETTINGS
 from meshwright.check.writer import RecordingWriter
 
+SHAPE_FRAMES = 8  # between a stage's call and the pipeline's method
+
 
 class StepRecorder:
     """Records the steps of one rank into a folder."""
@@ -93,7 +95,7 @@ class StepRecorder:
         if not self.active or in_backward():
             return
         if self.depth == 0:
-            self.skips = not torch.is_grad_enabled()  # an evaluation, or a pipeline that infers shapes
+            self.skips = not torch.is_grad_enabled() or infers_shapes()  # an evaluation, or values that nobody has set
             if not self.skips:
                 with self.timed():
                     self.begin_call(module, inputs)
@@ -318,6 +320,16 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def infers_shapes() -> bool:
+    """Whether PyTorch's pipeline calls a stage with tensors that nobody has set, to learn the shapes of its outputs."""
+    frame = sys._getframe(1)
+    for _ in range(SHAPE_FRAMES):
+        if frame is None or frame.f_code.co_name == "_compute_outputs":
+            return frame is not None
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def rank() -> int:
