@@ -9,6 +9,7 @@ import pytest
 from meshwright import api
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.keys import write_settings
 from meshwright.interop.write import settings_of
 from meshwright.view.launch_files.job import make_job
 
@@ -62,3 +63,18 @@ def test_weights_stay_in_a_pipeline_as_the_plan_is_costed(name):
 @pytest.mark.parametrize("name", ["torchtitan", "automodel"])
 def test_a_pipeline_without_data_parallelism_has_nothing_to_shard(name):
     assert api.plan("llama3-8b", framework=name, fix=["pp=8"], **QUESTION).config.plan.zero == 0
+
+
+def test_ddp_of_automodel_is_written_without_options_of_fsdp():
+    settings, _ = write_settings(FRAMEWORKS["automodel"].table, {"sharding": "none", "grad_dtype": "bf16"})
+    assert settings["distributed.strategy"] == "ddp"
+    assert not [name for name in settings if "mp_policy" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("megatron-bridge", "checkpoint.async_save"), ("megatron-lm", "--async-save")]
+)
+def test_fsdp_of_megatron_is_written_without_asynchronous_saves(name, key):
+    table = FRAMEWORKS[name].table
+    assert key in write_settings(table, {"sharding": "optimizer", "saves": "copied"})[0]
+    assert key not in write_settings(table, {"sharding": "parameters", "saves": "copied"})[0]

@@ -52,7 +52,7 @@ def _restate(facts: Facts) -> None:
     facts["fsdp"] = "ddp" if replicas and only_data else "fsdp2"
     facts["dp"] = None
     if facts["fsdp"] == "ddp":  # it refuses the options of FSDP, and other axes
-        facts["replicate"] = facts["sp"] = facts["overlap_tp"] = None
+        facts["replicate"] = facts["sp"] = facts["overlap_tp"] = facts["grad_dtype"] = None
     if facts.get("pp", 1) == 1:
         for name in ("schedule", "pipeline_microbatch", "layers_per_chunk"):
             facts.pop(name, None)

@@ -51,6 +51,8 @@ def restate_sharding(facts: Facts) -> None:
     facts["fsdp"] = facts["fsdp_format"] = stage > 1
     facts["precision_aware"] = facts.get("offload_states") or None
     facts["sharding"] = {2: "gradients", 3: "parameters"}.get(stage)
+    if stage > 1 and facts.get("saves") == "copied":
+        facts["saves"] = "sharded"  # asynchronous saves are of the format torch_dist, which its FSDP does not write
     if not stage:
         facts["replicate"] = None
 
