@@ -5,7 +5,8 @@
     result.plan                                      # the fastest; result.to_toml() is a plan file
     model = mw.parallelize(module, result.plan)      # on a module of your own, in every rank
 
-The functions are those of `meshwright.api`. They are imported at first use, so `import meshwright` loads no numpy, pydantic or torch.
+The functions are those of `meshwright.api`; `mw.check` records and watches any training. They are imported at first use, so
+`import meshwright` loads no numpy, pydantic or torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,18 +15,20 @@ from meshwright.describe.shown import Form, Shown
 from meshwright.version import VERSION
 
 if TYPE_CHECKING:
+    from meshwright import check
     from meshwright.api import estimate, load, parallelize, plan, simulate, train, verify
 
 __version__ = VERSION
-__all__ = ["__version__", "estimate", "load", "parallelize", "plan", "simulate", "train", "verify"]
+__all__ = ["__version__", "check", "estimate", "load", "parallelize", "plan", "simulate", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
-    from meshwright import api
+    from importlib import import_module
 
-    value = globals()[name] = getattr(api, name)
+    value = import_module("meshwright.check") if name == "check" else getattr(import_module("meshwright.api"), name)
+    globals()[name] = value
     return value
 
 

@@ -187,13 +187,7 @@ def transformers_model():
     return model
 
 
-@pytest.fixture(autouse=True)
-def wide():
-    with hf_folders.in_float64():
-        yield
-
-
-def trained(model: nn.Module, out: Path, bug: str = "") -> Recording:
+def train(model: nn.Module, out: Path, bug: str) -> None:
     recorder = StepRecorder(str(out))
     recorder.attach()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -206,12 +200,18 @@ def trained(model: nn.Module, out: Path, bug: str = "") -> Recording:
             model.get_submodule(bug).weight.grad.mul_(2)  # type: ignore[union-attr]
         optimizer.step()
     recorder.close()
+
+
+def trained(model: nn.Module, out: Path, bug: str = "") -> Recording:
+    with hf_folders.in_float64():
+        train(model, out, bug)
     return Recording.read(out)
 
 
 @pytest.mark.parametrize(("other", "fused"), [(Titan, "attention.wq"), (Megatron, "self_attention.linear_qkv")])
 def test_another_framework_is_compared_with_transformers(tmp_path: Path, other: type, fused: str) -> None:
-    reference = transformers_model()
+    with hf_folders.in_float64():
+        reference = transformers_model()
     state = {name: value.clone() for name, value in reference.state_dict().items()}
     one = trained(reference, tmp_path / "one")
     candidates = []
@@ -235,7 +235,9 @@ def test_another_framework_is_compared_with_transformers(tmp_path: Path, other: 
 def test_our_model_is_compared_with_transformers(tmp_path: Path, case: str) -> None:
     """Of each layout of weights: separate, stacked experts, by groups of heads, transposed."""
     pytest.importorskip("transformers")
-    theirs = hf_folders.loaded(hf_folders.saved(case, tmp_path / "folder")).double()
+    folder = hf_folders.saved(case, tmp_path / "folder")  # of a model that other tests share, in float32
+    with hf_folders.in_float64():
+        theirs = hf_folders.loaded(folder).double()
     theirs.config._experts_implementation = "eager"  # its grouped products take no float64
     ours = hf_folders.our_network(hf_folders.opened(tmp_path / "folder"), torch.float64)
     comparison = compare(trained(theirs, tmp_path / "theirs"), trained(ours, tmp_path / "ours"))
