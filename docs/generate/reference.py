@@ -149,7 +149,7 @@ def shown_default(value: Any) -> str:
 
 def python() -> str:
     """The functions of `import meshwright` and the classes that they return."""
-    from meshwright import api
+    from meshwright import api, check
     from meshwright.describe.config import Config
     from meshwright.describe.result import Measurement, Prediction
     from meshwright.planner.result import Result
@@ -159,6 +159,9 @@ def python() -> str:
     lines += [plain((api.__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]), "", "## Functions", ""]
     for name in ("load", "estimate", "plan", "simulate", "verify", "train", "parallelize"):
         lines += [*function_entry(f"mw.{name}", getattr(api, name)), ""]
+    lines += ["### mw.check", "", plain((check.__doc__ or "").partition("\n\n")[0]), ""]
+    for name in ("record", "attach", "watch"):
+        lines += [*function_entry(f"mw.check.{name}", getattr(check, name)), ""]
     lines += [
         "## Results",
         "",
