@@ -15,6 +15,7 @@ from meshwright.proof.tolerance import FP64_BOUND
 SHAPE = {"hidden": 8, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 12, "vocab": 17}
 MODELS = {
     "dense": Model(**SHAPE),
+    "one KV head": Model(**SHAPE | {"kv_heads": 1}),  # under tp, ranks hold copies of it
     "tied": Model(**{**SHAPE, "layers": 4}, tied=True, qk_norm=True, qkv_bias=True, dropout_rate=0.1),
     "experts": Model(**SHAPE, experts=4, top_k=2, expert_ffn=6, balance_bias=True),
 }
@@ -90,7 +91,8 @@ def stop_and_resume(context, cases, folder):
 
 CASES = [
     (2, [("dense", {**Z3, **BF16}, {}, "bfloat16"), ("tied", {"tp": 2, "sp": True}, {"optimizer": "muon"}),
-         ("experts", {"replicate": 2, "ep": 2}), ("dense", {"replicate": 2, "bucket": 2000, "compression": "powersgd"})]),
+         ("experts", {"replicate": 2, "ep": 2}), ("dense", {"replicate": 2, "bucket": 2000, "compression": "powersgd"}),
+         ("one KV head", {"tp": 2})]),
 ]  # fmt: skip
 MORE = [
     (2, [("dense", {"replicate": 2, "average_every": 3})]),

@@ -139,9 +139,10 @@ def is_writer(box: Box, number: int, mesh: Mesh, kv_copies: int) -> bool:
     """Whether this rank writes its copy of a box."""
     index, count = 0, 1
     for axis in box.copies:
-        size, at = mesh.size(axis), mesh.index(axis)
-        if axis == KV_COPIES:
+        if axis == KV_COPIES:  # a part of tp's ranks: no axis of the layout
             size, at = kv_copies, mesh.index("tp") % kv_copies
+        else:
+            size, at = mesh.size(axis), mesh.index(axis)
         index, count = index * size + at, count * size
     return not box.later_stage and index == number % count
 
