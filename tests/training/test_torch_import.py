@@ -16,9 +16,9 @@ from meshwright.cli import exit_code_of, run_command
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import parameters
 from meshwright.errors import MeshwrightError
+from meshwright.pickle_data import parse
 from meshwright.training.checkpoint.convert import NAMES, convert, read_full
 from meshwright.training.checkpoint.manifest import read_manifest
-from meshwright.training.checkpoint.pickle_data import parse
 from meshwright.training.checkpoint.torch_import import METADATA, METADATA_NAMES, TorchCheckpoint, read_archive
 from meshwright.training.run import check_resume
 

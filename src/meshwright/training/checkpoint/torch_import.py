@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.pickle_data import Instance, Symbol, UnreadPickle, parse
 from meshwright.training.checkpoint.manifest import SavedBox, SavedTensor, check_cover
-from meshwright.training.checkpoint.pickle_data import Instance, Symbol, parse, refused
 
 METADATA = ".metadata"
 METADATA_LIMIT = 1_000_000_000  # bytes
@@ -74,7 +74,11 @@ class TorchCheckpoint:
             raise MeshwrightError(
                 "MW-CKPT-001", f"'{folder}' is not a torch checkpoint", why=f"{METADATA}: {error.strerror}"
             ) from None
-        self.tensors, self.places = _read_metadata(parse(data, METADATA_NAMES))
+        try:
+            root = parse(data, METADATA_NAMES)
+        except UnreadPickle as error:
+            raise refused(str(error)) from None
+        self.tensors, self.places = _read_metadata(root)
         self._check_places()
 
     def _check_places(self) -> None:
@@ -103,6 +107,15 @@ class TorchCheckpoint:
                 target = target.narrow(dim, start, length)
             target.copy_(part)
         return full
+
+
+def refused(why: str) -> MeshwrightError:
+    return MeshwrightError(
+        "MW-CKPT-011",
+        "the file is not the metadata of a torch checkpoint",
+        why=why,
+        fix="convert only files that torch.distributed.checkpoint wrote",
+    )
 
 
 def _read_metadata(root: Any) -> tuple[dict[str, SavedTensor], dict[tuple[str, tuple[int, ...]], TensorPlace]]:

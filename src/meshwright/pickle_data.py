@@ -14,8 +14,6 @@ import struct
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from meshwright.errors import MeshwrightError
-
 
 class Symbol(NamedTuple):
     """The name of a class or function; it is never imported."""
@@ -57,23 +55,18 @@ FIXED_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 NO_EFFECT = {"PROTO", "FRAME"}
 
 
-def parse(data: bytes, allowed: Collection[Symbol], persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The data of a pickle. `allowed` are the names that may occur; `persistent` translates references to data outside of it."""
+class UnreadPickle(ValueError):
+    """The data is not a pickle of plain data and allowed names; the text says why."""
+
+
+def parse(data: bytes, allowed: Collection[Symbol] = (), persistent: Callable[[Any], Any] | None = None) -> Any:
+    """The data of a pickle. `allowed` are the names that may occur; `persistent` translates references to data outside of it.
+
+    Raises `UnreadPickle`, or what `persistent` raises."""
     try:
         return _Machine(data, allowed, persistent).run()
-    except MeshwrightError:
-        raise
     except (ValueError, TypeError, LookupError, OverflowError, MemoryError, struct.error) as error:
-        raise refused(f"{type(error).__name__}: {str(error)[:200]}") from None
-
-
-def refused(why: str) -> MeshwrightError:
-    return MeshwrightError(
-        "MW-CKPT-011",
-        "the file is not the metadata of a torch checkpoint",
-        why=why,
-        fix="convert only files that torch.distributed.checkpoint wrote",
-    )
+        raise UnreadPickle(f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
 class _Machine:
@@ -159,5 +152,5 @@ class _Machine:
     def symbol(self, module: Any, name: Any) -> Symbol:
         found = Symbol(module, name)
         if not isinstance(module, str) or not isinstance(name, str) or found not in self.allowed:
-            raise refused(f"it names {str(module)[:60]}.{str(name)[:60]}, which is not allowed")
+            raise ValueError(f"it names {str(module)[:60]}.{str(name)[:60]}, which is not allowed")
         return found
