@@ -60,6 +60,7 @@ COMMANDS = {
     "verify": "Prove on local processes that a plan trains the same model as one device.",
     "train": "Train a plan on local processes and compare the run with its prediction.",
     "check": "Compare anybody's training code with one device: record a few steps of both, name the first difference.",
+    "explain": "Read profiler traces of anybody's training: where its steps went, beside the prediction.",
     "launch": "Write the file that starts a plan under Slurm, Kubernetes, SkyPilot, torchrun or Ray.",
     "data": "Make token files from text, JSON lines, Parquet or a dataset folder; show what is in them.",
     "checkpoint": "List, verify, convert and delete the checkpoints of runs.",

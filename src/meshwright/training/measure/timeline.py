@@ -34,6 +34,7 @@ import numpy as np
 
 from meshwright.cost.compute import op_time
 from meshwright.describe.config import Config
+from meshwright.explain.kernels import GROUPS, group_of
 from meshwright.lower.program import Op
 from meshwright.lower.sync import update_bytes
 from meshwright.predict.estimate import estimate
@@ -45,15 +46,6 @@ from meshwright.units import Json
 from meshwright.view.simulate import CLOSING, spans
 from meshwright.view.trace import TraceSpan, as_json
 
-NAMES: dict[str, tuple[str, ...]] = {  # parts of kernels' names in lower case; the first match decides
-    "comm": ("nccl",),
-    "attention": ("sdpa", "flash", "fmha", "attention"),
-    "products": ("nvjet", "gemm", "cutlass", "wgmma", "xmma", "cublas", "scaled_mm", "grouped_mm"),
-    "loss": ("loss_kernel", "cross_entropy", "softmax", "nll_loss"),
-    "optimizer": ("adamw", "multi_tensor", "lpnorm", "norm_two"),
-    "copies": ("memcpy", "memset"),
-}
-GROUPS = ("products", "attention", "loss", "optimizer", "other", "copies", "comm", "idle")
 PHASES = ("F", "I", "W", "R")
 ON_DEVICE = ("kernel", "comm", "gpu_memcpy", "gpu_memset")  # categories of a trace
 
@@ -66,11 +58,6 @@ class GroupTime:
     measured_s: float
     predicted_s: float | None = None
     floor_s: float | None = None
-
-
-def group_of(name: str) -> str:
-    lower = name.lower()
-    return next((group for group, parts in NAMES.items() if any(part in lower for part in parts)), "other")
 
 
 def of_trace(trace: Json) -> dict[str, float]:

@@ -1,0 +1,53 @@
+"""Which files belong to a traced run: some files, a folder with a file per rank, or a run folder of ours."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from meshwright.describe.run_folder import PROFILE
+from meshwright.errors import MeshwrightError
+from meshwright.explain.reader import MOST_EVENTS, read_trace
+from meshwright.explain.trace import RankTrace
+
+ENDINGS = (".json", ".json.gz")
+MOST_FILES = 4096
+
+
+def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
+    """The traces of all ranks, in the order of ranks; of a rank with several files the first."""
+    traces: dict[int, RankTrace] = {}
+    left, refused = MOST_EVENTS, list[MeshwrightError]()
+    files = trace_files(paths)
+    for file in files:
+        if left <= 0:
+            break
+        try:
+            trace = read_trace(file, left)
+        except MeshwrightError as error:
+            if len(files) == 1:
+                raise
+            refused.append(error)
+            continue
+        left -= len(trace.events)
+        traces.setdefault(trace.rank, trace)
+    if not traces:
+        raise refused[0]
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def trace_files(paths: Iterable[Path]) -> list[Path]:
+    """The files that the paths name; of a folder those whose names end like a trace's."""
+    out: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            folder = path / PROFILE if (path / PROFILE).is_dir() else path
+            out += sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS) and file.is_file())[
+                :MOST_FILES
+            ]
+        elif path.is_file():
+            out.append(path)
+        else:
+            raise MeshwrightError("MW-EXPL-001", f"cannot read '{path}'", why="There is no file or folder of that name")
+    if not out:
+        names = ", ".join(str(path) for path in paths)
+        raise MeshwrightError("MW-EXPL-003", f"no trace in {names}", why="No file there ends with .json or .json.gz")
+    return out

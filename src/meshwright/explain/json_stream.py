@@ -1,0 +1,127 @@
+"""The parts of a JSON document that is too large for memory, one after another.
+
+    {"schemaVersion": 1, …, "traceEvents": [{…}, {…}, …], "traceName": "…"}
+
+Text is read in chunks; the standard library's scanner parses one value at a time from a buffer, and a value that the buffer ends in is parsed
+again when the next chunk is there. Memory is that of a chunk and the largest value, whatever the size of the file.
+"""
+
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from json import JSONDecodeError, JSONDecoder
+from pathlib import Path
+from typing import IO, Any
+
+CHUNK = 1 << 22  # characters
+LARGEST = 1 << 25  # characters of one value
+SPACE = re.compile(r"[ \n\r\t]*").match
+SEPARATOR = re.compile(r"[ \n\r\t]*,?[ \n\r\t]*").match
+GZIP = b"\x1f\x8b"
+
+
+class EndOfText(Exception):
+    """The document ends inside a value, or is not JSON from here on. The text says which."""
+
+
+def open_text(path: Path) -> IO[str]:
+    """The text of a file, decompressed if it is gzip whatever its name."""
+    with path.open("rb") as file:
+        packed = file.read(2) == GZIP
+    stream: Any = gzip.GzipFile(path) if packed else io.FileIO(path)
+    return io.TextIOWrapper(io.BufferedReader(stream, 1 << 20), "utf-8", errors="replace")
+
+
+class JsonStream:
+    """Reads a document from its start to its end; `at` is the position in the buffered text."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self.file, self.text, self.at, self.read = file, "", 0, 0
+        self.scan = JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
+
+    def more(self) -> bool:
+        """Append a chunk to what is left of the buffer; False at the end of the file."""
+        try:
+            chunk = self.file.read(CHUNK)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            raise EndOfText("the compressed data ends early or is damaged") from None
+        self.text, self.at, self.read = self.text[self.at :] + chunk, 0, self.read + len(chunk)
+        return bool(chunk)
+
+    def next_character(self) -> str:
+        """The next character that is not white space, which is not consumed; empty at the end."""
+        while True:
+            self.at = SPACE(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def skip(self, character: str) -> bool:
+        """Consume a character if it is the next one."""
+        if self.next_character() != character:
+            return False
+        self.at += 1
+        return True
+
+    def value(self) -> Any:
+        """Parse the next value."""
+        self.next_character()
+        while True:
+            try:
+                value, end = self.scan(self.text, self.at)
+            except (StopIteration, JSONDecodeError):
+                end = -1
+            except RecursionError:
+                raise EndOfText("values are nested too deep") from None
+            if 0 <= end < len(self.text):
+                self.at = end
+                return value
+            if len(self.text) - self.at > LARGEST:
+                raise EndOfText(f"not JSON from character {self.read - len(self.text) + self.at:,} on")
+            if not self.more():
+                if end >= 0:
+                    self.at = end
+                    return value
+                raise EndOfText("the file ends early")
+
+    def elements(self) -> Iterator[Any]:
+        """The elements of the list that begins here, parsed as they are asked for."""
+        if not self.skip("["):
+            raise EndOfText("a list was expected")
+        while True:
+            character = self.next_character()
+            if character == "]":
+                self.at += 1
+                return
+            if not character:
+                raise EndOfText("the file ends early")
+            yield from self._buffered()
+            if self.next_character() != "]":
+                yield self.value()
+                self.skip(",")
+
+    def _buffered(self) -> Iterator[Any]:
+        """Elements that the buffer has completely; this loop runs for most of them."""
+        scan, text, at, separator = self.scan, self.text, self.at, SEPARATOR
+        try:
+            while text[at] == "{":
+                value, at = scan(text, at)
+                at = separator(text, at).end()  # type: ignore[union-attr]
+                yield value
+        except (StopIteration, JSONDecodeError, RecursionError, IndexError):
+            pass
+        self.at = at
+
+    def members(self) -> Iterator[str]:
+        """The keys of the object that begins here; the caller consumes each value before it asks for the next key."""
+        if not self.skip("{"):
+            raise EndOfText("an object was expected")
+        while not self.skip("}"):
+            key = self.value()
+            if not isinstance(key, str) or not self.skip(":"):
+                raise EndOfText(f"not JSON from character {self.read - len(self.text) + self.at:,} on")
+            yield key
+            self.skip(",")

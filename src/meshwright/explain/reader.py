@@ -1,0 +1,253 @@
+"""Read the trace of one rank from its file: Chrome's trace format as torch.profiler (Kineto) and our own profiles write it.
+
+The file is streamed, plain or compressed, and only columns are kept, about 70 bytes per event. A file that ends early is read as far as it goes;
+`RankTrace.notes` says so.
+"""
+
+from array import array
+from math import isfinite
+from pathlib import Path
+from re import search
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.errors import MeshwrightError, printable
+from meshwright.explain.json_stream import EndOfText, JsonStream, open_text
+from meshwright.explain.trace import (
+    ANNOTATION,
+    CATEGORIES,
+    COLUMNS,
+    KERNEL,
+    NO_DETAIL,
+    OTHER,
+    Detail,
+    EventTable,
+    RankTrace,
+)
+from meshwright.units import Json
+
+MOST_EVENTS = 24_000_000  # of all ranks together
+MOST_TEXTS = 400_000  # distinct names, or distinct details
+LONGEST_TEXT = 400
+TYPES = {"start": "d", "duration": "d", "category": "b"} | dict.fromkeys(("name", "thread", "detail"), "i")
+NONE = -1
+
+
+class Interned:
+    """Distinct values and their numbers; beyond `MOST_TEXTS` all further ones share the last number."""
+
+    def __init__(self, first: Any, rest: Any) -> None:
+        self.numbers, self.rest = {first: 0}, rest
+
+    def __getitem__(self, value: Any) -> int:
+        number = self.numbers.get(value)
+        if number is None:
+            number = len(self.numbers)
+            if number > MOST_TEXTS:
+                return self[self.rest]
+            self.numbers[value] = number
+        return number
+
+    def values(self) -> tuple[Any, ...]:
+        return tuple(self.numbers)
+
+
+class EventColumns:
+    """Collects the events of a file."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, array[Any]] = {name: array(TYPES.get(name, "q")) for name in COLUMNS}
+        self.names, self.details = Interned("", "(other names)"), Interned(NO_DETAIL, NO_DETAIL)
+        self.threads: dict[tuple[Any, Any], int] = {}
+        self.thread_names: dict[tuple[Any, Any], str] = {}
+        self.skipped = 0
+
+    def __len__(self) -> int:
+        return len(self.columns["start"])
+
+    def add(self, event: Any) -> None:
+        if not isinstance(event, dict):
+            self.skipped += 1
+            return
+        phase = event.get("ph")
+        if phase == "X":
+            self._add_span(event)
+        elif phase == "M" and event.get("name") == "thread_name":
+            name = (event.get("args") or {}).get("name")
+            self.thread_names[_place(event)] = str(name)[:LONGEST_TEXT]
+        elif phase in ("B", "E"):
+            self.skipped += 1
+
+    def _add_span(self, event: Json) -> None:
+        start, duration, category = event.get("ts"), event.get("dur", 0.0), event.get("cat", "")
+        arguments = event.get("args")
+        if not _is_time(start) or not _is_time(duration) or duration < 0:
+            self.skipped += 1
+            return
+        if category == "Trace":  # the span of the whole recording
+            return
+        if not isinstance(arguments, dict):
+            arguments = {}
+        place = _place(event)
+        thread = self.threads.setdefault(place, len(self.threads))
+        kind = CATEGORIES.get(category, OTHER) if isinstance(category, str) else OTHER
+        if category == "comm":  # our own profiles
+            kind = KERNEL if self.thread_names.get(place, "").startswith("GPU") else ANNOTATION
+        c, number = self.columns, arguments.get
+        c["name"].append(self.names[str(event.get("name", ""))[:LONGEST_TEXT]])
+        c["category"].append(kind)
+        c["thread"].append(thread)
+        c["start"].append(start)
+        c["duration"].append(duration)
+        c["correlation"].append(_whole(number("correlation")))
+        c["external"].append(_whole(number("External id", number("external id"))))
+        c["sequence"].append(_whole(number("Sequence number")))
+        c["forward_thread"].append(_whole(number("Fwd thread id")))
+        c["detail"].append(self.details[detail_of(arguments)] if arguments else 0)
+
+    def table(self) -> tuple[EventTable, float]:
+        """The events in order, and the profiler's time of their origin in microseconds."""
+        start = np.frombuffer(self.columns["start"], np.float64) if len(self) else np.empty(0)
+        origin = float(start.min()) if len(self) else 0.0
+        nanoseconds = np.rint((start - origin) * 1000).astype(np.int64)
+        duration = np.rint(np.frombuffer(self.columns["duration"], np.float64) * 1000).astype(np.int64)
+        order = np.lexsort((-duration, nanoseconds))
+        out: dict[str, NDArray] = {"start": nanoseconds[order], "duration": duration[order]}
+        for name in COLUMNS:
+            if name not in out:
+                column = self.columns[name]
+                out[name] = np.frombuffer(column, np.dtype(column.typecode))[order] if len(self) else np.empty(0, int)
+        threads = tuple(self.thread_names.get(place, "") or f"thread {place[1]}" for place in self.threads)
+        return EventTable(**out, names=self.names.values(), threads=threads, details=self.details.values()), origin
+
+
+def _place(event: Json) -> tuple[str, str]:
+    return str(event.get("pid"))[:100], str(event.get("tid"))[:100]
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and isfinite(value) and abs(value) < 1e18
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int and abs(value) < 1 << 62 else NONE
+
+
+def detail_of(arguments: Json) -> Detail:
+    """What an event says beside its times; one object for all events that say the same."""
+    if "Input Dims" in arguments:
+        dims, dtypes = arguments["Input Dims"], arguments.get("Input type", "")
+        return Detail(str(dims)[:LONGEST_TEXT], str(dtypes)[:LONGEST_TEXT], **_collective(arguments))
+    return Detail(**_collective(arguments)) if "Collective name" in arguments else NO_DETAIL
+
+
+def _collective(arguments: Json) -> Json:
+    if "Collective name" not in arguments:
+        return {}
+    elements = max(_whole(arguments.get("In msg nelems")), _whole(arguments.get("Out msg nelems")), 0)
+    return {
+        "collective": str(arguments["Collective name"])[:100],
+        "elements": elements,
+        "dtype": str(arguments.get("dtype", ""))[:40],
+        "group": str(arguments.get("Process Group Name", ""))[:100],
+        "ranks": ranks_in(str(arguments.get("Process Group Ranks", ""))),
+    }
+
+
+def ranks_in(text: str) -> tuple[int, ...]:
+    """The ranks of "[0, 1, 2]"; none of a list that the profiler cut short ("[0, 1, ..., 7]")."""
+    if not text.startswith("[") or "." in text:
+        return ()
+    parts = [part.strip() for part in text.strip("[]").split(",")]
+    return tuple(int(part) for part in parts if part.isdigit() and len(part) < 10)
+
+
+def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
+    """The trace of one rank. Raises where the file is not a trace; a part of one is read, and its notes say so."""
+    columns, about, notes = EventColumns(), dict[str, Any](), list[str]()
+    found = False
+    try:
+        with open_text(path) as file:
+            stream = JsonStream(file)
+            if stream.next_character() == "[":
+                found = True
+                _fill(columns, stream, most_events, notes)
+            else:
+                for key in stream.members():
+                    if key == "traceEvents" and stream.next_character() == "[":
+                        found = True
+                        if not _fill(columns, stream, most_events, notes):
+                            break
+                    else:
+                        about[key] = stream.value()
+    except EndOfText as end:
+        notes.append(f"{end}; {len(columns):,} events before it were read")
+    except OSError as error:
+        raise MeshwrightError("MW-EXPL-001", f"cannot read '{path}'", why=error.strerror or str(error)) from error
+    if not found or not len(columns):
+        raise MeshwrightError(
+            "MW-EXPL-002",
+            f"'{path}' is not a profiler trace",
+            why=notes[0] if notes and not found else "It has no list traceEvents with timed events",
+            fix="export it with torch.profiler's export_chrome_trace",
+        )
+    if columns.skipped:
+        notes.append(f"{columns.skipped:,} events without a usable time were left out")
+    return _trace(path, columns, about, notes)
+
+
+def _fill(columns: EventColumns, stream: JsonStream, most: int, notes: list[str]) -> bool:
+    """Add the events of the list that begins here; False if there are too many."""
+    add = columns.add
+    for event in stream.elements():
+        add(event)
+        if len(columns) >= most:
+            notes.append(f"more than {most:,} events: those after them were not read")
+            return False
+    return True
+
+
+def _trace(path: Path, columns: EventColumns, about: Json, notes: list[str]) -> RankTrace:
+    events, origin = columns.table()
+    distributed = about.get("distributedInfo")
+    distributed = distributed if isinstance(distributed, dict) else {}
+    own = about.get("otherData")
+    own = own if isinstance(own, dict) else {}
+    rank = _whole(distributed.get("rank", own.get("rank")))
+    if rank < 0:
+        rank = rank_in_name(path.name)
+        notes.append(f"the file does not name its rank: taken as {rank}, from its name")
+    base = about.get("baseTimeNanoseconds", 0)
+    clock = float(base) if _is_time(base) or isinstance(base, int) else 0.0
+    if "origin_s" in own and _is_time(own["origin_s"]):
+        clock = own["origin_s"] * 1e9
+    devices = about.get("deviceProperties")
+    return RankTrace(
+        printable(str(path)),
+        rank,
+        max(_whole(distributed.get("world_size")), rank + 1),
+        events,
+        round(clock + origin * 1000),
+        process_groups(distributed),
+        tuple(d for d in devices if isinstance(d, dict))[:64] if isinstance(devices, list) else (),
+        (),
+        tuple(notes),
+    )
+
+
+def process_groups(distributed: Json) -> dict[str, tuple[int, ...]]:
+    """The ranks of each process group that the profiler lists."""
+    config = distributed.get("pg_config")
+    out = {}
+    for group in config if isinstance(config, list) else ():
+        if isinstance(group, dict) and isinstance(group.get("ranks"), list):
+            out[str(group.get("pg_name"))[:100]] = tuple(r for r in group["ranks"] if type(r) is int)
+    return out
+
+
+def rank_in_name(name: str) -> int:
+    """The number after "rank" in a file name, else its last number but that of a format; 0 without one."""
+    match = search(r"rank[-_ ]?(\d{1,7})", name) or search(r"(\d{1,7})\D*$", name.partition(".")[0])
+    return int(match[1]) if match else 0

@@ -1,0 +1,117 @@
+"""The trace of one rank as data: events in columns, never one object per event.
+
+A profiler writes an event for each operator, kernel and annotation; a trace of a few steps has millions. A column is a numpy array with one
+element per event. Texts (names, shapes) occur many times, so that a column has their number in a list of distinct texts.
+
+Times are whole nanoseconds from the origin of the trace: sums of parts are exact.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.units import Json
+
+OPERATOR, ANNOTATION, PYTHON, RUNTIME, KERNEL, COPY, OTHER = range(7)
+CATEGORIES = {  # of torch.profiler, and of our own profiles
+    "cpu_op": OPERATOR, "operator": OPERATOR, "user_annotation": ANNOTATION, "python_function": PYTHON, "cuda_runtime": RUNTIME,
+    "cuda_driver": RUNTIME, "hip_runtime": RUNTIME, "xpu_runtime": RUNTIME, "kernel": KERNEL, "gpu_memcpy": COPY, "gpu_memset": COPY,
+}  # fmt: skip
+ON_DEVICE = (KERNEL, COPY)
+
+
+class Detail(NamedTuple):
+    """What the profiler wrote about an event beside its times: shapes and dtypes of its inputs, or the collective it belongs to."""
+
+    dims: str = ""  # JSON, as in "Input Dims"
+    dtypes: str = ""  # JSON, as in "Input type"
+    collective: str = ""  # "Collective name" of NCCL's records
+    elements: int = 0  # the larger of its messages in and out
+    dtype: str = ""
+    group: str = ""  # "Process Group Name"
+    ranks: tuple[int, ...] = ()
+
+
+NO_DETAIL = Detail()
+
+
+@dataclass(frozen=True)
+class EventTable:
+    """The events of a rank in columns, ordered by start; an event that encloses others comes before them."""
+
+    name: NDArray[np.int32]  # index in `names`
+    category: NDArray[np.int8]
+    thread: NDArray[np.int32]  # index in `threads`: a thread of the host, or a stream of the device
+    start: NDArray[np.int64]  # nanoseconds from the origin of the trace
+    duration: NDArray[np.int64]
+    correlation: NDArray[np.int64]  # joins a call of the runtime and its kernel; −1: none
+    external: NDArray[np.int64]  # joins an operator and its kernels; −1: none
+    sequence: NDArray[np.int64]  # joins an operator and its backward; −1: none
+    forward_thread: NDArray[np.int64]  # not 0 in backward; −1: none
+    detail: NDArray[np.int32]  # index in `details`
+    names: tuple[str, ...]
+    threads: tuple[str, ...]
+    details: tuple[Detail, ...]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def end(self) -> NDArray[np.int64]:
+        return self.start + self.duration
+
+    def where(self, selected: NDArray) -> "EventTable":
+        """The events that a mask or a list of indices selects."""
+        columns = {name: getattr(self, name)[selected] for name in COLUMNS}
+        return EventTable(**columns, names=self.names, threads=self.threads, details=self.details)
+
+
+COLUMNS = (
+    "name", "category", "thread", "start", "duration", "correlation", "external", "sequence", "forward_thread", "detail",
+)  # fmt: skip
+
+
+class NamedSpan(NamedTuple):
+    """A named interval of a rank in nanoseconds: a step, a phase, or a layer's part of a phase."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank did: its events, the process groups that the profiler listed, and what is missing."""
+
+    file: str
+    rank: int
+    world: int
+    events: EventTable
+    origin_ns: int = 0  # time of the host's clock at 0
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # name of a process group → its ranks
+    devices: tuple[Json, ...] = ()  # "deviceProperties"
+    steps: tuple[NamedSpan, ...] = ()  # steps that the file itself lists, beside those in its events
+    notes: tuple[str, ...] = ()  # what could not be read, and what was assumed
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the trace has kernels of a device; else operators of the host stand for them."""
+        return bool(np.isin(self.events.category, ON_DEVICE).any())
+
+
+@dataclass(frozen=True)
+class TracedCollectives:
+    """The collectives of a rank in columns, in the order in which they started."""
+
+    kind: tuple[
+        str, ...
+    ]  # all_reduce | all_gather | reduce_scatter | all_to_all | send | receive | broadcast | barrier
+    group: tuple[tuple[int, ...], ...]  # ranks; empty where the trace does not say them
+    bytes: NDArray[np.int64]  # of the full buffer; 0 where the trace has no shapes
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.start)
