@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def command(
     file: str = "", model: str = "", recipes: str = "", as_json: bool = False, **asked: Unpack[Overrides]
 ) -> None:
-    """Find anti-patterns in a plan, each with its cost in seconds and a fix. Exit code 1 if a finding is significant."""
+    """Find anti-patterns in a plan, each with its cost in seconds and a fix, and the changes that save most. Exit code 1 if one is significant."""
     if bool(file) == bool(recipes):
         raise MeshwrightError("MW-CLI-003", "lint takes a file or --recipes", fix="meshwright lint PLAN.toml")
     if recipes:
@@ -34,21 +34,24 @@ def command(
 def lint_plan(config: Config, as_json: bool, reading: Any) -> None:
     """Print the findings of one plan; exit with 1 if one is significant."""
     from meshwright.planner.advice.alternatives import PlanTrials
+    from meshwright.planner.advice.changes import first_changes
     from meshwright.planner.advice.lint.check import check
     from meshwright.view.tables import show, show_json
 
     now = PlanTrials(config).of(config.plan)
     findings = check(config, now)
+    changes = first_changes(config) if now else []
     if as_json:
         from meshwright.view.settings import as_dict
 
         read = {"settings": as_dict(reading)} if reading else {}
         step = now.prediction.step_time_s if now else None
-        show_json({"step_time_s": step, "findings": [f.as_dict() for f in findings], **read})
+        first = [change.as_dict() for change in changes]
+        show_json({"step_time_s": step, "findings": [f.as_dict() for f in findings], "change_first": first, **read})
     else:
         from meshwright.view.lint import page
 
-        show(page(config, findings, now))
+        show(page(config, findings, now, changes))
     if any(f.weighs for f in findings):
         raise typer.Exit(1)
 

@@ -60,6 +60,9 @@ SHAPES = {
     "lint": {
         "step_time_s": "number?",
         "findings": [{"code": "string", "name": "string", "severity": ("error", "warning", "note")}],
+        "change_first": [
+            {"fields": "object", "step_time_s": "number", "saves_s": "number", "memory_gib": "number", "fix": "string"}
+        ],
     },
     "verify": {
         "passed": "boolean",

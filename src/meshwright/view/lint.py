@@ -1,12 +1,13 @@
 """Findings of `lint` in the terminal: the problem, its cost, and the fix."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from meshwright.describe.config import Config
+from meshwright.planner.advice.changes import Change
 from meshwright.planner.advice.lint.check import Finding
 from meshwright.predict.estimate import Estimate
 from meshwright.units import counted, format_seconds
@@ -14,9 +15,13 @@ from meshwright.units import counted, format_seconds
 SIGNS = {"error": ("✗", "bold red"), "warning": ("!", "bold yellow"), "note": ("·", "cyan")}
 
 
-def page(config: Config, findings: Sequence[Finding], now: Estimate | None) -> RenderableType:
-    """Return the plan in one line, its findings, and a summary."""
-    return Group(headline(config, now), *map(finding_block, findings), Text(), summary(findings))
+def page(
+    config: Config, findings: Sequence[Finding], now: Estimate | None, changes: Sequence[Change] = ()
+) -> RenderableType:
+    """Return the plan in one line, its findings, what to change first, and a summary."""
+    return Group(
+        headline(config, now), *map(finding_block, findings), *change_lines(changes), Text(), summary(findings)
+    )
 
 
 def headline(config: Config, now: Estimate | None) -> Text:
@@ -45,6 +50,19 @@ def finding_block(f: Finding) -> RenderableType:
     if f.still_best:
         lines.append(Text.assemble(("still best  ", "green"), f.still_best))
     return Group(Text(), head, Padding(Group(*lines), (0, 0, 0, 4)))
+
+
+def change_lines(changes: Sequence[Change]) -> Iterator[RenderableType]:
+    """The changes that save most, a line each with what its memory becomes."""
+    if changes:
+        yield Text("\nchange first", "bold")
+    for change in changes:
+        effect = (
+            f"saves {format_seconds(change.saved)}"
+            if change.saved >= 0
+            else f"takes {format_seconds(-change.saved)} longer"
+        )
+        yield Padding(Text.assemble(change.fix, (f"   {effect}, {change.memory_gib:.1f} GiB", "dim")), (0, 0, 0, 4))
 
 
 def worth(f: Finding) -> str:

@@ -109,7 +109,7 @@ def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case]
                     if k != f"plan.{field}" and case.setting(k) != v
                 }
                 return Choice(
-                    value, True, "also sets " + ", ".join(f"{k} = {_shown(v)}" for k, v in changes.items()), changes
+                    value, True, "also sets " + ", ".join(f"{k} = {shown(v)}" for k, v in changes.items()), changes
                 )
     best = case.with_settings(completed(case, chosen) | chosen)  # what stays broken when the other degrees follow
     broken = _first_broken(best)
@@ -164,7 +164,7 @@ def _first_broken(case: Case) -> Any:
     return next((rule for rule in rules_for(case.given) if rule.broken(case)), None)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return (
         str(value).lower() if isinstance(value, bool) else str(list(value)) if isinstance(value, tuple) else str(value)
     )

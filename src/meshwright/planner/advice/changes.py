@@ -1,0 +1,144 @@
+"""What one change of a plan would give: every legal value of every field with its step time and memory, and what to change first.
+
+Each alternative value is completed to a legal plan (`describe.legality.choices`: the other degrees follow), and all plans are costed in one
+batch, so a whole table of chips takes a fraction of a second. `first_changes` sorts those that fit by the seconds they save, together with
+pairs whose first change is faster but does not fit alone and whose second change makes room: tp 4 instead of 8 with recompute = full.
+
+Only fields that leave the arithmetic of the training as it is are offered: no other dtype, no lossy compression, no local SGD.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost.step import step_cost
+from meshwright.describe.config import Config
+from meshwright.describe.legality import Case, legal
+from meshwright.describe.legality.choices import Choice, choices, free_values, shown
+from meshwright.describe.plan import Plan
+from meshwright.describe.result import GIB, values_of
+from meshwright.errors import MeshwrightError
+from meshwright.lower.step import step_program
+from meshwright.planner.advice.alternatives import changed, settings
+from meshwright.planner.advice.lint.finding import SHOWN
+from meshwright.predict.prediction import resolve_recompute
+from meshwright.units import Json
+
+KNOBS = (
+    "tp", "sp", "pp", "virtual", "schedule", "cp", "cp_kind", "ep", "expert_tp", "replicate", "shard", "zero", "microbatch", "recompute",
+    "bucket", "wrap", "reduce", "order", "offload",
+)  # fmt: skip
+MOST_FIRST = 12  # faster plans that do not fit, of which a second change is tried
+WORTH = 0.005  # share of the step that a second change must save beyond the best single one
+
+
+@dataclass(frozen=True)
+class Change:
+    """One or two chosen values, and the plan that they lead to: None where it is not legal. `reason` says why, or which other fields follow."""
+
+    fields: tuple[tuple[str, Any], ...]
+    reason: str = ""
+    plan: Plan | None = None
+    step_time_s: float | None = None
+    saves_s: float | None = None
+    memory_gib: float | None = None
+    more_gib: float | None = None
+    fits: bool = False
+    fix: str = ""  # `--set` options
+
+    @property
+    def saved(self) -> float:
+        return self.saves_s or 0.0
+
+    @property
+    def title(self) -> str:
+        return " and ".join(f"{name} = {shown(value)}" for name, value in self.fields)
+
+    def as_dict(self) -> Json:
+        values = values_of(self, "reason", "step_time_s", "saves_s", "memory_gib", "more_gib", "fits", "fix")
+        return {"fields": dict(self.fields), "legal": self.plan is not None, **values}
+
+
+def single_changes(config: Config) -> dict[str, list[Change]]:
+    """By field: a change for each value that differs from the plan's, legal or not, in the order of the values."""
+    by_field: dict[str, list[Change]] = {}
+    for change in priced(config, candidates(config, config.plan)):
+        by_field.setdefault(change.fields[0][0], []).append(change)
+    return by_field
+
+
+def first_changes(config: Config, most: int = 5) -> list[Change]:
+    """The changes that fit and save most, the best first and one for each field; where the plan itself does not fit, those that cost least."""
+    now, *singles = priced(config, [Change((), plan=config.plan), *candidates(config, config.plan)])
+    fitting = [change for change in singles if change.fits]
+    target = max((change.saved for change in fitting), default=0.0) if now.fits else -math.inf
+    too_large = sorted((c for c in singles if c.plan and not c.fits and c.saved > target), key=lambda c: -c.saved)
+    drafts = [
+        replace(second, fields=first.fields + second.fields)
+        for first in too_large[:MOST_FIRST]
+        for second in candidates(config, first.plan)
+        if second.plan and second.fields[0][0] != first.fields[0][0]
+    ]
+    pairs = [c for c in priced(config, drafts) if c.fits and c.saved > target + WORTH * (now.step_time_s or 0.0)]
+    useful = [c for c in (*fitting, *pairs) if c.saved > SHOWN * (now.step_time_s or 0.0) or not now.fits]
+    best: dict[tuple[str, ...], Change] = {}
+    for change in sorted(useful, key=lambda c: (-c.saved, len(c.fields))):
+        if all(change.plan != other.plan for other in best.values()):
+            best.setdefault(tuple(name for name, _ in change.fields), change)
+    return list(best.values())[:most]
+
+
+def candidates(config: Config, plan: Plan | None) -> Iterator[Change]:
+    """Every other value of the fields of `KNOBS`, completed to a legal plan or with the reason why there is none."""
+    c, names = config, Plan.model_fields
+    assert plan is not None
+    case = Case(plan, c.model, c.workload, c.cluster, c.stack, framework=bool(c.stack.can.framework))
+    ruled = choices(case, legal)
+    free = {
+        k: [Choice(v, True) for v in vs] for k, vs in free_values(plan, c.model.layers, c.stack.flat_shards).items()
+    }
+    for name in (knob for knob in KNOBS if knob in names):
+        for choice in (ruled | free).get(name, ()):
+            value = tuple(choice.value) if isinstance(choice.value, list) else choice.value
+            if value == getattr(plan, name):
+                continue
+            other = changed(plan, **{name: value}, **(choice.changes or {})) if choice.legal else None
+            yield Change(((name, value),), choice.reason, other and within_memory(config, other))
+
+
+def within_memory(config: Config, plan: Plan) -> Plan | None:
+    """The plan with `recompute = auto` replaced by the fewest layers that fit; None where none do."""
+    try:
+        return resolve_recompute(config.model, plan, config.workload, config.stack, config.cluster.accelerator.memory)
+    except MeshwrightError:
+        return None
+
+
+def priced(config: Config, drafts: Iterable[Change]) -> list[Change]:
+    """The changes with their step time and memory, all costed in one batch beside the plan that they change."""
+    drafts = list(drafts)
+    plans = [config.plan, *(draft.plan for draft in drafts if draft.plan)]
+    program = step_program(config.model, plans, config.workload, config.stack, every_rank=True)
+    cost = step_cost(program, config.cluster)
+    seconds, gib = np.broadcast_to(cost.time, len(plans)), np.broadcast_to(cost.peak_memory, len(plans)) / GIB
+    limit = config.cluster.accelerator.memory / GIB
+    numbers = iter(zip(seconds[1:].tolist(), gib[1:].tolist(), strict=True))
+
+    def with_numbers(draft: Change) -> Change:
+        if draft.plan is None:
+            return draft
+        time, memory = next(numbers)
+        return replace(
+            draft,
+            step_time_s=time,
+            saves_s=float(seconds[0]) - time,
+            memory_gib=memory,
+            more_gib=memory - float(gib[0]),
+            fits=memory <= limit,
+            fix=settings(config.plan, draft.plan),
+        )
+
+    return [with_numbers(draft) for draft in drafts]

@@ -1,0 +1,57 @@
+"""Single changes of a plan have the times and memory of `estimate`, and a pair is found where one change alone does not fit."""
+
+from __future__ import annotations
+
+import pytest
+from test_lint import config, overridden
+
+from meshwright.describe.config import Config
+from meshwright.planner.advice.changes import Change, first_changes, single_changes
+from meshwright.predict.estimate import estimate
+
+WIDE = config("llama3-8b", "dgx-h100", 64, 128, 8192, tp=8, sp=True, pp=2, shard=4, zero=1, recompute="full")
+EXPERTS = config("mixtral-8x7b", "dgx-h100", 64, 512, tp=2, sp=True, shard=32, zero=1, ep=8, recompute="full")
+
+
+def same_as_estimate(c: Config, change: Change) -> None:
+    prediction = estimate(overridden(c, change.fix)).prediction
+    assert change.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
+    assert change.memory_gib == pytest.approx(prediction.memory_gib, rel=1e-9)
+    assert change.saves_s == pytest.approx(estimate(c).prediction.step_time_s - prediction.step_time_s, rel=1e-4)
+
+
+@pytest.mark.parametrize("c", [WIDE, EXPERTS])
+def test_a_chip_shows_what_estimate_says(c: Config) -> None:
+    by_field = single_changes(c)
+    assert {"tp", "pp", "zero", "microbatch", "recompute", "schedule"} <= by_field.keys()
+    legal = [change for group in by_field.values() for change in group if change.plan]
+    for change in legal[:: len(legal) // 12]:
+        same_as_estimate(c, change)
+
+
+def test_an_illegal_value_has_its_reason() -> None:
+    refused = [change for group in single_changes(EXPERTS).values() for change in group if change.plan is None]
+    assert refused
+    assert all(change.reason and change.step_time_s is None for change in refused)
+
+
+def test_the_best_single_change_comes_first() -> None:
+    best, *_ = first_changes(WIDE)
+    singles = [change for group in single_changes(WIDE).values() for change in group if change.fits]
+    assert best.saved >= max(change.saved for change in singles) > 0
+    same_as_estimate(WIDE, best)
+
+
+def test_a_pair_makes_room_for_the_faster_plan() -> None:
+    c = config("llama3-70b", "dgx-h100", 64, 512, 8192, tp=8, sp=True, pp=2, shard=4, zero=1, recompute="selective")
+    best = first_changes(c)[0]
+    assert len(best.fields) == 2
+    assert best.fits
+    same_as_estimate(c, best)
+
+
+def test_a_plan_that_does_not_fit_gets_the_cheapest_change_that_does() -> None:
+    c = config("llama3-70b", "dgx-h100", 64, 512, 8192, tp=4, sp=True, pp=2, shard=8, zero=1, recompute="none")
+    assert not estimate(c).prediction.fits
+    assert first_changes(c)
+    assert all(change.fits for change in first_changes(c))
