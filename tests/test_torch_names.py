@@ -75,7 +75,7 @@ PRIVATE = {
         [DISPATCH],
     ),
     "tensors inside nested values": (
-        ["check/collectives.py", "check/recorder.py", "training/measure/observe.py"],
+        ["check/attach.py", "check/collectives.py", "training/measure/observe.py"],
         ["torch.utils._pytree.tree_leaves"],
     ),
     "train --dry-run": (
@@ -99,8 +99,9 @@ PRIVATE = {
         ["torch.ops._c10d_functional", "torch.distributed.ProcessGroup._allgather_base"],
     ),
     "recordings of anybody's steps": (
-        ["check/collectives.py", "check/recorder.py"],
+        ["check/attach.py", "check/collectives.py"],
         [
+            "torch.distributed.pipelining.stage.PipelineStage._compute_outputs",  # known by its frame
             "torch._C._current_graph_task_id",
             f"{C10D}._world.pg_group_ranks",
             "torch.utils._python_dispatch._get_current_dispatch_mode",
@@ -109,6 +110,7 @@ PRIVATE = {
     "recordings of FSDP": (
         ["check/frameworks/fsdp.py"],
         [
+            "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
             "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
             "torch.distributed.fsdp._runtime_utils._reduce_grad",
         ],

@@ -174,7 +174,7 @@ FAMILIES = {
             "2: tp2",
             "4: fsdp2 tp2",
             "2: fsdp2 recompute --accumulate 2",
-            "4: ddp tp2",
+            "4: hsdp --accumulate 2",
             "2: ddp",
         ),
         family("titan", "fp64", "", "2: tp2 recompute"),

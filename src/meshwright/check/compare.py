@@ -210,6 +210,7 @@ class StepPair:
         self.compared: dict[str, int] = {}
         self.errors: dict[str, float] = {}
         self.gradients: dict[str, ErrorAndBound] = {}
+        self.growth = 1.0  # how many times further parameters were moved by rounding than in the perturbed references
         self.unmapped: list[str] = []
         self.tensors: dict[str, tuple[dict[str, Merged], dict[str, Merged]]] = {}
         self.check_same_batch()
@@ -254,7 +255,10 @@ class StepPair:
     # How much is rounding
 
     def measure(self, perturbed: list[list[RankStep]], so_far: Tolerance | None) -> Tolerance:
-        """The bounds of this step: from the spread of the perturbed references, and never below an earlier step's."""
+        """The bounds of this step: from the spread of the perturbed references, and never below an earlier step's.
+
+        Adam may move a parameter with a small gradient by a whole step because of rounding: that has been judged (`beyond_noise`). What the next
+        step computes from such parameters is further off in the same proportion."""
         spread: dict[tuple[str, str], float] = {}
         for steps in perturbed:
             for kind in DECIDING:
@@ -267,7 +271,8 @@ class StepPair:
                 for kind, error in (("output", forward), ("output gradient", backward)):
                     spread[kind, name] = max(np.nan_to_num(error), spread.get((kind, name), 0.0))
         earlier = so_far.spread if so_far is not None else {}
-        lists = {key: [*earlier.get(key, [0.0] * self.number), error] for key, error in spread.items()}
+        growth = self.previous.growth if self.previous is not None else 1.0
+        lists = {key: [*earlier.get(key, [0.0] * self.number), error * growth] for key, error in spread.items()}
         return Tolerance(self.dtype, at_least_usual(lists, {kind for kind, _ in spread}))
 
     def floor(self, kind: str, sketched: bool) -> float:
@@ -302,7 +307,8 @@ class StepPair:
         for pair in beside(expected, got):
             off = error_of(pair, floor)
             if kind == "parameter" and bound < off < np.inf:
-                off = self.beyond_noise(pair, name, floor, tolerance)
+                raw, off = off, self.beyond_noise(pair, name, floor, tolerance)
+                self.growth = max(self.growth, raw / max(tolerance.spread[kind, name])) if tolerance.spread else 1.0
             error = max(error, off)
             wrong |= set() if off <= bound else set(pair.ranks)
         self.compared[kind] = self.compared.get(kind, 0) + 1

@@ -19,10 +19,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +29,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwright.check.attach import ProcessHooks, rank, tensors_in, wrap_clipping
 from meshwright.check.exchange import NoteExchange
 from meshwright.check.fingerprint import bits_hash, random_state, tensors_hash
-from meshwright.check.frameworks import framework_of
 from meshwright.check.frameworks.plain import FrameworkAdapter
 from meshwright.check.holdings import local_part
 from meshwright.check.invariants import TENSOR, Judge, RankNote
-from meshwright.check.modules import Names, topmost
-from meshwright.check.recorder import rank, tensors_in
+from meshwright.check.modules import topmost
 from meshwright.check.start import WATCH
 from meshwright.check.writer import write_json
 
@@ -48,18 +45,16 @@ MOST_STATES = 64  # of an optimizer, that are asked for their count of steps
 CLOSE_S = 2.0  # that rank 0 waits for the last notes
 
 
-class LiveWatch:
+class LiveWatch(ProcessHooks):
     """Notes the checked steps of one rank; on rank 0, judges those of all."""
 
     def __init__(self, out: str, every: int = 50, stop: bool = False, without: tuple[str, ...] = ()) -> None:
         self.out, self.every, self.stop = Path(out), every, stop
+        super().__init__()
         self.judge = Judge(without)
-        self.pid = os.getpid()
         self.step = self.calls = 0
         self.spent, self.began = 0.0, time.perf_counter()
         self.updated = False
-        self.names = Names()
-        self.framework: FrameworkAdapter | None = None
         self.place: dict[str, int] = {}
         self.stages: dict[str, int] = {}  # by parameter: the stage of its model in a pipeline
         self.note: RankNote | None = None  # of the step that is being checked
@@ -72,7 +67,6 @@ class LiveWatch:
         self.checks = 0  # with a learning rate
         self.silent: Counter[str] = Counter()  # checks in a row without a gradient
         self.exchange: NoteExchange | None = None
-        self.undo: list[Callable[[], object]] = []
         self.during: list[Any] = []  # handles of hooks of the checked step
         self.entry: Any = None
 
@@ -89,41 +83,11 @@ class LiveWatch:
             else (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
         )
         self.undo += [before(self.before_update).remove, after(self.after_update).remove]
-        self.see_norms()
-        os.register_at_fork(after_in_child=self.adopt)
-
-    def see_norms(self) -> None:
-        """The norm that gradients are clipped with. `get_total_norm` is not it: parts of it may still be summed over ranks."""
-        clip, clip_with = nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_
-
-        @wraps(clip)
-        def clipped(*args: Any, **kwargs: Any) -> Any:
-            norm = clip(*args, **kwargs)
-            self.end_clipping(norm)
-            return norm
-
-        @wraps(clip_with)
-        def clipped_with(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> None:
-            self.end_clipping(total_norm)
-            clip_with(parameters, max_norm, total_norm, *args, **kwargs)
-
-        for place, name, plain, seen in (
-            (nn.utils, "clip_grad_norm_", clip, clipped),
-            (nn.utils.clip_grad, "clip_grad_norm_", clip, clipped),
-            (nn.utils, "clip_grads_with_norm_", clip_with, clipped_with),
-        ):
-            setattr(place, name, seen)
-            self.undo.append(partial(setattr, place, name, plain))
+        self.undo += wrap_clipping(self)
 
     @property
     def active(self) -> bool:
-        """In this process only: those of a data loader are forks of it."""
-        return os.getpid() == self.pid and bool(self.undo)
-
-    def adopt(self) -> None:
-        """In a rank that was forked from a process that only imported torch."""
-        if self.exchange is None:
-            self.pid = os.getpid()
+        return bool(self.undo) and self.in_training_process
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -200,19 +164,18 @@ class LiveWatch:
 
     def names_of(self, model: nn.Module) -> None:
         """Learn the parameters of a model at its first call, when it has its wrappers."""
-        if not (new := self.names.learn(model)):
+        if not (new := self.learn(model, self)):
             return
-        self.framework = framework_of(model)
-        self.framework.prepare(self.names.parameters, self)
+        assert self.framework is not None
         stages = pipeline_stages()
         self.place = place_of(self.framework) | ({"stage": min(stages.values())} if stages else {})
         self.stages |= dict.fromkeys(new, stages.get(id(topmost(model)), 0) if stages else 0)
         if self.exchange is None:
             self.exchange = NoteExchange(str(self.out))
-            Finalize(None, self.close, exitpriority=10)  # runs in ranks of `multiprocessing` too, unlike `atexit`
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.names.parameters.items() if p.requires_grad]
+        assert self.framework is not None
+        return [(name, p) for name, p in self.framework.parameters.items() if p.requires_grad]
 
     def begin_check(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         assert self.framework is not None
@@ -223,7 +186,7 @@ class LiveWatch:
         tokens = [t for t in tensors if not t.is_floating_point()]
         parts = []
         self.hashes, self.gradients, self.norm, self.optimizers = [], {}, None, []
-        for name, parameter in self.names.parameters.items():
+        for name, parameter in self.framework.parameters.items():
             for local, key in self.parts_of(name, parameter):
                 parts.append(f"{name} at {key}")
                 self.hashes.append(bits_hash(local))
@@ -311,8 +274,7 @@ class LiveWatch:
         self.detach()
 
     def detach(self) -> None:
-        while self.undo:
-            self.undo.pop()()
+        super().detach()
         while self.during:
             self.during.pop().remove()
         self.note = None

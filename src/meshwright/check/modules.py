@@ -16,7 +16,7 @@ class Names:
 
     def __init__(self) -> None:
         self.modules: dict[int, str] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
+        self.parameters: set[str] = set()
 
     def of(self, module: nn.Module) -> str | None:
         return self.modules.get(id(module))
@@ -30,11 +30,12 @@ class Names:
         shifts = layer_shifts(model)
         for name, part in model.named_modules():
             self.modules[id(part)] = plain_name(name, wrapped, shifts)
-        new = {}
+        new: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             plain = plain_name(name, wrapped, shifts)
-            if plain not in self.parameters:
-                self.parameters[plain] = new[plain] = parameter
+            if plain not in self.parameters and plain not in new:
+                new[plain] = parameter
+        self.parameters |= new.keys()
         return new
 
 

@@ -15,7 +15,6 @@ A step begins with the first call of a module after an update. Modules that are 
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import os
@@ -23,9 +22,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +34,33 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.check import cpu
+from meshwright.check.attach import (
+    ProcessHooks,
+    in_backward,
+    infers_shapes,
+    rank,
+    tensors_in,
+    world,
+    wrap_backward,
+    wrap_clipping,
+    wrap_end_of_groups,
+)
 from meshwright.check.collectives import CollectiveLog
-from meshwright.check.frameworks import framework_of
-from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, Listener
+from meshwright.check.frameworks.plain import HeldPart
 from meshwright.check.holdings import local_part
-from meshwright.check.modules import Names, model_settings
+from meshwright.check.modules import model_settings
 from meshwright.check.start import LIMIT, SETTINGS
 from meshwright.check.writer import RecordingWriter
 
-SHAPE_FRAMES = 8  # between a stage's call and the pipeline's method
 
-
-class StepRecorder:
+class StepRecorder(ProcessHooks):
     """Records the steps of one rank into a folder."""
 
     def __init__(self, out: str, steps: int = 2, limit: float = LIMIT, perturb: int = 0, unit: float = 0.0) -> None:
+        super().__init__()
         self.steps, self.perturb, self.unit = steps, perturb, unit
-        self.step, self.pid = 0, os.getpid()
-        self.depth = 0
+        self.step = self.depth = 0
         self.skips = False
-        self.names: Names | None = None
-        self.framework: FrameworkAdapter | None = None
         self.writer = RecordingWriter(Path(out), limit)
         self.calls: Counter[str] = Counter()
         self.local: dict[str, torch.Tensor] = {}  # gradients of this rank, summed over micro-batches
@@ -64,7 +68,6 @@ class StepRecorder:
         self.clipping = 0  # functions that clip, one inside of the other
         self.collectives = CollectiveLog()
         self.began = self.spent = 0.0
-        self.undo: list[Callable[[], object]] = []
         self.known: dict[str, Any] = {}
         self.place = 0, 1
         self.random: dict[str, str] = {}
@@ -79,15 +82,12 @@ class StepRecorder:
             register_optimizer_step_post_hook(self.after_update),
         ]
         self.undo += [handle.remove for handle in handles]
-        wrap_clipping(self, self.undo)
-        wrap_backward(self)
-        wrap_end_of_groups(self)
-        atexit.register(self.close)
+        self.undo += [*wrap_clipping(self), wrap_backward(self.note_loss), *wrap_end_of_groups(self.finish_last)]
 
     @property
     def active(self) -> bool:
-        """In the first steps, and in this process only: those of a data loader are forks of it, or start like it."""
-        return self.step < self.steps and os.getpid() == self.pid and torch.utils.data.get_worker_info() is None
+        """In the first steps."""
+        return self.step < self.steps and self.in_training_process
 
     # Forward
 
@@ -115,12 +115,7 @@ class StepRecorder:
             self.finish_step()
         if not self.active:
             return
-        if self.names is None:
-            self.names = Names()
-        new = self.names.learn(module)
-        if new:
-            self.framework = framework_of(module)
-            self.framework.prepare(self.names.parameters, self)
+        if (new := self.learn(module, self)) and self.framework is not None:
             self.place = rank(), world()
             self.known = {  # now: at the end of a script its groups may be gone
                 "framework": self.framework.name, "layout": self.framework.layout(),
@@ -156,7 +151,7 @@ class StepRecorder:
         if not self.active or in_backward() or self.depth == 0:
             return
         self.depth -= 1
-        if self.skips or self.names is None or (name := self.names.of(module)) is None:
+        if self.skips or (name := self.names.of(module)) is None:
             return
         with self.timed():
             self.calls[name] += 1
@@ -178,20 +173,19 @@ class StepRecorder:
             self.writer.number("loss", float(number))
 
     def note_gradients(self, kind: str) -> None:
-        if self.names is None or self.framework is None:
-            return
-        for name, parameter in self.names.parameters.items():
+        assert self.framework is not None
+        for name, parameter in self.framework.parameters.items():
             for part in self.framework.gradient(name, parameter):
                 self.note_part(kind, name, part)
 
     def before_clipping(self) -> None:
         """Gradients are complete: what this rank had before the reduction, and after it."""
-        if not self.active or self.collected:
+        if not self.active or self.collected or self.framework is None:
             return
         self.collected = True
         with self.timed():
             for name, gradient in self.local.items():
-                for part in self.framework.local_gradient(name, gradient) if self.framework is not None else ():
+                for part in self.framework.local_gradient(name, gradient):
                     self.note_part("local gradient", name, part)
             self.note_gradients("gradient")
 
@@ -223,22 +217,21 @@ class StepRecorder:
         return (args[0], noted), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def note_before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.active or self.names is None:
+        if not self.active or self.framework is None:
             return
         clipped = self.collected
         self.before_clipping()
-        if clipped and not self.updated and self.framework is not None and self.framework.shows_clipped:
+        if clipped and not self.updated and self.framework.shows_clipped:
             with self.timed():
                 self.note_gradients("clipped gradient")
         for group in optimizer.param_groups:
             self.writer.number("learning rate", float(group.get("lr", 0.0)))
 
     def after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self.active or self.names is None:
+        if not self.active or self.framework is None:
             return
         self.updated = True
-        owned = {id(p): name for name, p in self.names.parameters.items()}
-        owned |= self.framework.optimised() if self.framework is not None else {}
+        owned = {id(p): name for name, p in self.framework.parameters.items()} | self.framework.optimised()
         with self.timed():
             for parameter, states in optimizer.state.items():
                 name = owned.get(id(parameter))
@@ -267,9 +260,9 @@ class StepRecorder:
     def finish_step(self, ended: str = "") -> None:
         """Write the step; `ended` says how a script ended in the middle of it."""
         started = time.perf_counter()
-        if self.names is not None and not ended:
+        if self.framework is not None and not ended:
             with self.timed():
-                for name, parameter in self.names.parameters.items():
+                for name, parameter in self.framework.parameters.items():
                     self.note_value("parameter", name, parameter)
         self.collectives.stop()
         done, self.step = self.step, self.step + (not ended)
@@ -291,57 +284,24 @@ class StepRecorder:
             self.detach()
 
     def about(self, ended: str) -> dict[str, Any]:
-        assert self.names is not None
+        assert self.framework is not None
         return {
             "world": self.place[1], "steps": self.step, "torch": torch.__version__, **self.known, "groups": self.collectives.groups,
-            "parameters": list(self.names.parameters), "modules": sorted(set(self.names.modules.values())),
+            "parameters": list(self.framework.parameters), "modules": sorted(set(self.names.modules.values())),
             "perturbed": self.perturb, "ended": ended,
         }  # fmt: skip
 
-    def detach(self) -> None:
-        if self.framework is not None:
-            self.framework.release()
-        while self.undo:
-            self.undo.pop()()
+    def finish_last(self) -> None:
+        """Finish a step that is complete."""
+        if self.active and self.updated:
+            self.finish_step()
 
     def close(self) -> None:
         """At the end of the process: the step that is complete, or what there is of one that is not."""
-        if self.active and self.names is not None and self.writer.entries:
+        if self.active and self.framework is not None and self.writer.entries:
             last = next((e["name"] for e in reversed(self.writer.entries) if e["kind"].startswith("output")), "")
             self.finish_step("" if self.updated else f"the script ended in this step, after {last or 'the model'}")
         self.detach()
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of an input or output, in order."""
-    leaves = torch.utils._pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel() > 0]
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def infers_shapes() -> bool:
-    """Whether PyTorch's pipeline calls a stage with tensors that nobody has set, to learn the shapes of its outputs."""
-    frame = sys._getframe(1)
-    for _ in range(SHAPE_FRAMES):
-        if frame is None or frame.f_code.co_name == "_compute_outputs":
-            return frame is not None
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def rank() -> int:
-    return torch.distributed.get_rank() if initialized() else int(os.environ.get("RANK", 0))
-
-
-def world() -> int:
-    return torch.distributed.get_world_size() if initialized() else int(os.environ.get("WORLD_SIZE", 1))
-
-
-def initialized() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def random_states() -> dict[str, str]:
@@ -360,53 +320,6 @@ def move_by_last_place(parameter: torch.Tensor, seed: int, unit: float = 0.0) ->
         places = torch.arange(local.numel(), device=local.device).add(seed)
         signs = 1.0 - 2.0 * (places * 2654435761 % 4294967296 // 2147483648)
         local.mul_(1 + signs.view_as(local).to(local) * max(unit, torch.finfo(local.dtype).eps))
-
-
-def wrap_clipping(listener: Listener, undo: list[Callable[[], object]]) -> None:
-    """Clipping is a function, not a module: gradients are noted before it, and the norm that it returns."""
-    for name in ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"):
-        plain = getattr(nn.utils, name)
-
-        def wrapped(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-            listener.begin_clipping()
-            result = plain(*args, **kwargs)
-            listener.end_clipping(result)
-            return result
-
-        for place in (nn.utils, nn.utils.clip_grad):
-            if hasattr(place, name):
-                setattr(place, name, wrapped)
-                undo.append(partial(setattr, place, name, plain))
-
-
-def wrap_backward(recorder: StepRecorder) -> None:
-    """A loss is what backward begins with: a number without a given gradient."""
-    plain = torch.autograd.backward
-
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        given = grad_tensors if isinstance(grad_tensors, (tuple, list)) else (grad_tensors,)
-        for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors):
-            if all(gradient is None for gradient in given):
-                recorder.note_loss(tensor)
-        return plain(tensors, grad_tensors, *args, **kwargs)
-
-    torch.autograd.backward = backward  # `Tensor.backward` calls it by this name
-    recorder.undo.append(partial(setattr, torch.autograd, "backward", plain))
-
-
-def wrap_end_of_groups(recorder: StepRecorder) -> None:
-    """What ranks hold together is read before their groups are gone: a step that is complete is finished first."""
-    plain = getattr(torch.distributed, "destroy_process_group", None)
-    if plain is None:
-        return
-
-    def destroy_process_group(group: Any = None) -> None:
-        if group is None and recorder.active and recorder.updated:
-            recorder.finish_step()
-        plain(group)
-
-    torch.distributed.destroy_process_group = destroy_process_group
-    recorder.undo.append(partial(setattr, torch.distributed, "destroy_process_group", plain))
 
 
 def attach_from_environment() -> None:

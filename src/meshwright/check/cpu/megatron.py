@@ -68,6 +68,7 @@ def use_cpu() -> None:
     cuda.device_count = lambda: 1
     for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "set_rng_state"):
         setattr(cuda, name, lambda *a, **k: None)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()
     cuda.get_device_capability = lambda *a: (9, 0)
     cuda.get_device_properties = lambda *a: type("Device", (), {"major": 9, "minor": 0, "name": "cpu"})()
     cuda.Stream = cuda.Event = IdleStream

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, Listener, wrap_method
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, wrap_method
 from meshwright.check.holdings import whole
 
 
@@ -19,18 +19,22 @@ class DeepSpeed(FrameworkAdapter):
     def recognises(cls, model: nn.Module) -> bool:
         return any(kind.__module__.startswith("deepspeed.runtime") for kind in type(model).__mro__)
 
-    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
-        super().prepare(parameters, listener)
+    def attach(self) -> None:
+        from deepspeed.runtime.engine import DeepSpeedEngine
 
         def before(engine: object) -> None:
-            if engine is self.model:
-                listener.begin_clipping()
+            if engine in self.models:
+                self.listener.begin_clipping()
 
-        def after(engine: object, _: object) -> None:
-            if engine is self.model:
-                listener.end_clipping(self.model.get_global_grad_norm())  # type: ignore[operator]
+        def after(engine: Any, _: object) -> None:
+            if engine in self.models:
+                self.listener.end_clipping(engine.get_global_grad_norm())
 
-        self.undo.append(wrap_method(type(self.model), "_take_model_step", before, after))
+        self.undo.append(wrap_method(DeepSpeedEngine, "_take_model_step", before, after))
+
+    @property
+    def engine(self) -> Any:
+        return self.models[0]
 
     def value(self, name: str, tensor: torch.Tensor) -> list[HeldPart]:
         """The whole, gathered by DeepSpeed; of optimizer states nothing: they belong to flat partitions."""
@@ -49,16 +53,14 @@ class DeepSpeed(FrameworkAdapter):
         return [] if gradient is None else [HeldPart(gradient, whole(gradient))]
 
     def layout(self) -> str:
-        stage = self.model.zero_optimization_stage()  # type: ignore[operator]
-        words = f"ZeRO-{stage} over {self.model.dp_world_size}"
+        words = f"ZeRO-{self.engine.zero_optimization_stage()} over {self.engine.dp_world_size}"
         return f"{words}, {self.stages_of_pipeline} pipeline stages" if self.stages_of_pipeline > 1 else words
 
     @property
     def stages_of_pipeline(self) -> int:
-        return int(getattr(self.model, "num_stages", 1))
+        return int(getattr(self.engine, "num_stages", 1))
 
     def coordinates(self) -> dict[str, int]:
         if self.stages_of_pipeline == 1:
             return super().coordinates()
-        grid: Any = self.model.grid
-        return {"pp": grid.get_stage_id(), "dp": grid.get_data_parallel_id()}
+        return {"pp": self.engine.grid.get_stage_id(), "dp": self.engine.grid.get_data_parallel_id()}

@@ -1,4 +1,4 @@
-"""FSDP of PyTorch, both versions. Private names: `foreach_reduce` of version 2; `_handle` and the flat parameter of version 1."""
+"""FSDP of PyTorch, both versions. Private names: `foreach_reduce` and the shards of version 2; `_handle` and the flat parameter of version 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, Listener, replace_attribute, wrap_method
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, replace_attribute, wrap_method
 from meshwright.check.holdings import Holding, whole
 
 
@@ -25,26 +25,44 @@ class FSDP2(FrameworkAdapter):
 
         return any(isinstance(module, FSDPModule) for module in model.modules())
 
-    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
-        super().prepare(parameters, listener)
+    def attach(self) -> None:
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group as private
 
+        self.names: dict[int, str] = {}  # by shard
         plain = private.foreach_reduce
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
 
         def foreach_reduce(
             fsdp_params: list[Any], unsharded_grads: list[torch.Tensor], *args: Any, **kwargs: Any
         ) -> Any:
             for held, gradient in zip(fsdp_params, unsharded_grads, strict=False):
-                if (name := names.get(id(held.sharded_param))) is not None:
-                    listener.add_local(name, gradient)
+                if (name := self.names.get(id(held.sharded_param))) is not None:
+                    self.listener.add_local(name, gradient)
             return plain(fsdp_params, unsharded_grads, *args, **kwargs)
 
         self.undo.append(replace_attribute(private, "foreach_reduce", foreach_reduce))
 
+    def add(self, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        """A pipeline may have gathered the parameters before the first call: what lasts is their shards."""
+        shards = {id(gathered): shard for gathered, shard in gathered_parameters(model)}
+        super().add(model, {name: shards.get(id(p), p) for name, p in parameters.items()})
+        self.names |= {id(parameter): name for name, parameter in self.parameters.items()}
+
     def local_gradient(self, name: str, gradient: torch.Tensor) -> list[HeldPart]:
         """Of a tensor-parallel part none: what is compared after the reduction is enough."""
         return [HeldPart(gradient, whole(gradient))] if self.parameters[name].shape == gradient.shape else []
+
+
+def gathered_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Gathered parameters and the shards they were gathered from."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for held in group.fsdp_params if group is not None else ():
+                    if hasattr(held, "_unsharded_param"):
+                        yield held._unsharded_param, held.sharded_param
 
 
 class FSDP1(FrameworkAdapter):
@@ -60,27 +78,29 @@ class FSDP1(FrameworkAdapter):
 
         return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
-    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
-        super().prepare(parameters, listener)
+    def attach(self) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
         from torch.distributed.fsdp import _runtime_utils as runtime
 
-        before, after = lambda _: listener.begin_clipping(), lambda _, norm: listener.end_clipping(norm)
+        before, after = lambda _: self.listener.begin_clipping(), lambda _, norm: self.listener.end_clipping(norm)
         self.undo.append(wrap_method(Wrapper, "clip_grad_norm_", before, after))
         self.held: dict[int, list[FlatRange]] = {}  # by the parameter that the optimizer has
         self.inside: dict[int, list[str]] = {}  # by flat parameter: the names of what it is made of
-        for module in self.model.modules():
-            flat = getattr(getattr(module, "_handle", None), "flat_param", None)
-            if flat is not None and getattr(flat, "_shard_param_infos", None):
-                self.learn(flat)
         plain = runtime._reduce_grad
 
         def reduce_grad(state: Any, handle: Any) -> Any:
             for name, part in self.summands(handle.flat_param):
-                listener.add_local(name, part)
+                self.listener.add_local(name, part)
             return plain(state, handle)
 
         self.undo.append(replace_attribute(runtime, "_reduce_grad", reduce_grad))
+
+    def add(self, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        super().add(model, parameters)
+        for module in model.modules():
+            flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+            if flat is not None and getattr(flat, "_shard_param_infos", None):
+                self.learn(flat)
 
     def learn(self, flat: Any) -> None:
         """The ranges of a flat parameter. The optimizer has the flat one, or with `use_orig_params=True` each of what it is made of."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, Listener, wrap_method
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, wrap_method
 from meshwright.check.holdings import Holding, cut, whole
 
 
@@ -19,18 +19,17 @@ class Megatron(FrameworkAdapter):
     def recognises(cls, model: nn.Module) -> bool:
         return any(type(module).__module__.startswith("megatron.core.") for module in model.modules())
 
-    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
-        super().prepare(parameters, listener)
+    def attach(self) -> None:
         self.place = places()
         from megatron.core.optimizer.optimizer import MegatronOptimizer
 
         for kind in (MegatronOptimizer, *subclasses(MegatronOptimizer)):
             for method in {"clip_grad_norm", "get_grad_norm"} & vars(kind).keys():
-                self.undo.append(
-                    wrap_method(
-                        kind, method, lambda _: listener.begin_clipping(), lambda _, norm: listener.end_clipping(norm)
-                    )
+                before, after = (
+                    lambda _: self.listener.begin_clipping(),
+                    lambda _, norm: self.listener.end_clipping(norm),
                 )
+                self.undo.append(wrap_method(kind, method, before, after))
 
     def value(self, name: str, tensor: torch.Tensor) -> list[HeldPart]:
         parameter = self.parameters[name]
@@ -47,7 +46,7 @@ class Megatron(FrameworkAdapter):
     @property
     def gated(self) -> bool:
         """Whether the first matrix of an MLP is two, one above the other, each of which is cut."""
-        return any(getattr(getattr(m, "config", None), "gated_linear_unit", False) for m in self.model.modules())
+        return any(getattr(getattr(m, "config", None), "gated_linear_unit", False) for m in self.modules())
 
     def gradient(self, name: str, parameter: nn.Parameter) -> list[HeldPart]:
         gradient = getattr(parameter, "main_grad", None)
@@ -69,7 +68,7 @@ class Megatron(FrameworkAdapter):
 
     def owned(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """The elements of a parameter whose reduced gradient this rank has, under the distributed optimizer; None: all."""
-        for part in self.model.modules():
+        for part in self.modules():
             for buffer in self.ddp_buffers(part):
                 if parameter not in buffer.param_index_map or not buffer.ddp_config.use_distributed_optimizer:
                     continue
@@ -95,11 +94,9 @@ class Megatron(FrameworkAdapter):
 
     def layout(self) -> str:
         sizes = {axis: n for axis, (_, n) in self.place.items() if n > 1 and axis != "etp"}
-        sharded = any(
-            b.ddp_config.use_distributed_optimizer for part in self.model.modules() for b in self.ddp_buffers(part)
-        )
+        sharded = any(b.ddp_config.use_distributed_optimizer for part in self.modules() for b in self.ddp_buffers(part))
         words = [f"{axis} {n}" for axis, n in sizes.items()] + ["distributed optimizer"] * sharded
-        sequence = any(getattr(getattr(m, "config", None), "sequence_parallel", False) for m in self.model.modules())
+        sequence = any(getattr(getattr(m, "config", None), "sequence_parallel", False) for m in self.modules())
         return " × ".join(words + ["sequence parallel"] * sequence) or "one device"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, Listener, replace_attribute
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, replace_attribute
 from meshwright.check.holdings import Holding
 
 if TYPE_CHECKING:
@@ -24,17 +24,28 @@ class OwnNetwork(FrameworkAdapter):
     def recognises(cls, model: nn.Module) -> bool:
         return next(networks_of(model), None) is not None
 
-    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
-        super().prepare(parameters, listener)
-        self.network = next(networks_of(self.model))
-        self.pieces = {id(piece.parameter): piece for piece in self.network.pieces}
-        finish = self.network.finish_gradients
+    def attach(self) -> None:
+        self.networks: list[Sharded] = []
+        self.pieces: dict[int, Any] = {}
+
+    @property
+    def network(self) -> Sharded:
+        return self.networks[0]
+
+    def add(self, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        super().add(model, parameters)
+        network = next(networks_of(model), None)
+        if network is None or network in self.networks:
+            return
+        self.networks.append(network)
+        self.pieces |= {id(piece.parameter): piece for piece in network.pieces}
+        finish = network.finish_gradients
 
         def finish_and_tell() -> None:
             finish()
-            listener.begin_clipping()  # until the step ends: torch's norms in it are those of this rank's parts
+            self.listener.begin_clipping()  # until the step ends: torch's norms in it are those of this rank's parts
 
-        self.undo.append(replace_attribute(self.network, "finish_gradients", finish_and_tell))
+        self.undo.append(replace_attribute(network, "finish_gradients", finish_and_tell))
 
     def optimised(self) -> dict[int, str]:
         """The optimizer has masters, or plain tensors that share the memory of shards."""

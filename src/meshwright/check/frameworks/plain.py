@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -32,28 +32,38 @@ class Listener(Protocol):
 
 
 class FrameworkAdapter:
-    """What the recorder asks a framework."""
+    """What the recorder and the watch ask a framework about the models of a process: one, or one for each stage of a pipeline."""
 
     name = "torch"
     batch_dim = 0  # of activations
     shows_clipped = True  # gradients can be read between clipping and the update
     hooks_gradients = True  # hooks of parameters see the gradients of this rank
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.models: list[nn.Module] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.undo: list[Callable[[], object]] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Replace the functions of the framework in which something is seen."""
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
         return True
 
-    def prepare(self, parameters: dict[str, nn.Parameter], listener: Listener) -> None:
-        """Called when the model is known, before its first call."""
-        self.parameters = parameters
+    def add(self, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        """Learn a model with its parameters, before its first call."""
+        self.models.append(model)
+        self.parameters |= parameters
+
+    def modules(self) -> Iterator[nn.Module]:
+        for model in self.models:
+            yield from model.modules()
 
     def release(self) -> None:
-        """Take back what `prepare` replaced."""
+        """Take back what was replaced."""
         while self.undo:
             self.undo.pop()()
 
@@ -90,17 +100,15 @@ class FrameworkAdapter:
         pipelining = sys.modules.get("torch.distributed.pipelining.stage")
         if pipelining is None:
             return []
-        parts = {id(part) for part in self.model.modules()}
+        parts = {id(part) for part in self.modules()}
         stages = [o for o in gc.get_objects() if isinstance(o, pipelining._PipelineStageBase) and id(o.submod) in parts]
         return sorted(stages, key=lambda stage: stage.stage_index)
 
     def layout(self) -> str:
         """What took effect, in words: a framework may leave out silently what its settings ask for."""
-        kinds = sorted({type(module).__name__ for module in self.model.modules()} & WRAPPER_NAMES)
-        if any(isinstance(value, dict) and "replicate" in value for value in vars(self.model).values()):
-            kinds.append(
-                "replicate"
-            )  # DDP without a module of its own, known from the registry of composable functions
+        kinds = sorted({type(module).__name__ for module in self.modules()} & WRAPPER_NAMES)
+        registries = [value for model in self.models for value in vars(model).values() if isinstance(value, dict)]
+        kinds += ["replicate"] * any("replicate" in names for names in registries)  # DDP as a composable function
         sharded = [p for p in self.parameters.values() if isinstance(p, DTensor)]
         if sharded:
             kinds.append(f"{len(sharded)} of {len(self.parameters)} parameters are DTensors, {sharded[0].placements}")
